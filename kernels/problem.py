@@ -1,0 +1,121 @@
+"""What every entry point reduces its arguments to: one attention problem over canonical strided views.
+
+No kernel sees an API name. HND and NHD, stacked and separate caches, packed QKV, element offsets, cumulative lengths
+and the rest have become views and token counts by the time a :class:`AttentionProblem` exists.
+
+Notation: T query tokens in all, B requests, H query heads, Hkv KV heads, D head dimension (Dqk and Dv where they
+differ), P page-table width.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+
+
+class MaskKind(enum.Enum):
+    """Which keys a query row sees. Row t of a request with q_len queries and kv_len keys sits at p = kv_len - q_len + t."""
+
+    FULL = "full"  # every key of the request
+    CAUSAL = "causal"  # keys 0..p (bottom-right aligned)
+    SLIDING_WINDOW = "sliding_window"  # keys p - window_left..p
+
+
+@dataclass(frozen=True)
+class Mask:
+    """A mask kind with its parameters. ``window_left`` counts keys to the left of the row's own position."""
+
+    kind: MaskKind
+    window_left: int = -1
+
+
+@dataclass(frozen=True)
+class TokenOffsets:
+    """Where requests start in a ragged tensor: request b starts at token ``tensor[b] // unit``.
+
+    ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences). ``unit`` is
+    1 for cumulative token counts and the number of elements per token for cuDNN's element offsets.
+    """
+
+    tensor: torch.Tensor
+    unit: int = 1
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """Page ids of each request: ``key[b, i]`` is the page of ``AttentionProblem.key`` that holds its tokens
+    [i * page_size, (i + 1) * page_size). ``value`` is the same for V; one tensor serves both when ids are shared.
+
+    Both are [B, P] int32 or uint32 views with a unit last stride. Entries at or past ceil(kv_len / page_size) are never
+    read and may hold anything.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class LseLayout(enum.Enum):
+    """How the log-sum-exp of request b, query token t, head h is addressed."""
+
+    RAGGED = "ragged"  # [T, H]: row = the token's row in the output
+    PADDED = "padded"  # [B, max tokens, H]: row = (b, t)
+    OFFSETS = "offsets"  # [*, H]: row = offsets[b] + t
+
+
+@dataclass(frozen=True)
+class LogSumExp:
+    """Where and how to write LSE: float32, ``natural`` for base e, otherwise base 2."""
+
+    tensor: torch.Tensor
+    layout: LseLayout
+    natural: bool
+    offsets: TokenOffsets | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProblem:
+    """One batched attention call: ``out = output_scale * softmax(softmax_scale * q k^T, mask) v``.
+
+    Attributes:
+        query: [T, H, Dqk], unit last stride.
+        key: [pages, Hkv, page_size, Dqk], unit last stride. Contiguous (ragged) K is one page of all KV tokens.
+        value: [pages, Hkv, page_size, Dv], unit last stride; strides independent of ``key``'s.
+        out: [T, H, Dv], unit last stride, or None: the launch allocates it like a contiguous [T, H, Dv].
+        batch: B.
+        max_q_len, max_kv_len: host upper bounds of the lengths. They size grids; they never change a result.
+        q_offsets: start of each request's queries; None means that the only request starts at token 0.
+        o_offsets: the same in ``out``; None means as ``q_offsets``.
+        k_offsets, v_offsets: starts in contiguous K and V; None means 0 (or paged).
+        q_lens: [B] query lengths; None means differences of ``q_offsets``.
+        kv_lens: [B] KV lengths, new tokens included; None means differences of ``k_offsets``.
+        page_table: None for contiguous K and V.
+        mask: which keys are visible.
+        softmax_scale: natural scale of the logits, a host float or a one-element float32 tensor on the device.
+        output_scale: factor on the output, likewise.
+        sinks: [H] float32 natural logits of one extra key per head with a zero value, or None.
+        lse: where to store log-sum-exp, or None.
+        programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
+    """
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    out: torch.Tensor | None
+    batch: int
+    max_q_len: int
+    max_kv_len: int
+    q_offsets: TokenOffsets | None
+    kv_lens: torch.Tensor | None
+    mask: Mask
+    softmax_scale: float | torch.Tensor
+    output_scale: float | torch.Tensor = 1.0
+    q_lens: torch.Tensor | None = None
+    o_offsets: TokenOffsets | None = None
+    k_offsets: TokenOffsets | None = None
+    v_offsets: TokenOffsets | None = None
+    page_table: PageTable | None = None
+    sinks: torch.Tensor | None = None
+    lse: LogSumExp | None = None
+    programmatic_launch: bool = False
