@@ -1,0 +1,240 @@
+"""KV caches of every accepted form as canonical views [pages, kv_heads, page_size, head_dim], without a copy.
+
+A page is the unit of a paged cache. Contiguous (ragged) K and V are one page that holds all tokens, so a kernel sees
+the same four dimensions either way. K and V keep their own strides; only the last must be 1.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from hopwell.layouts._checks import (
+    require_member,
+    require_pair,
+    require_rank,
+    require_same,
+    require_tensor,
+    require_unit_last_stride,
+)
+
+
+class KVLayout(enum.Enum):
+    """Order of the dimensions inside a page, spelled as FlashInfer's ``kv_layout`` argument.
+
+    >>> KVLayout("NHD").shape
+    '[pages, page_size, kv_heads, head_dim]'
+    """
+
+    HND = "HND"
+    NHD = "NHD"
+
+    @property
+    def shape(self) -> str:
+        """The dimensions of a 4-D cache, for messages."""
+        return f"[pages, {self.page_shape}]"
+
+    @property
+    def page_shape(self) -> str:
+        """The dimensions of one page, for messages."""
+        return "kv_heads, page_size, head_dim" if self is KVLayout.HND else "page_size, kv_heads, head_dim"
+
+
+class KVViews(NamedTuple):
+    """Canonical key and value views, both [pages, kv_heads, page_size, head_dim] with a unit last stride.
+
+    Head dimensions and strides may differ; KV heads and page size do not. The two share storage when the caller's do.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+def canonical_view(cache: torch.Tensor, kv_layout: KVLayout | str, name: str = "cache") -> torch.Tensor:
+    """View one 4-D cache tensor as [pages, kv_heads, page_size, head_dim].
+
+    Args:
+        cache: [pages, kv_heads, page_size, head_dim] (HND) or [pages, page_size, kv_heads, head_dim] (NHD), any dtype,
+            any strides but the last, which must be 1.
+        kv_layout: "HND" or "NHD".
+        name: what messages call ``cache``.
+
+    Returns:
+        A view of the same storage.
+
+    Raises:
+        TypeError: ``cache`` is no tensor or ``kv_layout`` no string.
+        ValueError: unknown layout, another rank, or a last stride other than 1.
+
+    >>> cache = torch.empty(10, 16, 8, 128)
+    >>> view = canonical_view(cache, "NHD")
+    >>> tuple(view.shape), view.data_ptr() == cache.data_ptr()
+    ((10, 8, 16, 128), True)
+    """
+    layout = require_member(KVLayout, kv_layout, "kv_layout")
+    require_rank(cache, 4, name, layout.shape)
+    require_unit_last_stride(cache, name)
+    return cache if layout is KVLayout.HND else cache.transpose(1, 2)
+
+
+def separate_kv_views(
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    kv_layout: KVLayout | str,
+    *,
+    same_pages: bool = True,
+    names: tuple[str, str] = ("k_cache", "v_cache"),
+) -> KVViews:
+    """View two 4-D cache tensors canonically: the tuple form, and cuDNN's paged caches (which are HND).
+
+    Args:
+        k_cache: as in :func:`canonical_view`.
+        v_cache: likewise. Its strides are independent of ``k_cache``'s and its head dimension may differ.
+        kv_layout: "HND" or "NHD", for both.
+        same_pages: whether both must have the same number of pages. Pass False where K and V have page ids of their
+            own (:func:`~hopwell.layouts.split_page_table`).
+        names: what messages call the two.
+
+    Raises:
+        TypeError: no tensors, or different dtypes.
+        ValueError: as :func:`canonical_view`, or different KV heads, page sizes, numbers of pages or devices.
+
+    >>> pool = torch.empty(10, 16, 8, 192 + 128)
+    >>> views = separate_kv_views(pool[..., :192], pool[..., 192:], "NHD")
+    >>> tuple(views.key.shape), tuple(views.value.shape)
+    ((10, 8, 16, 192), (10, 8, 16, 128))
+    """
+    key = canonical_view(k_cache, kv_layout, names[0])
+    value = canonical_view(v_cache, kv_layout, names[1])
+    require_same(key.dtype, value.dtype, "dtype", names)
+    require_same(key.device, value.device, "device", names)
+    require_same(key.shape[1], value.shape[1], "number of KV heads", names)
+    require_same(key.shape[2], value.shape[2], "page size", names)
+    if same_pages:
+        require_same(key.shape[0], value.shape[0], "number of pages", names)
+    return KVViews(key, value)
+
+
+def paged_kv_views(
+    kv_cache: torch.Tensor | Sequence[torch.Tensor],
+    kv_layout: KVLayout | str,
+    *,
+    same_pages: bool = True,
+    name: str = "kv_cache",
+) -> KVViews:
+    """View a paged cache, stacked or a pair, canonically.
+
+    This is the ``kv_cache`` argument of FlashInfer's ``trtllm_batch_context_with_kv_cache`` and
+    ``xqa_batch_decode_with_kv_cache``. NVFP4 data (uint8, two elements a byte) goes through unchanged, with
+    head_dim / 2 as its last dimension.
+
+    Args:
+        kv_cache: a tensor [pages, 2, *page] with K at index 0 and V at index 1 of dimension 1; or [pages, 1, *page],
+            where K and V are the same data; or a tuple or list of two tensors [pages, *page].
+            ``page`` is [kv_heads, page_size, head_dim] (HND) or [page_size, kv_heads, head_dim] (NHD).
+        kv_layout: "HND" or "NHD".
+        same_pages: as in :func:`separate_kv_views`; it concerns the pair only.
+        name: what messages call ``kv_cache``.
+
+    Returns:
+        Views of the caller's storage. For [pages, 1, *page] key and value are the same tensor object.
+
+    Raises:
+        TypeError: neither tensor nor pair, different dtypes, or ``kv_layout`` no string.
+        ValueError: unknown layout, wrong rank, dimension 1 not 1 or 2, a last stride other than 1, or a pair that
+            disagrees in pages, KV heads, page size or device.
+
+    >>> stacked = torch.arange(2 * 2 * 3 * 1 * 4).view(2, 2, 3, 1, 4)  # NHD: 2 pages of 3 tokens, 1 head
+    >>> key, value = paged_kv_views(stacked, "NHD")
+    >>> key[1, 0, 2].tolist(), value[1, 0, 2].tolist()
+    ([32, 33, 34, 35], [44, 45, 46, 47])
+    """
+    if not isinstance(kv_cache, torch.Tensor):
+        k_cache, v_cache = require_pair(kv_cache, name)
+        names = (f"{name}[0]", f"{name}[1]")
+        return separate_kv_views(k_cache, v_cache, kv_layout, same_pages=same_pages, names=names)
+    layout = require_member(KVLayout, kv_layout, "kv_layout")
+    require_rank(kv_cache, 5, name, f"[pages, 1 or 2, {layout.page_shape}]")
+    require_unit_last_stride(kv_cache, name)
+    if kv_cache.shape[1] not in (1, 2):
+        raise ValueError(f"{name} must have 1 or 2 as dimension 1 (K, V), got shape {tuple(kv_cache.shape)}")
+    if layout is KVLayout.NHD:
+        kv_cache = kv_cache.transpose(2, 3)
+    parts = kv_cache.unbind(1)
+    return KVViews(parts[0], parts[-1])
+
+
+def ragged_view(tokens: torch.Tensor, name: str = "tokens") -> torch.Tensor:
+    """View contiguous K or V [tokens, kv_heads, head_dim] as one page [1, kv_heads, tokens, head_dim].
+
+    Args:
+        tokens: any dtype, any token and head strides (a slice of packed QKV is fine), last stride 1.
+        name: what messages call ``tokens``.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: not 3-D, or a last stride other than 1.
+
+    >>> packed = torch.empty(100, 3, 8, 64)
+    >>> view = ragged_view(packed[:, 1])
+    >>> tuple(view.shape), view.stride()[1:]
+    ((1, 8, 100, 64), (64, 1536, 1))
+    """
+    require_rank(tokens, 3, name, "[tokens, kv_heads, head_dim]")
+    require_unit_last_stride(tokens, name)
+    return tokens.transpose(0, 1).unsqueeze(0)
+
+
+def ragged_kv_views(key: torch.Tensor, value: torch.Tensor, names: tuple[str, str] = ("k_cache", "v_cache")) -> KVViews:
+    """View contiguous K and V, [tokens, kv_heads, head_dim] each, as one page.
+
+    These are the ragged ``k_cache`` and ``v_cache`` of FlashInfer's ``cudnn_batch_prefill_with_kv_cache``. The token
+    counts may differ: with element offsets each tensor may have gaps of its own.
+
+    Raises:
+        TypeError: no tensors, or different dtypes.
+        ValueError: as :func:`ragged_view`, or different KV heads or devices.
+
+    >>> views = ragged_kv_views(torch.empty(100, 8, 192), torch.empty(100, 8, 128))
+    >>> tuple(views.key.shape), tuple(views.value.shape)
+    ((1, 8, 100, 192), (1, 8, 100, 128))
+    """
+    views = KVViews(ragged_view(key, names[0]), ragged_view(value, names[1]))
+    require_same(key.dtype, value.dtype, "dtype", names)
+    require_same(key.device, value.device, "device", names)
+    require_same(key.shape[1], value.shape[1], "number of KV heads", names)
+    return views
+
+
+def mla_kv_views(kv_cache: torch.Tensor, kv_lora_rank: int, name: str = "kv_cache") -> KVViews:
+    """View an MLA cache canonically: one KV head, the key is a whole row, the value its first ``kv_lora_rank`` entries.
+
+    This is the ``kv_cache`` argument of FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla``.
+
+    Args:
+        kv_cache: [pages, page_size, kv_lora_rank + rope_dim] or [pages, 1, page_size, kv_lora_rank + rope_dim].
+        kv_lora_rank: width of the compressed latent, 512 for DeepSeek.
+        name: what messages call ``kv_cache``.
+
+    Raises:
+        TypeError: no tensor.
+        ValueError: another rank, dimension 1 of a 4-D cache not 1, a last stride other than 1, or ``kv_lora_rank``
+            outside 1..row width.
+
+    >>> cache = torch.empty(10, 64, 576)
+    >>> key, value = mla_kv_views(cache, 512)
+    >>> tuple(key.shape), tuple(value.shape), key.data_ptr() == value.data_ptr()
+    ((10, 1, 64, 576), (10, 1, 64, 512), True)
+    """
+    require_tensor(kv_cache, name)
+    if kv_cache.dim() not in (3, 4) or (kv_cache.dim() == 4 and kv_cache.shape[1] != 1):
+        shape = tuple(kv_cache.shape)
+        raise ValueError(f"{name} must be [pages, page_size, width] or [pages, 1, page_size, width], got shape {shape}")
+    require_unit_last_stride(kv_cache, name)
+    key = kv_cache if kv_cache.dim() == 4 else kv_cache.unsqueeze(1)
+    if not 1 <= kv_lora_rank <= key.shape[-1]:
+        raise ValueError(f"kv_lora_rank must be in 1..{key.shape[-1]}, the width of {name}, got {kv_lora_rank}")
+    return KVViews(key, key[..., :kv_lora_rank])

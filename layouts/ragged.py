@@ -1,0 +1,112 @@
+"""Lengths and starts of requests in ragged (packed, unpadded) tensors.
+
+Everything stays on the device: these functions look at shapes and dtypes, never at values.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from hopwell.kernels.problem import TokenOffsets
+from hopwell.layouts._checks import INT32_TYPES, require_dtype, require_tensor
+
+
+def _flat(tensor: torch.Tensor, counts: tuple[int, ...], name: str) -> torch.Tensor:
+    require_tensor(tensor, name)
+    require_dtype(tensor, INT32_TYPES, name)
+    if tensor.numel() not in counts:
+        allowed = " or ".join(str(count) for count in counts)
+        raise ValueError(f"{name} must have {allowed} elements, got shape {tuple(tensor.shape)}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got shape {tuple(tensor.shape)} and strides {tensor.stride()}")
+    return tensor.view(-1)
+
+
+def sequence_lengths(seq_lens: torch.Tensor, batch_size: int, name: str = "seq_lens") -> torch.Tensor:
+    """View per-request lengths as [batch_size].
+
+    Callers of FlashInfer pass [batch_size] and, following cuDNN, [batch_size, 1, 1, 1]; both are accepted.
+
+    Args:
+        seq_lens: int32 or uint32, contiguous, ``batch_size`` elements in any shape.
+        batch_size: number of requests.
+        name: what messages call ``seq_lens``.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another number of elements, or not contiguous.
+
+    >>> sequence_lengths(torch.tensor([5, 7], dtype=torch.int32).view(2, 1, 1, 1), 2)
+    tensor([5, 7], dtype=torch.int32)
+    """
+    return _flat(seq_lens, (batch_size,), name)
+
+
+def token_offsets(cum_seq_lens: torch.Tensor, batch_size: int, name: str = "cum_seq_lens_q") -> TokenOffsets:
+    """Read cumulative lengths: request b has tokens [cum_seq_lens[b], cum_seq_lens[b + 1]).
+
+    Args:
+        cum_seq_lens: int32 or uint32, contiguous, ``batch_size + 1`` elements, in tokens.
+        batch_size: number of requests.
+        name: what messages call ``cum_seq_lens``.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another number of elements, or not contiguous.
+
+    >>> token_offsets(torch.tensor([0, 5, 12], dtype=torch.int32), 2).unit
+    1
+    """
+    return TokenOffsets(_flat(cum_seq_lens, (batch_size + 1,), name))
+
+
+def element_offsets(
+    batch_offsets: torch.Tensor, batch_size: int, elements_per_token: int, name: str = "batch_offsets_q"
+) -> TokenOffsets:
+    """Read element offsets: request b starts at token ``batch_offsets[b] // elements_per_token``.
+
+    These are the ``batch_offsets_*`` arguments of FlashInfer's ``cudnn_batch_prefill_with_kv_cache``. A token has
+    heads * head_dim elements in q, k, v and o, and heads elements in the log-sum-exp (``batch_offsets_stats``). The
+    reference documents ``batch_size`` entries and passes one more; only the first ``batch_size`` say where requests
+    start.
+
+    Args:
+        batch_offsets: int32 or uint32, contiguous, ``batch_size`` or ``batch_size + 1`` elements in any shape.
+        batch_size: number of requests.
+        elements_per_token: at least 1.
+        name: what messages call ``batch_offsets``.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: another number of elements, not contiguous, or ``elements_per_token`` below 1.
+
+    >>> offsets = element_offsets(torch.tensor([0, 5 * 4096, 12 * 4096], dtype=torch.int32), 2, 32 * 128)
+    >>> (offsets.tensor // offsets.unit).tolist()
+    [0, 5, 12]
+    """
+    if elements_per_token < 1:
+        raise ValueError(f"elements_per_token must be at least 1, got {elements_per_token}")
+    return TokenOffsets(_flat(batch_offsets, (batch_size, batch_size + 1), name), elements_per_token)
+
+
+def cumulative_lengths(lengths: torch.Tensor) -> torch.Tensor:
+    """Sum lengths up to the int32 [batch_size + 1] form of ``cum_seq_lens_q``, on their own device.
+
+    Args:
+        lengths: int32 or uint32 [batch_size].
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: not 1-D.
+
+    >>> cumulative_lengths(torch.tensor([5, 0, 7], dtype=torch.int32)).tolist()
+    [0, 5, 5, 12]
+    """
+    require_tensor(lengths, "lengths")
+    require_dtype(lengths, INT32_TYPES, "lengths")
+    if lengths.dim() != 1:
+        raise ValueError(f"lengths must be 1-D, got shape {tuple(lengths.shape)}")
+    total = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
+    # torch has no cumsum for uint32; the bits of a length below 2**31 mean the same in int32.
+    torch.cumsum(lengths.view(torch.int32), 0, dtype=torch.int32, out=total[1:])
+    return total

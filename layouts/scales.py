@@ -1,0 +1,260 @@
+"""Block scales of NVFP4 KV caches: one float8_e4m3fn scale factor per 16 consecutive head-dim elements of a token.
+
+Two layouts have the same shape and dtype and are told apart by name only:
+
+* *linear*: the scale of token t, block s stands at [t, s]. K everywhere, and V in ``xqa_batch_decode_with_kv_cache``.
+* *interleaved*: V in ``trtllm_batch_context_with_kv_cache``. Inside each (page, head) tile of ``page_size`` tokens by
+  S = head_dim / 16 blocks, the four scales of a block for four consecutive tokens are neighbours: the scale of token t,
+  block s stands at row 4 * (t // 4) + s // (S / 4), column (s % (S / 4)) * 4 + t % 4.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hopwell.layouts._checks import (
+    SCALE_TYPES,
+    require_dtype,
+    require_member,
+    require_multiple,
+    require_rank,
+    require_tensor,
+    require_unit_last_stride,
+)
+from hopwell.layouts.kv_cache import KVLayout, KVViews, canonical_view, paged_kv_views
+from hopwell.layouts.tma import tma_violation
+
+NVFP4_BLOCK = 16  # elements that share a scale factor
+_GROUP = 4  # tokens interleaved together
+_TMA_ROW = 16  # bytes, the narrowest TMA box
+
+
+class VScaleLayout(enum.Enum):
+    """Where a V cache's block scales stand inside a page; see the top of this module."""
+
+    LINEAR = "linear"  # xqa_batch_decode_with_kv_cache
+    INTERLEAVED = "interleaved"  # trtllm_batch_context_with_kv_cache
+
+
+def block_scale_views(
+    block_scales: torch.Tensor | Sequence[torch.Tensor],
+    kv_layout: KVLayout | str,
+    caches: KVViews,
+    *,
+    same_pages: bool = True,
+    name: str = "kv_block_scales",
+) -> KVViews:
+    """View the block scales of an NVFP4 cache as [pages, kv_heads, page_size, head_dim / 16].
+
+    These are ``kv_block_scales`` of FlashInfer's ``trtllm_batch_context_with_kv_cache`` and ``kv_cache_sf`` of its
+    ``xqa_batch_decode_with_kv_cache``. Views say nothing about the order inside a V page: interleaved scales stay so.
+
+    Args:
+        block_scales: a pair (key scales, value scales) of 4-D tensors, or one tensor stacked on dimension 1,
+            [pages, 2, *page]; float8_e4m3fn, or uint8 holding the same bits. Strides are independent of the data's.
+        kv_layout: "HND" or "NHD".
+        caches: canonical views of the data, uint8 [pages, kv_heads, page_size, head_dim / 2].
+        same_pages: as in :func:`~hopwell.layouts.paged_kv_views`.
+        name: what messages call ``block_scales``.
+
+    Returns:
+        float8_e4m3fn views of the caller's storage.
+
+    Raises:
+        TypeError: a wrong Python type or dtype.
+        ValueError: a shape that does not belong to ``caches``, dimension 1 of a stacked tensor not 2, or a last
+            stride other than 1.
+
+    >>> caches = paged_kv_views(torch.empty(10, 2, 8, 16, 64, dtype=torch.uint8), "HND")
+    >>> scales = block_scale_views(torch.empty(10, 2, 8, 16, 8, dtype=torch.float8_e4m3fn), "HND", caches)
+    >>> tuple(scales.key.shape)
+    (10, 8, 16, 8)
+    """
+    views = paged_kv_views(block_scales, kv_layout, same_pages=same_pages, name=name)
+    if isinstance(block_scales, torch.Tensor) and block_scales.shape[1] != 2:
+        raise ValueError(f"{name} must have 2 as dimension 1 (K, V), got shape {tuple(block_scales.shape)}")
+    for kind, scales, data in zip(("key", "value"), views, caches, strict=True):
+        require_dtype(scales, SCALE_TYPES, f"{name} ({kind})")
+        require_dtype(data, (torch.uint8,), f"the {kind} cache that {name} belongs to")
+        expected = (*data.shape[:3], data.shape[3] * 2 // NVFP4_BLOCK)
+        if scales.shape != expected:
+            raise ValueError(
+                f"{name} ({kind}) must be {expected} as [pages, kv_heads, page_size, head_dim / 16], "
+                f"got {tuple(scales.shape)}"
+            )
+    return KVViews(views.key.view(torch.float8_e4m3fn), views.value.view(torch.float8_e4m3fn))
+
+
+def interleaved_v_scale_position(token: Any, block: Any, blocks: int) -> tuple[Any, Any]:
+    """Say where in a page's [page_size, ``blocks``] tile the interleaved layout keeps a V scale.
+
+    Plain arithmetic: integers, tensors and values of a kernel being traced all work.
+
+    Args:
+        token: index in the page.
+        block: index of the 16-element block in the head dimension.
+        blocks: blocks per token, head_dim / 16, a multiple of 4.
+
+    Returns:
+        (row, column).
+
+    Raises:
+        ValueError: ``blocks`` not a multiple of 4.
+
+    >>> interleaved_v_scale_position(5, 3, 8)
+    (5, 5)
+    """
+    require_multiple(blocks, _GROUP, "blocks (head_dim / 16)")
+    quarter = blocks // _GROUP
+    row = token // _GROUP * _GROUP + block // quarter
+    column = block % quarter * _GROUP + token % _GROUP
+    return row, column
+
+
+def interleaved_v_scale_view(interleaved: torch.Tensor, kv_layout: KVLayout | str) -> torch.Tensor:
+    """View interleaved V scales in logical order, so that tokens can be read and written in place.
+
+    Args:
+        interleaved: [pages, kv_heads, page_size, S] (HND) or [pages, page_size, kv_heads, S] (NHD), S = head_dim / 16;
+            last stride 1, page_size and S multiples of 4.
+        kv_layout: "HND" or "NHD".
+
+    Returns:
+        A view [pages, kv_heads, page_size / 4, 4, 4, S / 4]: the scales of page p, head h, token t, blocks 0..S - 1 are
+        ``view[p, h, t // 4, t % 4]``, row by row.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: wrong rank, ``page_size`` or S no multiple of 4, or a last stride other than 1.
+
+    >>> scales = torch.zeros(1, 1, 4, 8, dtype=torch.uint8)
+    >>> interleaved_v_scale_view(scales, "HND")[0, 0, 0, 1] = torch.arange(8, dtype=torch.uint8).view(4, 2)
+    >>> scales[0, 0].tolist()[1]  # token 1: blocks 2 and 3 are in row 1
+    [0, 2, 0, 0, 0, 3, 0, 0]
+    """
+    view = canonical_view(interleaved, kv_layout, "interleaved")
+    require_dtype(view, SCALE_TYPES, "interleaved")
+    _, _, page_size, blocks = view.shape
+    require_multiple(page_size, _GROUP, "interleaved's page_size")
+    require_multiple(blocks, _GROUP, "interleaved's last dimension (head_dim / 16)")
+    # Rows are (token group, block quarter), columns (block in quarter, token in group).
+    tiles = view.unflatten(2, (page_size // _GROUP, _GROUP)).unflatten(4, (blocks // _GROUP, _GROUP))
+    return tiles.permute(0, 1, 2, 5, 3, 4)
+
+
+def interleave_v_scales(linear: torch.Tensor, kv_layout: KVLayout | str) -> torch.Tensor:
+    """Permute linear V scales into the interleaved layout of ``trtllm_batch_context_with_kv_cache``.
+
+    Args:
+        linear: [pages, kv_heads, page_size, S] (HND) or [pages, page_size, kv_heads, S] (NHD), S = head_dim / 16, any
+            strides; float8_e4m3fn or uint8; page_size and S multiples of 4.
+        kv_layout: "HND" or "NHD".
+
+    Returns:
+        A new contiguous tensor of the same shape and dtype.
+
+    Raises:
+        TypeError, ValueError: as :func:`interleaved_v_scale_view`.
+
+    >>> linear = torch.arange(16, dtype=torch.uint8).view(1, 1, 4, 4)  # 4 tokens, 4 blocks
+    >>> interleave_v_scales(linear, "HND")[0, 0].tolist()
+    [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
+    """
+    require_tensor(linear, "linear")
+    require_dtype(linear, SCALE_TYPES, "linear")
+    interleaved = torch.empty(linear.shape, dtype=linear.dtype, device=linear.device)
+    target = interleaved_v_scale_view(interleaved.view(torch.uint8), kv_layout)
+    source = _hnd(linear, kv_layout)
+    target.copy_(source.view(torch.uint8).reshape(target.shape))
+    return interleaved
+
+
+def deinterleave_v_scales(interleaved: torch.Tensor, kv_layout: KVLayout | str) -> torch.Tensor:
+    """Permute interleaved V scales back into the linear layout: the inverse of :func:`interleave_v_scales`.
+
+    Args:
+        interleaved: as in :func:`interleaved_v_scale_view`.
+        kv_layout: "HND" or "NHD".
+
+    Returns:
+        A new contiguous tensor of the same shape and dtype.
+
+    Raises:
+        TypeError, ValueError: as :func:`interleaved_v_scale_view`.
+
+    >>> linear = torch.arange(64, dtype=torch.uint8).view(1, 8, 1, 8)
+    >>> torch.equal(deinterleave_v_scales(interleave_v_scales(linear, "NHD"), "NHD"), linear)
+    True
+    """
+    source = interleaved_v_scale_view(interleaved, kv_layout)
+    linear = torch.empty(interleaved.shape, dtype=interleaved.dtype, device=interleaved.device)
+    target = _hnd(linear, kv_layout)
+    target.view(torch.uint8).copy_(source.view(torch.uint8).reshape(target.shape))
+    return linear
+
+
+def scale_tma_violation(scales: torch.Tensor, name: str = "kv_block_scales") -> str | None:
+    """Say why TMA cannot fetch block scales in rows of 16 bytes, or return None where it can.
+
+    A token's S = head_dim / 16 bytes of scales are narrower than TMA's smallest box, so a page's scales must be one
+    contiguous run (last two dimensions dense, which NHD storage with several heads is not), a multiple of 16 bytes,
+    and heads and pages must follow TMA's own rules.
+
+    Args:
+        scales: canonical view [pages, kv_heads, page_size, S].
+        name: what the sentence calls ``scales``.
+
+    >>> scales = torch.empty(10, 8, 16, 8, dtype=torch.uint8)
+    >>> print(scale_tma_violation(scales))
+    None
+    >>> print(scale_tma_violation(torch.empty(10, 16, 8, 8, dtype=torch.uint8).transpose(1, 2)))
+    kv_block_scales has token stride 64; fetching 16-byte rows by TMA needs 8, the scales of one token
+    """
+    page_size, blocks = scales.shape[2:]
+    if page_size != 1 and scales.stride(2) != blocks:
+        return (
+            f"{name} has token stride {scales.stride(2)}; fetching {_TMA_ROW}-byte rows by TMA needs {blocks}, "
+            "the scales of one token"
+        )
+    if page_size * blocks % _TMA_ROW:
+        return f"{name} has {page_size * blocks} bytes of scales in a page and head; TMA needs a multiple of {_TMA_ROW}"
+    return tma_violation(scales[:, :, :1], name)
+
+
+def scale_tma_view(scales: torch.Tensor, name: str = "kv_block_scales") -> torch.Tensor:
+    """View block scales as rows of 16 bytes for TMA: [pages, kv_heads, page_size * S / 16, 16], S = head_dim / 16.
+
+    Row r holds bytes [16 * r, 16 * r + 16) of the page's [page_size, S] tile, in whichever layout it is. In TMA's own
+    order, fastest first, the box of a page is (16, page_size * head_dim / 256).
+
+    Args:
+        scales: canonical view [pages, kv_heads, page_size, S], uint8 or float8_e4m3fn.
+        name: what messages call ``scales``.
+
+    Returns:
+        A view of the same storage.
+
+    Raises:
+        TypeError: no tensor, or another dtype.
+        ValueError: wrong rank, a last stride other than 1, or :func:`scale_tma_violation`.
+
+    >>> tuple(scale_tma_view(torch.empty(10, 8, 32, 8, dtype=torch.uint8)).shape)
+    (10, 8, 16, 16)
+    """
+    require_rank(scales, 4, name, "[pages, kv_heads, page_size, head_dim / 16]")
+    require_dtype(scales, SCALE_TYPES, name)
+    require_unit_last_stride(scales, name)
+    violation = scale_tma_violation(scales, name)
+    if violation is not None:
+        raise ValueError(violation)
+    pages, kv_heads, page_size, blocks = scales.shape
+    return scales.view(pages, kv_heads, page_size * blocks // _TMA_ROW, _TMA_ROW)
+
+
+def _hnd(scales: torch.Tensor, kv_layout: KVLayout | str) -> torch.Tensor:
+    """Order dimensions as HND without :func:`canonical_view`'s demand on strides."""
+    return scales if require_member(KVLayout, kv_layout, "kv_layout") is KVLayout.HND else scales.transpose(1, 2)
