@@ -1,0 +1,6 @@
+"""Attention kernels in CuTe DSL, and what is needed to choose, compile and launch one."""
+
+from hopwell.kernels.plan import Plan, execute
+from hopwell.kernels.toolchain import compile_ahead
+
+__all__ = ["Plan", "compile_ahead", "execute"]

@@ -16,7 +16,7 @@ import torch
 
 
 class MaskKind(enum.Enum):
-    """Which keys a query row sees. Row t of a request with q_len queries and kv_len keys sits at p = kv_len - q_len + t."""
+    """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
     FULL = "full"  # every key of the request
     CAUSAL = "causal"  # keys 0..p (bottom-right aligned)

@@ -1,0 +1,175 @@
+"""Which kernel serves a problem: pure Python, no GPU, no DSL.
+
+A :class:`PrefillConfig` holds everything that changes generated code and nothing else, so its name is the key of the
+compiled kernel. :func:`resolve` derives it from a problem; shapes, lengths and strides stay run-time arguments.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hopwell.kernels import support
+from hopwell.kernels.problem import AttentionProblem, MaskKind
+
+DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
+REGISTERS = 65536  # of an SM
+WARPGROUP = 128
+
+
+class KvFetch(enum.Enum):
+    """How K and V reach shared memory, see ``parts/kv_source.py``."""
+
+    CONTIGUOUS = "contiguous"
+    PAGE_BOXES = "pages"
+    PAGE_ROWS = "rows"
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Tile sizes and the resources that go with them."""
+
+    m: int  # query rows of a CTA, 64 for each consumer warpgroup
+    n: int  # keys of a step
+    q_stages: int
+    kv_stages: int
+    producer_registers: int
+    consumer_registers: int
+
+
+# Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
+# what that adds up to: 168 * 384 for two consumer warpgroups, 128 * 512 for three. Ask for more and the kernel hangs.
+# 40 for producers is what they need without spills.
+TILES = {
+    # Three consumer warpgroups: with so few columns of O, more rows pay for K and V. 96 keys because 128 spill.
+    (64, 64): Tile(m=192, n=96, q_stages=2, kv_stages=2, producer_registers=32, consumer_registers=160),
+    # Two Q stages let the next tile's Q load early: 450 instead of 410 TFLOP/s at 16 x 1024 tokens (H200, 2026-11-21).
+    # A third K/V stage in their place brought nothing at 8192 and 16384 tokens.
+    (128, 128): Tile(m=128, n=128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232),
+    # Shared memory is full with one Q stage.
+    (192, 128): Tile(m=128, n=128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+    (256, 256): Tile(m=128, n=64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+}
+MAX_BOX_ROWS = 64  # taller boxes are no faster (H200, 2026-11-21), and fewer sizes mean fewer kernels
+MIN_BOX_ROWS = 8  # a swizzle atom: a box of all columns needs whole atoms
+WORK_STAGES = 2  # tiles a CTA has in hand beyond the current one; more would unbalance the ends of the CTAs
+
+
+@dataclass(frozen=True)
+class PrefillConfig:
+    """A prefill kernel. ``box_rows`` counts the tokens of a TMA box of pages, 0 for other ways to fetch."""
+
+    arch: str
+    dtype: str
+    out_dtype: str
+    head_dim_qk: int
+    head_dim_v: int
+    mask: MaskKind
+    kv_fetch: KvFetch
+    box_rows: int
+
+    @property
+    def tile(self) -> Tile:
+        return TILES[self.head_dim_qk, self.head_dim_v]
+
+    @property
+    def name(self) -> str:
+        """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
+        parts = [
+            "prefill",
+            self.arch,
+            self.dtype,
+            *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
+            f"d{self.head_dim_qk}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""),
+            self.mask.value,
+            self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
+        ]
+        return "_".join(parts)
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        return self.tile.m // 64
+
+    def __post_init__(self) -> None:
+        tile = self.tile
+        threads = WARPGROUP * (self.consumer_warpgroups + 1)
+        launched = REGISTERS // threads // 8 * 8 * threads
+        asked = WARPGROUP * (tile.producer_registers + self.consumer_warpgroups * tile.consumer_registers)
+        if asked > launched:
+            raise ValueError(f"{self.name}: {asked} registers asked for, {launched} at launch: the kernel would hang")
+        if (self.kv_fetch is KvFetch.PAGE_BOXES) != bool(self.box_rows) or (self.box_rows and tile.n % self.box_rows):
+            raise ValueError(f"{self.name}: box_rows={self.box_rows} does not go with {tile.n} keys a step")
+
+
+def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
+    """The way to fetch K and V, and the tokens of a box."""
+    if problem.page_table is None:
+        return KvFetch.CONTIGUOUS, 0
+    box_rows = min(math.gcd(problem.key.shape[2], tile_n), MAX_BOX_ROWS)
+    if box_rows < MIN_BOX_ROWS or not all(_has_slots(view) for view in (problem.key, problem.value)):
+        return KvFetch.PAGE_ROWS, 0
+    return KvFetch.PAGE_BOXES, box_rows
+
+
+def _has_slots(view: torch.Tensor) -> bool:
+    """Whether pages start a whole number of head strides apart, as TMA boxes over all columns need (5 dimensions)."""
+    page, head = page_and_head_stride(view)
+    return head > 0 and page % head == 0
+
+
+def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
+    """Strides of a [pages, heads, rows, dim] view in elements. That of a dimension of size 1 is chosen to fit."""
+    pages, heads, rows, _ = view.shape
+    page, head, row, _ = view.stride()
+    if heads == 1:
+        head = page if pages > 1 else rows * row
+    if pages == 1:
+        page = heads * head
+    return page, head
+
+
+def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
+    """The kernel for ``problem`` on ``arch``.
+
+    Raises:
+        NotImplementedError: there is none; the message says what is supported.
+    """
+    dims = (problem.query.shape[2], problem.value.shape[3])
+    if arch != "sm_90a":
+        raise NotImplementedError(f"no prefill kernel for {arch} yet; supported: sm_90a")
+    if dims not in TILES:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in support.HEAD_DIMS)
+        raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
+    out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
+    for what, dtype in (("query", problem.query.dtype), ("output", out_dtype)):
+        if dtype not in DTYPES:
+            raise NotImplementedError(
+                f"{what} dtype {dtype} has no kernel on {arch}; supported: {', '.join(map(str, DTYPES))}"
+            )
+    fetch, box_rows = kv_fetch(problem, TILES[dims].n)
+    return PrefillConfig(
+        arch=arch,
+        dtype=DTYPES[problem.query.dtype],
+        out_dtype=DTYPES[out_dtype],
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
+        mask=problem.mask.kind,
+        kv_fetch=fetch,
+        box_rows=box_rows,
+    )
+
+
+def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
+    """Every kernel that :func:`resolve` gives for inputs and outputs of one dtype."""
+    for dtype, (dims, tile), mask in itertools.product(DTYPES.values(), TILES.items(), MaskKind):
+        boxes = [rows for rows in (8, 16, 32, 64) if tile.n % rows == 0 and rows <= math.gcd(1024, tile.n)]
+        fetches = [(KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0), *((KvFetch.PAGE_BOXES, rows) for rows in boxes)]
+        for fetch, rows in fetches:
+            yield PrefillConfig(arch, dtype, dtype, *dims, mask, fetch, rows)

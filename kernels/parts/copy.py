@@ -1,0 +1,120 @@
+"""Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. The same on every arch that has TMA."""
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Int32, Uint32, const_expr
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.parts.device import shared_address
+
+CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
+SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its 16-byte chunks are permuted by the row number mod 8
+# Rows after which the permutation repeats; tiles are aligned to this.
+SWIZZLE_ATOM_BYTES = 8 * SWIZZLE_ROW_BYTES
+CHUNKS_PER_ROW = SWIZZLE_ROW_BYTES // CHUNK_BYTES
+
+
+def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *, columns_first: bool = False):
+    """Shared-memory layout with the 128-byte swizzle, made of atoms of 8 rows by 64 16-bit columns.
+
+    Atoms lie row after row, so that a column block is [rows, 128 bytes], or, ``columns_first``, all column blocks of 8
+    rows lie together, so that 8 rows are one piece of memory.
+    """
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    shape = (rows, columns) if stages is None else (rows, columns, stages)
+    order = (1, 0, 2) if const_expr(columns_first) else (0, 1, 2)
+    return cute.tile_to_shape(atom, shape, order[: len(shape)])
+
+
+@dsl_user_op
+def tma_descriptor(atom, *, loc=None, ip=None):
+    """Address of the descriptor that a TMA copy atom carries in the kernel's parameters."""
+    executable = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
+    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
+    return cute_nvgpu.get_tma_desc_addr(pointer, executable, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def tma_load(descriptor, destination, barrier, coordinates, *, loc=None, ip=None) -> None:
+    """One TMA box into shared memory, completing on ``barrier`` by bytes. Issued by every active lane."""
+    operands = ", ".join(f"{{$r{3 + i}}}" for i in range(len(coordinates)))
+    cute.arch.inline_ptx(
+        f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        f"[{{$r0}}], [{{$r1}}, {{{operands}}}], [{{$r2}}];",
+        read_only_args=[
+            Int32(destination),
+            descriptor.toint(loc=loc, ip=ip),
+            shared_address(barrier),
+            *(Int32(c) for c in coordinates),
+        ],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
+    """cp.async of 16 bytes from global to shared memory, or of 16 zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[destination, source, wanted.to(Int32) * CHUNK_BYTES],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_shared_zero(address, *, loc=None, ip=None) -> None:
+    """16 bytes of zeros."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, Int32(0)], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def store_matrix_x4(address, words, *, loc=None, ip=None) -> None:
+    """stmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l // 8."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def swizzled_chunk(rows, row, chunk):
+    """Address of a 16-byte chunk of a 128-byte row: chunks are permuted so that no access pattern meets a conflict."""
+    return rows + row * SWIZZLE_ROW_BYTES + (chunk ^ (row & 7)) * CHUNK_BYTES
+
+
+@dsl_user_op
+def load_shared_x4(address, *, loc=None, ip=None):
+    return cute.arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_global_x4(address, words, *, loc=None, ip=None) -> None:
+    cute.arch.inline_ptx(
+        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def pack_x2(dtype, low, high, *, loc=None, ip=None):
+    """Two float32 values rounded to nearest even and packed into 32 bits."""
+    name = {BFloat16: "bf16x2", Float16: "f16x2"}[dtype]
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )

@@ -1,0 +1,66 @@
+"""Small things every device part needs: structs that survive the DSL's loops, and access through raw addresses."""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+
+class DeviceStruct:
+    """Base of dataclasses that hold traced values.
+
+    The DSL carries an object through a traced loop or branch only if it can take the object apart into values and put
+    it together again. Fields without traced values (tile sizes, dtypes, other configuration) stay as they are.
+    """
+
+    def __extract_mlir_values__(self) -> list[Any]:
+        return [value for f in fields(self) for value in _traced_values(getattr(self, f.name))]
+
+    def __new_from_mlir_values__(self, values: list[Any]) -> Any:
+        rest, changed = list(values), {}
+        for f in fields(self):
+            old = getattr(self, f.name)
+            count = len(_traced_values(old))
+            if count:
+                changed[f.name] = cutlass.new_from_mlir_values(old, rest[:count])
+                rest = rest[count:]
+        return replace(self, **changed)
+
+
+def _traced_values(field: Any) -> list[Any]:
+    # A dtype is a class whose instances, not itself, hold a value.
+    return [] if isinstance(field, type) else cutlass.extract_mlir_values(field)
+
+
+def global_pointer(dtype, address, align_bytes=None):
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align_bytes or dtype.width // 8)
+
+
+def global_array(dtype, address):
+    """Elements at a raw device address, indexed with 32- or 64-bit integers."""
+    return cute.make_tensor(global_pointer(dtype, address), cute.make_layout(1 << 30))
+
+
+def shared_address(pointer):
+    """A shared-memory pointer as the 32-bit address that PTX instructions take."""
+    return pointer.toint().to(Int32)
+
+
+@cute.jit
+def load_int(address, index, default):
+    """Int32 at ``address[index]``; ``default`` where no array was given (address 0)."""
+    value = Int32(default)
+    if address != 0:
+        value = global_array(Int32, address)[index]
+    return value
+
+
+@cute.jit
+def load_scale(address, value):
+    """A scale that is either a kernel argument or one float32 in device memory."""
+    scale = Float32(value)
+    if address != 0:
+        scale = global_array(Float32, address)[0]
+    return scale

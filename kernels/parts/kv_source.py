@@ -1,0 +1,275 @@
+"""How K and V tiles get from global into shared memory.
+
+A source is one operand (K or V) of one request and KV head, cut into tiles of ``tile_n`` tokens. Its parts are where
+the tokens are (the address stream) and what fetches them (the issue):
+
+    ContiguousBoxes   one run of tokens        TMA boxes of tile_n tokens x 64 columns
+    PageBoxes         pages of 8 tokens up     TMA boxes of whole pages (or tile_n tokens of one)
+    PageRows          pages below 8 tokens     16-byte cp.async by all lanes of the warp
+
+Paged sources look page ids up, one box or row per lane, before they wait for a free stage, so that the table's latency
+is hidden. Consumers see nothing of this: a full barrier means that the tile is there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import DeviceStruct, global_array
+
+BOX_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
+GROUP_ROWS = 8  # rows after which the swizzle pattern repeats
+WARP_LANES = 32
+
+
+@dataclass
+class KvOperand(DeviceStruct):
+    """K or V in global memory: addresses in bytes, strides in elements of two bytes."""
+
+    address: Int64
+    page: Int64
+    head: Int64
+    row: Int64
+    table: Int64
+    table_row: Int64
+    page_shift: Int64
+    head_dim: int
+    is_value: bool
+
+    @staticmethod
+    def key(a: Addresses, g: Geometry, head_dim: int) -> "KvOperand":
+        strides = (g.k_page, g.k_head, g.k_row)
+        return KvOperand(a.key, *strides, a.key_table, g.key_table_row, g.page_shift, head_dim, False)
+
+    @staticmethod
+    def value(a: Addresses, g: Geometry, head_dim: int) -> "KvOperand":
+        strides = (g.v_page, g.v_head, g.v_row)
+        return KvOperand(a.value, *strides, a.value_table, g.value_table_row, g.page_shift, head_dim, True)
+
+
+@dataclass
+class KvSource(DeviceStruct):
+    descriptor: Any  # TMA descriptor; None for PageRows
+    shared: Int32  # address of stage 0
+    kv_head: Int32
+    first_key: Int32  # tokens before this one are not needed
+    end_key: Int32  # the request's length
+    tile_n: int
+    head_dim: int
+    # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
+    # may be NaN; not for K, whose scores are masked.
+    zero_outside: bool
+
+    columns_first = False  # see copy.swizzled_layout
+
+    @staticmethod
+    def _common(operand: KvOperand, tile, descriptor, shared, tile_n: int) -> dict[str, Any]:
+        return dict(
+            descriptor=descriptor,
+            shared=shared,
+            kv_head=tile.kv_head,
+            first_key=tile.keys.first_key,
+            end_key=tile.request.kv_len,
+            tile_n=tile_n,
+            head_dim=operand.head_dim,
+            zero_outside=operand.is_value,
+        )
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.tile_n * self.head_dim * 2
+
+    def stage_address(self, stage):
+        return self.shared + stage * self.tile_bytes
+
+    def chunk_address(self, stage, row, block, chunk):
+        """Address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""
+        if const_expr(self.columns_first):
+            row_address = (row // GROUP_ROWS * (self.head_dim // BOX_COLUMNS) + block) * GROUP_ROWS + row % GROUP_ROWS
+        else:
+            row_address = block * self.tile_n + row
+        return self.stage_address(stage) + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
+
+    @cute.jit
+    def fill(self, location, tile, ring, step, partial_barrier, partials):
+        """Fill the ring's stage with ``tile``; called by a whole warp. Returns the count of partial tiles so far.
+
+        A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
+        before some of them are overwritten, and consumers must not see the tile before that.
+        """
+        barrier = ring.full_barrier(step)
+        before = cutlass.max(self.first_key - tile * self.tile_n, 0)
+        end = cutlass.min(self.end_key - tile * self.tile_n, self.tile_n)
+        partial = self.zero_outside and (before > 0 or end < self.tile_n)
+        if partial:
+            barrier = partial_barrier
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_bytes)
+        self.fetch(location, ring.stage(step), barrier)
+        if partial:
+            cute.arch.mbarrier_wait(partial_barrier, partials & 1)
+            partials += 1
+            self.zero_rows(ring.stage(step), 0, before)
+            self.zero_rows(ring.stage(step), end, self.tile_n)
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(ring.full_barrier(step))
+        return partials
+
+    @cute.jit
+    def zero_rows(self, stage, begin, end):
+        """Zero rows [begin, end) of a stage, visibly to the tensor cores. Called by a whole warp."""
+        for i in cutlass.range(
+            begin * copy.CHUNKS_PER_ROW + cute.arch.lane_idx(), end * copy.CHUNKS_PER_ROW, WARP_LANES, unroll=1
+        ):
+            for block in cutlass.range_constexpr(self.head_dim // BOX_COLUMNS):
+                row, chunk = i // copy.CHUNKS_PER_ROW, i % copy.CHUNKS_PER_ROW
+                copy.store_shared_zero(self.chunk_address(stage, row, block, chunk))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+
+@dataclass
+class ContiguousBoxes(KvSource):
+    row_start: Int32  # the request's first token in the tensor
+
+    @classmethod
+    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "ContiguousBoxes":
+        start = tile.request.v_start if operand.is_value else tile.request.k_start
+        return cls(**cls._common(operand, tile, descriptor, shared, tile_n), row_start=start)
+
+    def locate(self, tile):
+        return self.row_start + tile * self.tile_n
+
+    @cute.jit
+    def fetch(self, row, stage, barrier):
+        with cute.arch.elect_one():
+            for block in cutlass.range_constexpr(self.head_dim // BOX_COLUMNS):
+                destination = self.stage_address(stage) + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
+                coordinates = (block * BOX_COLUMNS, row, self.kv_head)
+                copy.tma_load(self.descriptor, destination, barrier, coordinates)
+
+
+@dataclass
+class PagedSource(KvSource):
+    table: Int64  # address of the request's page ids
+    page_shift: Int32  # log2 of the page size: a division here cost 3 % of the whole kernel (H200, 2026-11-21)
+
+    @staticmethod
+    def _paged(operand: KvOperand, tile) -> dict[str, Any]:
+        table = operand.table + 4 * operand.table_row * tile.request.index
+        return dict(table=table, page_shift=Int32(operand.page_shift))
+
+    def lookup(self, key):
+        """(page, row within it) of a token."""
+        page = key >> self.page_shift
+        return global_array(Int32, self.table)[page], key - (page << self.page_shift)
+
+
+@dataclass
+class PageBoxes(PagedSource):
+    """A box holds all columns of ``box_rows`` tokens, so a page of 16 x 128 takes one instruction for 4 KiB.
+
+    The tensor is seen as [slots, row groups, column blocks, 8 rows, 64 columns], where a slot is one head of one page
+    and slots lie one head stride apart. That takes a page stride that is a multiple of the head stride.
+    """
+
+    slots_per_page: Int32  # page stride / head stride
+    box_rows: int
+
+    columns_first = True
+
+    @classmethod
+    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageBoxes":
+        return cls(
+            **cls._common(operand, tile, descriptor, shared, tile_n),
+            **cls._paged(operand, tile),
+            slots_per_page=Int32(operand.page // operand.head),
+            box_rows=box_rows,
+        )
+
+    @property
+    def boxes(self) -> int:
+        return self.tile_n // self.box_rows
+
+    def locate(self, tile):
+        """(slot, row group) of box i in lane i.
+
+        Outside the needed tokens a needed page is fetched again: every tile then has the same number of bytes, and no
+        other table entry is read.
+        """
+        key = tile * self.tile_n + cute.arch.lane_idx() * self.box_rows
+        first_box = self.first_key // self.box_rows * self.box_rows
+        page, row = self.lookup(cutlass.max(cutlass.min(key, self.end_key - 1), first_box))
+        return page * self.slots_per_page + self.kv_head, row // GROUP_ROWS
+
+    @cute.jit
+    def fetch(self, location, stage, barrier):
+        slots, groups = location
+        box = self.stage_address(stage)
+        for lane in cutlass.range(self.boxes, unroll=1):
+            slot, group = cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane)
+            with cute.arch.elect_one():
+                copy.tma_load(self.descriptor, box, barrier, (0, 0, 0, group, slot))
+            box += self.box_rows * self.head_dim * 2
+
+
+@dataclass
+class PageRows(PagedSource):
+    """A token's row is copied by as many lanes as it has 16-byte chunks (32 at most)."""
+
+    head: Int64  # address of the head's elements in page 0
+    page_bytes: Int64
+    row_bytes: Int64
+
+    @classmethod
+    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageRows":
+        return cls(
+            **cls._common(operand, tile, descriptor, shared, tile_n),
+            **cls._paged(operand, tile),
+            head=operand.address + 2 * operand.head * tile.kv_head,
+            page_bytes=2 * operand.page,
+            row_bytes=2 * operand.row,
+        )
+
+    @property
+    def _lanes_per_row(self) -> int:
+        return min(WARP_LANES, self.head_dim * 2 // copy.CHUNK_BYTES)
+
+    def locate(self, tile):
+        """Address of row 32 * i + lane of the tile, for each i; 0 where the row is not needed."""
+        return [self._row_address(tile * self.tile_n + i + cute.arch.lane_idx()) for i in range(0, self.tile_n, 32)]
+
+    @cute.jit
+    def _row_address(self, key):
+        address = Int64(0)
+        if key >= self.first_key and key < self.end_key:
+            page, row = self.lookup(key)
+            address = self.head + page * self.page_bytes + row * self.row_bytes
+        return address
+
+    @cute.jit
+    def fill(self, location, tile, ring, step, partial_barrier, partials):
+        stage = ring.stage(step)
+        lane = cute.arch.lane_idx()
+        rows_at_once = WARP_LANES // self._lanes_per_row
+        for i in cutlass.range_constexpr(len(location)):
+            for first in cutlass.range(0, WARP_LANES, rows_at_once, unroll=4):
+                owner = first + lane // self._lanes_per_row
+                source = cute.arch.shuffle_sync(location[i], owner)
+                row, column = 32 * i + owner, lane % self._lanes_per_row
+                for c in cutlass.range_constexpr(0, self.head_dim * 2 // copy.CHUNK_BYTES, WARP_LANES):
+                    block, chunk = (column + c) // copy.CHUNKS_PER_ROW, (column + c) % copy.CHUNKS_PER_ROW
+                    destination = self.chunk_address(stage, row, block, chunk ^ (row % GROUP_ROWS))
+                    copy.async_copy_or_zero(destination, source + (column + c) * copy.CHUNK_BYTES, source != 0)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(ring.full_barrier(step))
+        return partials

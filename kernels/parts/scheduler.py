@@ -1,0 +1,139 @@
+"""Which query tile a CTA works on next.
+
+A persistent grid: tiles form one list, longest first within a request where causality makes them unequal, and a CTA
+that needs work takes a ticket for the next place in it (the first place is the CTA's own number). Which CTA computes a
+tile never changes the result, only when it is ready.
+
+One warp walks the list ahead of all others and publishes each tile with everything the others need to know of it, so
+that tickets, divisions and the dependent loads of lengths and offsets cost the others nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts.device import DeviceStruct, global_array, global_pointer
+from hopwell.kernels.parts.mask import IntervalMask, TileRange
+from hopwell.kernels.parts.sequence import Request, load_request
+
+
+@dataclass
+class WorkTile(DeviceStruct):
+    """One query tile of one head: what every role needs to know of it. All fields are Int32."""
+
+    request: Request
+    head: Int32  # END_OF_WORK after the last tile
+    kv_head: Int32
+    first_row: Int32  # of the tile, within the request
+    keys: TileRange
+
+    @property
+    def exists(self):
+        return self.head >= 0
+
+
+WORK_TILE_INTS = 16
+HEAD_INDEX = 8  # of WorkTile.head among them
+END_OF_WORK = -1
+
+
+@dataclass
+class TileSchedule(DeviceStruct):
+    """The list of tiles and this CTA's way through it."""
+
+    geometry: Geometry
+    addresses: Addresses
+    mask: IntervalMask
+    tile_m: int
+    tile_n: int
+
+    def _coordinates(self, place):
+        """(query tile, head, request) at a place of the list: for each request its tiles from last to first, each for
+        all heads, so that heads that share K and V run side by side."""
+        heads, q_tiles = Int32(self.geometry.heads), Int32(self.geometry.q_tiles)
+        row = place // heads
+        request = row // q_tiles
+        return q_tiles - 1 - (row - request * q_tiles), place - row * heads, request
+
+    def _work_tile(self, place) -> WorkTile:
+        """The tile at a place. Where ``first_row >= q_len`` the request has no such tile."""
+        q_tile, head, index = self._coordinates(place)
+        request = load_request(index, self.addresses, self.geometry)
+        first_row = q_tile * self.tile_m
+        last_row = cutlass.min(first_row + self.tile_m, request.q_len) - 1
+        position = request.first_position
+        keys = self.mask.tiles(position + first_row, position + last_row, request.kv_len, self.tile_n)
+        kv_head = head // (Int32(self.geometry.heads) // Int32(self.geometry.kv_heads))
+        return WorkTile(request, head, kv_head, first_row, keys)
+
+    @cute.jit
+    def _next_place(self):
+        ticket = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            ticket = cute.arch.atomic_add(global_pointer(Int32, self.addresses.tickets), Int32(1))
+        return Int32(self.geometry.grid) + cute.arch.shuffle_sync(ticket, 0)
+
+    @cute.jit
+    def _hand_back_tickets(self) -> None:
+        """The last CTA leaves both counters as it found them, for the next launch on this stream."""
+        if cute.arch.lane_idx() == 0:
+            done = global_pointer(Int32, self.addresses.tickets + 4)
+            if cute.arch.atomic_add(done, Int32(1)) == Int32(self.geometry.grid) - 1:
+                global_array(Int32, self.addresses.tickets)[0] = 0
+                global_array(Int32, self.addresses.tickets)[1] = 0
+
+    @cute.jit
+    def publish(self, board) -> None:
+        """Post every tile this CTA gets, then the end. Called by one warp."""
+        g = self.geometry
+        total = Int32(g.batch) * Int32(g.heads) * Int32(g.q_tiles)
+        step, place = Int32(0), cute.arch.block_idx()[0]
+        while place < total:
+            following = self._next_place()
+            tile = self._work_tile(place)
+            if tile.first_row < tile.request.q_len:
+                board.post(step, tile)
+                step += 1
+            place = following
+        board.post_end(step)
+        self._hand_back_tickets()
+
+
+@dataclass
+class Board(DeviceStruct):
+    """Work tiles passed through shared memory, one ring slot each."""
+
+    slots: Any  # Int32 [WORK_TILE_INTS, stages] in shared memory
+    ring: Any
+
+    @cute.jit
+    def post(self, step, tile) -> None:
+        values = cutlass.extract_mlir_values(tile)
+        self.ring.wait_empty(step)
+        slot = self.slots[None, self.ring.stage(step)]
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(WORK_TILE_INTS):
+                slot[i] = Int32(values[i])
+            cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
+
+    @cute.jit
+    def post_end(self, step) -> None:
+        self.ring.wait_empty(step)
+        slot = self.slots[None, self.ring.stage(step)]
+        with cute.arch.elect_one():
+            slot[HEAD_INDEX] = Int32(END_OF_WORK)
+            cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
+
+    def read(self, step) -> WorkTile:
+        """The tile of ``step``. Called by every reading warp, converged."""
+        self.ring.wait_full(step)
+        slot = self.slots[None, self.ring.stage(step)]
+        values = [slot[i] for i in range(WORK_TILE_INTS)]
+        tile = WorkTile(Request(*values[:8]), *values[8:11], TileRange(*values[11:]))
+        cute.arch.sync_warp()
+        self.ring.release(step)
+        return tile

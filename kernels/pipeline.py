@@ -1,0 +1,112 @@
+"""Producer-consumer edges over mbarriers, declared as data.
+
+A kernel lists its edges once. The list creates and initialises the barriers, sizes their shared memory, checks arrive
+counts against the warps that will arrive, and draws itself for documentation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+
+from hopwell.kernels.parts.device import DeviceStruct
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A ring of ``stages`` buffers that ``producer`` fills and ``consumer`` empties.
+
+    Arrivals are counted in threads: one elected thread for each arriving warp. TMA completes the rest of a full
+    barrier's phase by bytes.
+    """
+
+    name: str
+    producer: str
+    consumer: str
+    stages: int
+    producer_warps: int
+    consumer_warps: int
+    stage_bytes: int
+
+    def __post_init__(self) -> None:
+        for field in ("stages", "producer_warps", "consumer_warps", "stage_bytes"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"edge {self.name}: {field} must be at least 1, got {getattr(self, field)}")
+        if self.stages & (self.stages - 1):
+            raise ValueError(f"edge {self.name}: a ring takes a power of two of stages, got {self.stages}")
+
+    @property
+    def barriers(self) -> int:
+        return 2 * self.stages
+
+
+def barrier_count(edges: Sequence[Edge]) -> int:
+    return sum(edge.barriers for edge in edges)
+
+
+def describe(edges: Sequence[Edge]) -> str:
+    """The edges as a table, one line each."""
+    return "\n".join(
+        f"{e.name}: {e.producer} ({e.producer_warps} warp{'s' * (e.producer_warps > 1)}) -> {e.consumer} "
+        f"({e.consumer_warps} warps), {e.stages} stage{'s' * (e.stages > 1)} of {e.stage_bytes} bytes"
+        for e in edges
+    )
+
+
+def check_arrivals(edges: Sequence[Edge], warps: dict[str, int]) -> None:
+    """Refuse edges whose arrive counts differ from the number of warps that play the role: such a kernel would hang."""
+    for e in edges:
+        for role, count in ((e.producer, e.producer_warps), (e.consumer, e.consumer_warps)):
+            if role not in warps:
+                raise ValueError(f"edge {e.name}: no warps play the role {role!r}; roles are {sorted(warps)}")
+            if warps[role] != count:
+                raise ValueError(f"edge {e.name}: {role} has {warps[role]} warps but {count} arrivals are expected")
+
+
+@dataclass
+class Ring(DeviceStruct):
+    """The two barrier arrays of an edge. ``step`` counts uses of the ring since the kernel began."""
+
+    full: Any
+    empty: Any
+    stages: int
+
+    def stage(self, step):
+        return step & (self.stages - 1)
+
+    def _parity(self, step):
+        return (step >> (self.stages.bit_length() - 1)) & 1
+
+    def full_barrier(self, step):
+        return self.full + self.stage(step)
+
+    def wait_full(self, step) -> None:
+        cute.arch.mbarrier_wait(self.full_barrier(step), self._parity(step))
+
+    def wait_empty(self, step) -> None:
+        """Returns at once for the first ``stages`` steps: a fresh barrier counts as having completed phase 1."""
+        cute.arch.mbarrier_wait(self.empty + self.stage(step), self._parity(step) ^ 1)
+
+    @cute.jit
+    def release(self, step) -> None:
+        """Called by every consumer warp, converged, when its reads of the stage have completed."""
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.empty + self.stage(step))
+
+
+@cute.jit
+def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
+    """Initialise the barriers (one thread of the CTA does) and return one Ring an edge. The caller synchronises."""
+    rings, offset = [], 0
+    for edge in edges:
+        rings.append(Ring(barriers + offset, barriers + (offset + edge.stages), edge.stages))
+        offset += edge.barriers
+    if cute.arch.thread_idx()[0] == 0:
+        for edge, ring in zip(edges, rings, strict=True):
+            for stage in cutlass.range_constexpr(edge.stages):
+                cute.arch.mbarrier_init(ring.full + stage, edge.producer_warps)
+                cute.arch.mbarrier_init(ring.empty + stage, edge.consumer_warps)
+        cute.arch.mbarrier_init_fence()
+    return tuple(rings)

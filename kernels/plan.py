@@ -1,0 +1,191 @@
+"""From a problem to a launch: what stays the same for given shapes, strides, dtypes and options is done once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hopwell.kernels import support, toolchain
+from hopwell.kernels.config import PrefillConfig, page_and_head_stride, resolve
+from hopwell.kernels.launch import Geometry
+from hopwell.kernels.problem import AttentionProblem, LseLayout, TokenOffsets
+from hopwell.kernels.tickets import tickets
+
+EMULATED_SMS = 4  # CTAs of an emulated persistent grid
+
+
+class Plan:
+    """A compiled kernel with its geometry. Addresses and scales come with each launch."""
+
+    def __init__(self, problem: AttentionProblem):
+        query = problem.query
+        self.config: PrefillConfig = resolve(problem, support.arch_of(query.device))
+        self.output_shape = (*query.shape[:2], problem.value.shape[3])
+        self.output_dtype = query.dtype if problem.out is None else problem.out.dtype
+        self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
+        self._programmatic_launch = int(problem.programmatic_launch)
+        self._tickets = tickets(query.device)
+        if self.has_work:
+            import tvm_ffi
+
+            self._function = _bind(self.config, query.device)
+            # Handed over as one object: converting 30 integers in each call would cost more than the launch.
+            self._geometry = tvm_ffi.convert(tuple(geometry(problem, self.config)))
+
+    def launch(self, out: torch.Tensor, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
+        """Launch on the current stream of the device of ``out``.
+
+        ``addresses`` are those of :class:`Addresses` up to the tickets. A scale counts where its address is 0.
+        """
+        self._function(
+            out,
+            (*addresses, self._tickets.address()),
+            self._geometry,
+            softmax_scale,
+            output_scale,
+            self._programmatic_launch,
+        )
+
+    def execute(self, problem: AttentionProblem) -> torch.Tensor:
+        """Compute the problem that the plan was made for; allocates the output where the problem has none."""
+        out = problem.out
+        if out is None:
+            out = torch.empty(self.output_shape, dtype=self.output_dtype, device=problem.query.device)
+        if self.has_work:
+            addresses = [0 if view is None else view.data_ptr() for view in operands(problem, out)]
+            self.launch(out, addresses, *host_scales(problem))
+        return out
+
+
+def _bind(config: PrefillConfig, device: torch.device) -> Any:
+    if device.type != "cuda":
+        raise NotImplementedError(f"tensors on {device} cannot be computed on yet; hopwell needs a CUDA device")
+    return toolchain.function(config)
+
+
+def execute(problem: AttentionProblem) -> torch.Tensor:
+    """Compute ``problem`` on the current stream and return the output, allocated where the problem has none."""
+    return Plan(problem).execute(problem)
+
+
+def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+    """The tensors whose addresses a kernel gets, in the order of :class:`Addresses` up to the tickets."""
+    table, lse = problem.page_table, problem.lse
+
+    def start(offsets: TokenOffsets | None) -> torch.Tensor | None:
+        return None if offsets is None else offsets.tensor
+
+    def on_device(scale: float | torch.Tensor) -> torch.Tensor | None:
+        return scale if isinstance(scale, torch.Tensor) else None
+
+    return (
+        problem.query,
+        problem.key,
+        problem.value,
+        out,
+        start(problem.q_offsets),
+        start(problem.o_offsets),
+        start(problem.k_offsets),
+        start(problem.v_offsets),
+        problem.q_lens,
+        problem.kv_lens,
+        None if table is None else table.key,
+        None if table is None else table.value,
+        on_device(problem.softmax_scale),
+        on_device(problem.output_scale),
+        problem.sinks,
+        None if lse is None else lse.tensor,
+        None if lse is None else start(lse.offsets),
+    )
+
+
+def host_scales(problem: AttentionProblem) -> tuple[float, float]:
+    """Softmax and output scale as kernel arguments; what the kernel reads from memory counts as 1 here."""
+    scales = (problem.softmax_scale, problem.output_scale)
+    first, second = (1.0 if isinstance(scale, torch.Tensor) else scale for scale in scales)
+    return first, second
+
+
+def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
+    """The run-time sizes and strides of a problem."""
+    query, key, value = problem.query, problem.key, problem.value
+    q_tiles = -(-problem.max_q_len // config.tile.m)
+    sms = EMULATED_SMS
+    if query.device.type == "cuda":
+        sms = torch.cuda.get_device_properties(query.device).multi_processor_count
+    (k_page, k_head), (v_page, v_head) = page_and_head_stride(key), page_and_head_stride(value)
+    table = problem.page_table
+    q_token, q_head = _row_strides(query)
+    o_token, o_head = _row_strides(problem.out) if problem.out is not None else _packed(query.shape[1], value.shape[3])
+    return Geometry(
+        tokens=query.shape[0],
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        batch=problem.batch,
+        q_tiles=q_tiles,
+        grid=min(problem.batch * query.shape[1] * q_tiles, sms),
+        q_token=q_token,
+        q_head=q_head,
+        o_token=o_token,
+        o_head=o_head,
+        k_pages=key.shape[0],
+        v_pages=value.shape[0],
+        k_rows=key.shape[2],
+        v_rows=value.shape[2],
+        page_shift=key.shape[2].bit_length() - 1,
+        k_page=k_page,
+        k_head=k_head,
+        k_row=_row_stride(key),
+        v_page=v_page,
+        v_head=v_head,
+        v_row=_row_stride(value),
+        key_table_row=0 if table is None else table.key.stride(0),
+        value_table_row=0 if table is None else table.value.stride(0),
+        q_unit=_unit(problem.q_offsets),
+        o_unit=_unit(problem.o_offsets),
+        k_unit=_unit(problem.k_offsets),
+        v_unit=_unit(problem.v_offsets),
+        window_left=max(problem.mask.window_left, 0),
+        **_lse_geometry(problem),
+    )
+
+
+def _lse_geometry(problem: AttentionProblem) -> dict[str, int]:
+    lse = problem.lse
+    if lse is None:
+        return dict(lse_unit=1, lse_request=0, lse_ragged=0, lse_row=0, lse_head=0, lse_natural=0)
+    row, head = lse.tensor.stride()[-2:]
+    return dict(
+        lse_unit=_unit(lse.offsets),
+        # Rows between requests: they lie one behind the other, which a padded tensor's strides guarantee.
+        lse_request=lse.tensor.shape[1] if lse.layout is LseLayout.PADDED else 0,
+        lse_ragged=int(lse.layout is LseLayout.RAGGED),
+        lse_row=row,
+        lse_head=head,
+        lse_natural=int(lse.natural),
+    )
+
+
+def _unit(offsets: TokenOffsets | None) -> int:
+    return 1 if offsets is None else max(offsets.unit, 1)
+
+
+def _packed(heads: int, dim: int) -> tuple[int, int]:
+    return heads * dim, dim
+
+
+def _row_strides(view: torch.Tensor) -> tuple[int, int]:
+    """Token and head stride of a [tokens, heads, dim] view; those of dimensions of size 1 are chosen to fit TMA."""
+    tokens, heads, dim = view.shape
+    packed = _packed(heads, dim)
+    return (
+        view.stride(0) if tokens > 1 else packed[0],
+        view.stride(1) if heads > 1 else packed[1],
+    )
+
+
+def _row_stride(view: torch.Tensor) -> int:
+    """Stride between the rows of a [pages, heads, rows, dim] view."""
+    return view.stride(2) if view.shape[2] > 1 else view.shape[3]

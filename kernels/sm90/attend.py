@@ -1,0 +1,246 @@
+"""The consumer warpgroups of Hopper prefill: from Q K^T to the rows of the output."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import DeviceStruct, global_array, shared_address
+from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, LseRows, OutputRows
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.scheduler import Board, WorkTile
+from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.sm90.mma import WARPGROUP, WARPGROUP_ROWS, issue_mma, make_mma
+
+TURN_BARRIER = 1  # named barriers 1.. give the consumer warpgroups turns at the tensor cores
+GROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
+
+
+@dataclass
+class SharedTiles(DeviceStruct):
+    """Tiles in shared memory: Q [tile.m, dim, stages], K and V [tile.n, dim, stages], and staging for the output."""
+
+    q: Any
+    k: Any
+    v: Any
+    staging: Any
+
+
+@dataclass
+class Attend(DeviceStruct):
+    kernel: Any  # the PrefillSm90: configuration only
+    tiles: SharedTiles
+    rings: tuple
+    board: Board
+    mask: IntervalMask
+    softmax: OnlineSoftmax
+    output_scale: Float32
+
+    @cute.jit
+    def run(self, addresses: Addresses, geometry: Geometry):
+        q_ring, _, _ = self.rings
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
+        operands = Operands.create(self.kernel, self.tiles, group)
+        turns = Turns(group, self.kernel.warpgroups)
+        turns.begin()
+        warp_row = group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
+        kv_step, work = Int32(0), Int32(0)
+        tile = self.board.read(work)
+        while tile.exists:
+            keys = tile.keys
+            # The warps meet in the matrix products anyway. Meeting here tells the compiler that they have converged;
+            # without it matrix descriptors lose their uniform registers, 20 % more instructions in the loop.
+            cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
+            self.softmax.reset()
+            operands.o.fill(0.0)
+            q_ring.wait_full(work)
+            if keys.begin < keys.end:
+                position = tile.request.first_position + tile.first_row + warp_row + RowFragment.first_row()
+                masked = partial(self.mask.apply, first_row_position=position, kv_len=tile.request.kv_len)
+                q_stage = q_ring.stage(work)
+                self.first_step(operands, q_stage, kv_step, keys.end - 1, masked)
+                step = partial(self.next_step, operands, turns, q_stage)
+                if const_expr(self.mask.has_diagonal):
+                    for n in cutlass.range(keys.end - 2, keys.full_end - 1, -1, unroll=1):
+                        step(kv_step, n, masked)
+                        kv_step += 1
+                for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
+                    step(kv_step, n, None)
+                    kv_step += 1
+                if const_expr(self.mask.has_left_edge):
+                    for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
+                        step(kv_step, n, masked)
+                        kv_step += 1
+            q_ring.release(work)
+            if keys.begin < keys.end:
+                self.last_step(operands, kv_step)
+                kv_step += 1
+            self.store(operands, tile, warp_row, addresses, geometry)
+            work += 1
+            tile = self.board.read(work)
+
+    @cute.jit
+    def first_step(self, operands, q_stage, kv_step, n, masked):
+        """S and P of the rightmost keys. Their P V is issued together with the next step's Q K^T."""
+        _, k_ring, _ = self.rings
+        k_ring.wait_full(kv_step)
+        operands.issue_qk(q_stage, k_ring.stage(kv_step))
+        warpgroup.wait_group(0)
+        k_ring.release(kv_step)
+        masked(operands.scores(), n * self.kernel.tile.n)
+        self.softmax.step(operands.scores())
+        operands.round_scores()
+
+    @cute.jit
+    def next_step(self, operands, turns, q_stage, kv_step, n, masked: cutlass.Constexpr):
+        """Q K^T of tile n under way together with P V of the tile before (``kv_step``), then softmax of tile n."""
+        _, k_ring, v_ring = self.rings
+        k_ring.wait_full(kv_step + 1)
+        turns.wait()
+        operands.issue_qk(q_stage, k_ring.stage(kv_step + 1))
+        v_ring.wait_full(kv_step)
+        operands.issue_pv(v_ring.stage(kv_step))
+        turns.pass_on()
+        warpgroup.wait_group(1)
+        k_ring.release(kv_step + 1)
+        if const_expr(masked is not None):
+            masked(operands.scores(), n * self.kernel.tile.n)
+        self.softmax.step(operands.scores())
+        warpgroup.wait_group(0)
+        v_ring.release(kv_step)
+        if self.softmax.reference_moved():
+            operands.rescale_output(self.softmax.rescale)
+        operands.round_scores()
+
+    @cute.jit
+    def last_step(self, operands, kv_step):
+        _, _, v_ring = self.rings
+        v_ring.wait_full(kv_step)
+        operands.issue_pv(v_ring.stage(kv_step))
+        warpgroup.wait_group(0)
+        v_ring.release(kv_step)
+
+    @cute.jit
+    def store(self, operands, tile: WorkTile, warp_row, addresses: Addresses, geometry: Geometry):
+        """Normalise this warp's rows; write them and their log-sum-exp."""
+        request = tile.request
+        count = request.q_len - tile.first_row
+        sink = -Float32.inf
+        if addresses.sinks != 0:
+            sink = global_array(Float32, addresses.sinks)[tile.head]
+        lse_rows = LseRows(
+            address=addresses.lse,
+            offset=Int64(request.lse_start + tile.first_row) * geometry.lse_row + tile.head * geometry.lse_head,
+            row=geometry.lse_row,
+            natural=Int32(geometry.lse_natural),
+            count=count,
+        )
+        output = operands.output()
+        factors = []
+        for r in cutlass.range_constexpr(output.rows):
+            factor, lse = self.softmax.finish(r, sink, output.lanes_per_row)
+            factors.append(factor * self.output_scale)
+            if cute.arch.lane_idx() % output.lanes_per_row == 0:
+                lse_rows.store(warp_row + output.first_row() + output.row_offset(r), lse)
+        first = Int64(request.o_start + tile.first_row) * geometry.o_token + tile.head * geometry.o_head
+        staging = shared_address(self.tiles.staging) + warp_row // WARP_ROWS * STAGING_BYTES
+        rows = OutputRows(addresses.out + 2 * first, 2 * geometry.o_token, count)
+        rows.store(output, factors, staging, warp_row, self.kernel.out_dtype)
+
+
+@dataclass
+class Operands(DeviceStruct):
+    """Matrix operands of one consumer warpgroup: Q, K, V in shared memory; S, O, P in registers."""
+
+    qk_mma: Any
+    pv_mma: Any
+    q: Any
+    k: Any
+    v: Any
+    s: Any
+    o: Any
+    p: Any
+    dtype: Any
+    tile_n: int
+    head_dim_v: int
+
+    @staticmethod
+    def create(kernel, tiles: SharedTiles, group) -> "Operands":
+        t, head_dim_v, source = kernel.tile, kernel.config.head_dim_v, warpgroup.OperandSource
+        mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups)
+        qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
+        pv_mma = mma((WARPGROUP_ROWS, head_dim_v), a_source=source.RMEM, b_major=OperandMajorMode.MN)
+        qk, pv = qk_mma.get_slice(group * WARPGROUP), pv_mma.get_slice(group * WARPGROUP)
+        v_transposed = cute.make_ordered_layout((head_dim_v, t.n, t.kv_stages), order=(1, 0, 2))
+        return Operands(
+            qk_mma=qk_mma,
+            pv_mma=pv_mma,
+            q=qk.make_fragment_A(qk.partition_A(tiles.q)),
+            k=qk.make_fragment_B(qk.partition_B(tiles.k)),
+            v=pv.make_fragment_B(pv.partition_B(cute.composition(tiles.v, v_transposed))),
+            s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, head_dim_v)), Float32),
+            p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
+            dtype=kernel.dtype,
+            tile_n=t.n,
+            head_dim_v=head_dim_v,
+        )
+
+    def issue_qk(self, q_stage, k_stage) -> None:
+        issue_mma(self.qk_mma, self.s, self.q[None, None, None, q_stage], self.k[None, None, None, k_stage], False)
+
+    def issue_pv(self, v_stage) -> None:
+        issue_mma(self.pv_mma, self.o, self.p, self.v[None, None, None, v_stage], True)
+
+    def scores(self) -> RowFragment:
+        return RowFragment(self.s, self.tile_n // RowFragment.lanes_per_row)
+
+    def output(self) -> RowFragment:
+        return RowFragment(self.o, self.head_dim_v // RowFragment.lanes_per_row)
+
+    @cute.jit
+    def round_scores(self) -> None:
+        """P = S in 16 bits. Accumulator and A operand hold the same elements in the same order."""
+        words = cute.recast_tensor(self.p, Uint32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = copy.pack_x2(self.dtype, self.s[2 * i], self.s[2 * i + 1])
+
+    @cute.jit
+    def rescale_output(self, factors) -> None:
+        output = self.output()
+        for r in cutlass.range_constexpr(output.rows):
+            for c in cutlass.range_constexpr(output.columns):
+                output.set(r, c, output.get(r, c) * factors[r])
+
+
+@dataclass
+class Turns(DeviceStruct):
+    """Consumer warpgroups take turns at issuing matrix products, so that one's softmax runs under the other's."""
+
+    group: Int32
+    groups: int
+
+    @cute.jit
+    def begin(self) -> None:
+        """Warpgroup 0 has the first turn: the last one passes it on before anything else."""
+        if const_expr(self.groups > 1):
+            if self.group == self.groups - 1:
+                cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def wait(self) -> None:
+        if const_expr(self.groups > 1):
+            cute.arch.barrier(barrier_id=TURN_BARRIER + self.group, number_of_threads=2 * WARPGROUP)
+
+    @cute.jit
+    def pass_on(self) -> None:
+        if const_expr(self.groups > 1):
+            following = Int32(0) if self.group == self.groups - 1 else self.group + 1
+            cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + following, number_of_threads=2 * WARPGROUP)

@@ -1,0 +1,26 @@
+"""Warpgroup MMA: tiled operations and their asynchronous issue."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+WARPGROUP = 128  # threads
+WARPGROUP_ROWS = 64  # rows of the M dimension that one wgmma computes
+
+
+def make_mma(dtype, shape_mn, *, a_source, b_major, warpgroups: int):
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (*shape_mn, 16), a_source, OperandMajorMode.K, b_major)
+    return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
+
+
+@cute.jit
+def issue_mma(mma, accumulator, a, b, accumulate: cutlass.Constexpr[bool]) -> None:
+    """Issue accumulator (+)= a b over all k blocks and commit it as one group; returns at once."""
+    warpgroup.fence()
+    atom = cute.make_mma_atom(mma.op)
+    atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    for k in cutlass.range_constexpr(cute.size(b.shape[2])):
+        cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
+        atom.set(warpgroup.Field.ACCUMULATE, True)
+    warpgroup.commit_group()

@@ -1,0 +1,221 @@
+"""What each entry point can do on each architecture: one table, read by the argument checks and by the README.
+
+An entry asks :func:`require` for every feature that a call needs once its arguments are known to be well formed, so
+that anything without a kernel is refused by name before a launch. :func:`support_matrix` prints the same table.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+EMULATED_ARCH = "sm_90a"  # what a call with CPU tensors is checked against
+
+CONTEXT = "trtllm_batch_context_with_kv_cache"
+FMHA_V2 = "trtllm_fmha_v2_prefill"
+CUDNN = "cudnn_batch_prefill_with_kv_cache"
+XQA = "xqa_batch_decode_with_kv_cache"
+MLA = "trtllm_batch_decode_with_kv_cache_mla"
+
+HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (QK, V) of the prefill kernels
+MAX_PAGE_SIZE = 1024
+
+_HOPPER = ("sm_90a",)
+_NOWHERE: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table. Features of the same ``kind`` are what a refusal offers instead of each other."""
+
+    key: str
+    kind: str
+    title: str
+    archs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry point: where it lives and what it can do."""
+
+    module: str
+    features: tuple[Feature, ...]
+
+    def feature(self, key: str) -> Feature:
+        """The feature called ``key``."""
+        return next(feature for feature in self.features if feature.key == key)
+
+
+def _head_dims() -> tuple[Feature, ...]:
+    listed = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in HEAD_DIMS)
+    return (
+        Feature("head_dim", "head dims", f"head dim {listed} (QK/V where they differ)", _HOPPER),
+        Feature("other_head_dim", "head dims", "other head dims", _NOWHERE),
+    )
+
+
+def _page_sizes() -> tuple[Feature, ...]:
+    return (
+        Feature("page_size", "page sizes", f"page size: powers of two from 1 to {MAX_PAGE_SIZE}", _HOPPER),
+        Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE),
+    )
+
+
+_16BIT = Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _HOPPER)
+_CAUSAL = Feature("causal", "masks", "causal mask (bottom-right)", _HOPPER)
+_WINDOW = Feature("window", "masks", "sliding window", _HOPPER)
+_SINKS = Feature("sinks", "extras", "attention sinks", _HOPPER)
+_SKIP_SOFTMAX = Feature("skip_softmax", "extras", "skip-softmax", _NOWHERE)
+
+ENTRIES: dict[str, Entry] = {
+    CONTEXT: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            Feature("fp8", "data types", "fp8 (e4m3) query or KV cache", _NOWHERE),
+            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
+            Feature("nvfp4_out", "data types", "NVFP4 output", _NOWHERE),
+            *_head_dims(),
+            *_page_sizes(),
+            Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", _HOPPER),
+            _CAUSAL,
+            _WINDOW,
+            _SINKS,
+            Feature("tensor_scales", "extras", "scales as device tensors", _HOPPER),
+            _SKIP_SOFTMAX,
+        ),
+    ),
+    FMHA_V2: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            Feature("fp8", "data types", "fp8 (e4m3) query and KV", _NOWHERE),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
+            *_head_dims(),
+            *_page_sizes(),
+            Feature("cache", "KV caches", "all five input layouts", _HOPPER),
+            _CAUSAL,
+            Feature("full", "masks", "no mask (`padding`)", _HOPPER),
+            _WINDOW,
+            Feature("chunked", "masks", "chunked mask", _NOWHERE),
+            _SINKS,
+            Feature("alibi", "extras", "ALiBi", _NOWHERE),
+            Feature("soft_cap", "extras", "logits soft cap", _NOWHERE),
+            Feature("softmax_stats", "extras", "softmax statistics", _NOWHERE),
+            _SKIP_SOFTMAX,
+        ),
+    ),
+    CUDNN: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            Feature("fp8", "data types", "fp8 (e4m3) query and KV", _NOWHERE),
+            *_head_dims(),
+            *_page_sizes(),
+            Feature("cache", "KV caches", "paged and ragged KV, element offsets", _HOPPER),
+            _CAUSAL,
+            Feature("full", "masks", "no mask", _HOPPER),
+            Feature("lse", "extras", "log-sum-exp, padded or ragged", _HOPPER),
+        ),
+    ),
+    XQA: Entry(
+        "hopwell.decode",
+        (
+            Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _NOWHERE),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", _NOWHERE),
+            Feature("int8_kv", "data types", "int8 KV cache", _NOWHERE),
+            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
+            Feature("speculative", "masks", "several tokens per request with a mask", _NOWHERE),
+            Feature("window", "masks", "sliding window", _NOWHERE),
+            Feature("sinks", "extras", "attention sinks", _NOWHERE),
+        ),
+    ),
+    MLA: Entry(
+        "hopwell.mla",
+        (
+            Feature("16bit", "data types", "bf16 query and cache", _NOWHERE),
+            Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
+            Feature("multi_token", "masks", "several tokens per request", _NOWHERE),
+            Feature("sparse", "masks", "sparse top-k", _NOWHERE),
+            Feature("sinks", "extras", "attention sinks", _NOWHERE),
+        ),
+    ),
+}
+
+
+def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedError:
+    """The error for a call of ``entry`` that needs a ``feature`` without a kernel on ``arch``.
+
+    Args:
+        entry: name of the entry point.
+        feature: key of the feature in the table.
+        detail: the argument and value that ask for it, for example ``"out_dtype='nvfp4'"``.
+        arch: architecture of the call.
+    """
+    row = ENTRIES[entry].feature(feature)
+    here = [other.title for other in ENTRIES[entry].features if other.kind == row.kind and arch in other.archs]
+    return NotImplementedError(
+        f"{entry}: {row.title} ({detail}) is not supported on {arch}; "
+        f"{row.kind} supported on {arch}: {'; '.join(here) or 'none yet'}; "
+        f"architectures that support {row.title}: {', '.join(row.archs) or 'none yet'}"
+    )
+
+
+def require(entry: str, feature: str, detail: str, arch: str) -> None:
+    """Raise :func:`refusal`'s error unless ``entry`` has ``feature`` on ``arch``."""
+    if arch not in ENTRIES[entry].feature(feature).archs:
+        raise refusal(entry, feature, detail, arch)
+
+
+def support_matrix() -> str:
+    """The table in Markdown: for each entry its features as rows and the architectures as columns."""
+    sections = []
+    for name, entry in ENTRIES.items():
+        lines = [
+            f"`{entry.module}.{name}`",
+            "",
+            "| | " + " | ".join(ARCHS) + " |",
+            "|---|" + ":---:|" * len(ARCHS),
+        ]
+        lines += [
+            f"| {row.title} | " + " | ".join("yes" if arch in row.archs else "-" for arch in ARCHS) + " |"
+            for row in entry.features
+        ]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"
+
+
+@functools.lru_cache(maxsize=64)
+def arch_of(device: torch.device) -> str:
+    """The architecture whose kernels a call on ``device`` uses.
+
+    Raises:
+        NotImplementedError: no kernel family exists for the device.
+    """
+    if device.type == "cpu":
+        return EMULATED_ARCH
+    if device.type != "cuda":
+        raise NotImplementedError(f"device {device} is not supported; supported: CUDA devices of {', '.join(ARCHS)}")
+
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    arch = "sm_120a" if major == 12 else {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}.get((major, minor))
+    if arch is None:
+        raise NotImplementedError(
+            f"device {device} has compute capability {major}.{minor}, which is not supported; "
+            f"supported: {', '.join(ARCHS)}"
+        )
+    return arch
+
+
+def has_pdl(arch: str) -> bool:
+    """Whether ``arch`` has programmatic dependent launch: compute capability 9.0 and later."""
+    return int(arch[3:-1]) >= 90

@@ -1,0 +1,80 @@
+"""Counters that persistent kernels take work from.
+
+A launch needs two int32 that are zero when it starts; the kernel leaves them zero. Launches that may run at the same
+time must not share a pair, and a pair must outlive a CUDA graph that has its address, so pairs live in memory of our
+own: one pair for each stream, and a fresh one for each captured launch, since a graph may be replayed on any stream.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+PAIR_BYTES = 8
+SLAB_PAIRS = 4096
+PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a stream of its own in each thread
+
+
+class Tickets:
+    """The pairs of one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._slabs: list[torch.Tensor] = []
+        self._free: list[int] = []
+        self._of_stream: dict[tuple[int, int], int] = {}
+        self._captured: list[torch.Tensor] = []
+        self._lock = threading.Lock()
+
+    def address(self) -> int:
+        """Address of a pair for a launch on the current stream."""
+        if self._device.type != "cuda":
+            return self._for_stream((0, threading.get_ident()))
+        if torch.cuda.is_current_stream_capturing():
+            return self._for_capture()
+        stream = _current_stream(self._device.index)
+        return self._for_stream((stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0))
+
+    def _for_stream(self, key: tuple[int, int]) -> int:
+        found = self._of_stream.get(key)
+        if found is None:
+            with self._lock:
+                if not self._free:
+                    self._grow()
+                found = self._of_stream.setdefault(key, self._free.pop())
+        return found
+
+    def _for_capture(self) -> int:
+        with self._lock:
+            if self._free:
+                return self._free.pop()
+            # No pair is left and none can be zeroed now: let the graph zero one before each replay.
+            pair = torch.zeros(2, dtype=torch.int32, device=self._device)
+            self._captured.append(pair)
+            return pair.data_ptr()
+
+    def _grow(self) -> None:
+        slab = torch.zeros(SLAB_PAIRS * PAIR_BYTES // 4, dtype=torch.int32, device=self._device)
+        if self._device.type == "cuda":
+            # Zeroed on this stream, used on any.
+            torch.cuda.current_stream(self._device).synchronize()
+        self._slabs.append(slab)
+        self._free.extend(slab.data_ptr() + i * PAIR_BYTES for i in range(SLAB_PAIRS))
+
+
+def _current_stream(index: int) -> int:
+    # The public accessor builds a Stream object, 1 us of a call that should cost 8.
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw(index) if raw is not None else torch.cuda.current_stream(index).cuda_stream
+
+
+_devices: dict[torch.device, Tickets] = {}
+
+
+def tickets(device: torch.device) -> Tickets:
+    """The counters of ``device``."""
+    found = _devices.get(device)
+    if found is None:
+        found = _devices.setdefault(device, Tickets(device))
+    return found

@@ -1,0 +1,167 @@
+"""Compile, keep and load kernels: the only module that knows how the DSL turns a kernel into a callable.
+
+A kernel is compiled once for each (config, source code, toolchain versions): its host function and cubin become one
+object file in a cache directory, next to its PTX and cubin for inspection. Loading that file takes about a millisecond.
+
+Environment:
+    HOPWELL_CACHE_DIR   where compiled kernels are kept; default: the user's cache directory
+    HOPWELL_JIT=forbid  raise instead of compiling, for deployments that compile ahead (``hopwell.kernels.compile``)
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import json
+import logging
+import os
+import pathlib
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import filelock
+import platformdirs
+
+if TYPE_CHECKING:
+    from hopwell.kernels.config import PrefillConfig
+
+logger = logging.getLogger("hopwell")
+
+TOOLCHAIN = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
+OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
+LOCK_POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A compiled kernel on disk."""
+
+    path: pathlib.Path
+
+    @property
+    def object_file(self) -> pathlib.Path:
+        return self.path / OBJECT
+
+    @property
+    def ptx(self) -> pathlib.Path:
+        return self.path / PTX
+
+    @property
+    def cubin(self) -> pathlib.Path:
+        return self.path / CUBIN
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        return json.loads((self.path / META).read_text())
+
+    def is_sound(self) -> bool:
+        """Whether all files are there and the object file is the one that was written."""
+        try:
+            return self.meta["sha256"] == _sha256(self.object_file) and self.ptx.exists() and self.cubin.exists()
+        except (OSError, ValueError, KeyError):
+            return False
+
+
+def cache_dir() -> pathlib.Path:
+    """Directory of the compiled kernels of this version of the sources and the toolchain."""
+    root = os.environ.get("HOPWELL_CACHE_DIR") or platformdirs.user_cache_dir("hopwell")
+    return pathlib.Path(root).expanduser() / fingerprint()[:16]
+
+
+@functools.cache
+def fingerprint() -> str:
+    """Hash of everything besides the config that decides what a kernel compiles to."""
+    digest = hashlib.sha256()
+    for name in TOOLCHAIN:
+        digest.update(f"{name}=={importlib.metadata.version(name)}\n".encode())
+    root = pathlib.Path(__file__).parent
+    for source in sorted(root.rglob("*.py")):
+        digest.update(f"{source.relative_to(root)}\n".encode())
+        digest.update(source.read_bytes())
+    return digest.hexdigest()
+
+
+_functions: dict[str, Callable[..., None]] = {}
+_lock = threading.RLock()  # the DSL compiles one kernel at a time
+
+
+def function(config: PrefillConfig) -> Callable[..., None]:
+    """The launch function of ``config``: from memory, from disk, or compiled now.
+
+    Raises:
+        RuntimeError: the kernel is not compiled yet and HOPWELL_JIT=forbid.
+    """
+    found = _functions.get(config.name)
+    if found is None:
+        with _lock:
+            found = _functions.get(config.name) or _load(artifact(config), config.name)
+            _functions[config.name] = found
+    return found
+
+
+def compile_ahead(configs: Iterable[PrefillConfig]) -> list[Artifact]:
+    """Compile what is not on disk yet; no GPU needed."""
+    return [artifact(config) for config in configs]
+
+
+def artifact(config: PrefillConfig) -> Artifact:
+    """The compiled kernel on disk; compiled now if it is missing or damaged.
+
+    Processes that need the same kernel at once wait for the first of them.
+    """
+    found = Artifact(cache_dir() / config.name)
+    if found.is_sound():
+        return found
+    if os.environ.get("HOPWELL_JIT") == "forbid":
+        raise RuntimeError(
+            f"kernel {config.name} is not in {found.path.parent} and HOPWELL_JIT=forbid; compile it ahead with "
+            "`python -m hopwell compile`, or unset HOPWELL_JIT"
+        )
+    found.path.parent.mkdir(parents=True, exist_ok=True)
+    with _lock, filelock.FileLock(f"{found.path}.lock", poll_interval=LOCK_POLL_SECONDS):
+        if not found.is_sound():
+            _compile(config, found)
+    return found
+
+
+def _compile(config: PrefillConfig, target: Artifact) -> None:
+    import cutlass.cute as cute
+
+    from hopwell.kernels.sm90.prefill import build
+
+    start = time.perf_counter()
+    # Beside the target, so that the finished directory can be renamed into place: others see all of it or nothing.
+    with tempfile.TemporaryDirectory(prefix=".compiling-", dir=target.path.parent) as work:
+        dump = pathlib.Path(work) / "dump"
+        dump.mkdir()
+        kernel, arguments = build(config)
+        options = f"--enable-tvm-ffi --gpu-arch {config.arch} --keep-ptx --keep-cubin --dump-dir {dump}"
+        compiled = cute.compile(kernel, *arguments, options=options)
+        fresh = Artifact(pathlib.Path(work) / "kernel")
+        fresh.path.mkdir()
+        compiled.export_to_c(str(fresh.object_file), function_name=config.name)
+        for kept, place in (("*.ptx", fresh.ptx), ("*.cubin", fresh.cubin)):
+            (produced,) = dump.glob(kept)
+            shutil.move(produced, place)
+        seconds = time.perf_counter() - start
+        meta = {"name": config.name, "sha256": _sha256(fresh.object_file), "seconds": round(seconds, 2)}
+        (fresh.path / META).write_text(json.dumps(meta, indent=1))
+        shutil.rmtree(target.path, ignore_errors=True)
+        os.replace(fresh.path, target.path)
+    logger.info("compiled %s in %.1f s", config.name, seconds)
+
+
+def _load(built: Artifact, name: str) -> Callable[..., None]:
+    from cutlass.cute.runtime import load_module
+
+    return load_module(str(built.object_file), enable_tvm_ffi=True)[name]
+
+
+def _sha256(path: pathlib.Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
