@@ -1,0 +1,26 @@
+"""hopwell: attention kernels for NVIDIA Hopper and Blackwell, drop-in for FlashInfer's entry points."""
+
+from hopwell._toolchain import check_toolchain
+
+# before anything that may need the toolchain, so that a wrong one gives this message and no other
+check_toolchain()
+
+from hopwell.decode import xqa_batch_decode_with_kv_cache  # noqa: E402
+from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla  # noqa: E402
+from hopwell.prefill import (  # noqa: E402
+    cudnn_batch_prefill_with_kv_cache,
+    trtllm_batch_context_with_kv_cache,
+    trtllm_fmha_v2_prefill,
+)
+from hopwell.utils import FP4Tensor  # noqa: E402
+from hopwell.version import __version__  # noqa: E402
+
+__all__ = [
+    "FP4Tensor",
+    "__version__",
+    "cudnn_batch_prefill_with_kv_cache",
+    "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "trtllm_fmha_v2_prefill",
+    "xqa_batch_decode_with_kv_cache",
+]

@@ -1,0 +1,100 @@
+"""Checks of paged KV caches and their NVFP4 block scales."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hopwell import _checks as checks
+from hopwell.layouts import KVLayout, KVViews, block_scale_views, paged_kv_views, scale_tma_violation
+
+KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
+
+
+@dataclass(frozen=True)
+class PagedCache:
+    """Canonical views [pages, kv_heads, page_size, stored head_dim] of a checked cache.
+
+    ``qk_dim`` and ``v_dim`` count elements; NVFP4 stores two of them in a byte.
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    qk_dim: int
+    v_dim: int
+
+    @property
+    def page_size(self) -> int:
+        return self.key.shape[2]
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self.key.dtype == torch.uint8
+
+
+def pair_or_tensor(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
+    """The tensors of an argument that is one tensor or a pair, with the names that messages give them."""
+    if isinstance(value, torch.Tensor):
+        return [(name, checks.tensor(name, value))]
+    if not isinstance(value, (tuple, list)):
+        raise TypeError(f"{name} must be a torch.Tensor or a pair (K, V) of them, got {checks.describe(value)}")
+    if len(value) != 2:
+        raise ValueError(f"{name} as a {type(value).__name__} must be a pair (K, V), got {len(value)} elements")
+    return [(f"{name}[{i}]", checks.tensor(f"{name}[{i}]", part)) for i, part in enumerate(value)]
+
+
+def paged_cache(
+    kv_cache: Any, kv_layout: Any, query: torch.Tensor, dtypes: Sequence[torch.dtype], *, same_pages: bool = True
+) -> PagedCache:
+    """Check the ``kv_cache`` argument against ``query`` [tokens, heads, head_dim] and view it canonically."""
+    parts = pair_or_tensor("kv_cache", kv_cache)
+    for name, part in parts:
+        checks.dtype(name, part, dtypes)
+        checks.device(name, part, query.device)
+        if part.dtype != parts[0][1].dtype:
+            raise ValueError(f"{name} must have the dtype of {parts[0][0]}, {parts[0][1].dtype}, got {part.dtype}")
+    checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
+    key, value = paged_kv_views(kv_cache, kv_layout, same_pages=same_pages)
+    packing = 2 if key.dtype == torch.uint8 else 1
+    cache = PagedCache(key, value, key.shape[-1] * packing, value.shape[-1] * packing)
+
+    checks.grouped_heads(query.shape[1], key.shape[1], "kv_cache")
+    checks.power_of_two("the page size of kv_cache", cache.page_size)
+    if cache.qk_dim != query.shape[2]:
+        stored = " (two elements a byte)" if cache.is_nvfp4 else ""
+        raise ValueError(f"kv_cache must have the head_dim of query, {query.shape[2]}{stored}, got {cache.qk_dim}")
+    if min(cache.qk_dim, cache.v_dim) < 1:
+        raise ValueError(f"kv_cache must have head_dims of at least 1, got {cache.qk_dim} for K, {cache.v_dim} for V")
+    for name, part in parts:
+        checks.tma_readable(name, part)
+    return cache
+
+
+def block_scales(
+    name: str, scales: Any, cache: PagedCache, kv_layout: str, dtypes: Sequence[torch.dtype], *, dense_pages: bool
+) -> None:
+    """Check the NVFP4 block scales that belong to ``cache``: required for NVFP4, refused otherwise.
+
+    ``dense_pages``: with HND the scales of one head in one page must be contiguous, so that TMA can fetch them.
+    """
+    parts = [] if scales is None else pair_or_tensor(name, scales)
+    if not cache.is_nvfp4:
+        if parts:
+            raise ValueError(
+                f"{name} must be None unless kv_cache is NVFP4 (torch.uint8), kv_cache is {cache.key.dtype}"
+            )
+        return
+    if not parts:
+        raise ValueError(f"{name} must be provided for an NVFP4 (torch.uint8) kv_cache, got None")
+    for part_name, part in parts:
+        checks.dtype(part_name, part, dtypes)
+        checks.device(part_name, part, cache.key.device)
+    views = block_scale_views(scales, kv_layout, KVViews(cache.key, cache.value), same_pages=False, name=name)
+    if dense_pages and kv_layout == KVLayout.HND.value:
+        for view in views:
+            violation = scale_tma_violation(view, name)
+            if violation is not None:
+                raise ValueError(violation)

@@ -1,0 +1,281 @@
+"""Argument checks that the entry points share.
+
+Each check names the argument, what it got and what is allowed. TypeError is for a wrong Python type (and a tensor scale
+that is not float32), ValueError for everything else. None of them reads device memory.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from hopwell.kernels.problem import PageTable, TokenOffsets
+from hopwell.layouts import (
+    element_offsets,
+    sequence_lengths,
+    shared_page_table,
+    split_page_table,
+    tma_violation,
+    token_offsets,
+)
+
+FP8 = torch.float8_e4m3fn
+SIXTEEN_BIT = (torch.bfloat16, torch.float16)
+INTEGERS = (torch.int32, torch.uint32)
+INT32_MAX = 2**31 - 1
+FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def describe(value: Any) -> str:
+    """``value`` for a message, short."""
+    if isinstance(value, torch.Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return f"an int of {value.bit_length()} bits"  # Python refuses to print the largest ones
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def tensor(name: str, value: Any) -> torch.Tensor:
+    """``value`` as a strided tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+    if value.layout is not torch.strided or value.is_nested:
+        raise ValueError(f"{name} must be a strided tensor, got layout {value.layout}, nested={value.is_nested}")
+    return value
+
+
+def main_tensor(name: str, value: Any) -> torch.Tensor:
+    """``value`` as the tensor whose device the call runs on."""
+    checked = tensor(name, value)
+    if checked.device.type not in ("cuda", "cpu"):
+        raise ValueError(f"{name} must be on a CUDA device or the CPU, got {checked.device}")
+    return checked
+
+
+def dtype(name: str, value: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
+    """The dtype is one of ``allowed``."""
+    if value.dtype not in allowed:
+        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {value.dtype}")
+
+
+def device(name: str, value: torch.Tensor, expected: torch.device) -> None:
+    """The tensor is on ``expected``."""
+    if value.device != expected:
+        raise ValueError(f"{name} must be on {expected}, the device of the query, got {value.device}")
+
+
+def shape(name: str, value: torch.Tensor, *dims: tuple[str, int | None]) -> None:
+    """The shape is ``dims``: pairs of a dimension's name and its size, None for any size."""
+    got = tuple(value.shape)
+    if len(got) != len(dims) or any(want not in (None, size) for size, (_, want) in zip(got, dims, strict=True)):
+        text = ", ".join(label if want is None else f"{label}={want}" for label, want in dims)
+        raise ValueError(f"{name} must have shape [{text}], got {got}")
+
+
+def unit_stride(name: str, value: torch.Tensor) -> None:
+    """Neighbours in the last dimension are neighbours in memory."""
+    if value.shape[-1] > 1 and value.stride(-1) != 1:
+        raise ValueError(f"{name} must have stride 1 in its last dimension, got strides {value.stride()}")
+
+
+def tma_readable(name: str, value: torch.Tensor) -> None:
+    """TMA can address the tensor: unit last stride, 16-byte base address and strides."""
+    violation = tma_violation(value, name)
+    if violation is not None:
+        raise ValueError(violation)
+
+
+def host_int(name: str, value: Any, minimum: int = 0, maximum: int = INT32_MAX) -> int:
+    """``value`` as an int on the host; anything with ``__index__`` but a bool or a tensor."""
+    if isinstance(value, (bool, torch.Tensor)):
+        # a tensor has __index__ too, but using it would wait for the device
+        raise TypeError(f"{name} must be an int, got {describe(value)}")
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {describe(value)}") from None
+    if not minimum <= number <= maximum:
+        raise ValueError(f"{name} must be in [{minimum}, {maximum}], got {describe(number)}")
+    return number
+
+
+def host_float(name: str, value: Any, minimum: float | None = None) -> float:
+    """``value`` as a finite float on the host."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a float, got {describe(value)}")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not abs(number) <= FLOAT32_MAX:
+        raise ValueError(f"{name} must be finite in float32, got {describe(value)}")
+    if minimum is not None and number < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {number}")
+    return number
+
+
+def optional_float(name: str, value: Any) -> float:
+    """``value`` as a float that is not negative; None means 0."""
+    return 0.0 if value is None else host_float(name, value, minimum=0.0)
+
+
+def flag(name: str, value: Any) -> bool:
+    """``value`` as a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {describe(value)}")
+    return value
+
+
+def optional_flag(name: str, value: Any) -> bool | None:
+    """``value`` as a bool or None."""
+    return None if value is None else flag(name, value)
+
+
+def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
+    """``value`` as one of the strings in ``allowed``."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}")
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+    return value
+
+
+def scale(name: str, value: Any, on: torch.device, minimum: float | None = None) -> float | torch.Tensor:
+    """A scale: a host float, or one float32 value on the device, which stays there.
+
+    A one-element tensor on the host is read here, which is why it is the slow path.
+    """
+    if isinstance(value, torch.Tensor):
+        tensor(name, value)
+        if value.dtype != torch.float32:
+            raise TypeError(f"{name} as a tensor must be torch.float32, got {value.dtype}")
+        if value.numel() != 1:
+            raise ValueError(f"{name} as a tensor must have one element, got shape {tuple(value.shape)}")
+        if value.device == on:
+            return value
+        if value.device.type != "cpu":
+            raise ValueError(f"{name} must be on {on} or on the host, got {value.device}")
+        value = value.item()
+    return host_float(name, value, minimum)
+
+
+def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
+    """Attention sinks: one float32 logit per query head, as a tensor or as a list of exactly one tensor."""
+    if value is None:
+        return None
+    if isinstance(value, (list, tuple)):
+        if len(value) != 1:
+            raise ValueError(f"sinks as a {type(value).__name__} must hold exactly one tensor, got {len(value)}")
+        value = value[0]
+    checked = tensor("sinks", value)
+    dtype("sinks", checked, (torch.float32,))
+    shape("sinks", checked, ("num_heads", heads))
+    unit_stride("sinks", checked)
+    device("sinks", checked, on)
+    return checked
+
+
+def index_tensor(name: str, value: Any, on: torch.device) -> torch.Tensor:
+    """A tensor of lengths, offsets or page ids."""
+    checked = tensor(name, value)
+    dtype(name, checked, INTEGERS)
+    device(name, checked, on)
+    return checked
+
+
+def lengths(name: str, value: Any, batch: int, on: torch.device) -> torch.Tensor:
+    """One length for each request, of whatever shape, as [batch]."""
+    return sequence_lengths(index_tensor(name, value, on), batch, name)
+
+
+def cumulative(name: str, value: Any, batch: int, on: torch.device) -> TokenOffsets:
+    """Cumulative lengths in tokens."""
+    return token_offsets(index_tensor(name, value, on), batch, name)
+
+
+def offsets(name: str, value: Any, batch: int, unit: int, on: torch.device) -> TokenOffsets | None:
+    """Starts of requests in elements, ``unit`` elements to a token."""
+    return None if value is None else element_offsets(index_tensor(name, value, on), batch, unit, name)
+
+
+def page_table(value: Any, batch: int, on: torch.device, *, shared: bool = True) -> PageTable:
+    """``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own."""
+    read = shared_page_table if shared else split_page_table
+    return read(index_tensor("block_tables", value, on), batch)
+
+
+def power_of_two(name: str, number: int) -> None:
+    """``number`` is 1, 2, 4, ..."""
+    if number < 1 or number & (number - 1):
+        raise ValueError(f"{name} must be a power of two, got {number}")
+
+
+def grouped_heads(heads: int, kv_heads: int, kv_name: str) -> None:
+    """Every KV head serves the same number of query heads."""
+    if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        raise ValueError(
+            f"the query heads must be a positive multiple of the KV heads of {kv_name}, "
+            f"got query with {heads} and {kv_name} with {kv_heads}"
+        )
+
+
+def output(name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device) -> torch.Tensor:
+    """A preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share memory."""
+    checked = tensor(name, value)
+    shape(name, checked, *zip(("tokens", "heads", "head_dim"), sizes, strict=True))
+    dtype(name, checked, (of,))
+    device(name, checked, on)
+    tma_readable(name, checked)
+    reach = 1
+    for stride, size in sorted(zip(checked.stride(), checked.shape, strict=True)):
+        if size > 1 and checked.numel():
+            if stride < reach:
+                raise ValueError(f"{name} must not overlap itself, got strides {checked.stride()} for {tuple(sizes)}")
+            reach += (size - 1) * stride
+    return checked
+
+
+def allocated(out: torch.Tensor | None, query: torch.Tensor, v_dim: int, of: torch.dtype) -> torch.Tensor | None:
+    """``out``, or a new tensor where the launch's own allocation (in the dtype of the query) would not do."""
+    if out is not None or of == query.dtype:
+        return out
+    return torch.empty((*query.shape[:-1], v_dim), dtype=of, device=query.device)
+
+
+def disjoint(name: str, written: torch.Tensor, others: Iterable[tuple[str, torch.Tensor | None]]) -> None:
+    """``written`` shares no memory with any of ``others``.
+
+    Tensors that interleave in one buffer, such as two halves of its last dimension, are apart: where every outer stride
+    of both is a multiple of some g, it is enough that their rows are apart modulo g.
+    """
+    if written.numel() == 0:
+        return
+    start, end, row, strides = _extent(written)
+    for other_name, other in others:
+        if other is None or other.numel() == 0 or other.device != written.device:
+            continue
+        other_start, other_end, other_row, other_strides = _extent(other)
+        if other_start >= end or start >= other_end:
+            continue
+        period = math.gcd(*strides, *other_strides)
+        if period and (other_start - start) % period >= row and (start - other_start) % period >= other_row:
+            continue
+        raise ValueError(f"{name} must not share memory with {other_name}, but their address ranges overlap")
+
+
+def _extent(value: torch.Tensor) -> tuple[int, int, int, list[int]]:
+    """First byte, one past the last byte, bytes of an innermost row, and the strides in bytes between rows."""
+    size = value.element_size()
+    steps = [(n, stride * size) for n, stride in zip(value.shape, value.stride(), strict=True) if n > 1]
+    start = value.data_ptr()
+    end = start + size + sum((n - 1) * step for n, step in steps)
+    row = size
+    if steps and steps[-1][1] == size:
+        row = steps.pop()[0] * size
+    return start, end, row, [step for _, step in steps]

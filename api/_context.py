@@ -1,0 +1,262 @@
+"""Arguments of ``trtllm_batch_context_with_kv_cache``: checked, and reduced to an AttentionProblem."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from operator import index
+from typing import Any
+
+import torch
+
+from hopwell import _cache
+from hopwell import _checks as checks
+from hopwell import _features as features
+from hopwell._launch import Sources, facts, on_device, optional_facts, scale_facts, single
+from hopwell.kernels import support
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
+from hopwell.utils import FP4Tensor
+
+NVFP4_SCALE_ROWS = 128  # the scales of an NVFP4 output come in tiles of this many rows
+
+
+@dataclass(frozen=True)
+class _Output:
+    """The requested output: the tensor given for it, if any, and its dtype; NVFP4 is uint8 data plus scales."""
+
+    tensor: torch.Tensor | None
+    dtype: torch.dtype
+    is_nvfp4: bool = False
+
+
+def _check_kv_dtype(query: torch.Tensor, cache: _cache.PagedCache) -> None:
+    if cache.key.dtype not in (query.dtype, checks.FP8, torch.uint8):
+        raise ValueError(
+            f"kv_cache must be {query.dtype} like query, {checks.FP8}, or torch.uint8 (NVFP4), got {cache.key.dtype}"
+        )
+    if cache.is_nvfp4:
+        for what, size, multiple in (
+            ("a K head_dim", cache.qk_dim, 64),
+            ("a V head_dim", cache.v_dim, 64),
+            ("a page size", cache.page_size, 4),
+        ):
+            if size % multiple:
+                raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}")
+
+
+def _nvfp4_output(query: torch.Tensor, out: Any, sizes: Sequence[int], o_sf_scale: float | None) -> _Output:
+    if query.dtype != checks.FP8:
+        raise ValueError(f"query must be {checks.FP8} for an output of out_dtype 'nvfp4', got {query.dtype}")
+    if o_sf_scale is None:
+        raise ValueError("o_sf_scale must be a float for an output of out_dtype 'nvfp4', got None")
+    if o_sf_scale <= 0:
+        raise ValueError(f"o_sf_scale must be positive, got {o_sf_scale}")
+    if isinstance(out, torch.Tensor):
+        raise ValueError("out must be an FP4Tensor or None for out_dtype 'nvfp4', got a torch.Tensor")
+    if out is not None:
+        if not isinstance(out, FP4Tensor):
+            raise TypeError(f"out must be an FP4Tensor or None for out_dtype 'nvfp4', got {checks.describe(out)}")
+        tokens, heads, dim = sizes
+        checks.output("out.data", out.data, (tokens, heads, (dim + 1) // 2), torch.uint8, query.device)
+        _, columns = swizzled_128x4_shape(tokens, heads * dim // NVFP4_BLOCK)
+        scale = checks.tensor("out.scale", out.scale)
+        checks.dtype("out.scale", scale, (checks.FP8,))
+        checks.shape("out.scale", scale, ("rows", None), ("head_dim * num_heads / 16", columns))
+        checks.device("out.scale", scale, query.device)
+        if not scale.is_contiguous():
+            raise ValueError(f"out.scale must be contiguous, got strides {scale.stride()}")
+        if scale.shape[0] % NVFP4_SCALE_ROWS:
+            raise ValueError(f"out.scale must have a multiple of {NVFP4_SCALE_ROWS} rows, got {scale.shape[0]}")
+        start = checks.host_int("out.scale_start_index", out.scale_start_index)
+        if start + tokens > scale.shape[0]:
+            raise ValueError(
+                f"out.scale_start_index + tokens must not exceed the {scale.shape[0]} rows of out.scale, "
+                f"got {start} + {tokens}"
+            )
+    return _Output(None if out is None else out.data, torch.uint8, is_nvfp4=True)
+
+
+def _output(query: torch.Tensor, v_dim: int, out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> _Output:
+    sizes = (*query.shape[:-1], v_dim)
+    if o_sf_scale is not None:
+        o_sf_scale = checks.host_float("o_sf_scale", o_sf_scale)
+    if o_sf_vec_size is not None:
+        o_sf_vec_size = checks.host_int("o_sf_vec_size", o_sf_vec_size, NVFP4_BLOCK, NVFP4_BLOCK)
+    if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or (out_dtype is None and isinstance(out, FP4Tensor)):
+        return _nvfp4_output(query, out, sizes, o_sf_scale)
+    if isinstance(out_dtype, str):
+        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {out_dtype!r}")
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
+    for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):
+        if value is not None:
+            raise ValueError(f"{name} must be None unless the output is NVFP4, got {checks.describe(value)}")
+    if isinstance(out, FP4Tensor):
+        raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
+    if out is not None:
+        checks.tensor("out", out)
+    dtype = out_dtype or (query.dtype if out is None else out.dtype)
+    allowed = (query.dtype, torch.float16, torch.bfloat16)
+    if dtype not in allowed:
+        named = "out_dtype" if out_dtype is not None else "out"
+        raise ValueError(
+            f"{named} must be {' or '.join(map(str, dict.fromkeys(allowed)))} for a {query.dtype} query, got {dtype}"
+        )
+    if out is not None:
+        checks.output("out", out, sizes, dtype, query.device)
+    return _Output(out, dtype)
+
+
+def context_problem(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    window_left: int = -1,
+    out: torch.Tensor | FP4Tensor | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+) -> AttentionProblem:
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    checks.main_tensor("query", query)
+    checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
+    checks.shape("query", query, ("tokens", None), ("num_heads", None), ("head_dim", None))
+    checks.tma_readable("query", query)
+    on = query.device
+    tokens, heads, _ = query.shape
+
+    shared = checks.flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
+    kv_dtypes = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
+    cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes, same_pages=shared)
+    _check_kv_dtype(query, cache)
+    _cache.block_scales("kv_block_scales", kv_block_scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
+    checks.tensor("workspace_buffer", workspace_buffer)
+
+    batch = checks.host_int("batch_size", batch_size)
+    table = checks.page_table(block_tables, batch, on, shared=shared)
+    kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
+    q_offsets = checks.cumulative("cum_seq_lens_q", cum_seq_lens_q, batch, on)
+    # callers pass page counts or other lengths here, and the KV lengths are in seq_lens: only its type can be checked
+    checks.index_tensor("cum_seq_lens_kv", cum_seq_lens_kv, on)
+    max_q_len = checks.host_int("max_q_len", max_q_len)
+    max_kv_len = checks.host_int("max_kv_len", max_kv_len)
+
+    softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
+    output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
+    window_left = checks.host_int("window_left", window_left, minimum=-1)
+    mask = Mask(MaskKind.SLIDING_WINDOW, window_left) if window_left >= 0 else Mask(MaskKind.CAUSAL)
+    sink_logits = checks.sinks(sinks, heads, on)
+    skip_softmax = checks.optional_float("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor)
+    output = _output(query, cache.v_dim, out, out_dtype, o_sf_scale, o_sf_vec_size)
+    inputs = (
+        ("query", query),
+        ("kv_cache", cache.key),
+        ("kv_cache", cache.value),
+        ("block_tables", block_tables),
+        ("seq_lens", seq_lens),
+        ("cum_seq_lens_q", cum_seq_lens_q),
+        ("sinks", sink_logits),
+    )
+    if output.tensor is not None:
+        checks.disjoint("out", output.tensor, inputs)
+    enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
+
+    arch = support.arch_of(on)
+    kv_dtype = f"kv_cache.dtype={cache.key.dtype}"
+    has_fp8 = checks.FP8 in (query.dtype, cache.key.dtype)
+    needs = (
+        (output.is_nvfp4, "nvfp4_out", "out_dtype='nvfp4'"),
+        (cache.is_nvfp4, "nvfp4_kv", kv_dtype),
+        (has_fp8, "fp8", f"query.dtype={query.dtype}, {kv_dtype}"),
+        (output.dtype == checks.FP8, "fp8_out", f"out_dtype={output.dtype}"),
+        (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
+    )
+    features.require_all(support.CONTEXT, arch, needs)
+    problem = AttentionProblem(
+        query=query,
+        key=cache.key,
+        value=cache.value,
+        out=checks.allocated(output.tensor, query, cache.v_dim, output.dtype),
+        batch=batch,
+        max_q_len=min(max_q_len, tokens),
+        max_kv_len=min(max_kv_len, table.key.shape[1] * cache.page_size),
+        q_offsets=q_offsets,
+        kv_lens=kv_lens,
+        mask=mask,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        page_table=table,
+        sinks=sink_logits,
+        programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
+    )
+    features.require_problem(support.CONTEXT, problem, arch)
+    return problem
+
+
+def context_key(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cum_seq_lens_q: torch.Tensor,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    sinks: Any,
+    out: torch.Tensor | None,
+    cum_seq_lens_kv: torch.Tensor,
+    integers: tuple[int, ...],
+    options: tuple[Any, ...],
+    names: tuple[Any, ...],
+) -> Hashable:
+    """Everything that :func:`context_problem` looks at but addresses."""
+    device = query.device
+    cache = facts(kv_cache) if isinstance(kv_cache, torch.Tensor) else tuple([facts(half) for half in kv_cache])
+    return (
+        facts(query),
+        cache,
+        facts(block_tables),
+        facts(seq_lens),
+        facts(cum_seq_lens_q),
+        facts(cum_seq_lens_kv),
+        scale_facts(bmm1_scale, device),
+        scale_facts(bmm2_scale, device),
+        optional_facts(single(sinks)),
+        optional_facts(out),
+        tuple([index(number) for number in integers]),
+        options,
+        names,
+    )
+
+
+def context_sources(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    cum_seq_lens_q: torch.Tensor,
+    bmm1_scale: float | torch.Tensor,
+    bmm2_scale: float | torch.Tensor,
+    sinks: Any,
+    out: torch.Tensor | None,
+) -> Sources:
+    """The arguments that the kernel's operands lie in."""
+    k, v = (kv_cache, kv_cache) if isinstance(kv_cache, torch.Tensor) else kv_cache
+    starts = (cum_seq_lens_q, None, None, None)
+    scales = (on_device(bmm1_scale), on_device(bmm2_scale))
+    return query, k, v, out, *starts, None, seq_lens, block_tables, block_tables, *scales, single(sinks), None, None

@@ -1,0 +1,282 @@
+"""Arguments of ``cudnn_batch_prefill_with_kv_cache``: checked, and reduced to an AttentionProblem."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from operator import index
+from typing import Any
+
+import torch
+
+from hopwell import _checks as checks
+from hopwell import _features as features
+from hopwell._launch import Sources, facts, optional_facts
+from hopwell.kernels import support
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    LogSumExp,
+    LseLayout,
+    Mask,
+    MaskKind,
+    PageTable,
+    TokenOffsets,
+)
+from hopwell.layouts import KVLayout, KVViews, ragged_kv_views, separate_kv_views
+
+KV_NAMES = ("k_cache", "v_cache")
+
+
+def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
+    for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
+        checks.tensor(name, cache)
+        if cache.dtype != q.dtype:
+            raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {cache.dtype}")
+        checks.device(name, cache, q.device)
+    if paged:
+        views = separate_kv_views(k_cache, v_cache, KVLayout.HND, names=KV_NAMES)
+        checks.power_of_two("the page size of k_cache", k_cache.shape[2])
+    else:
+        views = ragged_kv_views(k_cache, v_cache, KV_NAMES)
+    for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
+        checks.tma_readable(name, cache)
+    checks.grouped_heads(q.shape[1], views.key.shape[1], "k_cache")
+    if views.key.shape[3] != q.shape[2]:
+        raise ValueError(f"k_cache must have the head_dim of q, {q.shape[2]}, got {views.key.shape[3]}")
+    for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
+        if cache.shape[-1] < 1:
+            raise ValueError(f"{name} must have a head_dim of at least 1, got shape {tuple(cache.shape)}")
+    return views
+
+
+def _batch(actual_seq_lens_q: Any) -> int:
+    """The batch size, which this entry has no argument for."""
+    return checks.tensor("actual_seq_lens_q", actual_seq_lens_q).numel()
+
+
+def _lengths(name: str, value: Any, batch: int, on: torch.device, graphs: bool) -> torch.Tensor:
+    checked = checks.tensor(name, value)
+    if checked.device == on or checked.device.type != "cpu":
+        return checks.lengths(name, checked, batch, on)
+    if graphs:
+        raise ValueError(
+            f"{name} must be on {on}, the device of q, where is_cuda_graph_compatible is True: "
+            f"a copy from {checked.device} would not be replayed"
+        )
+    return checks.lengths(name, checked, batch, checked.device).to(on, non_blocking=True)
+
+
+def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None]) -> None:
+    """Offsets come in pairs: without them only a single request can be located, at token 0."""
+    if batch > 1 and (given["batch_offsets_q"] is None or given["batch_offsets_o"] is None):
+        raise ValueError(
+            f"batch_offsets_q and batch_offsets_o are required for more than one request (batch size {batch}): they "
+            "say where each starts in q and out, in elements, e.g. cumsum([0, *lengths]) * num_heads * head_dim"
+        )
+    if batch > 1 and not paged and (given["batch_offsets_k"] is None or given["batch_offsets_v"] is None):
+        raise ValueError(
+            f"batch_offsets_k and batch_offsets_v are required for ragged k_cache and v_cache with more than one "
+            f"request (batch size {batch}): they say where each starts, in elements"
+        )
+    for first, second in (("batch_offsets_q", "batch_offsets_o"), ("batch_offsets_k", "batch_offsets_v")):
+        if (given[first] is None) != (given[second] is None):
+            raise ValueError(f"{first} and {second} must be given together, got only one of them")
+    for name in ("batch_offsets_k", "batch_offsets_v"):
+        if paged and given[name] is not None:
+            raise ValueError(
+                f"{name} must be None with block_tables, which say where k_cache and v_cache hold a request"
+            )
+
+
+def _lse_tensor(lse: Any, sizes: tuple[int, int, int], on: torch.device) -> torch.Tensor | None:
+    if lse is None:
+        return None
+    checked = checks.tensor("lse", lse)
+    checks.shape("lse", checked, *zip(("batch", "max_token_per_sequence", "num_heads"), sizes, strict=True))
+    checks.dtype("lse", checked, (torch.float32,))
+    checks.device("lse", checked, on)
+    if not checked.is_contiguous():
+        raise ValueError(f"lse must be contiguous, got strides {checked.stride()}")
+    return checked
+
+
+def cudnn_problem(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    workspace_buffer: torch.Tensor,
+    *,
+    max_token_per_sequence: int,
+    max_sequence_kv: int,
+    actual_seq_lens_q: torch.Tensor,
+    actual_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    causal: bool,
+    return_lse: bool,
+    batch_offsets_q: torch.Tensor | None = None,
+    batch_offsets_o: torch.Tensor | None = None,
+    batch_offsets_k: torch.Tensor | None = None,
+    batch_offsets_v: torch.Tensor | None = None,
+    batch_offsets_stats: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    backend: str | None = None,
+) -> AttentionProblem:
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
+
+    Where LSE is asked for, ``problem.lse.tensor`` has [batch, max_token_per_sequence, heads] elements, [*, heads] in
+    shape where ``batch_offsets_stats`` places them.
+    """
+    checks.main_tensor("q", q)
+    checks.dtype("q", q, (*checks.SIXTEEN_BIT, checks.FP8))
+    checks.shape("q", q, ("tokens", None), ("num_heads", None), ("head_dim", None))
+    checks.tma_readable("q", q)
+    on = q.device
+    tokens, heads, qk_dim = q.shape
+    paged = block_tables is not None
+    if paged:
+        checks.tensor("block_tables", block_tables)
+    key, value = _kv(q, k_cache, v_cache, paged)
+    kv_heads, v_dim = key.shape[1], value.shape[3]
+    softmax_scale = checks.host_float("scale", scale, minimum=0.0)
+    checks.tensor("workspace_buffer", workspace_buffer)
+
+    max_q_len = checks.host_int("max_token_per_sequence", max_token_per_sequence)
+    max_kv_len = checks.host_int("max_sequence_kv", max_sequence_kv)
+    graphs = checks.flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
+    batch = _batch(actual_seq_lens_q)
+    q_lens = _lengths("actual_seq_lens_q", actual_seq_lens_q, batch, on, graphs)
+    kv_lens = _lengths("actual_seq_lens_kv", actual_seq_lens_kv, batch, on, graphs)
+    table: PageTable | None = checks.page_table(block_tables, batch, on) if paged else None
+    causal = checks.flag("causal", causal)
+    return_lse = checks.flag("return_lse", return_lse)
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be a str or None, got {checks.describe(backend)}")
+
+    starts = {
+        name: checks.offsets(name, given, batch, unit, on)
+        for name, given, unit in (
+            ("batch_offsets_q", batch_offsets_q, heads * qk_dim),
+            ("batch_offsets_o", batch_offsets_o, heads * v_dim),
+            ("batch_offsets_k", batch_offsets_k, kv_heads * qk_dim),
+            ("batch_offsets_v", batch_offsets_v, kv_heads * v_dim),
+            ("batch_offsets_stats", batch_offsets_stats, heads),
+        )
+    }
+    _check_pairing(batch, paged, starts)
+    lse_sizes = (batch, max_q_len, heads)
+    lse = _lse_tensor(lse, lse_sizes, on)
+    inputs = (
+        ("q", q),
+        ("k_cache", key),
+        ("v_cache", value),
+        ("block_tables", block_tables),
+        ("actual_seq_lens_q", q_lens),
+    )
+    if out is not None:
+        checks.output("out", out, (tokens, heads, v_dim), q.dtype, on)
+        checks.disjoint("out", out, (*inputs, ("actual_seq_lens_kv", kv_lens), ("lse", lse)))
+    if lse is not None:
+        checks.disjoint("lse", lse, (*inputs, ("actual_seq_lens_kv", kv_lens)))
+
+    arch = support.arch_of(on)
+    features.require_all(support.CUDNN, arch, ((q.dtype == checks.FP8, "fp8", f"q.dtype={q.dtype}"),))
+    stats = None
+    if return_lse:
+        stats = _log_sum_exp(lse, lse_sizes, starts["batch_offsets_stats"], on)
+    problem = AttentionProblem(
+        query=q,
+        key=key,
+        value=value,
+        out=out,
+        batch=batch,
+        max_q_len=min(max_q_len, tokens),
+        max_kv_len=min(max_kv_len, key.shape[2] if table is None else table.key.shape[1] * key.shape[2]),
+        q_offsets=starts["batch_offsets_q"],
+        q_lens=q_lens,
+        kv_lens=kv_lens,
+        mask=Mask(MaskKind.CAUSAL if causal else MaskKind.FULL),
+        softmax_scale=softmax_scale,
+        o_offsets=starts["batch_offsets_o"],
+        k_offsets=starts["batch_offsets_k"],
+        v_offsets=starts["batch_offsets_v"],
+        page_table=table,
+        lse=stats,
+    )
+    features.require_problem(support.CUDNN, problem, arch)
+    return problem
+
+
+def _log_sum_exp(
+    lse: torch.Tensor | None, sizes: tuple[int, int, int], starts: TokenOffsets | None, on: torch.device
+) -> LogSumExp:
+    if lse is None:
+        lse = torch.empty(sizes, dtype=torch.float32, device=on)
+    if starts is None:
+        return LogSumExp(lse, LseLayout.PADDED, natural=True)
+    return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=True, offsets=starts)
+
+
+def cudnn_key(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    actual_seq_lens_q: torch.Tensor,
+    actual_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    starts: tuple[torch.Tensor | None, ...],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    values: tuple[Any, ...],
+    options: tuple[Any, ...],
+) -> Hashable:
+    """Everything that :func:`cudnn_problem` looks at but addresses."""
+    if actual_seq_lens_q.device != q.device or actual_seq_lens_kv.device != q.device:
+        raise TypeError("lengths on another device have to be copied")
+    _, max_token_per_sequence, max_sequence_kv, *_ = values
+    return (
+        facts(q),
+        facts(k_cache),
+        facts(v_cache),
+        facts(actual_seq_lens_q),
+        facts(actual_seq_lens_kv),
+        optional_facts(block_tables),
+        tuple([optional_facts(start) for start in starts]),
+        optional_facts(out),
+        optional_facts(lse),
+        (index(max_token_per_sequence), index(max_sequence_kv)),
+        values,
+        options,
+    )
+
+
+def cudnn_sources(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    actual_seq_lens_q: torch.Tensor,
+    actual_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    starts: tuple[torch.Tensor | None, ...],
+    out: torch.Tensor | None,
+    lse: torch.Tensor | None,
+) -> Sources:
+    """The arguments that the kernel's operands lie in."""
+    *qkvo_starts, lse_starts = starts
+    lengths = (actual_seq_lens_q, actual_seq_lens_kv)
+    table = (block_tables, block_tables)
+    return (
+        q,
+        k_cache,
+        v_cache,
+        out,
+        *qkvo_starts,
+        *lengths,
+        *table,
+        None,
+        None,
+        None,
+        lse,
+        None if lse is None else lse_starts,
+    )

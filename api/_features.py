@@ -1,0 +1,49 @@
+"""Refusal of well-formed calls that no kernel serves, by the table in ``hopwell.kernels.support``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from hopwell.kernels import support
+from hopwell.kernels.problem import AttentionProblem, MaskKind
+
+_MASK_FEATURES = {MaskKind.FULL: "full", MaskKind.CAUSAL: "causal", MaskKind.SLIDING_WINDOW: "window"}
+
+
+def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -> None:
+    """Refuse what a call asks for and ``entry`` lacks on ``arch``.
+
+    ``needs`` holds for each feature whether the call needs it, its key in the table, and the argument and value.
+    """
+    for needed, feature, detail in needs:
+        if needed:
+            support.require(entry, feature, detail, arch)
+
+
+def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
+    """Refuse a problem that ``entry`` cannot solve on ``arch``; features beyond AttentionProblem are the caller's."""
+    query, key = problem.query, problem.key
+    qk_dim, v_dim = query.shape[-1], problem.value.shape[-1]
+    page_size = key.shape[2]
+    paged = problem.page_table is not None
+    known_dims = (qk_dim, v_dim) in support.HEAD_DIMS
+    known_page = page_size <= support.MAX_PAGE_SIZE and page_size & (page_size - 1) == 0
+    out_dtype = query.dtype if problem.out is None else problem.out.dtype
+    scales = [scale for scale in (problem.softmax_scale, problem.output_scale) if isinstance(scale, torch.Tensor)]
+    dtypes = f"query.dtype={query.dtype}, KV dtype={key.dtype}, output dtype={out_dtype}"
+    require_all(
+        entry,
+        arch,
+        (
+            (True, "16bit", dtypes),
+            (True, "head_dim" if known_dims else "other_head_dim", f"head_dim={qk_dim} for Q and K, {v_dim} for V"),
+            (paged, "page_size" if known_page else "other_page_size", f"page_size={page_size}"),
+            (True, "cache", f"KV of shape {tuple(key.shape)}"),
+            (True, _MASK_FEATURES[problem.mask.kind], f"{problem.mask.kind.value} mask"),
+            (problem.sinks is not None, "sinks", "sinks given"),
+            (bool(scales), "tensor_scales", "scale given as a tensor"),
+            (problem.lse is not None, "lse", "return_lse=True"),
+        ),
+    )

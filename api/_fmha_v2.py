@@ -1,0 +1,249 @@
+"""Arguments of ``trtllm_fmha_v2_prefill``: checked, and reduced to an AttentionProblem."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from operator import index
+from typing import Any
+
+import torch
+
+from hopwell import _checks as checks
+from hopwell import _features as features
+from hopwell._launch import Sources, facts, optional_facts, single
+from hopwell.kernels import support
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
+
+INPUT_LAYOUTS = tuple(layout.value for layout in FmhaV2Layout)
+MASK_MODES = ("causal", "sliding_window", "chunked", "padding")
+POSITION_ENCODINGS = ("none", "alibi")
+
+
+def _tensors(name: str, value: Any, depth: int = 2) -> list[tuple[str, torch.Tensor]]:
+    """The tensors in ``qkv`` with the names that messages give them; anything else is left to the layout's check."""
+    if isinstance(value, torch.Tensor):
+        return [(name, checks.tensor(name, value))]
+    if depth == 0 or not isinstance(value, (tuple, list)):
+        return []
+    return [found for i, part in enumerate(value) for found in _tensors(f"{name}[{i}]", part, depth - 1)]
+
+
+def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV2Inputs:
+    if block_tables is not None:
+        checks.dtype("block_tables", checks.tensor("block_tables", block_tables), checks.INTEGERS)
+    parts = _tensors("qkv", qkv)
+    for place, (name, part) in enumerate(parts):
+        first_name, first = parts[0]
+        if place == 0:
+            checks.main_tensor(name, part)
+            checks.dtype(name, part, (*checks.SIXTEEN_BIT, checks.FP8))
+        elif part.dtype != first.dtype:
+            raise ValueError(f"{name} must have the dtype of {first_name}, {first.dtype}, got {part.dtype}")
+        checks.device(name, part, first.device)
+    checks.choice("input_layout", input_layout, INPUT_LAYOUTS)
+    inputs = fmha_v2_inputs(qkv, input_layout, batch, block_tables)
+    for name, part in parts:
+        checks.tma_readable(name, part)
+    if block_tables is not None:
+        checks.device("block_tables", block_tables, inputs.query.device)
+        checks.power_of_two("the page size of qkv[1]", inputs.key.shape[2])
+    checks.grouped_heads(inputs.query.shape[1], inputs.key.shape[1], "qkv")
+    if inputs.query.shape[2] < 1 or inputs.value.shape[3] < 1:
+        raise ValueError(f"qkv must have a head_dim of at least 1, got {inputs.query.shape[2]}")
+    return inputs
+
+
+def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tuple[Mask, int]:
+    """The mask and the chunk size, 0 for none. A window or a chunk takes effect whatever ``mask_mode`` says."""
+    mode = checks.choice("mask_mode", mask_mode.lower() if isinstance(mask_mode, str) else mask_mode, MASK_MODES)
+    window = checks.host_int("window_left", window_left, minimum=-1)
+    chunk = checks.host_int("chunked_attention_size", chunked_attention_size)
+    if chunk:
+        checks.power_of_two("chunked_attention_size", chunk)
+    if window >= 0 and chunk:
+        raise ValueError(f"window_left and chunked_attention_size must not both be set, got {window} and {chunk}")
+    if mode == "padding":
+        for name, value, off in (("window_left", window, -1), ("chunked_attention_size", chunk, 0)):
+            if value != off:
+                raise ValueError(f"{name} must be {off} for mask_mode 'padding', which masks nothing, got {value}")
+        return Mask(MaskKind.FULL), 0
+    if window >= 0:
+        return Mask(MaskKind.SLIDING_WINDOW, window), 0
+    return Mask(MaskKind.CAUSAL), chunk
+
+
+def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
+    if isinstance(out_dtype, str):
+        named = vars(torch).get(out_dtype)
+        if not isinstance(named, torch.dtype):
+            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {out_dtype!r}")
+        out_dtype = named
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
+    if out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
+        raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}, where both are given, got {out_dtype}")
+    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out).dtype)
+    allowed = (*checks.SIXTEEN_BIT, checks.FP8)
+    if dtype not in allowed:
+        name = "out" if out_dtype is None else "out_dtype"
+        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {dtype}")
+    return dtype
+
+
+def _has_alibi(pos_encoding_mode: Any) -> bool:
+    if pos_encoding_mode is None:
+        return False
+    mode = pos_encoding_mode.lower() if isinstance(pos_encoding_mode, str) else pos_encoding_mode
+    return checks.choice("pos_encoding_mode", mode, POSITION_ENCODINGS) == "alibi"
+
+
+def fmha_v2_problem(
+    qkv: torch.Tensor | tuple[torch.Tensor, ...],
+    input_layout: str,
+    workspace_buffer: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_q_len: int,
+    max_kv_len: int,
+    bmm1_scale: float,
+    bmm2_scale: float,
+    batch_size: int,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    out_dtype: str | torch.dtype | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    pos_encoding_mode: str | None = None,
+    logits_soft_cap_scale: float | None = None,
+    mask_mode: str = "causal",
+    window_left: int = -1,
+    chunked_attention_size: int = 0,
+    save_softmax_stats: bool = False,
+    skip_softmax_threshold_scale_factor: float = 0,
+) -> AttentionProblem:
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    batch = checks.host_int("batch_size", batch_size)
+    inputs = _inputs(qkv, input_layout, batch, block_tables)
+    query, key, value, table = inputs.query, inputs.key, inputs.value, inputs.page_table
+    on = query.device
+    tokens, heads, qk_dim = query.shape
+    v_dim = value.shape[3]
+    checks.tensor("workspace_buffer", workspace_buffer)
+
+    checks.lengths("seq_lens", seq_lens, batch, on)
+    q_offsets = checks.cumulative("cum_seq_lens_q", cum_seq_lens_q, batch, on)
+    kv_offsets = checks.cumulative("cum_seq_lens_kv", cum_seq_lens_kv, batch, on)
+    max_q_len = checks.host_int("max_q_len", max_q_len)
+    max_kv_len = checks.host_int("max_kv_len", max_kv_len)
+
+    softmax_scale = checks.host_float("bmm1_scale", bmm1_scale, minimum=0.0) or 1 / math.sqrt(qk_dim)
+    output_scale = checks.host_float("bmm2_scale", bmm2_scale)
+    sink_logits = checks.sinks(sinks, heads, on)
+    mask, chunk = _mask(mask_mode, window_left, chunked_attention_size)
+    alibi = _has_alibi(pos_encoding_mode)
+    soft_cap = checks.optional_float("logits_soft_cap_scale", logits_soft_cap_scale)
+    skip_softmax = checks.optional_float("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor)
+    stats = checks.flag("save_softmax_stats", save_softmax_stats)
+    dtype = _out_dtype(out_dtype, out, query)
+    if out is not None:
+        checks.output("out", out, (tokens, heads, v_dim), dtype, on)
+        indices = (("cum_seq_lens_q", cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv))
+        given = (("qkv", query), ("qkv", key), ("qkv", value), ("block_tables", block_tables), ("sinks", sink_logits))
+        checks.disjoint("out", out, (*given, *indices))
+
+    arch = support.arch_of(on)
+    needs = (
+        (query.dtype == checks.FP8, "fp8", f"qkv.dtype={query.dtype}"),
+        (dtype == checks.FP8, "fp8_out", f"out_dtype={dtype}"),
+        (chunk > 0, "chunked", f"chunked_attention_size={chunk}"),
+        (alibi, "alibi", f"pos_encoding_mode={pos_encoding_mode!r}"),
+        (soft_cap > 0, "soft_cap", f"logits_soft_cap_scale={soft_cap}"),
+        (stats, "softmax_stats", "save_softmax_stats=True"),
+        (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
+    )
+    features.require_all(support.FMHA_V2, arch, needs)
+    capacity = key.shape[2] if table is None else table.key.shape[1] * key.shape[2]
+    problem = AttentionProblem(
+        query=query,
+        key=key,
+        value=value,
+        out=checks.allocated(out, query, v_dim, dtype),
+        batch=batch,
+        max_q_len=min(max_q_len, tokens),
+        max_kv_len=min(max_kv_len, capacity),
+        q_offsets=q_offsets,
+        kv_lens=None,
+        mask=mask,
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        # with pages they say how long each request is, not where it starts
+        k_offsets=kv_offsets,
+        v_offsets=kv_offsets if table is None else None,
+        page_table=table,
+        sinks=sink_logits,
+    )
+    features.require_problem(support.FMHA_V2, problem, arch)
+    return problem
+
+
+def fmha_v2_key(
+    qkv: torch.Tensor | tuple[Any, ...],
+    input_layout: str,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    sinks: Any,
+    out: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    integers: tuple[int, ...],
+    numbers: tuple[float | None, ...],
+    options: tuple[Any, ...],
+) -> Hashable:
+    """Everything that :func:`fmha_v2_problem` looks at but addresses."""
+    query, k, v = _qkv(qkv, input_layout)
+    return (
+        input_layout,
+        facts(query),
+        facts(k),
+        facts(v),
+        # In a (K, V) pool page ids of both count from K: how far V lies behind it is part of the layout.
+        v.data_ptr() - k.data_ptr() if block_tables is not None else None,
+        facts(cum_seq_lens_q),
+        facts(cum_seq_lens_kv),
+        facts(seq_lens),
+        optional_facts(block_tables),
+        optional_facts(single(sinks)),
+        optional_facts(out),
+        tuple([index(number) for number in integers]),
+        numbers,
+        options,
+    )
+
+
+def _qkv(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The tensors that Q, K and V lie in."""
+    if isinstance(qkv, torch.Tensor):
+        return qkv, qkv, qkv
+    query, *rest = qkv
+    if len(rest) == 1:
+        rest = list(rest[0]) if isinstance(rest[0], (tuple, list)) else rest * 2
+    k, v = rest
+    return query, k, v
+
+
+def fmha_v2_sources(
+    qkv: torch.Tensor | tuple[Any, ...],
+    input_layout: str,
+    cum_seq_lens_q: torch.Tensor,
+    cum_seq_lens_kv: torch.Tensor,
+    block_tables: torch.Tensor | None,
+    sinks: Any,
+    out: torch.Tensor | None,
+) -> Sources:
+    """The arguments that the kernel's operands lie in."""
+    query, k, v = _qkv(qkv, input_layout)
+    v_starts = cum_seq_lens_kv if block_tables is None else None
+    starts = (cum_seq_lens_q, None, cum_seq_lens_kv, v_starts)
+    return query, k, v, out, *starts, None, None, block_tables, block_tables, None, None, single(sinks), None, None

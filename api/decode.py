@@ -1,0 +1,94 @@
+"""Decode entry point, at the module path and with the signature of ``flashinfer.decode``."""
+
+from __future__ import annotations
+
+import torch
+
+from hopwell._xqa import check_xqa_call
+
+__all__ = ["xqa_batch_decode_with_kv_cache"]
+
+
+def xqa_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    kv_layout: str = "NHD",
+    enable_pdl: bool | None = None,
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Attention of one or a few new tokens per request over a paged KV cache.
+
+    Arguments are checked completely, then the call is refused: no architecture has a kernel for this entry yet.
+
+    Signature and meaning follow FlashInfer's function of this name, except that the output scale is the same for every
+    cache dtype: ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit one. (FlashInfer divides
+    ``bmm1_scale`` by both where the cache is 16 bits wide.)
+
+    Args:
+        query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
+            multiple of 16 up to 512.
+        kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
+            both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
+            [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
+            e2m1 values a byte, head_dim / 2 wide). page_size is a power of two, num_heads a multiple of num_kv_heads.
+        workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
+        block_tables: int32 or uint32 page ids [batch, pages_per_request]; entries past a request's last page are not
+            read.
+        seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
+        max_seq_len: upper bound of ``seq_lens``. It never changes a result.
+        bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
+        bmm2_scale: factor on the output, likewise.
+        window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
+        out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
+            in the dtype of query, or float8_e4m3fn with a float8_e4m3fn cache; None allocates.
+        sinks: float32 [num_heads], natural logits of one more key per head, without a value and not scaled.
+        kv_layout: "NHD" or "HND".
+        enable_pdl: programmatic dependent launch; None means where the device has it.
+        q_len_per_req: new tokens of each request; None means 1.
+        o_scale: scale of an fp8 output, see above; None means 1.
+        mask: uint16 [batch, q_len_per_req, 2 * ceil(q_len_per_req / 32)], required for q_len_per_req > 1: each row read
+            as little-endian 32-bit words, bit j % 32 of word j // 32 says whether the row sees new token j. Keys before
+            the new tokens are always visible.
+        kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, in the layout of
+            ``kv_cache`` with head_dim / 16 as its last size; linear for K and V.
+
+    Returns:
+        The output: ``out`` itself where given; else the shape of query for one token per request and
+        [batch, q_len_per_req, num_heads, head_dim] for more.
+
+    Raises:
+        TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
+        ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
+        NotImplementedError: every call that is well formed.
+    """
+    check_xqa_call(
+        query,
+        kv_cache,
+        workspace_buffer,
+        block_tables,
+        seq_lens,
+        max_seq_len,
+        bmm1_scale,
+        bmm2_scale,
+        window_left,
+        out,
+        sinks,
+        kv_layout,
+        enable_pdl,
+        q_len_per_req,
+        o_scale,
+        mask,
+        kv_cache_sf,
+    )

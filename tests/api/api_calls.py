@@ -1,0 +1,302 @@
+"""Valid calls of all five entry points in every input form, for tests to use or to break."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import hopwell
+
+BF16, FP16, FP8, U8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8
+HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 64, 16, 11
+Q_LENS, KV_LENS = (3, 0, 5), (20, 1, 37)
+BATCH, TOKENS, KV_TOKENS = 3, 8, 58
+TABLE = ((7, 2, -1, -1), (0, -1, -1, -1), (5, 9, 3, -1))
+
+
+@dataclass(frozen=True)
+class Form:
+    """One input form of one entry point: ``build()`` gives fresh arguments of a valid call."""
+
+    name: str
+    function: Callable[..., Any]
+    build: Callable[[], dict[str, Any]]
+    runs: bool = True  # False: well formed, but without a kernel
+
+    def __str__(self) -> str:
+        return f"{self.function.__name__}-{self.name}"
+
+
+def data(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+def ints(*values: Any, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def cumulative(lengths: tuple[int, ...], factor: int = 1) -> torch.Tensor:
+    total = [0]
+    for length in lengths:
+        total.append(total[-1] + length)
+    return ints(*total) * factor
+
+
+def page_shape(layout: str, width: int = DIM) -> tuple[int, int, int]:
+    return (KV_HEADS, PAGE, width) if layout == "HND" else (PAGE, KV_HEADS, width)
+
+
+def context(kv_cache: Any, layout: str, query: torch.Tensor | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "query": data(TOKENS, HEADS, DIM) if query is None else query,
+        "kv_cache": kv_cache,
+        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
+        "block_tables": ints(*TABLE),
+        "seq_lens": ints(*KV_LENS),
+        "max_q_len": 5,
+        "max_kv_len": 37,
+        "bmm1_scale": 0.125,
+        "bmm2_scale": 1.0,
+        "batch_size": BATCH,
+        "cum_seq_lens_q": cumulative(Q_LENS),
+        "cum_seq_lens_kv": cumulative(KV_LENS),
+        "kv_layout": layout,
+        **more,
+    }
+
+
+def stacked(layout: str, dtype: torch.dtype = BF16, width: int = DIM) -> torch.Tensor:
+    return data(PAGES, 2, *page_shape(layout, width), dtype=dtype)
+
+
+def context_separate_ids(layout: str) -> dict[str, Any]:
+    """K and V pages alternate in one pool that is passed as both."""
+    pool = data(2 * PAGES, *page_shape(layout))
+    key = ints(*TABLE)
+    tables = torch.stack((2 * key, 2 * key + 1), dim=1)
+    return context((pool, pool), layout, block_tables=tables, uses_shared_paged_kv_idx=False)
+
+
+def context_nvfp4(layout: str) -> dict[str, Any]:
+    query = data(TOKENS, HEADS, DIM, dtype=FP8)
+    return context(stacked(layout, U8, DIM // 2), layout, query, kv_block_scales=nvfp4_scales(layout))
+
+
+def nvfp4_scales(layout: str) -> torch.Tensor:
+    return data(PAGES, 2, *page_shape(layout, DIM // 16), dtype=FP8)
+
+
+def fmha_v2(qkv: Any, layout: str, **more: Any) -> dict[str, Any]:
+    return {
+        "qkv": qkv,
+        "input_layout": layout,
+        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
+        "seq_lens": ints(*KV_LENS),
+        "max_q_len": 5,
+        "max_kv_len": 37,
+        "bmm1_scale": 0.125,
+        "bmm2_scale": 1.0,
+        "batch_size": BATCH,
+        "cum_seq_lens_q": cumulative(Q_LENS),
+        "cum_seq_lens_kv": cumulative(KV_LENS),
+        **more,
+    }
+
+
+def fmha_v2_pair(layout: str) -> dict[str, Any]:
+    pool = data(2, PAGES, *page_shape(layout))
+    table = ints(*TABLE)
+    tables = torch.stack((table, torch.where(table < 0, table, table + PAGES)), dim=1)
+    return fmha_v2((data(TOKENS, HEADS, DIM), (pool[0], pool[1])), f"Q_PAGED_KV_{layout}", block_tables=tables)
+
+
+def cudnn(k_cache: torch.Tensor, v_cache: torch.Tensor, **more: Any) -> dict[str, Any]:
+    return {
+        "q": data(TOKENS, HEADS, k_cache.shape[-1]),
+        "k_cache": k_cache,
+        "v_cache": v_cache,
+        "scale": 0.125,
+        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
+        "max_token_per_sequence": 5,
+        "max_sequence_kv": 37,
+        "actual_seq_lens_q": ints(*Q_LENS),
+        "actual_seq_lens_kv": ints(*KV_LENS),
+        "causal": True,
+        "return_lse": True,
+        "batch_offsets_q": cumulative(Q_LENS, HEADS * k_cache.shape[-1]),
+        "batch_offsets_o": cumulative(Q_LENS, HEADS * v_cache.shape[-1]),
+        **more,
+    }
+
+
+def cudnn_ragged(qk_dim: int = 192, v_dim: int = 128) -> dict[str, Any]:
+    return cudnn(
+        data(KV_TOKENS, KV_HEADS, qk_dim),
+        data(KV_TOKENS, KV_HEADS, v_dim),
+        batch_offsets_k=cumulative(KV_LENS, KV_HEADS * qk_dim),
+        batch_offsets_v=cumulative(KV_LENS, KV_HEADS * v_dim),
+    )
+
+
+def cudnn_paged() -> dict[str, Any]:
+    pool = data(PAGES, 2, PAGE, KV_HEADS, 128).transpose(2, 3)
+    return cudnn(pool[:, 0], pool[:, 1], block_tables=ints(*TABLE))
+
+
+def xqa(kv_cache: Any, layout: str, q_len: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "query": data(BATCH * q_len, HEADS, DIM),
+        "kv_cache": kv_cache,
+        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
+        "block_tables": ints(*TABLE),
+        "seq_lens": ints(*KV_LENS),
+        "max_seq_len": 37,
+        "kv_layout": layout,
+        "q_len_per_req": q_len,
+        **more,
+    }
+
+
+def mla(kv_cache: torch.Tensor, block_tables: torch.Tensor, q_len: int = 1, **more: Any) -> dict[str, Any]:
+    return {
+        "query": data(BATCH, q_len, HEADS, 576, dtype=kv_cache.dtype),
+        "kv_cache": kv_cache,
+        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
+        "qk_nope_head_dim": 128,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "block_tables": block_tables,
+        "seq_lens": ints(*KV_LENS),
+        "max_seq_len": 37,
+        **more,
+    }
+
+
+CONTEXT_FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
+    "stacked": lambda layout: context(stacked(layout), layout),
+    "pair": lambda layout: context((stacked(layout)[:, 0], data(PAGES, *page_shape(layout))), layout),
+    "same": lambda layout: context(stacked(layout)[:, :1], layout),
+    "separate-ids": context_separate_ids,
+    "strided-query": lambda layout: context(stacked(layout), layout, data(TOKENS, HEADS, 2 * DIM)[..., :DIM]),
+    "fp8": lambda layout: context(stacked(layout, FP8), layout, data(TOKENS, HEADS, DIM, dtype=FP8)),
+    "nvfp4": context_nvfp4,
+}
+
+
+def _context_forms() -> list[Form]:
+    function = hopwell.trtllm_batch_context_with_kv_cache
+    return [
+        Form(f"{name}-{layout}", function, partial(build, layout), runs=name not in ("fp8", "nvfp4"))
+        for name, build in CONTEXT_FORMS.items()
+        for layout in ("HND", "NHD")
+    ]
+
+
+def _fmha_v2_forms() -> list[Form]:
+    function = hopwell.trtllm_fmha_v2_prefill
+
+    def packed() -> dict[str, Any]:
+        lengths = cumulative(Q_LENS)
+        return fmha_v2(data(TOKENS, 3, HEADS, DIM), "PACKED_QKV", cum_seq_lens_kv=lengths, seq_lens=ints(*Q_LENS))
+
+    def contiguous() -> dict[str, Any]:
+        return fmha_v2((data(TOKENS, HEADS, DIM), data(KV_TOKENS, 2, KV_HEADS, DIM)), "CONTIGUOUS_Q_KV")
+
+    def separate() -> dict[str, Any]:
+        qkv = data(TOKENS, HEADS, 192), data(KV_TOKENS, KV_HEADS, 192), data(KV_TOKENS, KV_HEADS, 128)
+        return fmha_v2(qkv, "SEPARATE_Q_K_V")
+
+    def paged(layout: str) -> dict[str, Any]:
+        qkv = data(TOKENS, HEADS, DIM), stacked(layout)
+        return fmha_v2(qkv, f"Q_PAGED_KV_{layout}", block_tables=ints(*TABLE))
+
+    return [
+        Form("packed", function, packed),
+        Form("contiguous", function, contiguous),
+        Form("separate", function, separate),
+        Form("paged-NHD", function, lambda: paged("NHD")),
+        Form("paged-HND", function, lambda: paged("HND")),
+        Form("pair-NHD", function, lambda: fmha_v2_pair("NHD")),
+        Form("pair-HND", function, lambda: fmha_v2_pair("HND")),
+    ]
+
+
+def _cudnn_forms() -> list[Form]:
+    function = hopwell.cudnn_batch_prefill_with_kv_cache
+    return [
+        Form("ragged", function, cudnn_ragged),
+        Form("paged", function, cudnn_paged),
+    ]
+
+
+def _xqa_forms() -> list[Form]:
+    function = hopwell.xqa_batch_decode_with_kv_cache
+
+    def nvfp4() -> dict[str, Any]:
+        cache = stacked("NHD", U8, DIM // 2)
+        return xqa(cache, "NHD", kv_cache_sf=nvfp4_scales("NHD"))
+
+    def drafts() -> dict[str, Any]:
+        cache = data(PAGES, *page_shape("HND")), data(PAGES, *page_shape("HND"))
+        return xqa(cache, "HND", q_len=3, mask=torch.zeros(BATCH, 3, 2, dtype=torch.uint16))
+
+    return [
+        Form("stacked-NHD", function, lambda: xqa(stacked("NHD"), "NHD"), runs=False),
+        Form("fp8-HND", function, lambda: xqa(stacked("HND", FP8), "HND"), runs=False),
+        Form("nvfp4", function, nvfp4, runs=False),
+        Form("drafts", function, drafts, runs=False),
+    ]
+
+
+def _mla_forms() -> list[Form]:
+    function = hopwell.trtllm_batch_decode_with_kv_cache_mla
+
+    def sparse() -> dict[str, Any]:
+        tokens = torch.full((BATCH, 2, 8), -1, dtype=torch.int32)
+        return mla(data(PAGES, 32, 576), tokens, q_len=2, sparse_mla_top_k=8)
+
+    return [
+        Form("dense", function, lambda: mla(data(PAGES, 32, 576), ints(*TABLE)), runs=False),
+        Form("fp8", function, lambda: mla(data(PAGES, 1, 64, 576, dtype=FP8), ints(*TABLE)), runs=False),
+        Form("sparse", function, sparse, runs=False),
+    ]
+
+
+FORMS = [*_context_forms(), *_fmha_v2_forms(), *_cudnn_forms(), *_xqa_forms(), *_mla_forms()]
+
+
+def form(entry: str, name: str) -> dict[str, Any]:
+    """Fresh arguments of the form called ``name`` of the entry whose function name starts with ``entry``."""
+    return next(f for f in FORMS if f.function.__name__.startswith(entry) and f.name == name).build()
+
+
+NAMES = ("trtllm_batch_context", "trtllm_fmha", "cudnn", "xqa", "trtllm_batch_decode")
+DEFAULT = dict(zip(NAMES, ("stacked-HND", "contiguous", "ragged", "stacked-NHD", "dense"), strict=True))
+FUNCTIONS = {name: next(f.function for f in FORMS if f.function.__name__.startswith(name)) for name in NAMES}
+CONTEXT, FMHA, CUDNN, XQA, MLA = NAMES
+
+
+def refused(entry: str, error: type[Exception], text: str, form_name: str | None = None, **changes: Any) -> None:
+    arguments = form(entry, form_name or DEFAULT[entry])
+    with pytest.raises(error, match=text) as caught:
+        FUNCTIONS[entry](**{**arguments, **changes})
+    assert type(caught.value) is error
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape, starting one element past a 16-byte boundary."""
+    return (
+        torch.zeros(tensor.numel() + 64, dtype=torch.float32)
+        .view(tensor.dtype)[1 : 1 + tensor.numel()]
+        .view(tensor.shape)
+    )
+
+
+def odd_stride(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    """Rows of a multiple of 4 bytes that is no multiple of 16."""
+    return data(*shape[:-1], shape[-1] + 2, dtype=dtype)[..., : shape[-1]]

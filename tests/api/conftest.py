@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+import pytest
+import torch
+
+import hopwell.prefill
+from hopwell import _launch
+from hopwell.kernels.plan import operands
+from hopwell.kernels.problem import AttentionProblem
+
+
+class RecordingPlan:
+    """Stands for ``hopwell.kernels.Plan``: records what would be launched, because these tests are about that."""
+
+    problems: ClassVar[list[AttentionProblem]] = []
+    addresses: ClassVar[list[tuple[int, ...]]] = []  # of every launch, in the order of launch.Addresses
+    has_work = True
+
+    def __init__(self, problem: AttentionProblem):
+        self.problems.append(problem)
+        self.output_shape = (*problem.query.shape[:-1], problem.value.shape[-1])
+        self.output_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
+
+    def execute(self, problem: AttentionProblem) -> torch.Tensor:
+        out = problem.out
+        if out is None:
+            out = problem.query.new_empty(self.output_shape)
+        self.launch(out, [0 if view is None else view.data_ptr() for view in operands(problem, out)], 0.0, 0.0)
+        return out
+
+    def launch(self, out: torch.Tensor, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
+        assert out.dim() == 3
+        self.addresses.append(tuple(addresses))
+
+
+@pytest.fixture(autouse=True)
+def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
+    """The recording plan, with nothing recorded and no call prepared."""
+    monkeypatch.setattr(_launch, "Plan", RecordingPlan)
+    for calls in ("_CONTEXT", "_FMHA_V2", "_CUDNN"):
+        monkeypatch.setattr(hopwell.prefill, calls, _launch.Calls())
+    RecordingPlan.problems.clear()
+    RecordingPlan.addresses.clear()
+    return RecordingPlan
+
+
+@pytest.fixture
+def launched(recorded: type[RecordingPlan]) -> list[AttentionProblem]:
+    """The problems that went through the checks to a launch."""
+    return recorded.problems

@@ -1,0 +1,70 @@
+"""Importing hopwell: light, quick, and clear about a toolchain it was not tested with."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hopwell._toolchain import PACKAGE, TESTED, check_toolchain
+
+
+def test_import_leaves_the_toolchain_alone_and_is_fast() -> None:
+    code = """
+import sys, time
+import torch
+before = set(sys.modules)
+start = time.perf_counter()
+import hopwell
+seconds = time.perf_counter() - start
+heavy = [m for m in set(sys.modules) - before if m.split(".")[0] in ("cutlass", "tvm_ffi", "cuda")]
+assert not heavy, heavy
+assert seconds < 1.5, seconds
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("version", ["4.8.1", "4.8.2", "4.8.99", "4.8.2rc1", "4.8.1.post1"])
+def test_tested_versions_pass(version: str) -> None:
+    check_toolchain(lambda package: version)
+
+
+@pytest.mark.parametrize("version", ["4.8.0", "4.9.0", "4.9.0.dev0", "5.0", "0.1", "not a version"])
+def test_other_versions_are_named(version: str) -> None:
+    with pytest.raises(ImportError) as caught:
+        check_toolchain(lambda package: version)
+    message = str(caught.value)
+    assert f"{PACKAGE} {TESTED}" in message
+    assert f"installed: {version}." in message
+    assert f'pip install "{PACKAGE}[cu13]{TESTED}"' in message
+
+
+def test_missing_toolchain_is_named() -> None:
+    def version_of(package: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(package)
+
+    with pytest.raises(ImportError, match=re.escape(f"needs {PACKAGE} {TESTED}, installed: none.")):
+        check_toolchain(version_of)
+
+
+def test_import_stops_at_another_toolchain() -> None:
+    code = """
+import importlib.metadata
+importlib.metadata.version = lambda package: "5.0"
+try:
+    import hopwell
+except ImportError as error:
+    assert str(error).startswith("hopwell needs "), error
+else:
+    raise AssertionError("imported")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_range_is_the_one_that_is_installed() -> None:
+    project = Path(__file__).parents[2] / "pyproject.toml"
+    assert f'"{PACKAGE}[cu13]{TESTED}"' in project.read_text()

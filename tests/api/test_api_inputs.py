@@ -1,0 +1,200 @@
+"""Rules for queries, KV caches, tables, masks and modes: the error's class, and a message that names the argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from api_calls import (
+    BATCH,
+    CONTEXT,
+    CUDNN,
+    DEFAULT,
+    DIM,
+    FMHA,
+    FP8,
+    FP16,
+    HEADS,
+    KV_HEADS,
+    MLA,
+    PAGE,
+    PAGES,
+    TABLE,
+    TOKENS,
+    U8,
+    XQA,
+    data,
+    form,
+    ints,
+    misaligned,
+    odd_stride,
+    page_shape,
+    refused,
+    stacked,
+)
+
+import hopwell
+
+QUERIES = {CONTEXT: "query", CUDNN: "q", XQA: "query", MLA: "query"}
+
+
+@pytest.mark.parametrize(("entry", "name"), QUERIES.items())
+def test_query(entry: str, name: str) -> None:
+    query = form(entry, DEFAULT[entry])[name]
+    refused(entry, ValueError, f"^{name} must be torch.bfloat16", **{name: query.float()})
+    refused(entry, ValueError, f"^{name} must have shape", **{name: query[0]})
+    refused(entry, ValueError, f"^{name} must have shape", **{name: query[None]})
+    refused(entry, ValueError, f"^{name} must be on a CUDA device or the CPU", **{name: query.to("meta")})
+    refused(entry, ValueError, f"^{name} has stride 2 in its last", **{name: query.repeat_interleave(2, -1)[..., ::2]})
+    refused(entry, ValueError, f"^{name} starts at address", **{name: misaligned(query)})
+    refused(entry, ValueError, f"^{name} has stride .* in dimension", **{name: odd_stride(*query.shape)})
+
+
+@pytest.mark.parametrize("entry", [CONTEXT, XQA])
+def test_kv_cache(entry: str) -> None:
+    layout = "HND" if entry == CONTEXT else "NHD"
+    cache = stacked(layout)
+    part = data(PAGES, *page_shape(layout))
+    refused(entry, TypeError, "^kv_cache must be a torch.Tensor or a pair", kv_cache=None)
+    refused(entry, TypeError, r"^kv_cache\[1\] must be a torch.Tensor", kv_cache=(part, None))
+    refused(entry, ValueError, "^kv_cache as a tuple must be a pair", kv_cache=(part,))
+    refused(entry, ValueError, "^kv_cache must be torch", kv_cache=cache.float())
+    refused(entry, ValueError, "kv_cache", kv_cache=cache.to(FP16))
+    refused(entry, ValueError, r"^kv_cache\[1\] must have the dtype", kv_cache=(part, part.to(FP8)))
+    refused(entry, ValueError, "^kv_cache must be on cpu", kv_cache=cache.to("meta"))
+    refused(entry, ValueError, r"^kv_cache\[1\] must be on cpu", kv_cache=(part, part.to("meta")))
+    refused(entry, ValueError, "^kv_cache must be 5-D", kv_cache=cache[0])
+    refused(entry, ValueError, r"^kv_cache\[0\] must be 4-D", kv_cache=(part[0], part[0]))
+    refused(entry, ValueError, "^kv_cache must have 1 or 2", kv_cache=data(PAGES, 3, *page_shape(layout)))
+    refused(entry, ValueError, "number of pages", kv_cache=(part, part[:3]))
+    refused(entry, ValueError, "head_dim of query", kv_cache=cache[..., :32])
+    refused(entry, ValueError, "last stride", kv_cache=cache.repeat_interleave(2, -1)[..., ::2])
+    refused(entry, ValueError, "^kv_cache starts at address", kv_cache=misaligned(cache))
+    refused(entry, ValueError, r"^kv_cache\[1\] has stride", kv_cache=(part, odd_stride(*part.shape)))
+    three = data(PAGES, 2, 3, 3, DIM)
+    refused(entry, ValueError, "query heads must be a positive multiple of the KV heads of kv_cache", kv_cache=three)
+    odd = data(PAGES, 2, *((KV_HEADS, 3) if layout == "HND" else (3, KV_HEADS)), DIM)
+    refused(entry, ValueError, "page size of kv_cache must be a power of two, got 3", kv_cache=odd)
+    refused(entry, ValueError, "page size of kv_cache", kv_cache=odd[:, :, :0] if layout == "NHD" else odd[:, :, :, :0])
+
+
+def test_context_pages_may_differ_with_separate_ids() -> None:
+    arguments = form(CONTEXT, "separate-ids-HND")
+    pool, _ = arguments["kv_cache"]
+    hopwell.trtllm_batch_context_with_kv_cache(**{**arguments, "kv_cache": (pool, pool[:-1])})
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_context_page_table_rank(layout: str) -> None:
+    refused(CONTEXT, ValueError, "block_tables must be 3-D", f"stacked-{layout}", uses_shared_paged_kv_idx=False)
+    refused(CONTEXT, ValueError, "block_tables must be 2-D", f"separate-ids-{layout}", uses_shared_paged_kv_idx=True)
+    triple = ints(*TABLE)[:, None].repeat(1, 3, 1)
+    refused(CONTEXT, ValueError, "block_tables must have 2", f"separate-ids-{layout}", block_tables=triple)
+
+
+@pytest.mark.parametrize("entry", [CONTEXT, FMHA])
+def test_batch_size(entry: str) -> None:
+    refused(entry, ValueError, "block_tables|seq_lens", batch_size=BATCH + 1)
+
+
+def test_context_nvfp4_cache() -> None:
+    arguments = form(CONTEXT, "nvfp4-HND")
+    scales = arguments["kv_block_scales"]
+
+    def bad(error: type[Exception], text: str, **changes: Any) -> None:
+        refused(CONTEXT, error, text, "nvfp4-HND", **changes)
+
+    bad(ValueError, "^kv_block_scales must be provided", kv_block_scales=None)
+    bad(TypeError, "^kv_block_scales must be a torch.Tensor or a pair", kv_block_scales=1.0)
+    bad(ValueError, "^kv_block_scales must be torch.float8_e4m3fn", kv_block_scales=scales.to(torch.float32))
+    bad(ValueError, "^kv_block_scales must be on cpu", kv_block_scales=scales.to("meta"))
+    bad(ValueError, "kv_block_scales", kv_block_scales=scales[:, :1])
+    bad(ValueError, "kv_block_scales", kv_block_scales=scales[..., :2])
+    bad(ValueError, "kv_block_scales", kv_block_scales=scales[:-1])
+    bad(ValueError, "kv_block_scales", kv_block_scales=scales.transpose(2, 3))
+    bad(ValueError, "kv_block_scales", kv_block_scales=(scales[:, 0],))
+    strided = data(PAGES, 2, KV_HEADS, PAGE, 16, dtype=FP8)[..., :4]
+    bad(ValueError, "kv_block_scales.* token stride 16", kv_block_scales=strided)
+    bad(ValueError, "page size that is a multiple of 4", kv_cache=data(PAGES, 2, KV_HEADS, 2, DIM // 2, dtype=U8))
+    narrow = data(PAGES, 2, KV_HEADS, PAGE, 16, dtype=U8)
+    bad(ValueError, "K head_dim that is a multiple of 64", kv_cache=narrow, query=data(TOKENS, HEADS, 32, dtype=FP8))
+    refused(CONTEXT, ValueError, "^kv_block_scales must be None unless", kv_block_scales=scales)
+    hnd_pair = (scales[:, 0].clone(), scales[:, 1].clone())
+    bad(NotImplementedError, "NVFP4 KV cache", kv_block_scales=hnd_pair)
+
+
+@pytest.mark.parametrize("entry", [XQA])
+def test_xqa_block_scales(entry: str) -> None:
+    scales = form(XQA, "nvfp4")["kv_cache_sf"]
+    refused(XQA, ValueError, "^kv_cache_sf must be provided", "nvfp4", kv_cache_sf=None)
+    refused(XQA, ValueError, "^kv_cache_sf must be None unless", kv_cache_sf=scales)
+    refused(XQA, ValueError, "kv_cache_sf", "nvfp4", kv_cache_sf=scales[..., :1])
+    refused(XQA, NotImplementedError, "NVFP4", "nvfp4", kv_cache_sf=scales.view(U8))
+
+
+def test_xqa_rules() -> None:
+    refused(XQA, ValueError, "query must have a head_dim that is a multiple of 16", query=data(BATCH, HEADS, 40))
+    refused(XQA, ValueError, "query must have a head_dim .* up to 512", query=data(BATCH, HEADS, 528))
+    refused(XQA, ValueError, "^q_len_per_req must divide the 3 rows", q_len_per_req=2)
+    mask = form(XQA, "drafts")["mask"]
+    refused(XQA, ValueError, "^mask must be given", "drafts", mask=None)
+    refused(XQA, TypeError, "^mask must be a torch.Tensor", mask=3)
+    refused(XQA, ValueError, "^mask must be torch.uint16", "drafts", mask=mask.to(torch.int32))
+    refused(XQA, ValueError, "^mask must have shape", "drafts", mask=mask[..., :1])
+    refused(XQA, ValueError, "^mask must have shape", "drafts", mask=mask[:, :2])
+    refused(XQA, ValueError, "^mask must be on cpu", "drafts", mask=mask.to("meta"))
+    strided = torch.zeros(BATCH, 3, 4, dtype=torch.uint16)[..., ::2]
+    refused(XQA, ValueError, "^mask must be contiguous", "drafts", mask=strided)
+    refused(XQA, NotImplementedError, "q_len_per_req=3", "drafts")
+    refused(XQA, NotImplementedError, "window_left=5", window_left=5)
+    refused(XQA, NotImplementedError, "xqa_batch_decode.*sm_90a", q_len_per_req=None, o_scale=None)
+    refused(XQA, NotImplementedError, "int8", kv_cache=stacked("NHD", torch.int8))
+
+
+def test_xqa_out() -> None:
+    refused(XQA, TypeError, "^out must be a torch.Tensor", out=3)
+    refused(XQA, ValueError, "^out must be torch.bfloat16", out=data(BATCH, HEADS, DIM, dtype=FP16))
+    refused(XQA, ValueError, "^out must be torch.bfloat16", out=data(BATCH, HEADS, DIM, dtype=FP8))
+    refused(XQA, ValueError, "^out must have shape", out=data(BATCH, HEADS + 1, DIM))
+    refused(XQA, ValueError, "^out must have shape", "drafts", out=data(BATCH, 2, HEADS, DIM))
+    outs = data(3 * BATCH, HEADS, DIM), data(BATCH, 3, HEADS, DIM)
+    for out in outs:
+        refused(XQA, NotImplementedError, "q_len_per_req=3", "drafts", out=out)
+    spread = data(BATCH, 6, HEADS, DIM)[:, :3]
+    refused(XQA, ValueError, "^out must be dense in its first two", "drafts", out=spread)
+    fp8 = data(BATCH, HEADS, DIM, dtype=FP8)
+    refused(XQA, NotImplementedError, "fp8", "fp8-HND", out=fp8)
+
+
+def test_mla_rules() -> None:
+    cache = form(MLA, "dense")["kv_cache"]
+    refused(MLA, ValueError, r"must be one of .*got \(512, 0\)", qk_rope_head_dim=0)
+    refused(MLA, ValueError, "kv_lora_rank and qk_rope_head_dim", kv_lora_rank=128)
+    refused(MLA, ValueError, "^query must have kv_lora_rank", kv_lora_rank=256)
+    refused(MLA, ValueError, "^kv_cache must have kv_lora_rank", kv_cache=cache[..., :512])
+    refused(MLA, ValueError, "^kv_cache must have the dtype of query", kv_cache=cache.to(FP8))
+    refused(MLA, ValueError, "^kv_cache must be on cpu", kv_cache=cache.to("meta"))
+    refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[0])
+    refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[:, None].repeat(1, 2, 1, 1))
+    refused(MLA, ValueError, "^kv_cache has stride", kv_cache=odd_stride(PAGES, 32, 576))
+    refused(MLA, ValueError, "page size of kv_cache must be a power of two", kv_cache=cache[:, :30])
+    refused(MLA, ValueError, "^query must have at least one head", query=data(BATCH, 1, 0, 576))
+    refused(MLA, ValueError, "^sparse_mla_top_k must be a multiple of 4", sparse_mla_top_k=6)
+    refused(MLA, ValueError, "^block_tables must have shape", sparse_mla_top_k=8)
+    refused(MLA, ValueError, "block_tables must be 2-D", "sparse", sparse_mla_top_k=0)
+    tokens = form(MLA, "sparse")["block_tables"].repeat_interleave(2, -1)[..., ::2]
+    refused(MLA, ValueError, "^block_tables must have stride 1", "sparse", block_tables=tokens)
+    for backend in ("auto", "xqa", "trtllm-gen", "cute-dsl"):
+        refused(MLA, NotImplementedError, "trtllm_batch_decode_with_kv_cache_mla.*sm_90a", backend=backend)
+    refused(MLA, NotImplementedError, "sparse_mla_top_k=8", "sparse")
+    refused(MLA, NotImplementedError, "sinks", sinks=[torch.zeros(HEADS)])
+
+
+def test_mla_out() -> None:
+    refused(MLA, ValueError, "^out must have shape", out=data(BATCH, HEADS, 512))
+    refused(MLA, ValueError, "^out must be torch.bfloat16", out=data(BATCH, 1, HEADS, 512, dtype=FP16))
+    refused(MLA, ValueError, "^out must be on cpu", out=data(BATCH, 1, HEADS, 512).to("meta"))
+    refused(MLA, NotImplementedError, "bf16", out=data(BATCH, 1, HEADS, 512))
+    query = form(MLA, "dense")["query"]
+    refused(MLA, ValueError, "^out must not share memory with query", query=query, out=query[..., :512])

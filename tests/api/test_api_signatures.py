@@ -1,0 +1,168 @@
+"""The public signatures are FlashInfer's, transcribed here as plain data from its documentation."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+
+import pytest
+
+import hopwell
+
+NONE = inspect.Parameter.empty
+POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
+KEYWORD = inspect.Parameter.KEYWORD_ONLY
+
+CONTEXT = [
+    ("query", NONE),
+    ("kv_cache", NONE),
+    ("workspace_buffer", NONE),
+    ("block_tables", NONE),
+    ("seq_lens", NONE),
+    ("max_q_len", NONE),
+    ("max_kv_len", NONE),
+    ("bmm1_scale", NONE),
+    ("bmm2_scale", NONE),
+    ("batch_size", NONE),
+    ("cum_seq_lens_q", NONE),
+    ("cum_seq_lens_kv", NONE),
+    ("window_left", -1),
+    ("out", None),
+    ("out_dtype", None),
+    ("o_sf_scale", None),
+    ("o_sf_vec_size", None),
+    ("kv_layout", "HND"),
+    ("enable_pdl", None),
+    ("sinks", None),
+    ("kv_block_scales", None),
+    ("skip_softmax_threshold_scale_factor", None),
+    ("uses_shared_paged_kv_idx", True),
+]
+XQA = [
+    ("query", NONE),
+    ("kv_cache", NONE),
+    ("workspace_buffer", NONE),
+    ("block_tables", NONE),
+    ("seq_lens", NONE),
+    ("max_seq_len", NONE),
+    ("bmm1_scale", 1.0),
+    ("bmm2_scale", 1.0),
+    ("window_left", -1),
+    ("out", None),
+    ("sinks", None),
+    ("kv_layout", "NHD"),
+    ("enable_pdl", None),
+    ("q_len_per_req", 1),
+    ("o_scale", 1.0),
+    ("mask", None),
+    ("kv_cache_sf", None),
+]
+FMHA_V2 = [
+    ("qkv", NONE),
+    ("input_layout", NONE),
+    ("workspace_buffer", NONE),
+    ("seq_lens", NONE),
+    ("max_q_len", NONE),
+    ("max_kv_len", NONE),
+    ("bmm1_scale", NONE),
+    ("bmm2_scale", NONE),
+    ("batch_size", NONE),
+    ("cum_seq_lens_q", NONE),
+    ("cum_seq_lens_kv", NONE),
+    ("block_tables", None),
+    ("out", None),
+    ("out_dtype", None),
+    ("sinks", None),
+    ("pos_encoding_mode", None),
+    ("logits_soft_cap_scale", None),
+    ("mask_mode", "causal"),
+    ("window_left", -1),
+    ("chunked_attention_size", 0),
+    ("save_softmax_stats", False),
+    ("skip_softmax_threshold_scale_factor", 0),
+]
+CUDNN = [
+    ("q", NONE),
+    ("k_cache", NONE),
+    ("v_cache", NONE),
+    ("scale", NONE),
+    ("workspace_buffer", NONE),
+    ("max_token_per_sequence", NONE),
+    ("max_sequence_kv", NONE),
+    ("actual_seq_lens_q", NONE),
+    ("actual_seq_lens_kv", NONE),
+    ("block_tables", None),
+    ("causal", NONE),
+    ("return_lse", NONE),
+    ("batch_offsets_q", None),
+    ("batch_offsets_o", None),
+    ("batch_offsets_k", None),
+    ("batch_offsets_v", None),
+    ("batch_offsets_stats", None),
+    ("out", None),
+    ("lse", None),
+    ("is_cuda_graph_compatible", False),
+    ("backend", None),
+]
+MLA = [
+    ("query", NONE),
+    ("kv_cache", NONE),
+    ("workspace_buffer", NONE),
+    ("qk_nope_head_dim", NONE),
+    ("kv_lora_rank", NONE),
+    ("qk_rope_head_dim", NONE),
+    ("block_tables", NONE),
+    ("seq_lens", NONE),
+    ("max_seq_len", NONE),
+    ("sparse_mla_top_k", 0),
+    ("out", None),
+    ("bmm1_scale", 1.0),
+    ("bmm2_scale", 1.0),
+    ("sinks", None),
+    ("enable_pdl", None),
+    ("backend", "auto"),
+]
+
+# module, name, parameters, number of positional ones
+EXPECTED = [
+    ("hopwell.prefill", "trtllm_batch_context_with_kv_cache", CONTEXT, 23),
+    ("hopwell.decode", "xqa_batch_decode_with_kv_cache", XQA, 17),
+    ("hopwell.prefill", "trtllm_fmha_v2_prefill", FMHA_V2, 22),
+    ("hopwell.prefill", "cudnn_batch_prefill_with_kv_cache", CUDNN, 5),
+    ("hopwell.mla", "trtllm_batch_decode_with_kv_cache_mla", MLA, 16),
+]
+
+
+@pytest.mark.parametrize(("module", "name", "parameters", "positional"), EXPECTED, ids=[row[1] for row in EXPECTED])
+def test_signature(module: str, name: str, parameters: list[tuple[str, object]], positional: int) -> None:
+    function = getattr(importlib.import_module(module), name)
+    got = [(p.name, p.default, p.kind) for p in inspect.signature(function).parameters.values()]
+    want = [
+        (parameter, default, POSITIONAL if index < positional else KEYWORD)
+        for index, (parameter, default) in enumerate(parameters)
+    ]
+    assert got == want
+    assert [type(default) for _, default, _ in got] == [type(default) for _, default, _ in want]
+
+
+@pytest.mark.parametrize(("module", "name"), [row[:2] for row in EXPECTED])
+def test_exported_at_top_level(module: str, name: str) -> None:
+    function = getattr(importlib.import_module(module), name)
+    assert getattr(hopwell, name) is function
+    assert name in hopwell.__all__
+    assert function.__module__ == module
+
+
+def test_top_level_names() -> None:
+    assert hopwell.FP4Tensor is importlib.import_module("hopwell.utils").FP4Tensor
+    assert isinstance(hopwell.__version__, str)
+    assert all(hasattr(hopwell, name) for name in hopwell.__all__)
+
+
+@pytest.mark.parametrize(("module", "name", "parameters"), [row[:3] for row in EXPECTED])
+def test_every_parameter_is_documented(module: str, name: str, parameters: list[tuple[str, object]]) -> None:
+    text = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+    for parameter, _ in parameters:
+        assert f"\n    {parameter}: " in text, parameter
+    assert "Raises:" in text
+    assert "Returns:" in text

@@ -1,0 +1,105 @@
+"""The support table: what it prints is what the entry points enforce."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from api_calls import FORMS, Form
+
+from hopwell.kernels import support
+
+
+def test_keys_are_unique_and_archs_known() -> None:
+    for name, entry in support.ENTRIES.items():
+        keys = [feature.key for feature in entry.features]
+        assert len(set(keys)) == len(keys), name
+        assert all(set(feature.archs) <= set(support.ARCHS) for feature in entry.features)
+
+
+def test_require_passes_what_is_supported() -> None:
+    for name, entry in support.ENTRIES.items():
+        for feature in entry.features:
+            for arch in feature.archs:
+                support.require(name, feature.key, "x=1", arch)
+
+
+def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        support.require(support.FMHA_V2, "chunked", "chunked_attention_size=64", "sm_90a")
+    message = str(caught.value)
+    for part in (support.FMHA_V2, "chunked mask", "chunked_attention_size=64", "sm_90a", "sliding window"):
+        assert part in message
+
+    with pytest.raises(NotImplementedError, match=r"on sm_100a.*architectures that support .*: sm_90a"):
+        support.require(support.CONTEXT, "16bit", "query.dtype=torch.bfloat16", "sm_100a")
+
+
+def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
+    text = support.support_matrix()
+    for name, entry in support.ENTRIES.items():
+        assert f"`{entry.module}.{name}`" in text
+        for feature in entry.features:
+            cells = " | ".join("yes" if arch in feature.archs else "-" for arch in support.ARCHS)
+            assert f"| {feature.title} | {cells} |\n" in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert {line.count("|") for line in rows} == {len(support.ARCHS) + 2}
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((9, 0), "sm_90a"), ((10, 0), "sm_100a"), ((10, 3), "sm_103a"), ((12, 0), "sm_120a"), ((12, 1), "sm_120a")],
+)
+def test_arch_of_cuda_devices(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    support.arch_of.cache_clear()
+    assert support.arch_of(torch.device("cuda", 5)) == arch
+    support.arch_of.cache_clear()
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 1), (10, 1), (11, 0), (13, 0)])
+def test_arch_of_other_cuda_devices(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    support.arch_of.cache_clear()
+    text = rf"cuda:5.*{capability[0]}\.{capability[1]}.*{', '.join(support.ARCHS)}"
+    with pytest.raises(NotImplementedError, match=text):
+        support.arch_of(torch.device("cuda", 5))
+
+
+def test_arch_of_other_devices() -> None:
+    assert support.arch_of(torch.device("cpu")) == "sm_90a"
+    with pytest.raises(NotImplementedError, match="meta"):
+        support.arch_of(torch.device("meta"))
+
+
+def test_pdl_by_arch() -> None:
+    assert all(support.has_pdl(arch) for arch in support.ARCHS)
+    assert not support.has_pdl("sm_80a")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
+    monkeypatch.setattr(support, "arch_of", lambda device: "sm_103a")
+    with pytest.raises(NotImplementedError, match=f"{form.function.__name__}.*sm_103a"):
+        form.function(**form.build())
+
+
+@pytest.mark.parametrize(
+    ("form", "feature"),
+    [
+        (form, feature.key)
+        for form in FORMS
+        if form.runs
+        for feature in support.ENTRIES[form.function.__name__].features
+        if feature.key in ("16bit", "head_dim", "cache")
+    ],
+    ids=str,
+)
+def test_the_table_decides(monkeypatch: pytest.MonkeyPatch, form: Form, feature: str) -> None:
+    name = form.function.__name__
+    entry = support.ENTRIES[name]
+    rows = tuple(replace(row, archs=()) if row.key == feature else row for row in entry.features)
+    monkeypatch.setitem(support.ENTRIES, name, replace(entry, features=rows))
+    with pytest.raises(NotImplementedError, match=name):
+        form.function(**form.build())

@@ -1,0 +1,123 @@
+"""A call like one that has been checked goes straight to the kernel, with the operands of this call and no other."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import api_calls
+import pytest
+import torch
+from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, Form, form
+
+# The log-sum-exp of cuDNN's entry is allocated anew in each call: test_warm_cudnn_lse looks at that.
+RUNNING = [case for case in FORMS if case.runs and not case.function.__name__.startswith(CUDNN)]
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=str)
+def test_a_warm_call_has_the_addresses_that_a_checked_call_has(case: Form, recorded: Any) -> None:
+    case.function(**case.build())
+    arguments = copy.deepcopy(case.build())
+    arguments["out"] = case.function(**arguments)
+    assert len(recorded.problems) == 1, "the second call went through the checks again"
+    warm = recorded.addresses[-1]
+    recorded.problems.clear()
+    case.function(**arguments)
+    assert len(recorded.problems) == 1, "an output given where there was none is another call"
+    assert recorded.addresses[-1] == warm
+
+
+def test_warm_cudnn_lse(recorded: Any) -> None:
+    for name in ("ragged", "paged"):
+        for stats in (None, api_calls.cumulative(api_calls.Q_LENS, api_calls.HEADS)):
+            recorded.problems.clear()
+            arguments = form(CUDNN, name)
+            arguments["batch_offsets_stats"] = stats
+            FUNCTIONS[CUDNN](**arguments)
+            out, lse = FUNCTIONS[CUDNN](**arguments)
+            assert len(recorded.problems) == 1
+            assert recorded.addresses[-1][3] == out.data_ptr()
+            assert recorded.addresses[-1][15] == lse.data_ptr()
+            assert lse.shape == (api_calls.BATCH, 5, api_calls.HEADS)
+            arguments["out"], arguments["lse"] = out, lse
+            assert FUNCTIONS[CUDNN](**arguments)[1] is lse
+            assert recorded.addresses[-1] == recorded.addresses[-2]
+            none = FUNCTIONS[CUDNN](**{**arguments, "return_lse": False})[1]
+            assert none is None
+            assert recorded.addresses[-1][15:] == (0, 0)
+
+
+CHANGES: list[tuple[str, dict[str, Any]]] = [
+    (CONTEXT, {"window_left": 7}),
+    (CONTEXT, {"bmm1_scale": 0.5}),
+    (CONTEXT, {"bmm2_scale": 0.5}),
+    (CONTEXT, {"bmm1_scale": torch.tensor(0.5)}),
+    (CONTEXT, {"max_q_len": 6}),
+    (CONTEXT, {"enable_pdl": False}),
+    (CONTEXT, {"sinks": torch.zeros(api_calls.HEADS)}),
+    (CONTEXT, {"seq_lens": torch.zeros(3, 1, 1, dtype=torch.int32)}),
+    (CONTEXT, {"out_dtype": torch.float16}),
+    (FMHA, {"mask_mode": "padding"}),
+    (FMHA, {"bmm1_scale": 0.5}),
+    (FMHA, {"sinks": [torch.zeros(api_calls.HEADS)]}),
+    (CUDNN, {"causal": False}),
+    (CUDNN, {"scale": 0.5}),
+    (CUDNN, {"return_lse": False}),
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "change"), CHANGES, ids=lambda part: part if isinstance(part, str) else "-".join(part)
+)
+def test_what_the_checks_look_at_makes_another_call(entry: str, change: dict[str, Any], recorded: Any) -> None:
+    arguments = form(entry, api_calls.DEFAULT[entry])
+    FUNCTIONS[entry](**arguments)
+    FUNCTIONS[entry](**{**arguments, **change})
+    assert len(recorded.problems) == 2
+
+
+def test_two_sinks_are_refused_after_one_was_accepted() -> None:
+    arguments = form(CONTEXT, "stacked-HND")
+    sinks = torch.zeros(api_calls.HEADS)
+    FUNCTIONS[CONTEXT](**arguments, sinks=[sinks])
+    with pytest.raises(ValueError, match="sinks"):
+        FUNCTIONS[CONTEXT](**arguments, sinks=[sinks, sinks])
+
+
+def test_a_scale_on_the_host_as_a_tensor_is_read_each_time(recorded: Any) -> None:
+    arguments = form(CONTEXT, "stacked-HND")
+    for name in ("query", "block_tables", "seq_lens", "cum_seq_lens_q", "cum_seq_lens_kv"):
+        assert arguments[name].device.type == "cpu"  # so that here a tensor scale is on the device and stays there
+    arguments["bmm1_scale"] = torch.tensor(0.25)
+    FUNCTIONS[CONTEXT](**arguments)
+    FUNCTIONS[CONTEXT](**arguments)
+    assert len(recorded.problems) == 1
+    assert recorded.addresses[-1][12] == arguments["bmm1_scale"].data_ptr()
+
+
+def test_an_output_over_an_input_is_refused_in_a_warm_call_too() -> None:
+    arguments = form(CONTEXT, "stacked-HND")
+    arguments["out"] = torch.empty_like(arguments["query"])
+    FUNCTIONS[CONTEXT](**arguments)
+    arguments["out"] = arguments["query"]
+    with pytest.raises(ValueError, match="out must not share memory with query"):
+        FUNCTIONS[CONTEXT](**arguments)
+
+
+@pytest.mark.parametrize("name", ["query", "kv_cache", "out"])
+def test_unaligned_memory_is_refused_in_a_warm_call_too(name: str) -> None:
+    arguments = form(CONTEXT, "stacked-HND")
+    arguments["out"] = torch.empty_like(arguments["query"])
+    FUNCTIONS[CONTEXT](**arguments)
+    arguments[name] = api_calls.misaligned(arguments[name])
+    with pytest.raises(ValueError, match=name):
+        FUNCTIONS[CONTEXT](**arguments)
+
+
+def test_a_pool_with_v_elsewhere_is_another_call(recorded: Any) -> None:
+    arguments = form(FMHA, "pair-HND")
+    FUNCTIONS[FMHA](**arguments)
+    query, _ = arguments["qkv"]
+    pool = api_calls.data(3, api_calls.PAGES, *api_calls.page_shape("HND"))
+    FUNCTIONS[FMHA](**{**arguments, "qkv": (query, (pool[0], pool[2]))})
+    assert len(recorded.problems) == 2
