@@ -21,7 +21,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
 REGISTERS = 65536  # of an SM
-WARPGROUP = 128
+WARPGROUP = 128  # threads
 
 
 class KvFetch(enum.Enum):

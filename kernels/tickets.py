@@ -36,13 +36,23 @@ class Tickets:
         stream = _current_stream(self._device.index)
         return self._for_stream((stream, threading.get_ident() if stream == PER_THREAD_STREAM else 0))
 
+    def reserve(self) -> None:
+        """Keep enough pairs in store for the captures that may follow. Called once for each plan."""
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return
+        with self._lock:
+            if len(self._free) < SLAB_PAIRS // 2:
+                self._grow()
+
     def _for_stream(self, key: tuple[int, int]) -> int:
         found = self._of_stream.get(key)
         if found is None:
             with self._lock:
-                if not self._free:
-                    self._grow()
-                found = self._of_stream.setdefault(key, self._free.pop())
+                if key not in self._of_stream:
+                    if not self._free:
+                        self._grow()
+                    self._of_stream[key] = self._free.pop()
+                found = self._of_stream[key]
         return found
 
     def _for_capture(self) -> int:

@@ -5,23 +5,25 @@ object file in a cache directory, next to its PTX and cubin for inspection. Load
 
 Environment:
     HOPWELL_CACHE_DIR   where compiled kernels are kept; default: the user's cache directory
-    HOPWELL_JIT=forbid  raise instead of compiling, for deployments that compile ahead (``hopwell.kernels.compile``)
+    HOPWELL_JIT=forbid  raise instead of compiling, for deployments that compile ahead (``python -m hopwell compile``)
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
 import hashlib
 import importlib.metadata
 import json
 import logging
+import multiprocessing
 import os
 import pathlib
 import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -105,9 +107,15 @@ def function(config: PrefillConfig) -> Callable[..., None]:
     return found
 
 
-def compile_ahead(configs: Iterable[PrefillConfig]) -> list[Artifact]:
-    """Compile what is not on disk yet; no GPU needed."""
-    return [artifact(config) for config in configs]
+def compile_ahead(configs: Iterable[PrefillConfig], jobs: int | None = None) -> Iterator[Artifact]:
+    """Compile what is not on disk yet, in ``jobs`` processes (default: one for each CPU); no GPU needed.
+
+    Yields each kernel as soon as it is there.
+    """
+    spawn = multiprocessing.get_context("spawn")  # forked children of a process that has used CUDA cannot use it
+    with concurrent.futures.ProcessPoolExecutor(jobs or os.cpu_count(), mp_context=spawn) as pool:
+        for done in concurrent.futures.as_completed([pool.submit(artifact, config) for config in configs]):
+            yield done.result()
 
 
 def artifact(config: PrefillConfig) -> Artifact:

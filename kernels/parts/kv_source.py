@@ -11,6 +11,7 @@ Paged sources look page ids up, one box or row per lane, before they wait for a 
 is hidden. Consumers see nothing of this: a full barrier means that the tile is there.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -174,8 +175,9 @@ class PagedSource(KvSource):
 class PageBoxes(PagedSource):
     """A box holds all columns of ``box_rows`` tokens, so a page of 16 x 128 takes one instruction for 4 KiB.
 
-    The tensor is seen as [slots, row groups, column blocks, 8 rows, 64 columns], where a slot is one head of one page
-    and slots lie one head stride apart. That takes a page stride that is a multiple of the head stride.
+    The tensor is seen as [slots, row groups, column blocks, 8 rows, 64 columns], without the column blocks where one is
+    all there is. A slot is one head of one page and slots lie one head stride apart: that takes a page stride that is
+    a multiple of the head stride.
     """
 
     slots_per_page: Int32  # page stride / head stride
@@ -196,6 +198,11 @@ class PageBoxes(PagedSource):
     def boxes(self) -> int:
         return self.tile_n // self.box_rows
 
+    @property
+    def _corner(self) -> tuple[int, ...]:
+        """Coordinates of a box within its row group: all columns, all 8 rows."""
+        return (0, 0) if self.head_dim == BOX_COLUMNS else (0, 0, 0)
+
     def locate(self, tile):
         """(slot, row group) of box i in lane i.
 
@@ -214,13 +221,13 @@ class PageBoxes(PagedSource):
         for lane in cutlass.range(self.boxes, unroll=1):
             slot, group = cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane)
             with cute.arch.elect_one():
-                copy.tma_load(self.descriptor, box, barrier, (0, 0, 0, group, slot))
+                copy.tma_load(self.descriptor, box, barrier, (*self._corner, group, slot))
             box += self.box_rows * self.head_dim * 2
 
 
 @dataclass
 class PageRows(PagedSource):
-    """A token's row is copied by as many lanes as it has 16-byte chunks (32 at most)."""
+    """A token's row is copied by as many lanes as divide both its 16-byte chunks and the warp."""
 
     head: Int64  # address of the head's elements in page 0
     page_bytes: Int64
@@ -237,8 +244,12 @@ class PageRows(PagedSource):
         )
 
     @property
+    def _chunks(self) -> int:
+        return self.head_dim * 2 // copy.CHUNK_BYTES
+
+    @property
     def _lanes_per_row(self) -> int:
-        return min(WARP_LANES, self.head_dim * 2 // copy.CHUNK_BYTES)
+        return math.gcd(WARP_LANES, self._chunks)
 
     def locate(self, tile):
         """Address of row 32 * i + lane of the tile, for each i; 0 where the row is not needed."""
@@ -262,7 +273,7 @@ class PageRows(PagedSource):
                 owner = first + lane // self._lanes_per_row
                 source = cute.arch.shuffle_sync(location[i], owner)
                 row, column = 32 * i + owner, lane % self._lanes_per_row
-                for c in cutlass.range_constexpr(0, self.head_dim * 2 // copy.CHUNK_BYTES, WARP_LANES):
+                for c in cutlass.range_constexpr(0, self._chunks, self._lanes_per_row):
                     block, chunk = (column + c) // copy.CHUNKS_PER_ROW, (column + c) % copy.CHUNKS_PER_ROW
                     destination = self.chunk_address(stage, row, block, chunk ^ (row % GROUP_ROWS))
                     copy.async_copy_or_zero(destination, source + (column + c) * copy.CHUNK_BYTES, source != 0)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts.device import DeviceStruct, load_int
@@ -25,24 +25,26 @@ class Request(DeviceStruct):
         return self.kv_len - self.q_len
 
 
+def _tokens(offset, unit):
+    """An offset in units as a row number. Unsigned: uint32 offsets use all 32 bits."""
+    return (offset.to(Uint32) // Uint32(unit)).to(Int32)
+
+
 def load_request(index, addresses: Addresses, geometry: Geometry) -> Request:
-    q_start = load_int(addresses.q_offsets, index, 0) // Int32(geometry.q_unit)
-    q_end = load_int(addresses.q_offsets, index + (addresses.q_lens == 0).to(Int32), 0) // Int32(geometry.q_unit)
-    k_start = load_int(addresses.k_offsets, index, 0) // Int32(geometry.k_unit)
-    k_end = load_int(addresses.k_offsets, index + (addresses.kv_lens == 0).to(Int32), 0) // Int32(geometry.k_unit)
-    o_start = load_int(addresses.o_offsets, index, q_start * Int32(geometry.o_unit)) // Int32(geometry.o_unit)
-    lse_start = load_int(
-        addresses.lse_offsets,
-        index,
-        (index * Int32(geometry.lse_request) + o_start * Int32(geometry.lse_ragged)) * Int32(geometry.lse_unit),
-    ) // Int32(geometry.lse_unit)
+    a, g = addresses, geometry
+    q_start = _tokens(load_int(a.q_offsets, index, 0), g.q_unit)
+    q_end = _tokens(load_int(a.q_offsets, index + (a.q_lens == 0).to(Int32), 0), g.q_unit)
+    k_start = _tokens(load_int(a.k_offsets, index, 0), g.k_unit)
+    k_end = _tokens(load_int(a.k_offsets, index + (a.kv_lens == 0).to(Int32), 0), g.k_unit)
+    o_start = _tokens(load_int(a.o_offsets, index, q_start * Int32(g.o_unit)), g.o_unit)
+    lse_row = index * Int32(g.lse_request) + o_start * Int32(g.lse_ragged)
     return Request(
         index=index,
         q_start=q_start,
         o_start=o_start,
         k_start=k_start,
-        v_start=load_int(addresses.v_offsets, index, k_start * Int32(geometry.v_unit)) // Int32(geometry.v_unit),
-        lse_start=lse_start,
-        q_len=load_int(addresses.q_lens, index, q_end - q_start),
-        kv_len=load_int(addresses.kv_lens, index, k_end - k_start),
+        v_start=_tokens(load_int(a.v_offsets, index, k_start * Int32(g.v_unit)), g.v_unit),
+        lse_start=_tokens(load_int(a.lse_offsets, index, lse_row * Int32(g.lse_unit)), g.lse_unit),
+        q_len=load_int(a.q_lens, index, q_end - q_start),
+        kv_len=load_int(a.kv_lens, index, k_end - k_start),
     )

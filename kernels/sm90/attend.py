@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, global_array, shared_address
@@ -17,7 +18,7 @@ from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.scheduler import Board, WorkTile
 from hopwell.kernels.parts.softmax import OnlineSoftmax
-from hopwell.kernels.sm90.mma import WARPGROUP, WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
 TURN_BARRIER = 1  # named barriers 1.. give the consumer warpgroups turns at the tensor cores
 GROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each

@@ -5,7 +5,6 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64  # rows of the M dimension that one wgmma computes
 
 

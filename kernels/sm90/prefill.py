@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from hopwell.kernels.config import WORK_STAGES, KvFetch, PrefillConfig
+from hopwell.kernels.config import SHARED_BYTES, WARPGROUP, WORK_STAGES, KvFetch, PrefillConfig
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import global_pointer, load_scale, shared_address
@@ -27,7 +27,6 @@ from hopwell.kernels.parts.scheduler import WORK_TILE_INTS, Board, TileSchedule
 from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.pipeline import Edge, barrier_count, check_arrivals, create_rings
 from hopwell.kernels.sm90.attend import Attend, SharedTiles
-from hopwell.kernels.sm90.mma import WARPGROUP
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 SOURCES = {
@@ -70,6 +69,20 @@ class PrefillSm90:
         self.source = SOURCES[config.kv_fetch]
         self.warpgroups = config.consumer_warpgroups
         self.edges = self._edges()
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(
+                f"{config.name} needs {self.shared_bytes} bytes of shared memory, {SHARED_BYTES} are there"
+            )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: the stages of every edge, staging for the output, barriers."""
+        stages = sum(edge.stages * edge.stage_bytes for edge in self.edges)
+        return stages + 4 * self.warpgroups * STAGING_BYTES + 8 * self._barriers
+
+    @property
+    def _barriers(self) -> int:
+        return barrier_count(self.edges) + 1  # one more for V tiles that need zeroed rows
 
     def _edges(self) -> tuple[Edge, ...]:
         c, t, consumers = self.config, self.tile, 4 * self.warpgroups
@@ -103,6 +116,7 @@ class PrefillSm90:
         self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale).launch(
             grid=[Int32(geometry.grid), 1, 1],
             block=[WARPGROUP * (self.warpgroups + 1), 1, 1],
+            smem=self.shared_bytes,
             stream=stream,
             min_blocks_per_mp=1,
             use_pdl=programmatic_launch,
@@ -117,10 +131,11 @@ class PrefillSm90:
             return None
         blocks, groups = head_dim // BOX_COLUMNS, self.config.box_rows // GROUP_ROWS
         row, head = cute.assume(row, divby=8), cute.assume(head, divby=8)
-        shape = ((GROUP_ROWS, Int32(rows) // GROUP_ROWS), (BOX_COLUMNS, blocks), Int32(pages * (page // head)))
-        layout = cute.make_layout(shape, stride=((row, GROUP_ROWS * row), (1, BOX_COLUMNS), head))
+        columns, steps = ((BOX_COLUMNS, blocks), (1, BOX_COLUMNS)) if blocks > 1 else (BOX_COLUMNS, 1)
+        shape = ((GROUP_ROWS, Int32(rows) // GROUP_ROWS), columns, Int32(pages * (page // head)))
+        layout = cute.make_layout(shape, stride=((row, GROUP_ROWS * row), steps, head))
         box = copy.swizzled_layout(self.dtype, self.config.box_rows, head_dim, columns_first=True)
-        return self._tma_atom(address, layout, box, ((GROUP_ROWS, groups), (BOX_COLUMNS, blocks)))
+        return self._tma_atom(address, layout, box, ((GROUP_ROWS, groups), columns))
 
     def _row_boxes(self, address, shape, strides, box_rows):
         """TMA boxes of box_rows x 64 columns over [rows, head_dim, heads]; strides (row, head) in elements."""
@@ -146,9 +161,9 @@ class PrefillSm90:
         output_scale: Float32,
     ):
         smem = cutlass.memory.SmemAllocator()
-        barriers = smem.allocate_array(Int64, barrier_count(self.edges) + 1)
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, cute.make_layout((WORK_TILE_INTS, WORK_STAGES)), copy.CHUNK_BYTES)
+        barriers = smem.allocate_array(Int64, self._barriers)
         q_ring, k_ring, v_ring, work_ring = create_rings(barriers, self.edges)
         partial_barrier = barriers + barrier_count(self.edges)
         mask = IntervalMask(self.config.mask, Int32(geometry.window_left))

@@ -1,0 +1,75 @@
+"""Timing that compares fairly on a GPU whose clocks follow its power and temperature.
+
+Each candidate becomes a CUDA graph of enough launches to last some milliseconds. Rounds replay all of them one after
+the other, each time starting with another one, so that every candidate meets the same states of the card; the median
+over rounds is reported. Back-to-back launches keep the card under the sustained load that prefill puts on it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+GRAPH_MS = 12.0
+ROUNDS = 11
+
+
+def interleaved(
+    calls: dict[str, Callable[[], object]], rounds: int = ROUNDS, graph_ms: float = GRAPH_MS
+) -> dict[str, float]:
+    """Milliseconds of each call."""
+    graphs = {name: _graph(call, graph_ms) for name, call in calls.items()}
+    for graph, _ in graphs.values():
+        graph.replay()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    names = list(graphs)
+    for turn in range(rounds):
+        events = {}
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            graph, _ = graphs[name]
+            events[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[name][0].record()
+            graph.replay()
+            events[name][1].record()
+        torch.cuda.synchronize()
+        for name, (begin, end) in events.items():
+            times[name].append(begin.elapsed_time(end) / graphs[name][1])
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def _graph(call: Callable[[], object], graph_ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of as many calls as last ``graph_ms``."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(3):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    count = max(1, round(graph_ms / (begin.elapsed_time(end) / 3)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(count):
+            call()
+    return graph, count
+
+
+def host_microseconds(call: Callable[[], object], calls: int = 200, rounds: int = 25) -> float:
+    """Time that a warm call takes on the host, the kernel excluded: ``calls`` launches queue up without waiting."""
+    for _ in range(calls):
+        call()
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    torch.cuda.synchronize()
+    return statistics.median(times)

@@ -1,0 +1,216 @@
+"""Batches of requests with known keys and values, and the ways to hand them to a kernel or an entry point.
+
+Everything that a kernel must not read, or must not let through, is NaN: unused pages, the ends of last pages, tokens of
+a ragged tensor that belong to nobody. Unused table entries are -1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import reference
+import torch
+
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    LogSumExp,
+    LseLayout,
+    Mask,
+    MaskKind,
+    PageTable,
+    TokenOffsets,
+)
+
+LN_2 = math.log(2.0)
+CAUSAL, FULL = Mask(MaskKind.CAUSAL), Mask(MaskKind.FULL)
+
+
+def window(left: int) -> Mask:
+    return Mask(MaskKind.SLIDING_WINDOW, left)
+
+
+@dataclass
+class Batch:
+    q_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 128
+    v_head_dim: int = 0  # 0: as head_dim
+    dtype: torch.dtype = torch.bfloat16
+    device: str = "cuda"
+    seed: int = 0
+    magnitude: float = 1.0  # of queries and keys
+    q: torch.Tensor = field(init=False)  # [tokens, heads, head_dim]
+    k: list[torch.Tensor] = field(init=False)  # of each request [kv_len, kv_heads, head_dim]
+    v: list[torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(self.seed)
+
+        def normal(tokens: int, heads: int, dim: int, magnitude: float) -> torch.Tensor:
+            values = torch.randn(tokens, heads, dim, generator=generator, device=self.device)
+            return (values * magnitude).to(self.dtype)
+
+        self.v_head_dim = self.v_head_dim or self.head_dim
+        self.q = normal(sum(self.q_lens), self.heads, self.head_dim, self.magnitude)
+        self.k = [normal(n, self.kv_heads, self.head_dim, self.magnitude) for n in self.kv_lens]
+        self.v = [normal(n, self.kv_heads, self.v_head_dim, 1.0) for n in self.kv_lens]
+
+    def request(self, index: int) -> Batch:
+        """A batch of one of the requests."""
+        lengths = ([self.q_lens[index]], [self.kv_lens[index]])
+        one = Batch(*lengths, self.heads, self.kv_heads, self.head_dim, self.v_head_dim, self.dtype, self.device)
+        begin = starts(self.q_lens)[index]
+        one.q, one.k, one.v = self.q[begin : begin + lengths[0][0]], [self.k[index]], [self.v[index]]
+        return one
+
+    @property
+    def size(self) -> int:
+        return len(self.q_lens)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.q_lens)
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)
+
+    def ints(self, values: Sequence[int], dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.tensor(list(values), dtype=torch.int64).to(torch.int32).view(dtype).to(self.device)
+
+    def output(self) -> torch.Tensor:
+        """An output full of NaN: a row that is not written shows."""
+        shape = (self.tokens, self.heads, self.v_head_dim)
+        return torch.full(shape, math.nan, dtype=self.dtype, device=self.device)
+
+    def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
+        """K and V pages [pages, kv_heads, page_size, dim], and the table [batch, width].
+
+        ``order`` is the seed of the pages' permutation.
+        """
+        counts = [-(-n // page_size) for n in self.kv_lens]
+        total = sum(counts) + spare
+        ids = torch.randperm(total, generator=torch.Generator().manual_seed(order))
+        table = torch.full((self.size, max(counts, default=0) + 2), -1, dtype=torch.int32)
+        for request, begin in enumerate(starts(counts)[:-1]):
+            table[request, : counts[request]] = ids[begin : begin + counts[request]]
+        return (
+            self._pool(self.k, page_size, counts, ids),
+            self._pool(self.v, page_size, counts, ids),
+            table.to(self.device),
+        )
+
+    def _pool(self, tokens: list[torch.Tensor], page_size: int, counts: list[int], ids: torch.Tensor) -> torch.Tensor:
+        pool = torch.full(
+            (ids.numel(), page_size, *tokens[0].shape[1:]), math.nan, dtype=self.dtype, device=self.device
+        )
+        for values, count, begin in zip(tokens, counts, starts(counts), strict=False):
+            padded = pool.new_full((count * page_size, *values.shape[1:]), math.nan)
+            padded[: values.shape[0]] = values
+            pool[ids[begin : begin + count].to(self.device)] = padded.view(count, page_size, *values.shape[1:])
+        return pool.transpose(1, 2).contiguous()
+
+    def ragged(self, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """K and V [tokens, kv_heads, dim] with ``gap`` tokens of nobody before each request, and the starts."""
+        begins = [begin + gap * (i + 1) for i, begin in enumerate(starts(self.kv_lens))]
+        total = begins[-1]
+        key, value = (
+            torch.full((total, *tokens[0].shape[1:]), math.nan, dtype=self.dtype, device=self.device)
+            for tokens in (self.k, self.v)
+        )
+        for begin, k, v in zip(begins, self.k, self.v, strict=False):
+            key[begin : begin + k.shape[0]] = k
+            value[begin : begin + v.shape[0]] = v
+        return key, value, begins
+
+    def problem(self, page_size: int | None = None, mask: Mask = CAUSAL, **changes: Any) -> AttentionProblem:
+        """The batch as a problem, with paged KV or (``page_size`` None) contiguous KV; ``changes`` are fields of it."""
+        common: dict[str, Any] = dict(
+            query=self.q,
+            out=self.output(),
+            batch=self.size,
+            max_q_len=max(self.q_lens, default=0),
+            max_kv_len=max(self.kv_lens, default=0),
+            q_offsets=TokenOffsets(self.ints(starts(self.q_lens))),
+            mask=mask,
+            softmax_scale=self.scale,
+        )
+        if page_size is None:
+            key, value, begins = self.ragged()
+            common |= dict(
+                key=key.transpose(0, 1)[None],
+                value=value.transpose(0, 1)[None],
+                k_offsets=TokenOffsets(self.ints(begins)),
+                kv_lens=None,
+            )
+        else:
+            key, value, table = self.pages(page_size)
+            common |= dict(key=key, value=value, page_table=PageTable(table, table), kv_lens=self.ints(self.kv_lens))
+        return AttentionProblem(**(common | changes))
+
+    def ragged_lse(self, natural: bool = True) -> LogSumExp:
+        rows = torch.full((self.tokens, self.heads), math.nan, device=self.device)
+        return LogSumExp(rows, LseLayout.RAGGED, natural=natural)
+
+    def expected(
+        self,
+        mask: Mask = CAUSAL,
+        *,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Expected:
+        exact, rounded, lse = [], [], []
+        begins = starts(self.q_lens)
+        for request, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+            q = self.q[begins[request] : begins[request] + q_len]
+            seen = reference.visible(q_len, kv_len, mask, self.q.device)
+            arguments = (q, self.k[request], self.v[request], self.scale if scale is None else scale, seen, sinks)
+            out, log = reference.attention(*arguments)
+            exact.append(out)
+            lse.append(log)
+            rounded.append(reference.attention(*arguments, rounded=out_dtype or self.dtype)[0])
+        return Expected(torch.cat(exact), torch.cat(rounded), torch.cat(lse))
+
+
+@dataclass
+class Expected:
+    out: torch.Tensor  # float64
+    rounded: torch.Tensor  # the same with the roundings that no 16-bit kernel can avoid
+    lse: torch.Tensor  # natural
+
+    def check(self, out: torch.Tensor, factor: float = 1.0) -> None:
+        """``out`` is within twice what 16-bit rounding costs of ``factor`` times the expected output."""
+        assert out.shape == self.out.shape
+        assert not out.isnan().any(), f"{int(out.isnan().any(2).any(1).sum())} rows hold NaN"
+        exact, got = self.out * factor, out.double()
+        if exact.numel() == 0:
+            return
+        unit = torch.finfo(out.dtype).eps
+        allowed = 2 * (self.rounded * factor - exact).norm() + 1e-2 * unit * exact.norm()
+        assert (got - exact).norm() <= allowed, f"error {(got - exact).norm() / exact.norm():.2e} of the norm"
+        worst, largest = (got - exact).abs().max(), exact.abs().max()
+        assert worst <= 4 * unit * largest, f"one element is off by {worst:.2e}, the largest is {largest:.2e}"
+        unseen = exact.abs().amax(2) == 0
+        assert (got[unseen] == 0).all(), "a row without visible keys is not zero"
+
+    def check_lse(self, lse: torch.Tensor, *, natural: bool = True) -> None:
+        """``lse`` [tokens, heads] matches; it is -inf where nothing is visible."""
+        want = self.lse if natural else self.lse / LN_2
+        assert lse.shape == want.shape
+        infinite = want == -math.inf
+        assert (lse[infinite] == -math.inf).all()
+        error = (lse.double() - want)[~infinite].abs()
+        assert (error <= 1e-5 * (1 + want[~infinite].abs())).all(), f"LSE off by {error.max():.2e}"
+
+
+def starts(lengths: Sequence[int]) -> list[int]:
+    out = [0]
+    for n in lengths:
+        out.append(out[-1] + n)
+    return out

@@ -1,0 +1,177 @@
+"""CUDA graphs, streams and threads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+from batches import Batch, starts
+
+import hopwell
+from hopwell.kernels import Plan, execute
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = (
+    ([5, 0, 130, 257], [77, 3, 130, 700]),
+    ([257, 130, 5, 0], [300, 700, 9, 77]),
+    ([1, 1, 1, 1], [700, 1, 16, 17]),
+)
+
+
+def graph_inputs() -> dict[str, torch.Tensor]:
+    """Buffers that a graph reads: large enough for any of LENGTHS."""
+    cuda: dict[str, Any] = dict(device="cuda")
+    return dict(
+        query=torch.zeros(400, 4, 128, dtype=torch.bfloat16, **cuda),
+        kv_cache=torch.zeros(120, 2, 2, 16, 128, dtype=torch.bfloat16, **cuda),
+        block_tables=torch.zeros(4, 60, dtype=torch.int32, **cuda),
+        seq_lens=torch.zeros(4, dtype=torch.int32, **cuda),
+        cum_seq_lens_q=torch.zeros(5, dtype=torch.int32, **cuda),
+        out=torch.zeros(400, 4, 128, dtype=torch.bfloat16, **cuda),
+    )
+
+
+def fill(buffers: dict[str, torch.Tensor], data: Batch) -> None:
+    key, value, table = data.pages(16)
+    buffers["query"][: data.tokens] = data.q
+    buffers["kv_cache"][: key.shape[0], 0], buffers["kv_cache"][: key.shape[0], 1] = key, value
+    buffers["block_tables"].fill_(-1)
+    buffers["block_tables"][:, : table.shape[1]] = table
+    buffers["seq_lens"].copy_(data.ints(data.kv_lens))
+    buffers["cum_seq_lens_q"].copy_(data.ints(starts(data.q_lens)))
+
+
+def context(buffers: dict[str, torch.Tensor]) -> torch.Tensor:
+    return hopwell.trtllm_batch_context_with_kv_cache(
+        **buffers,
+        workspace_buffer=buffers["query"],
+        max_q_len=400,
+        max_kv_len=960,
+        bmm1_scale=128**-0.5,
+        bmm2_scale=1.0,
+        batch_size=4,
+        cum_seq_lens_kv=buffers["cum_seq_lens_q"],
+    )
+
+
+def test_graph_replays_with_new_lengths_and_tables() -> None:
+    buffers = graph_inputs()
+    context(buffers)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        context(buffers)
+    for seed, lengths in enumerate(LENGTHS):
+        data = Batch(*lengths, seed=seed)
+        fill(buffers, data)
+        for _ in range(3):
+            buffers["out"].fill_(7)
+            graph.replay()
+        replayed = buffers["out"].clone()
+        data.expected().check(replayed[: data.tokens])
+        assert (replayed[data.tokens :] == 7).all()
+        context(buffers)
+        assert torch.equal(replayed, buffers["out"])
+
+
+def test_graph_of_many_launches_on_two_branches() -> None:
+    """Launches in a graph may run at the same time: each needs work counters of its own."""
+    data = Batch([600], [600])
+    problem = data.problem(16)
+    plain = execute(problem).clone()
+    plan = Plan(problem)
+    outs = [torch.empty_like(plain) for _ in range(16)]
+    problems = [data.problem(16, out=out) for out in outs]
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        for index, one in enumerate(problems):
+            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
+                plan.execute(one)
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(5):
+        for out in outs:
+            out.fill_(7)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(plain, out) for out in outs)
+
+
+def test_graph_of_the_cudnn_entry() -> None:
+    data = Batch([5, 0, 130, 257], [77, 3, 130, 700])
+    key, value, table = data.pages(16)
+    lengths = [data.ints(values) for values in (data.q_lens, data.kv_lens)]
+    offsets = data.ints(starts(data.q_lens)) * 512
+
+    def call(out: torch.Tensor, lse: torch.Tensor) -> None:
+        hopwell.cudnn_batch_prefill_with_kv_cache(
+            data.q,
+            key,
+            value,
+            data.scale,
+            data.q,
+            max_token_per_sequence=300,
+            max_sequence_kv=700,
+            actual_seq_lens_q=lengths[0],
+            actual_seq_lens_kv=lengths[1],
+            block_tables=table,
+            causal=True,
+            return_lse=True,
+            batch_offsets_q=offsets,
+            batch_offsets_o=offsets,
+            out=out,
+            lse=lse,
+            is_cuda_graph_compatible=True,
+        )
+
+    eager = data.output(), torch.zeros(4, 300, 4, device="cuda")
+    replayed = data.output(), torch.zeros(4, 300, 4, device="cuda")
+    call(*eager)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(*replayed)
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(eager, replayed, strict=True))
+
+
+def test_streams_and_threads_do_not_disturb_each_other() -> None:
+    work = []
+    for seed in range(4):
+        data = Batch([700, 300], [700, 900], seed=seed)
+        problem = data.problem(16)
+        work.append((problem, execute(problem).clone()))
+    torch.cuda.synchronize()
+    failures: list[Any] = []
+
+    def hammer(problem: Any, want: torch.Tensor) -> None:
+        try:
+            plan, stream = Plan(problem), torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(50):
+                    problem.out.fill_(7)
+                    plan.execute(problem)
+                    if not torch.equal(problem.out, want):
+                        failures.append("results differ")
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=hammer, args=item) for item in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_first_call_inside_a_capture() -> None:
+    """A kernel may be loaded while a graph is being captured."""
+    data = Batch([33, 7], [90, 7], head_dim=64, dtype=torch.float16)
+    problem = data.problem(256)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        execute(problem)
+    graph.replay()
+    data.expected().check(problem.out)
