@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import Sources, facts, on_device, optional_facts, scale_facts, single
+from hopwell._launch import Arguments, Sources, on_device
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
@@ -209,54 +208,10 @@ def context_problem(
     return problem
 
 
-def context_key(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cum_seq_lens_q: torch.Tensor,
-    bmm1_scale: float | torch.Tensor,
-    bmm2_scale: float | torch.Tensor,
-    sinks: Any,
-    out: torch.Tensor | None,
-    cum_seq_lens_kv: torch.Tensor,
-    integers: tuple[int, ...],
-    options: tuple[Any, ...],
-    names: tuple[Any, ...],
-) -> Hashable:
-    """Everything that :func:`context_problem` looks at but addresses."""
-    device = query.device
-    cache = facts(kv_cache) if isinstance(kv_cache, torch.Tensor) else tuple([facts(half) for half in kv_cache])
-    return (
-        facts(query),
-        cache,
-        facts(block_tables),
-        facts(seq_lens),
-        facts(cum_seq_lens_q),
-        facts(cum_seq_lens_kv),
-        scale_facts(bmm1_scale, device),
-        scale_facts(bmm2_scale, device),
-        optional_facts(single(sinks)),
-        optional_facts(out),
-        tuple([index(number) for number in integers]),
-        options,
-        names,
-    )
-
-
-def context_sources(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    cum_seq_lens_q: torch.Tensor,
-    bmm1_scale: float | torch.Tensor,
-    bmm2_scale: float | torch.Tensor,
-    sinks: Any,
-    out: torch.Tensor | None,
-) -> Sources:
+def context_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
-    k, v = (kv_cache, kv_cache) if isinstance(kv_cache, torch.Tensor) else kv_cache
+    query, k, v, block_tables, seq_lens, cum_seq_lens_q, bmm1_scale, bmm2_scale, sinks, *_ = arguments
     starts = (cum_seq_lens_q, None, None, None)
     scales = (on_device(bmm1_scale), on_device(bmm2_scale))
-    return query, k, v, out, *starts, None, seq_lens, block_tables, block_tables, *scales, single(sinks), None, None
+    value = k if v is None else v
+    return query, k, value, None, *starts, None, seq_lens, block_tables, block_tables, *scales, sinks, None, None

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from operator import index
 from typing import Any
 
 import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import Sources, facts, optional_facts
+from hopwell._launch import Arguments, Sources
 from hopwell.kernels import support
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -218,65 +216,9 @@ def _log_sum_exp(
     return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=True, offsets=starts)
 
 
-def cudnn_key(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    actual_seq_lens_q: torch.Tensor,
-    actual_seq_lens_kv: torch.Tensor,
-    block_tables: torch.Tensor | None,
-    starts: tuple[torch.Tensor | None, ...],
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    values: tuple[Any, ...],
-    options: tuple[Any, ...],
-) -> Hashable:
-    """Everything that :func:`cudnn_problem` looks at but addresses."""
-    if actual_seq_lens_q.device != q.device or actual_seq_lens_kv.device != q.device:
-        raise TypeError("lengths on another device have to be copied")
-    _, max_token_per_sequence, max_sequence_kv, *_ = values
-    return (
-        facts(q),
-        facts(k_cache),
-        facts(v_cache),
-        facts(actual_seq_lens_q),
-        facts(actual_seq_lens_kv),
-        optional_facts(block_tables),
-        tuple([optional_facts(start) for start in starts]),
-        optional_facts(out),
-        optional_facts(lse),
-        (index(max_token_per_sequence), index(max_sequence_kv)),
-        values,
-        options,
-    )
-
-
-def cudnn_sources(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    actual_seq_lens_q: torch.Tensor,
-    actual_seq_lens_kv: torch.Tensor,
-    block_tables: torch.Tensor | None,
-    starts: tuple[torch.Tensor | None, ...],
-    out: torch.Tensor | None,
-    lse: torch.Tensor | None,
-) -> Sources:
+def cudnn_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
-    *qkvo_starts, lse_starts = starts
-    lengths = (actual_seq_lens_q, actual_seq_lens_kv)
-    table = (block_tables, block_tables)
-    return (
-        q,
-        k_cache,
-        v_cache,
-        out,
-        *qkvo_starts,
-        *lengths,
-        *table,
-        None,
-        None,
-        None,
-        lse,
-        None if lse is None else lse_starts,
-    )
+    q, k_cache, v_cache, q_lens, kv_lens, block_tables, *rest = arguments
+    *starts, lse_starts = rest[:5]
+    lengths, table = (q_lens, kv_lens), (block_tables, block_tables)
+    return q, k_cache, v_cache, None, *starts, *lengths, *table, None, None, None, None, lse_starts

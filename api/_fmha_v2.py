@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
-from operator import index
 from typing import Any
 
 import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import Sources, facts, optional_facts, single
+from hopwell._launch import Arguments, Sources, halves
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
@@ -188,62 +186,28 @@ def fmha_v2_problem(
     return problem
 
 
-def fmha_v2_key(
-    qkv: torch.Tensor | tuple[Any, ...],
-    input_layout: str,
-    cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor,
-    block_tables: torch.Tensor | None,
-    sinks: Any,
-    out: torch.Tensor | None,
-    seq_lens: torch.Tensor,
-    integers: tuple[int, ...],
-    numbers: tuple[float | None, ...],
-    options: tuple[Any, ...],
-) -> Hashable:
-    """Everything that :func:`fmha_v2_problem` looks at but addresses."""
-    query, k, v = _qkv(qkv, input_layout)
-    return (
-        input_layout,
-        facts(query),
-        facts(k),
-        facts(v),
-        # In a (K, V) pool page ids of both count from K: how far V lies behind it is part of the layout.
-        v.data_ptr() - k.data_ptr() if block_tables is not None else None,
-        facts(cum_seq_lens_q),
-        facts(cum_seq_lens_kv),
-        facts(seq_lens),
-        optional_facts(block_tables),
-        optional_facts(single(sinks)),
-        optional_facts(out),
-        tuple([index(number) for number in integers]),
-        numbers,
-        options,
-    )
+def v_behind_k(qkv: Any) -> int | None:
+    """Bytes from K to V in a (K, V) pool: page ids of both count from K, so this is part of the layout."""
+    if isinstance(qkv, (tuple, list)) and len(qkv) == 2 and isinstance(qkv[1], (tuple, list)) and len(qkv[1]) == 2:
+        k, v = qkv[1]
+        return v.data_ptr() - k.data_ptr() if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) else None
+    return None
 
 
-def _qkv(qkv: Any, input_layout: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tensors that Q, K and V lie in."""
-    if isinstance(qkv, torch.Tensor):
-        return qkv, qkv, qkv
-    query, *rest = qkv
-    if len(rest) == 1:
-        rest = list(rest[0]) if isinstance(rest[0], (tuple, list)) else rest * 2
-    k, v = rest
-    return query, k, v
+def leaves(qkv: Any) -> tuple[Any, Any, Any]:
+    """The tensors that Q, K and V lie in; None for what is not told apart. What is malformed stays in one piece."""
+    if not isinstance(qkv, (tuple, list)):
+        return qkv, None, None
+    if len(qkv) == 2:
+        return qkv[0], *halves(qkv[1])
+    return tuple(qkv) if len(qkv) == 3 else (qkv, None, None)
 
 
-def fmha_v2_sources(
-    qkv: torch.Tensor | tuple[Any, ...],
-    input_layout: str,
-    cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor,
-    block_tables: torch.Tensor | None,
-    sinks: Any,
-    out: torch.Tensor | None,
-) -> Sources:
+def fmha_v2_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
-    query, k, v = _qkv(qkv, input_layout)
+    query, k, v, cum_seq_lens_q, cum_seq_lens_kv, block_tables, sinks, *_ = arguments
+    k = query if k is None else k
+    v = k if v is None else v
     v_starts = cum_seq_lens_kv if block_tables is None else None
     starts = (cum_seq_lens_q, None, cum_seq_lens_kv, v_starts)
-    return query, k, v, out, *starts, None, None, block_tables, block_tables, None, None, single(sinks), None, None
+    return query, k, v, None, *starts, None, None, block_tables, block_tables, None, None, sinks, None, None

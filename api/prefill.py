@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._context import context_key, context_problem, context_sources
-from hopwell._cudnn import cudnn_key, cudnn_problem, cudnn_sources
-from hopwell._fmha_v2 import fmha_v2_key, fmha_v2_problem, fmha_v2_sources
-from hopwell._launch import Calls
+from hopwell._context import context_problem, context_sources
+from hopwell._cudnn import cudnn_problem, cudnn_sources
+from hopwell._fmha_v2 import fmha_v2_problem, fmha_v2_sources, leaves, v_behind_k
+from hopwell._launch import Calls, halves, single
 from hopwell.utils import FP4Tensor
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT, _FMHA_V2, _CUDNN = Calls(), Calls(), Calls()
+_CONTEXT, _FMHA_V2, _CUDNN = Calls(context_sources), Calls(fmha_v2_sources), Calls(cudnn_sources)
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -106,20 +106,25 @@ def trtllm_batch_context_with_kv_cache(
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.support.support_matrix`.
     """
-    operands = (query, kv_cache, block_tables, seq_lens, cum_seq_lens_q, bmm1_scale, bmm2_scale, sinks)
-    key, prepared = _CONTEXT.find(
-        lambda: context_key(
-            *operands,
-            out,
-            cum_seq_lens_kv,
-            (max_q_len, max_kv_len, batch_size, window_left),
-            (type(workspace_buffer), kv_block_scales, skip_softmax_threshold_scale_factor),
-            (out_dtype, o_sf_scale, o_sf_vec_size, kv_layout, enable_pdl, uses_shared_paged_kv_idx),
-        )
+    arguments = (
+        query,
+        *halves(kv_cache),
+        block_tables,
+        seq_lens,
+        cum_seq_lens_q,
+        bmm1_scale,
+        bmm2_scale,
+        single(sinks),
+        out,
+        cum_seq_lens_kv,
+        *(max_q_len, max_kv_len, batch_size, window_left, skip_softmax_threshold_scale_factor),
+        *(type(workspace_buffer), kv_block_scales, o_sf_scale, o_sf_vec_size),
+        *(out_dtype, kv_layout, enable_pdl, uses_shared_paged_kv_idx),
     )
+    prepared = _CONTEXT.find(arguments)
     if prepared is not None:
         result = prepared.output(query) if out is None else out
-        if prepared.launch(result, context_sources(*operands, result)):
+        if prepared.launch(arguments, result):
             return result
     problem = context_problem(
         query,
@@ -146,7 +151,7 @@ def trtllm_batch_context_with_kv_cache(
         skip_softmax_threshold_scale_factor,
         uses_shared_paged_kv_idx,
     )
-    return _CONTEXT.run(key, problem, context_sources(*operands, out))
+    return _CONTEXT.run(arguments, problem)
 
 
 def trtllm_fmha_v2_prefill(
@@ -230,21 +235,23 @@ def trtllm_fmha_v2_prefill(
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.support.support_matrix`.
     """
-    operands = (qkv, input_layout, cum_seq_lens_q, cum_seq_lens_kv, block_tables, sinks)
-    key, prepared = _FMHA_V2.find(
-        lambda: fmha_v2_key(
-            *operands,
-            out,
-            seq_lens,
-            (max_q_len, max_kv_len, batch_size, window_left, chunked_attention_size),
-            (bmm1_scale, bmm2_scale, logits_soft_cap_scale, skip_softmax_threshold_scale_factor),
-            (type(workspace_buffer), out_dtype, pos_encoding_mode, mask_mode, save_softmax_stats),
-        )
+    arguments = (
+        *leaves(qkv),
+        cum_seq_lens_q,
+        cum_seq_lens_kv,
+        block_tables,
+        single(sinks),
+        out,
+        seq_lens,
+        v_behind_k(qkv),
+        *(max_q_len, max_kv_len, batch_size, window_left, chunked_attention_size),
+        *(bmm1_scale, bmm2_scale, logits_soft_cap_scale, skip_softmax_threshold_scale_factor),
+        *(type(workspace_buffer), input_layout, out_dtype, pos_encoding_mode, mask_mode, save_softmax_stats),
     )
+    prepared = _FMHA_V2.find(arguments)
     if prepared is not None:
-        query = qkv if isinstance(qkv, torch.Tensor) else qkv[0]
-        result = prepared.output(query) if out is None else out
-        if prepared.launch(result, fmha_v2_sources(*operands, result)):
+        result = prepared.output(arguments[0]) if out is None else out
+        if prepared.launch(arguments, result):
             return result
     problem = fmha_v2_problem(
         qkv,
@@ -270,7 +277,7 @@ def trtllm_fmha_v2_prefill(
         save_softmax_stats,
         skip_softmax_threshold_scale_factor,
     )
-    return _FMHA_V2.run(key, problem, fmha_v2_sources(*operands, out))
+    return _FMHA_V2.run(arguments, problem)
 
 
 def cudnn_batch_prefill_with_kv_cache(
@@ -347,25 +354,28 @@ def cudnn_batch_prefill_with_kv_cache(
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.support.support_matrix`.
     """
-    starts = (batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v, batch_offsets_stats)
-    operands = (q, k_cache, v_cache, actual_seq_lens_q, actual_seq_lens_kv, block_tables, starts)
-    key, prepared = _CUDNN.find(
-        lambda: cudnn_key(
-            *operands,
-            out,
-            lse,
-            (scale, max_token_per_sequence, max_sequence_kv, causal, return_lse),
-            (type(workspace_buffer), is_cuda_graph_compatible, type(backend)),
-        )
+    arguments = (
+        q,
+        k_cache,
+        v_cache,
+        actual_seq_lens_q,
+        actual_seq_lens_kv,
+        block_tables,
+        *(batch_offsets_q, batch_offsets_o, batch_offsets_k, batch_offsets_v, batch_offsets_stats),
+        out,
+        lse,
+        *(scale, max_token_per_sequence, max_sequence_kv, causal, return_lse),
+        *(type(workspace_buffer), is_cuda_graph_compatible, type(backend)),
     )
+    prepared = _CUDNN.find(arguments)
     if prepared is not None:
         result = prepared.output(q) if out is None else out
-        stats = lse
-        if return_lse and lse is None:
+        stats = None
+        if return_lse:
             sizes = (actual_seq_lens_q.numel(), max_token_per_sequence, q.shape[1])
-            stats = torch.empty(sizes, dtype=torch.float32, device=q.device)
-        if prepared.launch(result, cudnn_sources(*operands, result, stats if return_lse else None)):
-            return result, stats if return_lse else None
+            stats = torch.empty(sizes, dtype=torch.float32, device=q.device) if lse is None else lse
+        if prepared.launch(arguments, result, stats):
+            return result, stats
     problem = cudnn_problem(
         q,
         k_cache,
@@ -390,7 +400,7 @@ def cudnn_batch_prefill_with_kv_cache(
         backend=backend,
     )
     stats = None if problem.lse is None else problem.lse.tensor
-    result = _CUDNN.run(key, problem, cudnn_sources(*operands, out, stats))
+    result = _CUDNN.run(arguments, problem)
     if stats is None:
         return result, None
     # A ragged log-sum-exp was viewed as rows for the kernel.

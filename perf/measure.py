@@ -1,12 +1,14 @@
 """Timing that compares fairly on a GPU whose clocks follow its power and temperature.
 
 Each candidate becomes a CUDA graph of enough launches to last some milliseconds. Rounds replay all of them one after
-the other, each time starting with another one, so that every candidate meets the same states of the card; the median
-over rounds is reported. Back-to-back launches keep the card under the sustained load that prefill puts on it.
+the other, each time in another random order, so that every candidate meets the same states of the card: one that
+follows a power-hungry one gets lower clocks. The median over rounds is reported. Back-to-back launches keep the card
+under the sustained load that prefill puts on it.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 GRAPH_MS = 12.0
-ROUNDS = 11
+ROUNDS = 21
 
 
 def interleaved(
@@ -26,10 +28,10 @@ def interleaved(
         graph.replay()
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in graphs}
-    names = list(graphs)
-    for turn in range(rounds):
+    shuffle = random.Random(0)
+    for _ in range(rounds):
         events = {}
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+        for name in shuffle.sample(list(graphs), len(graphs)):
             graph, _ = graphs[name]
             events[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             events[name][0].record()

@@ -41,7 +41,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
     """The recording plan, with nothing recorded and no call prepared."""
     monkeypatch.setattr(_launch, "Plan", RecordingPlan)
     for calls in ("_CONTEXT", "_FMHA_V2", "_CUDNN"):
-        monkeypatch.setattr(hopwell.prefill, calls, _launch.Calls())
+        monkeypatch.setattr(hopwell.prefill, calls, _launch.Calls(getattr(hopwell.prefill, calls).sources))
     RecordingPlan.problems.clear()
     RecordingPlan.addresses.clear()
     return RecordingPlan

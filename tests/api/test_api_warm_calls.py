@@ -10,6 +10,8 @@ import pytest
 import torch
 from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, Form, form
 
+from hopwell import _launch
+
 # The log-sum-exp of cuDNN's entry is allocated anew in each call: test_warm_cudnn_lse looks at that.
 RUNNING = [case for case in FORMS if case.runs and not case.function.__name__.startswith(CUDNN)]
 
@@ -17,9 +19,10 @@ RUNNING = [case for case in FORMS if case.runs and not case.function.__name__.st
 @pytest.mark.parametrize("case", RUNNING, ids=str)
 def test_a_warm_call_has_the_addresses_that_a_checked_call_has(case: Form, recorded: Any) -> None:
     case.function(**case.build())
+    case.function(**case.build())
     arguments = copy.deepcopy(case.build())
     arguments["out"] = case.function(**arguments)
-    assert len(recorded.problems) == 1, "the second call went through the checks again"
+    assert len(recorded.problems) == 1, "a later call went through the checks again"
     warm = recorded.addresses[-1]
     recorded.problems.clear()
     case.function(**arguments)
@@ -71,9 +74,37 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
 )
 def test_what_the_checks_look_at_makes_another_call(entry: str, change: dict[str, Any], recorded: Any) -> None:
     arguments = form(entry, api_calls.DEFAULT[entry])
-    FUNCTIONS[entry](**arguments)
+    for _ in range(3):  # checked, found by its key, recognised without one
+        FUNCTIONS[entry](**arguments)
     FUNCTIONS[entry](**{**arguments, **change})
     assert len(recorded.problems) == 2
+
+
+def test_latest_calls_are_recognised_without_a_key(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds = [{**form(CONTEXT, "stacked-HND"), "window_left": left} for left in range(_launch.RECENT)]
+    for arguments in kinds * 2:
+        FUNCTIONS[CONTEXT](**arguments)
+    monkeypatch.setattr(_launch, "_key", None)
+    for arguments in kinds:
+        FUNCTIONS[CONTEXT](**copy.deepcopy(arguments))
+    assert len(recorded.problems) == len(kinds)
+
+
+def test_a_tensor_given_twice_is_two_operands(recorded: Any) -> None:
+    """Later calls may give two tensors where the first gave one for both."""
+    arguments = form(CONTEXT, "stacked-HND")
+    lengths = arguments["seq_lens"]
+    for name in ("cum_seq_lens_q", "cum_seq_lens_kv"):
+        arguments[name] = arguments["cum_seq_lens_q"]
+    arguments["bmm1_scale"] = arguments["bmm2_scale"] = torch.tensor(1.0)
+    for _ in range(3):
+        FUNCTIONS[CONTEXT](**arguments)
+    arguments["seq_lens"] = lengths.clone()
+    arguments["bmm2_scale"] = torch.tensor(2.0)
+    FUNCTIONS[CONTEXT](**arguments)
+    assert len(recorded.problems) == 1
+    assert recorded.addresses[-1][9] == arguments["seq_lens"].data_ptr()
+    assert recorded.addresses[-1][12:14] == (arguments["bmm1_scale"].data_ptr(), arguments["bmm2_scale"].data_ptr())
 
 
 def test_two_sinks_are_refused_after_one_was_accepted() -> None:
@@ -98,7 +129,8 @@ def test_a_scale_on_the_host_as_a_tensor_is_read_each_time(recorded: Any) -> Non
 def test_an_output_over_an_input_is_refused_in_a_warm_call_too() -> None:
     arguments = form(CONTEXT, "stacked-HND")
     arguments["out"] = torch.empty_like(arguments["query"])
-    FUNCTIONS[CONTEXT](**arguments)
+    for _ in range(3):
+        FUNCTIONS[CONTEXT](**arguments)
     arguments["out"] = arguments["query"]
     with pytest.raises(ValueError, match="out must not share memory with query"):
         FUNCTIONS[CONTEXT](**arguments)
@@ -108,7 +140,8 @@ def test_an_output_over_an_input_is_refused_in_a_warm_call_too() -> None:
 def test_unaligned_memory_is_refused_in_a_warm_call_too(name: str) -> None:
     arguments = form(CONTEXT, "stacked-HND")
     arguments["out"] = torch.empty_like(arguments["query"])
-    FUNCTIONS[CONTEXT](**arguments)
+    for _ in range(3):
+        FUNCTIONS[CONTEXT](**arguments)
     arguments[name] = api_calls.misaligned(arguments[name])
     with pytest.raises(ValueError, match=name):
         FUNCTIONS[CONTEXT](**arguments)
@@ -116,7 +149,8 @@ def test_unaligned_memory_is_refused_in_a_warm_call_too(name: str) -> None:
 
 def test_a_pool_with_v_elsewhere_is_another_call(recorded: Any) -> None:
     arguments = form(FMHA, "pair-HND")
-    FUNCTIONS[FMHA](**arguments)
+    for _ in range(3):
+        FUNCTIONS[FMHA](**arguments)
     query, _ = arguments["qkv"]
     pool = api_calls.data(3, api_calls.PAGES, *api_calls.page_shape("HND"))
     FUNCTIONS[FMHA](**{**arguments, "qkv": (query, (pool[0], pool[2]))})
