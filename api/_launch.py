@@ -33,6 +33,9 @@ RECENT = 4  # calls recognised without a key: models alternate between few kinds
 ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
 
 
+_data_ptr = torch.Tensor.data_ptr
+
+
 def halves(cache: Any) -> tuple[Any, Any]:
     """K and V of a pair; the tensor of both and None otherwise."""
     return tuple(cache) if isinstance(cache, (tuple, list)) and len(cache) == 2 else (cache, None)
@@ -98,8 +101,8 @@ class Prepared:
 
     def launch(self, arguments: Arguments, result: torch.Tensor, stats: torch.Tensor | None = None) -> bool:
         """Launch, unless the addresses have to be checked: then do nothing and return False."""
-        pointers = [tensor.data_ptr() for tensor in self._pick(arguments)]
-        pointers += (result.data_ptr(), 0 if stats is None else stats.data_ptr(), 0)
+        stats_pointer = 0 if stats is None else stats.data_ptr()
+        pointers = [*map(_data_ptr, self._pick(arguments)), result.data_ptr(), stats_pointer, 0]
         addresses = self._gather(pointers)
         if self._offsets is not None:
             addresses = tuple(map(add, addresses, self._offsets))
@@ -129,32 +132,36 @@ class Signature:
     time of reading shapes and strides from Python.
     """
 
-    __slots__ = ("_checks", "_pick_plain", "_pick_tensors", "_plain", "_types")
+    __slots__ = ("_again", "_check", "_pick_plain", "_pick_tensors", "_plain", "_types")
 
     def __init__(self, arguments: Arguments):
         tensors = [i for i, argument in enumerate(arguments) if isinstance(argument, torch.Tensor)]
-        self._pick_tensors = itemgetter(*tensors)
         self._pick_plain = itemgetter(*(i for i in range(len(arguments)) if i not in tensors))
         self._plain = self._pick_plain(arguments)
         self._types = tuple(map(type, self._plain))
-        # One for each tensor: a guard of several refuses a tensor that is given twice.
-        self._checks = [_tensor_guard(tensor).check for tensor in self._pick_tensors(arguments)]
+        # A guard of several tensors refuses one that is given twice; then it gets another guard for itself.
+        once = [i for i in tensors if not any(arguments[i] is arguments[j] for j in tensors if j < i)]
+        self._pick_tensors = itemgetter(*once)
+        self._check = _guard(*self._pick_tensors(arguments))
+        self._again = [(i, _guard(arguments[i])) for i in tensors if i not in once]
 
     def matches(self, arguments: Arguments) -> bool:
         plain = self._pick_plain(arguments)
         # Types first: after that no tensor is compared with a number, which would wait for the GPU.
         if tuple(map(type, plain)) != self._types or plain != self._plain:
             return False
-        for check, tensor in zip(self._checks, self._pick_tensors(arguments)):  # noqa: B905, SIM110 (hot, one length)
-            if not check(tensor):
+        if not self._check(*self._pick_tensors(arguments)):
+            return False
+        for i, check in self._again:  # noqa: SIM110 (a generator would cost more than the checks)
+            if not check(arguments[i]):
                 return False
         return True
 
 
-def _tensor_guard(tensor: torch.Tensor) -> Any:
+def _guard(*tensors: torch.Tensor) -> Any:
     from torch._C._dynamo import guards
 
-    return guards.TensorGuards(tensor, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    return guards.TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
 
 
 class Calls:
@@ -186,7 +193,7 @@ class Calls:
         device = problem.query.device
         # What lies elsewhere was copied or read, and has to be in each call.
         here = all(argument.device == device for argument in arguments if isinstance(argument, torch.Tensor))
-        if plan.has_work and here:
+        if plan.has_work and plan.repeatable and here:
             if len(self._prepared) >= CAPACITY:
                 self._prepared.clear()
             self._prepared[_key(arguments)] = Prepared(arguments, self.sources, problem, plan)

@@ -17,7 +17,7 @@ class RecordingPlan:
 
     problems: ClassVar[list[AttentionProblem]] = []
     addresses: ClassVar[list[tuple[int, ...]]] = []  # of every launch, in the order of launch.Addresses
-    has_work = True
+    has_work = repeatable = True
 
     def __init__(self, problem: AttentionProblem):
         self.problems.append(problem)

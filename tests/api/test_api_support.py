@@ -8,6 +8,7 @@ import pytest
 import torch
 from api_calls import FORMS, Form
 
+from hopwell import emulator
 from hopwell.kernels import support
 
 
@@ -53,15 +54,15 @@ def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
 )
 def test_arch_of_cuda_devices(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], arch: str) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    support.arch_of.cache_clear()
+    support._cuda_arch.cache_clear()
     assert support.arch_of(torch.device("cuda", 5)) == arch
-    support.arch_of.cache_clear()
+    support._cuda_arch.cache_clear()
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 1), (10, 1), (11, 0), (13, 0)])
 def test_arch_of_other_cuda_devices(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    support.arch_of.cache_clear()
+    support._cuda_arch.cache_clear()
     text = rf"cuda:5.*{capability[0]}\.{capability[1]}.*{', '.join(support.ARCHS)}"
     with pytest.raises(NotImplementedError, match=text):
         support.arch_of(torch.device("cuda", 5))
@@ -71,6 +72,16 @@ def test_arch_of_other_devices() -> None:
     assert support.arch_of(torch.device("cpu")) == "sm_90a"
     with pytest.raises(NotImplementedError, match="meta"):
         support.arch_of(torch.device("meta"))
+
+
+def test_arch_of_the_cpu_is_the_emulated_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulator.use("sm_100a"):
+        assert support.arch_of(torch.device("cpu")) == "sm_100a"
+    monkeypatch.setenv("HOPWELL_EMULATE", "sm_120a")
+    assert support.arch_of(torch.device("cpu")) == "sm_120a"
+    monkeypatch.setenv("HOPWELL_EMULATE", "off")
+    with pytest.raises(ValueError, match="HOPWELL_EMULATE=off"):
+        support.arch_of(torch.device("cpu"))
 
 
 def test_pdl_by_arch() -> None:
