@@ -17,6 +17,7 @@ import torch
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, MaskKind
 
+ARCHS = ("sm_90a",)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
@@ -142,8 +143,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
-    if arch != "sm_90a":
-        raise NotImplementedError(f"no prefill kernel for {arch} yet; supported: sm_90a")
+    if arch not in ARCHS:
+        raise NotImplementedError(f"there is no prefill kernel for {arch}; supported: {', '.join(ARCHS)}")
     if dims not in TILES:
         listed = ", ".join(f"{qk}/{v}" for qk, v in support.HEAD_DIMS)
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
@@ -168,6 +169,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
 
 def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
     """Every kernel that :func:`resolve` gives for inputs and outputs of one dtype."""
+    if arch not in ARCHS:
+        return
     for dtype, (dims, tile), mask in itertools.product(DTYPES.values(), TILES.items(), MaskKind):
         boxes = [rows for rows in (8, 16, 32, 64) if tile.n % rows == 0 and rows <= math.gcd(1024, tile.n)]
         fetches = [(KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0), *((KvFetch.PAGE_BOXES, rows) for rows in boxes)]
