@@ -122,7 +122,7 @@ def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
 def _has_slots(view: torch.Tensor) -> bool:
     """Whether pages start a whole number of head strides apart, as TMA boxes over all columns need (5 dimensions)."""
     page, head = page_and_head_stride(view)
-    return head > 0 and page % head == 0
+    return 0 < head <= page and page % head == 0
 
 
 def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
@@ -154,6 +154,17 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
             raise NotImplementedError(
                 f"{what} dtype {dtype} has no kernel on {arch}; supported: {', '.join(map(str, DTYPES))}"
             )
+    for what, operand in (("key", problem.key), ("value", problem.value)):
+        if operand.dtype != problem.query.dtype:
+            raise NotImplementedError(
+                f"{what} dtype {operand.dtype} has no kernel on {arch} with query dtype {problem.query.dtype}; "
+                f"supported: {problem.query.dtype}"
+            )
+    page_size = problem.key.shape[2]
+    if problem.page_table is not None and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
+        raise NotImplementedError(
+            f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
+        )
     fetch, box_rows = kv_fetch(problem, TILES[dims].n)
     return PrefillConfig(
         arch=arch,

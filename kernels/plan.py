@@ -13,6 +13,8 @@ from hopwell.kernels.launch import Geometry
 from hopwell.kernels.problem import AttentionProblem, LseLayout, TokenOffsets
 from hopwell.kernels.tickets import tickets
 
+# Rows in front of the first key have negative positions, and position - window must fit 32 bits; no cache is longer.
+MAX_WINDOW = 1 << 30
 EMULATED_SMS = 4  # CTAs of an emulated persistent grid
 
 
@@ -25,11 +27,14 @@ class Plan:
         self.output_shape = (*query.shape[:2], problem.value.shape[3])
         self.output_dtype = query.dtype if problem.out is None else problem.out.dtype
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
+        # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
+        self.repeatable = query.device.type == "cuda"
         self._programmatic_launch = int(problem.programmatic_launch)
         self._tickets = tickets(query.device)
         if self.has_work:
             import tvm_ffi
 
+            self._tickets.reserve()
             self._function = _bind(self.config, query.device)
             # Handed over as one object: converting 30 integers in each call would cost more than the launch.
             self._geometry = tvm_ffi.convert(tuple(geometry(problem, self.config)))
@@ -60,9 +65,13 @@ class Plan:
 
 
 def _bind(config: PrefillConfig, device: torch.device) -> Any:
-    if device.type != "cuda":
-        raise NotImplementedError(f"tensors on {device} cannot be computed on yet; hopwell needs a CUDA device")
-    return toolchain.function(config)
+    """The launch function: the GPU's, or the same compiled kernel in the emulator for tensors on the CPU."""
+    if device.type == "cuda":
+        return toolchain.function(config)
+    from hopwell import emulator
+
+    built = toolchain.artifact(config)
+    return emulator.load(built.object_file, built.ptx).function(config.name)
 
 
 def execute(problem: AttentionProblem) -> torch.Tensor:
@@ -147,7 +156,7 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
         o_unit=_unit(problem.o_offsets),
         k_unit=_unit(problem.k_offsets),
         v_unit=_unit(problem.v_offsets),
-        window_left=max(problem.mask.window_left, 0),
+        window_left=min(max(problem.mask.window_left, 0), MAX_WINDOW),
         **_lse_geometry(problem),
     )
 

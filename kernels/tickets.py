@@ -23,18 +23,19 @@ class Tickets:
         self._device = device
         self._slabs: list[torch.Tensor] = []
         self._free: list[int] = []
-        self._of_stream: dict[int | tuple[int, int], int] = {}
+        self._of_stream: dict[int, int] = {}
+        self._of_thread = threading.local()
         self._captured: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
     def address(self) -> int:
         """Address of a pair for a launch on the current stream."""
         if self._device.type != "cuda":
-            return self._for_stream((0, threading.get_ident()))
+            return self._for_thread()
         if torch.cuda.is_current_stream_capturing():
             return self._for_capture()
         stream = _current_stream(self._device.index)
-        return self._for_stream((stream, threading.get_ident()) if stream == PER_THREAD_STREAM else stream)
+        return self._for_thread() if stream == PER_THREAD_STREAM else self._for_stream(stream)
 
     def reserve(self) -> None:
         """Keep enough pairs in store for the captures that may follow. Called once for each plan."""
@@ -44,16 +45,27 @@ class Tickets:
             if len(self._free) < SLAB_PAIRS // 2:
                 self._grow()
 
-    def _for_stream(self, key: int | tuple[int, int]) -> int:
-        found = self._of_stream.get(key)
+    def _for_stream(self, stream: int) -> int:
+        found = self._of_stream.get(stream)
         if found is None:
             with self._lock:
-                if key not in self._of_stream:
-                    if not self._free:
-                        self._grow()
-                    self._of_stream[key] = self._free.pop()
-                found = self._of_stream[key]
+                if stream not in self._of_stream:
+                    self._of_stream[stream] = self._take()
+                found = self._of_stream[stream]
         return found
+
+    def _for_thread(self) -> int:
+        # Not by the thread's number: a new thread may have that of a dead one whose launch is still running.
+        found = getattr(self._of_thread, "pair", None)
+        if found is None:
+            with self._lock:
+                found = self._of_thread.pair = self._take()
+        return found
+
+    def _take(self) -> int:
+        if not self._free:
+            self._grow()
+        return self._free.pop()
 
     def _for_capture(self) -> int:
         with self._lock:

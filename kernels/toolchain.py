@@ -19,6 +19,7 @@ import logging
 import multiprocessing
 import os
 import pathlib
+import platform
 import shutil
 import tempfile
 import threading
@@ -62,11 +63,15 @@ class Artifact:
     def meta(self) -> dict[str, Any]:
         return json.loads((self.path / META).read_text())
 
+    def digests(self) -> dict[str, str]:
+        """SHA-256 of each file: the GPU runs the object file, the emulator the PTX."""
+        return {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in (OBJECT, PTX, CUBIN)}
+
     def is_sound(self) -> bool:
-        """Whether all files are there and the object file is the one that was written."""
+        """Whether all files are the ones that were written."""
         try:
-            return self.meta["sha256"] == _sha256(self.object_file) and self.ptx.exists() and self.cubin.exists()
-        except (OSError, ValueError, KeyError):
+            return self.meta["sha256"] == self.digests()
+        except (OSError, ValueError, KeyError, TypeError):  # whatever else the description may hold
             return False
 
 
@@ -80,6 +85,7 @@ def cache_dir() -> pathlib.Path:
 def fingerprint() -> str:
     """Hash of everything besides the config that decides what a kernel compiles to."""
     digest = hashlib.sha256()
+    digest.update(f"{platform.machine()}\n".encode())  # the host function's; a home directory may serve several kinds
     for name in TOOLCHAIN:
         digest.update(f"{name}=={importlib.metadata.version(name)}\n".encode())
     root = pathlib.Path(__file__).parent
@@ -158,7 +164,7 @@ def _compile(config: PrefillConfig, target: Artifact) -> None:
             (produced,) = dump.glob(kept)
             shutil.move(produced, place)
         seconds = time.perf_counter() - start
-        meta = {"name": config.name, "sha256": _sha256(fresh.object_file), "seconds": round(seconds, 2)}
+        meta = {"name": config.name, "sha256": fresh.digests(), "seconds": round(seconds, 2)}
         (fresh.path / META).write_text(json.dumps(meta, indent=1))
         shutil.rmtree(target.path, ignore_errors=True)
         os.replace(fresh.path, target.path)
@@ -169,7 +175,3 @@ def _load(built: Artifact, name: str) -> Callable[..., None]:
     from cutlass.cute.runtime import load_module
 
     return load_module(str(built.object_file), enable_tvm_ffi=True)[name]
-
-
-def _sha256(path: pathlib.Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,0 +1,117 @@
+"""Every shipped kernel compiles without a GPU, and the assembler's report says that it can run as it was designed.
+
+Kernels come from the usual cache, so a second run only reads the reports.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hopwell.kernels import compile_ahead, toolchain
+from hopwell.kernels.config import REGISTERS, SHARED_BYTES, WARPGROUP, PrefillConfig, shipped_configs
+from hopwell.kernels.sm90.prefill import PrefillSm90
+from hopwell.kernels.toolchain import Artifact, artifact
+
+pytestmark = pytest.mark.compile
+
+CUOBJDUMP = "nvidia-cuda-cuobjdump"
+SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
+SHIPPED = list(shipped_configs())
+
+
+def cuobjdump() -> str:
+    """The disassembler of the pip package, or else of an installed CUDA toolkit."""
+    try:
+        files = importlib.metadata.files(CUOBJDUMP) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    # Not skipped where it is missing: nothing else looks for spills.
+    found = next((str(file.locate()) for file in files if file.name == "cuobjdump"), None) or shutil.which("cuobjdump")
+    if found is None:
+        pytest.fail(f"cuobjdump is needed: pip install {CUOBJDUMP}")
+    return found
+
+
+class Usage(NamedTuple):
+    """What the assembler reports for a kernel: registers of a thread, and bytes."""
+
+    registers: int
+    stack: int
+    shared: int
+    local: int
+
+
+def usage(cubin: Path) -> Usage:
+    report = subprocess.run([cuobjdump(), "-res-usage", str(cubin)], check=True, capture_output=True, text=True).stdout
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
+    return Usage(*map(int, found))
+
+
+def kernel_parameters(ptx: str) -> dict[str, int]:
+    """Threads of a CTA and the register counts that roles change to."""
+    (threads,) = re.findall(r"\.(?:req|max)ntid (\d+)", ptx)
+    (producer,) = set(re.findall(r"setmaxnreg\.dec\.sync\.aligned\.u32\s+(\d+)", ptx))
+    (consumer,) = set(re.findall(r"setmaxnreg\.inc\.sync\.aligned\.u32\s+(\d+)", ptx))
+    return dict(threads=int(threads), producer=int(producer), consumer=int(consumer))
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+def test_compiles_and_fits(config: PrefillConfig) -> None:
+    built = artifact(config)
+    assert built.is_sound()
+    tile, groups = config.tile, config.consumer_warpgroups
+    threads = WARPGROUP * (groups + 1)
+    ptx = built.ptx.read_text()
+    assert re.search(rf"^\.target {config.arch}$", ptx, re.MULTILINE)
+    assert kernel_parameters(ptx) == dict(
+        threads=threads, producer=tile.producer_registers, consumer=tile.consumer_registers
+    )
+
+    used = usage(built.cubin)
+    # What all threads start with must fit the SM, and be enough for what the roles then share out: more would hang.
+    assert used.registers * threads <= REGISTERS
+    asked = WARPGROUP * (tile.producer_registers + groups * tile.consumer_registers)
+    assert asked <= used.registers * threads
+    assert (used.stack, used.local) == (0, 0), "registers are spilled"
+
+    # All shared memory is asked for at the launch, but for what the system keeps.
+    assert used.shared <= SYSTEM_SHARED_BYTES
+    assert PrefillSm90(config).shared_bytes <= SHARED_BYTES
+    # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
+    assert b"exceed" not in built.object_file.read_bytes()
+
+
+@pytest.mark.parametrize("config", SHIPPED[:1], ids=lambda config: config.name)
+def test_loads_from_disk(config: PrefillConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The object file alone gives the launch function; neither needs a GPU."""
+    artifact(config)
+    monkeypatch.setenv("HOPWELL_JIT", "forbid")
+    monkeypatch.setattr(toolchain, "_functions", {})
+    function = toolchain.function(config)
+    assert callable(function)
+    assert toolchain.function(config) is function
+
+
+def test_output_of_the_other_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not shipped, compiled in other processes, and not found in the cache of the shipped ones."""
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
+    mixed = [
+        PrefillConfig("sm_90a", *dtypes, 128, 128, SHIPPED[0].mask, SHIPPED[0].kv_fetch, 0)
+        for dtypes in (("bf16", "fp16"), ("fp16", "bf16"))
+    ]
+    built = {one.path.name: one for one in compile_ahead(mixed, jobs=2)}
+    assert set(built) == {config.name for config in mixed}
+    for config in mixed:
+        one = built[config.name]
+        assert one == Artifact(toolchain.cache_dir() / config.name)
+        assert one.is_sound()
+        assert (usage(one.cubin).stack, usage(one.cubin).local) == (0, 0)
+        rounded = {"bf16": "cvt.rn.bf16x2.f32", "fp16": "cvt.rn.f16x2.f32"}
+        assert rounded[config.out_dtype] in one.ptx.read_text()

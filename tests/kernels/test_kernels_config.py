@@ -1,0 +1,332 @@
+"""Which kernel serves which problem, and what every shipped kernel's tile sizes and registers must satisfy."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from kernel_problems import CACHES, MASKS, cache, contiguous, empty, paged
+
+from hopwell.kernels.config import (
+    DTYPES,
+    MAX_BOX_ROWS,
+    MIN_BOX_ROWS,
+    REGISTERS,
+    TILES,
+    WARPGROUP,
+    WORK_STAGES,
+    KvFetch,
+    PrefillConfig,
+    kv_fetch,
+    page_and_head_stride,
+    resolve,
+    shipped_configs,
+)
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.support import HEAD_DIMS, MAX_PAGE_SIZE
+
+ARCH = "sm_90a"
+SHIPPED = list(shipped_configs())
+PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
+ANY = SHIPPED[0]
+
+
+class TestShipped:
+    def test_names_are_unique_and_fit_for_files_and_c(self) -> None:
+        names = [config.name for config in SHIPPED]
+        assert len(set(names)) == len(set(SHIPPED)) == len(names)
+        assert all(re.fullmatch(r"[a-z][a-z0-9_]*", name) for name in names)
+        assert len(set(map(str.lower, names))) == len(names)
+        assert all(len(name) < 100 for name in names)
+
+    def test_every_field_is_in_the_name(self) -> None:
+        """The name is the key of the compiled kernel: two configs that differ must not share it."""
+        others = dict(
+            arch="sm_100a",
+            dtype="fp16",
+            out_dtype="fp16",
+            head_dim_qk=192,
+            head_dim_v=64,
+            mask=MaskKind.CAUSAL,
+            kv_fetch=KvFetch.PAGE_ROWS,
+            box_rows=16,
+        )
+        base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
+        assert set(others) == {f.name for f in fields(PrefillConfig)}
+        for field, value in others.items():
+            # Not constructed: a change of one field alone is not always a config that there is.
+            changed = object.__new__(PrefillConfig)
+            changed.__dict__.update(base.__dict__ | {field: value})
+            assert changed.name != base.name, field
+
+    def test_all_that_the_support_table_lists(self) -> None:
+        assert set(TILES) == set(HEAD_DIMS)
+        combinations = {(c.dtype, (c.head_dim_qk, c.head_dim_v), c.mask, c.kv_fetch) for c in SHIPPED}
+        assert combinations == set(itertools.product(DTYPES.values(), HEAD_DIMS, MaskKind, KvFetch))
+        assert all(c.arch == ARCH and c.out_dtype == c.dtype for c in SHIPPED)
+
+
+class TestResources:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_registers_can_be_handed_out(self, dims: tuple[int, int]) -> None:
+        """setmaxnreg takes multiples of 8 from 24 to 256; producers give back, consumers take, and it must add up."""
+        tile = TILES[dims]
+        groups = tile.m // 64
+        at_launch = REGISTERS // (WARPGROUP * (groups + 1)) // 8 * 8
+        for registers in (tile.producer_registers, tile.consumer_registers):
+            assert registers % 8 == 0
+            assert 24 <= registers <= 256
+        assert tile.producer_registers <= at_launch <= tile.consumer_registers
+        assert tile.producer_registers + groups * tile.consumer_registers <= at_launch * (groups + 1)
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_tiles_fit_the_instructions(self, dims: tuple[int, int]) -> None:
+        tile, (dim_qk, dim_v) = TILES[dims], dims
+        assert tile.m % 64 == 0, "wgmma has 64 rows"
+        assert tile.n % 16 == 0, "P V takes 16 keys at a time"
+        assert max(tile.n, dim_v) <= 256, "wgmma has at most 256 columns"
+        assert max(tile.m, tile.n) <= 256, "a TMA box has at most 256 rows"
+        assert tile.n % 32 == 0, "single rows are fetched by 32 lanes at a time"
+        assert dim_qk % 64 == dim_v % 64 == 0, "a column block has 64 columns"
+        for stages in (tile.q_stages, tile.kv_stages, WORK_STAGES):
+            assert stages & (stages - 1) == 0
+
+    @pytest.mark.parametrize("config", [c for c in SHIPPED if c.box_rows], ids=lambda c: c.name)
+    def test_boxes_fit_tiles_and_swizzle(self, config: PrefillConfig) -> None:
+        assert config.tile.n % config.box_rows == 0
+        assert config.box_rows % 8 == 0, "a box of all columns holds whole swizzle atoms of 8 rows"
+        assert MIN_BOX_ROWS <= config.box_rows <= MAX_BOX_ROWS
+        assert config.tile.n // config.box_rows <= 32, "each box is located by a lane of its own"
+
+    @pytest.mark.parametrize("field", ["producer_registers", "consumer_registers"])
+    def test_more_registers_than_there_are_is_refused(self, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """At the limit a config can be made, one step of 8 above it cannot."""
+        tile = TILES[128, 128]
+        spare = 168 * 3 - tile.producer_registers - 2 * tile.consumer_registers
+        assert spare == 0, "no registers are left unused"
+        monkeypatch.setitem(TILES, (128, 128), replace(tile, **{field: getattr(tile, field) + 8}))
+        with pytest.raises(ValueError, match=r"_d128_causal_contiguous: \d+ registers asked .* the kernel would hang"):
+            PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0)
+
+    @pytest.mark.parametrize(
+        ("fetch", "rows"),
+        [
+            (KvFetch.PAGE_BOXES, 0),
+            (KvFetch.PAGE_BOXES, 48),  # does not divide 128 keys
+            (KvFetch.PAGE_BOXES, 256),
+            (KvFetch.PAGE_ROWS, 8),
+            (KvFetch.CONTIGUOUS, 64),
+        ],
+    )
+    def test_boxes_that_do_not_go_with_the_tile_are_refused(self, fetch: KvFetch, rows: int) -> None:
+        with pytest.raises(ValueError, match=f"box_rows={rows} does not go with 128 keys a step"):
+            PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.CAUSAL, fetch, rows)
+
+
+class TestResolve:
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    @pytest.mark.parametrize("kind", MaskKind)
+    def test_every_paged_combination_has_a_shipped_kernel(
+        self, kind: MaskKind, dims: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        shipped = set(SHIPPED)
+        for form, page_size, heads, pages in itertools.product(CACHES, PAGE_SIZES, (1, 2, 5), (1, 7)):
+            views = cache(form, page_size, dims, pages=pages, heads=heads, dtype=dtype)
+            config = resolve(paged(*views, mask=MASKS[kind]), ARCH)
+            assert config in shipped, (form, page_size)
+            assert (config.dtype, config.mask) == (DTYPES[dtype], kind)
+            assert (config.head_dim_qk, config.head_dim_v) == dims
+
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    @pytest.mark.parametrize("kind", MaskKind)
+    def test_every_contiguous_combination_has_a_shipped_kernel(
+        self, kind: MaskKind, dims: tuple[int, int], dtype: torch.dtype
+    ) -> None:
+        for heads, tokens in itertools.product((1, 4), (1, 1000)):
+            key, value = (empty(tokens, heads, dim, dtype=dtype).transpose(0, 1)[None] for dim in dims)
+            config = resolve(contiguous(key, value, mask=MASKS[kind]), ARCH)
+            assert config in SHIPPED
+            assert config.kv_fetch is KvFetch.CONTIGUOUS
+            assert config.mask is kind
+
+    def test_run_time_facts_do_not_make_other_kernels(self) -> None:
+        views = cache("tuple-HND", 16, (128, 128))
+        problem = paged(*views)
+        want = resolve(problem, ARCH)
+        changes = dict(
+            batch=1,
+            max_q_len=9000,
+            max_kv_len=1,
+            softmax_scale=empty(1, dtype=torch.float32),
+            output_scale=2.0,
+            sinks=empty(4, dtype=torch.float32),
+            programmatic_launch=True,
+            q_lens=empty(3, dtype=torch.int32),
+            query=empty(7, 2, 128),
+            out=empty(60, 4, 128),
+        )
+        for field, value in changes.items():
+            assert resolve(replace(problem, **{field: value}), ARCH) == want, field
+        window = replace(problem, mask=Mask(MaskKind.SLIDING_WINDOW, 0))
+        wider = replace(problem, mask=Mask(MaskKind.SLIDING_WINDOW, 4096))
+        assert resolve(window, ARCH) == resolve(wider, ARCH) != want
+
+    def test_output_of_the_other_dtype(self) -> None:
+        problem = paged(*cache("tuple-HND", 16, (128, 128)), out=empty(60, 4, 128, dtype=torch.float16))
+        config = resolve(problem, ARCH)
+        assert (config.dtype, config.out_dtype) == ("bf16", "fp16")
+        assert config.name == "prefill_sm_90a_bf16_to_fp16_d128_causal_pages16"
+
+
+class TestRefusals:
+    """A problem without a kernel: NotImplementedError that names what was asked for and what there is."""
+
+    @staticmethod
+    def refusal(problem: AttentionProblem, arch: str = ARCH) -> str:
+        with pytest.raises(NotImplementedError) as caught:
+            resolve(problem, arch)
+        return str(caught.value)
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_100a", "sm_103a", "sm_120a", "sm_90"])
+    def test_other_archs(self, arch: str) -> None:
+        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128))), arch)
+        assert arch in message
+        assert "supported: sm_90a" in message
+
+    @pytest.mark.parametrize("dims", [(32, 32), (96, 96), (128, 64), (192, 192), (256, 128), (576, 512)], ids=str)
+    def test_other_head_dims(self, dims: tuple[int, int]) -> None:
+        message = self.refusal(paged(*cache("tuple-HND", 16, dims)))
+        assert f"{dims[0]}/{dims[1]}" in message
+        for qk, v in HEAD_DIMS:
+            assert f"{qk}/{v}" in message
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str)
+    def test_other_dtypes(self, dtype: torch.dtype) -> None:
+        views = cache("tuple-HND", 16, (128, 128))
+        for role, problem in (
+            ("query", paged(*views, query=empty(60, 4, 128, dtype=dtype))),
+            ("output", paged(*views, out=empty(60, 4, 128, dtype=dtype))),
+        ):
+            message = self.refusal(problem)
+            assert f"{role} dtype {dtype}" in message
+            assert "torch.bfloat16, torch.float16" in message
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str)
+    @pytest.mark.parametrize("role", ["key", "value"])
+    def test_keys_and_values_of_another_dtype(self, role: str, dtype: torch.dtype) -> None:
+        """The kernels read the cache as what the query is: another dtype would be computed with, wrongly."""
+        problem = paged(*cache("tuple-HND", 16, (128, 128)))
+        message = self.refusal(replace(problem, **{role: getattr(problem, role).to(dtype)}))
+        assert f"{role} dtype {dtype}" in message
+        assert "torch.bfloat16" in message
+
+    @pytest.mark.parametrize("page_size", [3, 24, 96, 2 * MAX_PAGE_SIZE])
+    def test_other_page_sizes(self, page_size: int) -> None:
+        """Kernels find pages with shifts."""
+        message = self.refusal(paged(*cache("tuple-HND", page_size, (128, 128))))
+        assert f"page size {page_size}" in message
+        assert f"1 to {MAX_PAGE_SIZE}" in message
+
+    def test_contiguous_keys_of_any_number(self) -> None:
+        """Contiguous K is one page of all tokens, which is no page size."""
+        for tokens in (3, 24, 5000):
+            key, value = (empty(tokens, 2, 128).transpose(0, 1)[None] for _ in range(2))
+            assert resolve(contiguous(key, value), ARCH).kv_fetch is KvFetch.CONTIGUOUS
+
+
+class TestKvFetch:
+    @pytest.mark.parametrize("form", CACHES)
+    @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    def test_pages_of_8_tokens_and_more_are_boxes(self, page_size: int, form: str) -> None:
+        for dims, tile in TILES.items():
+            fetch, rows = kv_fetch(paged(*cache(form, page_size, dims)), tile.n)
+            if page_size < 8:
+                assert (fetch, rows) == (KvFetch.PAGE_ROWS, 0)
+            else:
+                assert fetch is KvFetch.PAGE_BOXES
+                fitting = [n for n in (8, 16, 32, 64) if page_size % n == 0 and tile.n % n == 0]
+                assert rows == max(fitting)
+
+    def test_contiguous(self) -> None:
+        key, value = (empty(640, 2, 128).transpose(0, 1)[None] for _ in range(2))
+        assert kv_fetch(contiguous(key, value), 128) == (KvFetch.CONTIGUOUS, 0)
+
+    @pytest.mark.parametrize("odd", ["key", "value"])
+    @pytest.mark.parametrize(
+        ("form", "boxes"),
+        [
+            ("heads outside pages", False),  # pages start a fraction of a head stride apart
+            ("padded pages", False),
+            ("pages padded to heads", True),
+            ("padded heads", True),
+            ("rows with room between them", True),
+            ("one head seen as two", False),  # head stride 0
+            ("one page seen as five", False),  # page stride 0: no number of slots describes it
+        ],
+    )
+    def test_strides_of_one_operand(self, form: str, boxes: bool, odd: str) -> None:
+        """Boxes need pages whole head strides apart, in K and in V."""
+        pages, heads, rows, dim = 5, 2, 16, 128
+        head = rows * dim
+        strides = {
+            "heads outside pages": (head, pages * head, dim, 1),
+            "padded pages": (heads * head + dim, head, dim, 1),
+            "pages padded to heads": ((heads + 1) * head, head, dim, 1),
+            "padded heads": (heads * (head + 8), head + 8, dim, 1),
+            "rows with room between them": (heads * rows * (dim + 8), rows * (dim + 8), dim + 8, 1),
+            "one head seen as two": (head, 0, dim, 1),
+            "one page seen as five": (0, head, dim, 1),
+        }[form]
+        view = torch.empty_strided((pages, heads, rows, dim), strides, dtype=torch.bfloat16, device="meta")
+        problem = replace(paged(*cache("tuple-HND", rows, (dim, dim))), **{odd: view})
+        want = (KvFetch.PAGE_BOXES, 16) if boxes else (KvFetch.PAGE_ROWS, 0)
+        assert kv_fetch(problem, 128) == want
+
+    def test_strides_of_single_heads_and_pages_do_not_count(self) -> None:
+        """A dimension of size 1 may have any stride: torch does not keep it meaningful."""
+        for shape, strides in (
+            ((5, 1, 16, 128), (2048, 3, 128, 1)),
+            ((5, 1, 16, 128), (2048, 0, 128, 1)),
+            ((1, 2, 16, 128), (1, 2048, 128, 1)),
+            ((1, 2, 16, 128), (0, 2048, 128, 1)),
+            ((1, 1, 16, 128), (7, 5, 128, 1)),
+            ((1, 1, 16, 128), (0, 0, 128, 1)),
+        ):
+            view = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")
+            assert kv_fetch(paged(view, view), 128) == (KvFetch.PAGE_BOXES, 16), (shape, strides)
+
+    @pytest.mark.parametrize("form", CACHES)
+    @pytest.mark.parametrize("pages", [1, 5])
+    @pytest.mark.parametrize("heads", [1, 3])
+    def test_strides_reach_every_element(self, heads: int, pages: int, form: str) -> None:
+        """The strides that kernels get address the same elements as the view, also where they were replaced."""
+        for view in cache(form, 16, (128, 128), pages=pages, heads=heads):
+            page, head = page_and_head_stride(view)
+            for p, h in itertools.product(range(pages), range(heads)):
+                assert p * page + h * head == p * view.stride(0) + h * view.stride(1)
+            # What a TMA box addresses: slots one head stride apart.
+            assert head > 0
+            assert page % head == 0
+
+
+def test_a_config_is_a_key() -> None:
+    """Configs are compared and hashed by value: plans and compiled kernels are kept under them."""
+    again = replace(ANY)
+    assert again == ANY
+    assert hash(again) == hash(ANY)
+    with pytest.raises(AttributeError):
+        again.dtype = "fp16"  # type: ignore[misc]
+
+
+def test_choosing_a_kernel_reads_no_data() -> None:
+    """Reading lengths or tables would wait for the device; tensors without memory have nothing to read."""
+    problem = paged(*cache("stacked-NHD", 16, (128, 128)))
+    assert problem.key.is_meta
+    assert problem.page_table is not None
+    assert problem.page_table.key.is_meta
+    assert isinstance(resolve(problem, ARCH), PrefillConfig)

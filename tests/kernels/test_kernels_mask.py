@@ -1,0 +1,208 @@
+"""Masks against brute force: the keys of a row, the tiles of a query tile, and the predicate inside a tile.
+
+The device code of a mask is arithmetic on Int32, which the DSL also evaluates on the host, so what runs here is what is
+traced into the kernels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+from cutlass import Int32
+from kernel_problems import cache, paged
+
+from hopwell.kernels.config import resolve
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.mask import IntervalMask, TileRange
+from hopwell.kernels.plan import geometry
+from hopwell.kernels.problem import Mask, MaskKind
+
+# The DSL warns where a value does not fit its type and would wrap around on the device.
+pytestmark = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
+
+INT32_MAX = 2**31 - 1
+WINDOWS = (0, 1, 3, 4, 5, 127, INT32_MAX)
+MASKS = [Mask(MaskKind.FULL), Mask(MaskKind.CAUSAL), *(Mask(MaskKind.SLIDING_WINDOW, left) for left in WINDOWS)]
+
+
+def name(mask: Mask) -> str:
+    return mask.kind.value + (str(mask.window_left) if mask.kind is MaskKind.SLIDING_WINDOW else "")
+
+
+def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
+    """The definition, key by key."""
+    keys = range(kv_len)
+    if mask.kind is MaskKind.FULL:
+        return set(keys)
+    left = position - mask.window_left if mask.kind is MaskKind.SLIDING_WINDOW else 0
+    return {key for key in keys if left <= key <= position}
+
+
+def traced(mask: Mask) -> IntervalMask:
+    """The device code's mask, with the window that a launch passes for ``mask``."""
+    problem = paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)
+    return IntervalMask(mask.kind, Int32(geometry(problem, resolve(problem, "sm_90a")).window_left))
+
+
+def host(value: object) -> int:
+    return int(value.value) if isinstance(value, Int32) else int(value)
+
+
+def tile_range(mask: IntervalMask, first: int, last: int, kv_len: int, tile_n: int) -> TileRange:
+    keys = mask.tiles(Int32(first), Int32(last), Int32(kv_len), tile_n)
+    return TileRange(*(host(getattr(keys, field)) for field in TileRange.__dataclass_fields__))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=name)
+def test_keys_of_a_row(mask: Mask) -> None:
+    device = traced(mask)
+    for q_len, kv_len in itertools.product((1, 2, 7, 12), (0, 1, 5, 12, 140)):
+        for row in range(q_len):
+            position = kv_len - q_len + row
+            lo, hi = map(host, device.keys(Int32(position), Int32(kv_len)))
+            assert lo >= 0
+            assert hi <= kv_len
+            assert set(range(lo, hi)) == visible(mask, position, kv_len), (position, kv_len)
+
+
+def query_tiles(q_len: int, tile_m: int) -> Iterator[tuple[int, int]]:
+    """First and last row of each tile of a request."""
+    for first in range(0, q_len, tile_m):
+        yield first, min(first + tile_m, q_len) - 1
+
+
+def check_tiles(mask: Mask, device: IntervalMask, q_len: int, kv_len: int, tile_m: int, tile_n: int) -> None:
+    for first, last in query_tiles(q_len, tile_m):
+        position = kv_len - q_len
+        case = (name(mask), q_len, kv_len, first)
+        keys = tile_range(device, position + first, position + last, kv_len, tile_n)
+        rows = [visible(mask, position + row, kv_len) for row in range(first, last + 1)]
+        seen = set().union(*rows)
+
+        # Every visible key is in a visited tile, and both ends of the range hold at least one.
+        assert 0 <= keys.begin <= keys.end, case
+        assert {key // tile_n for key in seen} <= set(range(keys.begin, keys.end)), case
+        if seen:
+            assert (keys.begin, keys.end - 1) == (min(seen) // tile_n, max(seen) // tile_n), case
+            assert keys.first_key == min(seen), case
+        else:
+            assert keys.begin == keys.end, case
+
+        # Tiles that skip the predicate are whole, and every row sees all of them.
+        assert keys.begin <= keys.full_begin <= keys.full_end <= keys.end, case
+        unmasked = set(range(keys.full_begin * tile_n, keys.full_end * tile_n))
+        assert all(unmasked <= row for row in rows), case
+
+        # The consumers' loops: the last tile is masked, tiles before it only where the mask has that edge.
+        if keys.begin < keys.end:
+            assert keys.full_end <= keys.end - 1, case
+            if not device.has_diagonal:
+                assert keys.full_end == keys.end - 1, case
+            if not device.has_left_edge:
+                assert keys.full_begin == keys.begin, case
+
+        # No tile pays for the predicate without need, but for the last one and tiles that one row cuts.
+        for tile in range(keys.begin, keys.end - 1):
+            whole = set(range(tile * tile_n, (tile + 1) * tile_n))
+            if all(whole <= row for row in rows):
+                assert keys.full_begin <= tile < keys.full_end, case
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=name)
+def test_tiles_of_small_requests(mask: Mask) -> None:
+    """All lengths around a few tiles of 4 keys, requests with fewer keys than queries among them."""
+    device = traced(mask)
+    for q_len, kv_len in itertools.product(range(1, 9), range(18)):
+        check_tiles(mask, device, q_len, kv_len, 3, 4)
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=name)
+@pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 128), (192, 96), (128, 64)])
+def test_tiles_of_the_shipped_sizes(tile_m: int, tile_n: int, mask: Mask) -> None:
+    device = traced(mask)
+    for q_len, kv_len in (
+        (1, 1),
+        (1, tile_n),
+        (1, 3 * tile_n + 1),
+        (tile_m, tile_m),
+        (tile_m + 1, 2 * tile_n - 1),
+        (2 * tile_m - 1, 7 * tile_n),
+        (3 * tile_m, tile_n + 1),
+    ):
+        check_tiles(mask, device, q_len, kv_len, tile_m, tile_n)
+
+
+@pytest.mark.parametrize("left", [2**30, INT32_MAX - 1, INT32_MAX])
+def test_a_window_wider_than_all_keys_is_causal(left: int) -> None:
+    """Also for rows in front of the first key, whose position minus the window does not fit 32 bits."""
+    causal, window = traced(Mask(MaskKind.CAUSAL)), traced(Mask(MaskKind.SLIDING_WINDOW, left))
+    for position, kv_len in ((-1000, 5), (-1, 5), (0, 5), (4, 5), (100_000, 131_072)):
+        assert list(map(host, window.keys(Int32(position), Int32(kv_len)))) == [
+            *map(host, causal.keys(Int32(position), Int32(kv_len)))
+        ]
+        got, want = (tile_range(mask, position, position + 1, kv_len, 64) for mask in (window, causal))
+        assert (got.begin, got.end, got.first_key) == (want.begin, want.end, want.first_key)
+
+
+class Scores:
+    """A RowFragment on the host: which of its elements the predicate leaves."""
+
+    rows = RowFragment.rows
+    row_offset = staticmethod(RowFragment.row_offset)
+    column_offset = staticmethod(RowFragment.column_offset)
+    first_column = staticmethod(RowFragment.first_column)
+
+    def __init__(self, columns: int):
+        self.columns = columns
+        self.values = {(r, c): 1.0 for r in range(self.rows) for c in range(columns)}
+
+    def get(self, r: int, c: int) -> float:
+        return self.values[r, c]
+
+    def set(self, r: int, c: int, value: float) -> None:
+        self.values[r, c] = value
+
+
+@pytest.fixture
+def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
+    """Device code on the host: loops are unrolled by Python, and the lane is the one in the returned dict."""
+    current = {"lane": 0}
+    monkeypatch.setattr(cutlass, "range_constexpr", range)
+    monkeypatch.setattr(cute.arch, "lane_idx", lambda: current["lane"])
+    return current
+
+
+def test_lanes_share_out_a_tile(lane: dict[str, int]) -> None:
+    """16 rows of a warp and all columns: each element belongs to one lane and one register of it."""
+    tile_n = 64
+    columns = tile_n // RowFragment.lanes_per_row
+    elements = []
+    for lane["lane"] in range(32):
+        for r, c in itertools.product(range(RowFragment.rows), range(columns)):
+            row = RowFragment.first_row() + RowFragment.row_offset(r)
+            elements.append((row, RowFragment.first_column() + RowFragment.column_offset(c)))
+    assert sorted(elements) == list(itertools.product(range(16), range(tile_n)))
+    registers = {RowFragment.index(r, c) for r, c in itertools.product(range(RowFragment.rows), range(columns))}
+    assert registers == set(range(RowFragment.rows * columns))
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=name)
+def test_predicate(mask: Mask, lane: dict[str, int]) -> None:
+    """-inf goes to exactly the invisible elements of a tile."""
+    device, tile_n, kv_len = traced(mask), 16, 37
+    apply = IntervalMask.apply.__wrapped__
+    for first_position, tile in ((-3, 0), (0, 0), (7, 0), (9, 1), (15, 1), (20, 2), (33, 2)):
+        for lane["lane"] in (0, 1, 6, 31):
+            scores = Scores(tile_n // RowFragment.lanes_per_row)
+            first = first_position + RowFragment.first_row()
+            apply(device, scores, Int32(tile * tile_n), Int32(first), Int32(kv_len))
+            for (r, c), value in scores.values.items():
+                position = first + RowFragment.row_offset(r)
+                key = tile * tile_n + RowFragment.first_column() + RowFragment.column_offset(c)
+                shown = key in visible(mask, position, kv_len)
+                assert value == (1.0 if shown else -math.inf), (position, key)

@@ -1,0 +1,199 @@
+"""Pipeline edges: what is refused, the barriers that come of them, and those of every shipped kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+from cutlass import Int32
+
+from hopwell.kernels.config import SHARED_BYTES, TILES, WORK_STAGES, PrefillConfig, shipped_configs
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.scheduler import HEAD_INDEX, WORK_TILE_INTS
+from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
+from hopwell.kernels.sm90.prefill import PrefillSm90
+
+EDGE = Edge("K", "load", "attend", 2, 1, 8, 32768)
+SHIPPED = list(shipped_configs())
+
+
+class TestEdge:
+    @pytest.mark.parametrize("value", [0, -1])
+    @pytest.mark.parametrize("name", ["stages", "producer_warps", "consumer_warps", "stage_bytes"])
+    def test_nothing_is_refused(self, name: str, value: int) -> None:
+        with pytest.raises(ValueError, match=rf"edge K: {name} must be at least 1, got {value}"):
+            replace(EDGE, **{name: value})
+
+    @pytest.mark.parametrize("stages", [3, 5, 6, 7, 12])
+    def test_rings_are_powers_of_two(self, stages: int) -> None:
+        with pytest.raises(ValueError, match=f"edge K: a ring takes a power of two of stages, got {stages}"):
+            replace(EDGE, stages=stages)
+
+    @pytest.mark.parametrize("stages", [1, 2, 4, 8])
+    def test_barriers(self, stages: int) -> None:
+        """A full and an empty one for each stage."""
+        assert replace(EDGE, stages=stages).barriers == 2 * stages
+
+    def test_barrier_count(self) -> None:
+        assert barrier_count([]) == 0
+        assert barrier_count([EDGE, replace(EDGE, stages=1), replace(EDGE, stages=4)]) == 4 + 2 + 8
+
+
+class TestArrivals:
+    def test_matching_warps(self) -> None:
+        check_arrivals([], {})
+        check_arrivals([EDGE], {"load": 1, "attend": 8})
+
+    def test_a_role_that_nobody_plays(self) -> None:
+        with pytest.raises(ValueError, match=r"edge K: no warps play the role 'attend'; roles are \['load', 'store'\]"):
+            check_arrivals([EDGE], {"load": 1, "store": 4})
+
+    @pytest.mark.parametrize(
+        ("warps", "message"),
+        [
+            ({"load": 1, "attend": 12}, "edge K: attend has 12 warps but 8 arrivals are expected"),
+            ({"load": 1, "attend": 4}, "edge K: attend has 4 warps but 8 arrivals are expected"),
+            ({"load": 2, "attend": 8}, "edge K: load has 2 warps but 1 arrivals are expected"),
+        ],
+    )
+    def test_another_number_of_warps(self, warps: dict[str, int], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            check_arrivals([EDGE], warps)
+
+    def test_every_edge_is_checked(self) -> None:
+        wrong = replace(EDGE, name="V", consumer_warps=4)
+        with pytest.raises(ValueError, match="edge V"):
+            check_arrivals([EDGE, wrong], {"load": 1, "attend": 8})
+
+
+def test_description() -> None:
+    work = Edge("work", "schedule", "others", 1, 2, 11, 64)
+    assert describe([EDGE, work]).splitlines() == [
+        "K: load (1 warp) -> attend (8 warps), 2 stages of 32768 bytes",
+        "work: schedule (2 warps) -> others (11 warps), 1 stage of 64 bytes",
+    ]
+
+
+@dataclass
+class Barriers:
+    """mbarriers by number, on the host: arrive counts, and how many phases have completed."""
+
+    counts: dict[int, int] = field(default_factory=dict)
+    completed: dict[int, int] = field(default_factory=dict)
+
+    def init(self, barrier: int, count: int) -> None:
+        assert barrier not in self.counts, "initialised twice"
+        self.counts[barrier] = count
+
+    def passes(self, barrier: Any, parity: Any) -> bool:
+        """mbarrier.try_wait.parity: whether the phase of that parity has completed (PTX ISA)."""
+        return (self.completed.get(int(barrier), 0) - 1) & 1 == int(parity)
+
+
+class TestRing:
+    @pytest.mark.parametrize("stages", [1, 2, 4])
+    def test_waits_for_the_right_use_of_a_stage(self, stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        barriers, passed = Barriers(), []
+        monkeypatch.setattr(
+            cute.arch, "mbarrier_wait", lambda barrier, parity: passed.append(barriers.passes(barrier, parity))
+        )
+        ring = Ring(0, stages, stages)
+
+        def waits(wait: Any, step: int) -> bool:
+            wait(step)
+            return not passed.pop()
+
+        for step in range(6 * stages):
+            stage = step % stages
+            full, empty = stage, stages + stage
+            assert ring.stage(step) == stage
+            assert ring.full_barrier(step) == full
+            # Producer: the first round fills fresh stages, later ones wait for the release of the round before.
+            if step >= stages:
+                assert waits(ring.wait_empty, step)
+                barriers.completed[empty] = step // stages
+            assert not waits(ring.wait_empty, step)
+            # Consumer: waits until this very step is there.
+            assert waits(ring.wait_full, step)
+            barriers.completed[full] = step // stages + 1
+            assert not waits(ring.wait_full, step)
+
+    def test_created_barriers_are_those_that_were_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        barriers, fences = Barriers(), []
+        monkeypatch.setattr(cutlass, "range_constexpr", range)
+        monkeypatch.setattr(cute.arch, "thread_idx", lambda: (0, 0, 0))
+        monkeypatch.setattr(cute.arch, "mbarrier_init", barriers.init)
+        monkeypatch.setattr(cute.arch, "mbarrier_init_fence", lambda: fences.append(len(barriers.counts)))
+        edges = [EDGE, Edge("work", "schedule", "others", 1, 2, 11, 64), replace(EDGE, stages=4)]
+        rings = create_rings.__wrapped__(0, edges)
+        assert set(barriers.counts) == set(range(barrier_count(edges)))
+        assert fences == [barrier_count(edges)], "the fence comes after all of them"
+        for edge, ring in zip(edges, rings, strict=True):
+            assert ring.stages == edge.stages
+            for stage in range(edge.stages):
+                assert barriers.counts[ring.full + stage] == edge.producer_warps
+                assert barriers.counts[ring.empty + stage] == edge.consumer_warps
+
+    def test_other_threads_leave_barriers_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        barriers = Barriers()
+        monkeypatch.setattr(cute.arch, "thread_idx", lambda: (1, 0, 0))
+        monkeypatch.setattr(cute.arch, "mbarrier_init", barriers.init)
+        create_rings.__wrapped__(0, [EDGE])
+        assert not barriers.counts
+
+    def test_steps_may_be_device_integers(self) -> None:
+        ring = Ring(Int32(0), Int32(4), 4)
+        assert [ring.stage(Int32(step)).value for step in range(6)] == [0, 1, 2, 3, 0, 1]
+
+
+class TestPrefill:
+    @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+    def test_edges(self, config: PrefillConfig) -> None:
+        """Stages hold whole tiles, and every warp of the CTA but the producer waits for work."""
+        kernel, tile = PrefillSm90(config), config.tile
+        edges = {edge.name: edge for edge in kernel.edges}
+        assert list(edges) == ["Q", "K", "V", "work"]
+        consumers = 4 * tile.m // 64
+        assert {name: edge.stages for name, edge in edges.items()} == dict(
+            Q=tile.q_stages, K=tile.kv_stages, V=tile.kv_stages, work=WORK_STAGES
+        )
+        assert edges["Q"].stage_bytes == tile.m * config.head_dim_qk * 2
+        assert edges["K"].stage_bytes == tile.n * config.head_dim_qk * 2
+        assert edges["V"].stage_bytes == tile.n * config.head_dim_v * 2
+        assert edges["work"].stage_bytes == WORK_TILE_INTS * 4
+        assert HEAD_INDEX < WORK_TILE_INTS
+        assert all(edge.producer_warps == 1 for edge in kernel.edges)
+        assert all(edges[name].consumer_warps == consumers for name in "QKV")
+        assert edges["work"].consumer_warps == consumers + 3
+
+    @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+    def test_shared_memory(self, config: PrefillConfig) -> None:
+        kernel, tile = PrefillSm90(config), config.tile
+        q = tile.q_stages * tile.m * config.head_dim_qk * 2
+        kv = tile.kv_stages * tile.n * (config.head_dim_qk + config.head_dim_v) * 2
+        barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 1)
+        staging = tile.m * copy.SWIZZLE_ROW_BYTES
+        assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * WORK_TILE_INTS * 4 + barriers
+        assert kernel.shared_bytes <= SHARED_BYTES == 227 * 1024
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_stages_stay_aligned(self, dims: tuple[int, int]) -> None:
+        """The 128-byte swizzle permutes by address: every stage and column block starts at a multiple of 1024."""
+        tile = TILES[dims]
+        for rows in (tile.m, tile.n):
+            assert rows * copy.SWIZZLE_ROW_BYTES % copy.SWIZZLE_ATOM_BYTES == 0
+
+    def test_too_much_shared_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], kv_stages=4))
+        config = next(c for c in SHIPPED if c.head_dim_qk == 128)
+        with pytest.raises(ValueError, match=rf"{config.name} needs \d+ bytes of shared memory, {SHARED_BYTES} are"):
+            PrefillSm90(config)
+
+    def test_description_is_in_the_docstring(self) -> None:
+        """Every edge of a kernel is drawn where a reader looks for it."""
+        for edge in PrefillSm90(SHIPPED[0]).edges:
+            assert f"\n        {edge.name} " in (PrefillSm90.__doc__ or "")
+            assert f"{edge.producer} -> " in (PrefillSm90.__doc__ or "")

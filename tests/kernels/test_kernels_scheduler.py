@@ -1,0 +1,214 @@
+"""The list of query tiles, the requests behind them, and how a tile is passed on: device arithmetic, on the host."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import cutlass.cute as cute
+import pytest
+from cutlass import Int32, Int64, Uint32
+
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts import scheduler, sequence
+from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.scheduler import HEAD_INDEX, WORK_TILE_INTS, Board, TileSchedule, WorkTile
+from hopwell.kernels.parts.sequence import Request, load_request
+from hopwell.kernels.problem import MaskKind
+
+pytestmark = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
+
+GEOMETRY = Geometry(*[Int64(0)] * len(Geometry._fields))._replace(
+    q_unit=Int64(1), o_unit=Int64(1), k_unit=Int64(1), v_unit=Int64(1), lse_unit=Int64(1)
+)
+ADDRESSES = Addresses(*[Int64(0)] * len(Addresses._fields))
+
+
+def host(value: Any) -> int:
+    return int(getattr(value, "value", value))
+
+
+class Memory:
+    """Arrays of 32-bit integers at made-up addresses."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[int, list[int]] = {}
+
+    def put(self, values: list[int]) -> Int64:
+        """The address of ``values``, which the device reads as signed, whatever they were on the host."""
+        address = 4096 * (len(self.arrays) + 1)
+        self.arrays[address] = [(value + 2**31) % 2**32 - 2**31 for value in values]
+        return Int64(address)
+
+    def load_int(self, address: Any, index: Any, default: Any) -> Int32:
+        array = self.arrays.get(host(address))
+        return Int32(host(default)) if array is None else Int32(array[host(index)])
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr(sequence, "load_int", memory.load_int)
+    return memory
+
+
+def request(index: int, addresses: Addresses, geometry: Geometry = GEOMETRY) -> Request:
+    found = load_request(Int32(index), addresses, geometry)
+    return Request(*(host(getattr(found, field.name)) for field in fields(Request)))
+
+
+class TestRequest:
+    def test_lengths_from_cumulative_counts(self, memory: Memory) -> None:
+        a = ADDRESSES._replace(q_offsets=memory.put([0, 5, 5, 9]), k_offsets=memory.put([0, 7, 20, 20]))
+        got = [request(i, a) for i in range(3)]
+        assert [(r.q_start, r.q_len) for r in got] == [(0, 5), (5, 0), (5, 4)]
+        assert [(r.k_start, r.v_start, r.kv_len) for r in got] == [(0, 0, 7), (7, 7, 13), (20, 20, 0)]
+        assert [r.o_start for r in got] == [0, 5, 5]
+        assert [r.first_position for r in got] == [2, 13, -4]
+        assert [r.index for r in got] == [0, 1, 2]
+
+    def test_given_lengths_come_first(self, memory: Memory) -> None:
+        """Offset arrays then have one entry per request: none behind the last is read."""
+        a = ADDRESSES._replace(
+            q_offsets=memory.put([0, 10]),
+            k_offsets=memory.put([3, 50]),
+            q_lens=memory.put([4, 2]),
+            kv_lens=memory.put([40, 6]),
+        )
+        got = [request(i, a) for i in range(2)]
+        assert [(r.q_start, r.q_len, r.k_start, r.kv_len) for r in got] == [(0, 4, 3, 40), (10, 2, 50, 6)]
+
+    def test_element_offsets(self, memory: Memory) -> None:
+        """Each tensor has a width of its own."""
+        a = ADDRESSES._replace(
+            q_offsets=memory.put([0, 6 * 512]),
+            o_offsets=memory.put([2 * 256, 9 * 256]),
+            k_offsets=memory.put([0, 11 * 128]),
+            v_offsets=memory.put([5 * 64, 17 * 64]),
+            lse_offsets=memory.put([0, 8 * 4]),
+            q_lens=memory.put([6, 3]),
+            kv_lens=memory.put([11, 3]),
+        )
+        units = dict(q_unit=512, o_unit=256, k_unit=128, v_unit=64, lse_unit=4)
+        g = GEOMETRY._replace(**{name: Int64(unit) for name, unit in units.items()})
+        got = [request(i, a, g) for i in range(2)]
+        assert [(r.q_start, r.o_start, r.k_start, r.v_start, r.lse_start) for r in got] == [
+            (0, 2, 0, 5, 0),
+            (6, 9, 11, 17, 8),
+        ]
+
+    @pytest.mark.parametrize("tokens", [2**31 // 512 - 1, 2**31 // 512, 2**32 // 512 - 1])
+    def test_offsets_of_all_32_bits(self, tokens: int, memory: Memory) -> None:
+        a = ADDRESSES._replace(q_offsets=memory.put([tokens * 512]), q_lens=memory.put([1]), kv_lens=memory.put([1]))
+        assert request(0, a, GEOMETRY._replace(q_unit=Int64(512))).q_start == tokens
+
+    @pytest.mark.parametrize("unit", [1, 512])
+    def test_output_lies_as_the_query_unless_told(self, unit: int, memory: Memory) -> None:
+        a = ADDRESSES._replace(q_offsets=memory.put([0, 7 * 512, 9 * 512]), kv_lens=memory.put([9, 9]))
+        g = GEOMETRY._replace(q_unit=Int64(512), o_unit=Int64(unit))
+        assert [request(i, a, g).o_start for i in range(2)] == [0, 7]
+
+    def test_places_of_the_log_sum_exp(self, memory: Memory) -> None:
+        a = ADDRESSES._replace(q_offsets=memory.put([0, 5, 9]), kv_lens=memory.put([9, 9]))
+        ragged, padded = GEOMETRY._replace(lse_ragged=Int64(1)), GEOMETRY._replace(lse_request=Int64(300))
+        assert [request(i, a, ragged).lse_start for i in range(2)] == [0, 5]
+        assert [request(i, a, padded).lse_start for i in range(2)] == [0, 300]
+
+    def test_tokens_are_unsigned(self) -> None:
+        assert host(sequence._tokens(Int32(-1), Int64(1 << 16))) == 2**16 - 1
+        assert isinstance(Int32(-1).to(Uint32), Uint32)
+
+
+def schedule(heads: int, kv_heads: int, batch: int, q_tiles: int, kind: MaskKind = MaskKind.CAUSAL) -> TileSchedule:
+    sizes = dict(heads=heads, kv_heads=kv_heads, batch=batch, q_tiles=q_tiles)
+    g = GEOMETRY._replace(**{name: Int64(size) for name, size in sizes.items()})
+    return TileSchedule(g, ADDRESSES, IntervalMask(kind, Int32(0)), 128, 64)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "batch", "q_tiles"), [(1, 1, 1, 1), (8, 2, 3, 5), (5, 1, 4, 2)])
+def test_the_list_of_tiles(heads: int, kv_heads: int, batch: int, q_tiles: int) -> None:
+    work = schedule(heads, kv_heads, batch, q_tiles)
+    listed = [tuple(map(host, work._coordinates(Int32(place)))) for place in range(heads * batch * q_tiles)]
+    assert sorted(listed) == list(itertools.product(range(q_tiles), range(heads), range(batch)))
+    # All heads of a tile run side by side, and a request's later tiles, which see more keys, come first.
+    rows = [listed[place : place + heads] for place in range(0, len(listed), heads)]
+    for row in rows:
+        assert [head for _, head, _ in row] == list(range(heads))
+        assert len({(tile, index) for tile, _, index in row}) == 1
+    for _, of_request in itertools.groupby(rows, key=lambda row: row[0][2]):
+        tiles = [row[0][0] for row in of_request]
+        assert tiles == list(range(q_tiles))[::-1]
+
+
+@pytest.mark.parametrize("kind", MaskKind)
+def test_tiles_cover_every_row_of_every_head(kind: MaskKind, monkeypatch: pytest.MonkeyPatch) -> None:
+    q_lens, kv_lens, heads, kv_heads, q_tiles = [1, 0, 128, 129, 300], [7, 9, 0, 500, 300], 6, 2, 4
+    pairs = enumerate(zip(q_lens, kv_lens, strict=True))
+    lengths = [Request(*map(Int32, (i, 0, 0, 0, 0, 0, q, kv))) for i, (q, kv) in pairs]
+    monkeypatch.setattr(scheduler, "load_request", lambda index, addresses, geometry: lengths[host(index)])
+    work = schedule(heads, kv_heads, len(q_lens), q_tiles, kind)
+    rows = []
+    for place in range(heads * len(q_lens) * q_tiles):
+        tile = work._work_tile(Int32(place))
+        index, first = host(tile.request.index), host(tile.first_row)
+        if first >= q_lens[index]:
+            continue
+        assert host(tile.exists)
+        assert host(tile.kv_head) == host(tile.head) * kv_heads // heads
+        last = min(first + 128, q_lens[index]) - 1
+        offset = kv_lens[index] - q_lens[index]
+        want = work.mask.tiles(Int32(offset + first), Int32(offset + last), Int32(kv_lens[index]), 64)
+        for field in fields(want):
+            assert host(getattr(tile.keys, field.name)) == host(getattr(want, field.name))
+        rows += [(index, host(tile.head), row) for row in range(first, last + 1)]
+    assert sorted(rows) == [(i, h, row) for i, q in enumerate(q_lens) for h in range(heads) for row in range(q)]
+
+
+def leaves(kind: type) -> Iterator[str]:
+    """Names of the integers in a tile, in the order in which the DSL takes it apart."""
+    for field in fields(kind):
+        inner = field.type if is_dataclass(field.type) else None
+        yield from leaves(inner) if inner else (f"{kind.__name__}.{field.name}",)  # type: ignore[arg-type]
+
+
+class TestBoard:
+    def test_a_slot_holds_a_tile(self) -> None:
+        names = list(leaves(WorkTile))
+        assert len(names) == WORK_TILE_INTS
+        assert names[HEAD_INDEX] == "WorkTile.head"
+        assert [name.split(".")[1] for name in names] == [
+            *(field.name for field in fields(Request)),
+            "head",
+            "kv_head",
+            "first_row",
+            *(field.name for field in fields(scheduler.TileRange)),
+        ]
+
+    def test_reading_puts_a_tile_together_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        calls = []
+
+        class Ring:
+            def wait_full(self, step: int) -> None:
+                calls.append(("wait", step))
+
+            def stage(self, step: int) -> int:
+                return step % 2
+
+            def release(self, step: int) -> None:
+                calls.append(("release", step))
+
+        class Slots:
+            def __getitem__(self, place: tuple[None, int]) -> list[int]:
+                calls.append(("read", place[1]))
+                return [100 * place[1] + i for i in range(WORK_TILE_INTS)]
+
+        monkeypatch.setattr(cute.arch, "sync_warp", lambda: calls.append(("sync", 0)))
+        tile = Board(Slots(), Ring()).read(3)
+        flat = [getattr(tile.request, field.name) for field in fields(Request)]
+        flat += [tile.head, tile.kv_head, tile.first_row]
+        flat += [getattr(tile.keys, field.name) for field in fields(tile.keys)]
+        assert flat == [100 + i for i in range(WORK_TILE_INTS)]
+        # The slot goes back when all lanes have read it.
+        assert calls == [("wait", 3), ("read", 1), ("sync", 0), ("release", 3)]

@@ -1,0 +1,128 @@
+"""Work counters: each thread gets a pair of its own. Streams and captures need a GPU, see tests/prefill."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import sys
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hopwell.kernels import tickets as module
+from hopwell.kernels.tickets import PAIR_BYTES, SLAB_PAIRS, Tickets, tickets
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def hurried() -> Iterator[None]:
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def in_threads(count: int, work: list[Tickets]) -> dict[int, list[int]]:
+    """Addresses that ``count`` threads get, all alive and asking at once; ``work`` gives each call's object."""
+    together, got = threading.Barrier(count), {}
+
+    def ask(number: int) -> None:
+        together.wait()
+        got[number] = [one.address() for one in work for _ in range(3)]
+        together.wait()  # a thread that has ended would give its identity to another
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(got) == count
+    return got
+
+
+def test_a_pair_is_two_zero_integers() -> None:
+    address = Tickets(CPU).address()
+    assert address % PAIR_BYTES == 0
+    assert list((ctypes.c_int32 * 2).from_address(address)) == [0, 0]
+
+
+def test_calls_of_a_thread_share_a_pair() -> None:
+    store = Tickets(CPU)
+    assert len({store.address() for _ in range(10)}) == 1
+
+
+def test_each_store_has_pairs_of_its_own() -> None:
+    first, second = Tickets(CPU), Tickets(CPU)
+    assert first.address() != second.address()
+
+
+@pytest.mark.usefixtures("hurried")
+def test_threads_do_not_share_pairs() -> None:
+    for _ in range(20):
+        store = Tickets(CPU)
+        got = in_threads(16, [store])
+        assert all(len(set(addresses)) == 1 for addresses in got.values())
+        pairs = sorted({addresses[0] for addresses in got.values()})
+        assert len(pairs) == 16
+        assert all(b - a >= PAIR_BYTES for a, b in itertools.pairwise(pairs))
+
+
+@pytest.mark.usefixtures("hurried")
+def test_pairs_are_not_lost_to_contention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each thread takes one, and memory grows once for all of them."""
+    monkeypatch.setattr(module, "SLAB_PAIRS", 16)
+    for _ in range(20):
+        store = Tickets(CPU)
+        in_threads(16, [store])
+        assert (len(store._free), len(store._slabs)) == (0, 1)
+
+
+def test_memory_grows_when_it_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "SLAB_PAIRS", 4)
+    store = Tickets(CPU)
+    got = in_threads(10, [store])
+    pairs = {addresses[0] for addresses in got.values()}
+    assert len(pairs) == 10
+    inside = {slab.data_ptr() + i * PAIR_BYTES for slab in store._slabs for i in range(4)}
+    assert pairs <= inside
+    assert all(list((ctypes.c_int32 * 2).from_address(pair)) == [0, 0] for pair in pairs)
+
+
+def test_reserve_keeps_half_a_slab_in_store() -> None:
+    """A capture takes its pairs from the store, because it cannot make zeroed memory itself."""
+    store = Tickets(CPU)
+    store.reserve()
+    assert len(store._free) == SLAB_PAIRS
+    store.reserve()
+    assert len(store._slabs) == 1, "enough is there"
+    taken = [store._free.pop() for _ in range(SLAB_PAIRS // 2)]
+    store.reserve()
+    assert len(store._slabs) == 1, "half is enough"
+    taken.append(store._free.pop())
+    store.reserve()
+    assert len(store._free) >= SLAB_PAIRS // 2
+    assert len(store._slabs) == 2
+    assert not set(taken) & set(store._free)
+    assert len(set(store._free)) == len(store._free)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_one_store_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_devices", {})
+    together, got = threading.Barrier(8), []
+
+    def ask() -> None:
+        together.wait()
+        got.append(tickets(torch.device("cpu")))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(got) == 8
+    assert all(one is tickets(CPU) for one in got)
