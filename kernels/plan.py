@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import ctypes
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from hopwell.kernels import support, toolchain
 from hopwell.kernels.config import PrefillConfig, page_and_head_stride, resolve
-from hopwell.kernels.launch import Geometry
+from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.problem import AttentionProblem, LseLayout, TokenOffsets
-from hopwell.kernels.tickets import tickets
+from hopwell.kernels.tickets import PAIR_BYTES, tickets
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits; no cache is longer.
 MAX_WINDOW = 1 << 30
@@ -59,9 +61,31 @@ class Plan:
         if out is None:
             out = torch.empty(self.output_shape, dtype=self.output_dtype, device=problem.query.device)
         if self.has_work:
-            addresses = [0 if view is None else view.data_ptr() for view in operands(problem, out)]
-            self.launch(out, addresses, *host_scales(problem))
+            views = operands(problem, out)
+            addresses = [0 if view is None else view.data_ptr() for view in views]
+            with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views):
+                self.launch(out, addresses, *host_scales(problem))
         return out
+
+    @contextlib.contextmanager
+    def _emulated_memory(self, views: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Tell the emulator which memory a launch may reach, by the operands' names."""
+        from hopwell import emulator
+
+        named = dict(zip(Addresses._fields, views, strict=False))
+        results = ("out", "lse")
+        spans = [
+            emulator.span_of(name, view, "out" if name in results else "in")
+            for name, view in named.items()
+            if view is not None
+        ]
+        tickets = self._tickets.address()
+        try:
+            with emulator.memory([*spans, emulator.Span("tickets", tickets, PAIR_BYTES)]):
+                yield
+        except emulator.EmulatorError:
+            ctypes.memset(tickets, 0, PAIR_BYTES)  # a kernel that was stopped has not done it
+            raise
 
 
 def _bind(config: PrefillConfig, device: torch.device) -> Any:

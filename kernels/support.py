@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
-EMULATED_ARCH = "sm_90a"  # what a call with CPU tensors is checked against
 
 CONTEXT = "trtllm_batch_context_with_kv_cache"
 FMHA_V2 = "trtllm_fmha_v2_prefill"
@@ -192,18 +191,29 @@ def support_matrix() -> str:
     return "\n\n".join(sections) + "\n"
 
 
-@functools.lru_cache(maxsize=64)
 def arch_of(device: torch.device) -> str:
-    """The architecture whose kernels a call on ``device`` uses.
+    """The architecture whose kernels a call on ``device`` uses; for the CPU the one that is emulated.
 
     Raises:
         NotImplementedError: no kernel family exists for the device.
+        ValueError: the device is the CPU, and the emulator is switched off.
     """
-    if device.type == "cpu":
-        return EMULATED_ARCH
-    if device.type != "cuda":
-        raise NotImplementedError(f"device {device} is not supported; supported: CUDA devices of {', '.join(ARCHS)}")
+    if device.type == "cuda":
+        return _cuda_arch(device)
+    if device.type != "cpu":
+        raise NotImplementedError(
+            f"device {device} is not supported; supported: CUDA devices of {', '.join(ARCHS)}, and the CPU (emulated)"
+        )
+    from hopwell.emulator.options import options
 
+    arch = options().arch
+    if arch is None:
+        raise ValueError("the tensors are on the CPU, and HOPWELL_EMULATE=off switches off running kernels there")
+    return arch
+
+
+@functools.lru_cache(maxsize=64)
+def _cuda_arch(device: torch.device) -> str:
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)

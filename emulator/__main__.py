@@ -1,0 +1,123 @@
+"""Command line of the emulator: python -m hopwell.emulator COMMAND."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def _selftest(args: argparse.Namespace) -> int:
+    from .host.selftest import run_selftest
+
+    problems = run_selftest()
+    print("\n".join(problems) or "the tensor-map format and the stand-in runtime fit the installed DSL")
+    return bool(problems)
+
+
+def _load_case(spec: str) -> tuple[Callable[[], Any], Any]:
+    """``path.py`` or ``path.py:function``, by default ``case``; and the file's ``equivalent``, if it has one."""
+    path, _, name = spec.partition(":")
+    module_spec = importlib.util.spec_from_file_location("campaign_case", path)
+    if module_spec is None or module_spec.loader is None:
+        raise SystemExit(f"cannot import {path}")
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules["campaign_case"] = module
+    module_spec.loader.exec_module(module)
+    return getattr(module, name or "case"), getattr(module, "equivalent", None)
+
+
+def _campaign(args: argparse.Namespace) -> int:
+    from .options import use
+    from .tools.campaign import as_json, run_campaign
+
+    case, equivalent = _load_case(args.case)
+    with use(args.arch):
+        campaign = run_campaign(case, args.kernel, args.kind, equivalent=equivalent)
+    if args.json:
+        Path(args.json).write_text(as_json(campaign))
+    return campaign.rate < args.require
+
+
+def _example(args: argparse.Namespace) -> int:
+    from .tools.example import run_script
+
+    checks = dict.fromkeys((c for c in args.check if c), True)
+    run_script(
+        args.arch,
+        Path(args.script),
+        args.arguments,
+        args.sms,
+        schedule=args.schedule,
+        seed=args.seed,
+        hazards="report",
+        **checks,
+    )
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from .tools.hardware import run_comparison
+
+    run_comparison(Path(args.out), args.count, args.tiles, args.model_only)
+    return 0
+
+
+def _build(args: argparse.Namespace) -> int:
+    from . import native
+
+    native.core()
+    print(native.cache_dir())
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m hopwell.emulator", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    p = commands.add_parser("build", help="build the native core and say where it is")
+    p.set_defaults(run=_build)
+
+    p = commands.add_parser("selftest", help="compare the tensor-map format with the installed DSL")
+    p.set_defaults(run=_selftest)
+
+    p = commands.add_parser("campaign", help="plant synchronisation faults and report which stay undetected")
+    p.add_argument("case", help="Python file[:function] that launches the kernel once")
+    p.add_argument("--kernel", default="", help="part of the kernel's name")
+    p.add_argument("--kind", action="append", default=[], help="kind of fault; may be repeated; default all")
+    p.add_argument("--arch", default=None)
+    p.add_argument("--json", help="write every outcome to this file")
+    p.add_argument("--require", type=float, default=0.0, help="fail below this detection rate")
+    p.set_defaults(run=_campaign)
+
+    p = commands.add_parser("example", help="run a script that wants a GPU, such as a CUTLASS example")
+    p.add_argument("arch")
+    p.add_argument("script")
+    p.add_argument("--sms", type=int, default=2, help="SMs that the emulated device has")
+    p.add_argument("--schedule", default="eager")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--check", action="append", default=[], choices=["race", "proxy", "strict"])
+    p.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, after --")
+    p.set_defaults(run=_example)
+
+    p = commands.add_parser("compare-hardware", help="compare this machine's Hopper GPU with the emulator")
+    p.add_argument("--out", default=".", help="folder for hardware.md and hardware.json")
+    p.add_argument("--count", type=int, default=1 << 19, help="inputs per instruction, a multiple of 1024")
+    p.add_argument("--tiles", type=int, default=256, help="tiles per matrix product")
+    p.add_argument("--model-only", action="store_true", help="run the emulator alone")
+    p.set_defaults(run=_compare)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    if getattr(args, "arguments", None) and args.arguments[0] == "--":
+        args.arguments = args.arguments[1:]
+    return int(args.run(args))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,508 @@
+"""tcgen05.mma: matrix products of sm_100's tensor cores, operands in shared or tensor memory, results in tensor memory.
+
+Instruction descriptor: PTX ISA, "tcgen05 instruction descriptor"; CUTLASS, mma_sm100_desc.hpp. Where the rows of D, A
+and the scale factors lie: PTX ISA, "tcgen05 data path layout organization" and "scale factor layout"; CUTLASS,
+mma_traits_sm100_frag.hpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..decode.mma import FORMAT
+from ..decode.op import Context, Op, decodes, items
+from ..errors import EmulatorError, MemoryFault, UninitializedRead, Unsupported
+from ..machine.state import Cta, Warp, first_lane
+from ..native.layout import TOUCH_ASYNC, TOUCH_READ
+from ..ptx import Imm, Instr, Mem, Vec
+from .bulk import join, keep
+from .tensor_memory import tensor_memory, touch
+
+if TYPE_CHECKING:
+    from ..machine.machine import Machine
+
+F16_KIND = {0: "f16", 1: "bf16", 2: "tf32"}
+F8_KIND = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
+I8_KIND = {0: "u8", 1: "s8"}
+D_FORMATS = {0: "f16", 1: "f32", 2: "s32"}
+# Bytes per two elements as they lie in shared memory: kind::f8f6f4 keeps every element in one byte.
+HALF_BYTES = {"f16": 4, "bf16": 4, "tf32": 8}
+K_BYTES = 32
+PACK_TIGHT, PACK_CHUNK = 0, 2
+UNIT_TCGEN05 = 1
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an instruction descriptor and a kind say."""
+
+    m: int
+    n: int
+    a_type: str
+    b_type: str
+    d_type: str
+    a_mn: bool
+    b_mn: bool
+    negate: bool
+    half_bytes: int  # per two elements
+    k: int
+    ctas: int
+    pack: int
+    scales: int = 0  # per row, 0 for none
+    scale_format: str = ""
+    a_byte: int = 0  # first byte of a scale column that belongs to A
+    b_byte: int = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows of A and D that one CTA holds."""
+        return self.m // self.ctas
+
+    def lanes(self) -> np.ndarray:
+        """Tensor-memory lane of each row that a CTA holds. M = 64 of one CTA uses the lower half of each 32-lane
+        quarter."""
+        r = np.arange(self.rows)
+        return r // 16 * 32 + r % 16 if self.ctas == 1 and self.rows == 64 else r
+
+    @property
+    def split(self) -> int:
+        """Into how many column ranges D is split when a CTA has fewer rows than lanes: the first N / split columns are
+        in lanes 0.., the next in the lanes behind them."""
+        return LANE_SPLIT.get((self.ctas, self.rows), 1)
+
+
+LANE_SPLIT = {(2, 64): 2, (2, 32): 4}
+
+
+def parse_shape(kind: str, idesc: int, ctas: int, vector: int | None, where: str) -> Shape:
+    block_scaled = kind.startswith("mx")
+    n, m = (idesc >> 17 & 63) << 3, (idesc >> 24 & 31) << 4
+    a_code, b_code = idesc >> 7 & 7, idesc >> 10 & 7
+    if idesc & 4:
+        raise Unsupported(f"sparse tcgen05.mma: {where}")
+    table = {"f16": F16_KIND, "tf32": F16_KIND, "i8": I8_KIND, "f8f6f4": F8_KIND, "mxf8f6f4": F8_KIND}.get(
+        kind, {1: "e2m1"}
+    )
+    if a_code not in table or b_code not in table:
+        raise EmulatorError(
+            f"tcgen05.mma kind::{kind} with formats {a_code}, {b_code} in its instruction descriptor: {where}"
+        )
+    a_type, b_type = table[a_code], table[b_code]
+    if kind in ("f16", "tf32") and (kind == "tf32") != (a_type == "tf32"):
+        raise EmulatorError(f"tcgen05.mma kind::{kind} with {a_type} in its instruction descriptor: {where}")
+    tight = kind in ("mxf4", "mxf4nvf4")
+    if tight and idesc >> 31:
+        raise Unsupported(f"tcgen05.mma with K = 96: {where}")
+    half = 1 if tight else HALF_BYTES.get(a_type, 2)
+    d_type = "f32" if block_scaled else D_FORMATS.get(idesc >> 4 & 3, "")
+    if not d_type:
+        raise EmulatorError(f"tcgen05.mma with accumulator format 3: {where}")
+    if (m, ctas) not in ((64, 1), (128, 1), (128, 2), (256, 2)) or n < 8 or n > 256:
+        raise EmulatorError(f"tcgen05.mma of M = {m}, N = {n} with {ctas} CTAs: {where}")
+    k = K_BYTES * 2 // half
+    scales = 0
+    if block_scaled:
+        scales = 1 if kind == "mxf8f6f4" else k // (vector or 32)
+    return Shape(
+        m,
+        n,
+        a_type,
+        b_type,
+        d_type,
+        bool(idesc >> 15 & 1),
+        bool(idesc >> 16 & 1),
+        (idesc >> 13 & 1) != (idesc >> 14 & 1),
+        half,
+        k,
+        ctas,
+        PACK_TIGHT if tight or half > 2 else PACK_CHUNK,
+        scales,
+        "ue8m0" if idesc >> 23 & 1 else "ue4m3",
+        idesc >> 29 & 3 if block_scaled else 0,
+        idesc >> 4 & 3 if block_scaled else 0,
+    )
+
+
+# ------------------------------------------------------------------ the queue of a CTA or CTA pair
+def group_ctas(w: Warp, pair: bool) -> list[Cta]:
+    """The CTAs an instruction acts on: its own, or both of its pair."""
+    if not pair:
+        return [w.cta]
+    ctas, even = w.cta.cluster.ctas, w.cta.rank & ~1
+    if even + 1 >= len(ctas):
+        raise EmulatorError(f"{w}: .cta_group::2 in a cluster without a pair")
+    return [ctas[even], ctas[even + 1]]
+
+
+def queue_key(ctas: list[Cta]) -> tuple:
+    """Tensor-core work of one CTA or pair runs in order."""
+    return ("tensor core", ctas[0].id)
+
+
+@dataclass
+class QueueClock:
+    """What the tensor-core queue knows, for the race detector."""
+
+    agent: int
+    clock: int = 0
+    vc: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+
+
+def queue_clock(m: Machine, w: Warp, ctas: list[Cta]) -> tuple[np.ndarray, QueueClock]:
+    """Advance the queue's clock for one operation issued by ``w``."""
+    cluster, key = w.cta.cluster, queue_key(ctas)
+    q = cluster.engine.get(("clock", key))
+    if q is None:
+        agent = cluster.agent(m.address, key, f"tensor core of cta {ctas[0].id}")
+        q = cluster.engine["clock", key] = QueueClock(agent, 0, np.zeros(2 * m.state.cap, np.int32))
+    join(q.vc.ctypes.data, w.vc_address, 2 * m.state.cap)
+    q.clock += 1
+    q.vc[q.agent] = q.clock
+    stamp = q.vc.copy()
+    keep(m, cluster, stamp)
+    return stamp, q
+
+
+# ------------------------------------------------------------------ operands
+def chunks(m: Machine, descriptor: int, mn: int, k_bytes: int, k_major: bool, half_bytes: int) -> np.ndarray:
+    """Chunk numbers of an operand in shared memory, [mn][k chunks] or [k][mn chunks]; see native/descriptor.c."""
+    key = (descriptor, mn, k_bytes, k_major, half_bytes)
+    found = _chunks.get(key)
+    if found is None:
+        out = np.empty(256 * 16, np.int32)
+        n = m.core.core_chunks(descriptor, mn, k_bytes, k_major, half_bytes, 1, out.ctypes.data)
+        if n < 0:
+            raise Unsupported(f"matrix descriptor {descriptor:#x}: layout or base offset")
+        rows = mn if k_major else k_bytes * 2 // half_bytes
+        found = np.ascontiguousarray(out[:n].reshape(rows, -1))
+        if len(_chunks) > 8192:
+            _chunks.clear()
+        _chunks[key] = found
+    return found
+
+
+_chunks: dict[tuple, np.ndarray] = {}
+
+
+def gather(
+    m: Machine, cta: Cta, index: np.ndarray, fmt: str, pack: int, shape: tuple[int, int], transpose: bool, where: str
+):
+    """float32 [rows][k] (or its transpose) of an operand in shared memory."""
+    if int(index.max()) * 16 + 16 > cta.smem.size or int(index.min()) < 64:
+        raise MemoryFault(f"operand outside of shared memory: {where}")
+    if cta.init is not None and not cta.init[: cta.smem.size // 16 * 16].reshape(-1, 16)[index].all():
+        raise UninitializedRead(f"operand in shared memory that was never written: {where}")
+    out = np.empty(shape, np.float32)
+    rows, per_row = index.shape
+    m.core.core_gather(
+        cta.smem_address, index.ctypes.data, rows, per_row, FORMAT[fmt], pack, out.ctypes.data, shape[1], int(transpose)
+    )
+    return out
+
+
+def decode(m: Machine, raw: np.ndarray, fmt: str, n: int, pack: int) -> np.ndarray:
+    """float32 [rows][n] from rows of bytes."""
+    raw = np.ascontiguousarray(raw)
+    out = np.empty((raw.shape[0], n), np.float32)
+    for r in range(raw.shape[0]):
+        m.core.core_decode(raw.ctypes.data + r * raw.shape[1], n, FORMAT[fmt], pack, out.ctypes.data + 4 * n * r)
+    return out
+
+
+# ------------------------------------------------------------------ the instruction
+@dataclass
+class Mma:
+    """Decoded tcgen05.mma; calling it issues one operation."""
+
+    pc: int
+    kind: str
+    pair: bool
+    d: Any
+    a: Any  # address operand (tensor memory) or descriptor row
+    a_in_tmem: bool
+    b: int
+    idesc: int
+    accumulate: tuple[int, bool] | bool
+    disabled: list[int]  # rows of the output-lane mask
+    scale_input: int
+    sf_a: Any = None
+    sf_b: Any = None
+    vector: int | None = None
+    weight_stationary: bool = False
+
+    def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> None:
+        if mask & (mask - 1):
+            raise EmulatorError(
+                f"{w}: tcgen05.mma issued by {bin(mask).count('1')} lanes; it is a single-thread "
+                f"instruction\n  {m.where(self.pc)}"
+            )
+        lane = first_lane(mask)
+        ctas = group_ctas(w, self.pair)
+        where = m.where(self.pc)
+        shape = parse_shape(self.kind, w.get32(self.idesc, lane), len(ctas), self.vector, where)
+        if isinstance(self.accumulate, tuple):
+            accumulate = bool((int(w.pred[self.accumulate[0]]) >> lane & 1) ^ self.accumulate[1])
+        else:
+            accumulate = self.accumulate
+        job = Job(
+            self,
+            shape,
+            ctas,
+            self.d.of(w, lane),
+            self.a.of(w, lane) if self.a_in_tmem else w.get64(self.a, lane),
+            w.get64(self.b, lane),
+            accumulate,
+            [w.get32(row, lane) for row in self.disabled],
+            self.sf_a.of(w, lane) if self.sf_a else 0,
+            self.sf_b.of(w, lane) if self.sf_b else 0,
+            where,
+        )
+        if m.tracked:
+            job.track(m, w)
+        m.add("matrix flops", 2 * shape.m * shape.n * shape.k)
+        m.post(lambda: job.run(m), queue_key(ctas), f"tcgen05.mma: {where}", w.cta.cluster, self.pc)
+
+
+@dataclass
+class Job:
+    """One issued operation with the values of its operands."""
+
+    op: Mma
+    shape: Shape
+    ctas: list[Cta]
+    d: int
+    a: int
+    b: int
+    accumulate: bool
+    disabled: list[int]
+    sf_a: int
+    sf_b: int
+    where: str
+
+    # -- where things lie
+    def d_lanes(self) -> np.ndarray:
+        s = self.shape
+        return np.arange(128) if s.split > 1 else s.lanes()
+
+    def d_columns(self) -> int:
+        return self.shape.n // self.shape.split
+
+    def a_chunks(self, m: Machine) -> np.ndarray:
+        s = self.shape
+        return chunks(m, self.a, s.rows, K_BYTES, not s.a_mn, s.half_bytes)
+
+    def b_chunks(self, m: Machine) -> np.ndarray:
+        s = self.shape
+        return chunks(m, self.b, s.n // s.ctas, K_BYTES, not s.b_mn, s.half_bytes)
+
+    def scale_columns(self, rows: int) -> int:
+        return -(-rows // 32)
+
+    # -- detectors
+    def track(self, m: Machine, w: Warp) -> None:
+        s = self.shape
+        stamp, q = queue_clock(m, w, self.ctas)
+        for cta in self.ctas:
+            tensor_memory(m, cta)
+            operands = [self.b_chunks(m)] + ([] if self.op.a_in_tmem else [self.a_chunks(m)])
+            for index in operands:
+                m.core.core_shadow_chunks(
+                    m.address, cta.address, index.ctypes.data, index.size, TOUCH_READ | TOUCH_ASYNC, q.agent, q.clock,
+                    stamp.ctypes.data, self.op.pc,
+                )  # fmt: skip
+            if self.op.a_in_tmem:
+                lanes = (self.a >> 16 & 0xFFFF) + s.lanes()
+                touch(
+                    m,
+                    cta,
+                    lanes,
+                    (self.a & 0xFFFF) + np.arange(K_BYTES // 4),
+                    False,
+                    q.agent,
+                    q.clock,
+                    stamp,
+                    self.op.pc,
+                )
+            if s.scales:
+                for base, rows in ((self.sf_a, s.rows), (self.sf_b, self.b_scale_rows())):
+                    columns = (base & 0xFFFF) + np.arange(self.scale_columns(rows))
+                    touch(m, cta, np.arange(128), columns, False, q.agent, q.clock, stamp, self.op.pc)
+            lanes = (self.d >> 16 & 0xFFFF) + self.d_lanes()
+            touch(
+                m,
+                cta,
+                lanes,
+                (self.d & 0xFFFF) + np.arange(self.d_columns()),
+                True,
+                q.agent,
+                q.clock,
+                stamp,
+                self.op.pc,
+            )
+
+    # -- execution
+    def run(self, m: Machine) -> None:
+        s = self.shape
+        b = np.concatenate(
+            [
+                gather(m, c, self.b_chunks(m), s.b_type, s.pack, (s.k, s.n // s.ctas), not s.b_mn, self.where)
+                for c in self.ctas
+            ],
+            axis=1,
+        )
+        for cta in self.ctas:
+            a = self.operand_a(m, cta)
+            if s.negate:
+                a = -a
+            scaled_b = b
+            if s.scales:
+                per = s.k // s.scales
+                a = a * np.repeat(self.scales(m, cta, self.sf_a, s.rows, s.a_byte, 1), per, axis=1)
+                halves = 2 if self.b_scale_rows() != s.n else 1
+                scaled_b = b * np.repeat(self.scales(m, cta, self.sf_b, s.n, s.b_byte, halves), per, axis=1).T
+            self.accumulate_into(m, cta, np.ascontiguousarray(a), np.ascontiguousarray(scaled_b))
+        m.progress()
+
+    def operand_a(self, m: Machine, cta: Cta) -> np.ndarray:
+        s = self.shape
+        if not self.op.a_in_tmem:
+            return gather(m, cta, self.a_chunks(m), s.a_type, s.pack, (s.rows, s.k), s.a_mn, self.where)
+        tm = tensor_memory(m, cta)
+        column = self.a & 0xFFFF
+        tm.check(m, column, K_BYTES // 4, self.where)
+        lanes = (self.a >> 16 & 0xFFFF) + s.lanes()
+        cells = tm.cells[lanes, column : column + K_BYTES // 4]
+        if s.split > 1:
+            # CUTLASS, UMMA::TmemAllocMode::Duplicated: with two column ranges each lane half needs its own copy of A.
+            for k in range(1, s.split):
+                if (tm.cells[lanes + k * s.rows, column : column + K_BYTES // 4] != cells).any():
+                    raise EmulatorError(
+                        f"A in tensor memory differs between lane groups that must hold copies: {self.where}"
+                    )
+        if tm.written is not None and not tm.written[lanes, column : column + K_BYTES // 4].all():
+            raise UninitializedRead(f"A in tensor memory that was never written: {self.where}")
+        return decode(m, cells.view(np.uint8), s.a_type, s.k, 1 if s.pack == PACK_CHUNK else s.pack)
+
+    def b_scale_rows(self) -> int:
+        """Rows of B whose scales one lane group holds. When D is split over two lane groups (M = 128 of two CTAs), each
+        group holds the scales of its own columns (CUTLASS, UMMA::TmemAllocMode::ScaleFactorDuplicated2by2)."""
+        return self.shape.n // self.shape.split
+
+    def scales(self, m: Machine, cta: Cta, address: int, rows: int, first_byte: int, halves: int) -> np.ndarray:
+        """Scale r of a group lies in lane r % 32 of each 32-lane quarter, column base + r / 32, at bytes from
+        ``first_byte``."""
+        tm = tensor_memory(m, cta)
+        column, n = address & 0xFFFF, self.scale_columns(rows // halves)
+        tm.check(m, column, n, self.where)
+        quarters = tm.cells[:, column : column + n].reshape(4, 32, n)
+        out = []
+        for h in range(halves):
+            group = quarters[4 // halves * h : 4 // halves * (h + 1)]
+            if (group != group[0]).any():
+                raise EmulatorError(
+                    f"scale factors differ between the 32-lane quarters that must hold copies: {self.where}"
+                )
+            by_row = np.ascontiguousarray(group[0].T).view(np.uint8).reshape(n * 32, 4)[: rows // halves]
+            out.append(by_row[:, first_byte : first_byte + self.shape.scales])
+        raw = np.ascontiguousarray(np.concatenate(out))
+        return decode(m, raw, self.shape.scale_format, self.shape.scales, PACK_TIGHT)
+
+    def accumulate_into(self, m: Machine, cta: Cta, a: np.ndarray, b: np.ndarray) -> None:
+        s = self.shape
+        tm = tensor_memory(m, cta)
+        lane, column, width = self.d >> 16 & 0xFFFF, self.d & 0xFFFF, self.d_columns()
+        tm.check(m, column, width, self.where)
+        lanes = lane + self.d_lanes()
+        old = tm.cells[lanes, column : column + width]
+        if self.accumulate and tm.written is not None and not tm.written[lanes, column : column + width].all():
+            raise UninitializedRead(f"accumulation onto tensor memory that was never written: {self.where}")
+        if s.split > 1:  # columns of the matrix side by side again
+            old = np.concatenate(np.split(old, s.split), axis=1)
+        acc = self.start(old)
+        if s.d_type == "s32":
+            product = np.zeros(acc.shape, np.float32)  # exact: sums of 32 products of 8-bit integers stay below 2^24
+            m.core.core_gemm(product.ctypes.data, a.ctypes.data, b.ctypes.data, s.rows, s.n, s.k, s.k, s.n, s.n)
+            result = (acc + product.astype(np.int32)).view(np.uint32)
+        else:
+            m.core.core_product(
+                m.address,
+                acc.ctypes.data,
+                a.ctypes.data,
+                b.ctypes.data,
+                s.rows,
+                s.n,
+                s.k,
+                s.k,
+                FORMAT[s.a_type],
+                UNIT_TCGEN05,
+            )
+            # f16 accumulators take a whole 32-bit column each; .pack::16b loads squeeze them.
+            result = (
+                acc.astype(np.float16).view(np.uint16).astype(np.uint32) if s.d_type == "f16" else acc.view(np.uint32)
+            )
+        if s.split > 1:
+            result = np.concatenate(np.split(result, s.split, axis=1))
+        write = np.ones(len(lanes), bool)
+        if any(self.disabled):
+            write = ~np.array([self.disabled[k // 32] >> (k % 32) & 1 for k in range(len(lanes))], bool)
+        tm.cells[lanes[write], column : column + width] = result[write]
+        if tm.written is not None:
+            tm.written[lanes[write], column : column + width] = True
+
+    def start(self, old: np.ndarray) -> np.ndarray:
+        """The accumulator before the product, as a fresh array."""
+        s = self.shape
+        dtype: Any = np.int32 if s.d_type == "s32" else np.float32
+        if not self.accumulate:
+            return np.zeros(old.shape, dtype)
+        if s.d_type == "f16":
+            acc = old.astype(np.uint16).view(np.float16).astype(np.float32)
+        else:
+            acc = np.ascontiguousarray(old).view(dtype).copy()
+        return acc * np.float32(2.0**-self.op.scale_input) if self.op.scale_input else acc
+
+
+@decodes("tcgen05.mma")
+def mma(c: Context, i: Instr) -> Op:
+    from .tma import address_operand
+
+    p = i.parts
+    if "sp" in p or "ws" in p or any(x.startswith("ashift") for x in p):
+        raise Unsupported(i.op)
+    kind = next(x for x in p if x.startswith("kind::"))[6:]
+    args = list(i.args)
+    a_in_tmem = isinstance(args[1], Mem)
+    scaled = "block_scale" in p
+    vector = next((int(x[5:]) for x in p if x.startswith("block") and x[5:].isdigit()), None)
+    per_row = next((int(x[len("scale_vec::") : -1]) for x in p if x.startswith("scale_vec::")), None)
+    if per_row and kind != "mxf8f6f4":
+        vector = 64 // per_row
+    elif kind == "mxf4nvf4" and vector is None:
+        raise Unsupported(f"{i.op} without a scale vector size")
+    rest = args[6:] if scaled else args[4:]
+    disabled = []
+    if rest and isinstance(rest[0], Vec):
+        disabled = [c.src(x, "b32") for x in items(rest.pop(0))]
+    predicate = rest.pop(0)
+    scale_input = rest[0].bits if rest and isinstance(rest[0], Imm) else 0
+    return c.python(
+        Mma(
+            i.pc,
+            kind,
+            "cta_group::2" in p,
+            address_operand(c, args[0]),
+            address_operand(c, args[1]) if a_in_tmem else c.src(args[1], "b64"),
+            a_in_tmem,
+            c.src(args[2], "b64"),
+            c.src(args[3], "b32"),
+            bool(predicate.bits) if isinstance(predicate, Imm) else c.pred(predicate),
+            disabled,
+            scale_input,
+            address_operand(c, args[4]) if scaled else None,
+            address_operand(c, args[5]) if scaled else None,
+            vector,
+        )
+    )

@@ -1,0 +1,403 @@
+"""Tensor memory of sm_100: 128 lanes x 512 columns of 32 bits per CTA; allocation, loads and stores.
+
+Fragment layouts of the load and store shapes: PTX ISA, "tcgen05 data movement shape"; CUTLASS, copy_traits_sm100.hpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..decode.op import Context, Op, decodes, items
+from ..errors import EmulatorError, Hazard, MemoryFault, UninitializedRead, Unsupported
+from ..machine.state import Cluster, Cta, Warp, first_lane
+from ..native.layout import (
+    AUX_MOVE,
+    BUSY_LOAD,
+    BUSY_NO,
+    FULL,
+    KIND_LANE,
+    TOUCH_ASYNC,
+    TOUCH_READ,
+    TOUCH_WRITE,
+)
+from ..ptx import Imm, Instr
+from .bulk import learn, stream
+
+if TYPE_CHECKING:
+    from ..machine.machine import Machine
+
+LANES, COLUMNS = 128, 512
+POISON = np.uint32(0x7FC0DEAD)
+
+
+class TensorMemory:
+    """Cells, and which columns are allocated."""
+
+    def __init__(self, strict: bool):
+        self.cells = np.full((LANES, COLUMNS), POISON, np.uint32)
+        self.written = np.zeros((LANES, COLUMNS), bool) if strict else None
+        self.free = [(0, COLUMNS)]
+        self.allocated: dict[int, int] = {}
+        self.released: list[tuple[int, int]] = []
+        self.relinquished = False
+
+    def check(self, m: Machine, column: int, n: int, what: str) -> None:
+        for start, size in self.allocated.items():
+            if start <= column and column + n <= start + size:
+                return
+        for start, size in self.released:
+            if start <= column and column + n <= start + size:
+                m.warn(f"tensor-memory columns {column}..{column + n - 1} used after tcgen05.dealloc: {what}")
+                return
+        raise MemoryFault(
+            f"tensor-memory columns {column}..{column + n - 1} are not allocated ({self.allocated}): {what}"
+        )
+
+
+def tensor_memory(m: Machine, cta: Cta) -> TensorMemory:
+    found = cta.engine.get("tmem")
+    if found is None:
+        found = cta.engine["tmem"] = TensorMemory(m.options.strict)
+        if m.tracked:
+            m.core.core_tmem_shadow(m.address, cta.address)
+    return found
+
+
+def converged(m: Machine, w: Warp, frag: int, mask: int) -> bool:
+    return not w.state.live & ~mask & FULL
+
+
+def wait_for_lanes(m: Machine, w: Warp, frag: int) -> object:
+    return m.block(w, frag, lambda: not w.state.live & ~w.state.frags[frag].mask & FULL, "the other lanes of its warp")
+
+
+# ------------------------------------------------------------------ allocation
+@decodes("tcgen05.alloc")
+def alloc(c: Context, i: Instr) -> Op:
+    from .tma import address_operand
+
+    target, count = address_operand(c, i.args[0]), c.src(i.args[1], "u32")
+
+    def run(m: Machine, w: Warp, frag: int, mask: int) -> object:
+        if not converged(m, w, frag, mask):
+            return wait_for_lanes(m, w, frag)
+        lane = first_lane(mask)
+        n = w.get32(count, lane)
+        tm = tensor_memory(m, w.cta)
+        # PTX ISA, "tcgen05.alloc": a power of two from 32 to 512; never after the permit has been given up.
+        if n < 32 or n > COLUMNS or n & (n - 1):
+            raise MemoryFault(
+                f"{w}: tcgen05.alloc of {n} columns: not a power of two from 32 to 512\n  {m.where(i.pc)}"
+            )
+        if tm.relinquished:
+            raise MemoryFault(f"{w}: tcgen05.alloc after tcgen05.relinquish_alloc_permit\n  {m.where(i.pc)}")
+        fit = next((k for k, (_, size) in enumerate(tm.free) if size >= n), None)
+        if fit is None:
+            return m.block(w, frag, lambda: any(size >= n for _, size in tm.free), f"tcgen05.alloc of {n} columns")
+        start, size = tm.free[fit]
+        tm.free[fit : fit + 1] = [(start + n, size - n)] if size > n else []
+        tm.allocated[start] = n
+        cta, offset = w.cta.cluster.resolve(target.of(w, lane) & 0xFFFFFFFF)
+        cta.smem[offset : offset + 4].view(np.uint32)[0] = start
+        if cta.init is not None:
+            cta.init[offset : offset + 4] = 1
+        if m.tracked:
+            # The address arrives through the async proxy but counts as written when the instruction is done.
+            vc = w.vc_address
+            m.core.core_shadow_bytes(
+                m.address, cta.address, offset, 4, TOUCH_WRITE | TOUCH_ASYNC, w.state.agent, own_clock(w), vc, i.pc
+            )
+        m.progress()
+        return None
+
+    return c.python(run)
+
+
+def own_clock(w: Warp) -> int:
+    from ..machine.state import array_at
+
+    return int(array_at(w.vc_address, w.state.agent + 1, np.int32)[w.state.agent])
+
+
+@decodes("tcgen05.dealloc")
+def dealloc(c: Context, i: Instr) -> Op:
+    base, count = c.src(i.args[0], "u32"), c.src(i.args[1], "u32")
+
+    def run(m: Machine, w: Warp, frag: int, mask: int) -> object:
+        if not converged(m, w, frag, mask):
+            return wait_for_lanes(m, w, frag)
+        lane = first_lane(mask)
+        start, n = w.get32(base, lane) & 0xFFFF, w.get32(count, lane)
+        tm = tensor_memory(m, w.cta)
+        if tm.allocated.pop(start, None) != n:
+            raise MemoryFault(f"{w}: tcgen05.dealloc of columns {start}+{n} matches no allocation\n  {m.where(i.pc)}")
+        tm.released.append((start, n))
+        tm.free = sorted([*tm.free, (start, n)])
+        m.progress()
+        return None
+
+    return c.python(run)
+
+
+@decodes("tcgen05.relinquish_alloc_permit")
+def relinquish(c: Context, i: Instr) -> Op:
+    def run(m: Machine, w: Warp, frag: int, mask: int) -> object:
+        if not converged(m, w, frag, mask):
+            return wait_for_lanes(m, w, frag)
+        tensor_memory(m, w.cta).relinquished = True
+        return None
+
+    return c.python(run)
+
+
+def at_cluster_end(m: Machine, cluster: Cluster) -> None:
+    for cta in cluster.ctas:
+        tm = cta.engine.get("tmem")
+        if tm is not None and tm.allocated:
+            raise MemoryFault(
+                f"cta {cta.id} exited without freeing tensor-memory columns {tm.allocated} (start: count)"
+            )
+
+
+# ------------------------------------------------------------------ loads and stores
+@dataclass(frozen=True)
+class Fragment:
+    """Cells that one warp's registers stand for: rows[lane, register], columns[lane, register]."""
+
+    rows: np.ndarray
+    columns: np.ndarray
+    packed: bool  # two 16-bit columns in one register
+
+    @property
+    def registers(self) -> int:
+        return self.rows.shape[1]
+
+
+def fragment(i: Instr, split: int) -> Fragment:
+    p = i.parts
+    shape = next(x for x in p if x[:2] in ("16", "32") and "b" in x and "x" in x)
+    repeat = next(int(x[1:]) for x in p if x[0] == "x" and x[1:].isdigit())
+    t = np.arange(32)[:, None]
+    packed = any(x.startswith(("pack::", "unpack::")) for x in p)
+    if shape == "32x32b":
+        q = np.arange(repeat)[None]
+        rows, columns = t + 0 * q, q + 0 * t
+    elif shape == "16x64b":
+        q = np.arange(repeat)[None]
+        rows, columns = (t >> 2) + 8 * (t & 1) + 0 * q, (t >> 1 & 1) + 2 * q
+    elif shape == "16x128b":
+        q = np.arange(2 * repeat)[None]
+        rows, columns = (t >> 2) + 8 * (q & 1), (t & 3) + 4 * (q >> 1)
+    elif shape == "16x256b":
+        q = np.arange(4 * repeat)[None]
+        rows, columns = (t >> 2) + 8 * (q >> 1 & 1), 2 * (t & 3) + (q & 1) + 8 * (q >> 2)
+    elif shape == "16x32bx2":
+        q = np.arange(repeat)[None]
+        rows, columns = (t & 15) + 0 * q, q + (t >> 4) * split
+    else:
+        raise Unsupported(i.op)
+    return Fragment(rows, columns, packed)
+
+
+@dataclass
+class Transfer:
+    """Decoded tcgen05.ld or tcgen05.st."""
+
+    pc: int
+    fragment: Fragment
+    base: object
+    rows: list[int]  # register-file rows
+
+    def cells(self, m: Machine, w: Warp, mask: int) -> tuple[TensorMemory, np.ndarray, np.ndarray]:
+        """Lanes and columns per register; checks that the warp may access them."""
+        address = self.base.of(w, first_lane(mask))  # type: ignore[attr-defined]
+        lane, column = address >> 16 & 0xFFFF, address & 0xFFFF
+        # PTX ISA, "tcgen05 access restrictions": warp k of a warpgroup reaches lanes 32k .. 32k + 31.
+        first, last = 32 * (w.id % 4), lane + int(self.fragment.rows.max())
+        if lane < first or last >= first + 32:
+            raise MemoryFault(
+                f"{w} accesses tensor-memory lanes {lane}..{last} but may only access {first}..{first + 31}\n"
+                f"  {m.where(self.pc)}"
+            )
+        columns = column + self.fragment.columns * (2 if self.fragment.packed else 1)
+        tm = tensor_memory(m, w.cta)
+        width = int(columns.max()) - column + 1 + self.fragment.packed
+        tm.check(m, column, width, m.where(self.pc))
+        return tm, lane + self.fragment.rows, columns
+
+    def track(self, m: Machine, w: Warp, lanes: np.ndarray, columns: np.ndarray, write: bool) -> tuple[int, int]:
+        stamp, agent, clock = stream(m, w, "tcgen05.st" if write else "tcgen05.ld")
+        touch(m, w.cta, lanes, columns, write, agent, clock, stamp, self.pc)
+        return agent, clock
+
+
+def touch(
+    m: Machine, cta: Cta, lanes, columns, write: bool, agent: int, clock: int, stamp: np.ndarray, pc: int
+) -> None:
+    """Detector bookkeeping of a block of cells: every column between the least and the greatest that occurs."""
+    groups = 0
+    for g in np.unique(np.ravel(lanes) // 16):
+        groups |= 1 << int(g)
+    kind = TOUCH_ASYNC | (TOUCH_WRITE if write else TOUCH_READ)
+    for first, n in runs(np.unique(columns)):
+        m.core.core_shadow_tmem(m.address, cta.address, groups, first, n, kind, agent, clock, stamp.ctypes.data, pc)
+
+
+def runs(sorted_columns: np.ndarray) -> list[tuple[int, int]]:
+    """Contiguous runs of a sorted array: (first, length)."""
+    breaks = np.flatnonzero(np.diff(sorted_columns) != 1) + 1
+    return [(int(part[0]), len(part)) for part in np.split(sorted_columns, breaks)]
+
+
+@dataclass
+class PendingLoad:
+    """A tcgen05.ld whose registers have not been written yet."""
+
+    run: object
+    slots: np.ndarray
+    agent: int
+    clock: int
+
+
+@dataclass
+class Load(Transfer):
+    def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> object:
+        if not converged(m, w, frag, mask):
+            return wait_for_lanes(m, w, frag)
+        tm, lanes, columns = self.cells(m, w, mask)
+        agent = clock = 0
+        if m.tracked:
+            agent, clock = self.track(m, w, lanes, columns, False)
+
+        def run() -> None:
+            if tm.written is not None and not tm.written[lanes, columns].all():
+                raise UninitializedRead(f"{w} reads tensor memory that was never written\n  {m.where(self.pc)}")
+            values = tm.cells[lanes, columns]
+            if self.fragment.packed:
+                values = (values & np.uint32(0xFFFF)) | tm.cells[lanes, columns + 1] << np.uint32(16)
+            for k, row in enumerate(self.rows):
+                w.row32(row)[...] = values[:, k]
+
+        slots = np.array(self.rows) // 64
+        load = PendingLoad(run, slots, agent, clock)
+        if m.tracked or m.options.strict or m.defers(self.pc):
+            w.state.n_busy += int((w.busy[slots] == BUSY_NO).sum())
+            w.busy[slots] = BUSY_LOAD
+            w.tmem_loads.append(load)
+            if not m.defers(self.pc):
+                run()
+                load.run = None
+        else:
+            run()
+        if m.options.strict:
+            w.written[slots] = FULL
+        m.add("tensor memory load bytes", 128 * len(self.rows))
+        return None
+
+
+def complete_loads(m: Machine, w: Warp) -> None:
+    for load in w.tmem_loads:
+        if load.run is not None:
+            load.run()
+        w.state.n_busy -= int((w.busy[load.slots] == BUSY_LOAD).sum())
+        w.busy[load.slots] = BUSY_NO
+        if m.tracked:
+            learn(m, w, load.agent, load.clock)
+    w.tmem_loads.clear()
+
+
+def touched_early(m: Machine, w: Warp) -> None:
+    """A register of a pending load is used. ptxas tracks such registers, and shipped kernels rely on that, so the use
+    completes the load; PTX itself asks for tcgen05.wait::ld first, which strict mode insists on, except of moves, which
+    compilers place before the wait."""
+    insn = m.program.insns[m.state.ev_pc]
+    if m.options.strict and not (insn.kind == KIND_LANE and insn.aux & AUX_MOVE):
+        raise Hazard(f"{w} uses the result of tcgen05.ld before tcgen05.wait::ld\n  at {m.where(m.state.ev_pc)}")
+    complete_loads(m, w)
+
+
+@decodes("tcgen05.ld")
+def load(c: Context, i: Instr) -> Op:
+    from .tma import address_operand
+
+    if "red" in i.parts:
+        raise Unsupported(i.op)
+    split = i.args[2].bits if len(i.args) > 2 and isinstance(i.args[2], Imm) else 0
+    f = fragment(i, split)
+    rows = [c.file.register(r) for r in items(i.args[0])]
+    if len(rows) != f.registers:
+        raise Unsupported(f"{i.op} with {len(rows)} registers")
+    return c.python(Load(i.pc, f, address_operand(c, i.args[1]), rows))
+
+
+@dataclass
+class Store(Transfer):
+    def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> object:
+        if not converged(m, w, frag, mask):
+            return wait_for_lanes(m, w, frag)
+        tm, lanes, columns = self.cells(m, w, mask)
+        values = np.stack([w.row32(row) for row in self.rows], 1)
+        agent = clock = 0
+        if m.tracked:
+            agent, clock = self.track(m, w, lanes, columns, True)
+
+        def run() -> None:
+            if self.fragment.packed:
+                tm.cells[lanes, columns] = values & np.uint32(0xFFFF)
+                tm.cells[lanes, columns + 1] = values >> np.uint32(16)
+            else:
+                tm.cells[lanes, columns] = values
+            if tm.written is not None:
+                tm.written[lanes, columns] = True
+                if self.fragment.packed:
+                    tm.written[lanes, columns + 1] = True
+
+        if m.defers(self.pc):
+            w.tmem_stores.append((run, agent, clock))
+        else:
+            for earlier in w.tmem_stores:
+                if earlier[0] is not None:
+                    earlier[0]()
+            run()
+            w.tmem_stores = [(None, a, k) for _, a, k in w.tmem_stores] + [(None, agent, clock)]
+        m.add("tensor memory store bytes", 128 * len(self.rows))
+        return None
+
+
+@decodes("tcgen05.st")
+def store(c: Context, i: Instr) -> Op:
+    from .tma import address_operand
+
+    split = i.args[1].bits if len(i.args) > 2 and isinstance(i.args[1], Imm) else 0
+    f = fragment(i, split)
+    rows = [c.src(r, "b32") for r in items(i.args[-1])]
+    if len(rows) != f.registers:
+        raise Unsupported(f"{i.op} with {len(rows)} registers")
+    return c.python(Store(i.pc, f, address_operand(c, i.args[0]), rows))
+
+
+@decodes("tcgen05.wait::ld", "tcgen05.wait::st")
+def wait(c: Context, i: Instr) -> Op:
+    loads = "wait::ld" in i.parts
+
+    def run(m: Machine, w: Warp, frag: int, mask: int) -> None:
+        if loads:
+            complete_loads(m, w)
+        else:
+            for todo, agent, clock in w.tmem_stores:
+                if todo is not None:
+                    todo()
+                if m.tracked:
+                    learn(m, w, agent, clock)
+            w.tmem_stores.clear()
+        m.progress()
+
+    return c.python(run)
+
+
+def at_warp_exit(m: Machine, w: Warp) -> None:
+    if any(todo is not None for todo, _, _ in w.tmem_stores):
+        raise EmulatorError(f"{w} exits with tcgen05.st outstanding")

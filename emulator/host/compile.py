@@ -1,0 +1,46 @@
+"""Compiling a CuTe DSL function for the emulator: object file, PTX and line information in a cache folder."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+from .. import native
+from .module import Function, load
+
+
+def compile_function(
+    function: Callable[..., Any], *arguments: Any, arch: str, name: str = "entry", folder: Path
+) -> None:
+    """Compile with TVM-FFI and write ``<folder>/<name>.o`` and ``<name>.ptx``; needs no GPU."""
+    import cutlass.cute as cute
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as dump:
+        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --generate-line-info --dump-dir {dump}"
+        compiled = cute.compile(function, *arguments, options=options)
+        compiled.export_to_c(str(folder / f"{name}.o"), function_name=name)
+        found = sorted(Path(dump).glob("*.ptx"))
+        if len(found) != 1:
+            raise RuntimeError(f"the DSL left {len(found)} PTX files in {dump}")
+        shutil.copy(found[0], folder / f"{name}.ptx")
+
+
+def cached_function(key: str, make: Callable[[Path], None], name: str = "entry") -> Function:
+    """The function of a cache entry, made by ``make(folder)`` on first use; safe against other processes."""
+    folder = native.cache_dir() / "kernels" / key
+    done = folder / "complete"
+    if not done.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(str(folder) + ".lock"):
+            if not done.exists():
+                make(folder)
+                done.touch()
+    os.utime(done)
+    return load(folder / f"{name}.o", folder / f"{name}.ptx").function(name)

@@ -1,0 +1,150 @@
+"""What the stand-in runtime's callbacks do: remember kernels by name, decode launch configurations, run launches."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ..errors import HostError
+from ..machine.launch import Launch
+from ..options import options
+
+# cudaDeviceAttr
+ATTRIBUTES = {97: 232448, 8: 49152, 81: 233472, 39: 2048, 1: 1024, 10: 32}
+ATTRIBUTE_SM_COUNT, ATTRIBUTE_MAJOR, ATTRIBUTE_MINOR = 16, 75, 76
+# cudaLaunchConfig_t: grid, block, dynamic bytes, stream, attributes, count; cudaLaunchAttribute: id, padding, 64 bytes
+CONFIG_BYTES, ATTRIBUTE_BYTES, ATTRIBUTE_CLUSTER = 56, 72, 4
+
+Launcher = Callable[[str, Launch], None]
+_handles = itertools.count(0x1000, 16)
+# Two modules with the same content share one library, which stays loaded: kernel handles outlive the module that made
+# them, and so must the callbacks that the library holds.
+_kernels: dict[int, str] = {}
+_alive: list[Runtime] = []
+
+
+@dataclass
+class Runtime:
+    """Callbacks of one emulated module. ``launcher`` gets the kernel's name and the launch; ``param_sizes`` says how
+    many bytes each parameter of a kernel has."""
+
+    launcher: Launcher
+    param_sizes: Callable[[str], list[int]]
+    errors: threading.local = field(default_factory=threading.local)
+
+    def __post_init__(self) -> None:
+        _alive.append(self)
+        self.callbacks = Callbacks(
+            *[kind(self._guarded(getattr(self, name))) for name, kind in Callbacks._fields_]  # type: ignore[misc]
+        )
+
+    def _guarded(self, fn):
+        """A C callback cannot raise: keep the exception for the caller and fail the call."""
+
+        def wrapped(*args):
+            try:
+                return fn(*args)
+            except BaseException as e:
+                self.errors.pending = e
+                return 1
+
+        return wrapped
+
+    def take_error(self) -> BaseException | None:
+        error = getattr(self.errors, "pending", None)
+        self.errors.pending = None
+        return error
+
+    # -- callbacks
+    def load(self, library, image) -> int:
+        library[0] = 0x77
+        return 0
+
+    def get_kernel(self, kernel, library, name: bytes) -> int:
+        handle = next(_handles)
+        _kernels[handle] = name.decode()
+        kernel[0] = handle
+        return 0
+
+    def launch(self, config: int, kernel: int, args) -> int:
+        raw = ctypes.string_at(config, CONFIG_BYTES)
+        gx, gy, gz, bx, by, bz = struct.unpack_from("<6I", raw, 0)
+        smem, _stream, attributes, count = struct.unpack_from("<QQQI", raw, 24)
+        cluster, kept = (1, 1, 1), {}
+        for k in range(count):
+            a = ctypes.string_at(attributes + ATTRIBUTE_BYTES * k, ATTRIBUTE_BYTES)
+            (kind,) = struct.unpack_from("<I", a, 0)
+            if kind == ATTRIBUTE_CLUSTER:
+                cluster = struct.unpack_from("<3I", a, 8)
+            kept[kind] = a[8:24]
+        name = _kernels.get(kernel)
+        if name is None:
+            raise HostError(f"launch of an unknown kernel handle {kernel:#x}")
+        params = [ctypes.string_at(args[k], size) for k, size in enumerate(self.param_sizes(name))]
+        self.launcher(name, Launch(name, (gx, gy, gz), (bx, by, bz), cluster, smem, params, kept))
+        return 0
+
+    def encode(self, target, dtype, rank, address, *layout) -> int:
+        """cuTensorMapEncodeTiled."""
+        from ..engines import tensor_map
+
+        dims, strides, box, steps, interleave, swizzle, l2, oob = layout
+        if interleave or oob:
+            raise HostError("tensor map with interleave or NaN fill")
+        raw = tensor_map.encode(
+            dtype,
+            address or 0,
+            [dims[k] for k in range(rank)],
+            [strides[k] for k in range(rank - 1)],
+            [box[k] for k in range(rank)],
+            [steps[k] for k in range(rank)],
+            swizzle,
+            l2,
+        )
+        ctypes.memmove(target, raw, 128)
+        return 0
+
+    def device_attribute(self, attribute: int) -> int:
+        o = options()
+        if attribute == ATTRIBUTE_SM_COUNT:
+            return o.sms
+        if attribute in (ATTRIBUTE_MAJOR, ATTRIBUTE_MINOR):
+            number = (o.arch or "sm_90a").split("_")[1].rstrip("af")
+            return int(number[:-1]) if attribute == ATTRIBUTE_MAJOR else int(number[-1])
+        return ATTRIBUTES.get(attribute, 0)
+
+
+_pointer, _u32, _u64 = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)
+
+
+class Callbacks(ctypes.Structure):
+    """``callbacks`` of shim.c; the field names are those of the methods above."""
+
+    _fields_ = [
+        ("load", ctypes.CFUNCTYPE(ctypes.c_int, _pointer, ctypes.c_void_p)),
+        ("get_kernel", ctypes.CFUNCTYPE(ctypes.c_int, _pointer, ctypes.c_void_p, ctypes.c_char_p)),
+        ("launch", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, _pointer)),
+        (
+            "encode",
+            ctypes.CFUNCTYPE(
+                ctypes.c_int,
+                ctypes.c_void_p,
+                ctypes.c_int,
+                ctypes.c_uint32,
+                ctypes.c_void_p,
+                _u64,
+                _u64,
+                _u32,
+                _u32,
+                ctypes.c_int,
+                ctypes.c_int,
+                ctypes.c_int,
+                ctypes.c_int,
+            ),
+        ),
+        ("device_attribute", ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)),
+    ]

@@ -1,0 +1,169 @@
+/* Races over global memory. Memory that a launch never writes needs no bookkeeping, so a region gets its shadow at its
+ * first store; reads before that are not remembered. Clocks of one cluster mean nothing in another, so a warp keeps, per
+ * other cluster, the clock it learned through synchronising accesses (atomics and volatile, relaxed, acquire or release
+ * loads and stores; weaker ones count together with a fence, as in the PTX memory consistency model). */
+#include <stdlib.h>
+
+#include "core.h"
+
+typedef struct global_cell {
+  u32 cluster;     /* index + 1; 0: none */
+  i32 agent, clock, pc;
+} global_cell;
+typedef struct global_shadow {
+  global_cell *writes, *reads;
+} global_shadow;
+
+/* What one synchronisation variable carries: a clock per cluster that released to it. */
+typedef struct sync_variable {
+  u64 address;
+  i32 **clocks;
+} sync_variable;
+
+typedef struct world {
+  i32 n_clusters, n_variables, room;
+  sync_variable *variables;
+} world;
+
+/* Per warp: clocks learned of other clusters, the snapshot taken by the last fence, and reads that wait for a fence. */
+typedef struct horizon {
+  i32 **known, **fenced;
+  u64 unfenced[8];
+  i32 n_unfenced;
+} horizon;
+
+static world the_world;
+
+EXPORT void core_world_reset(i32 n_clusters) {
+  for (i32 k = 0; k < the_world.n_variables; k++) {
+    for (i32 c = 0; c < the_world.n_clusters; c++) free(the_world.variables[k].clocks[c]);
+    free(the_world.variables[k].clocks);
+  }
+  free(the_world.variables);
+  the_world = (world){.n_clusters = n_clusters};
+}
+
+static horizon *horizon_of(warp *w) {
+  if (!w->horizon) {
+    horizon *h = w->horizon = calloc(1, sizeof(horizon));
+    h->known = calloc((size_t)the_world.n_clusters, sizeof(i32 *));
+    h->fenced = calloc((size_t)the_world.n_clusters, sizeof(i32 *));
+  }
+  return w->horizon;
+}
+EXPORT void core_horizon_free(warp *w) {
+  horizon *h = w->horizon;
+  if (!h) return;
+  for (i32 c = 0; c < the_world.n_clusters; c++) free(h->known[c]), free(h->fenced[c]);
+  free(h->known), free(h->fenced), free(h);
+  w->horizon = NULL;
+}
+
+static void learn(machine *M, i32 **into, i32 cluster, const i32 *clock) {
+  if (!clock) return;
+  if (!into[cluster]) into[cluster] = calloc(2 * (size_t)M->cap, sizeof(i32));
+  clock_join(into[cluster], clock, 2 * M->cap);
+}
+
+static sync_variable *variable_at(u64 address) {
+  for (i32 k = 0; k < the_world.n_variables; k++)
+    if (the_world.variables[k].address == address) return &the_world.variables[k];
+  if (the_world.n_variables == the_world.room) {
+    the_world.room = the_world.room ? 2 * the_world.room : 16;
+    the_world.variables = realloc(the_world.variables, (size_t)the_world.room * sizeof(sync_variable));
+  }
+  sync_variable *v = &the_world.variables[the_world.n_variables++];
+  *v = (sync_variable){address, calloc((size_t)the_world.n_clusters, sizeof(i32 *))};
+  return v;
+}
+
+static void acquire_from(machine *M, warp *w, sync_variable *v) {
+  i32 own = w->cta->cluster->index;
+  for (i32 c = 0; c < the_world.n_clusters; c++) {
+    if (!v->clocks[c]) continue;
+    if (c == own) clock_acquire(M, w, v->clocks[c]);
+    else learn(M, horizon_of(w)->known, c, v->clocks[c]);
+  }
+}
+
+void global_order(machine *M, warp *w, u64 address, const insn *i) {
+  horizon *h = horizon_of(w);
+  sync_variable *v = variable_at(address);
+  i32 own = w->cta->cluster->index;
+  if (i->aux & AUX_ACQUIRE) acquire_from(M, w, v);
+  else if (h->n_unfenced < 8) h->unfenced[h->n_unfenced++] = address;
+  else { h->unfenced[0] = address; }
+  if (i->aux & AUX_RELEASE) {
+    for (i32 c = 0; c < the_world.n_clusters; c++) if (c != own) learn(M, v->clocks, c, h->known[c]);
+    learn(M, v->clocks, own, w->vc);
+    clock_tick(w);
+  } else {
+    for (i32 c = 0; c < the_world.n_clusters; c++) learn(M, v->clocks, c, h->fenced[c]);
+  }
+}
+
+/* fence.acq_rel / fence.sc / membar at gpu or system scope. */
+EXPORT int sys_fence_gpu(machine *M, warp *w, frag *f, const insn *i, u32 m) {
+  (void)f, (void)i, (void)m;
+  if (!(M->flags & FLAG_RACE)) return SYS_NEXT;
+  horizon *h = horizon_of(w);
+  for (i32 k = 0; k < h->n_unfenced; k++) acquire_from(M, w, variable_at(h->unfenced[k]));
+  h->n_unfenced = 0;
+  i32 own = w->cta->cluster->index;
+  for (i32 c = 0; c < the_world.n_clusters; c++) if (c != own) learn(M, h->fenced, c, h->known[c]);
+  learn(M, h->fenced, own, w->vc);
+  clock_tick(w);
+  return SYS_NEXT;
+}
+
+static int ordered(machine *M, warp *w, const i32 *vc, const global_cell *o) {
+  (void)M;
+  i32 cluster = (i32)o->cluster - 1;
+  if (cluster == w->cta->cluster->index) return o->clock <= vc[o->agent];
+  horizon *h = w->horizon;
+  return h && h->known[cluster] && o->clock <= h->known[cluster][o->agent];
+}
+
+static void report(machine *M, warp *w, const region *r, u64 cell, int write, i32 pc, const global_cell *o, int other_write,
+                   i32 agent) {
+  hazard_report(M, (hazard){.kind = HAZARD_GLOBAL, .write = write, .other_write = other_write, .pc = pc, .other_pc = o->pc,
+                            .agent = agent, .other_agent = o->agent, .rank = (i32)o->cluster - 1,
+                            .cluster = w->cta->cluster->index, .cell = r->base + 4 * cell});
+}
+
+static void touch_global(machine *M, warp *w, region *r, u64 address, u32 n, int write, i32 pc, i32 agent, i32 clock,
+                         const i32 *vc) {
+  global_shadow *s = r->shadow;
+  if (!s) {
+    if (!write) return;
+    s = r->shadow = calloc(1, sizeof *s);
+    s->writes = calloc(r->size / 4 + 2, sizeof(global_cell));
+    s->reads = calloc(r->size / 4 + 2, sizeof(global_cell));
+  }
+  u64 at = address - r->base;
+  for (u64 cell = at / 4; cell * 4 < at + n; cell++) {
+    global_cell *wr = &s->writes[cell], *rd = &s->reads[cell];
+    /* Neighbouring 16-bit elements of one cell may belong to different warps: only whole cells are compared. */
+    int whole = cell * 4 >= at && cell * 4 + 4 <= at + n;
+    if (whole && write < 2 && wr->cluster && !ordered(M, w, vc, wr)) report(M, w, r, cell, write, pc, wr, 1, agent);
+    if (!write) {
+      *rd = (global_cell){(u32)w->cta->cluster->index + 1, agent, clock, pc};
+      continue;
+    }
+    if (whole && rd->cluster && !ordered(M, w, vc, rd)) report(M, w, r, cell, 1, pc, rd, 0, agent);
+    *wr = (global_cell){(u32)w->cta->cluster->index + 1, agent, clock, pc};
+  }
+}
+void global_touch(machine *M, warp *w, region *r, u64 address, u32 n, int write, const insn *i) {
+  touch_global(M, w, r, address, n, write, (i32)(i - M->insns), w->actor, w->vc[w->actor], w->vc);
+}
+/* An access by an asynchronous engine on behalf of a warp. */
+EXPORT void core_global_touch(machine *M, warp *w, u64 address, u32 n, int write, i32 pc, i32 agent, i32 clock, const i32 *vc) {
+  region *r = region_find(M, address, address + n);
+  if (r) touch_global(M, w, r, address, n, write, pc, agent, clock, vc);
+}
+EXPORT void core_region_free(region *r) {
+  if (!r->shadow) return;
+  free(r->shadow->writes), free(r->shadow->reads), free(r->shadow);
+  r->shadow = NULL;
+}

@@ -1,0 +1,189 @@
+/* Happens-before race detection over shared and tensor memory, independent of the schedule that was run.
+ *
+ * Every warp, every ordered asynchronous stream of a warp and every mbarrier is an agent with a logical clock. A vector
+ * clock holds, per agent, the latest time known to have happened before; its second half is the part known to be behind a
+ * fence.proxy.async. Each cell remembers its last write and the last read of every agent. An access conflicts when an
+ * earlier access to the same bytes is not covered by the clock of the later one (after Flanagan and Freund, "FastTrack",
+ * PLDI 2009). */
+#include "core.h"
+#include <stdlib.h>
+
+EXPORT shadow *core_shadow_new(u32 cells, i32 cap) {
+  shadow *s = calloc(1, sizeof *s);
+  s->cells = cells;
+  s->w_agent = calloc(cells, sizeof *s->w_agent);
+  s->w_clock = calloc(cells, sizeof *s->w_clock);
+  s->w_pc = calloc(cells, sizeof *s->w_pc);
+  s->w_bytes = calloc(cells, 1);
+  s->w_lane = calloc(cells, 1);
+  s->readers = calloc((size_t)cap, sizeof *s->readers);
+  s->reader_ids = calloc((size_t)cap, sizeof *s->reader_ids);
+  return s;
+}
+EXPORT void core_shadow_free(shadow *s) {
+  if (!s) return;
+  for (u32 k = 0; k < s->n_readers; k++) free(s->readers[s->reader_ids[k]]);
+  free(s->w_agent), free(s->w_clock), free(s->w_pc), free(s->w_bytes), free(s->w_lane), free(s->readers), free(s->reader_ids), free(s);
+}
+
+void clock_join(i32 *into, const i32 *from, int n) {
+  for (int k = 0; k < n; k++) into[k] = into[k] > from[k] ? into[k] : from[k];
+}
+void clock_release(machine *M, warp *w, i32 *into) {
+  clock_join(into, w->vc, 2 * M->cap);
+  clock_tick(w);
+}
+void clock_tick(warp *w) { w->vc[w->agent]++, w->vc[w->solo]++; }
+
+/* What one lane releases does not cover what other lanes did since the last bar.warp.sync (or wider barrier): PTX orders
+ * memory between lanes only there. A warp is two agents for that: lanes that act together, and a lane that acts alone, so
+ * that an elected lane's release covers its own accesses whatever the others did. Collective instructions (ldmatrix,
+ * wgmma) count as done by every lane. */
+static void cut(const machine *M, i32 *vc, i32 agent, i32 synced) {
+  vc[agent] = synced;
+  if (vc[M->cap + agent] > synced) vc[M->cap + agent] = synced;
+}
+/* Reduces the warp's clock to what these lanes may release. */
+EXPORT void core_clock_cut(const machine *M, const warp *w, u32 lanes, i32 *vc) {
+  if (w->accessors & ~lanes) cut(M, vc, w->agent, w->synced);
+  if (w->solo_lanes & ~lanes) cut(M, vc, w->solo, w->solo_synced);
+}
+void clock_release_lanes(machine *M, warp *w, i32 *into, u32 lanes) {
+  i32 own[] = {w->vc[w->agent], w->vc[w->solo]}, fenced[] = {w->vc[M->cap + w->agent], w->vc[M->cap + w->solo]};
+  core_clock_cut(M, w, lanes, w->vc);
+  clock_join(into, w->vc, 2 * M->cap);
+  w->vc[w->agent] = own[0] + 1, w->vc[w->solo] = own[1] + 1;
+  w->vc[M->cap + w->agent] = fenced[0], w->vc[M->cap + w->solo] = fenced[1];
+}
+void clock_sync_lanes(machine *M, warp *w) {
+  if (!M->cap) return;
+  w->synced = w->vc[w->agent], w->solo_synced = w->vc[w->solo];
+  w->accessors = w->solo_lanes = 0;
+  clock_tick(w);
+}
+void clock_acquire(machine *M, warp *w, const i32 *from) {
+  clock_join(w->vc, from, 2 * M->cap);
+  /* What the warp's own lanes have released through this is ordered between them, too. */
+  if (from[w->agent] > w->synced) w->synced = from[w->agent];
+  if (from[w->solo] > w->solo_synced) w->solo_synced = from[w->solo];
+}
+
+hazard *hazard_report(machine *M, hazard h) {
+  for (int k = 0; k < M->n_hazards; k++) {
+    hazard *o = &M->hazards[k];
+    if (o->kind == h.kind && o->pc == h.pc && o->other_pc == h.other_pc && o->write == h.write &&
+        o->other_write == h.other_write && o->tmem == h.tmem) {
+      o->count++;
+      return o;
+    }
+  }
+  if (M->n_hazards == MAX_HAZARDS) return NULL;
+  h.count = 1;
+  M->hazards[M->n_hazards] = h;
+  return &M->hazards[M->n_hazards++];
+}
+
+/* lane: 0 for an asynchronous engine, 1 + the lane of an access by a warp, LANE_SEVERAL where lanes that read together are
+ * remembered. A collective instruction is a lane of its own: its accesses are ordered with no lane's. */
+enum { LANE_SEVERAL = LANE_COLLECTIVE + 2 };
+typedef struct actor {
+  i32 agent, clock, pc;
+  const i32 *vc;
+  u32 touch;
+  int is_tmem;
+  u32 lane;
+  const warp *w;
+} actor;
+
+/* Whether an earlier access of the same warp by another lane has no bar.warp.sync, or anything wider, behind it. */
+static inline int lanes_unordered(const actor *a, i32 other, i32 clock, u32 lane) {
+  if (!a->w || !lane || lane == a->lane) return 0;
+  return (other == a->w->agent && clock > a->w->synced) || (other == a->w->solo && clock > a->w->solo_synced);
+}
+
+static void conflict(machine *M, cta *c, u32 cell, const actor *a, int kind, int other_write, i32 other_pc, i32 other) {
+  hazard_report(M, (hazard){.kind = kind, .write = (a->touch & TOUCH_WRITE) != 0, .other_write = other_write, .pc = a->pc,
+                            .other_pc = other_pc, .agent = a->agent, .other_agent = other, .tmem = a->is_tmem,
+                            .rank = (i32)c->rank, .cluster = c->cluster->index, .cell = cell});
+}
+
+static cell_clock *reader_cells(shadow *s, i32 agent) {
+  if (!s->readers[agent]) {
+    s->readers[agent] = calloc(s->cells, sizeof(cell_clock));
+    s->reader_ids[s->n_readers++] = agent;
+  }
+  return s->readers[agent];
+}
+
+enum { BYTES_GENERIC = 16 };
+
+static inline void touch(machine *M, cta *c, shadow *s, u32 cell, u32 bytes, const actor *a) {
+  if (cell >= s->cells) return; /* out of bounds: the access itself reports that */
+  u32 written = s->w_bytes[cell];
+  if (written & bytes) {
+    i32 other = s->w_agent[cell], clock = s->w_clock[cell];
+    /* Lanes that write one place in the same instruction write it in some order. */
+    int together = s->w_pc[cell] == a->pc && other == a->agent && clock == a->clock;
+    if (M->flags & FLAG_RACE && (clock > a->vc[other] || (!together && lanes_unordered(a, other, clock, s->w_lane[cell]))))
+      conflict(M, c, cell, a, HAZARD_RACE, 1, s->w_pc[cell], other);
+    else if (M->flags & FLAG_PROXY && a->touch & TOUCH_ASYNC && written & BYTES_GENERIC && clock > a->vc[M->cap + other])
+      conflict(M, c, cell, a, HAZARD_PROXY, 1, s->w_pc[cell], other);
+  }
+  if (a->touch & TOUCH_CHECK) return;
+  if (!(a->touch & TOUCH_WRITE)) {
+    cell_clock *r = &reader_cells(s, a->agent)[cell];
+    u32 lane = r->clock == a->clock && (r->pc >> 22 & 63) != a->lane ? LANE_SEVERAL : a->lane;
+    *r = (cell_clock){a->clock, (u32)a->pc | lane << 22 | bytes << 28};
+    return;
+  }
+  if (M->flags & FLAG_RACE)
+    for (u32 k = 0; k < s->n_readers; k++) {
+      i32 other = s->reader_ids[k];
+      cell_clock r = s->readers[other][cell];
+      if (!(r.pc >> 28 & bytes)) continue;
+      if (r.clock > a->vc[other] || lanes_unordered(a, other, r.clock, r.pc >> 22 & 63)) {
+        conflict(M, c, cell, a, HAZARD_RACE, 0, (i32)(r.pc & 0x3fffff), other);
+        s->readers[other][cell].clock = 0;
+      }
+    }
+  if (s->w_agent[cell] == a->agent && s->w_clock[cell] == a->clock) bytes |= written & 15;
+  s->w_agent[cell] = a->agent;
+  s->w_clock[cell] = a->clock;
+  s->w_pc[cell] = a->pc;
+  s->w_lane[cell] = (u8)a->lane;
+  s->w_bytes[cell] = (u8)(bytes | (a->touch & TOUCH_ASYNC ? 0 : BYTES_GENERIC));
+}
+
+static void touch_bytes(machine *M, cta *c, u32 offset, u32 n, const actor *a) {
+  u32 end = offset + n;
+  for (u32 cell = offset / 4; cell * 4 < end; cell++) {
+    u32 lo = cell * 4 < offset ? offset - cell * 4 : 0, hi = end - cell * 4 < 4 ? end - cell * 4 : 4;
+    touch(M, c, c->shadow, cell, (15u >> (4 - hi)) & (15u << lo) & 15u, a);
+  }
+}
+
+/* An access of one lane through the generic proxy. */
+void shadow_lanes(machine *M, warp *w, cta *c, u32 offset, u32 n, u32 touch_kind, int lane, const insn *i) {
+  actor a = {w->actor, w->vc[w->actor], (i32)(i - M->insns), w->vc, touch_kind, 0, 1 + (u32)lane, w};
+  touch_bytes(M, c, offset, n, &a);
+}
+
+/* Accesses of the asynchronous engines. */
+EXPORT void core_shadow_bytes(machine *M, cta *c, u32 offset, u32 n, u32 touch_kind, i32 agent, i32 clock, const i32 *vc, i32 pc) {
+  actor a = {agent, clock, pc, vc, touch_kind, 0, 0, NULL};
+  touch_bytes(M, c, offset, n, &a);
+}
+EXPORT void core_shadow_chunks(machine *M, cta *c, const i32 *chunks, i32 n, u32 touch_kind, i32 agent, i32 clock,
+                               const i32 *vc, i32 pc) {
+  actor a = {agent, clock, pc, vc, touch_kind, 0, 0, NULL};
+  for (i32 k = 0; k < n; k++)
+    for (u32 j = 0; j < 4; j++) touch(M, c, c->shadow, (u32)chunks[k] * 4 + j, 15, &a);
+}
+/* Tensor memory: cell = (lane / 16) * 512 + column. */
+EXPORT void core_shadow_tmem(machine *M, cta *c, u32 lane_groups, u32 column, u32 n, u32 touch_kind, i32 agent, i32 clock,
+                             const i32 *vc, i32 pc) {
+  actor a = {agent, clock, pc, vc, touch_kind, 1, 0, NULL};
+  for (u32 g = 0; g < 8; g++)
+    if (lane_groups >> g & 1)
+      for (u32 k = 0; k < n; k++) touch(M, c, c->tmem_shadow, g * 512 + ((column + k) & 511), 15, &a);
+}

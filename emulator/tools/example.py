@@ -1,0 +1,36 @@
+"""Runs a script that wants a GPU, such as a CUTLASS example, on the emulator."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from pathlib import Path
+
+from ..options import use
+
+
+def run_script(arch: str, script: Path, arguments: list[str], sms: int = 2, **settings: object) -> list:
+    """Run ``script`` as __main__ with ``arguments``; returns the reports of its launches.
+
+    The folders above the script are put on sys.path as far as a folder named ``python`` or ``examples``, since examples
+    import their neighbours.
+    """
+    from . import fake_cuda
+
+    script = script.resolve()
+    with use(arch, **settings):
+        os.environ["HOPWELL_EMULATE"] = arch
+        kernels = fake_cuda.install(sms)
+        above = list(script.parents)
+        stop = next((k for k, p in enumerate(above) if p.name in ("python", "examples")), 1)
+        sys.path[:0] = [str(p) for p in above[:stop]]
+        sys.argv = [str(script), *arguments]
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except Exception as e:
+            pending = kernels.runtime.take_error()
+            if pending is not None:
+                raise pending from e
+            raise
+    return kernels.reports

@@ -1,0 +1,136 @@
+"""The faults that a campaign plants, one at a time, in the PTX of a kernel."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..ptx import Imm, Instr, Kernel, Mem
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``edits``: replacement instructions by instruction number."""
+
+    kind: str
+    line: int
+    text: str
+    edits: tuple[tuple[int, Instr], ...]
+
+    @property
+    def sites(self) -> list[int]:
+        return [pc for pc, _ in self.edits]
+
+
+def _removed(i: Instr) -> Instr:
+    return Instr("pragma", ["pragma"], [], text=f"(removed) {i.text}")
+
+
+def _as_if_done(i: Instr) -> Instr:
+    """A try_wait that never looks at its barrier."""
+    return Instr("mov.pred", ["mov", "pred"], [i.args[0], Imm(1)], i.guard, i.guard_not, text=f"(no wait) {i.text}")
+
+
+def _changed(i: Instr, note: str, **fields: object) -> Instr:
+    out = copy.copy(i)
+    out.args = list(i.args)
+    out.text = f"({note}) {i.text}"
+    for name, value in fields.items():
+        setattr(out, name, value)
+    return out
+
+
+def _with_immediate(i: Instr, position: int, change: int, note: str) -> Instr | None:
+    """The instruction with an immediate operand changed, or None if it has none there."""
+    args = list(i.args)
+    if position >= len(args) or not isinstance(args[position], Imm):
+        return None
+    value = args[position].bits + change
+    if value < 0:
+        return None
+    args[position] = Imm(value)
+    return _changed(i, note, args=args)
+
+
+def waits(kernel: Kernel) -> list[list[Instr]]:
+    """try_wait sites of one wait: a first look and a loop on the same barrier are neighbours."""
+    groups: list[list[Instr]] = []
+    last: Instr | None = None
+    for i in kernel.instrs:
+        if not i.op.startswith("mbarrier.try_wait"):
+            continue
+        if last is not None and i.args[1:] == last.args[1:] and i.pc - last.pc < 12:
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+        last = i
+    return groups
+
+
+REMOVALS = {
+    "drop bar.sync": "bar.sync",
+    "drop barrier.sync": "barrier.sync",
+    "drop bar.arrive": "bar.arrive",
+    "drop barrier.cluster": "barrier.cluster",
+    "drop bar.warp.sync": "bar.warp.sync",
+    "drop mbarrier.arrive": "mbarrier.arrive.",
+    "drop fence.proxy.async": "fence.proxy.async",
+    "drop tensor copy": "cp.async.bulk.tensor",
+    "drop bulk copy": "cp.async.bulk.global",
+    "drop bulk commit_group": "cp.async.bulk.commit_group",
+    "drop bulk wait_group": "cp.async.bulk.wait_group",
+    "drop cp.async wait": "cp.async.wait",
+    "drop wgmma.wait_group": "wgmma.wait_group",
+    "drop wgmma.commit_group": "wgmma.commit_group",
+    "drop wgmma.fence": "wgmma.fence",
+    "drop tcgen05.wait": "tcgen05.wait",
+    "drop tcgen05.commit": "tcgen05.commit",
+    "drop tcgen05.dealloc": "tcgen05.dealloc",
+    "drop global store": "st.global",
+}
+
+
+def faults(kernel: Kernel) -> Iterator[Fault]:
+    """Every fault the campaign knows, for every instruction it fits."""
+    for group in waits(kernel):
+        first = group[0]
+        yield Fault("drop mbarrier wait", first.line, first.text, tuple((i.pc, _as_if_done(i)) for i in group))
+    for group in waits(kernel):
+        first = group[0]
+        flipped = tuple((i.pc, _changed(i, "other parity", flipped=True)) for i in group)
+        yield Fault("flip wait parity", first.line, first.text, flipped)
+    for kind, prefix in REMOVALS.items():
+        for i in kernel.instrs:
+            if i.op.startswith(prefix) and not (prefix == "mbarrier.arrive." and "expect_tx" in i.op):
+                yield Fault(kind, i.line, i.text, ((i.pc, _removed(i)),))
+    yield from _alterations(kernel)
+
+
+def _alterations(kernel: Kernel) -> Iterator[Fault]:
+    for i in kernel.instrs:
+        if "expect_tx" in i.op:
+            yield Fault("drop expect_tx", i.line, i.text, ((i.pc, _removed(i)),))
+            plain = [a for a in i.args if isinstance(a, Mem)]
+            arrive = Instr(
+                i.op.replace(".expect_tx", ""), [p for p in i.parts if p != "expect_tx"], plain, i.guard, i.guard_not
+            )
+            arrive.text = f"(no bytes) {i.text}"
+            if i.parts[1] == "arrive":
+                yield Fault("expect no bytes", i.line, i.text, ((i.pc, arrive),))
+        if i.op.startswith("mbarrier.init"):
+            for change, kind in ((1, "one arrival too many expected"), (-1, "one arrival too few expected")):
+                altered = _with_immediate(i, 1, change, kind)
+                if altered is not None:
+                    yield Fault(kind, i.line, i.text, ((i.pc, altered),))
+        if i.op.startswith(("wgmma.wait_group", "cp.async.bulk.wait_group", "cp.async.wait_group")):
+            altered = _with_immediate(i, 0, 1, "one group later")
+            if altered is not None:
+                yield Fault("wait for one group less", i.line, i.text, ((i.pc, altered),))
+        if i.op.startswith(("bar.sync", "barrier.sync", "bar.arrive")):
+            altered = _with_immediate(i, 1, 32, "one warp more")
+            if altered is not None:
+                yield Fault("barrier waits for one warp more", i.line, i.text, ((i.pc, altered),))
+            altered = _with_immediate(i, 0, 1, "next barrier")
+            if altered is not None:
+                yield Fault("wrong barrier number", i.line, i.text, ((i.pc, altered),))

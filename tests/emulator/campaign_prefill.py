@@ -1,0 +1,80 @@
+"""The prefill kernel for ``python -m hopwell.emulator campaign``, and why some faults cannot change what it does."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+
+import torch
+
+sys.path.append(str(pathlib.Path(__file__).parents[1] / "prefill"))
+
+from batches import CAUSAL, Batch, window
+
+from hopwell.emulator.ptx import Kernel
+from hopwell.emulator.tools.faults import Fault
+from hopwell.kernels import execute
+from hopwell.kernels.problem import Mask
+
+
+def launch(page_size: int | None, mask: Mask) -> torch.Tensor:
+    """Two tiles of queries, up to three of keys; each CTA gets enough tiles to use every stage again."""
+    data = Batch([140, 7, 130], [300, 200, 150], heads=4, kv_heads=2, device="cpu")
+    return execute(data.problem(page_size, mask, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 4)))
+
+
+def case() -> None:
+    launch(16, CAUSAL)
+
+
+def contiguous() -> None:
+    launch(None, CAUSAL)
+
+
+def rows() -> None:
+    launch(4, CAUSAL)
+
+
+def sliding_window() -> None:
+    launch(16, window(70))
+
+
+# (kind of fault, instruction) -> reason
+REASONS = (
+    (
+        "drop bar.sync",
+        r"bar\.sync %r\d+, 128",
+        "only tells the compiler that a warpgroup has converged; its warps meet again in their matrix products",
+    ),
+    (
+        "wrong barrier number",
+        r"bar\.sync 0",
+        "the whole CTA meets at the other barrier, which nobody uses yet",
+    ),
+    (
+        "wrong barrier number",
+        r"bar\.arrive 1, 256",
+        "decides which warpgroup computes its first product first; either may",
+    ),
+)
+
+
+def next_warp_barrier(kernel: Kernel, pc: int) -> int:
+    return next((i.pc for i in kernel.instrs[pc:] if i.op.startswith("bar.warp.sync")), -1)
+
+
+def equivalent(fault: Fault, kernel: Kernel) -> str:
+    """Why an undetected fault changes nothing, or ""."""
+    for kind, pattern, reason in REASONS:
+        if fault.kind == kind and re.match(pattern, fault.text):
+            return reason
+    stores = [i.pc for i in kernel.instrs if i.op.startswith("st.global")]
+    if fault.kind == "drop bar.warp.sync" and fault.sites[0] == next_warp_barrier(kernel, stores[-1]):
+        return "the warp meets again when it reads its next tile, before it writes to its staging rows"
+    # The rows before and behind the visible keys of a tile are zeroed one after the other, each with a fence and a warp
+    # barrier of its own: the second pair covers the first.
+    fences = [i.pc for i in kernel.instrs if i.op.startswith("fence.proxy.async")]
+    if len(fences) > 1 and fault.sites[0] in (fences[0], fences[0] + 1):
+        return "the same again follows before anything is published"
+    return ""

@@ -1,0 +1,207 @@
+"""What the race detector and the proxy check report, and what they must not report."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ptx_harness import empty, run_ptx
+
+from hopwell.emulator import Hazard
+
+MINE = "mov.u32 %r1, smem; shl.b32 %r2, %tid, 2; add.u32 %r3, %r1, %r2; st.shared.b32 [%r3], %tid;\n"
+NEIGHBOUR = "xor.b32 %r4, %r2, 128; add.u32 %r4, %r1, %r4; ld.shared.b32 %r5, [%r4];\n"  # of the other warp
+BARRIER = "setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [%r1+512], {count}; bar.sync 0;\n"
+WAIT = "W: mbarrier.try_wait.parity.shared.b64 %p2, [%r1+512], 0; @!%p2 bra W;\n"
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random", "priority"])
+def test_a_read_without_a_barrier_is_a_race_in_every_schedule(schedule):
+    run_ptx(MINE + "bar.sync 0;\n" + NEIGHBOUR, block=64, shared=256, race=True, schedule=schedule)
+    with pytest.raises(Hazard, match=r"race: (read|write) is not ordered after (read|write)") as caught:
+        run_ptx(MINE + NEIGHBOUR, block=64, shared=256, race=True, schedule=schedule)
+    text = str(caught.value)
+    assert "smem+0x" in text
+    assert "PTX line" in text
+    assert f"schedule='{schedule}'" in text
+
+
+def test_a_write_after_an_unordered_read():
+    body = MINE + "bar.sync 0;\n" + NEIGHBOUR
+    run_ptx(body + "bar.sync 0; st.shared.b32 [%r3], 0;", block=64, shared=256, race=True)
+    with pytest.raises(Hazard, match="write is not ordered after read"):
+        run_ptx(body + "st.shared.b32 [%r3], 0;", block=64, shared=256, race=True)
+
+
+def test_hazards_can_be_reported_without_an_exception():
+    report = run_ptx(MINE + NEIGHBOUR, block=64, shared=256, race=True, hazards="report")
+    assert len(report.hazards) >= 1
+    assert all(text.startswith("race: ") for text in report.hazards)
+    assert not run_ptx(MINE + NEIGHBOUR, block=64, shared=256, hazards="report").hazards
+
+
+def test_an_mbarrier_orders_what_precedes_the_arrivals():
+    body = "mov.u32 %r1, smem; " + BARRIER.format(count=32)
+    producer = "setp.eq.u32 %p3, %warp, 0; @!%p3 bra CONSUME;\n" + MINE
+    consumer = (
+        "bra DONE; CONSUME: shl.b32 %r2, %lane, 2; add.u32 %r3, %r1, %r2;\n{wait} ld.shared.b32 %r5, [%r3]; DONE:"
+    )
+    arrive = "mbarrier.arrive.shared.b64 _, [%r1+512];\n"
+    settings = {"block": 64, "shared": 520, "race": True}
+    run_ptx(body + producer + arrive + consumer.format(wait=WAIT), **settings)
+    with pytest.raises(Hazard, match="not ordered"):
+        run_ptx(body + producer + arrive + consumer.format(wait=""), **settings)
+    late = producer.replace(MINE, arrive) + MINE
+    with pytest.raises(Hazard, match="not ordered"):
+        run_ptx(body + late + consumer.format(wait=WAIT), **settings)
+
+
+PUBLISH = """
+    mov.u32 %r1, smem; {barrier}
+    setp.eq.u32 %p3, %warp, 0; @!%p3 bra CONSUME;
+    ld.global.b32 %r5, [%a0]; {before}
+    elect.sync _|%p4, -1;
+    @%p4 st.shared.b32 [%r1], %r5;
+    @%p4 mbarrier.arrive.shared.b64 _, [%r1+512]; bra DONE;
+    CONSUME: {wait} ld.shared.b32 %r6, [%r1]; ld.shared.b32 %r7, [%r1+64]; DONE:
+"""
+
+
+def publish(before: str) -> None:
+    """One lane publishes after all lanes have read something."""
+    body = PUBLISH.format(barrier=BARRIER.format(count=1), before=before, wait=WAIT)
+    run_ptx(body, empty(1), block=64, shared=520, race=True)
+
+
+def test_a_lane_publishes_its_own_writes():
+    publish("")
+
+
+def test_a_lane_publishes_the_writes_of_others_only_behind_a_warp_barrier():
+    """PTX orders the memory accesses of a warp's lanes at bar.warp.sync and nowhere else."""
+    store = "setp.eq.u32 %p5, %lane, 7; @%p5 st.shared.b32 [%r1+64], %r5;"
+    publish(store + " bar.warp.sync -1;")
+    with pytest.raises(Hazard, match="read is not ordered after write") as caught:
+        publish(store)
+    assert "one lane of warp 0" in str(caught.value)
+    with pytest.raises(Hazard, match="read is not ordered after write"):
+        publish("shl.b32 %r8, %lane, 2; add.u32 %r8, %r1, %r8; st.shared.b32 [%r8], %r5;")
+
+
+def test_asynchronous_reads_of_generic_writes_need_a_proxy_fence():
+    y = empty(32)
+    body = (
+        MINE + "{fence} bar.sync 0; setp.eq.u32 %p1, %tid, 0;\n"
+        "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%a0], [%r1], 128;\n"
+        "@%p1 cp.async.bulk.commit_group; @%p1 cp.async.bulk.wait_group 0;"
+    )
+    run_ptx(body.format(fence="fence.proxy.async.shared::cta;"), y, shared=128, race=True, proxy=True)
+    assert y.tolist() == list(range(32))
+    with pytest.raises(Hazard, match=r"proxy: asynchronous read of a generic write without fence\.proxy\.async"):
+        run_ptx(body.format(fence=""), y, shared=128, race=True, proxy=True)
+
+
+def test_source_of_a_bulk_store_is_reused_before_it_was_read():
+    y = empty(32)
+    body = (
+        MINE + "fence.proxy.async.shared::cta; bar.sync 0; setp.eq.u32 %p1, %tid, 0;\n"
+        "@%p1 cp.async.bulk.global.shared::cta.bulk_group [%a0], [%r1], 128;\n"
+        "@%p1 cp.async.bulk.commit_group; {wait} bar.sync 0; st.shared.b32 [%r3], 0;\n"
+        "@%p1 cp.async.bulk.wait_group 0;"
+    )
+    run_ptx(body.format(wait="@%p1 cp.async.bulk.wait_group.read 0;"), y, shared=128, race=True, proxy=True)
+    with pytest.raises(Hazard, match="write is not ordered after read"):
+        run_ptx(body.format(wait=""), y, shared=128, race=True, proxy=True)
+
+
+GLOBAL = """
+    setp.eq.u32 %p1, %tid, 0; mov.u32 %r1, %ctaid.x; setp.eq.u32 %p2, %r1, 0; @!%p1 bra DONE; @!%p2 bra READER;
+    st.global.b32 [%a0], 5; {release} bra DONE;
+    READER: {acquire} ld.global.b32 %r5, [%a0]; st.global.b32 [%a2], %r5; DONE:
+"""
+
+
+def test_global_memory_between_ctas():
+    data, flag, out = empty(1), empty(1), empty(1)
+    release = "st.release.gpu.global.b32 [%a1], 1;"
+    acquire = "SPIN: ld.acquire.gpu.global.b32 %r2, [%a1]; setp.eq.u32 %p3, %r2, 0; @%p3 bra SPIN;"
+    run_ptx(GLOBAL.format(release=release, acquire=acquire), data, flag, out, grid=2, race=True)
+    assert out.item() == 5
+    for tensor in (data, flag, out):
+        tensor.zero_()
+    relaxed = {"release": release.replace("release", "relaxed"), "acquire": acquire.replace("acquire", "relaxed")}
+    with pytest.raises(Hazard, match="global memory, arg0"):
+        run_ptx(GLOBAL.format(**relaxed), data, flag, out, grid=2, race=True)
+    for tensor in (data, flag, out):
+        tensor.zero_()
+    fence = "fence.acq_rel.gpu;"
+    fenced = {"release": fence + relaxed["release"], "acquire": relaxed["acquire"] + fence}
+    run_ptx(GLOBAL.format(**fenced), data, flag, out, grid=2, race=True)
+
+
+def test_two_ctas_write_the_same_element():
+    y = empty(1)
+    with pytest.raises(Hazard, match="write is not ordered after write"):
+        run_ptx("mov.u32 %r1, %ctaid.x; st.global.b32 [%a0], %r1;", y, grid=2, race=True)
+    run_ptx("atom.global.add.u32 %r1, [%a0], 1;", y, grid=2, race=True)
+
+
+def test_the_same_schedule_again():
+    """A seed decides the schedule: the order of two warps' atomics."""
+    body = "atom.global.exch.b32 %r5, [%a0], %warp;"
+
+    def last(seed: int, schedule: str) -> int:
+        y = torch.full((1,), -1, dtype=torch.int32)
+        run_ptx(body, y, block=256, seed=seed, schedule=schedule)
+        return int(y.item())
+
+    for schedule in ("random", "priority"):
+        results = [last(seed, schedule) for seed in range(12)]
+        assert results == [last(seed, schedule) for seed in range(12)]
+        assert len(set(results)) > 1
+
+
+ROW = "mov.u32 %r1, smem; shl.b32 %r2, %lane, 4; add.u32 %r3, %r1, %r2; xor.b32 %r4, %r2, 16; add.u32 %r4, %r1, %r4;\n"
+SYNC = "bar.warp.sync -1;"
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("st.shared.b32 [%r3], %lane;", "ld.shared.b32 %r5, [%r4];"),
+        ("ld.shared.b32 %r5, [%r3];", "st.shared.b32 [%r4], %lane;"),
+        ("st.shared.b32 [%r3], %lane;", "st.shared.b32 [%r4], %lane;"),
+        ("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r3], {%r6, %r7, %r8, %r9};", "ld.shared.b32 %r5, [%r3];"),
+        ("st.shared.b32 [%r3], 0;", "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r6, %r7, %r8, %r9}, [%r3];"),
+    ],
+    ids=["write-read", "read-write", "write-write", "stmatrix", "ldmatrix"],
+)
+def test_lanes_of_a_warp_need_a_warp_barrier(first, second):
+    run_ptx(ROW + first + SYNC + second, shared=512, race=True)
+    run_ptx(ROW + first + "bar.sync 0;" + second, shared=512, race=True)
+    with pytest.raises(Hazard, match="is not ordered after"):
+        run_ptx(ROW + first + second, shared=512, race=True)
+
+
+def test_lanes_need_no_barrier_for_what_is_their_own():
+    run_ptx(ROW + "st.shared.b32 [%r3], 1; ld.shared.b32 %r5, [%r3]; st.shared.b32 [%r3], 2;", shared=512, race=True)
+    # One instruction by which all lanes write the same place.
+    run_ptx(ROW + f"st.shared.b32 [%r1], 1; {SYNC} ld.shared.b32 %r5, [%r1];", shared=512, race=True)
+
+
+def test_an_mbarrier_orders_lanes_too():
+    body = ROW + BARRIER.format(count=32) + "st.shared.b32 [%r3], %lane; mbarrier.arrive.shared.b64 _, [%r1+512];\n"
+    run_ptx(body + WAIT + "ld.shared.b32 %r5, [%r4];", shared=520, race=True)
+    with pytest.raises(Hazard, match="read is not ordered after write"):
+        run_ptx(body + "ld.shared.b32 %r5, [%r4];" + WAIT, shared=520, race=True)
+
+
+def test_a_warp_that_arrives_twice_at_a_barrier():
+    """A producer that does not wait for its consumer: its second arrival stands in for the consumer."""
+    body = "setp.eq.u32 %p1, %warp, 0; @%p1 bra FIRST; {second} bra DONE; FIRST: {first} DONE:"
+    pair = {
+        "first": "bar.arrive 1, 64; bar.sync 2, 64; bar.arrive 1, 64;",
+        "second": "bar.sync 1, 64; bar.arrive 2, 64;",
+    }
+    run_ptx(body.format(first=pair["first"], second=pair["second"] + "bar.sync 1, 64;"), block=64, race=True)
+    with pytest.raises(Hazard, match="barrier: warp 0 arrives at barrier 1 again before it completes"):
+        run_ptx(body.format(first="bar.arrive 1, 64; bar.arrive 1, 64;", second=""), block=64, race=True)

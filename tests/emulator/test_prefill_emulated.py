@@ -1,0 +1,96 @@
+"""Every shipped prefill kernel on the emulator, against float64, in one ordinary and two adverse schedules.
+
+All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from batches import Batch
+
+from hopwell import emulator
+from hopwell.kernels import execute
+from hopwell.kernels.config import DTYPES, KvFetch, PrefillConfig, resolve, shipped_configs
+from hopwell.kernels.problem import Mask, MaskKind
+
+pytestmark = pytest.mark.emulator
+
+TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+CONFIGS = [config for config in shipped_configs() if config.dtype == "bf16"]
+WINDOW = 70  # keys to the left: less than a tile, so that tiles are skipped
+
+
+def page_sizes(config: PrefillConfig) -> list[int | None]:
+    if config.kv_fetch is KvFetch.CONTIGUOUS:
+        return [None]
+    if config.kv_fetch is KvFetch.PAGE_ROWS:
+        return [1, 4]
+    # Pages beyond the tallest box are several boxes.
+    tallest = max(c.box_rows for c in CONFIGS if c.head_dim_qk == config.head_dim_qk)
+    return [config.box_rows, 128] if config.box_rows == tallest else [config.box_rows]
+
+
+def cases() -> Iterator[object]:
+    for config in CONFIGS:
+        for size in page_sizes(config):
+            yield pytest.param(config, size, id=config.name + (f"-page{size}" if size else ""))
+
+
+def fp16_configs() -> Iterator[PrefillConfig]:
+    """One of each head dim, with another mask and way to fetch each."""
+    wanted = {
+        (64, 64): (MaskKind.CAUSAL, KvFetch.PAGE_ROWS, 0),
+        (128, 128): (MaskKind.FULL, KvFetch.CONTIGUOUS, 0),
+        (192, 128): (MaskKind.SLIDING_WINDOW, KvFetch.PAGE_BOXES, 16),
+        (256, 256): (MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 64),
+    }
+    for config in shipped_configs():
+        which = (config.mask, config.kv_fetch, config.box_rows)
+        if config.dtype == "fp16" and wanted[config.head_dim_qk, config.head_dim_v] == which:
+            yield config
+
+
+def check(config: PrefillConfig, page_size: int | None, heads: int, kv_heads: int, **settings: object) -> None:
+    """Requests of none to two tiles of queries and none to four tiles of keys, some rows with nothing to see."""
+    m, n = config.tile.m, config.tile.n
+    requests = [(5, 9), (0, 3), (1, 0), (7, 3), (m, 3 * n + 1), (m + 3, n + 5)]
+    data = Batch(
+        *zip(*requests, strict=True),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=config.head_dim_qk,
+        v_head_dim=config.head_dim_v,
+        dtype=TORCH_DTYPES[config.dtype],
+        device="cpu",
+    )
+    mask = Mask(config.mask, WINDOW) if config.mask is MaskKind.SLIDING_WINDOW else Mask(config.mask)
+    sinks = torch.linspace(-1.0, 1.0, heads)
+    problem = data.problem(page_size, mask, lse=data.ragged_lse(), sinks=sinks)
+    assert resolve(problem, config.arch) == config
+    with emulator.use(config.arch, race=True, proxy=True, **settings):
+        out = execute(problem)
+    expected = data.expected(mask, sinks=sinks)
+    expected.check(out)
+    expected.check_lse(problem.lse.tensor)
+    assert not emulator.report().warnings
+
+
+@pytest.mark.parametrize(("config", "page_size"), cases())
+def test_prefill(config: PrefillConfig, page_size: int | None) -> None:
+    check(config, page_size, heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("config", fp16_configs(), ids=lambda config: config.name)
+def test_fp16(config: PrefillConfig) -> None:
+    check(config, page_sizes(config)[0], heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("schedule", ["random", "priority"])
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_adverse_schedules(config: PrefillConfig, schedule: str) -> None:
+    """The seed goes with the kernel, so that the kernels together see many schedules."""
+    seed = CONFIGS.index(config)
+    check(config, page_sizes(config)[0], heads=2, kv_heads=1, schedule=schedule, seed=seed)
