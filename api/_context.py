@@ -202,6 +202,7 @@ def context_problem(
         output_scale=output_scale,
         page_table=table,
         sinks=sink_logits,
+        skip_softmax=skip_softmax,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
     features.require_problem(support.CONTEXT, problem, arch)
@@ -214,4 +215,6 @@ def context_sources(arguments: Arguments) -> Sources:
     starts = (cum_seq_lens_q, None, None, None)
     scales = (on_device(bmm1_scale), on_device(bmm2_scale))
     value = k if v is None else v
-    return query, k, value, None, *starts, None, seq_lens, block_tables, block_tables, *scales, sinks, None, None
+    lse = statistics = (None, None)
+    table = (block_tables, block_tables)
+    return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *lse, *statistics

@@ -221,4 +221,4 @@ def cudnn_sources(arguments: Arguments) -> Sources:
     q, k_cache, v_cache, q_lens, kv_lens, block_tables, *rest = arguments
     *starts, lse_starts = rest[:5]
     lengths, table = (q_lens, kv_lens), (block_tables, block_tables)
-    return q, k_cache, v_cache, None, *starts, *lengths, *table, None, None, None, None, lse_starts
+    return q, k_cache, v_cache, None, *starts, *lengths, *table, None, None, None, None, lse_starts, None, None

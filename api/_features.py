@@ -9,7 +9,12 @@ import torch
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, MaskKind
 
-_MASK_FEATURES = {MaskKind.FULL: "full", MaskKind.CAUSAL: "causal", MaskKind.SLIDING_WINDOW: "window"}
+_MASK_FEATURES = {
+    MaskKind.FULL: "full",
+    MaskKind.CAUSAL: "causal",
+    MaskKind.SLIDING_WINDOW: "window",
+    MaskKind.CHUNKED: "chunked",
+}
 
 
 def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -> None:

@@ -11,7 +11,7 @@ from hopwell import _checks as checks
 from hopwell import _features as features
 from hopwell._launch import Arguments, Sources, halves
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score, ScoreKind
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
 
 INPUT_LAYOUTS = tuple(layout.value for layout in FmhaV2Layout)
@@ -53,8 +53,8 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
     return inputs
 
 
-def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tuple[Mask, int]:
-    """The mask and the chunk size, 0 for none. A window or a chunk takes effect whatever ``mask_mode`` says."""
+def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask:
+    """The mask. A window or a chunk takes effect whatever ``mask_mode`` says."""
     mode = checks.choice("mask_mode", mask_mode.lower() if isinstance(mask_mode, str) else mask_mode, MASK_MODES)
     window = checks.host_int("window_left", window_left, minimum=-1)
     chunk = checks.host_int("chunked_attention_size", chunked_attention_size)
@@ -66,10 +66,16 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> tupl
         for name, value, off in (("window_left", window, -1), ("chunked_attention_size", chunk, 0)):
             if value != off:
                 raise ValueError(f"{name} must be {off} for mask_mode 'padding', which masks nothing, got {value}")
-        return Mask(MaskKind.FULL), 0
+        return Mask(MaskKind.FULL)
     if window >= 0:
-        return Mask(MaskKind.SLIDING_WINDOW, window), 0
-    return Mask(MaskKind.CAUSAL), chunk
+        return Mask(MaskKind.SLIDING_WINDOW, window)
+    return Mask(MaskKind.CHUNKED, chunk=chunk) if chunk else Mask(MaskKind.CAUSAL)
+
+
+def _score(alibi: bool, soft_cap: float) -> Score:
+    if alibi:
+        return Score(ScoreKind.ALIBI)
+    return Score(ScoreKind.SOFT_CAP, soft_cap) if soft_cap > 0 else Score()
 
 
 def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
@@ -139,7 +145,7 @@ def fmha_v2_problem(
     softmax_scale = checks.host_float("bmm1_scale", bmm1_scale, minimum=0.0) or 1 / math.sqrt(qk_dim)
     output_scale = checks.host_float("bmm2_scale", bmm2_scale)
     sink_logits = checks.sinks(sinks, heads, on)
-    mask, chunk = _mask(mask_mode, window_left, chunked_attention_size)
+    mask = _mask(mask_mode, window_left, chunked_attention_size)
     alibi = _has_alibi(pos_encoding_mode)
     soft_cap = checks.optional_float("logits_soft_cap_scale", logits_soft_cap_scale)
     skip_softmax = checks.optional_float("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor)
@@ -155,9 +161,10 @@ def fmha_v2_problem(
     needs = (
         (query.dtype == checks.FP8, "fp8", f"qkv.dtype={query.dtype}"),
         (dtype == checks.FP8, "fp8_out", f"out_dtype={dtype}"),
-        (chunk > 0, "chunked", f"chunked_attention_size={chunk}"),
+        (mask.chunk > 0, "chunked", f"chunked_attention_size={mask.chunk}"),
         (alibi, "alibi", f"pos_encoding_mode={pos_encoding_mode!r}"),
         (soft_cap > 0, "soft_cap", f"logits_soft_cap_scale={soft_cap}"),
+        (alibi and soft_cap > 0, "alibi_soft_cap", f"logits_soft_cap_scale={soft_cap}"),
         (stats, "softmax_stats", "save_softmax_stats=True"),
         (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
     )
@@ -174,6 +181,9 @@ def fmha_v2_problem(
         q_offsets=q_offsets,
         kv_lens=None,
         mask=mask,
+        score=_score(alibi, soft_cap),
+        statistics=torch.empty((tokens, heads, 2), dtype=torch.float32, device=on) if stats else None,
+        skip_softmax=skip_softmax,
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         # with pages they say how long each request is, not where it starts
@@ -210,4 +220,6 @@ def fmha_v2_sources(arguments: Arguments) -> Sources:
     v = k if v is None else v
     v_starts = cum_seq_lens_kv if block_tables is None else None
     starts = (cum_seq_lens_q, None, cum_seq_lens_kv, v_starts)
-    return query, k, v, None, *starts, None, None, block_tables, block_tables, None, None, sinks, None, None
+    lengths = scales = lse = statistics = (None, None)
+    table = (block_tables, block_tables)
+    return query, k, v, None, *starts, *lengths, *table, *scales, sinks, *lse, *statistics

@@ -27,7 +27,9 @@ Arguments = tuple[Any, ...]
 # The arguments that operands lie in, in the order of launch.Addresses.
 Sources = tuple["torch.Tensor | None", ...]
 
-OUT, LSE = 3, 15  # places of the results among the operands: they may be allocated in the call
+# Places of the results among the operands: they may be allocated in the call.
+OUT = 3
+STATS = (15, 17)  # log-sum-exp and softmax statistics; no entry point gives both
 CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
 RECENT = 4  # calls recognised without a key: models alternate between few kinds of layers
 ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
@@ -77,7 +79,7 @@ class Prepared:
             if place == OUT or view is None:
                 places.append(result if place == OUT else nothing)
                 offsets.append(0)
-            elif place == LSE:
+            elif place in STATS:
                 places.append(stats)
                 offsets.append(0)
             else:

@@ -232,13 +232,18 @@ def trtllm_fmha_v2_prefill(
             not matter. A window or a chunk size takes effect under all modes but "padding", where it is refused, and
             without either "sliding_window" and "chunked" are causal.
         window_left: w >= 0 limits a row to keys p - w..p; -1 means no window.
-        chunked_attention_size: a power of two C limits a row to keys (p // C) * C..p; 0 means no chunks.
-        save_softmax_stats: also return the row maxima and sums.
+        chunked_attention_size: a power of two C limits a row to keys (p // C) * C..p, so 1 leaves it its own key; 0
+            means no chunks.
+        save_softmax_stats: also return the softmax statistics.
         skip_softmax_threshold_scale_factor: allows leaving out keys whose weight is below this factor / kv_len; 0 means
             exact attention.
 
     Returns:
-        The output: ``out`` itself where given, else a contiguous tensor.
+        The output: ``out`` itself where given, else a contiguous tensor. With ``save_softmax_stats`` a pair of it and
+        the statistics, float32 [tokens, num_heads, 2], in FlashInfer's form for Hopper: [..., 0] is the row's largest
+        logit divided by sqrt(head_dim), for plain logits without ``bmm1_scale``; [..., 1] is the sum of exponentials
+        relative to the largest logit, sinks not included. With ``bmm1_scale = 1 / sqrt(head_dim)`` the log-sum-exp is
+        the first plus the logarithm of the second. A row without visible keys has (-inf, 0).
 
     Raises:
         TypeError: an argument of a wrong Python type.
@@ -275,8 +280,13 @@ def trtllm_fmha_v2_prefill(
     prepared = _FMHA_V2.find(arguments)
     if prepared is not None:
         result = prepared.output(arguments[0]) if out is None else out
-        if prepared.launch(arguments, result):
-            return result
+        if not save_softmax_stats:
+            if prepared.launch(arguments, result):
+                return result
+        else:
+            stats = torch.empty((*result.shape[:2], 2), dtype=torch.float32, device=result.device)
+            if prepared.launch(arguments, result, stats):
+                return result, stats
     problem = fmha_v2_problem(
         qkv,
         input_layout,
@@ -301,7 +311,8 @@ def trtllm_fmha_v2_prefill(
         save_softmax_stats,
         skip_softmax_threshold_scale_factor,
     )
-    return _FMHA_V2.run(arguments, problem)
+    result = _FMHA_V2.run(arguments, problem)
+    return result if problem.statistics is None else (result, problem.statistics)
 
 
 def cudnn_batch_prefill_with_kv_cache(

@@ -10,12 +10,12 @@ import enum
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, MaskKind
+from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 
 ARCHS = ("sm_90a",)
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -23,6 +23,14 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
 REGISTERS = 65536  # of an SM
 WARPGROUP = 128  # threads
+
+
+BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
+MMA_COLUMNS = 16  # of 16-bit elements: what a matrix instruction multiplies at a time, and what a warp stores at least
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 class KvFetch(enum.Enum):
@@ -37,27 +45,53 @@ class KvFetch(enum.Enum):
 class Tile:
     """Tile sizes and the resources that go with them."""
 
-    m: int  # query rows of a CTA, 64 for each consumer warpgroup
+    m: int  # query rows of a CTA, 64 for each consumer warpgroup or pair of them
     n: int  # keys of a step
     q_stages: int
     kv_stages: int
     producer_registers: int
     consumer_registers: int
+    splits_v: bool = False  # two consumer warpgroups share 64 rows, each for half of V's columns
 
 
 # Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
 # what that adds up to: 168 * 384 for two consumer warpgroups, 128 * 512 for three. Ask for more and the kernel hangs.
 # 40 for producers is what they need without spills.
+#
+# Three consumer warpgroups: with so few columns of O, more rows pay for K and V. 128 keys: 488 TFLOP/s at 2 x 8192
+# tokens, 478 with 96, 403 with two warpgroups and four stages (H200, 2026-11-21).
+_NARROW = Tile(m=192, n=128, q_stages=2, kv_stages=2, producer_registers=32, consumer_registers=160)
+# Two Q stages let the next tile's Q load early: 450 instead of 410 TFLOP/s at 16 x 1024 tokens (H200, 2026-11-21). A
+# third K/V stage in their place brought nothing at 8192 and 16384 tokens, nor did steps of 96 to 176 keys.
+_MIDDLE = Tile(m=128, n=128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232)
+_WIDE = Tile(m=128, n=96, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232)
 TILES = {
-    # Three consumer warpgroups: with so few columns of O, more rows pay for K and V. 96 keys because 128 spill.
-    (64, 64): Tile(m=192, n=96, q_stages=2, kv_stages=2, producer_registers=32, consumer_registers=160),
-    # Two Q stages let the next tile's Q load early: 450 instead of 410 TFLOP/s at 16 x 1024 tokens (H200, 2026-11-21).
-    # A third K/V stage in their place brought nothing at 8192 and 16384 tokens.
-    (128, 128): Tile(m=128, n=128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232),
-    # Shared memory is full with one Q stage.
+    (32, 32): _NARROW,
+    (40, 40): _NARROW,
+    (48, 48): _NARROW,
+    (64, 64): _NARROW,
+    (80, 80): _MIDDLE,
+    (96, 96): _MIDDLE,
+    (104, 104): _MIDDLE,
+    (128, 128): _MIDDLE,
+    (160, 160): _WIDE,
+    (192, 192): _WIDE,
+    # Shared memory is full with one Q stage; 80 keys and two Q stages give 460 instead of 490 TFLOP/s.
     (192, 128): Tile(m=128, n=128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     (256, 256): Tile(m=128, n=64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+    # 64 x 512 of O are more registers than a warpgroup has. Both of a pair compute the same S: half as much work again,
+    # but nothing to exchange.
+    (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
+
+
+def tile_of(dims: tuple[int, int], score: ScoreKind, skip_softmax: bool) -> Tile:
+    """The tile of head dims (QK, V). With 128 keys, soft caps and skip-softmax would spill in three warpgroups."""
+    tile = TILES[dims]
+    short_of_registers = tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax)
+    return replace(tile, n=96) if short_of_registers else tile
+
+
 MAX_BOX_ROWS = 64  # taller boxes are no faster (H200, 2026-11-21), and fewer sizes mean fewer kernels
 MIN_BOX_ROWS = 8  # a swizzle atom: a box of all columns needs whole atoms
 WORK_STAGES = 2  # tiles a CTA has in hand beyond the current one; more would unbalance the ends of the CTAs
@@ -75,10 +109,12 @@ class PrefillConfig:
     mask: MaskKind
     kv_fetch: KvFetch
     box_rows: int
+    score: ScoreKind = ScoreKind.SCALED
+    skip_softmax: bool = False
 
     @property
     def tile(self) -> Tile:
-        return TILES[self.head_dim_qk, self.head_dim_v]
+        return tile_of((self.head_dim_qk, self.head_dim_v), self.score, self.skip_softmax)
 
     @property
     def name(self) -> str:
@@ -90,13 +126,32 @@ class PrefillConfig:
             *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
             f"d{self.head_dim_qk}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""),
             self.mask.value,
+            *([self.score.value] if self.score is not ScoreKind.SCALED else []),
+            *(["skip_softmax"] if self.skip_softmax else []),
             self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
         ]
         return "_".join(parts)
 
     @property
+    def columns(self) -> tuple[int, int]:
+        """Columns of the K and V tiles in shared memory, those of Q like K's: whole column blocks of the swizzle."""
+        return _up(self.head_dim_qk, BLOCK_COLUMNS), _up(self.head_dim_v, BLOCK_COLUMNS)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Columns of Q and K that a warpgroup multiplies, and of V: what the matrix instructions can take. A product
+        with V is one instruction over all columns, which takes whole column blocks where there are several."""
+        value = self.columns[1] if self.columns[1] > BLOCK_COLUMNS else _up(self.head_dim_v, MMA_COLUMNS)
+        return _up(self.head_dim_qk, MMA_COLUMNS), value // self.v_parts
+
+    @property
     def consumer_warpgroups(self) -> int:
-        return self.tile.m // 64
+        return self.tile.m // 64 * self.v_parts
+
+    @property
+    def v_parts(self) -> int:
+        """Consumer warpgroups that share query rows."""
+        return 2 if self.tile.splits_v else 1
 
     def __post_init__(self) -> None:
         tile = self.tile
@@ -165,7 +220,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         raise NotImplementedError(
             f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
         )
-    fetch, box_rows = kv_fetch(problem, TILES[dims].n)
+    skip_softmax = problem.skip_softmax > 0
+    fetch, box_rows = kv_fetch(problem, tile_of(dims, problem.score.kind, skip_softmax).n)
     return PrefillConfig(
         arch=arch,
         dtype=DTYPES[problem.query.dtype],
@@ -173,6 +229,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         mask=problem.mask.kind,
+        score=problem.score.kind,
+        skip_softmax=skip_softmax,
         kv_fetch=fetch,
         box_rows=box_rows,
     )

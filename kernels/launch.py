@@ -29,6 +29,8 @@ class Addresses(NamedTuple):
     sinks: int = 0
     lse: int = 0
     lse_offsets: int = 0
+    statistics: int = 0  # two float32 for each output row and head
+    skipped: int = 0  # one int32 that counts skipped (64 rows, KV tile) pairs
     tickets: int = 0  # two zero int32 that the kernel leaves zero: tiles handed out, CTAs done
 
 
@@ -69,3 +71,5 @@ class Geometry(NamedTuple):
     lse_head: int
     lse_natural: int  # 1: base e, 0: base 2
     window_left: int
+    chunk: int
+    alibi_heads: int

@@ -32,6 +32,7 @@ class Plan:
         # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
         self.repeatable = query.device.type == "cuda"
         self._programmatic_launch = int(problem.programmatic_launch)
+        self._soft_cap, self._skip_softmax = problem.score.soft_cap, problem.skip_softmax
         self._tickets = tickets(query.device)
         if self.has_work:
             import tvm_ffi
@@ -52,6 +53,8 @@ class Plan:
             self._geometry,
             softmax_scale,
             output_scale,
+            self._soft_cap,
+            self._skip_softmax,
             self._programmatic_launch,
         )
 
@@ -73,7 +76,7 @@ class Plan:
         from hopwell import emulator
 
         named = dict(zip(Addresses._fields, views, strict=False))
-        results = ("out", "lse")
+        results = ("out", "lse", "statistics", "skipped")
         spans = [
             emulator.span_of(name, view, "out" if name in results else "in")
             for name, view in named.items()
@@ -131,6 +134,8 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         problem.sinks,
         None if lse is None else lse.tensor,
         None if lse is None else start(lse.offsets),
+        problem.statistics,
+        problem.skipped_tiles,
     )
 
 
@@ -181,6 +186,8 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
         k_unit=_unit(problem.k_offsets),
         v_unit=_unit(problem.v_offsets),
         window_left=min(max(problem.mask.window_left, 0), MAX_WINDOW),
+        chunk=min(max(problem.mask.chunk, 1), MAX_WINDOW),
+        alibi_heads=1 << (query.shape[1].bit_length() - 1),
         **_lse_geometry(problem),
     )
 

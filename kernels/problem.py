@@ -21,14 +21,35 @@ class MaskKind(enum.Enum):
     FULL = "full"  # every key of the request
     CAUSAL = "causal"  # keys 0..p (bottom-right aligned)
     SLIDING_WINDOW = "sliding_window"  # keys p - window_left..p
+    CHUNKED = "chunked"  # keys (p // chunk) * chunk..p
 
 
 @dataclass(frozen=True)
 class Mask:
-    """A mask kind with its parameters. ``window_left`` counts keys to the left of the row's own position."""
+    """A mask kind with its parameters.
+
+    ``window_left`` counts keys to the left of the row's own position; ``chunk`` is a power of two.
+    """
 
     kind: MaskKind
     window_left: int = -1
+    chunk: int = 0
+
+
+class ScoreKind(enum.Enum):
+    """What becomes of the scores x = softmax_scale * q k^T before the softmax."""
+
+    SCALED = "scaled"  # x
+    SOFT_CAP = "soft_cap"  # c * tanh(x / c)
+    ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
+
+
+@dataclass(frozen=True)
+class Score:
+    """A kind of score with its parameter: ``soft_cap`` is c, in natural logits."""
+
+    kind: ScoreKind = ScoreKind.SCALED
+    soft_cap: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -92,10 +113,18 @@ class AttentionProblem:
         kv_lens: [B] KV lengths, new tokens included; None means differences of ``k_offsets``.
         page_table: None for contiguous K and V.
         mask: which keys are visible.
+        score: what happens to scores before the softmax.
         softmax_scale: natural scale of the logits, a host float or a one-element float32 tensor on the device.
         output_scale: factor on the output, likewise.
         sinks: [H] float32 natural logits of one extra key per head with a zero value, or None.
         lse: where to store log-sum-exp, or None.
+        statistics: [T, H, 2] float32, contiguous, or None: where to store for each row of the output the largest logit
+            divided by sqrt(Dqk), for plain scores without ``softmax_scale``, and the sum of exponentials relative to
+            that logit. Sinks are not in it. A row without visible keys has (-inf, 0).
+        skip_softmax: keys whose weight is below ``skip_softmax / kv_len`` of the largest so far may be left out; 0
+            keeps all of them.
+        skipped_tiles: one int32 on the device to which the number of left-out (64 query rows, KV tile) pairs is added,
+            or None.
         programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
     """
 
@@ -118,4 +147,8 @@ class AttentionProblem:
     page_table: PageTable | None = None
     sinks: torch.Tensor | None = None
     lse: LogSumExp | None = None
+    score: Score = Score()
+    statistics: torch.Tensor | None = None
+    skip_softmax: float = 0.0
+    skipped_tiles: torch.Tensor | None = None
     programmatic_launch: bool = False

@@ -21,7 +21,8 @@ CUDNN = "cudnn_batch_prefill_with_kv_cache"
 XQA = "xqa_batch_decode_with_kv_cache"
 MLA = "trtllm_batch_decode_with_kv_cache_mla"
 
-HEAD_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # (QK, V) of the prefill kernels
+# (QK, V) of the prefill kernels
+HEAD_DIMS = (*((d, d) for d in (32, 40, 48, 64, 80, 96, 104, 128, 160, 192, 256, 512)), (192, 128))
 MAX_PAGE_SIZE = 1024
 
 _HOPPER = ("sm_90a",)
@@ -69,7 +70,7 @@ _16BIT = Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _HO
 _CAUSAL = Feature("causal", "masks", "causal mask (bottom-right)", _HOPPER)
 _WINDOW = Feature("window", "masks", "sliding window", _HOPPER)
 _SINKS = Feature("sinks", "extras", "attention sinks", _HOPPER)
-_SKIP_SOFTMAX = Feature("skip_softmax", "extras", "skip-softmax", _NOWHERE)
+_SKIP_SOFTMAX = Feature("skip_softmax", "extras", "skip-softmax", _HOPPER)
 
 ENTRIES: dict[str, Entry] = {
     CONTEXT: Entry(
@@ -102,11 +103,12 @@ ENTRIES: dict[str, Entry] = {
             _CAUSAL,
             Feature("full", "masks", "no mask (`padding`)", _HOPPER),
             _WINDOW,
-            Feature("chunked", "masks", "chunked mask", _NOWHERE),
+            Feature("chunked", "masks", "chunked mask", _HOPPER),
             _SINKS,
-            Feature("alibi", "extras", "ALiBi", _NOWHERE),
-            Feature("soft_cap", "extras", "logits soft cap", _NOWHERE),
-            Feature("softmax_stats", "extras", "softmax statistics", _NOWHERE),
+            Feature("alibi", "extras", "ALiBi", _HOPPER),
+            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", _NOWHERE),
+            Feature("soft_cap", "extras", "logits soft cap", _HOPPER),
+            Feature("softmax_stats", "extras", "softmax statistics", _HOPPER),
             _SKIP_SOFTMAX,
         ),
     ),

@@ -155,7 +155,9 @@ def _compile(config: PrefillConfig, target: Artifact) -> None:
         dump = pathlib.Path(work) / "dump"
         dump.mkdir()
         kernel, arguments = build(config)
-        options = f"--enable-tvm-ffi --gpu-arch {config.arch} --keep-ptx --keep-cubin --dump-dir {dump}"
+        options = (
+            f"--enable-tvm-ffi --gpu-arch {config.arch} --generate-line-info --keep-ptx --keep-cubin --dump-dir {dump}"
+        )
         compiled = cute.compile(kernel, *arguments, options=options)
         fresh = Artifact(pathlib.Path(work) / "kernel")
         fresh.path.mkdir()

@@ -6,6 +6,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import dsl_user_op
 
 
 class DeviceStruct:
@@ -46,6 +47,20 @@ def global_array(dtype, address):
 def shared_address(pointer):
     """A shared-memory pointer as the 32-bit address that PTX instructions take."""
     return pointer.toint().to(Int32)
+
+
+@dsl_user_op
+def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
+    """Named barrier of ``threads`` threads; whether ``condition`` held in all of them."""
+    held = cute.arch.inline_ptx(
+        "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, {$r2}, p; "
+        "selp.b32 {$w0}, 1, 0, q; }",
+        write_only_types=[Int32],
+        read_only_args=[condition.to(Int32), Int32(barrier_id), Int32(threads)],
+        loc=loc,
+        ip=ip,
+    )
+    return held != 0
 
 
 @cute.jit

@@ -26,6 +26,7 @@ class OutputRows(DeviceStruct):
     address: Int64  # of the tile's row 0 and the tile's head
     row_bytes: Int64
     count: Int32
+    columns: int  # of the output; ``output`` may hold up to 15 more
 
     @cute.jit
     def store(self, output, factors, staging, first_row, dtype: cutlass.Constexpr) -> None:
@@ -36,7 +37,8 @@ class OutputRows(DeviceStruct):
         lane = cute.arch.lane_idx()
         rows_at_once = 32 // copy.CHUNKS_PER_ROW
         for first_column in cutlass.range_constexpr(0, output.columns * output.lanes_per_row, PASS_COLUMNS):
-            for block16 in cutlass.range_constexpr(PASS_COLUMNS // 16):
+            rest = min(output.columns * output.lanes_per_row - first_column, PASS_COLUMNS)
+            for block16 in cutlass.range_constexpr(rest // 16):
                 words = []
                 for half in cutlass.range_constexpr(2):
                     for r in cutlass.range_constexpr(2):
@@ -48,10 +50,27 @@ class OutputRows(DeviceStruct):
             for step in cutlass.range_constexpr(WARP_ROWS // rows_at_once):
                 row, chunk = step * rows_at_once + lane // copy.CHUNKS_PER_ROW, lane % copy.CHUNKS_PER_ROW
                 words = copy.load_shared_x4(copy.swizzled_chunk(staging, row, chunk))
-                if first_row + row < self.count:
+                if first_row + row < self.count and first_column + chunk * 8 < self.columns:
                     offset = (first_row + row) * self.row_bytes + first_column * 2 + chunk * copy.CHUNK_BYTES
                     copy.store_global_x4(self.address + offset, words)
             cute.arch.sync_warp()
+
+
+@dataclass
+class StatisticsRows(DeviceStruct):
+    """Where a query tile's largest logits and sums go. Nothing is written where ``address`` is 0."""
+
+    address: Int64  # of the whole tensor, bytes
+    first: Int64  # the pair of the tile's row 0 and head
+    row: Int64  # pairs from row to row
+    count: Int32
+
+    @cute.jit
+    def store(self, row, largest, total) -> None:
+        if self.address != 0 and row < self.count:
+            pair = 2 * (self.first + row * self.row)
+            global_array(Float32, self.address)[pair] = largest
+            global_array(Float32, self.address)[pair + 1] = total
 
 
 @dataclass

@@ -19,11 +19,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, global_array
 
-BOX_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
 GROUP_ROWS = 8  # rows after which the swizzle pattern repeats
 WARP_LANES = 32
 
@@ -40,17 +40,20 @@ class KvOperand(DeviceStruct):
     table_row: Int64
     page_shift: Int64
     head_dim: int
+    columns: int  # in shared memory
+    depth: int  # of them used
     is_value: bool
 
     @staticmethod
-    def key(a: Addresses, g: Geometry, head_dim: int) -> "KvOperand":
-        strides = (g.k_page, g.k_head, g.k_row)
-        return KvOperand(a.key, *strides, a.key_table, g.key_table_row, g.page_shift, head_dim, False)
+    def key(a: Addresses, g: Geometry, config) -> "KvOperand":
+        rest = (a.key_table, g.key_table_row, g.page_shift, config.head_dim_qk, config.columns[0], config.depth[0])
+        return KvOperand(a.key, g.k_page, g.k_head, g.k_row, *rest, is_value=False)
 
     @staticmethod
-    def value(a: Addresses, g: Geometry, head_dim: int) -> "KvOperand":
-        strides = (g.v_page, g.v_head, g.v_row)
-        return KvOperand(a.value, *strides, a.value_table, g.value_table_row, g.page_shift, head_dim, True)
+    def value(a: Addresses, g: Geometry, config) -> "KvOperand":
+        used = config.depth[1] * config.v_parts
+        rest = (a.value_table, g.value_table_row, g.page_shift, config.head_dim_v, config.columns[1], used)
+        return KvOperand(a.value, g.v_page, g.v_head, g.v_row, *rest, is_value=True)
 
 
 @dataclass
@@ -61,7 +64,7 @@ class KvSource(DeviceStruct):
     first_key: Int32  # tokens before this one are not needed
     end_key: Int32  # the request's length
     tile_n: int
-    head_dim: int
+    columns: int
     # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
     # may be NaN; not for K, whose scores are masked.
     zero_outside: bool
@@ -77,13 +80,13 @@ class KvSource(DeviceStruct):
             first_key=tile.keys.first_key,
             end_key=tile.request.kv_len,
             tile_n=tile_n,
-            head_dim=operand.head_dim,
+            columns=operand.columns,
             zero_outside=operand.is_value,
         )
 
     @property
     def tile_bytes(self) -> int:
-        return self.tile_n * self.head_dim * 2
+        return self.tile_n * self.columns * 2
 
     def stage_address(self, stage):
         return self.shared + stage * self.tile_bytes
@@ -91,7 +94,7 @@ class KvSource(DeviceStruct):
     def chunk_address(self, stage, row, block, chunk):
         """Address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""
         if const_expr(self.columns_first):
-            row_address = (row // GROUP_ROWS * (self.head_dim // BOX_COLUMNS) + block) * GROUP_ROWS + row % GROUP_ROWS
+            row_address = (row // GROUP_ROWS * (self.columns // BLOCK_COLUMNS) + block) * GROUP_ROWS + row % GROUP_ROWS
         else:
             row_address = block * self.tile_n + row
         return self.stage_address(stage) + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
@@ -127,7 +130,7 @@ class KvSource(DeviceStruct):
         for i in cutlass.range(
             begin * copy.CHUNKS_PER_ROW + cute.arch.lane_idx(), end * copy.CHUNKS_PER_ROW, WARP_LANES, unroll=1
         ):
-            for block in cutlass.range_constexpr(self.head_dim // BOX_COLUMNS):
+            for block in cutlass.range_constexpr(self.columns // BLOCK_COLUMNS):
                 row, chunk = i // copy.CHUNKS_PER_ROW, i % copy.CHUNKS_PER_ROW
                 copy.store_shared_zero(self.chunk_address(stage, row, block, chunk))
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -149,9 +152,9 @@ class ContiguousBoxes(KvSource):
     @cute.jit
     def fetch(self, row, stage, barrier):
         with cute.arch.elect_one():
-            for block in cutlass.range_constexpr(self.head_dim // BOX_COLUMNS):
+            for block in cutlass.range_constexpr(self.columns // BLOCK_COLUMNS):
                 destination = self.stage_address(stage) + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
-                coordinates = (block * BOX_COLUMNS, row, self.kv_head)
+                coordinates = (block * BLOCK_COLUMNS, row, self.kv_head)
                 copy.tma_load(self.descriptor, destination, barrier, coordinates)
 
 
@@ -198,11 +201,6 @@ class PageBoxes(PagedSource):
     def boxes(self) -> int:
         return self.tile_n // self.box_rows
 
-    @property
-    def _corner(self) -> tuple[int, ...]:
-        """Coordinates of a box within its row group: all columns, all 8 rows."""
-        return (0, 0) if self.head_dim == BOX_COLUMNS else (0, 0, 0)
-
     def locate(self, tile):
         """(slot, row group) of box i in lane i.
 
@@ -214,6 +212,11 @@ class PageBoxes(PagedSource):
         page, row = self.lookup(cutlass.max(cutlass.min(key, self.end_key - 1), first_box))
         return page * self.slots_per_page + self.kv_head, row // GROUP_ROWS
 
+    @property
+    def box_bytes(self) -> int:
+        """From one box to the next in shared memory."""
+        return self.box_rows * self.columns * 2
+
     @cute.jit
     def fetch(self, location, stage, barrier):
         slots, groups = location
@@ -221,8 +224,28 @@ class PageBoxes(PagedSource):
         for lane in cutlass.range(self.boxes, unroll=1):
             slot, group = cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane)
             with cute.arch.elect_one():
-                copy.tma_load(self.descriptor, box, barrier, (*self._corner, group, slot))
-            box += self.box_rows * self.head_dim * 2
+                self.load_box(box, slot, group, barrier)
+            box += self.box_bytes
+
+    def load_box(self, box, slot, group, barrier) -> None:
+        corner = (0, 0) if self.columns == BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a group, all columns
+        copy.tma_load(self.descriptor, box, barrier, (*corner, group, slot))
+
+
+@dataclass
+class PageColumnBoxes(PageBoxes):
+    """For head dims that do not fill the last column block: a box holds one block, which TMA fills up with zeros."""
+
+    columns_first = False
+
+    @property
+    def box_bytes(self) -> int:
+        return self.box_rows * copy.SWIZZLE_ROW_BYTES
+
+    def load_box(self, box, slot, group, barrier) -> None:
+        for block in range(self.columns // BLOCK_COLUMNS):
+            destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
+            copy.tma_load(self.descriptor, destination, barrier, (block * BLOCK_COLUMNS, group * GROUP_ROWS, slot))
 
 
 @dataclass
@@ -232,6 +255,8 @@ class PageRows(PagedSource):
     head: Int64  # address of the head's elements in page 0
     page_bytes: Int64
     row_bytes: Int64
+    chunks: int  # in a row
+    used_chunks: int  # in a row of the tile; those that the row does not have become zeros
 
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageRows":
@@ -241,15 +266,13 @@ class PageRows(PagedSource):
             head=operand.address + 2 * operand.head * tile.kv_head,
             page_bytes=2 * operand.page,
             row_bytes=2 * operand.row,
+            chunks=operand.head_dim * 2 // copy.CHUNK_BYTES,
+            used_chunks=operand.depth * 2 // copy.CHUNK_BYTES,
         )
 
     @property
-    def _chunks(self) -> int:
-        return self.head_dim * 2 // copy.CHUNK_BYTES
-
-    @property
     def _lanes_per_row(self) -> int:
-        return math.gcd(WARP_LANES, self._chunks)
+        return math.gcd(WARP_LANES, self.used_chunks)
 
     def locate(self, tile):
         """Address of row 32 * i + lane of the tile, for each i; 0 where the row is not needed."""
@@ -269,14 +292,15 @@ class PageRows(PagedSource):
         lane = cute.arch.lane_idx()
         rows_at_once = WARP_LANES // self._lanes_per_row
         for i in cutlass.range_constexpr(len(location)):
-            for first in cutlass.range(0, WARP_LANES, rows_at_once, unroll=4):
+            for first in cutlass.range(0, min(WARP_LANES, self.tile_n - WARP_LANES * i), rows_at_once, unroll=4):
                 owner = first + lane // self._lanes_per_row
                 source = cute.arch.shuffle_sync(location[i], owner)
                 row, column = 32 * i + owner, lane % self._lanes_per_row
-                for c in cutlass.range_constexpr(0, self._chunks, self._lanes_per_row):
+                for c in cutlass.range_constexpr(0, self.used_chunks, self._lanes_per_row):
                     block, chunk = (column + c) // copy.CHUNKS_PER_ROW, (column + c) % copy.CHUNKS_PER_ROW
                     destination = self.chunk_address(stage, row, block, chunk ^ (row % GROUP_ROWS))
-                    copy.async_copy_or_zero(destination, source + (column + c) * copy.CHUNK_BYTES, source != 0)
+                    wanted = source != 0 and column + c < self.chunks
+                    copy.async_copy_or_zero(destination, source + (column + c) * copy.CHUNK_BYTES, wanted)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")

@@ -30,10 +30,11 @@ class TileRange(DeviceStruct):
 class IntervalMask(DeviceStruct):
     kind: MaskKind
     window_left: Int32
+    chunk: Int32  # a power of two
 
     @property
     def has_left_edge(self) -> bool:
-        return self.kind is MaskKind.SLIDING_WINDOW
+        return self.kind in (MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)
 
     @property
     def has_diagonal(self) -> bool:
@@ -46,6 +47,8 @@ class IntervalMask(DeviceStruct):
             hi = cutlass.min(kv_len, position + 1)
         if const_expr(self.kind is MaskKind.SLIDING_WINDOW):
             lo = cutlass.max(position - self.window_left, 0)
+        if const_expr(self.kind is MaskKind.CHUNKED):
+            lo = cutlass.max(position, 0) & -self.chunk
         return lo, hi
 
     def tiles(self, first_position, last_position, kv_len, tile_n: int) -> TileRange:

@@ -13,7 +13,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, const_expr
 
 from hopwell.kernels.parts.device import DeviceStruct
 
@@ -35,6 +35,7 @@ FLOAT32_TINY = 1.1754944e-38
 class OnlineSoftmax(DeviceStruct):
     scale: Float32  # softmax scale * log2(e), positive
     reference: Any
+    largest: Any  # raw logit
     row_sum: Any
     rescale: Any  # factor for what was accumulated before the latest step
 
@@ -42,38 +43,48 @@ class OnlineSoftmax(DeviceStruct):
     def create(scale, rows: int) -> "OnlineSoftmax":
         # A scale of zero is legal (uniform attention); the smallest normal number keeps -inf * scale from being NaN.
         scale = cute.arch.fmax(scale * LOG2_E, FLOAT32_TINY)
-        state = [cute.make_rmem_tensor(rows, Float32) for _ in range(3)]
+        state = [cute.make_rmem_tensor(rows, Float32) for _ in range(4)]
         return OnlineSoftmax(scale, *state)
 
     def reset(self) -> None:
         self.reference.fill(-Float32.inf)
+        self.largest.fill(-Float32.inf)
         self.row_sum.fill(0.0)
 
-    @cute.jit
     def step(self, scores) -> None:
         """Replace the scores by their exponentials and bring the state up to date."""
-        for r in cutlass.range_constexpr(scores.rows):
-            before = self.reference[r]
-            chains = [scores.get(r, c) for c in range(CHAINS)]
-            for c in cutlass.range_constexpr(CHAINS, scores.columns):
-                chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores.get(r, c))
-            for c in cutlass.range_constexpr(1, CHAINS):
-                chains[0] = cute.arch.fmax(chains[0], chains[c])
-            row_max = cute.arch.warp_reduction_max(chains[0], threads_in_group=scores.lanes_per_row)
-            # A row that has seen no key yet has the reference -inf, which any logit exceeds.
-            reference = row_max if row_max * self.scale > before * self.scale + SLACK else before
-            self.reference[r] = reference
-            # Still without a key: subtract 0, because -inf - -inf is NaN.
-            safe = Float32(0.0) if reference == -Float32.inf else reference
-            offset = safe * self.scale
-            rescale = cute.math.exp2((before - safe) * self.scale, fastmath=True)
-            self.rescale[r] = rescale
-            sums = [Float32(0.0)] * CHAINS
-            for c in cutlass.range_constexpr(scores.columns):
-                p = cute.math.exp2(scores.get(r, c) * self.scale - offset, fastmath=True)
-                scores.set(r, c, p)
-                sums[c % CHAINS] = p if cutlass.const_expr(c < CHAINS) else sums[c % CHAINS] + p
-            self.row_sum[r] = self.row_sum[r] * rescale + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+        for r in range(scores.rows):
+            self.accumulate(scores, r, self.maximum(scores, r))
+
+    @cute.jit
+    def maximum(self, scores, r: cutlass.Constexpr[int]):
+        """The largest score of row r."""
+        chains = [scores.get(r, c) for c in range(CHAINS)]
+        for c in cutlass.range_constexpr(CHAINS, scores.columns):
+            chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores.get(r, c))
+        for c in cutlass.range_constexpr(1, CHAINS):
+            chains[0] = cute.arch.fmax(chains[0], chains[c])
+        return cute.arch.warp_reduction_max(chains[0], threads_in_group=scores.lanes_per_row)
+
+    @cute.jit
+    def accumulate(self, scores, r: cutlass.Constexpr[int], row_max) -> None:
+        """Replace the scores of row r, the largest of which is ``row_max``, by their exponentials."""
+        before = self.reference[r]
+        self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
+        # A row that has seen no key yet has the reference -inf, which any logit exceeds.
+        reference = row_max if row_max * self.scale > before * self.scale + SLACK else before
+        self.reference[r] = reference
+        # Still without a key: subtract 0, because -inf - -inf is NaN.
+        safe = Float32(0.0) if reference == -Float32.inf else reference
+        offset = safe * self.scale
+        rescale = cute.math.exp2((before - safe) * self.scale, fastmath=True)
+        self.rescale[r] = rescale
+        sums = [Float32(0.0)] * CHAINS
+        for c in cutlass.range_constexpr(scores.columns):
+            p = cute.math.exp2(scores.get(r, c) * self.scale - offset, fastmath=True)
+            scores.set(r, c, p)
+            sums[c % CHAINS] = p if const_expr(c < CHAINS) else sums[c % CHAINS] + p
+        self.row_sum[r] = self.row_sum[r] * rescale + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
 
     @cute.jit
     def reference_moved(self):
@@ -82,6 +93,13 @@ class OnlineSoftmax(DeviceStruct):
         for r in cutlass.range_constexpr(1, cute.size(self.rescale)):
             moved = moved or self.rescale[r] != 1.0
         return cute.arch.vote_any_sync(moved)
+
+    @cute.jit
+    def sum_of_largest(self, r: int, lanes_per_row: int):
+        """Sum of the exponentials of row r relative to its largest logit; 0 where it saw no key."""
+        seen = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=lanes_per_row)
+        moved = cute.math.exp2((self.reference[r] - self.largest[r]) * self.scale, fastmath=True)
+        return seen * moved if self.largest[r] > -Float32.inf else Float32(0.0)
 
     @cute.jit
     def finish(self, r: int, sink, lanes_per_row: int):

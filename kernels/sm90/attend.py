@@ -13,11 +13,12 @@ from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, global_array, shared_address
-from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, LseRows, OutputRows
+from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, LseRows, OutputRows, StatisticsRows
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.scheduler import Board, WorkTile
-from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.parts.softmax import LOG2_E, OnlineSoftmax
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
 TURN_BARRIER = 1  # named barriers 1.. give the consumer warpgroups turns at the tensor cores
@@ -35,12 +36,22 @@ class SharedTiles(DeviceStruct):
 
 
 @dataclass
+class LogitRow(DeviceStruct):
+    """What turns scores into logits besides the scores: this lane's first row and its head."""
+
+    position: Int32  # absolute key position of the row
+    kv_len: Int32
+    slope: Float32
+
+
+@dataclass
 class Attend(DeviceStruct):
     kernel: Any  # the PrefillSm90: configuration only
     tiles: SharedTiles
     rings: tuple
     board: Board
     mask: IntervalMask
+    score: ScoreMap
     softmax: OnlineSoftmax
     output_scale: Float32
 
@@ -48,10 +59,12 @@ class Attend(DeviceStruct):
     def run(self, addresses: Addresses, geometry: Geometry):
         q_ring, _, _ = self.rings
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
-        operands = Operands.create(self.kernel, self.tiles, group)
+        parts = self.kernel.config.v_parts
+        row_group, column_group = group // parts, group % parts
+        operands = Operands.create(self.kernel, self.tiles, row_group, column_group)
         turns = Turns(group, self.kernel.warpgroups)
         turns.begin()
-        warp_row = group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
+        warp_row = row_group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
         kv_step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
@@ -64,43 +77,43 @@ class Attend(DeviceStruct):
             q_ring.wait_full(work)
             if keys.begin < keys.end:
                 position = tile.request.first_position + tile.first_row + warp_row + RowFragment.first_row()
-                masked = partial(self.mask.apply, first_row_position=position, kv_len=tile.request.kv_len)
+                row = LogitRow(position, tile.request.kv_len, self.score.slope(tile.head))
                 q_stage = q_ring.stage(work)
-                self.first_step(operands, q_stage, kv_step, keys.end - 1, masked)
-                step = partial(self.next_step, operands, turns, q_stage)
+                self.first_step(operands, q_stage, kv_step, keys.end - 1, row)
+                step = partial(self.next_step, operands, turns, q_stage, row)
                 if const_expr(self.mask.has_diagonal):
                     for n in cutlass.range(keys.end - 2, keys.full_end - 1, -1, unroll=1):
-                        step(kv_step, n, masked)
+                        step(kv_step, n, True)
                         kv_step += 1
                 for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
-                    step(kv_step, n, None)
+                    step(kv_step, n, False)
                     kv_step += 1
                 if const_expr(self.mask.has_left_edge):
                     for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
-                        step(kv_step, n, masked)
+                        step(kv_step, n, True)
                         kv_step += 1
             q_ring.release(work)
             if keys.begin < keys.end:
                 self.last_step(operands, kv_step)
                 kv_step += 1
-            self.store(operands, tile, warp_row, addresses, geometry)
+            self.store(operands, tile, warp_row, column_group, addresses, geometry)
             work += 1
             tile = self.board.read(work)
 
     @cute.jit
-    def first_step(self, operands, q_stage, kv_step, n, masked):
+    def first_step(self, operands, q_stage, kv_step, n, row):
         """S and P of the rightmost keys. Their P V is issued together with the next step's Q K^T."""
         _, k_ring, _ = self.rings
         k_ring.wait_full(kv_step)
         operands.issue_qk(q_stage, k_ring.stage(kv_step))
         warpgroup.wait_group(0)
         k_ring.release(kv_step)
-        masked(operands.scores(), n * self.kernel.tile.n)
+        self.to_logits(operands.scores(), n, row, True)
         self.softmax.step(operands.scores())
         operands.round_scores()
 
     @cute.jit
-    def next_step(self, operands, turns, q_stage, kv_step, n, masked: cutlass.Constexpr):
+    def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
         """Q K^T of tile n under way together with P V of the tile before (``kv_step``), then softmax of tile n."""
         _, k_ring, v_ring = self.rings
         k_ring.wait_full(kv_step + 1)
@@ -111,14 +124,20 @@ class Attend(DeviceStruct):
         turns.pass_on()
         warpgroup.wait_group(1)
         k_ring.release(kv_step + 1)
-        if const_expr(masked is not None):
-            masked(operands.scores(), n * self.kernel.tile.n)
+        self.to_logits(operands.scores(), n, row, masked)
         self.softmax.step(operands.scores())
         warpgroup.wait_group(0)
         v_ring.release(kv_step)
         if self.softmax.reference_moved():
             operands.rescale_output(self.softmax.rescale)
         operands.round_scores()
+
+    @cute.jit
+    def to_logits(self, scores, n, row, masked: cutlass.Constexpr):
+        tile_start = n * self.kernel.tile.n
+        self.score.apply(scores, row.slope, tile_start, row.position)
+        if const_expr(masked):
+            self.mask.apply(scores, tile_start, row.position, row.kv_len)
 
     @cute.jit
     def last_step(self, operands, kv_step):
@@ -129,30 +148,47 @@ class Attend(DeviceStruct):
         v_ring.release(kv_step)
 
     @cute.jit
-    def store(self, operands, tile: WorkTile, warp_row, addresses: Addresses, geometry: Geometry):
+    def store(self, operands, tile: WorkTile, warp_row, column_group, addresses: Addresses, geometry: Geometry):
         """Normalise this warp's rows; write them and their log-sum-exp."""
         request = tile.request
         count = request.q_len - tile.first_row
         sink = -Float32.inf
         if addresses.sinks != 0:
             sink = global_array(Float32, addresses.sinks)[tile.head]
+        # Warpgroups that share rows all know what there is to say of them; the first says it.
+        count_once = count if column_group == 0 else Int32(0)
         lse_rows = LseRows(
             address=addresses.lse,
             offset=Int64(request.lse_start + tile.first_row) * geometry.lse_row + tile.head * geometry.lse_head,
             row=geometry.lse_row,
             natural=Int32(geometry.lse_natural),
-            count=count,
+            count=count_once,
         )
+        statistics = StatisticsRows(
+            address=addresses.statistics,
+            first=Int64(request.o_start + tile.first_row) * geometry.heads + tile.head,
+            row=geometry.heads,
+            count=count_once,
+        )
+        slope = self.score.slope(tile.head)
         output = operands.output()
         factors = []
         for r in cutlass.range_constexpr(output.rows):
-            factor, lse = self.softmax.finish(r, sink, output.lanes_per_row)
+            row = warp_row + output.first_row() + output.row_offset(r)
+            shift = self.score.shift(slope, request.first_position + tile.first_row + row)
+            factor, lse = self.softmax.finish(r, sink - shift, output.lanes_per_row)
             factors.append(factor * self.output_scale)
+            total = self.softmax.sum_of_largest(r, output.lanes_per_row)
+            largest = self.score.largest_logit(self.softmax.largest[r], shift)
             if cute.arch.lane_idx() % output.lanes_per_row == 0:
-                lse_rows.store(warp_row + output.first_row() + output.row_offset(r), lse)
+                lse_rows.store(row, lse + shift * LOG2_E)
+                statistics.store(row, largest * self.kernel.config.head_dim_qk**-0.5, total)
         first = Int64(request.o_start + tile.first_row) * geometry.o_token + tile.head * geometry.o_head
-        staging = shared_address(self.tiles.staging) + warp_row // WARP_ROWS * STAGING_BYTES
-        rows = OutputRows(addresses.out + 2 * first, 2 * geometry.o_token, count)
+        first += column_group * operands.depth_v
+        columns = self.kernel.config.head_dim_v // self.kernel.config.v_parts
+        consumer_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+        staging = shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
+        rows = OutputRows(addresses.out + 2 * first, 2 * geometry.o_token, count, columns)
         rows.store(output, factors, staging, warp_row, self.kernel.out_dtype)
 
 
@@ -170,41 +206,49 @@ class Operands(DeviceStruct):
     p: Any
     dtype: Any
     tile_n: int
-    head_dim_v: int
+    depth_qk: int
+    depth_v: int
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, group) -> "Operands":
-        t, head_dim_v, source = kernel.tile, kernel.config.head_dim_v, warpgroup.OperandSource
-        mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups)
+    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "Operands":
+        t, source = kernel.tile, warpgroup.OperandSource
+        depth_qk, depth_v = kernel.config.depth
+        mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups // kernel.config.v_parts)
         qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
-        pv_mma = mma((WARPGROUP_ROWS, head_dim_v), a_source=source.RMEM, b_major=OperandMajorMode.MN)
-        qk, pv = qk_mma.get_slice(group * WARPGROUP), pv_mma.get_slice(group * WARPGROUP)
-        v_transposed = cute.make_ordered_layout((head_dim_v, t.n, t.kv_stages), order=(1, 0, 2))
+        pv_mma = mma((WARPGROUP_ROWS, depth_v), a_source=source.RMEM, b_major=OperandMajorMode.MN)
+        qk, pv = qk_mma.get_slice(row_group * WARPGROUP), pv_mma.get_slice(row_group * WARPGROUP)
+        v_transposed = cute.make_layout((depth_v, t.n, t.kv_stages), stride=(t.n, 1, t.n * kernel.config.columns[1]))
+        v_tiles = tiles.v
+        if const_expr(kernel.config.v_parts > 1):
+            part = cute.crd2idx((0, depth_v, 0), tiles.v.layout)
+            v_tiles = cute.make_tensor(tiles.v.iterator + column_group * part, tiles.v.layout)
         return Operands(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
             q=qk.make_fragment_A(qk.partition_A(tiles.q)),
             k=qk.make_fragment_B(qk.partition_B(tiles.k)),
-            v=pv.make_fragment_B(pv.partition_B(cute.composition(tiles.v, v_transposed))),
+            v=pv.make_fragment_B(pv.partition_B(cute.composition(v_tiles, v_transposed))),
             s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
-            o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, head_dim_v)), Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
             p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
             dtype=kernel.dtype,
             tile_n=t.n,
-            head_dim_v=head_dim_v,
+            depth_qk=depth_qk,
+            depth_v=depth_v,
         )
 
     def issue_qk(self, q_stage, k_stage) -> None:
-        issue_mma(self.qk_mma, self.s, self.q[None, None, None, q_stage], self.k[None, None, None, k_stage], False)
+        q, k = self.q[None, None, None, q_stage], self.k[None, None, None, k_stage]
+        issue_mma(self.qk_mma, self.s, q, k, self.depth_qk, False)
 
     def issue_pv(self, v_stage) -> None:
-        issue_mma(self.pv_mma, self.o, self.p, self.v[None, None, None, v_stage], True)
+        issue_mma(self.pv_mma, self.o, self.p, self.v[None, None, None, v_stage], self.tile_n, True)
 
     def scores(self) -> RowFragment:
         return RowFragment(self.s, self.tile_n // RowFragment.lanes_per_row)
 
     def output(self) -> RowFragment:
-        return RowFragment(self.o, self.head_dim_v // RowFragment.lanes_per_row)
+        return RowFragment(self.o, self.depth_v // RowFragment.lanes_per_row)
 
     @cute.jit
     def round_scores(self) -> None:

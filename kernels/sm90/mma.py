@@ -5,21 +5,22 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+MMA_DEPTH = 16  # 16-bit elements that one wgmma multiplies
 WARPGROUP_ROWS = 64  # rows of the M dimension that one wgmma computes
 
 
 def make_mma(dtype, shape_mn, *, a_source, b_major, warpgroups: int):
-    op = warpgroup.MmaF16BF16Op(dtype, Float32, (*shape_mn, 16), a_source, OperandMajorMode.K, b_major)
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (*shape_mn, MMA_DEPTH), a_source, OperandMajorMode.K, b_major)
     return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
 
 
 @cute.jit
-def issue_mma(mma, accumulator, a, b, accumulate: cutlass.Constexpr[bool]) -> None:
-    """Issue accumulator (+)= a b over all k blocks and commit it as one group; returns at once."""
+def issue_mma(mma, accumulator, a, b, depth: cutlass.Constexpr[int], accumulate: cutlass.Constexpr[bool]) -> None:
+    """Issue accumulator (+)= a b over the first ``depth`` elements and commit it as one group; returns at once."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    for k in cutlass.range_constexpr(cute.size(b.shape[2])):
+    for k in cutlass.range_constexpr(depth // MMA_DEPTH):
         cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

@@ -8,25 +8,27 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from hopwell.kernels.config import SHARED_BYTES, WARPGROUP, WORK_STAGES, KvFetch, PrefillConfig
+from hopwell.kernels.config import BLOCK_COLUMNS, SHARED_BYTES, WARPGROUP, WORK_STAGES, KvFetch, PrefillConfig
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import global_pointer, load_scale, shared_address
 from hopwell.kernels.parts.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import (
-    BOX_COLUMNS,
     GROUP_ROWS,
     ContiguousBoxes,
     KvOperand,
     PageBoxes,
+    PageColumnBoxes,
     PageRows,
 )
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.scheduler import WORK_TILE_INTS, Board, TileSchedule
+from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.pipeline import Edge, barrier_count, check_arrivals, create_rings
 from hopwell.kernels.sm90.attend import Attend, SharedTiles
+from hopwell.kernels.sm90.skip import SkippingAttend, SkipRule
 
 DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 SOURCES = {
@@ -67,6 +69,8 @@ class PrefillSm90:
         self.tile = config.tile
         self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
         self.source = SOURCES[config.kv_fetch]
+        if self.source is PageBoxes and config.columns != (config.head_dim_qk, config.head_dim_v):
+            self.source = PageColumnBoxes
         self.warpgroups = config.consumer_warpgroups
         self.edges = self._edges()
         if self.shared_bytes > SHARED_BYTES:
@@ -89,9 +93,9 @@ class PrefillSm90:
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers}
         roles["all others"] = sum(roles.values()) - 1
         edges = (
-            Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.head_dim_qk * 2),
-            Edge("K", "load_k", "attend", t.kv_stages, 1, consumers, t.n * c.head_dim_qk * 2),
-            Edge("V", "load_v", "attend", t.kv_stages, 1, consumers, t.n * c.head_dim_v * 2),
+            Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.columns[0] * 2),
+            Edge("K", "load_k", "attend", t.kv_stages, 1, consumers, t.n * c.columns[0] * 2),
+            Edge("V", "load_v", "attend", t.kv_stages, 1, consumers, t.n * c.columns[1] * 2),
             Edge("work", "schedule", "all others", WORK_STAGES, 1, consumers + 3, WORK_TILE_INTS * 4),
         )
         check_arrivals(edges, roles)
@@ -105,6 +109,8 @@ class PrefillSm90:
         geometry: Geometry,
         softmax_scale: Float32,
         output_scale: Float32,
+        soft_cap: Float32,
+        skip_softmax: Float32,
         programmatic_launch: Int32,
         stream: cuda.CUstream,
     ):
@@ -113,7 +119,7 @@ class PrefillSm90:
         q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.tile.m)
         k = self._kv_atom(a.key, c.head_dim_qk, g.kv_heads, (g.k_pages, g.k_rows), (g.k_page, g.k_head, g.k_row))
         v = self._kv_atom(a.value, c.head_dim_v, g.kv_heads, (g.v_pages, g.v_rows), (g.v_page, g.v_head, g.v_row))
-        self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale).launch(
+        self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
             grid=[Int32(geometry.grid), 1, 1],
             block=[WARPGROUP * (self.warpgroups + 1), 1, 1],
             smem=self.shared_bytes,
@@ -129,10 +135,13 @@ class PrefillSm90:
             return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
         if const_expr(self.source is PageRows):
             return None
-        blocks, groups = head_dim // BOX_COLUMNS, self.config.box_rows // GROUP_ROWS
+        slots = pages * (page // head)
+        if const_expr(self.source is PageColumnBoxes):
+            return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows)
+        blocks, groups = head_dim // BLOCK_COLUMNS, self.config.box_rows // GROUP_ROWS
         row, head = cute.assume(row, divby=8), cute.assume(head, divby=8)
-        columns, steps = ((BOX_COLUMNS, blocks), (1, BOX_COLUMNS)) if blocks > 1 else (BOX_COLUMNS, 1)
-        shape = ((GROUP_ROWS, Int32(rows) // GROUP_ROWS), columns, Int32(pages * (page // head)))
+        columns, steps = ((BLOCK_COLUMNS, blocks), (1, BLOCK_COLUMNS)) if blocks > 1 else (BLOCK_COLUMNS, 1)
+        shape = ((GROUP_ROWS, Int32(rows) // GROUP_ROWS), columns, Int32(slots))
         layout = cute.make_layout(shape, stride=((row, GROUP_ROWS * row), steps, head))
         box = copy.swizzled_layout(self.dtype, self.config.box_rows, head_dim, columns_first=True)
         return self._tma_atom(address, layout, box, ((GROUP_ROWS, groups), columns))
@@ -142,8 +151,8 @@ class PrefillSm90:
         rows, head_dim, heads = shape
         row, head = (cute.assume(stride, divby=8) for stride in strides)
         layout = cute.make_layout((Int32(rows), head_dim, Int32(heads)), stride=(row, 1, head))
-        box = copy.swizzled_layout(self.dtype, box_rows, BOX_COLUMNS)
-        return self._tma_atom(address, layout, box, (box_rows, BOX_COLUMNS))
+        box = copy.swizzled_layout(self.dtype, box_rows, BLOCK_COLUMNS)
+        return self._tma_atom(address, layout, box, (box_rows, BLOCK_COLUMNS))
 
     def _tma_atom(self, address, layout, box, tiler):
         tensor = cute.make_tensor(global_pointer(self.dtype, address, copy.CHUNK_BYTES), layout)
@@ -159,6 +168,8 @@ class PrefillSm90:
         geometry: Geometry,
         softmax_scale: Float32,
         output_scale: Float32,
+        soft_cap: Float32,
+        skip_softmax: Float32,
     ):
         smem = cutlass.memory.SmemAllocator()
         tiles = self._allocate_tiles(smem)
@@ -166,7 +177,7 @@ class PrefillSm90:
         barriers = smem.allocate_array(Int64, self._barriers)
         q_ring, k_ring, v_ring, work_ring = create_rings(barriers, self.edges)
         partial_barrier = barriers + barrier_count(self.edges)
-        mask = IntervalMask(self.config.mask, Int32(geometry.window_left))
+        mask = IntervalMask(self.config.mask, Int32(geometry.window_left), Int32(geometry.chunk))
         board = Board(slots, work_ring)
 
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
@@ -184,10 +195,10 @@ class PrefillSm90:
         if warp < 4:
             cute.arch.setmaxregister_decrease(self.tile.producer_registers)
             if warp == K_WARP:
-                key = KvOperand.key(addresses, geometry, self.config.head_dim_qk)
+                key = KvOperand.key(addresses, geometry, self.config)
                 self.load_kv(k_atom, tiles.k, k_ring, partial_barrier, board, key)
             if warp == V_WARP:
-                value = KvOperand.value(addresses, geometry, self.config.head_dim_v)
+                value = KvOperand.value(addresses, geometry, self.config)
                 self.load_kv(v_atom, tiles.v, v_ring, partial_barrier, board, value)
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, q_ring, board)
@@ -196,18 +207,26 @@ class PrefillSm90:
             cute.arch.griddepcontrol_launch_dependents()
         else:
             cute.arch.setmaxregister_increase(self.tile.consumer_registers)
-            softmax = OnlineSoftmax.create(load_scale(addresses.softmax_scale, softmax_scale), RowFragment.rows)
+            scale = load_scale(addresses.softmax_scale, softmax_scale)
+            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
+            softmax = OnlineSoftmax.create(score.softmax_scale, RowFragment.rows)
             scale = load_scale(addresses.output_scale, output_scale)
-            attend = Attend(self, tiles, (q_ring, k_ring, v_ring), board, mask, softmax, scale)
-            attend.run(addresses, geometry)
+            parts = (self, tiles, (q_ring, k_ring, v_ring), board, mask, score, softmax, scale)
+            if const_expr(self.config.skip_softmax):
+                skip = SkipRule.create(skip_softmax, softmax.scale)
+                attend = SkippingAttend(*parts, skip)
+                attend.run(addresses, geometry)
+                skip.report(addresses)
+            else:
+                Attend(*parts).run(addresses, geometry)
 
     def _allocate_tiles(self, smem) -> SharedTiles:
         c, t = self.config, self.tile
         columns_first = self.source.columns_first
         layouts = (
-            copy.swizzled_layout(self.dtype, t.m, c.head_dim_qk, t.q_stages),
-            copy.swizzled_layout(self.dtype, t.n, c.head_dim_qk, t.kv_stages, columns_first=columns_first),
-            copy.swizzled_layout(self.dtype, t.n, c.head_dim_v, t.kv_stages, columns_first=columns_first),
+            copy.swizzled_layout(self.dtype, t.m, c.columns[0], t.q_stages),
+            copy.swizzled_layout(self.dtype, t.n, c.columns[0], t.kv_stages, columns_first=columns_first),
+            copy.swizzled_layout(self.dtype, t.n, c.columns[1], t.kv_stages, columns_first=columns_first),
         )
         tensors = [smem.allocate_tensor(self.dtype, l.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=l.inner) for l in layouts]
         return SharedTiles(*tensors, smem.allocate(4 * self.warpgroups * STAGING_BYTES, copy.SWIZZLE_ROW_BYTES))
@@ -222,9 +241,10 @@ class PrefillSm90:
             destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
             with cute.arch.elect_one():
                 barrier = ring.full_barrier(step)
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile.m * self.config.head_dim_qk * 2)
-                for block in cutlass.range_constexpr(self.config.head_dim_qk // BOX_COLUMNS):
-                    coordinates = (block * BOX_COLUMNS, tile.request.q_start + tile.first_row, tile.head)
+                columns = self.config.columns[0]
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile.m * columns * 2)
+                for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
+                    coordinates = (block * BLOCK_COLUMNS, tile.request.q_start + tile.first_row, tile.head)
                     offset = block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
                     copy.tma_load(descriptor, destination + offset, barrier, coordinates)
             step += 1
@@ -256,4 +276,4 @@ def build(config: PrefillConfig) -> Any:
     anchor = cute.runtime.make_fake_tensor(kernel.out_dtype, sizes, stride=strides, assumed_align=copy.CHUNK_BYTES)
     integers = [kind(*[Int64(0)] * len(kind._fields)) for kind in (Addresses, Geometry)]
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-    return kernel, (anchor, *integers, Float32(0), Float32(0), Int32(0), stream)
+    return kernel, (anchor, *integers, *[Float32(0)] * 4, Int32(0), stream)

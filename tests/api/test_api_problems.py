@@ -34,7 +34,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hopwell
 from hopwell import _checks, _cudnn
-from hopwell.kernels.problem import AttentionProblem, LseLayout, Mask, MaskKind, TokenOffsets
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    LseLayout,
+    Mask,
+    MaskKind,
+    Score,
+    ScoreKind,
+    TokenOffsets,
+)
 
 Problems = list[AttentionProblem]
 
@@ -229,6 +237,8 @@ def test_context_mask(launched: Problems, window_left: int, mask: Mask) -> None:
         ({"mask_mode": "causal", "window_left": 0}, Mask(MaskKind.SLIDING_WINDOW, 0)),
         ({"mask_mode": "chunked", "window_left": 9}, Mask(MaskKind.SLIDING_WINDOW, 9)),
         ({"mask_mode": "chunked"}, Mask(MaskKind.CAUSAL)),
+        ({"mask_mode": "CHUNKED", "chunked_attention_size": 64}, Mask(MaskKind.CHUNKED, chunk=64)),
+        ({"chunked_attention_size": 64}, Mask(MaskKind.CHUNKED, chunk=64)),
     ],
 )
 def test_fmha_v2_mask_precedence(launched: Problems, changes: dict[str, Any], mask: Mask) -> None:
@@ -343,7 +353,28 @@ def test_fmha_v2_lengths_come_from_cumulative_lengths(launched: Problems) -> Non
 
 def test_fmha_v2_position_encoding_none_is_the_default(launched: Problems) -> None:
     fmha_v2(pos_encoding_mode="NONE", logits_soft_cap_scale=0.0, skip_softmax_threshold_scale_factor=0.0)
-    assert len(launched) == 1
+    assert launched[0].score == Score()
+    assert launched[0].skip_softmax == 0.0
+    assert launched[0].statistics is None
+
+
+def test_fmha_v2_scores(launched: Problems) -> None:
+    fmha_v2(pos_encoding_mode="Alibi")
+    fmha_v2(logits_soft_cap_scale=30)
+    assert [problem.score for problem in launched] == [Score(ScoreKind.ALIBI), Score(ScoreKind.SOFT_CAP, 30.0)]
+
+
+def test_skip_softmax(launched: Problems) -> None:
+    fmha_v2(skip_softmax_threshold_scale_factor=500)
+    context(skip_softmax_threshold_scale_factor=1e-30)
+    assert [problem.skip_softmax for problem in launched] == [500.0, 1e-30]
+
+
+def test_fmha_v2_statistics(launched: Problems) -> None:
+    out, stats = fmha_v2(save_softmax_stats=True)
+    assert stats is launched[0].statistics
+    assert stats.shape == (*out.shape[:2], 2)
+    assert stats.dtype == torch.float32
 
 
 def test_cudnn_offsets_count_elements(launched: Problems) -> None:

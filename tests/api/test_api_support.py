@@ -28,9 +28,9 @@ def test_require_passes_what_is_supported() -> None:
 
 def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     with pytest.raises(NotImplementedError) as caught:
-        support.require(support.FMHA_V2, "chunked", "chunked_attention_size=64", "sm_90a")
+        support.require(support.FMHA_V2, "alibi_soft_cap", "logits_soft_cap_scale=30.0", "sm_90a")
     message = str(caught.value)
-    for part in (support.FMHA_V2, "chunked mask", "chunked_attention_size=64", "sm_90a", "sliding window"):
+    for part in (support.FMHA_V2, "ALiBi together", "logits_soft_cap_scale=30.0", "sm_90a", "attention sinks"):
         assert part in message
 
     with pytest.raises(NotImplementedError, match=r"on sm_100a.*architectures that support .*: sm_90a"):

@@ -47,7 +47,17 @@ def test_warm_cudnn_lse(recorded: Any) -> None:
             assert recorded.addresses[-1] == recorded.addresses[-2]
             none = FUNCTIONS[CUDNN](**{**arguments, "return_lse": False})[1]
             assert none is None
-            assert recorded.addresses[-1][15:] == (0, 0)
+            assert recorded.addresses[-1][15:] == (0, 0, 0, 0)
+
+
+def test_warm_statistics(recorded: Any) -> None:
+    arguments = {**form(FMHA, "contiguous"), "save_softmax_stats": True}
+    for _ in range(3):
+        out, stats = FUNCTIONS[FMHA](**arguments)
+        assert recorded.addresses[-1][3] == out.data_ptr()
+        assert recorded.addresses[-1][15:] == (0, 0, stats.data_ptr(), 0)
+        assert stats.shape == (*out.shape[:2], 2)
+    assert len(recorded.problems) == 1
 
 
 CHANGES: list[tuple[str, dict[str, Any]]] = [

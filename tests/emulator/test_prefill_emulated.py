@@ -1,4 +1,4 @@
-"""Every shipped prefill kernel on the emulator, against float64, in one ordinary and two adverse schedules.
+"""The prefill kernels on the emulator, against float64, in one ordinary and two adverse schedules.
 
 All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN.
 """
@@ -6,6 +6,7 @@ All of them run under the race detector and the proxy check. What a kernel must 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,13 +15,40 @@ from batches import Batch
 from hopwell import emulator
 from hopwell.kernels import execute
 from hopwell.kernels.config import DTYPES, KvFetch, PrefillConfig, resolve, shipped_configs
-from hopwell.kernels.problem import Mask, MaskKind
+from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 pytestmark = pytest.mark.emulator
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-CONFIGS = [config for config in shipped_configs() if config.dtype == "bf16"]
+MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+BF16 = [config for config in shipped_configs() if config.dtype == "bf16"]
+CONFIGS = [
+    config
+    for config in BF16
+    if (config.head_dim_qk, config.head_dim_v) in MAIN_DIMS and config.mask is not MaskKind.CHUNKED
+]
 WINDOW = 70  # keys to the left: less than a tile, so that tiles are skipped
+CHUNK = 64
+
+
+def feature_configs() -> Iterator[PrefillConfig]:
+    """Chunks, scores and skipped tiles with two head dims; other head dims with each way to fetch."""
+    for config in BF16:
+        dims = (config.head_dim_qk, config.head_dim_v)
+        if config.box_rows not in (0, 16):
+            continue
+        if dims not in MAIN_DIMS and config.mask is MaskKind.CAUSAL:
+            yield config
+        if dims in ((64, 64), (128, 128)) and config.kv_fetch is not KvFetch.PAGE_ROWS:
+            if config.mask is MaskKind.CHUNKED:
+                yield config
+            if config.mask is MaskKind.CAUSAL:
+                yield replace(config, score=ScoreKind.SOFT_CAP)
+                yield replace(config, score=ScoreKind.ALIBI)
+                yield replace(config, skip_softmax=True)
+
+
+FEATURES = list(feature_configs())
 
 
 def page_sizes(config: PrefillConfig) -> list[int | None]:
@@ -29,7 +57,7 @@ def page_sizes(config: PrefillConfig) -> list[int | None]:
     if config.kv_fetch is KvFetch.PAGE_ROWS:
         return [1, 4]
     # Pages beyond the tallest box are several boxes.
-    tallest = max(c.box_rows for c in CONFIGS if c.head_dim_qk == config.head_dim_qk)
+    tallest = max(c.box_rows for c in BF16 if c.head_dim_qk == config.head_dim_qk)
     return [config.box_rows, 128] if config.box_rows == tallest else [config.box_rows]
 
 
@@ -49,7 +77,7 @@ def fp16_configs() -> Iterator[PrefillConfig]:
     }
     for config in shipped_configs():
         which = (config.mask, config.kv_fetch, config.box_rows)
-        if config.dtype == "fp16" and wanted[config.head_dim_qk, config.head_dim_v] == which:
+        if config.dtype == "fp16" and wanted.get((config.head_dim_qk, config.head_dim_v)) == which:
             yield config
 
 
@@ -66,15 +94,21 @@ def check(config: PrefillConfig, page_size: int | None, heads: int, kv_heads: in
         dtype=TORCH_DTYPES[config.dtype],
         device="cpu",
     )
-    mask = Mask(config.mask, WINDOW) if config.mask is MaskKind.SLIDING_WINDOW else Mask(config.mask)
+    mask = {
+        MaskKind.SLIDING_WINDOW: Mask(MaskKind.SLIDING_WINDOW, WINDOW),
+        MaskKind.CHUNKED: Mask(MaskKind.CHUNKED, chunk=CHUNK),
+    }.get(config.mask, Mask(config.mask))
+    score = Score(config.score, 2.0 if config.score is ScoreKind.SOFT_CAP else 0.0)
     sinks = torch.linspace(-1.0, 1.0, heads)
-    problem = data.problem(page_size, mask, lse=data.ragged_lse(), sinks=sinks)
+    lse = data.ragged_lse()
+    skip = 1e-30 if config.skip_softmax else 0.0
+    problem = data.problem(page_size, mask, lse=lse, sinks=sinks, score=score, skip_softmax=skip)
     assert resolve(problem, config.arch) == config
     with emulator.use(config.arch, race=True, proxy=True, **settings):
         out = execute(problem)
-    expected = data.expected(mask, sinks=sinks)
+    expected = data.expected(mask, sinks=sinks, score=score)
     expected.check(out)
-    expected.check_lse(problem.lse.tensor)
+    expected.check_lse(lse.tensor)
     assert not emulator.report().warnings
 
 
@@ -86,6 +120,12 @@ def test_prefill(config: PrefillConfig, page_size: int | None) -> None:
 @pytest.mark.parametrize("config", fp16_configs(), ids=lambda config: config.name)
 def test_fp16(config: PrefillConfig) -> None:
     check(config, page_sizes(config)[0], heads=4, kv_heads=2)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "random"])
+@pytest.mark.parametrize("config", FEATURES, ids=lambda config: config.name)
+def test_features(config: PrefillConfig, schedule: str) -> None:
+    check(config, page_sizes(config)[0], heads=2, kv_heads=1, schedule=schedule, seed=FEATURES.index(config))
 
 
 @pytest.mark.parametrize("schedule", ["random", "priority"])

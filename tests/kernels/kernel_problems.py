@@ -6,12 +6,26 @@ from typing import Any
 
 import torch
 
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable, TokenOffsets
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    Mask,
+    MaskKind,
+    PageTable,
+    Score,
+    ScoreKind,
+    TokenOffsets,
+)
 
 MASKS = {
     MaskKind.FULL: Mask(MaskKind.FULL),
     MaskKind.CAUSAL: Mask(MaskKind.CAUSAL),
     MaskKind.SLIDING_WINDOW: Mask(MaskKind.SLIDING_WINDOW, 127),
+    MaskKind.CHUNKED: Mask(MaskKind.CHUNKED, chunk=64),
+}
+SCORES = {
+    ScoreKind.SCALED: Score(),
+    ScoreKind.SOFT_CAP: Score(ScoreKind.SOFT_CAP, 30.0),
+    ScoreKind.ALIBI: Score(ScoreKind.ALIBI),
 }
 
 

@@ -1,4 +1,4 @@
-"""Every shipped kernel compiles without a GPU, and the assembler's report says that it can run as it was designed.
+"""Kernels compile without a GPU, and the assembler's report says that they can run as they were designed.
 
 Kernels come from the usual cache, so a second run only reads the reports.
 """
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from covering import covering_configs
 
 from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.config import REGISTERS, SHARED_BYTES, WARPGROUP, PrefillConfig, shipped_configs
+from hopwell.kernels.config import REGISTERS, SHARED_BYTES, WARPGROUP, PrefillConfig
 from hopwell.kernels.sm90.prefill import PrefillSm90
 from hopwell.kernels.toolchain import Artifact, artifact
 
@@ -23,7 +24,7 @@ pytestmark = pytest.mark.compile
 
 CUOBJDUMP = "nvidia-cuda-cuobjdump"
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
-SHIPPED = list(shipped_configs())
+CONFIGS = covering_configs()
 
 
 def cuobjdump() -> str:
@@ -62,7 +63,7 @@ def kernel_parameters(ptx: str) -> dict[str, int]:
     return dict(threads=int(threads), producer=int(producer), consumer=int(consumer))
 
 
-@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_compiles_and_fits(config: PrefillConfig) -> None:
     built = artifact(config)
     assert built.is_sound()
@@ -88,7 +89,7 @@ def test_compiles_and_fits(config: PrefillConfig) -> None:
     assert b"exceed" not in built.object_file.read_bytes()
 
 
-@pytest.mark.parametrize("config", SHIPPED[:1], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", CONFIGS[:1], ids=lambda config: config.name)
 def test_loads_from_disk(config: PrefillConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object file alone gives the launch function; neither needs a GPU."""
     artifact(config)
@@ -103,7 +104,7 @@ def test_output_of_the_other_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Not shipped, compiled in other processes, and not found in the cache of the shipped ones."""
     monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
     mixed = [
-        PrefillConfig("sm_90a", *dtypes, 128, 128, SHIPPED[0].mask, SHIPPED[0].kv_fetch, 0)
+        PrefillConfig("sm_90a", *dtypes, 128, 128, CONFIGS[0].mask, CONFIGS[0].kv_fetch, 0)
         for dtypes in (("bf16", "fp16"), ("fp16", "bf16"))
     ]
     built = {one.path.name: one for one in compile_ahead(mixed, jobs=2)}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from dataclasses import fields, replace
 
 import pytest
 import torch
-from kernel_problems import CACHES, MASKS, cache, contiguous, empty, paged
+from covering import MAIN_DIMS, covering_configs, every_tile, with_features
+from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
 from hopwell.kernels.config import (
     DTYPES,
@@ -24,14 +26,20 @@ from hopwell.kernels.config import (
     page_and_head_stride,
     resolve,
     shipped_configs,
+    tile_of,
 )
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, Score, ScoreKind
 from hopwell.kernels.support import HEAD_DIMS, MAX_PAGE_SIZE
 
 ARCH = "sm_90a"
 SHIPPED = list(shipped_configs())
+COVERING = covering_configs()
 PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
 ANY = SHIPPED[0]
+
+
+def any_config(dims: tuple[int, int]) -> PrefillConfig:
+    return next(config for config in SHIPPED if (config.head_dim_qk, config.head_dim_v) == dims)
 
 
 class TestShipped:
@@ -53,6 +61,8 @@ class TestShipped:
             mask=MaskKind.CAUSAL,
             kv_fetch=KvFetch.PAGE_ROWS,
             box_rows=16,
+            score=ScoreKind.ALIBI,
+            skip_softmax=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
         assert set(others) == {f.name for f in fields(PrefillConfig)}
@@ -62,44 +72,153 @@ class TestShipped:
             changed.__dict__.update(base.__dict__ | {field: value})
             assert changed.name != base.name, field
 
+    def test_names_are_unique_with_everything_that_can_be_asked_for(self) -> None:
+        """Also what is compiled only when asked for: other scores, skip-softmax, the other dtype as output."""
+        asked = [
+            replace(config, out_dtype=out)
+            for plain, out in itertools.product(SHIPPED, DTYPES.values())
+            for config in with_features(plain)
+        ]
+        names = [config.name for config in asked]
+        assert len(set(names)) == len(set(asked)) == len(names)
+        assert {(c.score, c.skip_softmax) for c in asked} == set(itertools.product(ScoreKind, (False, True)))
+        assert all(re.fullmatch(r"[a-z][a-z0-9_]{1,98}", name) for name in names)
+
+    def test_names(self) -> None:
+        """Plain parts are left out, so that the names of plain kernels stay what they were."""
+        plain = PrefillConfig(ARCH, "bf16", "bf16", 192, 128, MaskKind.CHUNKED, KvFetch.PAGE_BOXES, 16)
+        assert plain.name == "prefill_sm_90a_bf16_d192_128_chunked_pages16"
+        other = replace(plain, out_dtype="fp16", score=ScoreKind.SOFT_CAP, skip_softmax=True)
+        assert other.name == "prefill_sm_90a_bf16_to_fp16_d192_128_chunked_soft_cap_skip_softmax_pages16"
+
     def test_all_that_the_support_table_lists(self) -> None:
         assert set(TILES) == set(HEAD_DIMS)
         combinations = {(c.dtype, (c.head_dim_qk, c.head_dim_v), c.mask, c.kv_fetch) for c in SHIPPED}
         assert combinations == set(itertools.product(DTYPES.values(), HEAD_DIMS, MaskKind, KvFetch))
         assert all(c.arch == ARCH and c.out_dtype == c.dtype for c in SHIPPED)
+        assert all(c.score is ScoreKind.SCALED and not c.skip_softmax for c in SHIPPED)
+
+    def test_every_box_that_divides_a_page_and_a_tile(self) -> None:
+        for dims, tile in TILES.items():
+            rows = {c.box_rows for c in SHIPPED if (c.head_dim_qk, c.head_dim_v) == dims} - {0}
+            assert rows == {n for n in PAGE_SIZES if MIN_BOX_ROWS <= n <= MAX_BOX_ROWS and tile.n % n == 0}
+
+    def test_other_archs_have_none(self) -> None:
+        assert list(shipped_configs("sm_100a")) == []
+
+
+class TestCovering:
+    """The kernels that are compiled in tests stand for all others: nothing that there is is missing among them."""
+
+    def test_every_choice_is_there(self) -> None:
+        for field in fields(PrefillConfig):
+            every = {getattr(config, field.name) for config in SHIPPED}
+            every |= {"score": set(ScoreKind), "skip_softmax": {False, True}}.get(field.name, set())
+            assert {getattr(config, field.name) for config in COVERING} == every, field.name
+
+    def test_every_tile_in_every_way_to_fetch(self) -> None:
+        def pairs(configs: list[PrefillConfig]) -> set[tuple[tuple[int, int], KvFetch]]:
+            return {((c.head_dim_qk, c.head_dim_v), c.kv_fetch) for c in configs}
+
+        assert pairs(COVERING) == pairs(SHIPPED)
+
+    @pytest.mark.parametrize("dims", MAIN_DIMS, ids=str)
+    def test_main_head_dims(self, dims: tuple[int, int]) -> None:
+        """All masks in every way to fetch but chunks, all scores, and skip-softmax."""
+        here = [config for config in COVERING if (config.head_dim_qk, config.head_dim_v) == dims]
+        masks = set(MaskKind) - {MaskKind.CHUNKED}
+        plain = {c for c in here if c in SHIPPED and c.dtype == "bf16" and c.mask in masks}
+        assert plain == {
+            c for c in SHIPPED if c.dtype == "bf16" and (c.head_dim_qk, c.head_dim_v) == dims and c.mask in masks
+        }
+        assert {(c.mask, c.score, c.skip_softmax) for c in here} == {
+            *((mask, ScoreKind.SCALED, False) for mask in MaskKind),
+            *((MaskKind.CAUSAL, score, False) for score in ScoreKind),
+            (MaskKind.CAUSAL, ScoreKind.SCALED, True),
+        }
+
+    def test_there_are_few(self) -> None:
+        """They take seconds each."""
+        assert len(set(COVERING)) == len(COVERING) < 160
 
 
 class TestResources:
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_registers_can_be_handed_out(self, dims: tuple[int, int]) -> None:
         """setmaxnreg takes multiples of 8 from 24 to 256; producers give back, consumers take, and it must add up."""
-        tile = TILES[dims]
-        groups = tile.m // 64
-        at_launch = REGISTERS // (WARPGROUP * (groups + 1)) // 8 * 8
-        for registers in (tile.producer_registers, tile.consumer_registers):
-            assert registers % 8 == 0
-            assert 24 <= registers <= 256
-        assert tile.producer_registers <= at_launch <= tile.consumer_registers
-        assert tile.producer_registers + groups * tile.consumer_registers <= at_launch * (groups + 1)
+        for tile in every_tile(dims):
+            groups = tile.m // 64 * (2 if tile.splits_v else 1)
+            assert any_config(dims).consumer_warpgroups == groups
+            at_launch = REGISTERS // (WARPGROUP * (groups + 1)) // 8 * 8
+            for registers in (tile.producer_registers, tile.consumer_registers):
+                assert registers % 8 == 0
+                assert 24 <= registers <= 256
+            assert tile.producer_registers <= at_launch <= tile.consumer_registers
+            assert tile.producer_registers + groups * tile.consumer_registers <= at_launch * (groups + 1)
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_tiles_fit_the_instructions(self, dims: tuple[int, int]) -> None:
-        tile, (dim_qk, dim_v) = TILES[dims], dims
-        assert tile.m % 64 == 0, "wgmma has 64 rows"
-        assert tile.n % 16 == 0, "P V takes 16 keys at a time"
-        assert max(tile.n, dim_v) <= 256, "wgmma has at most 256 columns"
-        assert max(tile.m, tile.n) <= 256, "a TMA box has at most 256 rows"
-        assert tile.n % 32 == 0, "single rows are fetched by 32 lanes at a time"
-        assert dim_qk % 64 == dim_v % 64 == 0, "a column block has 64 columns"
-        for stages in (tile.q_stages, tile.kv_stages, WORK_STAGES):
-            assert stages & (stages - 1) == 0
+        _, depth_v = any_config(dims).depth
+        assert all(dim % 8 == 0 for dim in dims), "rows are copied and stored in pieces of 8 columns"
+        for tile in every_tile(dims):
+            assert tile.m % 64 == 0, "wgmma has 64 rows"
+            assert tile.n % 16 == 0, "P V takes 16 keys at a time"
+            assert max(tile.n, depth_v) <= 256, "wgmma has at most 256 columns"
+            assert max(tile.m, tile.n) <= 256, "a TMA box has at most 256 rows"
+            for stages in (tile.q_stages, tile.kv_stages, WORK_STAGES):
+                assert stages & (stages - 1) == 0
 
-    @pytest.mark.parametrize("config", [c for c in SHIPPED if c.box_rows], ids=lambda c: c.name)
-    def test_boxes_fit_tiles_and_swizzle(self, config: PrefillConfig) -> None:
-        assert config.tile.n % config.box_rows == 0
-        assert config.box_rows % 8 == 0, "a box of all columns holds whole swizzle atoms of 8 rows"
-        assert MIN_BOX_ROWS <= config.box_rows <= MAX_BOX_ROWS
-        assert config.tile.n // config.box_rows <= 32, "each box is located by a lane of its own"
+    @pytest.mark.parametrize(("score", "skip"), itertools.product(ScoreKind, (False, True)))
+    def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
+        """Those of three warpgroups, which have the fewest; all else about a tile stays."""
+        for dims, tile in TILES.items():
+            smaller = max(dims) <= 64 and (score is ScoreKind.SOFT_CAP or skip)
+            want = replace(tile, n=96) if smaller else tile
+            assert tile_of(dims, score, skip) == want
+            config = replace(any_config(dims), score=score, skip_softmax=skip)
+            assert config.tile == want
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_columns(self, dims: tuple[int, int]) -> None:
+        """Whole column blocks of 64 in shared memory, of which no more is multiplied than the instructions need."""
+        config = any_config(dims)
+        assert config.columns == tuple(64 * math.ceil(dim / 64) for dim in dims)
+        depth_qk, depth_v = config.depth
+        assert depth_qk == 16 * math.ceil(dims[0] / 16), "Q K^T takes 16 columns at a time"
+        # P V takes all columns at once: of a single block a part, of several the whole.
+        whole = 64 * math.ceil(dims[1] / 64) if dims[1] > 64 else 16 * math.ceil(dims[1] / 16)
+        assert depth_v == whole // (2 if config.tile.splits_v else 1)
+
+    @pytest.mark.parametrize(
+        ("dims", "columns", "depth"),
+        [
+            ((32, 32), (64, 64), (32, 32)),
+            ((40, 40), (64, 64), (48, 48)),
+            ((64, 64), (64, 64), (64, 64)),
+            ((80, 80), (128, 128), (80, 128)),
+            ((104, 104), (128, 128), (112, 128)),
+            ((160, 160), (192, 192), (160, 192)),
+            ((192, 128), (192, 128), (192, 128)),
+        ],
+        ids=str,
+    )
+    def test_columns_by_hand(self, dims: tuple[int, int], columns: tuple[int, int], depth: tuple[int, int]) -> None:
+        assert (any_config(dims).columns, any_config(dims).depth) == (columns, depth)
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_consumers_have_registers_for_their_tiles(self, dims: tuple[int, int]) -> None:
+        """S, O and P are held at once, a 128th of each in a thread; nothing else can be moved out of the way."""
+        config = any_config(dims)
+        tile, (_, depth_v) = config.tile, config.depth
+        assert 64 * (tile.n + depth_v + tile.n // 2) // WARPGROUP < tile.consumer_registers
+
+    def test_boxes_fit_tiles_and_swizzle(self) -> None:
+        for config in SHIPPED:
+            if config.box_rows:
+                assert config.tile.n % config.box_rows == 0
+                assert config.box_rows % 8 == 0, "a box of all columns holds whole swizzle atoms of 8 rows"
+                assert MIN_BOX_ROWS <= config.box_rows <= MAX_BOX_ROWS
+                assert config.tile.n // config.box_rows <= 32, "each box is located by a lane of its own"
 
     @pytest.mark.parametrize("field", ["producer_registers", "consumer_registers"])
     def test_more_registers_than_there_are_is_refused(self, field: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,32 +246,41 @@ class TestResources:
 
 
 class TestResolve:
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("dims", TILES, ids=str)
-    @pytest.mark.parametrize("kind", MaskKind)
-    def test_every_paged_combination_has_a_shipped_kernel(
-        self, kind: MaskKind, dims: tuple[int, int], dtype: torch.dtype
-    ) -> None:
+    def test_every_cache_has_a_shipped_kernel(self, dims: tuple[int, int]) -> None:
         shipped = set(SHIPPED)
-        for form, page_size, heads, pages in itertools.product(CACHES, PAGE_SIZES, (1, 2, 5), (1, 7)):
-            views = cache(form, page_size, dims, pages=pages, heads=heads, dtype=dtype)
-            config = resolve(paged(*views, mask=MASKS[kind]), ARCH)
-            assert config in shipped, (form, page_size)
-            assert (config.dtype, config.mask) == (DTYPES[dtype], kind)
-            assert (config.head_dim_qk, config.head_dim_v) == dims
+        for dtype, form, page_size in itertools.product(DTYPES, CACHES, PAGE_SIZES):
+            for heads, pages in itertools.product((1, 2, 5), (1, 7)):
+                config = resolve(paged(*cache(form, page_size, dims, pages=pages, heads=heads, dtype=dtype)), ARCH)
+                assert config in shipped, (form, page_size)
+                assert (config.dtype, config.out_dtype) == (DTYPES[dtype], DTYPES[dtype])
+                assert (config.head_dim_qk, config.head_dim_v) == dims
 
-    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
     @pytest.mark.parametrize("dims", TILES, ids=str)
-    @pytest.mark.parametrize("kind", MaskKind)
-    def test_every_contiguous_combination_has_a_shipped_kernel(
-        self, kind: MaskKind, dims: tuple[int, int], dtype: torch.dtype
-    ) -> None:
-        for heads, tokens in itertools.product((1, 4), (1, 1000)):
+    def test_contiguous_keys_have_a_shipped_kernel(self, dims: tuple[int, int]) -> None:
+        for dtype, heads, tokens in itertools.product(DTYPES, (1, 4), (1, 1000)):
             key, value = (empty(tokens, heads, dim, dtype=dtype).transpose(0, 1)[None] for dim in dims)
-            config = resolve(contiguous(key, value, mask=MASKS[kind]), ARCH)
+            config = resolve(contiguous(key, value), ARCH)
             assert config in SHIPPED
             assert config.kv_fetch is KvFetch.CONTIGUOUS
-            assert config.mask is kind
+            assert (config.dtype, config.head_dim_qk, config.head_dim_v) == (DTYPES[dtype], *dims)
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_masks_and_scores(self, dims: tuple[int, int]) -> None:
+        """What is asked for becomes the kernel's; of how K and V are fetched, boxes alone follow the tile."""
+        shipped = set(SHIPPED)
+        key, value = (empty(40, 2, dim).transpose(0, 1)[None] for dim in dims)
+        for problem in (
+            contiguous(key, value),
+            *(paged(*cache("tuple-HND", page_size, dims)) for page_size in (1, 8, 64)),
+        ):
+            plain = resolve(problem, ARCH)
+            for mask, score, skip in itertools.product(MaskKind, ScoreKind, (0.0, 1e-30, 500.0)):
+                changes = dict(mask=MASKS[mask], score=SCORES[score], skip_softmax=skip)
+                config = resolve(replace(problem, **changes), ARCH)
+                rows = math.gcd(plain.box_rows, config.tile.n) if plain.box_rows else 0
+                assert config == replace(plain, mask=mask, score=score, skip_softmax=skip > 0, box_rows=rows)
+                assert (config in shipped) == (score is ScoreKind.SCALED and skip == 0)
 
     def test_run_time_facts_do_not_make_other_kernels(self) -> None:
         views = cache("tuple-HND", 16, (128, 128))
@@ -169,12 +297,21 @@ class TestResolve:
             q_lens=empty(3, dtype=torch.int32),
             query=empty(7, 2, 128),
             out=empty(60, 4, 128),
+            lse=LogSumExp(empty(60, 4, dtype=torch.float32), LseLayout.RAGGED, natural=True),
+            statistics=empty(60, 4, 2, dtype=torch.float32),
+            skipped_tiles=empty(1, dtype=torch.int32),
         )
         for field, value in changes.items():
             assert resolve(replace(problem, **{field: value}), ARCH) == want, field
         window = replace(problem, mask=Mask(MaskKind.SLIDING_WINDOW, 0))
         wider = replace(problem, mask=Mask(MaskKind.SLIDING_WINDOW, 4096))
         assert resolve(window, ARCH) == resolve(wider, ARCH) != want
+        small, large = (replace(problem, mask=Mask(MaskKind.CHUNKED, chunk=chunk)) for chunk in (1, 8192))
+        assert resolve(small, ARCH) == resolve(large, ARCH) != want
+        low, high = (replace(problem, score=Score(ScoreKind.SOFT_CAP, cap)) for cap in (0.5, 50.0))
+        assert resolve(low, ARCH) == resolve(high, ARCH) != want
+        little, much = (replace(problem, skip_softmax=factor) for factor in (1e-30, 1e6))
+        assert resolve(little, ARCH) == resolve(much, ARCH) != want
 
     def test_output_of_the_other_dtype(self) -> None:
         problem = paged(*cache("tuple-HND", 16, (128, 128)), out=empty(60, 4, 128, dtype=torch.float16))
@@ -198,7 +335,15 @@ class TestRefusals:
         assert arch in message
         assert "supported: sm_90a" in message
 
-    @pytest.mark.parametrize("dims", [(32, 32), (96, 96), (128, 64), (192, 192), (256, 128), (576, 512)], ids=str)
+    @pytest.mark.parametrize(
+        "dims",
+        [
+            *((dim, dim) for dim in (8, 16, 24, 56, 72, 112, 136, 224, 264, 1024)),
+            # Widths that there are, but not together.
+            *((64, 32), (32, 64), (128, 64), (128, 192), (192, 64), (256, 128), (576, 512)),
+        ],
+        ids=str,
+    )
     def test_other_head_dims(self, dims: tuple[int, int]) -> None:
         message = self.refusal(paged(*cache("tuple-HND", 16, dims)))
         assert f"{dims[0]}/{dims[1]}" in message

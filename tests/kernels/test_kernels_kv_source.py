@@ -1,33 +1,103 @@
 """Where the fetching warps find K and V: every token in its place, and no page id read that need not be valid.
 
-Address arithmetic runs on the host here; that copies arrive is for the emulator and the GPU.
+Address arithmetic and the order of instructions run on the host here, a lane at a time; that copies arrive is for the
+emulator and the GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
+import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32
 
-from hopwell.kernels.config import TILES, KvFetch, PrefillConfig, shipped_configs
+from hopwell.kernels.config import BLOCK_COLUMNS, PrefillConfig, shipped_configs
+from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, kv_source
-from hopwell.kernels.parts.kv_source import BOX_COLUMNS, GROUP_ROWS, ContiguousBoxes, PageBoxes, PageRows
-from hopwell.kernels.problem import MaskKind
-
-KV_HEAD, HEADS = 1, 3
-SHAPES = sorted({(tile.n, dim) for dims, tile in TILES.items() for dim in dims})
-BOXES = sorted(
-    {
-        (config.tile.n, dim, config.box_rows)
-        for config in shipped_configs()
-        for dim in (config.head_dim_qk, config.head_dim_v)
-        if config.kv_fetch is KvFetch.PAGE_BOXES
-    }
+from hopwell.kernels.parts.kv_source import (
+    GROUP_ROWS,
+    ContiguousBoxes,
+    KvOperand,
+    KvSource,
+    PageBoxes,
+    PageColumnBoxes,
+    PageRows,
 )
+from hopwell.kernels.sm90.prefill import PrefillSm90
+
+KV_HEAD, HEADS, REQUEST = 1, 3, 2
+SHARED = 1 << 14  # address of stage 0
+K_START, V_START = 1000, 2000  # of the request, in contiguous K and V
+ADDRESSES = Addresses(*range(1 << 40, (1 << 40) + len(Addresses._fields)))
+STRIDES = dict(k_page=3 << 20, k_head=1 << 20, k_row=1 << 10, v_page=3 << 21, v_head=1 << 21, v_row=1 << 11)
+
+
+def geometry(page_size: int) -> Geometry:
+    tables = dict(key_table_row=50, value_table_row=60)
+    sizes = dict(page_shift=page_size.bit_length() - 1)
+    return Geometry(*[0] * len(Geometry._fields))._replace(**STRIDES, **tables, **sizes)
+
+
+class Case(NamedTuple):
+    """A source of a shipped kernel with one of its operands. What has the same numbers has the same code."""
+
+    kind: type[KvSource]
+    tile_n: int
+    box_rows: int
+    head_dim: int
+    columns: int
+    depth: int
+    config: PrefillConfig
+    is_value: bool
+
+    def operand(self, page_size: int = 16) -> KvOperand:
+        make = KvOperand.value if self.is_value else KvOperand.key
+        return make(ADDRESSES, geometry(page_size), self.config)
+
+    def source(self, first_key: int = 0, end_key: int = 1, page_size: int = 16, *, device: bool = False) -> Any:
+        """The source for a request whose keys of interest are [first_key, end_key). ``device``: in device integers."""
+        integer: Callable[[int], Any] = Int32 if device else int
+        request = SimpleNamespace(index=REQUEST, kv_len=integer(end_key), k_start=K_START, v_start=V_START)
+        keys = SimpleNamespace(first_key=integer(first_key))
+        tile = SimpleNamespace(kv_head=integer(KV_HEAD), keys=keys, request=request)
+        return self.kind.create(self.operand(page_size), tile, "descriptor", SHARED, self.tile_n, self.box_rows)
+
+    def __str__(self) -> str:
+        boxes = str(self.box_rows) if self.box_rows else ""
+        return f"{self.kind.__name__}{boxes}-{self.tile_n}x{self.head_dim}-{'v' if self.is_value else 'k'}{self.depth}"
+
+
+def all_cases() -> list[Case]:
+    found: dict[tuple[Any, ...], Case] = {}
+    for config, is_value in itertools.product(shipped_configs(), (False, True)):
+        operand = (KvOperand.value if is_value else KvOperand.key)(ADDRESSES, geometry(16), config)
+        key = (
+            PrefillSm90(config).source,
+            config.tile.n,
+            config.box_rows,
+            operand.head_dim,
+            operand.columns,
+            operand.depth,
+        )
+        found.setdefault(key, Case(*key, config, is_value))
+    return list(found.values())
+
+
+CASES = all_cases()
+
+
+def cases(*kinds: type[KvSource]) -> Any:
+    return pytest.mark.parametrize("case", [case for case in CASES if case.kind in kinds], ids=str)
+
+
+def host(value: Any) -> int:
+    return int(getattr(value, "value", value))
 
 
 class Table:
@@ -37,155 +107,322 @@ class Table:
         self.ids = [(7 * page + 3) % 64 for page in range(pages)]
         self.valid = valid
 
-    def __getitem__(self, index: Any) -> Int32:
-        assert int(index.value) in self.valid, f"entry {index.value} is read, valid are {self.valid}"
-        return Int32(self.ids[index.value])
+    def __getitem__(self, index: Any) -> Any:
+        assert host(index) in self.valid, f"entry {host(index)} is read, valid are {self.valid}"
+        return type(index)(self.ids[host(index)])
 
 
-def common(tile_n: int, head_dim: int, first_key: int, end_key: int) -> dict[str, Any]:
-    return dict(
-        descriptor=None,
-        shared=0,
-        kv_head=Int32(KV_HEAD),
-        first_key=Int32(first_key),
-        end_key=Int32(end_key),
-        tile_n=tile_n,
-        head_dim=head_dim,
-        zero_outside=True,
-    )
+class Warp:
+    """What a warp does to shared memory, in order: one lane at a time runs the whole code."""
+
+    def __init__(self) -> None:
+        self.lane: Any = 0
+        self.events: list[tuple[Any, ...]] = []
+
+    def note(self, name: str) -> Callable[..., None]:
+        return lambda *values, **options: self.events.append((name, *values))
+
+    def named(self, name: str) -> list[tuple[Any, ...]]:
+        return [event[1:] for event in self.events if event[0] == name]
+
+    @property
+    def order(self) -> list[str]:
+        """Names of the events, repeated ones once."""
+        return [name for name, _ in itertools.groupby(event[0] for event in self.events)]
+
+
+class Ring:
+    """Stages and barriers by step."""
+
+    @staticmethod
+    def stage(step: int) -> int:
+        return step % 2
+
+    @staticmethod
+    def full_barrier(step: int) -> str:
+        return f"full {step % 2}"
 
 
 @pytest.fixture
-def on_lane(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    def put(lane: int) -> None:
-        monkeypatch.setattr(cute.arch, "lane_idx", lambda: Int32(lane))
-
-    return put
+def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
+    """Device code on the host: Python's loops, integers and branches in the place of traced ones."""
+    warp = Warp()
+    monkeypatch.setattr(cute.arch, "lane_idx", lambda: warp.lane)
+    monkeypatch.setattr(cute.arch, "shuffle_sync", lambda of_lanes, lane: of_lanes[lane])
+    monkeypatch.setattr(cute.arch, "elect_one", contextlib.nullcontext)
+    for name, event in (
+        ("fence_proxy", "fence"),
+        ("sync_warp", "sync"),
+        ("cp_async_commit_group", "commit"),
+        ("cp_async_wait_group", "wait copies"),
+        ("mbarrier_arrive", "arrive"),
+        ("mbarrier_arrive_and_expect_tx", "expect"),
+        ("mbarrier_wait", "wait"),
+    ):
+        monkeypatch.setattr(cute.arch, name, warp.note(event))
+    for name, event in (("tma_load", "box"), ("async_copy_or_zero", "copy"), ("store_shared_zero", "zero")):
+        monkeypatch.setattr(copy, name, warp.note(event))
+    for name in ("range", "range_constexpr"):
+        monkeypatch.setattr(cutlass, name, lambda *bounds, **unrolled: range(*bounds))
+    for kind in (KvSource, ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows):
+        for name in ("fill", "fetch", "zero_rows", "_row_address"):
+            if name in vars(kind):
+                monkeypatch.setattr(kind, name, vars(kind)[name].__wrapped__)
+    return warp
 
 
 # First and last key of interest: whole requests, parts of pages and tiles, and what a window leaves.
 RANGES = [(0, 1), (0, 7), (0, 8), (0, 129), (0, 300), (5, 6), (64, 300), (127, 129), (200, 300), (255, 300)]
 
 
-@pytest.mark.parametrize(("tile_n", "head_dim", "box_rows"), BOXES)
-def test_boxes_of_pages(
-    tile_n: int,
-    head_dim: int,
-    box_rows: int,
-    on_lane: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    for page_size, (first, end) in itertools.product((box_rows, 2 * box_rows, 1024), RANGES):
-        shift = page_size.bit_length() - 1
-        table = Table(-(-end // page_size) + 2, range(first >> shift, ((end - 1) >> shift) + 1))
-        monkeypatch.setattr(kv_source, "global_array", lambda dtype, address, table=table: table)
-        source = PageBoxes(
-            **common(tile_n, head_dim, first, end),
-            table=0,
-            page_shift=Int32(shift),
-            slots_per_page=Int32(HEADS),
-            box_rows=box_rows,
-        )
-        assert source.boxes <= 32
-        for tile in range(first // tile_n, -(-end // tile_n)):
-            for lane in range(32):  # lanes without a box look pages up as well
-                on_lane(lane)
-                slot, group = (int(value.value) for value in source.locate(Int32(tile)))
-                box = range(tile * tile_n + lane * box_rows, tile * tile_n + (lane + 1) * box_rows)
-                needed = [key for key in box if first <= key < end]
-                if lane >= source.boxes or not needed:
-                    continue
-                for key in needed:
-                    page, row = table.ids[key >> shift], key % page_size
-                    assert slot == page * HEADS + KV_HEAD
-                    assert group * GROUP_ROWS + (key - box.start) == row
+def put_table(monkeypatch: pytest.MonkeyPatch, page_size: int, first: int, end: int) -> Table:
+    table = Table(-(-end // page_size) + 2, range(first // page_size, (end - 1) // page_size + 1))
+    monkeypatch.setattr(kv_source, "global_array", lambda dtype, address: table)
+    return table
 
 
-@pytest.mark.parametrize("page_size", [1, 2, 4, 16])
-@pytest.mark.parametrize(("tile_n", "head_dim"), SHAPES)
-def test_rows_of_pages(
-    tile_n: int,
-    head_dim: int,
-    page_size: int,
-    on_lane: Callable[[int], None],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(PageRows, "_row_address", PageRows._row_address.__wrapped__)
-    shift, head, page_bytes, row_bytes = page_size.bit_length() - 1, 4096, 1 << 20, 1 << 12
-    for first, end in RANGES:
-        table = Table(-(-end // page_size) + 2, range(first >> shift, ((end - 1) >> shift) + 1))
-        monkeypatch.setattr(kv_source, "global_array", lambda dtype, address, table=table: table)
-        source = PageRows(
-            **common(tile_n, head_dim, first, end),
-            table=0,
-            page_shift=Int32(shift),
-            head=head,
-            page_bytes=page_bytes,
-            row_bytes=row_bytes,
-        )
-        for tile in range(first // tile_n, -(-end // tile_n)):
-            found = {}
-            for lane in (0, 1, 15, 31):
-                on_lane(lane)
-                for i, address in enumerate(source.locate(Int32(tile))):
-                    found[tile * tile_n + 32 * i + lane] = int(getattr(address, "value", address))
-            assert len(found) == 4 * tile_n // 32, "every row of the tile has a lane"
-            for key, address in found.items():
-                wanted = first <= key < end
-                page = table.ids[key >> shift] if wanted else 0
-                assert address == (head + page * page_bytes + key % page_size * row_bytes if wanted else 0), key
+def one_for_each(kind: type[KvSource]) -> list[Case]:
+    """Cases that differ in what decides where tokens are: columns do not."""
+    return list({(case.tile_n, case.box_rows): case for case in CASES if issubclass(case.kind, kind)}.values())
 
 
-def test_lanes_share_out_a_row() -> None:
-    """16 bytes to a lane: the lanes of a row divide the warp and the row's chunks."""
-    for tile_n, head_dim in SHAPES:
-        source = PageRows(**common(tile_n, head_dim, 0, 1), table=0, page_shift=0, head=0, page_bytes=0, row_bytes=0)
-        assert source._chunks * copy.CHUNK_BYTES == head_dim * 2
-        assert 32 % source._lanes_per_row == source._chunks % source._lanes_per_row == 0
+class TestLocate:
+    @pytest.mark.parametrize("case", one_for_each(PageBoxes), ids=str)
+    def test_boxes_of_pages(self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
+        tile_n, box_rows = case.tile_n, case.box_rows
+        for page_size, (first, end) in itertools.product((box_rows, 2 * box_rows, 1024), RANGES):
+            table = put_table(monkeypatch, page_size, first, end)
+            source = case.source(first, end, page_size, device=True)
+            assert source.boxes * box_rows == tile_n
+            assert source.boxes <= 32
+            for tile in range(first // tile_n, -(-end // tile_n)):
+                for lane in {*range(source.boxes), source.boxes % 32, 31}:  # lanes without a box look pages up as well
+                    warp.lane = Int32(lane)
+                    slot, group = map(host, source.locate(Int32(tile)))
+                    box = range(tile * tile_n + lane * box_rows, tile * tile_n + (lane + 1) * box_rows)
+                    needed = [key for key in box if first <= key < end]
+                    if lane >= source.boxes or not needed:
+                        continue
+                    for key in needed:
+                        page, row = table.ids[key // page_size], key % page_size
+                        assert slot == page * HEADS + KV_HEAD
+                        assert group * GROUP_ROWS + (key - box.start) == row
+
+    @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
+    @pytest.mark.parametrize("case", one_for_each(PageRows), ids=str)
+    def test_rows_of_pages(self, case: Case, page_size: int, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
+        tile_n, which = case.tile_n, "v" if case.is_value else "k"
+        head = host(case.operand().address) + 2 * STRIDES[f"{which}_head"] * KV_HEAD
+        page_bytes, row_bytes = 2 * STRIDES[f"{which}_page"], 2 * STRIDES[f"{which}_row"]
+        for first, end in RANGES:
+            table = put_table(monkeypatch, page_size, first, end)
+            source = case.source(first, end, page_size)
+            for tile in range(first // tile_n, -(-end // tile_n)):
+                found = {}
+                for warp.lane in range(32):
+                    for i, address in enumerate(source.locate(tile)):
+                        found[tile * tile_n + 32 * i + warp.lane] = host(address)
+                keys = range(tile * tile_n, (tile + 1) * tile_n)
+                assert set(keys) <= set(found), "every row of the tile has a lane"
+                for key in keys:
+                    wanted = first <= key < end
+                    page = table.ids[key // page_size] if wanted else 0
+                    place = head + page * page_bytes + key % page_size * row_bytes
+                    assert found[key] == (place if wanted else 0), key
+
+    @pytest.mark.parametrize("case", one_for_each(ContiguousBoxes), ids=str)
+    def test_contiguous_rows(self, case: Case) -> None:
+        start = V_START if case.is_value else K_START
+        assert case.source().locate(3) == start + 3 * case.tile_n
 
 
 def places(source: Any, stage: int) -> dict[tuple[int, int, int], int]:
-    rows, blocks, chunks = range(source.tile_n), range(source.head_dim // BOX_COLUMNS), range(copy.CHUNKS_PER_ROW)
+    rows, blocks, chunks = range(source.tile_n), range(source.columns // BLOCK_COLUMNS), range(copy.CHUNKS_PER_ROW)
     return {place: source.chunk_address(stage, *place) for place in itertools.product(rows, blocks, chunks)}
 
 
-@pytest.mark.parametrize(("tile_n", "head_dim"), SHAPES)
-@pytest.mark.parametrize("kind", [ContiguousBoxes, PageRows, PageBoxes])
-def test_chunks_fill_a_stage(kind: type, tile_n: int, head_dim: int) -> None:
-    """Every 16 bytes of a stage belong to one chunk of one row, 128 bytes of which lie together."""
-    rest = {field: 0 for field in kind.__dataclass_fields__ if field not in common(1, 1, 0, 0)}
-    source = kind(**common(tile_n, head_dim, 0, 1), **rest)
-    stage_bytes = tile_n * head_dim * 2
-    assert source.tile_bytes == stage_bytes
-    for stage in (0, 1):
-        found = places(source, stage)
-        assert sorted(found.values()) == list(range(stage * stage_bytes, (stage + 1) * stage_bytes, copy.CHUNK_BYTES))
-        for (row, block, chunk), address in found.items():
-            assert address == found[row, block, 0] + chunk * copy.CHUNK_BYTES
-            # The swizzle permutes by address bits 7 to 9, so a row must be at its number modulo 8.
-            assert address // copy.SWIZZLE_ROW_BYTES % GROUP_ROWS == row % GROUP_ROWS
+class TestStages:
+    @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows)
+    def test_chunks_fill_a_stage(self, case: Case) -> None:
+        """Every 16 bytes of a stage belong to one chunk of one row, padded columns included; 128 bytes of a row lie
+        together."""
+        source = case.source()
+        assert case.columns % BLOCK_COLUMNS == 0
+        assert case.head_dim <= case.depth <= case.columns < case.head_dim + BLOCK_COLUMNS
+        stage_bytes = case.tile_n * case.columns * 2
+        assert source.tile_bytes == stage_bytes
+        for stage in (0, 1):
+            found = places(source, stage)
+            begin = SHARED + stage * stage_bytes
+            assert sorted(found.values()) == list(range(begin, begin + stage_bytes, copy.CHUNK_BYTES))
+            for (row, block, chunk), address in found.items():
+                assert address == found[row, block, 0] + chunk * copy.CHUNK_BYTES
+                # The swizzle permutes by address bits 7 to 9, so a row must be at its number modulo 8.
+                assert address // copy.SWIZZLE_ROW_BYTES % GROUP_ROWS == row % GROUP_ROWS
+
+    @cases(PageBoxes)
+    def test_a_box_of_a_page_is_one_piece_of_a_stage(self, case: Case) -> None:
+        """Box i lands where rows [i * box_rows, (i + 1) * box_rows) are."""
+        for (row, _, _), address in places(case.source(), 0).items():
+            assert (address - SHARED) // (case.box_rows * case.columns * 2) == row // case.box_rows
+
+    @cases(ContiguousBoxes, PageColumnBoxes, PageRows)
+    def test_a_column_block_is_one_piece_of_a_stage(self, case: Case) -> None:
+        for (_, block, _), address in places(case.source(), 0).items():
+            assert (address - SHARED) // (case.tile_n * copy.SWIZZLE_ROW_BYTES) == block
 
 
-@pytest.mark.parametrize(("tile_n", "head_dim", "box_rows"), BOXES)
-def test_a_box_of_a_page_is_one_piece_of_a_stage(tile_n: int, head_dim: int, box_rows: int) -> None:
-    """Box i lands where rows [i * box_rows, (i + 1) * box_rows) are."""
-    source = PageBoxes(**common(tile_n, head_dim, 0, 1), table=0, page_shift=0, slots_per_page=0, box_rows=box_rows)
-    box_bytes = box_rows * head_dim * 2
-    for (row, _, _), address in places(source, 0).items():
-        assert address // box_bytes == row // box_rows
+class Line(NamedTuple):
+    """64 columns of a token as a TMA box delivers them."""
+
+    column: int
+    row: int  # in the tensor, or in the page
+    outer: int  # head, or slot
 
 
-def test_a_column_block_of_contiguous_rows_is_one_piece_of_a_stage() -> None:
-    for tile_n, head_dim in SHAPES:
-        source = ContiguousBoxes(**common(tile_n, head_dim, 0, 1), row_start=Int32(1000))
-        for (_, block, _), address in places(source, 0).items():
-            assert address // (tile_n * copy.SWIZZLE_ROW_BYTES) == block
-        assert source.locate(Int32(3)).value == 1000 + 3 * tile_n
+def lines(case: Case, coordinates: tuple[int, ...]) -> list[Line]:
+    """What a box holds, 128 bytes after 128 bytes."""
+    if case.kind is PageBoxes:
+        *corner, group, slot = coordinates
+        blocks = case.columns // BLOCK_COLUMNS
+        assert corner == [0] * (3 if blocks > 1 else 2), "all columns, from the first of 8 rows on"
+        groups = range(group, group + case.box_rows // GROUP_ROWS)
+        order = itertools.product(groups, range(blocks), range(GROUP_ROWS))
+        return [Line(block * BLOCK_COLUMNS, g * GROUP_ROWS + row, slot) for g, block, row in order]
+    column, first, outer = coordinates
+    return [Line(column, first + row, outer) for row in range(case.box_rows or case.tile_n)]
 
 
-def test_each_way_to_fetch_has_a_source() -> None:
-    from hopwell.kernels.sm90.prefill import SOURCES, PrefillSm90
+class TestBoxes:
+    @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
+    def test_boxes_cover_a_stage(self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Every row and column block once, where consumers look for it, and as many bytes as are waited for."""
+        page_size, tile, stage = 2 * case.box_rows or 16, 2, 1
+        end = (tile + 1) * case.tile_n
+        table = put_table(monkeypatch, page_size, 0, end)
+        source = case.source(0, end, page_size)
+        of_lanes = []
+        for warp.lane in range(32):
+            of_lanes.append(source.locate(tile))
+        location = of_lanes[0]
+        if case.box_rows:
+            location = tuple([host(value) for value in values] for values in zip(*of_lanes, strict=True))
+        source.fetch(location, stage, "barrier")
 
-    assert set(SOURCES) == set(KvFetch)
-    config = PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_ROWS, 0)
-    assert PrefillSm90(config).source is PageRows
+        found = {}
+        for descriptor, destination, barrier, coordinates in warp.named("box"):
+            assert (descriptor, barrier) == ("descriptor", "barrier")
+            assert destination % copy.SWIZZLE_ATOM_BYTES == 0, "the swizzle goes by addresses"
+            for i, line in enumerate(lines(case, tuple(map(host, coordinates)))):
+                address = destination + i * copy.SWIZZLE_ROW_BYTES
+                assert address not in found, "written twice"
+                found[address] = line
+        assert len(found) * copy.SWIZZLE_ROW_BYTES == source.tile_bytes
+        for row, block in itertools.product(range(case.tile_n), range(case.columns // BLOCK_COLUMNS)):
+            key = tile * case.tile_n + row
+            want = Line(block * BLOCK_COLUMNS, (V_START if case.is_value else K_START) + key, KV_HEAD)
+            if case.box_rows:
+                slot = table.ids[key // page_size] * HEADS + KV_HEAD
+                want = Line(block * BLOCK_COLUMNS, key % page_size, slot)
+            assert found[source.chunk_address(stage, row, block, 0)] == want
+            assert want.column < case.head_dim, "a box must not lie outside the tensor altogether"
+
+    @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
+    def test_rows_that_are_not_needed_become_zeros(
+        self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In V only, and in that order: the boxes have arrived, zeros are written, consumers may read."""
+        tile_n, step = case.tile_n, 3
+        value = case._replace(is_value=True)
+        for first, end in ((0, tile_n), (0, 1), (0, tile_n - 1), (3, tile_n), (9, 10), (tile_n - 1, 2 * tile_n)):
+            put_table(monkeypatch, case.box_rows or 16, 0, 2 * tile_n)
+            whole, zeroed = (first, end) == (0, tile_n), []
+            for warp.lane in range(32):
+                warp.events.clear()
+                source = value.source(first, end, case.box_rows or 16)
+                location = ([0] * 32, [0] * 32) if case.box_rows else 0
+                assert source.fill(location, 0, Ring, step, "partial", 5) == (5 if whole else 6)
+                barrier = "full 1" if whole else "partial"
+                assert warp.named("expect") == [(barrier, source.tile_bytes)]
+                assert {event[2] for event in warp.named("box")} == {barrier}
+                assert warp.named("wait") == ([] if whole else [("partial", 5 & 1)])
+                assert warp.named("arrive") == ([] if whole else [("full 1",)])
+                if not whole:
+                    order = [name for name in warp.order if name not in ("zero", "sync", "fence")]
+                    assert order == ["expect", "box", "wait", "arrive"]
+                    # Zeros come after the wait and are fenced off before the arrival.
+                    assert "zero" not in warp.order[: warp.order.index("wait")]
+                    assert warp.order[-3:] == ["fence", "sync", "arrive"]
+                zeroed += [address for (address,) in warp.named("zero")]
+            expected = [place for (row, _, _), place in places(source, 1).items() if not first <= row < end]
+            assert sorted(zeroed) == sorted(expected), (first, end)
+
+    @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
+    def test_keys_are_left_alone(self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Scores of keys that nobody may see are masked, so whatever lies there may be multiplied."""
+        put_table(monkeypatch, case.box_rows or 16, 0, case.tile_n)
+        source = case._replace(is_value=False).source(3, 9, case.box_rows or 16)
+        location = ([0] * 32, [0] * 32) if case.box_rows else 0
+        assert source.fill(location, 0, Ring, 0, "partial", 5) == 5
+        assert warp.named("expect") == [("full 0", source.tile_bytes)]
+        assert warp.order == ["expect", "box"]
+
+
+class TestRows:
+    @cases(PageRows)
+    def test_every_chunk_that_is_used_is_copied_or_zeroed_once(self, case: Case, warp: Warp) -> None:
+        """A row's own chunks come from the row; those up to the depth, and rows not needed, become zeros."""
+        stage, step = 1, 3
+        rows = [0 if row % 5 == 2 else (1 << 40) + 4096 * row for row in range(case.tile_n)]
+        of_groups = [(rows + [-1] * 32)[i : i + 32] for i in range(0, case.tile_n, 32)]
+        source = case.source()
+        for warp.lane in range(32):
+            before = len(warp.events)
+            assert source.fill(of_groups, 0, Ring, step, "partial", 5) == 5
+            order = [name for name, _ in itertools.groupby(event[0] for event in warp.events[before:])]
+            assert order == ["copy", "commit", "wait copies", "fence", "sync", "arrive"]
+        assert warp.named("wait copies") == [(0,)] * 32
+        assert warp.named("arrive") == [(Ring.full_barrier(step),)] * 32
+
+        written = {}
+        for destination, address, wanted in warp.named("copy"):
+            assert destination not in written, "written twice"
+            written[destination] = address if wanted else None
+        chunks = range(case.depth * 2 // copy.CHUNK_BYTES)
+        assert len(written) == case.tile_n * len(chunks)
+        for row, chunk in itertools.product(range(case.tile_n), chunks):
+            block, stored = chunk // copy.CHUNKS_PER_ROW, chunk % copy.CHUNKS_PER_ROW ^ row % 8
+            has_chunk = rows[row] != 0 and chunk * copy.CHUNK_BYTES < case.head_dim * 2
+            want = rows[row] + chunk * copy.CHUNK_BYTES if has_chunk else None
+            assert written[source.chunk_address(stage, row, block, stored)] == want, (row, chunk)
+
+    @cases(PageRows)
+    def test_lanes_share_out_a_row(self, case: Case) -> None:
+        """16 bytes to a lane: the lanes of a row divide the warp and the row's chunks."""
+        source = case.source()
+        assert source.chunks * copy.CHUNK_BYTES == case.head_dim * 2
+        assert source.used_chunks * copy.CHUNK_BYTES == case.depth * 2
+        assert 32 % source._lanes_per_row == source.used_chunks % source._lanes_per_row == 0
+
+
+class TestOperands:
+    @pytest.mark.parametrize("dims", [(192, 128), (80, 80)], ids=str)
+    def test_key_and_value_have_their_own(self, dims: tuple[int, int]) -> None:
+        config = next(c for c in shipped_configs() if (c.head_dim_qk, c.head_dim_v) == dims)
+        g = geometry(16)
+        key, value = (make(ADDRESSES, g, config) for make in (KvOperand.key, KvOperand.value))
+        assert (key.address, value.address) == (ADDRESSES.key, ADDRESSES.value)
+        assert (key.table, value.table) == (ADDRESSES.key_table, ADDRESSES.value_table)
+        assert (key.table_row, value.table_row) == (g.key_table_row, g.value_table_row)
+        assert (key.page, key.head, key.row) == (g.k_page, g.k_head, g.k_row)
+        assert (value.page, value.head, value.row) == (g.v_page, g.v_head, g.v_row)
+        assert (key.head_dim, value.head_dim) == dims
+        assert (key.columns, value.columns) == config.columns
+        assert (key.depth, value.depth) == {(192, 128): (192, 128), (80, 80): (80, 128)}[dims]
+        assert (key.is_value, value.is_value) == (False, True)
+        assert key.page_shift == value.page_shift == 4
+
+    def test_each_request_has_its_row_of_the_table(self) -> None:
+        for case in (next(case for case in CASES if case.kind is kind) for kind in (PageBoxes, PageRows)):
+            operand = case.operand()
+            assert case.source().table == operand.table + 4 * operand.table_row * REQUEST

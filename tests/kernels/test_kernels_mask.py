@@ -13,10 +13,11 @@ from collections.abc import Iterator
 import cutlass
 import cutlass.cute as cute
 import pytest
+from covering import every_tile
 from cutlass import Int32
 from kernel_problems import cache, paged
 
-from hopwell.kernels.config import resolve
+from hopwell.kernels.config import TILES, resolve
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.plan import geometry
@@ -27,11 +28,30 @@ pytestmark = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarni
 
 INT32_MAX = 2**31 - 1
 WINDOWS = (0, 1, 3, 4, 5, 127, INT32_MAX)
-MASKS = [Mask(MaskKind.FULL), Mask(MaskKind.CAUSAL), *(Mask(MaskKind.SLIDING_WINDOW, left) for left in WINDOWS)]
+CHUNKS = (
+    1,
+    2,
+    4,
+    8,
+    32,
+    64,
+    128,
+    1024,
+    2**30,
+    INT32_MAX,
+)  # below, at and above the tile sizes that they are tested with
+MASKS = [
+    Mask(MaskKind.FULL),
+    Mask(MaskKind.CAUSAL),
+    *(Mask(MaskKind.SLIDING_WINDOW, left) for left in WINDOWS),
+    *(Mask(MaskKind.CHUNKED, chunk=chunk) for chunk in CHUNKS),
+]
+SIZES = sorted({(tile.m, tile.n) for dims in TILES for tile in every_tile(dims)})
 
 
 def name(mask: Mask) -> str:
-    return mask.kind.value + (str(mask.window_left) if mask.kind is MaskKind.SLIDING_WINDOW else "")
+    parameter = {MaskKind.SLIDING_WINDOW: mask.window_left, MaskKind.CHUNKED: mask.chunk}.get(mask.kind, "")
+    return f"{mask.kind.value}{parameter}"
 
 
 def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
@@ -39,14 +59,17 @@ def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
     keys = range(kv_len)
     if mask.kind is MaskKind.FULL:
         return set(keys)
+    if mask.kind is MaskKind.CHUNKED:
+        return {key for key in keys if key // mask.chunk == position // mask.chunk and key <= position}
     left = position - mask.window_left if mask.kind is MaskKind.SLIDING_WINDOW else 0
     return {key for key in keys if left <= key <= position}
 
 
 def traced(mask: Mask) -> IntervalMask:
-    """The device code's mask, with the window that a launch passes for ``mask``."""
+    """The device code's mask, with the window and the chunk that a launch passes for ``mask``."""
     problem = paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)
-    return IntervalMask(mask.kind, Int32(geometry(problem, resolve(problem, "sm_90a")).window_left))
+    passed = geometry(problem, resolve(problem, "sm_90a"))
+    return IntervalMask(mask.kind, Int32(passed.window_left), Int32(passed.chunk))
 
 
 def host(value: object) -> int:
@@ -122,7 +145,7 @@ def test_tiles_of_small_requests(mask: Mask) -> None:
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=name)
-@pytest.mark.parametrize(("tile_m", "tile_n"), [(128, 128), (192, 96), (128, 64)])
+@pytest.mark.parametrize(("tile_m", "tile_n"), SIZES)
 def test_tiles_of_the_shipped_sizes(tile_m: int, tile_n: int, mask: Mask) -> None:
     device = traced(mask)
     for q_len, kv_len in (
@@ -147,6 +170,48 @@ def test_a_window_wider_than_all_keys_is_causal(left: int) -> None:
         ]
         got, want = (tile_range(mask, position, position + 1, kv_len, 64) for mask in (window, causal))
         assert (got.begin, got.end, got.first_key) == (want.begin, want.end, want.first_key)
+
+
+@pytest.mark.parametrize("chunk", [1 << i for i in range(31)])
+def test_chunks_up_to_the_last_position(chunk: int) -> None:
+    """Rows near 2^31 and rows in front of the first key, whose chunk would begin at a negative key."""
+    device = traced(Mask(MaskKind.CHUNKED, chunk=chunk))
+    for position in (-(2**31), -(2**30), -chunk - 1, -chunk, -2, -1):
+        lo, hi = map(host, device.keys(Int32(position), Int32(1000)))
+        assert lo == 0
+        assert hi <= 0
+    for position in (0, chunk - 1, chunk, 3 * chunk // 2, 2**30 - 1, 2**30, INT32_MAX - 1):
+        if position < INT32_MAX:
+            lo, hi = map(host, device.keys(Int32(position), Int32(INT32_MAX)))
+            assert (lo, hi) == (position - position % chunk, position + 1)
+
+
+@pytest.mark.parametrize("tile_n", sorted({n for _, n in SIZES}))
+def test_tiles_of_chunks_of_long_requests(tile_n: int) -> None:
+    """Only tiles of the rows' own chunks are visited, however many keys lie before them."""
+    kv_len = 2**31 - 256
+    for chunk in (1, 32, 64, 128, 256, 8192, 2**30):
+        device = traced(Mask(MaskKind.CHUNKED, chunk=chunk))
+        for first in (0, 2**20 + 77, 2**30 - 5, kv_len - 128):
+            keys = tile_range(device, first, first + 127, kv_len, tile_n)
+            assert keys.first_key == first - first % chunk
+            assert (keys.begin, keys.end) == (keys.first_key // tile_n, (first + 127) // tile_n + 1)
+            last_lo = (first + 127) // chunk * chunk
+            whole = [tile for tile in (keys.full_begin, keys.full_end - 1) if keys.full_begin < keys.full_end]
+            assert all(last_lo <= tile * tile_n and (tile + 1) * tile_n <= first + 1 for tile in whole)
+
+
+def test_a_chunk_wider_than_all_keys_is_causal() -> None:
+    causal, chunk = traced(Mask(MaskKind.CAUSAL)), traced(Mask(MaskKind.CHUNKED, chunk=2**30))
+    for position, kv_len in ((-1000, 5), (-1, 5), (0, 5), (4, 5), (100_000, 131_072)):
+        got, want = (
+            [
+                *map(host, mask.keys(Int32(position), Int32(kv_len))),
+                tile_range(mask, position, position + 1, kv_len, 64),
+            ]
+            for mask in (chunk, causal)
+        )
+        assert got == want
 
 
 class Scores:

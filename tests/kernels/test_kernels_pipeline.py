@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 import pytest
+from covering import every_tile, with_features
 from cutlass import Int32
 
-from hopwell.kernels.config import SHARED_BYTES, TILES, WORK_STAGES, PrefillConfig, shipped_configs
+from hopwell.kernels.config import SHARED_BYTES, TILES, WORK_STAGES, KvFetch, shipped_configs
 from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows
 from hopwell.kernels.parts.scheduler import HEAD_INDEX, WORK_TILE_INTS
 from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
-from hopwell.kernels.sm90.prefill import PrefillSm90
+from hopwell.kernels.sm90.prefill import SOURCES, PrefillSm90
 
 EDGE = Edge("K", "load", "attend", 2, 1, 8, 32768)
 SHIPPED = list(shipped_configs())
@@ -149,41 +152,61 @@ class TestRing:
         assert [ring.stage(Int32(step)).value for step in range(6)] == [0, 1, 2, 3, 0, 1]
 
 
-class TestPrefill:
-    @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
-    def test_edges(self, config: PrefillConfig) -> None:
-        """Stages hold whole tiles, and every warp of the CTA but the producer waits for work."""
-        kernel, tile = PrefillSm90(config), config.tile
-        edges = {edge.name: edge for edge in kernel.edges}
-        assert list(edges) == ["Q", "K", "V", "work"]
-        consumers = 4 * tile.m // 64
-        assert {name: edge.stages for name, edge in edges.items()} == dict(
-            Q=tile.q_stages, K=tile.kv_stages, V=tile.kv_stages, work=WORK_STAGES
-        )
-        assert edges["Q"].stage_bytes == tile.m * config.head_dim_qk * 2
-        assert edges["K"].stage_bytes == tile.n * config.head_dim_qk * 2
-        assert edges["V"].stage_bytes == tile.n * config.head_dim_v * 2
-        assert edges["work"].stage_bytes == WORK_TILE_INTS * 4
-        assert HEAD_INDEX < WORK_TILE_INTS
-        assert all(edge.producer_warps == 1 for edge in kernel.edges)
-        assert all(edges[name].consumer_warps == consumers for name in "QKV")
-        assert edges["work"].consumer_warps == consumers + 3
+def kernels(dims: tuple[int, int]) -> list[PrefillSm90]:
+    """All shipped kernels of ``dims``, and those with other scores and with skip-softmax."""
+    shipped = [config for config in SHIPPED if (config.head_dim_qk, config.head_dim_v) == dims]
+    return [PrefillSm90(config) for plain in shipped for config in with_features(plain)]
 
-    @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
-    def test_shared_memory(self, config: PrefillConfig) -> None:
-        kernel, tile = PrefillSm90(config), config.tile
-        q = tile.q_stages * tile.m * config.head_dim_qk * 2
-        kv = tile.kv_stages * tile.n * (config.head_dim_qk + config.head_dim_v) * 2
-        barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 1)
-        staging = tile.m * copy.SWIZZLE_ROW_BYTES
-        assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * WORK_TILE_INTS * 4 + barriers
-        assert kernel.shared_bytes <= SHARED_BYTES == 227 * 1024
+
+class TestPrefill:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_edges(self, dims: tuple[int, int]) -> None:
+        """Stages hold whole tiles of whole column blocks, and every warp of the CTA but the producer waits for work."""
+        width_qk, width_v = (64 * math.ceil(dim / 64) for dim in dims)
+        for kernel in kernels(dims):
+            tile = kernel.tile
+            consumers = 4 * tile.m // 64 * (2 if tile.splits_v else 1)
+            edges = {edge.name: edge for edge in kernel.edges}
+            assert list(edges) == ["Q", "K", "V", "work"]
+            assert {name: edge.stages for name, edge in edges.items()} == dict(
+                Q=tile.q_stages, K=tile.kv_stages, V=tile.kv_stages, work=WORK_STAGES
+            )
+            assert edges["Q"].stage_bytes == tile.m * width_qk * 2
+            assert edges["K"].stage_bytes == tile.n * width_qk * 2
+            assert edges["V"].stage_bytes == tile.n * width_v * 2
+            assert edges["work"].stage_bytes == WORK_TILE_INTS * 4
+            assert HEAD_INDEX < WORK_TILE_INTS
+            assert all(edge.producer_warps == 1 for edge in kernel.edges)
+            assert all(edges[name].consumer_warps == consumers for name in "QKV")
+            assert edges["work"].consumer_warps == consumers + 3
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_shared_memory(self, dims: tuple[int, int]) -> None:
+        width_qk, width_v = (64 * math.ceil(dim / 64) for dim in dims)
+        for kernel in kernels(dims):
+            tile = kernel.tile
+            q = tile.q_stages * tile.m * width_qk * 2
+            kv = tile.kv_stages * tile.n * (width_qk + width_v) * 2
+            # Every warp stages the rows that it writes, also where two warpgroups share rows.
+            staging = tile.m * (2 if tile.splits_v else 1) * copy.SWIZZLE_ROW_BYTES
+            barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 1)
+            assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * WORK_TILE_INTS * 4 + barriers
+            assert kernel.shared_bytes <= SHARED_BYTES == 227 * 1024
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_sources(self, dims: tuple[int, int]) -> None:
+        """A box over all columns leaves no room for padding, so pages of padded columns come one block at a time."""
+        boxes = PageBoxes if all(dim % 64 == 0 for dim in dims) else PageColumnBoxes
+        want = {KvFetch.CONTIGUOUS: ContiguousBoxes, KvFetch.PAGE_ROWS: PageRows, KvFetch.PAGE_BOXES: boxes}
+        found = kernels(dims)
+        assert {kernel.config.kv_fetch for kernel in found} == set(want) == set(SOURCES)
+        for kernel in found:
+            assert kernel.source is want[kernel.config.kv_fetch], kernel.config.name
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_stages_stay_aligned(self, dims: tuple[int, int]) -> None:
         """The 128-byte swizzle permutes by address: every stage and column block starts at a multiple of 1024."""
-        tile = TILES[dims]
-        for rows in (tile.m, tile.n):
+        for rows in (rows for tile in every_tile(dims) for rows in (tile.m, tile.n)):
             assert rows * copy.SWIZZLE_ROW_BYTES % copy.SWIZZLE_ATOM_BYTES == 0
 
     def test_too_much_shared_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from hopwell.kernels.problem import (
     Mask,
     MaskKind,
     PageTable,
+    Score,
     TokenOffsets,
 )
 
@@ -164,6 +165,7 @@ class Batch:
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        score: Score = reference.PLAIN,
     ) -> Expected:
         exact, rounded, lse = [], [], []
         begins = starts(self.q_lens)
@@ -171,10 +173,10 @@ class Batch:
             q = self.q[begins[request] : begins[request] + q_len]
             seen = reference.visible(q_len, kv_len, mask, self.q.device)
             arguments = (q, self.k[request], self.v[request], self.scale if scale is None else scale, seen, sinks)
-            out, log = reference.attention(*arguments)
+            out, log = reference.attention(*arguments, score=score)
             exact.append(out)
             lse.append(log)
-            rounded.append(reference.attention(*arguments, rounded=out_dtype or self.dtype)[0])
+            rounded.append(reference.attention(*arguments, score=score, rounded=out_dtype or self.dtype)[0])
         return Expected(torch.cat(exact), torch.cat(rounded), torch.cat(lse))
 
 

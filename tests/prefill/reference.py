@@ -6,7 +6,9 @@ import math
 
 import torch
 
-from hopwell.kernels.problem import Mask, MaskKind
+from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
+
+PLAIN = Score()
 
 
 def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.Tensor:
@@ -16,7 +18,34 @@ def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.
     if mask.kind is MaskKind.FULL:
         return torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
     seen = key <= position
-    return seen & (key >= position - mask.window_left) if mask.kind is MaskKind.SLIDING_WINDOW else seen
+    if mask.kind is MaskKind.SLIDING_WINDOW:
+        seen &= key >= position - mask.window_left
+    if mask.kind is MaskKind.CHUNKED:
+        seen &= key >= position // mask.chunk * mask.chunk
+    return seen
+
+
+def alibi_slopes(heads: int) -> torch.Tensor:
+    """Press et al., "Train Short, Test Long": a geometric series for powers of two, and every other term of the next
+    longer one for the heads beyond."""
+
+    def series(n: int) -> list[float]:
+        return [2.0 ** (-8.0 * (i + 1) / n) for i in range(n)]
+
+    power = 1 << (heads.bit_length() - 1)
+    return torch.tensor(series(power) + series(2 * power)[0::2][: heads - power], dtype=torch.float64)
+
+
+def logits(q: torch.Tensor, k: torch.Tensor, scale: float, score: Score) -> torch.Tensor:
+    """Natural logits [heads, q_len, kv_len] in float64 of q [q_len, heads, D] and k [kv_len, kv_heads, D]."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
+    values = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
+    if score.kind is ScoreKind.SOFT_CAP:
+        values = score.soft_cap * torch.tanh(values / score.soft_cap)
+    if score.kind is ScoreKind.ALIBI:
+        slopes = alibi_slopes(q.shape[1]).to(q.device)[:, None, None]
+        values = values + slopes * torch.arange(k.shape[0], device=q.device)
+    return values
 
 
 def attention(
@@ -27,6 +56,7 @@ def attention(
     seen: torch.Tensor,
     sinks: torch.Tensor | None = None,
     *,
+    score: Score = PLAIN,
     rounded: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output [q_len, heads, Dv] and natural LSE [q_len, heads] of one request in float64.
@@ -35,9 +65,8 @@ def attention(
     the probabilities are rounded to the dtype of the values and the output to this dtype, as in any 16-bit kernel.
     """
     group = q.shape[1] // k.shape[1]
-    keys, values = (t.double().repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
-    scores = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
-    scores = scores.masked_fill(~seen, -math.inf)
+    values = v.double().repeat_interleave(group, 1).transpose(0, 1)
+    scores = logits(q, k, scale, score).masked_fill(~seen, -math.inf)
     if sinks is not None:
         sink = sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
         scores = torch.cat([scores, sink], 2)

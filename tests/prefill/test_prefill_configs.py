@@ -1,4 +1,4 @@
-"""One small case of every shipped kernel, alone and under compute-sanitizer."""
+"""One small case of each kind of kernel, alone and under compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,35 @@ import pathlib
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 from batches import Batch
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import DTYPES, TILES, KvFetch, PrefillConfig, resolve, shipped_configs
-from hopwell.kernels.problem import Mask, MaskKind
+from hopwell.kernels.config import DTYPES, KvFetch, PrefillConfig, resolve, shipped_configs
+from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 pytestmark = pytest.mark.gpu
 
 TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+SANITIZED_DIMS = (*MAIN_DIMS, (80, 80), (512, 512))
+
+
+def cases() -> list[PrefillConfig]:
+    """The main head dims in full; of the others, which differ in tile sizes alone, the causal bf16 kernels."""
+    found = []
+    for config in shipped_configs():
+        main = (config.head_dim_qk, config.head_dim_v) in MAIN_DIMS
+        bf16 = config.dtype == "bf16"
+        if (main and (bf16 or config.mask is not MaskKind.CHUNKED)) or (bf16 and config.mask is MaskKind.CAUSAL):
+            found.append(config)
+        if main and bf16 and config.mask is MaskKind.CAUSAL and config.box_rows in (0, 16):
+            scores = (ScoreKind.SOFT_CAP, ScoreKind.ALIBI)
+            found += [replace(config, score=score) for score in scores] + [replace(config, skip_softmax=True)]
+    return found
 
 
 def small_case(config: PrefillConfig) -> None:
@@ -32,22 +49,27 @@ def small_case(config: PrefillConfig) -> None:
         dtype=TORCH_DTYPES[config.dtype],
     )
     page_size = {KvFetch.CONTIGUOUS: None, KvFetch.PAGE_ROWS: 4, KvFetch.PAGE_BOXES: config.box_rows}[config.kv_fetch]
-    mask = Mask(config.mask, 70) if config.mask is MaskKind.SLIDING_WINDOW else Mask(config.mask)
+    mask = {
+        MaskKind.SLIDING_WINDOW: Mask(MaskKind.SLIDING_WINDOW, 70),
+        MaskKind.CHUNKED: Mask(MaskKind.CHUNKED, chunk=64),
+    }.get(config.mask, Mask(config.mask))
+    score = Score(config.score, 2.0 if config.score is ScoreKind.SOFT_CAP else 0.0)
     sinks = torch.tensor([0.5, -1.0], device=data.device)
-    problem = data.problem(page_size, mask, lse=data.ragged_lse(), sinks=sinks)
+    changes = {"score": score, "sinks": sinks, "skip_softmax": 1e-30 if config.skip_softmax else 0.0}
+    problem = data.problem(page_size, mask, lse=data.ragged_lse(), **changes)
     assert resolve(problem, config.arch) == config
     out = execute(problem)
-    expected = data.expected(mask, sinks=sinks)
+    expected = data.expected(mask, sinks=sinks, score=score)
     expected.check(out)
     expected.check_lse(problem.lse.tensor)
 
 
-@pytest.mark.parametrize("config", shipped_configs(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", cases(), ids=lambda config: config.name)
 def test_small_case(config: PrefillConfig) -> None:
     small_case(config)
 
 
-@pytest.mark.parametrize("dims", TILES, ids=lambda dims: f"qk{dims[0]}-v{dims[1]}")
+@pytest.mark.parametrize("dims", SANITIZED_DIMS, ids=lambda dims: f"qk{dims[0]}-v{dims[1]}")
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
 def test_sanitizer(tool: str, dims: tuple[int, int]) -> None:
     """compute-sanitizer finds nothing in the bf16 kernels of these head dims."""
@@ -62,7 +84,7 @@ def test_sanitizer(tool: str, dims: tuple[int, int]) -> None:
 
 if __name__ == "__main__":
     wanted = tuple(map(int, sys.argv[1:]))
-    for each in shipped_configs():
+    for each in cases():
         if each.dtype == "bf16" and (each.head_dim_qk, each.head_dim_v) == wanted:
             small_case(each)
             print(each.name, flush=True)

@@ -1,0 +1,70 @@
+"""From raw scores q k^T to what the softmax sees: scaled, capped, or with a bias for distance.
+
+A map replaces the scores of a fragment by values in a unit of its own; ``softmax_scale`` turns that unit into natural
+logits inside the softmax's exponential, so that a plain scale costs nothing here.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from hopwell.kernels.parts.device import DeviceStruct
+from hopwell.kernels.parts.softmax import LOG2_E
+from hopwell.kernels.problem import ScoreKind
+
+
+@dataclass
+class ScoreMap(DeviceStruct):
+    kind: ScoreKind
+    scale: Float32  # natural scale of q k^T
+    soft_cap: Float32
+    alibi_heads: Int32  # the largest power of two that is not more than the number of heads
+
+    @property
+    def softmax_scale(self):
+        """Natural logits per unit of what :meth:`apply` leaves."""
+        if const_expr(self.kind is ScoreKind.SOFT_CAP):
+            return self.soft_cap
+        if const_expr(self.kind is ScoreKind.ALIBI):
+            return Float32(1.0)
+        return self.scale
+
+    @cute.jit
+    def slope(self, head):
+        """ALiBi's slope: with n the largest power of two up to the number of heads, 2^(-8 (h + 1) / n) for the first n
+        heads and 2^(-4 (2 (h - n) + 1) / n) for the others. 0 without ALiBi."""
+        slope = Float32(0.0)
+        if const_expr(self.kind is ScoreKind.ALIBI):
+            numerator = 8 * (head + 1)
+            if head >= self.alibi_heads:
+                numerator = 4 * (2 * (head - self.alibi_heads) + 1)
+            slope = cute.math.exp2(-numerator.to(Float32) / self.alibi_heads.to(Float32))
+        return slope
+
+    @cute.jit
+    def apply(self, scores, slope, tile_start, first_row_position) -> None:
+        """Map the ``scores`` (a RowFragment) of the keys from ``tile_start`` on."""
+        if const_expr(self.kind is ScoreKind.SOFT_CAP):
+            # tanh x = 1 - 2 / (1 + e^(2 x)): tanh.approx is good for 11 bits, which a cap of 50 turns into 0.02.
+            factor = self.scale * (2.0 * LOG2_E) / self.soft_cap
+            for r in cutlass.range_constexpr(scores.rows):
+                for c in cutlass.range_constexpr(scores.columns):
+                    power = cute.math.exp2(scores.get(r, c) * factor, fastmath=True)
+                    scores.set(r, c, 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power))
+        if const_expr(self.kind is ScoreKind.ALIBI):
+            # Relative to the row's own key: the same softmax as with absolute positions, without their rounding.
+            for r in cutlass.range_constexpr(scores.rows):
+                distance = tile_start + scores.first_column() - (first_row_position + scores.row_offset(r))
+                bias = slope * distance.to(Float32)
+                for c in cutlass.range_constexpr(scores.columns):
+                    scores.set(r, c, scores.get(r, c) * self.scale + (bias + slope * float(scores.column_offset(c))))
+
+    def shift(self, slope, position):
+        """What the natural logits of a row at ``position`` lack in the softmax: ALiBi counts from the first key."""
+        return slope * position.to(Float32) if self.kind is ScoreKind.ALIBI else Float32(0.0)
+
+    def largest_logit(self, largest, shift):
+        """The natural logit of a row's largest value; for plain scores the raw q k^T."""
+        return largest * self.soft_cap if self.kind is ScoreKind.SOFT_CAP else largest + shift

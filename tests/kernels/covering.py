@@ -1,0 +1,80 @@
+"""Which kernels are compiled in tests: all shipped ones would take half an hour."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+from hopwell.kernels.config import TILES, KvFetch, PrefillConfig, Tile, shipped_configs, tile_of
+from hopwell.kernels.problem import MaskKind, ScoreKind
+
+# What models have, and what differs most: three consumer warpgroups with few registers each, two of them, different
+# widths of K and V, and the widest output of a warpgroup.
+MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
+CONTIGUOUS, ROWS, PAGES16 = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0), (KvFetch.PAGE_BOXES, 16)
+
+
+def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
+    """Every way in which shipped kernels of ``dims`` fetch K and V."""
+    shipped = (config for config in shipped_configs() if (config.head_dim_qk, config.head_dim_v) == dims)
+    return list(dict.fromkeys((config.kv_fetch, config.box_rows) for config in shipped))
+
+
+def every_tile(dims: tuple[int, int]) -> list[Tile]:
+    """The tiles of all kernels of ``dims``: scores and skip-softmax may change them."""
+    features = itertools.product(ScoreKind, (False, True))
+    return list(dict.fromkeys(tile_of(dims, score, skip) for score, skip in features))
+
+
+def with_features(config: PrefillConfig) -> list[PrefillConfig]:
+    """``config`` with every score, each with and without skip-softmax, where its boxes go with their tile."""
+    dims = (config.head_dim_qk, config.head_dim_v)
+    features = itertools.product(ScoreKind, (False, True))
+    return [
+        replace(config, score=score, skip_softmax=skip)
+        for score, skip in features
+        if not config.box_rows or tile_of(dims, score, skip).n % config.box_rows == 0
+    ]
+
+
+def covering_configs() -> list[PrefillConfig]:
+    """Shipped kernels, and others that are compiled when asked for, that stand for all the rest.
+
+    A line for each thing that changes the code; what two lines choose independently of each other is not combined.
+    """
+    found: dict[PrefillConfig, None] = {}
+
+    def add(
+        dims: tuple[int, int],
+        mask: MaskKind,
+        fetch: tuple[KvFetch, int],
+        *,
+        dtype: str = "bf16",
+        score: ScoreKind = ScoreKind.SCALED,
+        skip_softmax: bool = False,
+    ) -> None:
+        found[PrefillConfig("sm_90a", dtype, dtype, *dims, mask, *fetch, score, skip_softmax)] = None
+
+    for dims in MAIN_DIMS:
+        for fetch in fetches(dims):
+            # A mask decides which loops the consumers have and a fetch what the producers do; the assembler allocates
+            # registers for all of it at once.
+            for mask in (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW):
+                add(dims, mask, fetch)
+            # The dtype is in the matrix instructions, the TMA descriptors and the rounding, but in no mask.
+            add(dims, MaskKind.CAUSAL, fetch, dtype="fp16")
+        # A chunk has the loops of a window and another left edge, which is the consumers' affair.
+        for fetch in (CONTIGUOUS, PAGES16):
+            add(dims, MaskKind.CHUNKED, fetch)
+        # Scores are mapped between Q K^T and the mask. How they were fetched does not show there.
+        for score in (ScoreKind.SOFT_CAP, ScoreKind.ALIBI):
+            add(dims, MaskKind.CAUSAL, PAGES16, score=score)
+        # Consumers with another step, and a branch around the softmax, which is where registers are scarce.
+        add(dims, MaskKind.CAUSAL, CONTIGUOUS, skip_softmax=True)
+    # Padded columns: boxes, pages and rows are filled up in three different ways. The rest differ in sizes alone, or in
+    # how warpgroups share them out, which shows with any mask.
+    for dims in TILES:
+        if dims not in MAIN_DIMS:
+            for fetch in (CONTIGUOUS, ROWS, PAGES16):
+                add(dims, MaskKind.CAUSAL, fetch)
+    return list(found)

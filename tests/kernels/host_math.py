@@ -1,0 +1,91 @@
+"""The DSL's arithmetic on the host: traced code then computes with Python's floats, in float64 and a lane at a time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+
+INF = math.inf
+
+
+def number(value: Any) -> float:
+    return float(getattr(value, "value", value))
+
+
+def fmax(a: Any, b: Any) -> float:
+    """Of a NaN and a number the number (PTX ISA, max.f32)."""
+    first, second = number(a), number(b)
+    if math.isnan(first) or math.isnan(second):
+        return second if math.isnan(first) else first
+    return max(first, second)
+
+
+def exp2(value: Any, fastmath: bool = False) -> float:
+    return 2.0 ** number(value) if number(value) < 1024 else INF
+
+
+def log2(value: Any, fastmath: bool = False) -> float:
+    return math.log2(number(value)) if number(value) > 0 else -INF
+
+
+def reciprocal(value: Any) -> float:
+    return 1.0 / number(value) if number(value) else INF
+
+
+def use(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
+    """Run the code of ``kinds`` on the host. A row belongs to one lane, so reductions over its lanes are done."""
+    for name, function in (("exp2", exp2), ("log2", log2)):
+        monkeypatch.setattr(cute.math, name, function)
+    for name in ("warp_reduction_max", "warp_reduction_sum"):
+        monkeypatch.setattr(cute.arch, name, lambda value, threads_in_group: value)
+    monkeypatch.setattr(cute.arch, "fmax", fmax)
+    monkeypatch.setattr(cute.arch, "rcp_approx", reciprocal)
+    monkeypatch.setattr(cute, "make_rmem_tensor", lambda size, dtype: Registers(size))
+    monkeypatch.setattr(cutlass, "range_constexpr", range)
+    for kind in kinds:
+        for name, member in list(vars(kind).items()):
+            if hasattr(member, "__wrapped__"):
+                monkeypatch.setattr(kind, name, member.__wrapped__)
+
+
+class Registers(list[Any]):
+    """A tensor in registers."""
+
+    def __init__(self, size: int):
+        super().__init__([math.nan] * size)
+
+    def fill(self, value: float) -> None:
+        self[:] = [value] * len(self)
+
+
+class Fragment:
+    """Rows of a tile, all columns of which this lane holds, in the place of a RowFragment."""
+
+    lanes_per_row = 1
+
+    def __init__(self, rows: Iterable[Iterable[float]], first_column: int = 0):
+        self.values = [list(row) for row in rows]
+        self.rows, self.columns = len(self.values), len(self.values[0])
+        self._first_column = first_column
+
+    def get(self, r: int, c: int) -> Any:
+        return self.values[r][c]
+
+    def set(self, r: int, c: int, value: Any) -> None:
+        self.values[r][c] = number(value)
+
+    @staticmethod
+    def row_offset(r: int) -> int:
+        return 8 * r
+
+    @staticmethod
+    def column_offset(c: int) -> int:
+        return c
+
+    def first_column(self) -> int:
+        return self._first_column

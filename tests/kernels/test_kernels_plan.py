@@ -1,0 +1,219 @@
+"""From a problem to what a kernel is called with: tensors at their addresses, strides and parameters in place."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from kernel_problems import cache, contiguous, empty, paged
+
+from hopwell.kernels import plan
+from hopwell.kernels.config import TILES, resolve
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.plan import MAX_WINDOW, Plan, geometry, host_scales, operands
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    LogSumExp,
+    LseLayout,
+    Mask,
+    MaskKind,
+    PageTable,
+    Score,
+    ScoreKind,
+    TokenOffsets,
+)
+from hopwell.kernels.sm90.prefill import PrefillSm90, build
+
+
+def numbers(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    return empty(size, dtype=dtype)
+
+
+def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
+    """A problem with all tensors that a kernel can get, and those by the names of the fields of Addresses."""
+    key, value = cache("tuple-HND", 16, (128, 128))
+    names = ("q_offsets", "o_offsets", "k_offsets", "v_offsets", "q_lens", "kv_lens", "lse_offsets", "skipped")
+    tensors = {name: numbers(4) for name in names}
+    tensors |= {name: numbers(1, torch.float32) for name in ("softmax_scale", "output_scale")}
+    tensors |= {name: empty(3, 8, dtype=torch.int32) for name in ("key_table", "value_table")}
+    tensors |= dict(
+        query=empty(60, 4, 128),
+        key=key,
+        value=value,
+        out=empty(60, 4, 128),
+        sinks=numbers(4, torch.float32),
+        lse=empty(60, 4, dtype=torch.float32),
+        statistics=empty(60, 4, 2, dtype=torch.float32),
+    )
+    t = tensors
+    offsets = {name: TokenOffsets(t[name]) for name in ("q_offsets", "o_offsets", "k_offsets", "v_offsets")}
+    same = ("query", "out", "q_lens", "kv_lens", "softmax_scale", "output_scale", "sinks", "statistics")
+    problem = paged(
+        key,
+        value,
+        **offsets,
+        **{name: t[name] for name in same},
+        page_table=PageTable(t["key_table"], t["value_table"]),
+        lse=LogSumExp(t["lse"], LseLayout.OFFSETS, natural=True, offsets=TokenOffsets(t["lse_offsets"])),
+        skipped_tiles=t["skipped"],
+    )
+    return problem, tensors
+
+
+class TestOperands:
+    def test_each_tensor_has_its_place(self) -> None:
+        """Places are counted by hand in the callers: the order of Addresses, up to the tickets."""
+        problem, tensors = everything()
+        assert problem.out is not None
+        found = operands(problem, problem.out)
+        assert len(found) == len(Addresses._fields) - 1
+        assert set(tensors) | {"tickets"} == set(Addresses._fields)
+        for name, tensor in zip(Addresses._fields, found, strict=False):
+            assert tensor is tensors[name], name
+        assert Addresses._fields[-3:] == ("statistics", "skipped", "tickets")
+
+    def test_absent_tensors(self) -> None:
+        key, value = (empty(40, 2, 128).transpose(0, 1)[None] for _ in range(2))
+        problem = contiguous(key, value)
+        found = dict(zip(Addresses._fields, operands(problem, None), strict=False))
+        there = {"query", "key", "value", "q_offsets", "k_offsets", "kv_lens"}
+        assert {name for name, tensor in found.items() if tensor is not None} == there
+
+    def test_scales(self) -> None:
+        """A scale is passed by value or read from memory; in the latter case its value must not count."""
+        problem, _ = everything()
+        assert host_scales(problem) == (1.0, 1.0)
+        assert host_scales(replace(problem, softmax_scale=0.25)) == (0.25, 1.0)
+        assert host_scales(replace(problem, output_scale=3.0)) == (1.0, 3.0)
+
+
+class TestGeometry:
+    @staticmethod
+    def of(problem: AttentionProblem) -> Geometry:
+        return geometry(problem, resolve(problem, "sm_90a"))
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_strides_are_those_of_the_tensors(self, dims: tuple[int, int]) -> None:
+        """Columns are padded in shared memory only."""
+        g = self.of(paged(*cache("tuple-HND", 16, dims)))
+        dim_qk, dim_v = dims
+        assert (g.tokens, g.heads, g.kv_heads, g.batch) == (60, 4, 2, 3)
+        assert (g.q_token, g.q_head, g.o_token, g.o_head) == (4 * dim_qk, dim_qk, 4 * dim_v, dim_v)
+        assert (g.k_pages, g.k_rows, g.page_shift) == (5, 16, 4)
+        assert (g.k_page, g.k_head, g.k_row) == (2 * 16 * dim_qk, 16 * dim_qk, dim_qk)
+        assert (g.v_pages, g.v_rows) == (5, 16)
+        assert (g.v_page, g.v_head, g.v_row) == (2 * 16 * dim_v, 16 * dim_v, dim_v)
+        assert (g.key_table_row, g.value_table_row) == (8, 8)
+        assert g.q_tiles == -(-20 // TILES[dims].m)
+
+    def test_room_between_heads(self) -> None:
+        wide = [empty(60, 4, 48)[..., :40], empty(60, 4, 64)[..., :40]]
+        g = self.of(paged(*cache("tuple-HND", 16, (40, 40)), query=wide[0], out=wide[1]))
+        assert (g.q_token, g.q_head, g.o_token, g.o_head) == (4 * 48, 48, 4 * 64, 64)
+
+    @pytest.mark.parametrize(
+        ("mask", "window", "chunk"),
+        [
+            (Mask(MaskKind.FULL), 0, 1),
+            (Mask(MaskKind.CAUSAL), 0, 1),
+            (Mask(MaskKind.SLIDING_WINDOW, 0), 0, 1),
+            (Mask(MaskKind.SLIDING_WINDOW, 127), 127, 1),
+            (Mask(MaskKind.SLIDING_WINDOW, 2**31 - 1), MAX_WINDOW, 1),
+            (Mask(MaskKind.CHUNKED, chunk=1), 0, 1),
+            (Mask(MaskKind.CHUNKED, chunk=8192), 0, 8192),
+            (Mask(MaskKind.CHUNKED, chunk=2**30), 0, 2**30),
+            (Mask(MaskKind.CHUNKED, chunk=2**31 - 1), 0, MAX_WINDOW),
+        ],
+        ids=str,
+    )
+    def test_parameters_of_masks(self, mask: Mask, window: int, chunk: int) -> None:
+        g = self.of(paged(*cache("tuple-HND", 16, (128, 128)), mask=mask))
+        assert (g.window_left, g.chunk) == (window, chunk)
+
+    def test_alibi_heads(self) -> None:
+        """The largest power of two up to the number of query heads."""
+        for heads, power in ((1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (12, 8), (64, 64), (71, 64)):
+            views = cache("tuple-HND", 16, (128, 128), heads=1)
+            assert self.of(paged(*views, query=empty(60, heads, 128))).alibi_heads == power
+
+    def test_log_sum_exp(self) -> None:
+        problem = paged(*cache("tuple-HND", 16, (128, 128)))
+        names = ("lse_unit", "lse_request", "lse_ragged", "lse_row", "lse_head", "lse_natural")
+
+        def got(lse: LogSumExp | None) -> tuple[int, ...]:
+            g = self.of(replace(problem, lse=lse))
+            return tuple(getattr(g, name) for name in names)
+
+        ragged, padded = empty(60, 4, dtype=torch.float32), empty(3, 20, 4, dtype=torch.float32)
+        assert got(None) == (1, 0, 0, 0, 0, 0)
+        assert got(LogSumExp(ragged, LseLayout.RAGGED, natural=False)) == (1, 0, 1, 4, 1, 0)
+        assert got(LogSumExp(ragged.T.contiguous().T, LseLayout.RAGGED, natural=True)) == (1, 0, 1, 1, 60, 1)
+        assert got(LogSumExp(padded, LseLayout.PADDED, natural=True)) == (1, 20, 0, 4, 1, 1)
+        offsets = TokenOffsets(numbers(3), unit=4)
+        assert got(LogSumExp(ragged, LseLayout.OFFSETS, natural=True, offsets=offsets)) == (4, 0, 0, 4, 1, 1)
+
+    def test_every_field_is_an_integer(self) -> None:
+        assert all(type(value) is int for value in self.of(everything()[0]))
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What compiled kernels are called with."""
+    recorded: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(plan, "_bind", lambda config, device: lambda *arguments: recorded.append(arguments))
+    monkeypatch.setattr(plan.support, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(plan, "tickets", lambda device: SimpleNamespace(reserve=lambda: None, address=lambda: 77))
+    return recorded
+
+
+class TestLaunch:
+    PARAMETERS = list(inspect.signature(inspect.unwrap(PrefillSm90.__call__)).parameters)[1:]
+
+    def launched(self, problem: AttentionProblem, calls: list[tuple[Any, ...]]) -> dict[str, Any]:
+        out = empty(60, 4, 128)
+        made = Plan(problem)
+        made.launch(out, range(1, len(Addresses._fields)), 0.125, 2.5)
+        assert calls[-1][0] is out
+        return dict(zip(self.PARAMETERS, calls[-1], strict=False))
+
+    def test_arguments_are_the_kernels_parameters(self, calls: list[tuple[Any, ...]]) -> None:
+        problem = paged(
+            *cache("tuple-HND", 16, (128, 128)),
+            score=Score(ScoreKind.SOFT_CAP, 30.0),
+            skip_softmax=500.0,
+            programmatic_launch=True,
+        )
+        found = self.launched(problem, calls)
+        # The DSL takes the stream from the environment.
+        assert list(found) == self.PARAMETERS[:-1]
+        assert self.PARAMETERS[-1] == "stream"
+        assert Addresses(*found["addresses"]) == Addresses(*range(1, len(Addresses._fields)), tickets=77)
+        assert tuple(found["geometry"]) == geometry(problem, resolve(problem, "sm_90a"))
+        scalars = ("softmax_scale", "output_scale", "soft_cap", "skip_softmax", "programmatic_launch")
+        assert [found[name] for name in scalars] == [0.125, 2.5, 30.0, 500.0, 1]
+
+    def test_plain_problems(self, calls: list[tuple[Any, ...]]) -> None:
+        found = self.launched(paged(*cache("tuple-HND", 16, (128, 128))), calls)
+        assert [found[name] for name in ("soft_cap", "skip_softmax", "programmatic_launch")] == [0.0, 0.0, 0]
+
+    def test_a_kernel_is_compiled_with_as_many(self) -> None:
+        _, arguments = build(resolve(everything()[0], "sm_90a"))
+        assert len(arguments) == len(self.PARAMETERS)
+        assert [type(argument) for argument in arguments[1:3]] == [Addresses, Geometry]
+
+    @pytest.mark.parametrize("changes", [dict(batch=0), dict(max_q_len=0), dict(query=empty(0, 4, 128))], ids=str)
+    def test_nothing_to_do_is_not_launched(self, changes: dict[str, Any], calls: list[tuple[Any, ...]]) -> None:
+        problem = paged(*cache("tuple-HND", 16, (128, 128)), **changes)
+        out = Plan(problem).execute(problem)
+        assert out.shape == (problem.query.shape[0], 4, 128)
+        assert not calls
+
+    def test_the_output_is_allocated_where_there_is_none(self, calls: list[tuple[Any, ...]]) -> None:
+        problem = paged(*cache("tuple-HND", 16, (192, 128)), statistics=empty(60, 4, 2, dtype=torch.float32))
+        out = Plan(problem).execute(problem)
+        assert (out.shape, out.dtype) == ((60, 4, 128), torch.bfloat16)
+        assert calls[-1][0] is out

@@ -1,0 +1,264 @@
+"""From scores to weights: maps of scores, the online softmax and the rule that leaves tiles out, against definitions.
+
+Device arithmetic on the host, in float64: what is tested is the algebra, not the rounding.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass.cute as cute
+import host_math
+import pytest
+from cutlass import Float32, Int32
+from host_math import INF, Fragment, Registers, number
+
+from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.parts.softmax import SLACK, OnlineSoftmax
+from hopwell.kernels.problem import ScoreKind
+from hopwell.kernels.sm90 import skip as skip_module
+from hopwell.kernels.sm90.skip import SkipRule
+
+TILE, ROWS = 8, 2
+CLOSE = dict(rel=1e-5, abs=1e-30)  # constants are float32
+
+
+@pytest.fixture(autouse=True)
+def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    host_math.use(monkeypatch, OnlineSoftmax, ScoreMap, SkipRule)
+
+
+def softmax(scale: float) -> OnlineSoftmax:
+    state = OnlineSoftmax.create(scale, ROWS)
+    state.reset()
+    return state
+
+
+def scores(*, tiles: int = 5, spread: float = 20.0, seed: int = 0) -> list[list[list[float]]]:
+    """Tiles of rows of raw scores."""
+    draw = random.Random(seed)
+    return [[[draw.gauss(0, spread) for _ in range(TILE)] for _ in range(ROWS)] for _ in range(tiles)]
+
+
+class Row:
+    """A row's output, accumulated as the consumers do: values are the numbers of the keys."""
+
+    def __init__(self) -> None:
+        self.output = 0.0
+
+    def add(self, weights: list[float], rescale: float, first_key: int) -> None:
+        self.output = self.output * rescale + sum(w * (first_key + i + 1) for i, w in enumerate(weights))
+
+
+def run(state: OnlineSoftmax, tiles: list[list[list[float]]]) -> list[Row]:
+    rows = [Row() for _ in range(ROWS)]
+    for n, tile in enumerate(tiles):
+        fragment = Fragment(tile)
+        state.step(fragment)
+        for r, row in enumerate(rows):
+            assert all(0 <= weight <= 2**SLACK for weight in fragment.values[r]), "16-bit weights have a range"
+            row.add(fragment.values[r], number(state.rescale[r]), n * TILE)
+    return rows
+
+
+def masked(tiles: list[list[list[float]]], keep: Any) -> list[list[list[float]]]:
+    """-inf wherever ``keep(row, key)`` does not hold."""
+    return [
+        [[s if keep(r, n * TILE + i) else -INF for i, s in enumerate(row)] for r, row in enumerate(tile)]
+        for n, tile in enumerate(tiles)
+    ]
+
+
+MASKS = {
+    "all": lambda row, key: True,
+    "late": lambda row, key: key >= 3 * TILE,  # the first tiles hold nothing that the row sees
+    "early": lambda row, key: key < TILE,
+    "one": lambda row, key: key == 13,
+    "one row": lambda row, key: row == 1,
+    "none": lambda row, key: False,
+}
+
+
+class TestOnlineSoftmax:
+    @pytest.mark.parametrize("sink", [-INF, -3.0, 0.5, 40.0, 3000.0])
+    @pytest.mark.parametrize("mask", MASKS)
+    @pytest.mark.parametrize("scale", [0.0, 1e-3, 0.11, 4.0])
+    def test_against_the_definition(self, scale: float, mask: str, sink: float) -> None:
+        tiles = masked(scores(), MASKS[mask])
+        state = softmax(scale)
+        rows = run(state, tiles)
+        for r, row in enumerate(rows):
+            logits = [scale * s if s > -INF else -INF for tile in tiles for s in tile[r]]
+            top = max([*logits, sink])
+            factor, lse = (number(value) for value in state.finish(r, sink, 1))
+            largest, total = number(state.largest[r]), number(state.sum_of_largest(r, 1))
+            if top == -INF:
+                assert (factor, lse) == (0.0, -INF)
+            else:
+                weights = [math.exp(x - top) for x in logits]
+                both = sum(weights) + math.exp(sink - top)
+                want = sum(w * (i + 1) for i, w in enumerate(weights)) / both
+                assert row.output * factor == pytest.approx(want, **CLOSE)
+                assert lse * math.log(2) == pytest.approx(top + math.log(both), **CLOSE)
+            # Statistics do not know the sink.
+            seen = [x for x in logits if x > -INF]
+            assert largest == max(s for tile in tiles for s in tile[r])
+            assert total == pytest.approx(sum(math.exp(x - max(seen)) for x in seen) if seen else 0.0, **CLOSE)
+
+    def test_the_reference_stays_while_it_can(self) -> None:
+        """Rescaling the output is what a step can do without, and each row decides for itself."""
+        step = SLACK * math.log(2) / 4  # natural logits
+        state = softmax(1.0)
+        state.step(Fragment([[0.0] * TILE, [0.0] * TILE]))
+        moved = []
+        for n in range(1, 10):
+            state.step(Fragment([[n * step] * TILE, [-float(n)] * TILE]))
+            moved.append(number(state.rescale[0]) != 1.0)
+            assert number(state.rescale[1]) == 1.0
+            assert number(state.largest[0]) == n * step
+            assert number(state.largest[1]) == 0.0
+        assert moved == [False, False, False, False, True, False, False, False, False]
+
+    def test_the_first_keys_are_a_reference(self) -> None:
+        """However small they are: -inf and whatever is added to it would stay -inf."""
+        for first in (-1e30, -500.0, 0.0, 1e30):
+            state = softmax(1e-3)
+            state.step(Fragment([[-INF] * TILE] * ROWS))
+            state.step(Fragment([[first] * TILE] * ROWS))
+            assert [number(value) for value in state.reference] == [first] * ROWS
+            assert [number(value) for value in state.row_sum] == [TILE] * ROWS
+
+    def test_maximum(self) -> None:
+        """Of every column: they are compared in several chains."""
+        state = softmax(1.0)
+        for place in range(TILE):
+            row = [float(-c) for c in range(TILE)]
+            row[place] = 100.0
+            fragment = Fragment([row, [-INF] * TILE])
+            assert number(state.maximum(fragment, 0)) == 100.0
+            assert number(state.maximum(fragment, 1)) == -INF
+
+
+def score_map(kind: ScoreKind, scale: float = 0.25, cap: float = 30.0, heads: int = 8) -> ScoreMap:
+    return ScoreMap(kind, scale, cap, Int32(1 << (heads.bit_length() - 1)))
+
+
+def paper_slopes(heads: int) -> list[float]:
+    """As in the code of Press et al., "Train Short, Test Long"."""
+    power = 2 ** math.floor(math.log2(heads))
+    first = 2 ** (-(2 ** -(math.log2(power) - 3)))
+    slopes = [first ** (i + 1) for i in range(power)]
+    return slopes if power == heads else slopes + paper_slopes(2 * power)[0::2][: heads - power]
+
+
+class TestScores:
+    def test_scaled_scores_cost_nothing(self) -> None:
+        fragment = Fragment([[1.0, -2.0, -INF]])
+        found = score_map(ScoreKind.SCALED)
+        found.apply(fragment, 0.0, 64, 100)
+        assert fragment.values == [[1.0, -2.0, -INF]]
+        assert number(found.softmax_scale) == 0.25
+        assert number(found.slope(Int32(3))) == 0.0
+        assert number(found.largest_logit(7.0, found.shift(0.0, Int32(5)))) == 7.0
+
+    @pytest.mark.parametrize("cap", [0.5, 30.0, 50.0])
+    def test_soft_cap(self, cap: float) -> None:
+        raw = [0.0, 1e-3, -1.0, 10.0, -400.0, 1e4, -1e4]
+        found = score_map(ScoreKind.SOFT_CAP, cap=cap)
+        fragment = Fragment([raw, raw[::-1]])
+        found.apply(fragment, 0.0, 64, 100)
+        for got, score in zip(fragment.values[0] + fragment.values[1], raw + raw[::-1], strict=True):
+            want = cap * math.tanh(0.25 * score / cap)
+            assert got * number(found.softmax_scale) == pytest.approx(want, rel=1e-4, abs=1e-5 * cap)
+            largest = number(found.largest_logit(got, found.shift(0.0, Int32(5))))
+            assert largest == pytest.approx(want, rel=1e-4, abs=1e-5 * cap)
+
+    @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 20, 64, 71])
+    def test_alibi_slopes(self, heads: int) -> None:
+        found = score_map(ScoreKind.ALIBI, heads=heads)
+        slopes = [number(found.slope(Int32(head))) for head in range(heads)]
+        assert slopes == pytest.approx(paper_slopes(heads), rel=1e-6)
+
+    @pytest.mark.parametrize(("tile_start", "first_row"), [(0, 0), (0, -5), (128, 1000), (8192, 8195)])
+    def test_alibi(self, tile_start: int, first_row: int) -> None:
+        """Natural logits with the key's position as bias; the statistics give them from the request's first key on."""
+        found, slope, first_column = score_map(ScoreKind.ALIBI), 0.0625, 6
+        raw = [[float(8 * r + c) for c in range(TILE)] for r in range(ROWS)]
+        fragment = Fragment(raw, first_column)
+        found.apply(fragment, slope, Int32(tile_start), Int32(first_row))
+        assert number(found.softmax_scale) == 1.0
+        for r, c in itertools.product(range(ROWS), range(TILE)):
+            position = first_row + fragment.row_offset(r)
+            want = 0.25 * raw[r][c] + slope * (tile_start + first_column + c)
+            got = found.largest_logit(fragment.values[r][c], found.shift(slope, Int32(position)))
+            assert number(got) == pytest.approx(want)
+            # Relative to the row's own key, whose rounding does not grow with the length.
+            assert fragment.values[r][c] == pytest.approx(want - slope * position)
+
+    def test_there_are_no_other_kinds(self) -> None:
+        assert {kind.name for kind in ScoreKind} == {"SCALED", "SOFT_CAP", "ALIBI"}, "each is tested above"
+
+
+class TestSkipRule:
+    @staticmethod
+    def unneeded(largest: list[float], maxima: list[float], *, factor: float, kv_len: int, scale: float = 0.5) -> bool:
+        rule = SkipRule.create(factor, Float32(scale))
+        return bool(number(rule.unneeded(largest, maxima, Int32(kv_len))))
+
+    @pytest.mark.parametrize("kv_len", [1, 100, 100_000])
+    @pytest.mark.parametrize("factor", [1e-3, 1.0, 500.0])
+    def test_against_the_definition(self, factor: float, kv_len: int) -> None:
+        """Left out when in each row the tile's largest weight is below factor / kv_len of the largest so far."""
+        draw, seen = random.Random(kv_len), set()
+        at_limit = math.log2(factor / kv_len) / 0.5
+        for _ in range(100):
+            largest = [draw.gauss(0, 15) for _ in range(ROWS)]
+            maxima = [most + at_limit + draw.gauss(0, 3) for most in largest]
+            weights = [2 ** (0.5 * (m - most)) for m, most in zip(maxima, largest, strict=True)]
+            want = all(weight < factor / kv_len for weight in weights)
+            assert self.unneeded(largest, maxima, factor=factor, kv_len=kv_len) == want
+            seen.add(want)
+        assert seen == {True, False}
+
+    def test_the_threshold_itself_is_needed(self) -> None:
+        assert not self.unneeded([0.0, 0.0], [-8.0, -9.0], factor=1.0, kv_len=16)
+        assert self.unneeded([0.0, 0.0], [-8.01, -9.0], factor=1.0, kv_len=16)
+
+    def test_rows_without_keys(self) -> None:
+        """A row that sees none of a tile's keys does not need it; one that sees its first keys does."""
+        limit = dict(factor=1.0, kv_len=16)
+        assert self.unneeded([0.0, 0.0], [-INF, -INF], **limit)
+        assert self.unneeded([-INF, 0.0], [-INF, -100.0], **limit)
+        assert self.unneeded([0.0, -INF], [-100.0, -INF], **limit)
+        assert not self.unneeded([-INF, 0.0], [-50.0, -100.0], **limit)
+        assert not self.unneeded([0.0, -INF], [-100.0, -50.0], **limit)
+        assert self.unneeded([-INF, -INF], [-INF, -INF], **limit)
+
+    def test_notes(self) -> None:
+        rule = SkipRule.create(1.0, 1.0)
+        assert rule.skipped[0] == 0
+        for counts in (True, False, False, True, False):
+            rule.note(counts)
+            assert rule.pending[0] == counts
+        assert rule.skipped[0] == 3
+        assert isinstance(rule.skipped, Registers)
+
+    @pytest.mark.parametrize(
+        ("address", "thread", "adds"), [(4096, 128, 1), (4096, 129, 0), (4096, 256, 1), (0, 128, 0)]
+    )
+    def test_each_warpgroup_reports_once(
+        self, address: int, thread: int, adds: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        added: list[tuple[Any, Any]] = []
+        monkeypatch.setattr(cute.arch, "thread_idx", lambda: (thread, 0, 0))
+        monkeypatch.setattr(cute.arch, "atomic_add", lambda pointer, value: added.append((pointer, value)))
+        monkeypatch.setattr(skip_module, "global_pointer", lambda dtype, address: (dtype, address))
+        rule = SkipRule.create(1.0, 1.0)
+        for _ in range(7):
+            rule.note(False)
+        rule.report(SimpleNamespace(skipped=address))
+        assert added == [((Int32, address), 7)] * adds
