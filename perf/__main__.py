@@ -59,8 +59,10 @@ def prefill(
         console.print(f"{work.title} [TFLOP/s]: {figures}", highlight=False)
         del tensors, calls
         torch.cuda.empty_cache()
+        _write(run, out, name)
     run.host_microseconds = _host()
     _write(run, out, name)
+    console.print(f"{out / name}.json, .md and .png", highlight=False)
 
 
 @app.command()
@@ -74,7 +76,6 @@ def _write(run: Run, out: Path, name: str) -> None:
     run.save(out / f"{name}.json")
     (out / f"{name}.md").write_text(run.markdown())
     run.plot(out / f"{name}.png")
-    console.print(f"{out / name}.json, .md and .png", highlight=False)
 
 
 def _host() -> dict[str, float]:
@@ -83,7 +84,8 @@ def _host() -> dict[str, float]:
     from hopwell.perf.measure import host_microseconds
     from hopwell.perf.workloads import Prefill, Tensors
 
-    causal, full = (Tensors(Prefill("host", 1, 64, 4, 4, 128, 128, is_causal)) for is_causal in (True, False))
+    sizes = ("host", "1 x 64", (64,), (64,), 4, 4, 128, 128)
+    causal, full = (Tensors(Prefill(*sizes, causal=is_causal)) for is_causal in (True, False))
     calls = {
         "hopwell.trtllm_batch_context_with_kv_cache": known.hopwell_paged(16)(causal),
         "hopwell.trtllm_fmha_v2_prefill": known.hopwell_dense(causal),

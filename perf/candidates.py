@@ -26,16 +26,18 @@ def hopwell_dense(t: Tensors) -> Call:
         (t.q, t.k, t.v),
         "SEPARATE_Q_K_V",
         out,
-        t.lengths,
-        work.length,
-        work.length,
+        t.kv_lens,
+        max(work.q_lens),
+        max(work.kv_lens),
         work.scale,
         1.0,
         work.batch,
-        t.starts,
-        t.starts,
+        t.q_starts,
+        t.kv_starts,
         out=out,
+        sinks=t.sinks,
         mask_mode="causal" if work.causal else "padding",
+        window_left=work.window_left,
     )
 
 
@@ -49,28 +51,30 @@ def hopwell_paged(page_size: int) -> Candidate:
                 (key, value),
                 out,
                 table,
-                t.lengths,
-                work.length,
-                work.length,
+                t.kv_lens,
+                max(work.q_lens),
+                max(work.kv_lens),
                 work.scale,
                 1.0,
                 work.batch,
-                t.starts,
-                t.starts,
+                t.q_starts,
+                t.kv_starts,
+                window_left=work.window_left,
                 out=out,
                 kv_layout="NHD",
+                sinks=t.sinks,
             )
-        offsets = t.starts * work.heads * work.head_dim
+        offsets = t.q_starts * work.heads * work.head_dim
         return lambda: hopwell.cudnn_batch_prefill_with_kv_cache(
             t.q,
             key.transpose(1, 2),
             value.transpose(1, 2),
             work.scale,
             out,
-            max_token_per_sequence=work.length,
-            max_sequence_kv=work.length,
-            actual_seq_lens_q=t.lengths,
-            actual_seq_lens_kv=t.lengths,
+            max_token_per_sequence=max(work.q_lens),
+            max_sequence_kv=max(work.kv_lens),
+            actual_seq_lens_q=t.q_lens,
+            actual_seq_lens_kv=t.kv_lens,
             block_tables=table,
             causal=False,
             return_lse=False,
@@ -82,35 +86,37 @@ def hopwell_paged(page_size: int) -> Candidate:
     return prepare
 
 
-def fa4(page_size: int | None) -> Candidate:
-    def prepare(t: Tensors) -> Call:
-        from flash_attn.cute.interface import _flash_attn_fwd
+def fa4(t: Tensors) -> Call:
+    from flash_attn.cute.interface import _flash_attn_fwd
 
-        work, out = t.work, t.output()
-        shape = (work.batch, work.length)
-        paging = {}
-        if page_size is None:
-            key, value = (tokens.view(*shape, *tokens.shape[1:]) for tokens in (t.k, t.v))
-        else:
-            key, value, table = t.pages(page_size)
-            paging = dict(page_table=table, seqused_k=t.lengths)
-        q, o = (tokens.view(*shape, *tokens.shape[1:]) for tokens in (t.q, out))
+    work, out = t.work, t.output()
+    q, k, v, o, options = t.q, t.k, t.v, out, {}
+    if work.uniform:
+        q, k, v, o = (x.view(work.batch, -1, *x.shape[1:]) for x in (q, k, v, o))
+    else:
+        options = dict(cu_seqlens_q=t.q_starts, cu_seqlens_k=t.kv_starts)
+        options |= dict(max_seqlen_q=max(work.q_lens), max_seqlen_k=max(work.kv_lens))
+    if work.window_left >= 0:
+        options |= dict(window_size_left=work.window_left, window_size_right=0)
+    else:
+        options |= dict(causal=work.causal)
+    sinks = None if t.sinks is None else t.sinks.to(t.dtype)
 
-        def call() -> torch.Tensor:
-            _flash_attn_fwd(q, key, value, causal=work.causal, out=o, **paging)
-            return out
+    def call() -> torch.Tensor:
+        _flash_attn_fwd(q, k, v, out=o, learnable_sink=sinks, **options)
+        return out
 
-        return call
-
-    return prepare
+    return call
 
 
 def cudnn_sdpa(t: Tensors) -> Call:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     work = t.work
+    if not work.uniform or work.window_left >= 0 or work.sinks:
+        raise NotImplementedError("requests of one length without window and sinks only")
     group = work.heads // work.kv_heads
-    q, k, v = (tokens.view(work.batch, work.length, *tokens.shape[1:]).transpose(1, 2) for tokens in (t.q, t.k, t.v))
+    q, k, v = (tokens.view(work.batch, -1, *tokens.shape[1:]).transpose(1, 2) for tokens in (t.q, t.k, t.v))
 
     def call() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
@@ -128,22 +134,32 @@ def flashinfer(page_size: int | None) -> Candidate:
         import flashinfer as peer
 
         work, out = t.work, t.output()
+        if work.sinks:
+            raise NotImplementedError("no sinks in these wrappers")
         workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
         options = dict(
-            causal=work.causal, q_data_type=t.dtype, kv_data_type=t.dtype, o_data_type=t.dtype, sm_scale=work.scale
+            causal=work.causal,
+            q_data_type=t.dtype,
+            kv_data_type=t.dtype,
+            o_data_type=t.dtype,
+            sm_scale=work.scale,
+            window_left=work.window_left,
         )
         sizes = (work.heads, work.kv_heads, work.head_dim)
         if page_size is None:
             ragged = peer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
-            ragged.plan(t.starts, t.starts, *sizes, head_dim_vo=work.v_head_dim, **options)
+            ragged.plan(t.q_starts, t.kv_starts, *sizes, head_dim_vo=work.v_head_dim, **options)
             return lambda: ragged.run(t.q, t.k, t.v, out=out)
         key, value, table = t.pages(page_size)
         paged = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
-        last_page = torch.full_like(t.lengths, page_size)
+        pages = (t.kv_lens + page_size - 1) // page_size
+        page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
+        last_page = t.kv_lens - (pages - 1) * page_size
+        used = table[table >= 0]
         paged.plan(
-            t.starts,
-            t.starts // page_size,
-            table.flatten(),
+            t.q_starts,
+            page_starts,
+            used,
             last_page,
             *sizes,
             page_size,
@@ -168,7 +184,7 @@ PREFILL: dict[str, Candidate] = {
     "hopwell, pages of 64": hopwell_paged(64),
     "hopwell, pages of 128": hopwell_paged(128),
     "hopwell, pages of 1": hopwell_paged(1),
-    "FlashAttention 4": fa4(None),
+    "FlashAttention 4": fa4,
     "FlashInfer fa3": flashinfer(None),
     "FlashInfer fa3, pages of 16": flashinfer(16),
     "FlashInfer fa3, pages of 64": flashinfer(64),

@@ -101,6 +101,8 @@ class Run:
         from hopwell.perf.candidates import CEILING
 
         names = [name for name in self.candidates if name != CEILING]
+        if not names:
+            return
         figure, axes = pyplot.subplots(figsize=(2 + 1.5 * len(self.workloads), 4.5), layout="constrained")
         width = 0.85 / len(names)
         for index, name in enumerate(names):

@@ -4,54 +4,99 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 
 @dataclass(frozen=True)
 class Prefill:
-    """``batch`` requests of ``length`` new tokens without a cached prefix."""
+    """Requests with new tokens (``q_lens``) at the ends of their keys (``kv_lens``)."""
 
     name: str
-    batch: int
-    length: int
+    what: str  # the requests in words
+    q_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
     heads: int
     kv_heads: int
     head_dim: int
     v_head_dim: int
-    causal: bool
+    causal: bool = True
+    window_left: int = -1
+    sinks: bool = False
 
     @property
     def title(self) -> str:
-        mask = "causal" if self.causal else "full"
+        mask = f"window {self.window_left}" if self.window_left >= 0 else "causal" if self.causal else "full"
         dims = f"d{self.head_dim}" + (f"/{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
-        return f"{self.name}: {self.batch} x {self.length}, {mask}, {self.heads}/{self.kv_heads} heads, {dims}"
+        extra = ", sinks" if self.sinks else ""
+        return f"{self.name}: {self.what}, {mask}{extra}, {self.heads}/{self.kv_heads} heads, {dims}"
+
+    @property
+    def batch(self) -> int:
+        return len(self.q_lens)
 
     @property
     def tokens(self) -> int:
-        return self.batch * self.length
+        return sum(self.q_lens)
+
+    @property
+    def kv_tokens(self) -> int:
+        return sum(self.kv_lens)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all requests have one length and no cached prefix, so that tensors can be [batch, length, ...]."""
+        return len({*self.q_lens, *self.kv_lens}) == 1
 
     @property
     def flops(self) -> float:
-        """Of both matrix products; a causal mask counts half."""
-        products = 2.0 * self.heads * self.tokens * self.length * (self.head_dim + self.v_head_dim)
-        return products / 2 if self.causal else products
+        """Of both matrix products, visible keys only; the diagonal of a causal mask counts half."""
+        return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.q_lens, self.kv_lens))
+
+    def _visible(self, q_len: int, kv_len: int) -> float:
+        if not self.causal:
+            return q_len * kv_len
+        all_keys = q_len * (kv_len - q_len) + q_len * q_len / 2
+        hidden_rows = max(kv_len - self.window_left - 1, 0) if self.window_left >= 0 else 0
+        # Row t sees kv_len - q_len + t + 1 keys; a window takes the excess over window_left + 1 away.
+        first = max(hidden_rows - q_len, 0)
+        return all_keys - (hidden_rows * (hidden_rows + 1) - first * (first + 1)) / 2
 
     @property
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.head_dim)
 
 
+def _uniform(name: str, batch: int, length: int, *sizes: int, causal: bool = True, **options: Any) -> Prefill:
+    lengths = (length,) * batch
+    return Prefill(name, f"{batch} x {length}", lengths, lengths, *sizes, causal=causal, **options)
+
+
+def _mixed(name: str, batch: int, shortest: int, longest: int, *sizes: int) -> Prefill:
+    """Lengths drawn evenly on a logarithmic scale."""
+    draw = random.Random(0)
+    ends = math.log(shortest), math.log(longest)
+    lengths = tuple(round(math.exp(draw.uniform(*ends))) for _ in range(batch))
+    return Prefill(name, f"{batch} x {shortest} to {longest}", lengths, lengths, *sizes)
+
+
 PREFILL = (
-    Prefill("P1", 1, 16384, 32, 8, 128, 128, True),
-    Prefill("P2", 4, 4096, 32, 8, 128, 128, True),
-    Prefill("P3", 16, 1024, 32, 8, 128, 128, True),
-    Prefill("P4", 1, 8192, 32, 8, 128, 128, False),
-    Prefill("P5", 2, 8192, 16, 16, 128, 128, True),
-    Prefill("P6", 1, 4096, 128, 128, 192, 128, True),
-    Prefill("P7", 2, 8192, 32, 8, 64, 64, True),
-    Prefill("P8", 2, 4096, 16, 4, 256, 256, True),
+    _uniform("P1", 1, 16384, 32, 8, 128, 128),
+    _uniform("P2", 4, 4096, 32, 8, 128, 128),
+    _uniform("P3", 16, 1024, 32, 8, 128, 128),
+    _uniform("P4", 1, 8192, 32, 8, 128, 128, causal=False),
+    _uniform("P5", 2, 8192, 16, 16, 128, 128),
+    _uniform("P6", 1, 4096, 128, 128, 192, 128),
+    _uniform("P7", 2, 8192, 32, 8, 64, 64),
+    _uniform("P8", 2, 4096, 16, 4, 256, 256),
+    _uniform("short", 64, 256, 32, 8, 128, 128),
+    _mixed("mixed", 128, 16, 8192, 32, 8, 128, 128),
+    Prefill("chunk", "8 x 512 of 16384", (512,) * 8, (16384,) * 8, 32, 8, 128, 128),
+    _uniform("window", 1, 32768, 32, 8, 128, 128, window_left=1023),
+    _uniform("gpt-oss", 2, 8192, 64, 8, 64, 64, window_left=127, sinks=True),
 )
 
 
@@ -62,15 +107,20 @@ class Tensors:
         self.work, self.dtype = work, dtype
         generator = torch.Generator("cuda").manual_seed(0)
         self.q, self.k, self.v = (
-            torch.randn(work.tokens, heads, dim, generator=generator, device="cuda").to(dtype)
-            for heads, dim in (
-                (work.heads, work.head_dim),
-                (work.kv_heads, work.head_dim),
-                (work.kv_heads, work.v_head_dim),
+            torch.randn(tokens, heads, dim, generator=generator, device="cuda").to(dtype)
+            for tokens, heads, dim in (
+                (work.tokens, work.heads, work.head_dim),
+                (work.kv_tokens, work.kv_heads, work.head_dim),
+                (work.kv_tokens, work.kv_heads, work.v_head_dim),
             )
         )
-        self.starts = torch.arange(work.batch + 1, dtype=torch.int32, device="cuda") * work.length
-        self.lengths = torch.full((work.batch,), work.length, dtype=torch.int32, device="cuda")
+        self.q_lens, self.kv_lens = (
+            torch.tensor(lengths, dtype=torch.int32, device="cuda") for lengths in (work.q_lens, work.kv_lens)
+        )
+        self.q_starts, self.kv_starts = (
+            torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (self.q_lens, self.kv_lens)
+        )
+        self.sinks = torch.randn(work.heads, generator=generator, device="cuda") if work.sinks else None
 
     def output(self) -> torch.Tensor:
         return torch.empty(self.work.tokens, self.work.heads, self.work.v_head_dim, dtype=self.dtype, device="cuda")
@@ -78,25 +128,35 @@ class Tensors:
     @functools.cache  # noqa: B019 (lives as long as the workload is measured)
     def pages(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """K and V [pages, page_size, kv_heads, dim] in random order, and the table [batch, pages of a request]."""
-        count = self.work.tokens // page_size
-        order = torch.randperm(count, generator=torch.Generator().manual_seed(0)).cuda()
+        counts = [-(-length // page_size) for length in self.work.kv_lens]
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int().cuda()
+        ids = order.split(counts)
+        table = torch.stack([torch.nn.functional.pad(i, (0, max(counts) - len(i)), value=-1) for i in ids])
         pools = []
         for tokens in (self.k, self.v):
-            pool = torch.empty(count, page_size, *tokens.shape[1:], dtype=self.dtype, device="cuda")
-            pool[order] = tokens.view(pool.shape)
+            pool = torch.zeros(sum(counts), page_size, *tokens.shape[1:], dtype=self.dtype, device="cuda")
+            for request, pages in zip(tokens.split(self.work.kv_lens), ids, strict=True):
+                padded = torch.nn.functional.pad(request, (0, 0, 0, 0, 0, len(pages) * page_size - len(request)))
+                pool[pages.long()] = padded.view(len(pages), *pool.shape[1:])
             pools.append(pool)
-        return pools[0], pools[1], order.view(self.work.batch, -1).to(torch.int32)
+        return pools[0], pools[1], table
 
     def error(self, out: torch.Tensor, rows: int = 24) -> float:
         """Relative error of some rows of the last request against float64."""
         work = self.work
-        picked = torch.linspace(0, work.length - 1, rows, device="cuda").long()
-        last = slice(work.tokens - work.length, work.tokens)
+        q_len, kv_len = work.q_lens[-1], work.kv_lens[-1]
+        picked = torch.linspace(0, q_len - 1, min(rows, q_len), device="cuda").long()
         group = work.heads // work.kv_heads
-        q = self.q[last][picked].double().transpose(0, 1)
-        k, v = (t[last].transpose(0, 1).repeat_interleave(group, 0).double() for t in (self.k, self.v))
+        q = self.q[-q_len:][picked].double().transpose(0, 1)
+        k, v = (t[-kv_len:].transpose(0, 1).repeat_interleave(group, 0).double() for t in (self.k, self.v))
         scores = q @ k.transpose(1, 2) * work.scale
         if work.causal:
-            scores.masked_fill_(torch.arange(work.length, device="cuda") > picked[:, None], -math.inf)
+            key, position = torch.arange(kv_len, device="cuda"), picked[:, None] + kv_len - q_len
+            scores.masked_fill_(key > position, -math.inf)
+            if work.window_left >= 0:
+                scores.masked_fill_(key < position - work.window_left, -math.inf)
+        if self.sinks is not None:
+            scores = torch.cat([scores, self.sinks.double()[:, None, None].expand(-1, len(picked), 1)], 2)
+            v = torch.nn.functional.pad(v, (0, 0, 0, 1))
         exact = (scores.softmax(2) @ v).transpose(0, 1)
-        return ((out[last][picked].double() - exact).norm() / exact.norm()).item()
+        return ((out[-q_len:][picked].double() - exact).norm() / exact.norm()).item()
