@@ -46,7 +46,7 @@ class Batch:
         self.workspace = torch.empty(0, device=self.device)
 
     def attend(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        return hopwell.trtllm_batch_context_with_kv_cache(
+        result = hopwell.trtllm_batch_context_with_kv_cache(
             query=self.query,
             kv_cache=self.kv_cache,
             workspace_buffer=self.workspace,
@@ -61,6 +61,8 @@ class Batch:
             cum_seq_lens_kv=self.starts,
             out=out,
         )
+        assert isinstance(result, torch.Tensor)  # no NVFP4 output was asked for
+        return result
 
     def error(self, out: torch.Tensor) -> float:
         """Largest difference from float64 in the last rows of each request, relative to the largest output."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hopwell._context import context_problem, context_sources
@@ -135,7 +137,7 @@ def trtllm_batch_context_with_kv_cache(
     )
     prepared = _CONTEXT.find(arguments)
     if prepared is not None:
-        result = prepared.output(query) if out is None else out
+        result: Any = prepared.output(query) if out is None else out
         if prepared.launch(arguments, result):
             return result
     problem = context_problem(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 import hopwell
 from hopwell.perf.workloads import Tensors
 
-Call = Callable[[], torch.Tensor]
+Call = Callable[[], Any]  # the output
 Candidate = Callable[[Tensors], Call]
 
 CEILING = "bf16 matmul"
@@ -90,7 +91,8 @@ def fa4(t: Tensors) -> Call:
     from flash_attn.cute.interface import _flash_attn_fwd
 
     work, out = t.work, t.output()
-    q, k, v, o, options = t.q, t.k, t.v, out, {}
+    q, k, v, o = t.q, t.k, t.v, out
+    options: dict[str, Any] = {}
     if work.uniform:
         q, k, v, o = (x.view(work.batch, -1, *x.shape[1:]) for x in (q, k, v, o))
     else:

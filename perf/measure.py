@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -20,7 +20,7 @@ ROUNDS = 21
 
 
 def interleaved(
-    calls: dict[str, Callable[[], object]], rounds: int = ROUNDS, graph_ms: float = GRAPH_MS
+    calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, graph_ms: float = GRAPH_MS
 ) -> dict[str, float]:
     """Milliseconds of each call."""
     graphs = {name: _graph(call, graph_ms) for name, call in calls.items()}

@@ -112,7 +112,7 @@ class Run:
         for at, workload in enumerate(self.workloads):
             ceiling = self.tflops(workload, CEILING)
             if ceiling:
-                label = f"{CEILING} in the same run" if at == 0 else None
+                label = f"{CEILING} in the same run" if at == 0 else "_unlisted"
                 axes.hlines(ceiling, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=label)
         axes.set_xticks(
             range(len(self.workloads)),

@@ -70,12 +70,15 @@ class Prefill:
         return 1.0 / math.sqrt(self.head_dim)
 
 
-def _uniform(name: str, batch: int, length: int, *sizes: int, causal: bool = True, **options: Any) -> Prefill:
+Sizes = tuple[int, int, int, int]  # heads, kv_heads, head_dim, v_head_dim
+
+
+def _uniform(name: str, batch: int, length: int, sizes: Sizes, *, causal: bool = True, **options: Any) -> Prefill:
     lengths = (length,) * batch
     return Prefill(name, f"{batch} x {length}", lengths, lengths, *sizes, causal=causal, **options)
 
 
-def _mixed(name: str, batch: int, shortest: int, longest: int, *sizes: int) -> Prefill:
+def _mixed(name: str, batch: int, shortest: int, longest: int, sizes: Sizes) -> Prefill:
     """Lengths drawn evenly on a logarithmic scale."""
     draw = random.Random(0)
     ends = math.log(shortest), math.log(longest)
@@ -84,19 +87,19 @@ def _mixed(name: str, batch: int, shortest: int, longest: int, *sizes: int) -> P
 
 
 PREFILL = (
-    _uniform("P1", 1, 16384, 32, 8, 128, 128),
-    _uniform("P2", 4, 4096, 32, 8, 128, 128),
-    _uniform("P3", 16, 1024, 32, 8, 128, 128),
-    _uniform("P4", 1, 8192, 32, 8, 128, 128, causal=False),
-    _uniform("P5", 2, 8192, 16, 16, 128, 128),
-    _uniform("P6", 1, 4096, 128, 128, 192, 128),
-    _uniform("P7", 2, 8192, 32, 8, 64, 64),
-    _uniform("P8", 2, 4096, 16, 4, 256, 256),
-    _uniform("short", 64, 256, 32, 8, 128, 128),
-    _mixed("mixed", 128, 16, 8192, 32, 8, 128, 128),
+    _uniform("P1", 1, 16384, (32, 8, 128, 128)),
+    _uniform("P2", 4, 4096, (32, 8, 128, 128)),
+    _uniform("P3", 16, 1024, (32, 8, 128, 128)),
+    _uniform("P4", 1, 8192, (32, 8, 128, 128), causal=False),
+    _uniform("P5", 2, 8192, (16, 16, 128, 128)),
+    _uniform("P6", 1, 4096, (128, 128, 192, 128)),
+    _uniform("P7", 2, 8192, (32, 8, 64, 64)),
+    _uniform("P8", 2, 4096, (16, 4, 256, 256)),
+    _uniform("short", 64, 256, (32, 8, 128, 128)),
+    _mixed("mixed", 128, 16, 8192, (32, 8, 128, 128)),
     Prefill("chunk", "8 x 512 of 16384", (512,) * 8, (16384,) * 8, 32, 8, 128, 128),
-    _uniform("window", 1, 32768, 32, 8, 128, 128, window_left=1023),
-    _uniform("gpt-oss", 2, 8192, 64, 8, 64, 64, window_left=127, sinks=True),
+    _uniform("window", 1, 32768, (32, 8, 128, 128), window_left=1023),
+    _uniform("gpt-oss", 2, 8192, (64, 8, 64, 64), window_left=127, sinks=True),
 )
 
 
