@@ -24,6 +24,7 @@ import shutil
 import tempfile
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -158,7 +159,10 @@ def _compile(config: PrefillConfig, target: Artifact) -> None:
         options = (
             f"--enable-tvm-ffi --gpu-arch {config.arch} --generate-line-info --keep-ptx --keep-cubin --dump-dir {dump}"
         )
-        compiled = cute.compile(kernel, *arguments, options=options)
+        with warnings.catch_warnings():
+            # Loops over registers have to be unrolled, however many registers there are.
+            warnings.filterwarnings("ignore", message=".*static loop has")
+            compiled = cute.compile(kernel, *arguments, options=options)
         fresh = Artifact(pathlib.Path(work) / "kernel")
         fresh.path.mkdir()
         compiled.export_to_c(str(fresh.object_file), function_name=config.name)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import CAUSAL, Batch, starts
+from batches import CAUSAL, FULL, Batch, starts, window
 
 import hopwell
 from hopwell import emulator
+from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 pytestmark = pytest.mark.emulator
 
@@ -73,6 +74,49 @@ def test_ragged_keys_and_log_sum_exp(batch):
     expected = batch.expected(CAUSAL)
     expected.check(out)
     expected.check_lse(lse.view(-1, batch.heads)[: batch.tokens])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "mask", "score"),
+    [
+        ({"chunked_attention_size": 64}, Mask(MaskKind.CHUNKED, chunk=64), Score()),
+        ({"pos_encoding_mode": "ALIBI"}, CAUSAL, Score(ScoreKind.ALIBI)),
+        ({"logits_soft_cap_scale": 2.0, "window_left": 20}, window(20), Score(ScoreKind.SOFT_CAP, 2.0)),
+        ({"mask_mode": "padding", "logits_soft_cap_scale": 2.0}, FULL, Score(ScoreKind.SOFT_CAP, 2.0)),
+        ({"skip_softmax_threshold_scale_factor": 1e-30}, CAUSAL, Score()),
+        ({"save_softmax_stats": True}, CAUSAL, Score()),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_features_of_fmha_v2(batch, arguments, mask, score):
+    key, value, _ = batch.ragged()
+    sinks = torch.tensor([0.5, -1.0])
+    result = hopwell.trtllm_fmha_v2_prefill(
+        (batch.q, torch.stack([key, value], 1)),
+        "CONTIGUOUS_Q_KV",
+        torch.empty(0, dtype=torch.uint8),
+        batch.ints(batch.kv_lens),
+        max(batch.q_lens),
+        max(batch.kv_lens),
+        0.0,  # 1 / sqrt(head_dim)
+        1.5,
+        batch.size,
+        batch.ints(starts(batch.q_lens)),
+        batch.ints(starts(batch.kv_lens)),
+        sinks=sinks,
+        **arguments,
+    )
+    if "save_softmax_stats" in arguments:
+        result, stats = result
+        without_sinks = batch.expected(mask, score=score)
+        without_sinks.check_lse(stats[..., 0] + stats[..., 1].log())
+    batch.expected(mask, score=score, sinks=sinks).check(result, factor=1.5)
+
+
+@pytest.mark.parametrize("head_dim", [40, 512])
+def test_other_head_dims_of_context(head_dim):
+    data = Batch([3, 0, 70], [40, 5, 90], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
+    data.expected(CAUSAL).check(context(data))
 
 
 def test_settings_of_the_environment(batch, monkeypatch):
