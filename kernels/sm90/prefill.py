@@ -216,7 +216,7 @@ class PrefillSm90:
                 skip = SkipRule.create(skip_softmax, softmax.scale)
                 attend = SkippingAttend(*parts, skip)
                 attend.run(addresses, geometry)
-                skip.report(addresses)
+                skip.report(addresses, self.config.v_parts)
             else:
                 Attend(*parts).run(addresses, geometry)
 

@@ -47,8 +47,10 @@ class SkipRule(DeviceStruct):
         return 1 - (excess * self.scale >= threshold).to(Int32)
 
     @cute.jit
-    def report(self, addresses) -> None:
-        if addresses.skipped != 0 and cute.arch.thread_idx()[0] % WARPGROUP == 0:
+    def report(self, addresses, v_parts: cutlass.Constexpr[int]) -> None:
+        """Add what this warpgroup left out; of ``v_parts`` that share their rows the first one counts."""
+        sharing = WARPGROUP * v_parts
+        if addresses.skipped != 0 and cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing:
             cute.arch.atomic_add(global_pointer(Int32, addresses.skipped), self.skipped[0])
 
 
