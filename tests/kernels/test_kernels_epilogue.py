@@ -17,6 +17,8 @@ from hopwell.kernels.parts import copy, epilogue
 from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, LseRows, OutputRows, StatisticsRows
 from hopwell.kernels.parts.fragment import RowFragment
 
+pytestmark = pytest.mark.traced
+
 # Columns of the output that a warp writes, and those that it holds.
 WIDTHS = sorted({(c.head_dim_v // c.v_parts, c.depth[1]) for c in shipped_configs()})
 STAGING = 5 * STAGING_BYTES  # the warp's own, among those of others

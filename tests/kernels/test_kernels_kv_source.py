@@ -31,6 +31,8 @@ from hopwell.kernels.parts.kv_source import (
 )
 from hopwell.kernels.sm90.prefill import PrefillSm90
 
+pytestmark = pytest.mark.traced
+
 KV_HEAD, HEADS, REQUEST = 1, 3, 2
 SHARED = 1 << 14  # address of stage 0
 K_START, V_START = 1000, 2000  # of the request, in contiguous K and V

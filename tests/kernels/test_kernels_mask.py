@@ -24,7 +24,7 @@ from hopwell.kernels.plan import geometry
 from hopwell.kernels.problem import Mask, MaskKind
 
 # The DSL warns where a value does not fit its type and would wrap around on the device.
-pytestmark = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
+pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")]
 
 INT32_MAX = 2**31 - 1
 WINDOWS = (0, 1, 3, 4, 5, 127, INT32_MAX)

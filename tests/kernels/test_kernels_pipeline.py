@@ -19,6 +19,8 @@ from hopwell.kernels.parts.scheduler import HEAD_INDEX, WORK_TILE_INTS
 from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
 from hopwell.kernels.sm90.prefill import SOURCES, PrefillSm90
 
+pytestmark = pytest.mark.traced
+
 EDGE = Edge("K", "load", "attend", 2, 1, 8, 32768)
 SHIPPED = list(shipped_configs())
 

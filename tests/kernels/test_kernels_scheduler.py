@@ -18,7 +18,7 @@ from hopwell.kernels.parts.scheduler import HEAD_INDEX, WORK_TILE_INTS, Board, T
 from hopwell.kernels.parts.sequence import Request, load_request
 from hopwell.kernels.problem import MaskKind
 
-pytestmark = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
+pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")]
 
 GEOMETRY = Geometry(*[Int64(0)] * len(Geometry._fields))._replace(
     q_unit=Int64(1), o_unit=Int64(1), k_unit=Int64(1), v_unit=Int64(1), lse_unit=Int64(1)

@@ -23,6 +23,8 @@ from hopwell.kernels.problem import ScoreKind
 from hopwell.kernels.sm90 import skip as skip_module
 from hopwell.kernels.sm90.skip import SkipRule
 
+pytestmark = pytest.mark.traced
+
 TILE, ROWS = 8, 2
 CLOSE = dict(rel=1e-5, abs=1e-30)  # constants are float32
 
@@ -248,10 +250,11 @@ class TestSkipRule:
         assert isinstance(rule.skipped, Registers)
 
     @pytest.mark.parametrize(
-        ("address", "thread", "adds"), [(4096, 128, 1), (4096, 129, 0), (4096, 256, 1), (0, 128, 0)]
+        ("address", "thread", "v_parts", "adds"),
+        [(4096, 128, 1, 1), (4096, 129, 1, 0), (4096, 256, 1, 1), (0, 128, 1, 0), (4096, 128, 2, 1), (4096, 256, 2, 0)],
     )
-    def test_each_warpgroup_reports_once(
-        self, address: int, thread: int, adds: int, monkeypatch: pytest.MonkeyPatch
+    def test_rows_are_reported_once(
+        self, address: int, thread: int, v_parts: int, adds: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         added: list[tuple[Any, Any]] = []
         monkeypatch.setattr(cute.arch, "thread_idx", lambda: (thread, 0, 0))
@@ -260,5 +263,5 @@ class TestSkipRule:
         rule = SkipRule.create(1.0, 1.0)
         for _ in range(7):
             rule.note(False)
-        rule.report(SimpleNamespace(skipped=address))
+        rule.report(SimpleNamespace(skipped=address), v_parts)
         assert added == [((Int32, address), 7)] * adds
