@@ -149,7 +149,9 @@ def fence(c: Context, i: Instr) -> Op:
     return c.nop()
 
 
-@decodes("griddepcontrol", "nanosleep", "pragma", "tcgen05.fence")
+@decodes(
+    "griddepcontrol", "nanosleep", "pragma", "tcgen05.fence::before_thread_sync", "tcgen05.fence::after_thread_sync"
+)
 def no_effect(c: Context, i: Instr) -> Op:
     """Register budgets and time have no meaning here; launches run one after another, so dependent launch never
     waits."""

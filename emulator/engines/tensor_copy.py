@@ -97,13 +97,15 @@ class Copy:
 
 
 def spread(raw: np.ndarray, bits: int) -> np.ndarray:
-    """Sixteen packed 4- or 6-bit elements of each 16-byte chunk -> one byte each."""
+    """Sixteen packed 4- or 6-bit elements of each 16-byte chunk -> one byte each. In its byte a 4-bit element has two
+    zeros on both sides (0b00ABCD00 in CUTLASS mma_traits_sm120.hpp), a 6-bit element has them above (PTX ISA, "optional
+    decompression")."""
     chunk = raw.reshape(raw.shape[0], -1, 16).astype(np.uint32)
     out = np.empty(chunk.shape, np.uint8)
     for k in range(16):
         at = k * bits
         word = chunk[..., at // 8] | (chunk[..., min(15, at // 8 + 1)] << 8)
-        out[..., k] = (word >> (at % 8)) & ((1 << bits) - 1)
+        out[..., k] = ((word >> (at % 8)) & ((1 << bits) - 1)) << (2 if bits == 4 else 0)
     return out.reshape(raw.shape)
 
 
@@ -136,6 +138,8 @@ def shift(c: Context, i: Instr) -> Op:
         lane = single_lane(m, w, mask, i.pc)
         address, ctas = target.of(w, lane), group_ctas(w, pair)
         first, column = address >> 16 & 0xFFFF, address & 0xFFFF
+        if first % 32:  # PTX ISA, "tcgen05.shift": the lane of the address is a multiple of 32
+            raise MemoryFault(f"{w}: tcgen05.shift from lane {first}, not a multiple of 32\n  {m.where(i.pc)}")
         if m.tracked:
             stamp, q = queue_clock(m, w, ctas)
             for cta in ctas:
@@ -146,9 +150,10 @@ def shift(c: Context, i: Instr) -> Op:
             for cta in ctas:
                 tm = tensor_memory(m, cta)
                 tm.check(m, column, 8, m.where(i.pc))
-                tm.cells[first : first + 31, column : column + 8] = tm.cells[
-                    first + 1 : first + 32, column : column + 8
-                ]
+                for cells in (tm.cells, tm.written):
+                    if cells is not None:
+                        block = cells[first : first + 32, column : column + 8]
+                        block[:-1] = block[1:].copy()
             m.progress()
 
         m.post(move, queue_key(ctas), f"tcgen05.shift: {m.where(i.pc)}", w.cta.cluster, i.pc)

@@ -31,7 +31,10 @@ D_FORMATS = {0: "f16", 1: "f32", 2: "s32"}
 # Bytes per two elements as they lie in shared memory: kind::f8f6f4 keeps every element in one byte.
 HALF_BYTES = {"f16": 4, "bf16": 4, "tf32": 8}
 K_BYTES = 32
-PACK_TIGHT, PACK_CHUNK = 0, 2
+LANE_WORDS = 4
+PACK_TIGHT, PACK_BYTE, PACK_CHUNK = 0, 1, 2
+# Where an element lies in its byte of tensor memory: first bit and mask. See spread() of tensor_copy.py.
+SUB_BYTE = {"e2m1": (2, 0xF), "e2m3": (0, 0x3F), "e3m2": (0, 0x3F)}
 UNIT_TCGEN05 = 1
 
 
@@ -100,7 +103,9 @@ def parse_shape(kind: str, idesc: int, ctas: int, vector: int | None, where: str
     d_type = "f32" if block_scaled else D_FORMATS.get(idesc >> 4 & 3, "")
     if not d_type:
         raise EmulatorError(f"tcgen05.mma with accumulator format 3: {where}")
-    if (m, ctas) not in ((64, 1), (128, 1), (128, 2), (256, 2)) or n < 8 or n > 256:
+    # CUTLASS, mma_sm100_umma.hpp: block-scaled kinds have no M = 64.
+    shapes = ((128, 1), (128, 2), (256, 2)) if block_scaled else ((64, 1), (128, 1), (128, 2), (256, 2))
+    if (m, ctas) not in shapes or n < 8 or n > 256:
         raise EmulatorError(f"tcgen05.mma of M = {m}, N = {n} with {ctas} CTAs: {where}")
     k = K_BYTES * 2 // half
     scales = 0
@@ -384,7 +389,11 @@ class Job:
                     )
         if tm.written is not None and not tm.written[lanes, column : column + K_BYTES // 4].all():
             raise UninitializedRead(f"A in tensor memory that was never written: {self.where}")
-        return decode(m, cells.view(np.uint8), s.a_type, s.k, 1 if s.pack == PACK_CHUNK else s.pack)
+        raw = np.ascontiguousarray(cells).view(np.uint8)
+        if s.pack == PACK_CHUNK and s.a_type in SUB_BYTE:
+            shift, mask = SUB_BYTE[s.a_type]
+            raw = (raw >> shift & mask).astype(np.uint8)
+        return decode(m, raw, s.a_type, s.k, PACK_BYTE if s.pack == PACK_CHUNK else s.pack)
 
     def b_scale_rows(self) -> int:
         """Rows of B whose scales one lane group holds. When D is split over two lane groups (M = 128 of two CTAs), each
@@ -447,7 +456,10 @@ class Job:
             result = np.concatenate(np.split(result, s.split, axis=1))
         write = np.ones(len(lanes), bool)
         if any(self.disabled):
-            write = ~np.array([self.disabled[k // 32] >> (k % 32) & 1 for k in range(len(lanes))], bool)
+            # A bit for each lane of tensor memory, not each row (PTX ISA, "tcgen05.mma", disable-output-lane); a pair
+            # has 256, as many as M = 256 has rows (CUTLASS DSL, nvvm_wrapper.py, write_disable_mask).
+            bits = self.disabled[LANE_WORDS * (cta is not self.ctas[0]) :]
+            write = ~np.array([bits[lane // 32] >> (lane % 32) & 1 for lane in lanes.tolist()], bool)
         tm.cells[lanes[write], column : column + width] = result[write]
         if tm.written is not None:
             tm.written[lanes[write], column : column + width] = True
@@ -486,6 +498,8 @@ def mma(c: Context, i: Instr) -> Op:
     disabled = []
     if rest and isinstance(rest[0], Vec):
         disabled = [c.src(x, "b32") for x in items(rest.pop(0))]
+        if len(disabled) != (2 if "cta_group::2" in p else 1) * LANE_WORDS:
+            raise Unsupported(f"{i.op} with an output-lane mask of {len(disabled)} words")
     predicate = rest.pop(0)
     scale_input = rest[0].bits if rest and isinstance(rest[0], Imm) else 0
     return c.python(

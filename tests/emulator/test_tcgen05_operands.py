@@ -1,0 +1,235 @@
+"""tcgen05.mma in raw PTX: every M of one CTA and a pair, A in shared and in tensor memory, output-lane masks, scaled D;
+tcgen05.commit to several CTAs.
+
+Operands and results are placed by hand; sources of the layouts are named in tmem_harness.py. Sums are exact in float32.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from ptx_harness import empty, run_ptx
+from tmem_harness import (
+    LANES,
+    VALUES,
+    address,
+    descriptor,
+    draw,
+    k_major,
+    noise,
+    packed,
+    place_result,
+    place_rows,
+    run_tmem,
+)
+
+from hopwell.emulator import EmulatorError, UninitializedRead, Unsupported
+
+F16_CODE = {"f16": 0, "bf16": 1}
+F8_CODE = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
+SHAPES = [(64, 1), (128, 1), (128, 2), (256, 2)]
+IDS = ["64", "128", "pair of 64", "pair of 128"]
+N = 32
+AT_A, COLUMNS = N, N + 16
+
+
+class Operand:
+    """``steps`` instructions' worth of k: values, bytes in shared memory and bytes in tensor memory."""
+
+    def __init__(self, kind: str, rows: int, steps: int, seed: int):
+        self.k = 16 if kind in F16_CODE else 32
+        shape = (rows, self.k * steps)
+        if kind in F16_CODE:
+            numbers = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)) / 4
+            stored = numbers.to(torch.float16 if kind == "f16" else torch.bfloat16)
+            self.values = numbers.double().numpy()
+            self.shared = self.tensor = stored.view(torch.uint8).numpy()
+        else:
+            codes = draw(kind, shape, 0.5, 2, seed)
+            self.values = VALUES[kind][codes]
+            self.shared = packed(codes, kind, tight=False)
+            # Tensor memory has a byte for each element; a 4-bit one lies in its bits 2 to 5.
+            self.tensor = codes << 2 if kind == "e2m1" else codes
+
+    def image(self, rows: slice) -> np.ndarray:
+        return np.concatenate(
+            [k_major(x, 128, 256, size=32 * len(x)) for x in np.split(self.shared[rows], self.shared.shape[1] // 32, 1)]
+        )
+
+
+class Product:
+    """d = a b^T in ``steps`` instructions, the first of which may accumulate onto what D holds."""
+
+    def __init__(self, kind, m, ctas, in_tmem=False, steps=2, b_kind=None, seed=0):
+        self.kind, self.m, self.ctas, self.in_tmem, self.steps = kind, m, ctas, in_tmem, steps
+        self.b_kind = b_kind or kind
+        self.a, self.b = Operand(kind, m, steps, seed), Operand(self.b_kind, N, steps, seed + 1)
+        own_m, own_n = m // ctas, N // ctas
+        self.images = [
+            np.concatenate(
+                [self.b.image(slice(own_n * c, own_n * c + own_n)), self.a.image(slice(own_m * c, own_m * c + own_m))]
+            )
+            for c in range(ctas)
+        ]
+        self.before = noise(ctas, LANES, COLUMNS, seed=seed)
+        if in_tmem:
+            place_rows(np.ascontiguousarray(self.a.tensor).view(np.uint32), m, ctas, self.before, AT_A)
+        self.value = (self.a.values @ self.b.values.T).astype(np.float32)
+
+    def instructions(self, onto=False, mask=(), tail="") -> str:
+        codes = F16_CODE if self.kind in F16_CODE else F8_CODE
+        kind = "f16" if self.kind in F16_CODE else "f8f6f4"
+        idesc = 1 << 4 | codes[self.kind] << 7 | codes[self.b_kind] << 10 | N >> 3 << 17 | self.m >> 4 << 24
+        own_m, own_n = self.m // self.ctas, N // self.ctas
+        lanes = ", ".join(f"%r{k}" for k in range(20, 20 + len(mask)))
+        out = "".join(f"mov.b32 %r{20 + k}, {word:#x};\n" for k, word in enumerate(mask))
+        out += address("%r110", 0) + f"mov.b32 %r113, {idesc:#x};\n"
+        for step in range(self.steps):
+            out += descriptor("%d2", 32 * own_n * step, 128, 256)
+            out += descriptor("%d1", 32 * (own_n * self.steps + own_m * step), 128, 256)
+            out += address("%r111", AT_A + 8 * step)
+            out += f"setp.ne.u32 %p4, {int(onto or step > 0)}, 0;\n"
+            a = "[%r111]" if self.in_tmem else "%d1"
+            vector = f", {{{lanes}}}" if mask else ""
+            out += f"tcgen05.mma.cta_group::{self.ctas}.kind::{kind} [%r110], {a}, %d2, %r113{vector}, %p4{tail};\n"
+        return out
+
+    def run(self, text: str | None = None, **settings) -> np.ndarray:
+        text = text or self.instructions()
+        return run_tmem(text, self.before, self.images, self.ctas == 2, **settings)
+
+    def wanted(self, d: np.ndarray) -> np.ndarray:
+        out = self.before.copy()
+        place_result(d, self.ctas, out)
+        return out
+
+
+@pytest.mark.parametrize("in_tmem", [False, True], ids=["shared", "tensor"])
+@pytest.mark.parametrize(("m", "ctas"), SHAPES, ids=IDS)
+@pytest.mark.parametrize("kind", ["f16", "bf16", "e4m3", "e5m2"])
+def test_shapes_and_places_of_a(kind, m, ctas, in_tmem):
+    problem = Product(kind, m, ctas, in_tmem)
+    np.testing.assert_array_equal(problem.run(), problem.wanted(problem.value))
+
+
+@pytest.mark.parametrize("in_tmem", [False, True], ids=["shared", "tensor"])
+@pytest.mark.parametrize(("kind", "b_kind"), [("e2m1", "e4m3"), ("e2m3", "e2m1"), ("e3m2", "e3m2"), ("e4m3", "e2m3")])
+def test_sub_byte_formats(kind, b_kind, in_tmem):
+    """Packed in the first bytes of each 16 in shared memory, a byte each in tensor memory."""
+    problem = Product(kind, 128, 1, in_tmem, b_kind=b_kind)
+    np.testing.assert_array_equal(problem.run(), problem.wanted(problem.value))
+
+
+def test_packed_elements_decompressed_into_operand_a():
+    """tcgen05.cp with b4x16_p64 turns what shared memory holds of A into what tensor memory must hold."""
+    problem = Product("e2m1", 128, 1, in_tmem=True, steps=1, b_kind="e4m3")
+    wanted = problem.wanted(problem.value)
+    problem.before[:, :, AT_A : AT_A + 8] = noise(1, LANES, 8, seed=5)
+    copy = (
+        descriptor("%d3", 32 * N, 128, 256) + address("%r112", AT_A)
+        + "tcgen05.cp.cta_group::1.128x256b.b8x16.b4x16_p64 [%r112], %d3;\n"
+    )  # fmt: skip
+    np.testing.assert_array_equal(problem.run(copy + problem.instructions()), wanted)
+
+
+@pytest.mark.parametrize(("m", "ctas"), SHAPES, ids=IDS)
+def test_accumulation_onto_what_tensor_memory_holds(m, ctas):
+    problem = Product("bf16", m, ctas, in_tmem=True)
+    old = np.random.default_rng(3).integers(-50, 50, (m, N)).astype(np.float32)
+    place_result(old, ctas, problem.before)
+    after = problem.run(problem.instructions(onto=True))
+    np.testing.assert_array_equal(after, problem.wanted(old + problem.value))
+
+
+@pytest.mark.parametrize("scale", [1, 4, 15])
+def test_scaled_accumulator(scale):
+    """PTX ISA, "tcgen05.mma": scale-input-d multiplies D by 2 to the power of -scale before the product is added."""
+    problem = Product("f16", 128, 1, steps=1)
+    old = np.random.default_rng(3).integers(-50, 50, (128, N)).astype(np.float32)
+    place_result(old, 1, problem.before)
+    after = problem.run(problem.instructions(onto=True, tail=f", {scale}"))
+    np.testing.assert_array_equal(after, problem.wanted((old * 2.0**-scale + problem.value).astype(np.float32)))
+
+
+@pytest.mark.parametrize(("m", "ctas"), SHAPES, ids=IDS)
+def test_output_lane_mask(m, ctas):
+    """A bit of the mask stands for a lane of tensor memory, not for a row; a pair has 256 of them."""
+    problem = Product("f16", m, ctas, steps=1)
+    mask = [int(x) for x in noise(4 * ctas, seed=8)]
+    after = problem.run(problem.instructions(mask=mask))
+    wanted = problem.wanted(problem.value)
+    for lane in range(LANES * ctas):
+        if mask[lane // 32] >> lane % 32 & 1:
+            wanted[lane // LANES, lane % LANES] = problem.before[lane // LANES, lane % LANES]
+    np.testing.assert_array_equal(after, wanted)
+
+
+def test_a_pair_needs_a_mask_of_eight_words():
+    problem = Product("f16", 256, 2, steps=1)
+    with pytest.raises(Unsupported, match="mask of 4 words"):
+        problem.run(problem.instructions(mask=[1, 0, 0, 0]))
+
+
+@pytest.mark.parametrize("schedule", ["late", "random"])
+def test_products_of_one_thread_run_in_order(schedule):
+    """PTX ISA, "tcgen05 pipelined instructions": the second accumulates onto the first without a wait."""
+    problem = Product("bf16", 128, 2, in_tmem=True)
+    np.testing.assert_array_equal(problem.run(schedule=schedule, seed=4), problem.wanted(problem.value))
+
+
+def test_both_halves_of_the_lanes_need_operand_a():
+    """CUTLASS, UMMA::TmemAllocMode::Duplicated: M = 128 of a pair."""
+    problem = Product("bf16", 128, 2, in_tmem=True)
+    problem.before[1, 70, AT_A] ^= 1
+    with pytest.raises(EmulatorError, match="lane groups that must hold copies"):
+        problem.run()
+
+
+def test_operand_a_that_nobody_wrote():
+    problem = Product("bf16", 128, 1, in_tmem=True, steps=1)
+    text = problem.instructions().replace("[%r111]", "[%r112]")
+    with pytest.raises(UninitializedRead, match="never written"):
+        run_tmem(address("%r112", COLUMNS + 2) + text, problem.before, problem.images)
+
+
+# ------------------------------------------------------------------ commit
+@pytest.mark.parametrize("mask", [0b0001, 0b1010, 0b1111])
+@pytest.mark.parametrize("issuer", [0, 2])
+def test_commit_signals_the_ctas_of_its_mask(mask, issuer):
+    """The barrier at the same offset in every CTA of the mask completes one phase (two would look like none), and in no
+    other CTA."""
+    out = empty(4)
+    run_ptx(
+        f"""
+        mov.u32 %r1, smem; mov.u32 %r2, %cluster_ctarank; setp.eq.u32 %p1, %tid, 0;
+        @%p1 mbarrier.init.shared.b64 [%r1], 1; fence.mbarrier_init.release.cluster; bar.warp.sync -1;
+        barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+        setp.eq.and.u32 %p3, %r2, {issuer}, %p1; mov.b16 %h1, {mask};
+        @%p3 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.multicast::cluster.b64 [%r1], %h1;
+        barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+        mbarrier.test_wait.parity.shared.b64 %p4, [%r1], 0; selp.u32 %r6, 1, 2, %p4;
+        cvt.u64.u32 %d1, %r2; shl.b64 %d1, %d1, 2; add.u64 %d1, %a0, %d1; @%p1 st.global.b32 [%d1], %r6;
+        """,
+        out, grid=4, cluster=4, shared=16, target="sm_100a", race=True, proxy=True,
+    )  # fmt: skip
+    assert out.tolist() == [1 if mask >> cta & 1 else 2 for cta in range(4)]
+
+
+def test_commit_without_a_mask_signals_the_barrier_of_its_address():
+    """A shared::cluster address of another CTA is that CTA's barrier."""
+    out = empty(2)
+    run_ptx(
+        """
+        mov.u32 %r1, smem; mov.u32 %r2, %cluster_ctarank; setp.eq.u32 %p1, %tid, 0;
+        @%p1 mbarrier.init.shared.b64 [%r1], 1; fence.mbarrier_init.release.cluster; bar.warp.sync -1;
+        barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+        setp.eq.and.u32 %p3, %r2, 0, %p1; mapa.shared::cluster.u32 %r3, %r1, 1;
+        @%p3 tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [%r3];
+        barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
+        mbarrier.test_wait.parity.shared.b64 %p4, [%r1], 0; selp.u32 %r6, 1, 2, %p4;
+        cvt.u64.u32 %d1, %r2; shl.b64 %d1, %d1, 2; add.u64 %d1, %a0, %d1; @%p1 st.global.b32 [%d1], %r6;
+        """,
+        out, grid=2, cluster=2, shared=16, target="sm_100a", race=True, proxy=True,
+    )  # fmt: skip
+    assert out.tolist() == [2, 1]

@@ -1,0 +1,179 @@
+"""tcgen05.mma with block scales: formats, vector sizes, scale-factor bytes, CTA pairs.
+
+d[m][n] = sum over k of a[m][k] sa[m][k / v] b[n][k] sb[n][k / v], all of it exact in float32. Operand bytes, scale
+factors and the result are placed by hand. Sources: PTX ISA, "tcgen05 block scaling" and "scale factor layout"; CUTLASS,
+mma_sm100_desc.hpp (InstrDescriptorBlockScaled) and mma_traits_sm100_frag.hpp (tmem_sf_frg).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from tmem_harness import LANES, VALUES, address, descriptor, draw, k_major, noise, packed, place_result, run_tmem
+
+from hopwell.emulator import EmulatorError
+
+MX_CODE = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
+# Kind and vector qualifier -> elements of k, scales of a row, format of the scales.
+KINDS = {
+    "mxf8f6f4.block_scale.scale_vec::1X": (32, 1, "ue8m0"),
+    "mxf8f6f4.block_scale": (32, 1, "ue8m0"),
+    "mxf8f6f4.block_scale.block32": (32, 1, "ue8m0"),
+    "mxf4.block_scale.scale_vec::2X": (64, 2, "ue8m0"),
+    "mxf4.block_scale.block32": (64, 2, "ue8m0"),
+    "mxf4nvf4.block_scale.scale_vec::2X": (64, 2, "ue8m0"),
+    "mxf4nvf4.block_scale.scale_vec::4X": (64, 4, "ue4m3"),
+    "mxf4nvf4.block_scale.block16": (64, 4, "ue4m3"),
+}
+
+
+class Problem:
+    """One product with random codes, and where everything lies."""
+
+    def __init__(self, kind, m, n, ctas=1, a="e2m1", b="e2m1", ids=(0, 0), scale=None, negate=False, seed=0):
+        self.kind, self.m, self.n, self.ctas, self.ids, self.negate = kind, m, n, ctas, ids, negate
+        self.k, self.scales, default = KINDS[kind]
+        self.scale = scale or default
+        self.a_kind, self.b_kind = a, b
+        self.a = draw(a, (m, self.k), 0.5, 2, seed)
+        self.b = draw(b, (n, self.k), 0.5, 2, seed + 1)
+        self.sa = draw(self.scale, (m, self.scales), 0.5, 2, seed + 2)
+        self.sb = draw(self.scale, (n, self.scales), 0.5, 2, seed + 3)
+        self.at_a, self.at_b = n, n + 8
+        self.columns = -(-(n + 16) // 16) * 16
+
+    def instruction_descriptor(self) -> int:
+        tight = not self.kind.startswith("mxf8f6f4")
+        a, b = (1, 1) if tight else (MX_CODE[self.a_kind], MX_CODE[self.b_kind])
+        return (
+            self.ids[1] << 4 | a << 7 | b << 10 | self.negate << 13 | self.n >> 3 << 17
+            | (self.scale == "ue8m0") << 23 | self.m >> 4 << 24 | self.ids[0] << 29
+        )  # fmt: skip
+
+    def images(self) -> list[np.ndarray]:
+        """A behind B in each CTA's shared memory."""
+        tight = not self.kind.startswith("mxf8f6f4")
+        own_m, own_n = self.m // self.ctas, self.n // self.ctas
+        out = []
+        for cta in range(self.ctas):
+            b = packed(self.b[own_n * cta : own_n * cta + own_n], self.b_kind, tight)
+            a = packed(self.a[own_m * cta : own_m * cta + own_m], self.a_kind, tight)
+            out.append(np.concatenate([k_major(b, 128, 256, size=32 * own_n), k_major(a, 128, 256, size=32 * own_m)]))
+        return out
+
+    def scale_words(self, tmem: np.ndarray, column: int, scales: np.ndarray, first_byte: int, halves: int) -> None:
+        """Row r of a half: lane r % 32 of each of its quarters, column r / 32, bytes from ``first_byte``."""
+        per_half = len(scales) // halves
+        raw = tmem.view(np.uint8).reshape(LANES, -1, 4)
+        for h in range(halves):
+            for q in range(4 // halves):
+                for r in range(per_half):
+                    lane = 128 // halves * h + 32 * q + r % 32
+                    raw[lane, column + r // 32, first_byte : first_byte + self.scales] = scales[per_half * h + r]
+
+    def before(self) -> np.ndarray:
+        tmem = noise(self.ctas, LANES, self.columns)
+        tmem[:, :, self.at_a : self.at_a + 16] = np.tile(tmem[:, :32, self.at_a : self.at_a + 16], (1, 4, 1))
+        own = self.m // self.ctas
+        for cta in range(self.ctas):
+            self.scale_words(tmem[cta], self.at_a, self.sa[own * cta : own * cta + own], self.ids[0], 1)
+            self.scale_words(tmem[cta], self.at_b, self.sb, self.ids[1], 2 if own == 64 else 1)
+        return tmem
+
+    def instruction(self) -> str:
+        return (
+            descriptor("%d1", 32 * self.n // self.ctas, 128, 256) + descriptor("%d2", 0, 128, 256)
+            + address("%r110", 0) + address("%r111", self.at_a) + address("%r112", self.at_b)
+            + f"mov.b32 %r113, {self.instruction_descriptor():#x}; setp.ne.u32 %p4, %r113, %r113;\n"
+            f"tcgen05.mma.cta_group::{self.ctas}.kind::{self.kind} [%r110], %d1, %d2, %r113, [%r111], [%r112], %p4;\n"
+        )  # fmt: skip
+
+    def product(self) -> np.ndarray:
+        per = self.k // self.scales
+        a = VALUES[self.a_kind][self.a] * np.repeat(VALUES[self.scale][self.sa], per, axis=1)
+        b = VALUES[self.b_kind][self.b] * np.repeat(VALUES[self.scale][self.sb], per, axis=1)
+        d = (-a if self.negate else a) @ b.T
+        assert (d.astype(np.float32) == d).all()
+        return d.astype(np.float32)
+
+    def check(self, **settings) -> None:
+        before = self.before()
+        after = run_tmem(self.instruction(), before, self.images(), self.ctas == 2, **settings)
+        wanted = before.copy()
+        place_result(self.product(), self.ctas, wanted)
+        np.testing.assert_array_equal(after, wanted)
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "ctas"), [(128, 64, 1), (128, 64, 2), (256, 64, 2)], ids=["one", "pair", "wide pair"]
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kinds_and_vector_sizes(kind, m, n, ctas):
+    """M = 128 of a pair splits D's columns, and the scales of B with them, over the halves of the lanes."""
+    formats = {"a": "e4m3", "b": "e4m3"} if kind.startswith("mxf8") else {}
+    Problem(kind, m, n, ctas, **formats).check()
+
+
+@pytest.mark.parametrize("n", [8, 96, 256])
+def test_widths(n):
+    """Scales of a number of rows that does not fill a column, and of several columns."""
+    Problem("mxf8f6f4.block_scale.scale_vec::1X", 128, n, a="e4m3", b="e4m3").check()
+
+
+@pytest.mark.parametrize("a", MX_CODE)
+@pytest.mark.parametrize("b", ["e4m3", "e3m2"])
+def test_mixed_formats(a, b):
+    Problem("mxf8f6f4.block_scale.scale_vec::1X", 128, 32, a=a, b=b).check()
+
+
+@pytest.mark.parametrize("ids", [(0, 3), (1, 2), (3, 0)])
+def test_scale_ids_select_a_byte(ids):
+    """Four steps of k share a column of scales: scale_vec::1X takes any byte."""
+    Problem("mxf8f6f4.block_scale.scale_vec::1X", 128, 64, a="e5m2", b="e2m3", ids=ids).check()
+
+
+@pytest.mark.parametrize("ids", [(0, 2), (2, 0), (2, 2)])
+def test_scale_ids_select_a_half_word(ids):
+    Problem("mxf4.block_scale.scale_vec::2X", 128, 64, ids=ids).check()
+
+
+def test_scale_format_is_a_bit_of_the_descriptor():
+    Problem("mxf4nvf4.block_scale.scale_vec::4X", 128, 64, scale="ue8m0").check()
+
+
+def test_negated_operand():
+    Problem("mxf8f6f4.block_scale.scale_vec::1X", 128, 64, a="e4m3", b="e4m3", negate=True).check()
+
+
+def test_scales_through_a_copy():
+    """The way CUTLASS takes: 32x128b.warpx4 brings 128 scales to all quarters, then the same thread multiplies."""
+    problem = Problem("mxf8f6f4.block_scale.scale_vec::1X", 128, 64, a="e4m3", b="e4m3")
+    before = problem.before()
+    wanted = before.copy()
+    place_result(problem.product(), 1, wanted)
+    before[:, :, problem.at_a : problem.at_a + 4] = noise(1, LANES, 4, seed=9)
+    cells = np.ascontiguousarray(wanted[0, :32, problem.at_a : problem.at_a + 4]).view(np.uint8)
+    image = problem.images()[0]
+    copy = (
+        descriptor("%d3", len(image), 128, 128) + address("%r114", problem.at_a)
+        + "tcgen05.cp.cta_group::1.32x128b.warpx4 [%r114], %d3;\n"
+    )  # fmt: skip
+    images = [np.concatenate([image, k_major(cells, 128, 128)])]
+    for schedule in ("eager", "late"):
+        after = run_tmem(copy + problem.instruction(), before, images, schedule=schedule)
+        np.testing.assert_array_equal(after, wanted)
+
+
+def test_every_quarter_needs_the_scales():
+    problem = Problem("mxf8f6f4.block_scale.scale_vec::1X", 128, 64, a="e4m3", b="e4m3")
+    before = problem.before()
+    before[0, 100, problem.at_a] ^= 0x1
+    with pytest.raises(EmulatorError, match="differ between the 32-lane quarters"):
+        run_tmem(problem.instruction(), before, problem.images())
+
+
+def test_block_scales_need_128_rows():
+    """CUTLASS, mma_sm100_umma.hpp: SM100_MMA_MXF8F6F4_SS and SM100_MMA_MXF4_SS take M = 128, their pairs 128 or 256."""
+    problem = Problem("mxf8f6f4.block_scale.scale_vec::1X", 64, 64, a="e4m3", b="e4m3")
+    with pytest.raises(EmulatorError, match="M = 64"):
+        run_tmem(problem.instruction(), problem.before(), problem.images())
