@@ -19,17 +19,18 @@ from typing import Any
 import torch
 
 from hopwell.kernels import Plan
+from hopwell.kernels.launch import Addresses
 from hopwell.kernels.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 
 # An entry point's arguments in one row: tensors, and plain values that can be compared. None for what is not given.
 Arguments = tuple[Any, ...]
 # The arguments that operands lie in, in the order of launch.Addresses.
-Sources = tuple["torch.Tensor | None", ...]
+Sources = tuple[torch.Tensor | None, ...]
 
 # Places of the results among the operands: they may be allocated in the call.
-OUT = 3
-STATS = (15, 17)  # log-sum-exp and softmax statistics; no entry point gives both
+OUT = Addresses._fields.index("out")
+STATS = tuple(map(Addresses._fields.index, ("lse", "statistics")))  # no entry point gives both
 CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
 RECENT = 4  # calls recognised without a key: models alternate between few kinds of layers
 ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores

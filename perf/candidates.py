@@ -21,20 +21,23 @@ CEILING = "bf16 matmul"
 MATMUL_SIZE = 8192
 
 
+Lengths = tuple[torch.Tensor, int, int, float, float, int, torch.Tensor, torch.Tensor]
+
+
+def _lengths(t: Tensors) -> Lengths:
+    """What the two TensorRT-LLM entries take from ``seq_lens`` to ``cum_seq_lens_kv``."""
+    work = t.work
+    bounds = max(work.q_lens), max(work.kv_lens)
+    return t.kv_lens, *bounds, work.scale, 1.0, work.batch, t.q_starts, t.kv_starts
+
+
 def hopwell_dense(t: Tensors) -> Call:
-    work, out = t.work, t.output()
+    work, out, lengths = t.work, t.output(), _lengths(t)
     return lambda: hopwell.trtllm_fmha_v2_prefill(
         (t.q, t.k, t.v),
         "SEPARATE_Q_K_V",
         out,
-        t.kv_lens,
-        max(work.q_lens),
-        max(work.kv_lens),
-        work.scale,
-        1.0,
-        work.batch,
-        t.q_starts,
-        t.kv_starts,
+        *lengths,
         out=out,
         sinks=t.sinks,
         mask_mode="causal" if work.causal else "padding",
@@ -44,7 +47,7 @@ def hopwell_dense(t: Tensors) -> Call:
 
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: Tensors) -> Call:
-        work, out = t.work, t.output()
+        work, out, lengths = t.work, t.output(), _lengths(t)
         key, value, table = t.pages(page_size)
         if work.causal:
             return lambda: hopwell.trtllm_batch_context_with_kv_cache(
@@ -52,14 +55,7 @@ def hopwell_paged(page_size: int) -> Candidate:
                 (key, value),
                 out,
                 table,
-                t.kv_lens,
-                max(work.q_lens),
-                max(work.kv_lens),
-                work.scale,
-                1.0,
-                work.batch,
-                t.q_starts,
-                t.kv_starts,
+                *lengths,
                 window_left=work.window_left,
                 out=out,
                 kv_layout="NHD",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import entry_calls
 import pytest
 import torch
 from batches import CAUSAL, FULL, Batch, starts, window
@@ -17,20 +18,7 @@ def context(data: Batch, page_size: int = 16, bad_page: int | None = None) -> to
     key, value, table = data.pages(page_size)
     if bad_page is not None:
         table[2, 1] = bad_page
-    return hopwell.trtllm_batch_context_with_kv_cache(
-        query=data.q,
-        kv_cache=(key, value),
-        workspace_buffer=torch.empty(0, dtype=torch.uint8),
-        block_tables=table,
-        seq_lens=data.ints(data.kv_lens),
-        max_q_len=max(data.q_lens),
-        max_kv_len=max(data.kv_lens),
-        bmm1_scale=data.scale,
-        bmm2_scale=1.0,
-        batch_size=data.size,
-        cum_seq_lens_q=data.ints(starts(data.q_lens)),
-        cum_seq_lens_kv=data.ints(starts(data.kv_lens)),
-    )
+    return entry_calls.context(data, (key, value), table)
 
 
 @pytest.fixture
@@ -91,21 +79,10 @@ def test_ragged_keys_and_log_sum_exp(batch):
 def test_features_of_fmha_v2(batch, arguments, mask, score):
     key, value, _ = batch.ragged()
     sinks = torch.tensor([0.5, -1.0])
-    result = hopwell.trtllm_fmha_v2_prefill(
-        (batch.q, torch.stack([key, value], 1)),
-        "CONTIGUOUS_Q_KV",
-        torch.empty(0, dtype=torch.uint8),
-        batch.ints(batch.kv_lens),
-        max(batch.q_lens),
-        max(batch.kv_lens),
-        0.0,  # 1 / sqrt(head_dim)
-        1.5,
-        batch.size,
-        batch.ints(starts(batch.q_lens)),
-        batch.ints(starts(batch.kv_lens)),
-        sinks=sinks,
-        **arguments,
-    )
+    qkv = (batch.q, torch.stack([key, value], 1))
+    # a bmm1_scale of 0 means 1 / sqrt(head_dim)
+    arguments = {**arguments, "bmm1_scale": 0.0, "bmm2_scale": 1.5, "sinks": sinks}
+    result = entry_calls.fmha_v2(batch, qkv, "CONTIGUOUS_Q_KV", **arguments)
     if "save_softmax_stats" in arguments:
         result, stats = result
         without_sinks = batch.expected(mask, score=score)

@@ -10,25 +10,20 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import Batch
+from config_cases import MAIN_DIMS, check_config
 
 from hopwell import emulator
-from hopwell.kernels import execute
-from hopwell.kernels.config import DTYPES, KvFetch, PrefillConfig, resolve, shipped_configs
-from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
+from hopwell.kernels.problem import MaskKind, ScoreKind
 
 pytestmark = pytest.mark.emulator
 
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 BF16 = [config for config in shipped_configs() if config.dtype == "bf16"]
 CONFIGS = [
     config
     for config in BF16
     if (config.head_dim_qk, config.head_dim_v) in MAIN_DIMS and config.mask is not MaskKind.CHUNKED
 ]
-WINDOW = 70  # keys to the left: less than a tile, so that tiles are skipped
-CHUNK = 64
 
 
 def feature_configs() -> Iterator[PrefillConfig]:
@@ -85,30 +80,10 @@ def check(config: PrefillConfig, page_size: int | None, heads: int, kv_heads: in
     """Requests of none to two tiles of queries and none to four tiles of keys, some rows with nothing to see."""
     m, n = config.tile.m, config.tile.n
     requests = [(5, 9), (0, 3), (1, 0), (7, 3), (m, 3 * n + 1), (m + 3, n + 5)]
-    data = Batch(
-        *zip(*requests, strict=True),
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=config.head_dim_qk,
-        v_head_dim=config.head_dim_v,
-        dtype=TORCH_DTYPES[config.dtype],
-        device="cpu",
-    )
-    mask = {
-        MaskKind.SLIDING_WINDOW: Mask(MaskKind.SLIDING_WINDOW, WINDOW),
-        MaskKind.CHUNKED: Mask(MaskKind.CHUNKED, chunk=CHUNK),
-    }.get(config.mask, Mask(config.mask))
-    score = Score(config.score, 2.0 if config.score is ScoreKind.SOFT_CAP else 0.0)
-    sinks = torch.linspace(-1.0, 1.0, heads)
-    lse = data.ragged_lse()
-    skip = 1e-30 if config.skip_softmax else 0.0
-    problem = data.problem(page_size, mask, lse=lse, sinks=sinks, score=score, skip_softmax=skip)
-    assert resolve(problem, config.arch) == config
+    sinks = torch.linspace(-1.0, 1.0, heads).tolist()
+    lengths = tuple(zip(*requests, strict=True))
     with emulator.use(config.arch, race=True, proxy=True, **settings):
-        out = execute(problem)
-    expected = data.expected(mask, sinks=sinks, score=score)
-    expected.check(out)
-    expected.check_lse(lse.tensor)
+        check_config(config, lengths, page_size, sinks, kv_heads, device="cpu")
     assert not emulator.report().warnings
 
 

@@ -9,17 +9,13 @@ import sys
 from dataclasses import replace
 
 import pytest
-import torch
-from batches import Batch
+from config_cases import MAIN_DIMS, check_config
 
-from hopwell.kernels import execute
-from hopwell.kernels.config import DTYPES, KvFetch, PrefillConfig, resolve, shipped_configs
-from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
+from hopwell.kernels.problem import MaskKind, ScoreKind
 
 pytestmark = pytest.mark.gpu
 
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
-MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 SANITIZED_DIMS = (*MAIN_DIMS, (80, 80), (512, 512))
 
 
@@ -40,28 +36,8 @@ def cases() -> list[PrefillConfig]:
 def small_case(config: PrefillConfig) -> None:
     """Empty, short and long requests in up to four tiles, checked against float64."""
     lengths = ([5, 0, 1, config.tile.m + 3], [9, 3, 0, 2 * config.tile.n + 5])
-    data = Batch(
-        *lengths,
-        heads=2,
-        kv_heads=1,
-        head_dim=config.head_dim_qk,
-        v_head_dim=config.head_dim_v,
-        dtype=TORCH_DTYPES[config.dtype],
-    )
     page_size = {KvFetch.CONTIGUOUS: None, KvFetch.PAGE_ROWS: 4, KvFetch.PAGE_BOXES: config.box_rows}[config.kv_fetch]
-    mask = {
-        MaskKind.SLIDING_WINDOW: Mask(MaskKind.SLIDING_WINDOW, 70),
-        MaskKind.CHUNKED: Mask(MaskKind.CHUNKED, chunk=64),
-    }.get(config.mask, Mask(config.mask))
-    score = Score(config.score, 2.0 if config.score is ScoreKind.SOFT_CAP else 0.0)
-    sinks = torch.tensor([0.5, -1.0], device=data.device)
-    changes = {"score": score, "sinks": sinks, "skip_softmax": 1e-30 if config.skip_softmax else 0.0}
-    problem = data.problem(page_size, mask, lse=data.ragged_lse(), **changes)
-    assert resolve(problem, config.arch) == config
-    out = execute(problem)
-    expected = data.expected(mask, sinks=sinks, score=score)
-    expected.check(out)
-    expected.check_lse(problem.lse.tensor)
+    check_config(config, lengths, page_size, sinks=(0.5, -1.0))
 
 
 @pytest.mark.parametrize("config", cases(), ids=lambda config: config.name)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import CAUSAL, FULL, Batch, starts, window
+from entry_calls import WORKSPACE, context, fmha_v2
 
 import hopwell
 from hopwell.kernels.problem import Mask
@@ -14,26 +15,7 @@ from hopwell.kernels.problem import Mask
 pytestmark = pytest.mark.gpu
 
 Q_LENS, KV_LENS = [5, 0, 130, 257, 9, 1, 64], [77, 3, 130, 700, 4, 300, 0]
-WORKSPACE = torch.empty(0, dtype=torch.uint8)
 MASKS = {"causal": CAUSAL, "window": window(40)}
-
-
-def context(data: Batch, kv_cache: Any, table: torch.Tensor, **more: Any) -> torch.Tensor:
-    arguments: dict[str, Any] = dict(
-        query=data.q,
-        kv_cache=kv_cache,
-        workspace_buffer=WORKSPACE,
-        block_tables=table,
-        seq_lens=data.ints(data.kv_lens),
-        max_q_len=max(data.q_lens),
-        max_kv_len=max(data.kv_lens),
-        bmm1_scale=data.scale,
-        bmm2_scale=1.0,
-        batch_size=data.size,
-        cum_seq_lens_q=data.ints(starts(data.q_lens)),
-        cum_seq_lens_kv=data.ints(starts(data.kv_lens)),
-    )
-    return hopwell.trtllm_batch_context_with_kv_cache(**(arguments | more))
 
 
 def cache_forms(key: torch.Tensor, value: torch.Tensor) -> dict[str, tuple[Any, str]]:
@@ -121,23 +103,6 @@ def test_context_repeated_with_other_tensors() -> None:
         outs.append((data, pools, table))
     for data, pools, table in outs:
         data.expected().check(context(data, tuple(pools), table))
-
-
-def fmha_v2(data: Batch, qkv: Any, layout: str, **more: Any) -> torch.Tensor:
-    arguments: dict[str, Any] = dict(
-        qkv=qkv,
-        input_layout=layout,
-        workspace_buffer=WORKSPACE,
-        seq_lens=data.ints(data.kv_lens),
-        max_q_len=max(data.q_lens),
-        max_kv_len=max(data.kv_lens),
-        bmm1_scale=data.scale,
-        bmm2_scale=1.0,
-        batch_size=data.size,
-        cum_seq_lens_q=data.ints(starts(data.q_lens)),
-        cum_seq_lens_kv=data.ints(starts(data.kv_lens)),
-    )
-    return hopwell.trtllm_fmha_v2_prefill(**(arguments | more))
 
 
 FMHA_V2_MASKS = [

@@ -9,6 +9,7 @@ import pytest
 import reference
 import torch
 from batches import CAUSAL, FULL, Batch, starts, window
+from config_cases import MAIN_DIMS
 
 import hopwell
 from hopwell.kernels import execute
@@ -17,7 +18,7 @@ from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 pytestmark = pytest.mark.gpu
 
-ODD_DIMS = tuple(dims for dims in TILES if dims not in ((64, 64), (128, 128), (192, 128), (256, 256)))
+ODD_DIMS = tuple(dims for dims in TILES if dims not in MAIN_DIMS)
 SCORES = (Score(ScoreKind.SOFT_CAP, 1.5), Score(ScoreKind.SOFT_CAP, 50.0), Score(ScoreKind.ALIBI))
 Q_LENS, KV_LENS = [37, 130, 0, 9, 257], [90, 300, 7, 4, 700]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from batches import CAUSAL, FULL, Batch, window
+from config_cases import MAIN_DIMS
 
 from hopwell.kernels import execute
 from hopwell.kernels.config import TILES, Tile
@@ -12,7 +13,7 @@ from hopwell.kernels.problem import Mask
 
 pytestmark = pytest.mark.gpu
 
-DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))  # the others are in test_prefill_features.py
+DIMS = MAIN_DIMS  # the others are in test_prefill_features.py
 DTYPES = (torch.bfloat16, torch.float16)
 MASKS = (FULL, CAUSAL, window(0), window(1), window(127), window(100_000))
 PAGE_SIZES = (None, *(1 << i for i in range(11)))
