@@ -1,15 +1,19 @@
-"""Arguments of ``xqa_batch_decode_with_kv_cache``: checked."""
+"""Arguments of ``xqa_batch_decode_with_kv_cache``: checked, and reduced to an AttentionProblem."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell import _features as features
+from hopwell._launch import Arguments, Sources, on_device
 from hopwell.kernels import support
+from hopwell.kernels.plan import multiprocessors
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.splitting import scratch_bytes
 
 MAX_HEAD_DIM = 512
 HEAD_DIM_STEP = 16
@@ -39,16 +43,60 @@ def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: i
     tokens, heads, _ = query.shape
     allowed = (query.dtype, checks.FP8) if cache.key.dtype == checks.FP8 else (query.dtype,)
     checks.dtype("out", out, allowed)
-    flat = out
     if out.dim() == 4:
         checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("head_dim", cache.v_dim))
         if batch > 1 and out.stride(0) != q_len * out.stride(1):
             raise ValueError(f"out must be dense in its first two dimensions, got strides {out.stride()}")
-        flat = out[:, 0] if q_len == 1 else out.flatten(0, 1)
-    checks.output("out", flat, (tokens, heads, cache.v_dim), out.dtype, query.device)
+    checks.output("out", flat_output(out), (tokens, heads, cache.v_dim), out.dtype, query.device)
 
 
-def check_xqa_call(
+def xqa_workspace_bytes(
+    num_heads: int, num_kv_heads: int, head_dim: int, max_seq_len: int, q_len_per_req: int = 1, device: Any = None
+) -> int:
+    """Size of ``workspace_buffer`` that is enough for ``xqa_batch_decode_with_kv_cache`` with any batch.
+
+    It holds partial results of requests whose keys several multiprocessors share, and is about 8 MiB unless there are
+    very many keys, KV heads or rows.
+
+    Args:
+        num_heads: query heads.
+        num_kv_heads: KV heads.
+        head_dim: of query, K and V.
+        max_seq_len: the most keys that a request can have: page size times columns of ``block_tables``.
+        q_len_per_req: new tokens of each request.
+        device: the device of the call; None means the current CUDA device, or the CPU where there is none.
+
+    Returns:
+        Bytes.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    rows = num_heads // num_kv_heads * q_len_per_req
+    return scratch_bytes(rows, num_kv_heads, head_dim, max_seq_len, multiprocessors(torch.device(device)))
+
+
+def _check_workspace(value: Any, needed: int, on: torch.device) -> torch.Tensor:
+    workspace = checks.tensor("workspace_buffer", value)
+    checks.device("workspace_buffer", workspace, on)
+    if not workspace.is_contiguous():
+        raise ValueError(f"workspace_buffer must be contiguous, got strides {workspace.stride()}")
+    size = workspace.numel() * workspace.element_size()
+    if size < needed:
+        raise ValueError(
+            f"workspace_buffer must have at least {needed} bytes for this call (hopwell.decode.xqa_workspace_bytes), "
+            f"got {size}"
+        )
+    return workspace
+
+
+def flat_output(out: torch.Tensor | None) -> torch.Tensor | None:
+    """``out`` as [batch * q_len, num_heads, head_dim], whichever way it was given."""
+    if out is None or out.dim() != 4:
+        return out
+    return out[:, 0] if out.shape[1] == 1 else out.flatten(0, 1)
+
+
+def xqa_problem(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     workspace_buffer: torch.Tensor,
@@ -66,8 +114,8 @@ def check_xqa_call(
     o_scale: float | None = 1.0,
     mask: torch.Tensor | None = None,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> NoReturn:
-    """Check every argument, then refuse: no kernel serves this entry. No device memory is read."""
+) -> AttentionProblem:
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
     checks.shape("query", query, ("batch * q_len_per_req", None), ("num_heads", None), ("head_dim", None))
@@ -80,38 +128,91 @@ def check_xqa_call(
         )
     kv_dtypes = (query.dtype, checks.FP8, torch.int8, torch.uint8)
     cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes)
+    if cache.v_dim != head_dim:
+        raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
     _cache.block_scales("kv_cache_sf", kv_cache_sf, cache, kv_layout, (checks.FP8, torch.uint8), dense_pages=False)
-    checks.tensor("workspace_buffer", workspace_buffer)
 
     q_len = 1 if q_len_per_req is None else checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
     if tokens % q_len:
         raise ValueError(f"q_len_per_req must divide the {tokens} rows of query, got {q_len}")
     batch = tokens // q_len
-    checks.page_table(block_tables, batch, on)
-    checks.lengths("seq_lens", seq_lens, batch, on)
+    table = checks.page_table(block_tables, batch, on)
+    kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
     checks.host_int("max_seq_len", max_seq_len)
-    checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
-    checks.scale("bmm2_scale", bmm2_scale, on)
-    if o_scale is not None:
-        checks.scale("o_scale", o_scale, on)
+    softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
+    output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
+    output_factor = 1.0 if o_scale is None else checks.scale("o_scale", o_scale, on)
     window_left = checks.host_int("window_left", window_left, minimum=-1)
-    checks.sinks(sinks, heads, on)
-    checks.optional_flag("enable_pdl", enable_pdl)
+    sink_logits = checks.sinks(sinks, heads, on)
+    enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     _check_mask(mask, batch, q_len, on)
     _check_out(out, query, cache, batch, q_len)
+    capacity = table.key.shape[1] * cache.page_size
+    needed = xqa_workspace_bytes(heads, cache.key.shape[1], head_dim, capacity, q_len, on)
+    scratch = _check_workspace(workspace_buffer, needed, on)
+    inputs = (
+        ("query", query),
+        ("kv_cache", cache.key),
+        ("kv_cache", cache.value),
+        ("block_tables", block_tables),
+        ("seq_lens", seq_lens),
+        ("sinks", sink_logits),
+        ("mask", mask),
+    )
+    checks.disjoint("workspace_buffer", scratch, inputs)
     if out is not None:
-        checks.disjoint("out", out, (("query", query), ("kv_cache", cache.key), ("kv_cache", cache.value)))
+        checks.disjoint("out", out, (*inputs, ("workspace_buffer", scratch)))
 
     arch = support.arch_of(on)
     kv = f"kv_cache.dtype={cache.key.dtype}"
+    known_dim = "head_dim" if head_dim in support.DECODE_HEAD_DIMS else "other_head_dim"
+    known_page = "page_size" if cache.page_size <= support.MAX_PAGE_SIZE else "other_page_size"
+    is_fp8_out = out is not None and out.dtype == checks.FP8
     needs = (
         (cache.is_nvfp4, "nvfp4_kv", kv),
         (cache.key.dtype == torch.int8, "int8_kv", kv),
         (cache.key.dtype == checks.FP8, "fp8_kv", kv),
-        (out is not None and out.dtype == checks.FP8, "fp8_out", f"out.dtype={checks.FP8}"),
+        (is_fp8_out, "fp8_out", f"out.dtype={checks.FP8}"),
+        (True, "16bit", f"query.dtype={query.dtype}, {kv}"),
+        (True, known_dim, f"head_dim={head_dim}"),
+        (True, known_page, f"page_size={cache.page_size}"),
+        (True, "cache", f"KV of shape {tuple(cache.key.shape)}"),
         (q_len > 1, "speculative", f"q_len_per_req={q_len}"),
         (window_left >= 0, "window", f"window_left={window_left}"),
         (sinks is not None, "sinks", "sinks given"),
     )
     features.require_all(support.XQA, arch, needs)
-    raise support.refusal(support.XQA, "16bit", f"query.dtype={query.dtype}, {kv}", arch)
+    kind = MaskKind.SLIDING_WINDOW if window_left >= 0 else MaskKind.FULL
+    return AttentionProblem(
+        query=query,
+        key=cache.key,
+        value=cache.value,
+        out=flat_output(out),
+        batch=batch,
+        max_q_len=q_len,
+        max_kv_len=capacity,
+        q_offsets=None,
+        kv_lens=kv_lens,
+        mask=Mask(MaskKind.DRAFT if q_len > 1 else kind, window_left),
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        # An fp8 output is bmm2_scale * o, any other one bmm2_scale * o_scale * o.
+        output_factor=1.0 if is_fp8_out else output_factor,
+        page_table=table,
+        sinks=sink_logits,
+        draft_mask=None if q_len == 1 else mask,
+        scratch=scratch,
+        programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
+    )
+
+
+def xqa_sources(arguments: Arguments) -> Sources:
+    """The arguments that the kernel's operands lie in."""
+    query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, sinks, o_scale, mask, workspace, *_ = arguments
+    value = k if v is None else v
+    starts = (None, None, None, None)
+    scales = (on_device(bmm1_scale), on_device(bmm2_scale))
+    nothing = (None, None, None, None)  # lse, its offsets, statistics, skipped tiles
+    table = (block_tables, block_tables)
+    rest = (on_device(o_scale), mask, workspace)
+    return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *rest

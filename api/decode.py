@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._xqa import check_xqa_call
+from hopwell._launch import Calls, halves
+from hopwell._xqa import flat_output, xqa_problem, xqa_sources, xqa_workspace_bytes
 
-__all__ = ["xqa_batch_decode_with_kv_cache"]
+__all__ = ["xqa_batch_decode_with_kv_cache", "xqa_workspace_bytes"]
+
+_XQA = Calls(xqa_sources)
 
 
 def xqa_batch_decode_with_kv_cache(
@@ -30,7 +33,13 @@ def xqa_batch_decode_with_kv_cache(
 ) -> torch.Tensor:
     """Attention of one or a few new tokens per request over a paged KV cache.
 
-    Arguments are checked completely, then the call is refused: no architecture has a kernel for this entry yet.
+    With one new token per request all of its seq_len keys are visible, or with a window those at seq_len - 1 -
+    window_left and behind; with several, ``mask`` says which of the new tokens each of them sees::
+
+        out = bmm2_scale * o_scale * softmax(bmm1_scale * q k^T over the visible keys) v
+
+    A row with no visible key gives 0. Results depend neither on what else is in the batch nor on max_seq_len: the keys
+    of a request are always split in the same way and merged in the same order.
 
     Signature and meaning follow FlashInfer's function of this name, except that the output scale is the same for every
     cache dtype: ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit one. (FlashInfer divides
@@ -43,7 +52,8 @@ def xqa_batch_decode_with_kv_cache(
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
             e2m1 values a byte, head_dim / 2 wide). page_size is a power of two, num_heads a multiple of num_kv_heads.
-        workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
+        workspace_buffer: contiguous memory of any dtype for partial results, ``xqa_workspace_bytes`` bytes or more. It
+            may hold anything. Calls that may run at the same time need one each.
         block_tables: int32 or uint32 page ids [batch, pages_per_request]; entries past a request's last page are not
             read.
         seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
@@ -71,24 +81,56 @@ def xqa_batch_decode_with_kv_cache(
     Raises:
         TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
-        NotImplementedError: every call that is well formed.
+        NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    check_xqa_call(
+    k, v = halves(kv_cache)
+    arguments = (
         query,
-        kv_cache,
-        workspace_buffer,
+        k,
+        v,
         block_tables,
         seq_lens,
-        max_seq_len,
         bmm1_scale,
         bmm2_scale,
-        window_left,
-        out,
         sinks,
+        o_scale,
+        mask,
+        workspace_buffer,
+        out,
+        max_seq_len,
+        window_left,
         kv_layout,
         enable_pdl,
         q_len_per_req,
-        o_scale,
-        mask,
         kv_cache_sf,
     )
+    prepared = _XQA.find(arguments)
+    result = None
+    if prepared is not None:
+        result = prepared.output(query) if out is None else flat_output(out)
+        if not prepared.launch(arguments, result):
+            result = None
+    if result is None:
+        problem = xqa_problem(
+            query,
+            kv_cache,
+            workspace_buffer,
+            block_tables,
+            seq_lens,
+            max_seq_len,
+            bmm1_scale,
+            bmm2_scale,
+            window_left,
+            out,
+            sinks,
+            kv_layout,
+            enable_pdl,
+            q_len_per_req,
+            o_scale,
+            mask,
+            kv_cache_sf,
+        )
+        result = _XQA.run(arguments, problem)
+    if out is not None:
+        return out
+    return result if q_len_per_req in (None, 1) else result.unflatten(0, (-1, q_len_per_req))

@@ -9,8 +9,9 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -18,6 +19,7 @@ from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 
 ARCHS = ("sm_90a",)
+MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
@@ -98,8 +100,9 @@ WORK_STAGES = 2  # tiles a CTA has in hand beyond the current one; more would un
 
 
 @dataclass(frozen=True)
-class PrefillConfig:
-    """A prefill kernel. ``box_rows`` counts the tokens of a TMA box of pages, 0 for other ways to fetch."""
+class KernelConfig:
+    """What any kernel needs to know of its operands. ``box_rows`` counts the tokens of a TMA box of pages, 0 for other
+    ways to fetch."""
 
     arch: str
     dtype: str
@@ -109,28 +112,34 @@ class PrefillConfig:
     mask: MaskKind
     kv_fetch: KvFetch
     box_rows: int
-    score: ScoreKind = ScoreKind.SCALED
-    skip_softmax: bool = False
 
     @property
     def tile(self) -> Tile:
-        return tile_of((self.head_dim_qk, self.head_dim_v), self.score, self.skip_softmax)
+        """Sizes and resources."""
+        raise NotImplementedError
 
     @property
     def name(self) -> str:
         """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
-        parts = [
-            "prefill",
-            self.arch,
-            self.dtype,
-            *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
-            f"d{self.head_dim_qk}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""),
-            self.mask.value,
-            *([self.score.value] if self.score is not ScoreKind.SCALED else []),
-            *(["skip_softmax"] if self.skip_softmax else []),
-            self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
-        ]
-        return "_".join(parts)
+        raise NotImplementedError
+
+    def build(self) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel's traceable launch function and example arguments to compile it with."""
+        raise NotImplementedError
+
+    def _named(self, kind: str, details: Sequence[str]) -> str:
+        return "_".join(
+            [
+                kind,
+                self.arch,
+                self.dtype,
+                *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
+                f"d{self.head_dim_qk}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""),
+                self.mask.value,
+                *details,
+                self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
+            ]
+        )
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -145,6 +154,11 @@ class PrefillConfig:
         return _up(self.head_dim_qk, MMA_COLUMNS), value // self.v_parts
 
     @property
+    def registers(self) -> tuple[int, ...]:
+        """Registers of a thread of each warpgroup."""
+        return (self.tile.producer_registers, *[self.tile.consumer_registers] * self.consumer_warpgroups)
+
+    @property
     def consumer_warpgroups(self) -> int:
         return self.tile.m // 64 * self.v_parts
 
@@ -155,13 +169,35 @@ class PrefillConfig:
 
     def __post_init__(self) -> None:
         tile = self.tile
-        threads = WARPGROUP * (self.consumer_warpgroups + 1)
+        threads = WARPGROUP * len(self.registers)
         launched = REGISTERS // threads // 8 * 8 * threads
-        asked = WARPGROUP * (tile.producer_registers + self.consumer_warpgroups * tile.consumer_registers)
+        asked = WARPGROUP * sum(self.registers)
         if asked > launched:
             raise ValueError(f"{self.name}: {asked} registers asked for, {launched} at launch: the kernel would hang")
         if (self.kv_fetch is KvFetch.PAGE_BOXES) != bool(self.box_rows) or (self.box_rows and tile.n % self.box_rows):
             raise ValueError(f"{self.name}: box_rows={self.box_rows} does not go with {tile.n} keys a step")
+
+
+@dataclass(frozen=True)
+class PrefillConfig(KernelConfig):
+    """A prefill kernel."""
+
+    score: ScoreKind = ScoreKind.SCALED
+    skip_softmax: bool = False
+
+    @property
+    def tile(self) -> Tile:
+        return tile_of((self.head_dim_qk, self.head_dim_v), self.score, self.skip_softmax)
+
+    @property
+    def name(self) -> str:
+        details = [self.score.value] if self.score is not ScoreKind.SCALED else []
+        return self._named("prefill", details + ["skip_softmax"] * self.skip_softmax)
+
+    def build(self) -> tuple[Any, tuple[Any, ...]]:
+        from hopwell.kernels.sm90.prefill import build
+
+        return build(self)
 
 
 def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
@@ -204,22 +240,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         listed = ", ".join(f"{qk}/{v}" for qk, v in support.HEAD_DIMS)
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    for what, dtype in (("query", problem.query.dtype), ("output", out_dtype)):
-        if dtype not in DTYPES:
-            raise NotImplementedError(
-                f"{what} dtype {dtype} has no kernel on {arch}; supported: {', '.join(map(str, DTYPES))}"
-            )
-    for what, operand in (("key", problem.key), ("value", problem.value)):
-        if operand.dtype != problem.query.dtype:
-            raise NotImplementedError(
-                f"{what} dtype {operand.dtype} has no kernel on {arch} with query dtype {problem.query.dtype}; "
-                f"supported: {problem.query.dtype}"
-            )
-    page_size = problem.key.shape[2]
-    if problem.page_table is not None and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
-        raise NotImplementedError(
-            f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
-        )
+    require_dtypes(problem, out_dtype, arch)
+    require_page_size(problem, arch)
     skip_softmax = problem.skip_softmax > 0
     fetch, box_rows = kv_fetch(problem, tile_of(dims, problem.score.kind, skip_softmax).n)
     return PrefillConfig(
@@ -236,12 +258,40 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     )
 
 
+def require_dtypes(problem: AttentionProblem, out_dtype: torch.dtype, arch: str) -> None:
+    """Refuse operands that are not 16 bits wide, or not all of one type."""
+    for what, dtype in (("query", problem.query.dtype), ("output", out_dtype)):
+        if dtype not in DTYPES:
+            raise NotImplementedError(
+                f"{what} dtype {dtype} has no kernel on {arch}; supported: {', '.join(map(str, DTYPES))}"
+            )
+    for what, operand in (("key", problem.key), ("value", problem.value)):
+        if operand.dtype != problem.query.dtype:
+            raise NotImplementedError(
+                f"{what} dtype {operand.dtype} has no kernel on {arch} with query dtype {problem.query.dtype}; "
+                f"supported: {problem.query.dtype}"
+            )
+
+
+def require_page_size(problem: AttentionProblem, arch: str) -> None:
+    """Refuse page sizes without a kernel."""
+    page_size = problem.key.shape[2]
+    if problem.page_table is not None and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
+        raise NotImplementedError(
+            f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
+        )
+
+
 def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
     """Every kernel that :func:`resolve` gives for inputs and outputs of one dtype."""
     if arch not in ARCHS:
         return
-    for dtype, (dims, tile), mask in itertools.product(DTYPES.values(), TILES.items(), MaskKind):
-        boxes = [rows for rows in (8, 16, 32, 64) if tile.n % rows == 0 and rows <= math.gcd(1024, tile.n)]
-        fetches = [(KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0), *((KvFetch.PAGE_BOXES, rows) for rows in boxes)]
-        for fetch, rows in fetches:
+    for dtype, (dims, tile), mask in itertools.product(DTYPES.values(), TILES.items(), MASKS):
+        for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(tile.n)]:
             yield PrefillConfig(arch, dtype, dtype, *dims, mask, fetch, rows)
+
+
+def paged_fetches(tile_n: int) -> list[tuple[KvFetch, int]]:
+    """Every way to fetch pages in steps of ``tile_n`` keys, with the tokens of a box."""
+    boxes = [rows for rows in (8, 16, 32, 64) if tile_n % rows == 0]
+    return [(KvFetch.PAGE_ROWS, 0), *((KvFetch.PAGE_BOXES, rows) for rows in boxes)]

@@ -1,5 +1,5 @@
-"""What a compiled prefill kernel is called with: device addresses that change from call to call, and the geometry that
-stays the same for a given set of shapes and strides.
+"""What a compiled kernel is called with: device addresses that change from call to call, and the geometry that stays
+the same for a given set of shapes and strides.
 
 Both are flat tuples of integers because that is what crosses the host boundary fastest (0.02 us an integer against
 0.15 us a tensor and 2 us for slicing a view, measured with torch 2.13 and tvm-ffi 0.1.15). A plan builds ``Geometry``
@@ -31,11 +31,48 @@ class Addresses(NamedTuple):
     lse_offsets: int = 0
     statistics: int = 0  # two float32 for each output row and head
     skipped: int = 0  # one int32 that counts skipped (64 rows, KV tile) pairs
-    tickets: int = 0  # two zero int32 that the kernel leaves zero: tiles handed out, CTAs done
+    output_factor: int = 0  # a second scale of the output; 0: passed by value
+    draft_mask: int = 0  # uint32 words of each query token
+    scratch: int = 0  # memory for partial results
+    tickets: int = 0  # zero int32 that the kernel leaves zero: work handed out, CTAs done, decode's counters
+
+
+class DecodeGeometry(NamedTuple):
+    """Sizes, strides in elements, and the grid of decode."""
+
+    kv_heads: int
+    batch: int
+    group: int  # query heads of a KV head
+    q_len: int  # new tokens of a request, of the longest where they differ
+    row_tiles: int
+    grid: int
+    q_token: int
+    q_head: int
+    o_token: int
+    o_head: int
+    k_pages: int
+    v_pages: int
+    k_rows: int
+    v_rows: int
+    page_shift: int
+    k_page: int
+    k_head: int
+    k_row: int
+    v_page: int
+    v_head: int
+    v_row: int
+    key_table_row: int
+    value_table_row: int
+    window_left: int
+    draft_words: int  # of a token in the draft mask
+    lse_row: int
+    lse_head: int
+    slots: int  # for partial results
+    slot_rows: int
 
 
 class Geometry(NamedTuple):
-    """Sizes, strides in elements, and the grid."""
+    """Sizes, strides in elements, and the grid of prefill."""
 
     tokens: int  # rows of query
     heads: int

@@ -19,7 +19,7 @@ class Edge:
     """A ring of ``stages`` buffers that ``producer`` fills and ``consumer`` empties.
 
     Arrivals are counted in threads: one elected thread for each arriving warp. TMA completes the rest of a full
-    barrier's phase by bytes.
+    barrier's phase by bytes. An edge of 0 bytes is nothing but a signal: what it is about lies elsewhere.
     """
 
     name: str
@@ -31,9 +31,9 @@ class Edge:
     stage_bytes: int
 
     def __post_init__(self) -> None:
-        for field in ("stages", "producer_warps", "consumer_warps", "stage_bytes"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"edge {self.name}: {field} must be at least 1, got {getattr(self, field)}")
+        for field, least in (("stages", 1), ("producer_warps", 1), ("consumer_warps", 1), ("stage_bytes", 0)):
+            if getattr(self, field) < least:
+                raise ValueError(f"edge {self.name}: {field} must be at least {least}, got {getattr(self, field)}")
         if self.stages & (self.stages - 1):
             raise ValueError(f"edge {self.name}: a ring takes a power of two of stages, got {self.stages}")
 
@@ -88,6 +88,17 @@ class Ring(DeviceStruct):
     def wait_empty(self, step) -> None:
         """Returns at once for the first ``stages`` steps: a fresh barrier counts as having completed phase 1."""
         cute.arch.mbarrier_wait(self.empty + self.stage(step), self._parity(step) ^ 1)
+
+    @cute.jit
+    def fill(self, step) -> None:
+        """Called by every producer warp, converged, when it has written its share of the stage."""
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive(self.full_barrier(step))
+
+    def wait_released(self, step) -> None:
+        """For a ring whose stages are not the producer's at first: every step waits for a release of its own."""
+        self.wait_empty(step + self.stages)
 
     @cute.jit
     def release(self, step) -> None:

@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from hopwell.kernels import support, toolchain
-from hopwell.kernels.config import PrefillConfig, page_and_head_stride, resolve
-from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.config import KernelConfig, PrefillConfig, page_and_head_stride, resolve
+from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
+from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
 from hopwell.kernels.problem import AttentionProblem, LseLayout, TokenOffsets
-from hopwell.kernels.tickets import PAIR_BYTES, tickets
+from hopwell.kernels.splitting import TICKETS, counter_ints, slot_count
+from hopwell.kernels.tickets import tickets
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits; no cache is longer.
 MAX_WINDOW = 1 << 30
 EMULATED_SMS = 4  # CTAs of an emulated persistent grid
+
+
+@dataclass(frozen=True)
+class Family:
+    """What differs from one family of kernels to another, each a function of the problem."""
+
+    resolve: Callable[[AttentionProblem, str], Any]  # the config for an architecture
+    geometry: Callable[[AttentionProblem, Any], tuple[int, ...]]
+    numbers: Callable[[AttentionProblem], tuple[float, ...]]  # passed by value besides the two scales
+    counters: Callable[[Any, Any], int]  # int32 that the kernel wants to find zero, from geometry and config
 
 
 class Plan:
@@ -25,22 +38,23 @@ class Plan:
 
     def __init__(self, problem: AttentionProblem):
         query = problem.query
-        self.config: PrefillConfig = resolve(problem, support.arch_of(query.device))
+        family = PREFILL if problem.scratch is None else DECODE
+        self.config = family.resolve(problem, support.arch_of(query.device))
         self.output_shape = (*query.shape[:2], problem.value.shape[3])
         self.output_dtype = query.dtype if problem.out is None else problem.out.dtype
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
         # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
         self.repeatable = query.device.type == "cuda"
-        self._programmatic_launch = int(problem.programmatic_launch)
-        self._soft_cap, self._skip_softmax = problem.score.soft_cap, problem.skip_softmax
-        self._tickets = tickets(query.device)
+        self._options = (*family.numbers(problem), int(problem.programmatic_launch))
         if self.has_work:
             import tvm_ffi
 
+            sizes = family.geometry(problem, self.config)
+            self._tickets = tickets(query.device, family.counters(sizes, self.config))
             self._tickets.reserve()
             self._function = _bind(self.config, query.device)
             # Handed over as one object: converting 30 integers in each call would cost more than the launch.
-            self._geometry = tvm_ffi.convert(tuple(geometry(problem, self.config)))
+            self._geometry = tvm_ffi.convert(tuple(sizes))
 
     def launch(self, out: torch.Tensor, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
         """Launch on the current stream of the device of ``out``.
@@ -53,9 +67,7 @@ class Plan:
             self._geometry,
             softmax_scale,
             output_scale,
-            self._soft_cap,
-            self._skip_softmax,
-            self._programmatic_launch,
+            *self._options,
         )
 
     def execute(self, problem: AttentionProblem) -> torch.Tensor:
@@ -76,22 +88,22 @@ class Plan:
         from hopwell import emulator
 
         named = dict(zip(Addresses._fields, views, strict=False))
-        results = ("out", "lse", "statistics", "skipped")
+        results = ("out", "lse", "statistics", "skipped", "scratch")
         spans = [
             emulator.span_of(name, view, "out" if name in results else "in")
             for name, view in named.items()
             if view is not None
         ]
-        tickets = self._tickets.address()
+        counters, size = self._tickets.address(), self._tickets.bytes
         try:
-            with emulator.memory([*spans, emulator.Span("tickets", tickets, PAIR_BYTES)]):
+            with emulator.memory([*spans, emulator.Span("tickets", counters, size)]):
                 yield
         except emulator.EmulatorError:
-            ctypes.memset(tickets, 0, PAIR_BYTES)  # a kernel that was stopped has not done it
+            ctypes.memset(counters, 0, size)  # a kernel that was stopped has not done it
             raise
 
 
-def _bind(config: PrefillConfig, device: torch.device) -> Any:
+def _bind(config: KernelConfig, device: torch.device) -> Any:
     """The launch function: the GPU's, or the same compiled kernel in the emulator for tensors on the CPU."""
     if device.type == "cuda":
         return toolchain.function(config)
@@ -136,34 +148,87 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         None if lse is None else start(lse.offsets),
         problem.statistics,
         problem.skipped_tiles,
+        on_device(problem.output_factor),
+        problem.draft_mask,
+        problem.scratch,
     )
 
 
 def host_scales(problem: AttentionProblem) -> tuple[float, float]:
-    """Softmax and output scale as kernel arguments; what the kernel reads from memory counts as 1 here."""
-    scales = (problem.softmax_scale, problem.output_scale)
-    first, second = (1.0 if isinstance(scale, torch.Tensor) else scale for scale in scales)
-    return first, second
+    """Softmax and output scale as kernel arguments."""
+    return _host_value(problem.softmax_scale), _host_value(problem.output_scale)
+
+
+def _host_value(scale: float | torch.Tensor) -> float:
+    """A scale as a kernel argument; what the kernel reads from memory counts as 1 here."""
+    return 1.0 if isinstance(scale, torch.Tensor) else scale
 
 
 def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
     """The run-time sizes and strides of a problem."""
-    query, key, value = problem.query, problem.key, problem.value
+    query = problem.query
     q_tiles = -(-problem.max_q_len // config.tile.m)
-    sms = EMULATED_SMS
-    if query.device.type == "cuda":
-        sms = torch.cuda.get_device_properties(query.device).multi_processor_count
-    (k_page, k_head), (v_page, v_head) = page_and_head_stride(key), page_and_head_stride(value)
-    table = problem.page_table
-    q_token, q_head = _row_strides(query)
-    o_token, o_head = _row_strides(problem.out) if problem.out is not None else _packed(query.shape[1], value.shape[3])
     return Geometry(
         tokens=query.shape[0],
         heads=query.shape[1],
-        kv_heads=key.shape[1],
         batch=problem.batch,
         q_tiles=q_tiles,
-        grid=min(problem.batch * query.shape[1] * q_tiles, sms),
+        grid=min(problem.batch * query.shape[1] * q_tiles, multiprocessors(query.device)),
+        **_strides(problem),
+        q_unit=_unit(problem.q_offsets),
+        o_unit=_unit(problem.o_offsets),
+        k_unit=_unit(problem.k_offsets),
+        v_unit=_unit(problem.v_offsets),
+        window_left=min(max(problem.mask.window_left, 0), MAX_WINDOW),
+        chunk=min(max(problem.mask.chunk, 1), MAX_WINDOW),
+        alibi_heads=1 << (query.shape[1].bit_length() - 1),
+        **_lse_geometry(problem),
+    )
+
+
+def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGeometry:
+    """The run-time sizes and strides of a decode problem.
+
+    Raises:
+        ValueError: the scratch is too small.
+    """
+    query, lse, left = problem.query, problem.lse, problem.mask.window_left
+    group = query.shape[1] // problem.key.shape[1]
+    rows = group * problem.max_q_len
+    row_tiles = -(-rows // config.tile.m)
+    ctas = multiprocessors(query.device)
+    slots = slot_count(max(rows, 1), problem.key.shape[1], config.head_dim_v, problem.max_kv_len, ctas)
+    return DecodeGeometry(
+        batch=problem.batch,
+        group=group,
+        q_len=problem.max_q_len,
+        row_tiles=row_tiles,
+        grid=ctas,
+        **_strides(problem),
+        window_left=min(left, MAX_WINDOW) if left >= 0 else MAX_WINDOW,
+        draft_words=0 if problem.draft_mask is None else problem.draft_mask.shape[-1] // 2,
+        lse_row=0 if lse is None else lse.tensor.stride(0),
+        lse_head=0 if lse is None else lse.tensor.stride(1),
+        slots=slots,
+        slot_rows=min(rows, config.tile.m),
+    )
+
+
+def multiprocessors(device: torch.device) -> int:
+    """CTAs of a persistent grid."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).multi_processor_count
+    return EMULATED_SMS
+
+
+def _strides(problem: AttentionProblem) -> dict[str, int]:
+    """What the geometries of prefill and decode have in common."""
+    query, key, value, table = problem.query, problem.key, problem.value, problem.page_table
+    (k_page, k_head), (v_page, v_head) = page_and_head_stride(key), page_and_head_stride(value)
+    q_token, q_head = _row_strides(query)
+    o_token, o_head = _row_strides(problem.out) if problem.out is not None else _packed(query.shape[1], value.shape[3])
+    return dict(
+        kv_heads=key.shape[1],
         q_token=q_token,
         q_head=q_head,
         o_token=o_token,
@@ -181,14 +246,6 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
         v_row=_row_stride(value),
         key_table_row=0 if table is None else table.key.stride(0),
         value_table_row=0 if table is None else table.value.stride(0),
-        q_unit=_unit(problem.q_offsets),
-        o_unit=_unit(problem.o_offsets),
-        k_unit=_unit(problem.k_offsets),
-        v_unit=_unit(problem.v_offsets),
-        window_left=min(max(problem.mask.window_left, 0), MAX_WINDOW),
-        chunk=min(max(problem.mask.chunk, 1), MAX_WINDOW),
-        alibi_heads=1 << (query.shape[1].bit_length() - 1),
-        **_lse_geometry(problem),
     )
 
 
@@ -229,3 +286,17 @@ def _row_strides(view: torch.Tensor) -> tuple[int, int]:
 def _row_stride(view: torch.Tensor) -> int:
     """Stride between the rows of a [pages, heads, rows, dim] view."""
     return view.stride(2) if view.shape[2] > 1 else view.shape[3]
+
+
+PREFILL = Family(
+    resolve=resolve,
+    geometry=geometry,
+    numbers=lambda problem: (problem.score.soft_cap, problem.skip_softmax),
+    counters=lambda sizes, config: TICKETS,
+)
+DECODE = Family(
+    resolve=resolve_decode,
+    geometry=decode_geometry,
+    numbers=lambda problem: (_host_value(problem.output_factor),),
+    counters=lambda sizes, config: counter_ints(sizes.slots),
+)

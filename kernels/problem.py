@@ -22,6 +22,7 @@ class MaskKind(enum.Enum):
     CAUSAL = "causal"  # keys 0..p (bottom-right aligned)
     SLIDING_WINDOW = "sliding_window"  # keys p - window_left..p
     CHUNKED = "chunked"  # keys (p // chunk) * chunk..p
+    DRAFT = "draft"  # keys p - window_left.., before the request's queries all of them, then those of draft_mask
 
 
 @dataclass(frozen=True)
@@ -125,6 +126,10 @@ class AttentionProblem:
             keeps all of them.
         skipped_tiles: one int32 on the device to which the number of left-out (64 query rows, KV tile) pairs is added,
             or None.
+        output_factor: a second factor on the output, likewise; only decode takes one.
+        draft_mask: for MaskKind.DRAFT, contiguous uint16 pairs [T, 2 * words]: the words of 32 bits of a query token
+            say which of its request's query tokens, as keys, it sees; bits at or past q_len are ignored.
+        scratch: memory for partial results of decode, see ``splitting.py``.
         programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
     """
 
@@ -151,4 +156,7 @@ class AttentionProblem:
     statistics: torch.Tensor | None = None
     skip_softmax: float = 0.0
     skipped_tiles: torch.Tensor | None = None
+    output_factor: float | torch.Tensor = 1.0
+    draft_mask: torch.Tensor | None = None
+    scratch: torch.Tensor | None = None
     programmatic_launch: bool = False

@@ -23,6 +23,7 @@ MLA = "trtllm_batch_decode_with_kv_cache_mla"
 
 # (QK, V) of the prefill kernels
 HEAD_DIMS = (*((d, d) for d in (32, 40, 48, 64, 80, 96, 104, 128, 160, 192, 256, 512)), (192, 128))
+DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 MAX_PAGE_SIZE = 1024
 
 _HOPPER = ("sm_90a",)
@@ -128,14 +129,19 @@ ENTRIES: dict[str, Entry] = {
     XQA: Entry(
         "hopwell.decode",
         (
-            Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _NOWHERE),
+            _16BIT,
             Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", _NOWHERE),
             Feature("int8_kv", "data types", "int8 KV cache", _NOWHERE),
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
             Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
-            Feature("speculative", "masks", "several tokens per request with a mask", _NOWHERE),
-            Feature("window", "masks", "sliding window", _NOWHERE),
-            Feature("sinks", "extras", "attention sinks", _NOWHERE),
+            Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", _HOPPER),
+            Feature("other_head_dim", "head dims", "other head dims", _NOWHERE),
+            *_page_sizes(),
+            Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", _HOPPER),
+            Feature("speculative", "masks", "several tokens per request with a mask", _HOPPER),
+            _WINDOW,
+            _SINKS,
+            Feature("tensor_scales", "extras", "scales as device tensors", _HOPPER),
         ),
     ),
     MLA: Entry(

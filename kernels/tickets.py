@@ -1,8 +1,9 @@
 """Counters that persistent kernels take work from.
 
-A launch needs two int32 that are zero when it starts; the kernel leaves them zero. Launches that may run at the same
-time must not share a pair, and a pair must outlive a CUDA graph that has its address, so pairs live in memory of our
-own: one pair for each stream, and a fresh one for each captured launch, since a graph may be replayed on any stream.
+A launch needs some int32 that are zero when it starts, two for prefill; the kernel leaves them zero. Launches that may
+run at the same time must not share a set, and a set must outlive a CUDA graph that has its address, so sets live in
+memory of our own: one for each stream, and a fresh one for each captured launch, since a graph may be replayed on any
+stream.
 """
 
 from __future__ import annotations
@@ -11,16 +12,20 @@ import threading
 
 import torch
 
-PAIR_BYTES = 8
-SLAB_PAIRS = 4096
+from hopwell.kernels.splitting import TICKETS
+
+SLAB_SETS = 4096  # sets made at a time, as long as they fit into SLAB_BYTES
+SLAB_BYTES = 4 << 20
 PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a stream of its own in each thread
 
 
 class Tickets:
-    """The pairs of one device."""
+    """The sets of ``ints`` counters of one device."""
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, ints: int):
+        self.bytes = 4 * ints
         self._device = device
+        self._at_once = max(min(SLAB_SETS, SLAB_BYTES // self.bytes), 1)
         self._slabs: list[torch.Tensor] = []
         self._free: list[int] = []
         self._of_stream: dict[int, int] = {}
@@ -29,7 +34,7 @@ class Tickets:
         self._lock = threading.Lock()
 
     def address(self) -> int:
-        """Address of a pair for a launch on the current stream."""
+        """Address of a set for a launch on the current stream."""
         if self._device.type != "cuda":
             return self._for_thread()
         if torch.cuda.is_current_stream_capturing():
@@ -38,11 +43,11 @@ class Tickets:
         return self._for_thread() if stream == PER_THREAD_STREAM else self._for_stream(stream)
 
     def reserve(self) -> None:
-        """Keep enough pairs in store for the captures that may follow. Called once for each plan."""
+        """Keep enough sets in store for the captures that may follow. Called once for each plan."""
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             return
         with self._lock:
-            if len(self._free) < SLAB_PAIRS // 2:
+            if len(self._free) < self._at_once // 2 + 1:
                 self._grow()
 
     def _for_stream(self, stream: int) -> int:
@@ -56,10 +61,10 @@ class Tickets:
 
     def _for_thread(self) -> int:
         # Not by the thread's number: a new thread may have that of a dead one whose launch is still running.
-        found = getattr(self._of_thread, "pair", None)
+        found = getattr(self._of_thread, "counters", None)
         if found is None:
             with self._lock:
-                found = self._of_thread.pair = self._take()
+                found = self._of_thread.counters = self._take()
         return found
 
     def _take(self) -> int:
@@ -71,18 +76,18 @@ class Tickets:
         with self._lock:
             if self._free:
                 return self._free.pop()
-            # No pair is left and none can be zeroed now: let the graph zero one before each replay.
-            pair = torch.zeros(2, dtype=torch.int32, device=self._device)
-            self._captured.append(pair)
-            return pair.data_ptr()
+            # No set is left and none can be zeroed now: let the graph zero one before each replay.
+            fresh = torch.zeros(self.bytes // 4, dtype=torch.int32, device=self._device)
+            self._captured.append(fresh)
+            return fresh.data_ptr()
 
     def _grow(self) -> None:
-        slab = torch.zeros(SLAB_PAIRS * PAIR_BYTES // 4, dtype=torch.int32, device=self._device)
+        slab = torch.zeros(self._at_once * self.bytes // 4, dtype=torch.int32, device=self._device)
         if self._device.type == "cuda":
             # Zeroed on this stream, used on any.
             torch.cuda.current_stream(self._device).synchronize()
         self._slabs.append(slab)
-        self._free.extend(slab.data_ptr() + i * PAIR_BYTES for i in range(SLAB_PAIRS))
+        self._free.extend(slab.data_ptr() + i * self.bytes for i in range(self._at_once))
 
 
 def _stream_of_object(index: int) -> int:
@@ -93,12 +98,12 @@ def _stream_of_object(index: int) -> int:
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
 
 
-_devices: dict[torch.device, Tickets] = {}
+_sets: dict[tuple[torch.device, int], Tickets] = {}
 
 
-def tickets(device: torch.device) -> Tickets:
-    """The counters of ``device``."""
-    found = _devices.get(device)
+def tickets(device: torch.device, ints: int = TICKETS) -> Tickets:
+    """The sets of ``ints`` counters of ``device``."""
+    found = _sets.get((device, ints))
     if found is None:
-        found = _devices.setdefault(device, Tickets(device))
+        found = _sets.setdefault((device, ints), Tickets(device, ints))
     return found

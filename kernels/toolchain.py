@@ -33,7 +33,7 @@ import filelock
 import platformdirs
 
 if TYPE_CHECKING:
-    from hopwell.kernels.config import PrefillConfig
+    from hopwell.kernels.config import KernelConfig
 
 logger = logging.getLogger("hopwell")
 
@@ -100,7 +100,7 @@ _functions: dict[str, Callable[..., None]] = {}
 _lock = threading.RLock()  # the DSL compiles one kernel at a time
 
 
-def function(config: PrefillConfig) -> Callable[..., None]:
+def function(config: KernelConfig) -> Callable[..., None]:
     """The launch function of ``config``: from memory, from disk, or compiled now.
 
     Raises:
@@ -114,7 +114,7 @@ def function(config: PrefillConfig) -> Callable[..., None]:
     return found
 
 
-def compile_ahead(configs: Iterable[PrefillConfig], jobs: int | None = None) -> Iterator[Artifact]:
+def compile_ahead(configs: Iterable[KernelConfig], jobs: int | None = None) -> Iterator[Artifact]:
     """Compile what is not on disk yet, in ``jobs`` processes (default: one for each CPU); no GPU needed.
 
     Yields each kernel as soon as it is there.
@@ -125,7 +125,7 @@ def compile_ahead(configs: Iterable[PrefillConfig], jobs: int | None = None) -> 
             yield done.result()
 
 
-def artifact(config: PrefillConfig) -> Artifact:
+def artifact(config: KernelConfig) -> Artifact:
     """The compiled kernel on disk; compiled now if it is missing or damaged.
 
     Processes that need the same kernel at once wait for the first of them.
@@ -145,17 +145,15 @@ def artifact(config: PrefillConfig) -> Artifact:
     return found
 
 
-def _compile(config: PrefillConfig, target: Artifact) -> None:
+def _compile(config: KernelConfig, target: Artifact) -> None:
     import cutlass.cute as cute
-
-    from hopwell.kernels.sm90.prefill import build
 
     start = time.perf_counter()
     # Beside the target, so that the finished directory can be renamed into place: others see all of it or nothing.
     with tempfile.TemporaryDirectory(prefix=".compiling-", dir=target.path.parent) as work:
         dump = pathlib.Path(work) / "dump"
         dump.mkdir()
-        kernel, arguments = build(config)
+        kernel, arguments = config.build()
         options = (
             f"--enable-tvm-ffi --gpu-arch {config.arch} --generate-line-info --keep-ptx --keep-cubin --dump-dir {dump}"
         )

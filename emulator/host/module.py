@@ -158,6 +158,9 @@ def spans_of(tensors: Tensors) -> list[Span]:
     return out
 
 
+HAZARDS_SHOWN = 20  # in the message of an error; one missing barrier makes hundreds
+
+
 def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> LaunchReport:
     """Emulate one launch with the settings in force, and raise what it did wrong."""
     from ..errors import Hazard
@@ -170,7 +173,10 @@ def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> Launc
     report = Machine(program, launch, memory, o).run()
     if report.hazards and o.hazards == "raise":
         _local.reports = [*getattr(_local, "reports", []), report]
-        raise Hazard("\n".join(report.hazards) + f"\n(kernel {program.kernel.name[:80]}; replay: {o.describe()})")
+        shown = report.hazards[:HAZARDS_SHOWN]
+        rest = len(report.hazards) - len(shown)
+        more = f"\nand {rest} more, in emulator.report().hazards" if rest else ""
+        raise Hazard("\n".join(shown) + more + f"\n(kernel {program.kernel.name[:80]}; replay: {o.describe()})")
     return report
 
 

@@ -115,14 +115,17 @@ typedef struct mbarrier {
   u32 alive;
   u32 tx_phase;    /* last phase that carried transactions, and last phase seen by a wait */
   u32 seen_phase;
+  u32 horizon;     /* what arrivals knew of other clusters: number of a variable, see global_shadow.c; 0: nothing */
 } mbarrier;
 
 typedef struct named_barrier {
   u32 generation;
   i32 arrived, expected;
   i32 whole;       /* used without a thread count: exited warps count as arrived */
-  u32 reduce_popc, reduce_and, reduce_or;
+  u32 reduce_popc, reduce_and, reduce_or; /* of the arrivals so far */
+  u32 result_popc, result_and, result_or; /* of the last completed generation, until the slowest warp has read them */
   u32 warps;       /* that arrived in this generation */
+  u32 horizon;     /* as of an mbarrier */
   i32 *vc;
 } named_barrier;
 
@@ -281,6 +284,8 @@ cta *shared_cta(machine *M, warp *w, const insn *i, u32 address, int lane);
 /* global_shadow.c */
 void global_touch(machine *M, warp *w, region *r, u64 address, u32 n, int write, const insn *i);
 void global_order(machine *M, warp *w, u64 address, const insn *i);
+void horizon_publish(machine *M, warp *w, u32 *barrier);
+void horizon_adopt(machine *M, warp *w, u32 barrier);
 
 /* entry points that other files of the core use too */
 void core_clock_cut(const machine *M, const warp *w, u32 lanes, i32 *vc);

@@ -65,9 +65,7 @@ static void learn(machine *M, i32 **into, i32 cluster, const i32 *clock) {
   clock_join(into[cluster], clock, 2 * M->cap);
 }
 
-static sync_variable *variable_at(u64 address) {
-  for (i32 k = 0; k < the_world.n_variables; k++)
-    if (the_world.variables[k].address == address) return &the_world.variables[k];
+static sync_variable *new_variable(u64 address) {
   if (the_world.n_variables == the_world.room) {
     the_world.room = the_world.room ? 2 * the_world.room : 16;
     the_world.variables = realloc(the_world.variables, (size_t)the_world.room * sizeof(sync_variable));
@@ -75,6 +73,11 @@ static sync_variable *variable_at(u64 address) {
   sync_variable *v = &the_world.variables[the_world.n_variables++];
   *v = (sync_variable){address, calloc((size_t)the_world.n_clusters, sizeof(i32 *))};
   return v;
+}
+static sync_variable *variable_at(u64 address) {
+  for (i32 k = 0; k < the_world.n_variables; k++)
+    if (the_world.variables[k].address == address) return &the_world.variables[k];
+  return new_variable(address);
 }
 
 static void acquire_from(machine *M, warp *w, sync_variable *v) {
@@ -100,6 +103,21 @@ void global_order(machine *M, warp *w, u64 address, const insn *i) {
   } else {
     for (i32 c = 0; c < the_world.n_clusters; c++) learn(M, v->clocks, c, h->fenced[c]);
   }
+}
+
+/* What a warp has learned of other clusters goes on to those that wait for it at a barrier. Early arrivals of the next
+ * generation are heard as well: a race may hide behind them, none is made up. */
+void horizon_publish(machine *M, warp *w, u32 *barrier) {
+  horizon *h = w->horizon;
+  if (!h) return;
+  if (!*barrier) new_variable(0), *barrier = (u32)the_world.n_variables;
+  i32 **clocks = the_world.variables[*barrier - 1].clocks;
+  for (i32 c = 0; c < the_world.n_clusters; c++) if (c != w->cta->cluster->index) learn(M, clocks, c, h->known[c]);
+}
+void horizon_adopt(machine *M, warp *w, u32 barrier) {
+  if (!barrier) return;
+  i32 **clocks = the_world.variables[barrier - 1].clocks;
+  for (i32 c = 0; c < the_world.n_clusters; c++) learn(M, horizon_of(w)->known, c, clocks[c]);
 }
 
 /* fence.acq_rel / fence.sc / membar at gpu or system scope. */

@@ -117,6 +117,7 @@ class MBarrierState(ctypes.Structure):
         ("alive", U32),
         ("tx_phase", U32),
         ("seen_phase", U32),
+        ("horizon", U32),
     ]
 
 
@@ -129,7 +130,11 @@ class NamedBarrierState(ctypes.Structure):
         ("reduce_popc", U32),
         ("reduce_and", U32),
         ("reduce_or", U32),
+        ("result_popc", U32),
+        ("result_and", U32),
+        ("result_or", U32),
         ("warps", U32),
+        ("horizon", U32),
         ("vc", P),
     ]
 

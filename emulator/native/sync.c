@@ -27,7 +27,13 @@ void barrier_settle(machine *M, cta *c, named_barrier *b) {
   b->arrived = 0;
   b->generation++;
   b->warps = 0;
+  b->result_popc = b->reduce_popc, b->result_and = b->reduce_and, b->result_or = b->reduce_or;
   if (TRACKED(M)) clock_turn(M, b->vc);
+}
+
+static void leave_barrier(machine *M, warp *w, named_barrier *b) {
+  if (TRACKED(M)) clock_acquire(M, w, b->vc + 2 * M->cap);
+  if (M->flags & FLAG_RACE) horizon_adopt(M, w, b->horizon);
 }
 
 /* bar.sync / bar.arrive / bar.red. o[1]: barrier number; o[2]: thread count or none; o[3]: predicate of red; o[0]:
@@ -36,10 +42,10 @@ static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
   if (i->aux < 2) return;
   if (i->aux == 2) {
     u32 *d = WROW(u32, i->o[0]);
-    for (int l = 0; l < LANES; l++) d[l] = m >> l & 1 ? b->reduce_popc : d[l];
+    for (int l = 0; l < LANES; l++) d[l] = m >> l & 1 ? b->result_popc : d[l];
     return;
   }
-  u32 v = (i->aux == 3 ? b->reduce_and : b->reduce_or) ? FULL : 0;
+  u32 v = (i->aux == 3 ? b->result_and : b->result_or) ? FULL : 0;
   w->pred[i->o[0]] = (w->pred[i->o[0]] & ~m) | (v & m);
 }
 
@@ -52,7 +58,7 @@ EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   named_barrier *b = &c->bars[id];
   if (f->state) { /* woken: the generation we arrived in is complete */
     f->state = 0;
-    if (TRACKED(M)) clock_acquire(M, w, b->vc + 2 * M->cap);
+    leave_barrier(M, w, b);
     reduce_result(w, i, b, m);
     return SYS_NEXT;
   }
@@ -81,12 +87,13 @@ EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   b->warps |= 1u << w->id;
   if (b->arrived > n) return fail(M, w, i, ERR_BARRIER_OVERFLOW, -1, id, (u64)b->arrived);
   if (TRACKED(M)) clock_release(M, w, b->vc);
+  if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon);
   M->progress++;
   u32 generation = b->generation;
   barrier_settle(M, c, b);
   if (i->aux == 1) return SYS_NEXT;
   if (b->generation != generation) {
-    if (TRACKED(M)) clock_acquire(M, w, b->vc + 2 * M->cap);
+    leave_barrier(M, w, b);
     reduce_result(w, i, b, m);
     return SYS_NEXT;
   }
@@ -282,6 +289,7 @@ EXPORT int sys_mbar_arrive(machine *M, warp *w, frag *f, const insn *i, u32 m) {
     if (TRACKED(M)) {
       clock_release_lanes(M, w, b->vc, m);
     }
+    if (M->flags & FLAG_RACE) horizon_publish(M, w, &b->horizon);
     if (i->o[0] != NONE) WROW(u64, i->o[0])[l] = b->phase;
     if (i->aux & 4) b->count--;
     if (mbar_arrive(M, w, i, c, b, kind == 1 ? 1 : (i64)n, kind == 1 ? (i64)n : 0)) return SYS_ERROR;
@@ -310,6 +318,7 @@ EXPORT int sys_mbar_wait(machine *M, warp *w, frag *f, const insn *i, u32 m) {
       result |= 1u << l;
       b->seen_phase = b->phase;
       if (TRACKED(M)) clock_acquire(M, w, b->vc + 2 * M->cap);
+      if (M->flags & FLAG_RACE) horizon_adopt(M, w, b->horizon);
     } else {
       blocked_by = address;
       f->info[1] = (i32)want;

@@ -1,7 +1,7 @@
 """Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. The same on every arch that has TMA."""
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Int32, Uint32, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Uint16, Uint32, const_expr
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import warpgroup
@@ -115,6 +115,54 @@ def pack_x2(dtype, low, high, *, loc=None, ip=None):
         f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
         write_only_types=[Uint32],
         read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def pack_e4m3_x2(low, high, *, loc=None, ip=None):
+    """Two float32 values rounded to nearest even, or to the largest finite value, and packed into 16 bits."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint16],
+        read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def store_rounded(address, values, dtype) -> None:
+    """An even number of float32 values as adjacent elements of ``dtype``, two at a time."""
+    for i in range(0, len(values), 2):
+        if dtype is Float8E4M3FN:
+            _store_global("b16", address + i, pack_e4m3_x2(values[i], values[i + 1]))
+        else:
+            _store_global("b32", address + 2 * i, pack_x2(dtype, values[i], values[i + 1]))
+
+
+@dsl_user_op
+def _store_global(kind, address, word, *, loc=None, ip=None) -> None:
+    cute.arch.inline_ptx(f"st.global.{kind} [{{$r0}}], {{$r1}};", read_only_args=[address, word], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def store_global_f32(address, values, *, loc=None, ip=None) -> None:
+    """Two or four float32."""
+    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(values)))
+    cute.arch.inline_ptx(
+        f"st.global.v{len(values)}.f32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *values], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def load_global_f32(address, count: int, *, loc=None, ip=None):
+    """Two or four float32 that another SM may have written: past the L1 cache, which does not know of that."""
+    operands = ", ".join(f"{{$w{i}}}" for i in range(count))
+    return cute.arch.inline_ptx(
+        f"ld.global.cg.v{count}.f32 {{{operands}}}, [{{$r0}}];",
+        write_only_types=[Float32] * count,
+        read_only_args=[address],
         loc=loc,
         ip=ip,
     )

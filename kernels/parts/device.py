@@ -63,6 +63,24 @@ def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
     return held != 0
 
 
+@dsl_user_op
+def load_relaxed(address, *, loc=None, ip=None):
+    """Int32 in global memory that other SMs write; a fence behind it makes visible what they released with it."""
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_release(address, value, *, loc=None, ip=None) -> None:
+    """Int32 to global memory, for whoever acquires it to see all that came before."""
+    cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[address, value], loc=loc, ip=ip)
+
+
 @cute.jit
 def load_int(address, index, default):
     """Int32 at ``address[index]``; ``default`` where no array was given (address 0)."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
 
-from hopwell.kernels.parts.device import DeviceStruct
+from hopwell.kernels.parts.device import DeviceStruct, global_array
 from hopwell.kernels.problem import MaskKind
 
 
@@ -27,6 +27,15 @@ class TileRange(DeviceStruct):
 
 
 @dataclass
+class LogitRow(DeviceStruct):
+    """What turns scores into logits besides the scores: the rows that a lane holds and their head."""
+
+    positions: tuple  # absolute key position of each row
+    kv_len: Int32
+    slope: Float32
+
+
+@dataclass
 class IntervalMask(DeviceStruct):
     kind: MaskKind
     window_left: Int32
@@ -34,7 +43,7 @@ class IntervalMask(DeviceStruct):
 
     @property
     def has_left_edge(self) -> bool:
-        return self.kind in (MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)
+        return self.kind in (MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED, MaskKind.DRAFT)
 
     @property
     def has_diagonal(self) -> bool:
@@ -43,9 +52,9 @@ class IntervalMask(DeviceStruct):
     def keys(self, position, kv_len):
         """The visible keys [lo, hi) of the row at ``position``; empty when hi <= lo."""
         lo, hi = Int32(0), kv_len
-        if const_expr(self.kind is not MaskKind.FULL):
+        if const_expr(self.kind not in (MaskKind.FULL, MaskKind.DRAFT)):
             hi = cutlass.min(kv_len, position + 1)
-        if const_expr(self.kind is MaskKind.SLIDING_WINDOW):
+        if const_expr(self.kind in (MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)):
             lo = cutlass.max(position - self.window_left, 0)
         if const_expr(self.kind is MaskKind.CHUNKED):
             lo = cutlass.max(position, 0) & -self.chunk
@@ -63,10 +72,10 @@ class IntervalMask(DeviceStruct):
         return TileRange(begin, end, full_begin, full_end, first_lo)
 
     @cute.jit
-    def apply(self, scores, tile_start, first_row_position, kv_len):
-        """Put -inf where a row of ``scores`` (a RowFragment) does not see a key of the tile."""
+    def apply(self, scores, tile_start, row):
+        """Put -inf where one of the ``scores`` (a RowFragment) of ``row`` (a LogitRow) belongs to a key it does not see."""
         for r in cutlass.range_constexpr(scores.rows):
-            lo, hi = self.keys(first_row_position + scores.row_offset(r), kv_len)
+            lo, hi = self.keys(row.positions[r], row.kv_len)
             origin = tile_start + scores.first_column()
             hi -= origin
             lo -= origin
@@ -74,4 +83,62 @@ class IntervalMask(DeviceStruct):
                 visible = scores.column_offset(c) < hi
                 if const_expr(self.has_left_edge):
                     visible = visible and scores.column_offset(c) >= lo
+                scores.set(r, c, scores.get(r, c) if visible else -Float32.inf)
+
+
+WORD_BITS = 32
+
+
+@dataclass
+class DraftRow(LogitRow):
+    first_draft: Int32  # the request's first new token as a key
+    q_len: Int32
+    words: tuple  # address of the mask of each row that a lane holds
+
+    @staticmethod
+    def create(request, tokens, a, g) -> "DraftRow":
+        """The rows of these new ``tokens`` of a request."""
+        positions = tuple(request.first_position + token for token in tokens)
+        words = tuple(a.draft_mask + Int64(request.q_start + token) * (4 * g.draft_words) for token in tokens)
+        return DraftRow(positions, request.kv_len, Float32(0.0), request.first_position, request.q_len, words)
+
+    @cute.jit
+    def word(self, r: cutlass.Constexpr[int], index):
+        """Which of the 32 keys from new token 32 * ``index`` on row r sees: all of those before the new tokens."""
+        bits = Uint32(0xFFFFFFFF)
+        if index >= 0:
+            bits = Uint32(0)
+            rest = self.q_len - index * WORD_BITS
+            if rest > 0:
+                # The caller's elements are 16 bits wide, and so may be their alignment.
+                halves = global_array(Uint16, self.words[r])
+                bits = halves[2 * index].to(Uint32) | halves[2 * index + 1].to(Uint32) << Uint32(16)
+                if rest < WORD_BITS:
+                    bits = Uint32(bits & ((Uint32(1) << rest.to(Uint32)) - Uint32(1)))
+        return bits
+
+
+@dataclass
+class DraftMask(IntervalMask):
+    """A window, and among the new tokens whatever the caller's bits say."""
+
+    @cute.jit
+    def apply(self, scores, tile_start, row):
+        start = tile_start - row.first_draft
+        first_word, shift = start >> 5, (start & 31).to(Uint32)
+        for r in cutlass.range_constexpr(scores.rows):
+            lo, hi = self.keys(row.positions[r], row.kv_len)
+            origin = tile_start + scores.first_column()
+            lo -= origin
+            hi -= origin
+            words = [row.word(r, first_word)]
+            for c in cutlass.range_constexpr(scores.columns):
+                group, place = divmod(scores.column_offset(c), WORD_BITS)
+                if const_expr(place == 0):
+                    # Keys tile_start + 32 * group..: the upper bits of one word and the lower ones of the next.
+                    words.append(row.word(r, first_word + (group + 1)))
+                    above = words[-1] << (Uint32(31) - shift) << Uint32(1)
+                    bits = ((words[-2] >> shift) | above) >> scores.first_column().to(Uint32)
+                visible = (bits >> Uint32(place)) & Uint32(1) != Uint32(0)
+                visible = visible and scores.column_offset(c) < hi and scores.column_offset(c) >= lo
                 scores.set(r, c, scores.get(r, c) if visible else -Float32.inf)

@@ -9,7 +9,7 @@ that tickets, divisions and the dependent loads of lengths and offsets cost the 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -25,6 +25,8 @@ from hopwell.kernels.parts.sequence import Request, load_request
 class WorkTile(DeviceStruct):
     """One query tile of one head: what every role needs to know of it. All fields are Int32."""
 
+    INTS: ClassVar[int] = 16
+
     request: Request
     head: Int32  # END_OF_WORK after the last tile
     kv_head: Int32
@@ -35,8 +37,11 @@ class WorkTile(DeviceStruct):
     def exists(self):
         return self.head >= 0
 
+    @classmethod
+    def from_ints(cls, values: list) -> "WorkTile":
+        return cls(Request(*values[:8]), *values[8:11], TileRange(*values[11:16]), *values[16:])
 
-WORK_TILE_INTS = 16
+
 HEAD_INDEX = 8  # of WorkTile.head among them
 END_OF_WORK = -1
 
@@ -107,8 +112,9 @@ class TileSchedule(DeviceStruct):
 class Board(DeviceStruct):
     """Work tiles passed through shared memory, one ring slot each."""
 
-    slots: Any  # Int32 [WORK_TILE_INTS, stages] in shared memory
+    slots: Any  # Int32 [kind.INTS, stages] in shared memory
     ring: Any
+    kind: type[WorkTile]
 
     @cute.jit
     def post(self, step, tile) -> None:
@@ -116,7 +122,7 @@ class Board(DeviceStruct):
         self.ring.wait_empty(step)
         slot = self.slots[None, self.ring.stage(step)]
         with cute.arch.elect_one():
-            for i in cutlass.range_constexpr(WORK_TILE_INTS):
+            for i in cutlass.range_constexpr(self.kind.INTS):
                 slot[i] = Int32(values[i])
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
@@ -132,8 +138,7 @@ class Board(DeviceStruct):
         """The tile of ``step``. Called by every reading warp, converged."""
         self.ring.wait_full(step)
         slot = self.slots[None, self.ring.stage(step)]
-        values = [slot[i] for i in range(WORK_TILE_INTS)]
-        tile = WorkTile(Request(*values[:8]), *values[8:11], TileRange(*values[11:]))
+        tile = self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])
         cute.arch.sync_warp()
         self.ring.release(step)
         return tile

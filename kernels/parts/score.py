@@ -44,8 +44,8 @@ class ScoreMap(DeviceStruct):
         return slope
 
     @cute.jit
-    def apply(self, scores, slope, tile_start, first_row_position) -> None:
-        """Map the ``scores`` (a RowFragment) of the keys from ``tile_start`` on."""
+    def apply(self, scores, slope, tile_start, positions) -> None:
+        """Map the ``scores`` (a RowFragment) of the keys from ``tile_start`` on, row r at ``positions[r]``."""
         if const_expr(self.kind is ScoreKind.SOFT_CAP):
             # tanh x = 1 - 2 / (1 + e^(2 x)): tanh.approx is good for 11 bits, which a cap of 50 turns into 0.02.
             factor = self.scale * (2.0 * LOG2_E) / self.soft_cap
@@ -56,7 +56,7 @@ class ScoreMap(DeviceStruct):
         if const_expr(self.kind is ScoreKind.ALIBI):
             # Relative to the row's own key: the same softmax as with absolute positions, without their rounding.
             for r in cutlass.range_constexpr(scores.rows):
-                distance = tile_start + scores.first_column() - (first_row_position + scores.row_offset(r))
+                distance = tile_start + scores.first_column() - positions[r]
                 bias = slope * distance.to(Float32)
                 for c in cutlass.range_constexpr(scores.columns):
                     scores.set(r, c, scores.get(r, c) * self.scale + (bias + slope * float(scores.column_offset(c))))

@@ -102,19 +102,46 @@ class OnlineSoftmax(DeviceStruct):
         return seen * moved if self.largest[r] > -Float32.inf else Float32(0.0)
 
     @cute.jit
-    def finish(self, r: int, sink, lanes_per_row: int):
-        """(factor for the accumulated output, base-2 LSE) of row r.
-
-        ``sink`` is the natural logit of one more key with a zero value; -inf means none. A row that saw no key has
-        the factor 0, and its LSE is the sink's, -inf without one.
-        """
+    def partial(self, r: int, lanes_per_row: int):
+        """(reference, sum) of row r over the keys so far, the reference as an exponent of 2."""
         seen = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=lanes_per_row)
         reference = -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
-        # Terms are taken relative to the larger exponent: a sink far above every logit must not overflow.
-        largest = cute.arch.fmax(reference, sink * LOG2_E)
-        largest = Float32(0.0) if largest == -Float32.inf else largest
-        weight = cute.math.exp2(reference - largest, fastmath=True)
-        total = seen * weight + cute.math.exp2(sink * LOG2_E - largest, fastmath=True)
-        factor = weight * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
-        lse = largest + cute.math.log2(total, fastmath=True) if total > 0.0 else -Float32.inf
-        return factor, lse
+        return reference, seen
+
+    def finish(self, r: int, sink, lanes_per_row: int):
+        """(factor for the accumulated output, base-2 LSE) of row r, see :func:`normalised`."""
+        return normalised(*self.partial(r, lanes_per_row), sink)
+
+
+@cute.jit
+def normalised(reference, seen, sink):
+    """(factor for an output accumulated relative to ``reference``, base-2 LSE) of a row with the sum ``seen``.
+
+    ``sink`` is the natural logit of one more key with a zero value; -inf means none. A row that saw no key has
+    the factor 0, and its LSE is the sink's, -inf without one.
+    """
+    # Terms are taken relative to the larger exponent: a sink far above every logit must not overflow.
+    largest = cute.arch.fmax(reference, sink * LOG2_E)
+    largest = Float32(0.0) if largest == -Float32.inf else largest
+    weight = cute.math.exp2(reference - largest, fastmath=True)
+    total = seen * weight + cute.math.exp2(sink * LOG2_E - largest, fastmath=True)
+    factor = weight * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
+    lse = largest + cute.math.log2(total, fastmath=True) if total > 0.0 else -Float32.inf
+    return factor, lse
+
+
+@cute.jit
+def merged(references, sums):
+    """Weights of a row's pieces, and the (reference, sum) of all of them together.
+
+    ``references`` are exponents of 2, -inf for a piece that saw no key.
+    """
+    largest = references[0]
+    for i in cutlass.range_constexpr(1, len(references)):
+        largest = cute.arch.fmax(largest, references[i])
+    safe = Float32(0.0) if largest == -Float32.inf else largest
+    weights, total = [], Float32(0.0)
+    for i in cutlass.range_constexpr(len(references)):
+        weights.append(cute.math.exp2(references[i] - safe, fastmath=True))
+        total += weights[i] * sums[i]
+    return weights, largest, total

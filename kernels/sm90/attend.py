@@ -15,7 +15,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, global_array, shared_address
 from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, LseRows, OutputRows, StatisticsRows
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.mask import IntervalMask, LogitRow
 from hopwell.kernels.parts.scheduler import Board, WorkTile
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import LOG2_E, OnlineSoftmax
@@ -36,15 +36,6 @@ class SharedTiles(DeviceStruct):
 
 
 @dataclass
-class LogitRow(DeviceStruct):
-    """What turns scores into logits besides the scores: this lane's first row and its head."""
-
-    position: Int32  # absolute key position of the row
-    kv_len: Int32
-    slope: Float32
-
-
-@dataclass
 class Attend(DeviceStruct):
     kernel: Any  # the PrefillSm90: configuration only
     tiles: SharedTiles
@@ -57,7 +48,7 @@ class Attend(DeviceStruct):
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: Geometry):
-        q_ring, _, _ = self.rings
+        q_ring, *_ = self.rings
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
         parts = self.kernel.config.v_parts
         row_group, column_group = group // parts, group % parts
@@ -76,8 +67,7 @@ class Attend(DeviceStruct):
             operands.o.fill(0.0)
             q_ring.wait_full(work)
             if keys.begin < keys.end:
-                position = tile.request.first_position + tile.first_row + warp_row + RowFragment.first_row()
-                row = LogitRow(position, tile.request.kv_len, self.score.slope(tile.head))
+                row = self.logit_row(tile, warp_row)
                 q_stage = q_ring.stage(work)
                 self.first_step(operands, q_stage, kv_step, keys.end - 1, row)
                 step = partial(self.next_step, operands, turns, q_stage, row)
@@ -96,14 +86,19 @@ class Attend(DeviceStruct):
             if keys.begin < keys.end:
                 self.last_step(operands, kv_step)
                 kv_step += 1
-            self.store(operands, tile, warp_row, column_group, addresses, geometry)
+            self.store(operands, tile, work, warp_row, column_group, addresses, geometry)
             work += 1
             tile = self.board.read(work)
+
+    def logit_row(self, tile: WorkTile, warp_row) -> LogitRow:
+        first = tile.request.first_position + tile.first_row + warp_row + RowFragment.first_row()
+        positions = tuple(first + RowFragment.row_offset(r) for r in range(RowFragment.rows))
+        return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
 
     @cute.jit
     def first_step(self, operands, q_stage, kv_step, n, row):
         """S and P of the rightmost keys. Their P V is issued together with the next step's Q K^T."""
-        _, k_ring, _ = self.rings
+        _, k_ring, *_ = self.rings
         k_ring.wait_full(kv_step)
         operands.issue_qk(q_stage, k_ring.stage(kv_step))
         warpgroup.wait_group(0)
@@ -115,7 +110,7 @@ class Attend(DeviceStruct):
     @cute.jit
     def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
         """Q K^T of tile n under way together with P V of the tile before (``kv_step``), then softmax of tile n."""
-        _, k_ring, v_ring = self.rings
+        _, k_ring, v_ring, *_ = self.rings
         k_ring.wait_full(kv_step + 1)
         turns.wait()
         operands.issue_qk(q_stage, k_ring.stage(kv_step + 1))
@@ -135,20 +130,20 @@ class Attend(DeviceStruct):
     @cute.jit
     def to_logits(self, scores, n, row, masked: cutlass.Constexpr):
         tile_start = n * self.kernel.tile.n
-        self.score.apply(scores, row.slope, tile_start, row.position)
+        self.score.apply(scores, row.slope, tile_start, row.positions)
         if const_expr(masked):
-            self.mask.apply(scores, tile_start, row.position, row.kv_len)
+            self.mask.apply(scores, tile_start, row)
 
     @cute.jit
     def last_step(self, operands, kv_step):
-        _, _, v_ring = self.rings
+        _, _, v_ring, *_ = self.rings
         v_ring.wait_full(kv_step)
         operands.issue_pv(v_ring.stage(kv_step))
         warpgroup.wait_group(0)
         v_ring.release(kv_step)
 
     @cute.jit
-    def store(self, operands, tile: WorkTile, warp_row, column_group, addresses: Addresses, geometry: Geometry):
+    def store(self, operands, tile: WorkTile, work, warp_row, column_group, addresses: Addresses, geometry: Geometry):
         """Normalise this warp's rows; write them and their log-sum-exp."""
         request = tile.request
         count = request.q_len - tile.first_row

@@ -43,6 +43,17 @@ def test_arrive_and_sync_make_a_producer_consumer_pair():
     assert y.tolist()[32:] == list(range(32))
 
 
+def test_reduction_survives_the_next_arrival():
+    """The first warp to leave arrives again before the other has run."""
+    y = empty(64)
+    run_ptx(
+        "setp.eq.u32 %p1, %tid, 0; barrier.red.and.pred %p3, 1, 64, %p1; bar.sync 1, 64; selp.b32 %r5, 1, 0, %p3;\n"
+        "mul.wide.u32 %d3, %tid, 4; add.u64 %d4, %a0, %d3; st.global.b32 [%d4], %r5;",
+        y, block=64,
+    )  # fmt: skip
+    assert y.tolist() == [0] * 64
+
+
 @pytest.mark.parametrize(("how", "expected"), [("popc.u32", 20), ("and.pred", 0), ("or.pred", 1)])
 def test_barrier_reductions(how, expected):
     y = empty(64)

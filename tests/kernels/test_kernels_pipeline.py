@@ -15,7 +15,7 @@ from cutlass import Int32
 from hopwell.kernels.config import SHARED_BYTES, TILES, WORK_STAGES, KvFetch, shipped_configs
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows
-from hopwell.kernels.parts.scheduler import HEAD_INDEX, WORK_TILE_INTS
+from hopwell.kernels.parts.scheduler import HEAD_INDEX, WorkTile
 from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
 from hopwell.kernels.sm90.prefill import SOURCES, PrefillSm90
 
@@ -176,8 +176,8 @@ class TestPrefill:
             assert edges["Q"].stage_bytes == tile.m * width_qk * 2
             assert edges["K"].stage_bytes == tile.n * width_qk * 2
             assert edges["V"].stage_bytes == tile.n * width_v * 2
-            assert edges["work"].stage_bytes == WORK_TILE_INTS * 4
-            assert HEAD_INDEX < WORK_TILE_INTS
+            assert edges["work"].stage_bytes == WorkTile.INTS * 4
+            assert HEAD_INDEX < WorkTile.INTS
             assert all(edge.producer_warps == 1 for edge in kernel.edges)
             assert all(edges[name].consumer_warps == consumers for name in "QKV")
             assert edges["work"].consumer_warps == consumers + 3
@@ -192,7 +192,7 @@ class TestPrefill:
             # Every warp stages the rows that it writes, also where two warpgroups share rows.
             staging = tile.m * (2 if tile.splits_v else 1) * copy.SWIZZLE_ROW_BYTES
             barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 1)
-            assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * WORK_TILE_INTS * 4 + barriers
+            assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * WorkTile.INTS * 4 + barriers
             assert kernel.shared_bytes <= SHARED_BYTES == 227 * 1024
 
     @pytest.mark.parametrize("dims", TILES, ids=str)

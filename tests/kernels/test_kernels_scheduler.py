@@ -14,7 +14,7 @@ from cutlass import Int32, Int64, Uint32
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import scheduler, sequence
 from hopwell.kernels.parts.mask import IntervalMask
-from hopwell.kernels.parts.scheduler import HEAD_INDEX, WORK_TILE_INTS, Board, TileSchedule, WorkTile
+from hopwell.kernels.parts.scheduler import HEAD_INDEX, Board, TileSchedule, WorkTile
 from hopwell.kernels.parts.sequence import Request, load_request
 from hopwell.kernels.problem import MaskKind
 
@@ -173,7 +173,7 @@ def leaves(kind: type) -> Iterator[str]:
 class TestBoard:
     def test_a_slot_holds_a_tile(self) -> None:
         names = list(leaves(WorkTile))
-        assert len(names) == WORK_TILE_INTS
+        assert len(names) == WorkTile.INTS
         assert names[HEAD_INDEX] == "WorkTile.head"
         assert [name.split(".")[1] for name in names] == [
             *(field.name for field in fields(Request)),
@@ -199,13 +199,13 @@ class TestBoard:
         class Slots:
             def __getitem__(self, place: tuple[None, int]) -> list[int]:
                 calls.append(("read", place[1]))
-                return [100 * place[1] + i for i in range(WORK_TILE_INTS)]
+                return [100 * place[1] + i for i in range(WorkTile.INTS)]
 
         monkeypatch.setattr(cute.arch, "sync_warp", lambda: calls.append(("sync", 0)))
         tile = Board(Slots(), Ring()).read(3)
         flat = [getattr(tile.request, field.name) for field in fields(Request)]
         flat += [tile.head, tile.kv_head, tile.first_row]
         flat += [getattr(tile.keys, field.name) for field in fields(tile.keys)]
-        assert flat == [100 + i for i in range(WORK_TILE_INTS)]
+        assert flat == [100 + i for i in range(WorkTile.INTS)]
         # The slot goes back when all lanes have read it.
         assert calls == [("wait", 3), ("read", 1), ("sync", 0), ("release", 3)]

@@ -1,0 +1,64 @@
+"""Rows of decode: the query heads that share a KV head, and the new tokens of a request, packed into one tile.
+
+Row r of a request and KV head is new token r // group and query head kv_head * group + r % group.
+"""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts.device import DeviceStruct, global_array
+from hopwell.kernels.parts.softmax import normalised
+
+
+@dataclass
+class PackedRows(DeviceStruct):
+    """Where the rows of one tile end up. Row r of the tile is valid for r < ``count``."""
+
+    addresses: Addresses
+    geometry: DecodeGeometry
+    first_token: Int32  # of the request, in the output
+    first_head: Int32
+    first_row: Int32  # of the tile
+    count: Int32
+    scale: Float32  # of the output
+    out_bytes: int  # of an element
+
+    @staticmethod
+    def create(a: Addresses, g: DecodeGeometry, tile, scale, out_bytes: int) -> "PackedRows":
+        group = Int32(g.group)
+        count = tile.request.q_len * group - tile.first_row
+        return PackedRows(a, g, tile.request.o_start, tile.kv_head * group, tile.first_row, count, scale, out_bytes)
+
+    def _place(self, row):
+        """(token, head) of a row of the tile."""
+        packed, group = self.first_row + row, Int32(self.geometry.group)
+        token = packed // group
+        return self.first_token + token, self.first_head + packed - token * group
+
+    def query(self, row, q_start):
+        """Address of a row of 16-bit queries, those of the request beginning at token ``q_start``."""
+        token, head = self._place(row)
+        element = Int64(token - self.first_token + q_start) * self.geometry.q_token + head * self.geometry.q_head
+        return self.addresses.query + 2 * element
+
+    def output(self, row, column):
+        """Address of an element of the output."""
+        token, head = self._place(row)
+        element = Int64(token) * self.geometry.o_token + head * self.geometry.o_head + column
+        return self.addresses.out + element * self.out_bytes
+
+    @cute.jit
+    def finish(self, row, reference, total, writes):
+        """The factor that turns a row's accumulated output into the result; ``writes`` its log-sum-exp as well."""
+        a, g = self.addresses, self.geometry
+        token, head = self._place(row)
+        sink = -Float32.inf
+        if a.sinks != 0:
+            sink = global_array(Float32, a.sinks)[head]
+        factor, lse = normalised(reference, total, sink)
+        if a.lse != 0 and writes:
+            global_array(Float32, a.lse)[Int64(token) * g.lse_row + head * g.lse_head] = lse
+        return factor * self.scale

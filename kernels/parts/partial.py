@@ -1,0 +1,218 @@
+"""Partial results of decode: written piece by piece, merged by whoever is last.
+
+The rows of a request are a weighted sum over its chunks, and every chunk leaves one piece: for each row the output
+relative to a reference, the reference, and the sum of exponentials. Pieces are merged in groups of GROUP_PIECES by the
+CTA whose piece is the group's last, and groups by the one that merged the last group, always in the order of the keys:
+which CTA it is never changes a bit.
+
+Pieces lie in a ring of slots that is much smaller than the list of units, so that they stay in the L2 cache. Piece p
+lies in slot p % slots and may be written in the slot's generation p // slots, that is once the piece before it in that
+slot has been merged. The first piece's slot of a group, and of a request, keeps count of what is there. Nobody waits in
+a circle: whatever a piece waits for has an earlier place in the list, tickets are taken in the order of the list, and
+the ring holds more than the pieces of one request.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import (
+    DeviceStruct,
+    barrier_all,
+    global_array,
+    global_pointer,
+    load_relaxed,
+    store_release,
+)
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.softmax import merged
+from hopwell.kernels.splitting import ALIGNMENT, GROUP_PIECES, SLOT_COUNTERS, STATISTICS, TICKETS
+
+PIECE, GROUP = 0, 2  # where the statistics of a piece, and of a merged group, lie in a row's
+GENERATION, PIECES_THERE, GROUPS_THERE = range(SLOT_COUNTERS)
+COLUMNS_AT_ONCE = 4  # float32 of 16 bytes
+
+
+@dataclass(frozen=True)
+class Slots(DeviceStruct):
+    """The memory of the pieces."""
+
+    scratch: Int64  # bytes
+    tickets: Int64  # address of all counters
+    slots: Int32
+    rows: Int32  # of a slot
+    columns: int
+
+    @staticmethod
+    def create(a: Addresses, g: DecodeGeometry, columns: int) -> "Slots":
+        aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
+        return Slots(aligned, a.tickets, Int32(g.slots), Int32(g.slot_rows), columns)
+
+    def place(self, piece):
+        """Where a piece's rows begin among those of all slots."""
+        return piece % self.slots * self.rows
+
+    def output(self, row, column):
+        """Address of an element of a row, counted over all slots. The scratch has fewer than 2^31 elements."""
+        return self.scratch + Int64(row * self.columns + column) * 4
+
+    def statistics(self, row, level: int):
+        """Address of (reference, sum) of a row."""
+        return self.scratch + Int64((self.slots * self.rows) * self.columns + row * STATISTICS + level) * 4
+
+    def counter(self, kind: int, piece):
+        """Address of one of the counters of the piece's slot."""
+        return self.tickets + 4 * (TICKETS + Int64(kind) * self.slots + piece % self.slots)
+
+    def generation(self, piece):
+        return piece // self.slots
+
+    @cute.jit
+    def wait_free(self, pieces) -> None:
+        """Return when each of the pieces has the slot for itself. Called by one thread."""
+        missing = self._missing(pieces)
+        while missing != 0:
+            missing = self._missing(pieces)
+        cute.arch.fence_acq_rel_gpu()
+
+    def _missing(self, pieces):
+        found = [load_relaxed(self.counter(GENERATION, piece)) for piece in pieces]
+        return sum((f != self.generation(piece)).to(Int32) for f, piece in zip(found, pieces, strict=True))
+
+    @cute.jit
+    def store(self, piece, row, pairs, reference, total, first_column, column_group) -> None:
+        """One row of a piece: ``pairs`` of output columns, 8 apart from ``first_column`` on in a group of columns, and
+        (reference, sum)."""
+        columns = 8 * len(pairs)
+        row += self.place(piece)
+        address = self.output(row, column_group * columns + first_column)
+        for i in cutlass.range_constexpr(len(pairs)):
+            copy.store_global_f32(address + 32 * i, pairs[i])
+        if first_column + column_group == 0:
+            copy.store_global_f32(self.statistics(row, PIECE), (reference, total))
+
+
+@dataclass(frozen=True)
+class Merge(DeviceStruct):
+    """The threads that look after a CTA's pieces."""
+
+    slots: Slots
+    first_thread: int
+    threads: int
+    barrier: int  # their named barrier
+
+    @property
+    def _thread(self):
+        return cute.arch.thread_idx()[0] - self.first_thread
+
+    def meet(self) -> None:
+        cute.arch.barrier(barrier_id=self.barrier, number_of_threads=self.threads)
+
+    @cute.jit
+    def run(self, board, ring, addresses, geometry, scale, out_dtype: cutlass.Constexpr) -> None:
+        """As a role of its own: give every unit of the board its slot, and merge what is complete once it is stored."""
+        work = Int32(0)
+        tile = board.read(work)
+        while tile.exists:
+            self.prepare(tile)
+            ring.release(work)
+            ring.wait_full(work)
+            if tile.chunks > 1:
+                rows = PackedRows.create(addresses, geometry, tile, scale, out_dtype.width // 8)
+                self.complete(tile, rows, out_dtype)
+            work += 1
+            tile = board.read(work)
+        self.hand_back(Int32(geometry.grid))
+
+    @cute.jit
+    def prepare(self, tile) -> None:
+        """In the first thread, return when the unit's piece, if it is one, may be written."""
+        # In their first generation all slots are free.
+        if tile.piece >= self.slots.slots and tile.chunks > 1 and self._thread == 0:
+            # Its own slot, and those that keep count for it: their pieces may not have come that far.
+            self.slots.wait_free((tile.piece, tile.first_piece, tile.group_piece))
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def complete(self, tile, rows: PackedRows, out_dtype: cutlass.Constexpr) -> None:
+        """A piece has been written, visibly to all threads here: merge what can be merged now."""
+        step, first, group_first = tile.units_of_chunk, tile.first_piece, tile.group_piece
+        size = cutlass.min(tile.chunks - tile.chunk // GROUP_PIECES * GROUP_PIECES, GROUP_PIECES)
+        if self._is_last(PIECES_THERE, group_first, size):
+            if tile.chunks <= GROUP_PIECES:
+                self._add_up(first, step, size, PIECE, rows, out_dtype)
+                self._release(first, step, size)
+            else:
+                self._add_up(group_first, step, size, PIECE, rows, None)
+                self._release(group_first + step, step, size - 1)
+                groups = (tile.chunks + (GROUP_PIECES - 1)) // GROUP_PIECES
+                if self._is_last(GROUPS_THERE, first, groups):
+                    self._add_up(first, step * GROUP_PIECES, groups, GROUP, rows, out_dtype)
+                    self._release(first, step * GROUP_PIECES, groups)
+
+    @cute.jit
+    def _is_last(self, kind: cutlass.Constexpr[int], first, count):
+        """Count one more of ``count`` in the slot of their ``first``, and say whether it was the last; then the counter
+        is zero again."""
+        last = Int32(1)
+        if self._thread == 0:
+            last = _count(self.slots.counter(kind, first), count)
+            if last != 0:
+                global_array(Int32, self.slots.counter(kind, first))[0] = 0
+        return barrier_all(last != 0, self.barrier, self.threads)
+
+    @cute.jit
+    def _release(self, first, step, count) -> None:
+        """``count`` pieces have been read: their slots may be written again."""
+        self.meet()
+        if self._thread < count:
+            piece = first + self._thread * step
+            store_release(self.slots.counter(GENERATION, piece), self.slots.generation(piece) + 1)
+
+    @cute.jit
+    def _add_up(self, first, step, count, level: cutlass.Constexpr[int], rows: PackedRows, out_dtype) -> None:
+        """Merge ``count`` pieces: into the output, or, without ``out_dtype``, into the first of them as a group."""
+        slots = self.slots
+        quads = slots.columns // COLUMNS_AT_ONCE
+        # Beyond the last piece: the last one again, with no weight.
+        places = [slots.place(first + cutlass.min(i, count - 1) * step) for i in range(GROUP_PIECES)]
+        for item in cutlass.range(self._thread, cutlass.min(rows.count, slots.rows) * quads, self.threads, unroll=1):
+            row = item // quads
+            column = (item - row * quads) * COLUMNS_AT_ONCE
+            statistics = [copy.load_global_f32(slots.statistics(place + row, level), 2) for place in places]
+            outputs = [copy.load_global_f32(slots.output(place + row, column), COLUMNS_AT_ONCE) for place in places]
+            references = [statistics[i][0] if i < count else -Float32.inf for i in range(GROUP_PIECES)]
+            weights, reference, total = merged(references, [each[1] for each in statistics])
+            values = [Float32(0.0)] * COLUMNS_AT_ONCE
+            for i in cutlass.range_constexpr(GROUP_PIECES):
+                for c in cutlass.range_constexpr(COLUMNS_AT_ONCE):
+                    values[c] += weights[i] * (outputs[i][c] if i < count else Float32(0.0))
+            if const_expr(out_dtype is None):
+                copy.store_global_f32(slots.output(places[0] + row, column), values)
+                if column == 0:
+                    copy.store_global_f32(slots.statistics(places[0] + row, GROUP), (reference, total))
+            else:
+                factor = rows.finish(row, reference, total, column == 0)
+                copy.store_rounded(rows.output(row, column), [value * factor for value in values], out_dtype)
+
+    @cute.jit
+    def hand_back(self, grid) -> None:
+        """The last CTA leaves every counter at zero, as the next launch wants to find it."""
+        self.meet()
+        last = Int32(1)
+        if self._thread == 0:
+            last = _count(self.slots.tickets + 4, grid)
+        if barrier_all(last != 0, self.barrier, self.threads):
+            counters = global_array(Int32, self.slots.tickets)
+            for i in cutlass.range(self._thread, TICKETS + self.slots.slots, self.threads, unroll=1):
+                counters[i] = 0
+
+
+def _count(address, count):
+    """One more: 1 if ``count`` are there now, and then all that the others did before is visible."""
+    before = cute.arch.atomic_add(global_pointer(Int32, address), Int32(1), sem="acq_rel", scope="gpu")
+    return (before == count - 1).to(Int32)

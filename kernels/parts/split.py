@@ -1,0 +1,186 @@
+"""Which keys of which request a decode CTA works on next.
+
+The keys of a request are cut into chunks, and a chunk of one KV head and row tile is a unit of work. How long chunks
+are depends on nothing but the request's own keys, so that a result never depends on what else is in the batch. Units
+form one list, request by request, chunk by chunk, the heads of a chunk side by side because their keys lie side by
+side in memory. A CTA that needs work takes a ticket for the next place in it.
+
+No one has told the host how long requests are. A warp of each CTA finds the places of its tickets by walking over the
+lengths, a request a lane; tickets only grow, so it walks once.
+
+Units of requests with more than one chunk are pieces: they leave partial results, see ``partial.py``. Pieces have a
+numbering of their own in the order of the list.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts.device import DeviceStruct, global_pointer, load_int
+from hopwell.kernels.parts.mask import IntervalMask, TileRange
+from hopwell.kernels.parts.scheduler import WorkTile
+from hopwell.kernels.parts.sequence import Request
+from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.splitting import CHUNK_TOKENS, DOUBLINGS, GROUP_PIECES, MAX_CHUNKS
+
+LANES = 32
+
+
+@dataclass
+class SplitTile(WorkTile):
+    """A chunk of the keys of one KV head for one tile of packed rows. ``head`` only says whether there is a tile."""
+
+    INTS: ClassVar[int] = 22
+
+    chunk: Int32  # number of the chunk among those of its request
+    chunks: Int32  # of the request
+    piece: Int32  # number of the piece
+    first_piece: Int32  # of the same rows: that of the first chunk
+    group_piece: Int32  # of the first chunk in its group of GROUP_PIECES
+    units_of_chunk: Int32  # of a chunk: from a piece to that of the next chunk
+
+
+@dataclass
+class RequestSpan(DeviceStruct):
+    """A request's keys in chunks: what a lane knows of its request."""
+
+    index: Int32
+    q_start: Int32
+    q_len: Int32
+    kv_len: Int32
+    chunk_tokens: Int32
+    first_chunk: Int32  # chunks before this one hold no key that a row sees
+    chunks: Int32  # 0 where there is no request
+
+
+@dataclass
+class SplitSchedule(DeviceStruct):
+    geometry: DecodeGeometry
+    addresses: Addresses
+    mask: IntervalMask
+    tile_m: int
+    tile_n: int
+
+    @property
+    def _units_of_chunk(self):
+        return Int32(self.geometry.kv_heads) * Int32(self.geometry.row_tiles)
+
+    @cute.jit
+    def _span(self, index):
+        g, a = self.geometry, self.addresses
+        chunks = Int32(0)
+        safe = cutlass.min(index, Int32(g.batch) - 1)
+        q_start = load_int(a.q_offsets, safe, safe * Int32(g.q_len))
+        q_end = load_int(a.q_offsets, safe + 1, q_start + Int32(g.q_len))
+        q_len, kv_len = q_end - q_start, load_int(a.kv_lens, safe, 0)
+        begin = Int32(0)
+        if const_expr(self.mask.has_left_edge):
+            begin, _ = self.mask.keys(kv_len - q_len, kv_len)
+            begin = cutlass.max(cutlass.min(begin, kv_len - 1), 0)
+        tokens = Int32(CHUNK_TOKENS)
+        for _ in cutlass.range_constexpr(DOUBLINGS):
+            tokens = tokens * 2 if (kv_len - begin) // (MAX_CHUNKS - 1) >= tokens else tokens
+        first = begin // tokens
+        if index < Int32(g.batch):
+            chunks = cutlass.max((kv_len + (tokens - 1)) // tokens - first, 1)
+        return RequestSpan(index, q_start, q_len, kv_len, tokens, first, chunks)
+
+    def _tile(self, span: RequestSpan, unit, pieces) -> SplitTile:
+        """The unit of a request; ``pieces`` are those of all requests before."""
+        g = self.geometry
+        of_chunk = self._units_of_chunk
+        chunk = unit // of_chunk
+        place = unit - chunk * of_chunk
+        kv_head = place // Int32(g.row_tiles)
+        first_row = (place - kv_head * Int32(g.row_tiles)) * self.tile_m
+        request = Request(
+            index=span.index,
+            q_start=span.q_start,
+            o_start=span.q_start,
+            k_start=Int32(0),
+            v_start=Int32(0),
+            lse_start=span.q_start,
+            q_len=span.q_len,
+            kv_len=span.kv_len,
+        )
+        keys = self._keys(request, first_row, (span.first_chunk + chunk) * span.chunk_tokens, span.chunk_tokens)
+        first_piece = pieces + place
+        group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
+        numbers = (chunk, span.chunks, pieces + unit, first_piece, group_piece, of_chunk)
+        return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
+
+    def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
+        """The KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin`` on."""
+        group = Int32(self.geometry.group)
+        first = request.first_position + first_row // group
+        last = request.first_position + cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1)
+        keys = self.mask.tiles(first, last, request.kv_len, self.tile_n)
+        end = cutlass.min(keys.end, (begin + tokens) // self.tile_n)
+        begin = cutlass.min(cutlass.max(keys.begin, begin // self.tile_n), end)
+        full_end = cutlass.min(keys.full_end, end - 1)
+        if const_expr(self.mask.kind is MaskKind.DRAFT):
+            full_end = cutlass.min(full_end, cutlass.max(request.first_position, 0) // self.tile_n)
+        full_end = cutlass.max(full_end, begin)
+        full_begin = cutlass.min(cutlass.max(keys.full_begin, begin), full_end)
+        return TileRange(begin, end, full_begin, full_end, keys.first_key)
+
+    @cute.jit
+    def _ticket(self):
+        """The next place in the list, for lane 0: who needs it asks later, when it has come."""
+        ticket = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            ticket = cute.arch.atomic_add(global_pointer(Int32, self.addresses.tickets), Int32(1))
+        return ticket
+
+    @cute.jit
+    def publish(self, board) -> None:
+        """Post every unit that this CTA gets, then the end. Called by one warp."""
+        batch, of_chunk = Int32(self.geometry.batch), self._units_of_chunk
+        step, first, units, pieces = Int32(0), Int32(0), Int32(0), Int32(0)
+        ticket = self._ticket()
+        span = self._span(cute.arch.lane_idx())
+        last_unit = running_sum(span.chunks * of_chunk)
+        last_piece = running_sum(split_units(span.chunks, of_chunk))
+        place = cute.arch.shuffle_sync(ticket, 0)
+        while first < batch:
+            if place >= units + cute.arch.shuffle_sync(last_unit, LANES - 1):
+                units += cute.arch.shuffle_sync(last_unit, LANES - 1)
+                pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
+                first += LANES
+                span = self._span(first + cute.arch.lane_idx())
+                last_unit = running_sum(span.chunks * of_chunk)
+                last_piece = running_sum(split_units(span.chunks, of_chunk))
+            else:
+                ticket = self._ticket()
+                lane = cute.arch.popc(cute.arch.vote_ballot_sync(units + last_unit <= place))
+                mine = from_lane(span, lane)
+                before = cute.arch.shuffle_sync(last_unit, lane) - mine.chunks * of_chunk
+                pieces_before = cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, of_chunk)
+                board.post(step, self._tile(mine, place - units - before, pieces + pieces_before))
+                step += 1
+                place = cute.arch.shuffle_sync(ticket, 0)
+        board.post_end(step)
+
+
+def split_units(chunks, of_chunk):
+    """The pieces among the units of a request."""
+    return chunks * of_chunk * (chunks > 1).to(Int32)
+
+
+def from_lane(values: Any, lane) -> Any:
+    """A struct of Int32 as another lane has it."""
+    return type(values)(*[cute.arch.shuffle_sync(Int32(v), lane) for v in cutlass.extract_mlir_values(values)])
+
+
+@cute.jit
+def running_sum(value):
+    """The sum over this lane and all lanes before it."""
+    lane = cute.arch.lane_idx()
+    for k in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << k, mask_and_clamp=0)
+        value += below if lane >= (1 << k) else Int32(0)
+    return value

@@ -1,0 +1,232 @@
+"""Hopper decode: the rows that share a KV head against chunks of a paged cache, and the merge, in one launch."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.decode_config import MERGE_REGISTERS, DecodeConfig
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import load_scale, shared_address
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.kv_source import KvOperand
+from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask, LogitRow
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.partial import Merge, Slots
+from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.parts.split import SplitSchedule, SplitTile
+from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.pipeline import Edge
+from hopwell.kernels.sm90.attend import Attend
+from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90, example_arguments
+
+LANES = 32
+MERGE_BARRIER = 7  # named barrier of the merge warpgroup
+
+
+class DecodeSm90(AttentionSm90):
+    """Attention of packed rows, ``tile.m`` of a KV head at most, in steps of ``tile.n`` keys from right to left.
+
+    Warp roles
+        warp 0 load_k      K tiles, as the KV source says
+        warp 1 load_v      V tiles; rows past the visible keys become zeros
+        warp 2 load_q      the packed rows of Q
+        warp 3 schedule    units of work: which rows, which chunk of which request's keys
+        warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
+                           piece of it
+        last four merge    gives units their slots and merges pieces, so that its atomics and reads cost attend nothing;
+                           where attend is two warpgroups, they do it themselves
+
+    Edges
+        Q       load_q -> attend      released when the last S of the unit has been computed
+        K       load_k -> attend      released when S has been computed
+        V       load_v -> attend      released when its product has been added to O
+        work    schedule -> all       released as soon as it has been read
+        piece   attend -> merge       released once for each unit when its slot may be written; full when it is
+
+    Steady state: memory is the limit, and all that attend does for a step of keys has to take less time than their
+    loads. Between units, loads run ahead by as many tiles as there are stages.
+
+        memory         |  K(i-2)  |  V(i-2)  |  K(i-3)  |  V(i-3)  |  K(i-4)  |  V(i-4)  | ...
+        attend         |  S(i), O += P(i+1) V(i+1) | softmax of S(i) | waits | S(i-1), O += P(i) V(i) | softmax ...
+    """
+
+    work_tile = SplitTile
+
+    @property
+    def more_roles(self) -> dict[str, int]:
+        return {"merge": 4} if self.config.has_merge_role else {}
+
+    def _more_edges(self) -> tuple[Edge, ...]:
+        merge = self.more_roles.get("merge", 0)
+        return (Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, merge, 0),) if merge else ()
+
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry) -> Merge:
+        """The last warpgroup, or else all that attend."""
+        warpgroups = 1 if self.config.has_merge_role else self.warpgroups
+        first = len(self.config.registers) - warpgroups
+        slots = Slots.create(addresses, geometry, self.config.head_dim_v)
+        return Merge(slots, first * WARPGROUP, warpgroups * WARPGROUP, MERGE_BARRIER)
+
+    @cute.jit
+    def __call__(
+        self,
+        anchor: cute.Tensor,
+        addresses: Addresses,
+        geometry: DecodeGeometry,
+        softmax_scale: Float32,
+        output_scale: Float32,
+        output_factor: Float32,
+        programmatic_launch: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Build the TMA descriptors and launch. ``anchor`` is the output: it names the device, whose stream is used."""
+        k, v = self._kv_atoms(addresses, geometry)
+        self.kernel(k, v, addresses, geometry, softmax_scale, output_scale, output_factor).launch(
+            grid=[Int32(geometry.grid), 1, 1],
+            block=[WARPGROUP * len(self.config.registers), 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=programmatic_launch,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        k_atom: cute.CopyAtom | None,
+        v_atom: cute.CopyAtom | None,
+        addresses: Addresses,
+        geometry: DecodeGeometry,
+        softmax_scale: Float32,
+        output_scale: Float32,
+        output_factor: Float32,
+    ):
+        tiles, rings, board, partial_barrier = self._allocate(cutlass.memory.SmemAllocator())
+        q_ring, k_ring, v_ring = rings[:3]
+        kind = DraftMask if const_expr(self.config.mask is MaskKind.DRAFT) else IntervalMask
+        mask = kind(self.config.mask, Int32(geometry.window_left), Int32(1))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom)), partial_barrier)
+
+        if warp < 4:
+            cute.arch.setmaxregister_decrease(self.tile.producer_registers)
+            if warp == K_WARP:
+                key = KvOperand.key(addresses, geometry, self.config)
+                self.load_kv(k_atom, tiles.k, k_ring, partial_barrier, board, key)
+            if warp == V_WARP:
+                value = KvOperand.value(addresses, geometry, self.config)
+                self.load_kv(v_atom, tiles.v, v_ring, partial_barrier, board, value)
+            if warp == Q_WARP:
+                self.load_q(addresses, geometry, tiles.q, q_ring, board)
+            if warp == SCHEDULE_WARP:
+                SplitSchedule(geometry, addresses, mask, self.tile.m, self.tile.n).publish(board)
+            cute.arch.griddepcontrol_launch_dependents()
+        elif warp >= 4 * (1 + self.warpgroups):
+            cute.arch.setmaxregister_decrease(MERGE_REGISTERS)
+            scale = load_scale(addresses.output_scale, output_scale)
+            scale *= load_scale(addresses.output_factor, output_factor)
+            self._merge(addresses, geometry).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
+        else:
+            cute.arch.setmaxregister_increase(self.tile.consumer_registers)
+            scale = load_scale(addresses.softmax_scale, softmax_scale)
+            score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
+            softmax = OnlineSoftmax.create(scale, RowFragment.rows)
+            scale = load_scale(addresses.output_scale, output_scale)
+            scale *= load_scale(addresses.output_factor, output_factor)
+            merge = self._merge(addresses, geometry)
+            attend = DecodeAttend(self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
+            attend.run(addresses, geometry)
+            if const_expr(not self.config.has_merge_role):
+                merge.hand_back(Int32(geometry.grid))
+
+    @cute.jit
+    def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tiles, ring, board):
+        """Rows by 16-byte copies: a row is a head of a token, and the next one may be anywhere. Rows that no token has
+        become zeros."""
+        columns = self.config.columns[0]
+        chunks = columns * 2 // copy.CHUNK_BYTES
+        step = Int32(0)
+        tile = board.read(step)
+        while tile.exists:
+            ring.wait_empty(step)
+            destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
+            rows = PackedRows.create(addresses, geometry, tile, Float32(1.0), 2)
+            for i in cutlass.range(cute.arch.lane_idx(), self.tile.m * chunks, LANES, unroll=4):
+                row, chunk = i // chunks, i % chunks
+                source = rows.query(cutlass.min(row, cutlass.max(rows.count - 1, 0)), tile.request.q_start)
+                block = destination + chunk // copy.CHUNKS_PER_ROW * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
+                wanted = row < rows.count and chunk * 8 < self.config.head_dim_qk
+                target = copy.swizzled_chunk(block, row, chunk % copy.CHUNKS_PER_ROW)
+                copy.async_copy_or_zero(target, source + chunk * copy.CHUNK_BYTES, wanted)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(ring.full_barrier(step))
+            step += 1
+            tile = board.read(step)
+
+
+@dataclass
+class DecodeAttend(Attend):
+    merge: Merge
+    addresses: Addresses
+    geometry: DecodeGeometry
+
+    def logit_row(self, tile: SplitTile, warp_row) -> LogitRow:
+        request = tile.request
+        first = tile.first_row + warp_row + RowFragment.first_row()
+        if const_expr(self.mask.kind is not MaskKind.DRAFT):
+            return LogitRow((request.first_position,) * RowFragment.rows, request.kv_len, Float32(0.0))
+        tokens = []
+        for r in range(RowFragment.rows):
+            token = (first + RowFragment.row_offset(r)) // Int32(self.geometry.group)
+            tokens.append(cutlass.max(cutlass.min(token, request.q_len - 1), 0))
+        return DraftRow.create(request, tokens, self.addresses, self.geometry)
+
+    @cute.jit
+    def store(self, operands, tile: SplitTile, work, warp_row, column_group, addresses, geometry):
+        """Write this warp's rows, or leave them as a piece."""
+        out_dtype = self.kernel.out_dtype
+        rows = PackedRows.create(addresses, geometry, tile, self.output_scale, out_dtype.width // 8)
+        output = operands.output()
+        columns = self.kernel.config.head_dim_v // self.kernel.config.v_parts
+        if const_expr(self.kernel.config.has_merge_role):
+            self.rings[-1].wait_released(work)
+        else:
+            self.merge.prepare(tile)
+            self.merge.meet()
+        for r in cutlass.range_constexpr(output.rows):
+            row = warp_row + output.first_row() + output.row_offset(r)
+            pairs = [(output.get(r, c), output.get(r, c + 1)) for c in range(0, columns // output.lanes_per_row, 2)]
+            reference, total = self.softmax.partial(r, output.lanes_per_row)
+            if row < rows.count:
+                first_column = output.first_column()
+                if tile.chunks == 1:
+                    factor = rows.finish(row, reference, total, first_column == 0 and column_group == 0)
+                    for i in cutlass.range_constexpr(len(pairs)):
+                        column = column_group * columns + first_column + 8 * i
+                        scaled = [value * factor for value in pairs[i]]
+                        copy.store_rounded(rows.output(row, column), scaled, out_dtype)
+                else:
+                    self.merge.slots.store(tile.piece, row, pairs, reference, total, first_column, column_group)
+        if const_expr(self.kernel.config.has_merge_role):
+            self.rings[-1].fill(work)
+        else:
+            self.merge.meet()
+            if tile.chunks > 1:
+                self.merge.complete(tile, rows, out_dtype)
+
+
+def build(config: DecodeConfig) -> Any:
+    """The traceable launch function of a config and example arguments to compile it with."""
+    kernel = DecodeSm90(config)
+    return kernel, example_arguments(kernel.out_dtype, (Addresses, DecodeGeometry), floats=3)

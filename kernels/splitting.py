@@ -1,0 +1,44 @@
+"""How decode cuts the keys of a request, and the memory that the pieces need. Plain numbers, host and device."""
+
+# A chunk takes about 8 us of a CTA at 128 columns: short enough to spread few requests over all SMs, long enough that a
+# piece's partial result (4 KiB at 8 rows) is little beside its keys and values (256 KiB).
+CHUNK_TOKENS = 512
+MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
+DOUBLINGS = 15  # 2^31 tokens in no more than MAX_CHUNKS
+GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
+
+ROWS = 64  # packed rows of a tile
+ALIGNMENT = 16  # bytes
+COMFORTABLE_BYTES = 8 << 20
+STATISTICS = 4  # float32 of a row and piece: (reference, sum) of the piece, (reference, sum) of its group
+TICKETS = 2  # int32: units handed out, CTAs done
+SLOT_COUNTERS = 3  # int32 of a slot: its generation, pieces of a group that are there, groups of a request
+
+
+def slot_bytes(rows: int, columns: int) -> int:
+    """Scratch of a piece: float32 output rows and their statistics."""
+    return 4 * rows * (columns + STATISTICS)
+
+
+def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
+    """Slots for the pieces of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and at most
+    ``capacity`` keys a request, on ``ctas`` multiprocessors.
+
+    Those of one request and some for what is under way besides are a must. As many as stay in the L2 cache save
+    waiting.
+    """
+    chunks = min(-(-max(capacity, 1) // CHUNK_TOKENS) + 1, MAX_CHUNKS)
+    needed = chunks * kv_heads * -(-rows // ROWS) + 2 * ctas
+    return max(needed, COMFORTABLE_BYTES // slot_bytes(min(rows, ROWS), columns))
+
+
+def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
+    """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
+    at most, on ``ctas`` multiprocessors."""
+    slots = slot_count(rows, kv_heads, columns, capacity, ctas)
+    return slots * slot_bytes(min(rows, ROWS), columns) + ALIGNMENT
+
+
+def counter_ints(slots: int) -> int:
+    """Counters of a launch, all zero before and after it."""
+    return TICKETS + SLOT_COUNTERS * slots

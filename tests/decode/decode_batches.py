@@ -1,0 +1,108 @@
+"""Batches for decode: a few new tokens a request over a paged cache, with drafts' masks, and what must come out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import reference
+import torch
+from batches import Batch, Expected, starts
+
+from hopwell.kernels.config import DTYPES
+from hopwell.kernels.plan import EMULATED_SMS, decode_geometry
+from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable, TokenOffsets
+from hopwell.kernels.splitting import scratch_bytes
+
+DRAFT = Mask(MaskKind.DRAFT)
+FULL = Mask(MaskKind.FULL)
+
+
+def draft_words(visible: Sequence[torch.Tensor], words: int, generator: torch.Generator) -> torch.Tensor:
+    """uint16 [tokens, 2 * words] of each request's [q_len, q_len] bits; what no query token owns is random."""
+    rows = []
+    for bits in visible:
+        q_len = bits.shape[0]
+        noise = torch.randint(0, 2, (q_len, 32 * words), generator=generator, dtype=torch.int64)
+        noise[:, :q_len] = bits.cpu()
+        weights = 1 << torch.arange(16, dtype=torch.int64)
+        rows.append((noise.view(q_len, 2 * words, 16) * weights).sum(2))
+    return torch.cat(rows).to(torch.int32).to(torch.uint16)
+
+
+@dataclass
+class DecodeBatch(Batch):
+    """``drafts`` are [q_len, q_len] of each request, true where a new token sees another; None for the causal ones."""
+
+    drafts: Sequence[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.drafts is None:
+            self.drafts = [torch.ones(n, n, dtype=torch.bool).tril() for n in self.q_lens]
+
+    def decode(self, page_size: int, mask: Mask = FULL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
+        """The batch as a decode problem. With ``ragged`` query lengths come from offsets."""
+        key, value, table = self.pages(page_size, order=changes.pop("order", 0))
+        longest = max(self.q_lens, default=0)
+        generator = torch.Generator().manual_seed(self.seed)
+        words = draft_words(self.drafts, -(-longest // 32), generator).to(self.device)
+        problem = dict(
+            query=self.q,
+            key=key,
+            value=value,
+            out=self.output(),
+            batch=self.size,
+            max_q_len=longest,
+            max_kv_len=table.shape[1] * page_size,
+            q_offsets=TokenOffsets(self.ints(starts(self.q_lens))) if ragged else None,
+            kv_lens=self.ints(self.kv_lens),
+            page_table=PageTable(table, table),
+            mask=mask,
+            draft_mask=words if mask.kind is MaskKind.DRAFT else None,
+            softmax_scale=self.scale,
+            scratch=self.scratch(key, table.shape[1] * page_size),
+        )
+        return AttentionProblem(**(problem | changes))
+
+    def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Memory for partial results, full of NaN."""
+        rows = self.heads // self.kv_heads * max(self.q_lens, default=0)
+        size = scratch_bytes(rows, self.kv_heads, self.v_head_dim, capacity, self._ctas())
+        return torch.full((size // 4,), float("nan"), device=self.device)
+
+    def _ctas(self) -> int:
+        if self.device == "cpu":
+            return EMULATED_SMS
+        return torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def expected_decode(self, mask: Mask = FULL, *, sinks: torch.Tensor | None = None) -> Expected:
+        exact, rounded, lse = [], [], []
+        begins = starts(self.q_lens)
+        for i, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+            q = self.q[begins[i] : begins[i] + q_len]
+            seen = self.visible(i, mask)
+            arguments = (q, self.k[i], self.v[i], self.scale, seen, sinks)
+            out, log = reference.attention(*arguments)
+            exact.append(out)
+            lse.append(log)
+            rounded.append(reference.attention(*arguments, rounded=self.dtype)[0])
+        return Expected(torch.cat(exact), torch.cat(rounded), torch.cat(lse))
+
+    def visible(self, request: int, mask: Mask) -> torch.Tensor:
+        """[q_len, kv_len]: which keys the new tokens of a request see."""
+        q_len, kv_len = self.q_lens[request], self.kv_lens[request]
+        device = self.q.device
+        seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)
+        key = torch.arange(kv_len, device=device)
+        position = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
+        if mask.window_left >= 0:
+            seen &= key >= position - mask.window_left
+        if mask.kind is MaskKind.SLIDING_WINDOW:
+            seen &= key <= position
+        if mask.kind is MaskKind.DRAFT:
+            new = min(q_len, kv_len)
+            seen[:, kv_len - new :] &= self.drafts[request].to(device)[:, q_len - new :]
+        return seen
