@@ -39,9 +39,13 @@ def _common(data: Batch) -> dict[str, Any]:
     )
 
 
+def context_arguments(data: Batch, kv_cache: Any, table: torch.Tensor, **more: Any) -> dict[str, Any]:
+    return dict(query=data.q, kv_cache=kv_cache, block_tables=table, **_common(data)) | more
+
+
 def context(data: Batch, kv_cache: Any, table: torch.Tensor, **more: Any) -> torch.Tensor:
-    arguments = dict(query=data.q, kv_cache=kv_cache, block_tables=table, **_common(data))
-    return repeated(hopwell.trtllm_batch_context_with_kv_cache, data, arguments | more)
+    arguments = context_arguments(data, kv_cache, table, **more)
+    return repeated(hopwell.trtllm_batch_context_with_kv_cache, data, arguments)
 
 
 def fmha_v2(data: Batch, qkv: Any, layout: str, **more: Any) -> Any:
