@@ -33,12 +33,12 @@ class Plan:
         self.repeatable = query.device.type == "cuda"
         self._programmatic_launch = int(problem.programmatic_launch)
         self._soft_cap, self._skip_softmax = problem.score.soft_cap, problem.skip_softmax
-        self._tickets = tickets(query.device)
+        self.tickets = tickets(query.device)
         if self.has_work:
             import tvm_ffi
 
-            self._tickets.reserve()
-            self._function = _bind(self.config, query.device)
+            self.tickets.reserve()
+            self.function = _bind(self.config, query.device)
             # Handed over as one object: converting 30 integers in each call would cost more than the launch.
             self._geometry = tvm_ffi.convert(tuple(geometry(problem, self.config)))
 
@@ -47,16 +47,12 @@ class Plan:
 
         ``addresses`` are those of :class:`Addresses` up to the tickets. A scale counts where its address is 0.
         """
-        self._function(
-            out,
-            (*addresses, self._tickets.address()),
-            self._geometry,
-            softmax_scale,
-            output_scale,
-            self._soft_cap,
-            self._skip_softmax,
-            self._programmatic_launch,
-        )
+        self.function(out, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
+
+    def constants(self, softmax_scale: float, output_scale: float) -> tuple[Any, ...]:
+        """What ``function`` takes after the output and its addresses."""
+        scalars = (softmax_scale, output_scale, self._soft_cap, self._skip_softmax, self._programmatic_launch)
+        return self._geometry, *scalars
 
     def execute(self, problem: AttentionProblem) -> torch.Tensor:
         """Compute the problem that the plan was made for; allocates the output where the problem has none."""
@@ -82,7 +78,7 @@ class Plan:
             for name, view in named.items()
             if view is not None
         ]
-        tickets = self._tickets.address()
+        tickets = self.tickets.address()
         try:
             with emulator.memory([*spans, emulator.Span("tickets", tickets, PAIR_BYTES)]):
                 yield
