@@ -13,6 +13,7 @@ import torch
 
 PAIR_BYTES = 8
 SLAB_PAIRS = 4096
+LEGACY_STREAM = 0  # torch's default; CUDA refuses to capture it
 PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a stream of its own in each thread
 
 
@@ -33,9 +34,9 @@ class Tickets:
         """Address of a pair for a launch on the current stream."""
         if not self._has_streams:
             return self._for_thread()
-        if _is_capturing():
-            return self._for_capture()
         stream = _current_stream(self._index)
+        if stream != LEGACY_STREAM and _is_capturing():
+            return self._for_capture()
         found = self._of_stream.get(stream)
         return self._for_stream(stream) if found is None else found
 
