@@ -11,7 +11,8 @@ import torch
 from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import Arguments, Sources, on_device
+from hopwell._launch import on_device
+from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape

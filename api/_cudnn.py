@@ -8,7 +8,7 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import Arguments, Sources
+from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
 from hopwell.kernels.problem import (
     AttentionProblem,

@@ -9,7 +9,8 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import Arguments, Sources, halves
+from hopwell._launch import halves
+from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score, ScoreKind
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
@@ -196,26 +197,22 @@ def fmha_v2_problem(
     return problem
 
 
-def v_behind_k(qkv: Any) -> int | None:
-    """Bytes from K to V in a (K, V) pool: page ids of both count from K, so this is part of the layout."""
-    if isinstance(qkv, (tuple, list)) and len(qkv) == 2 and isinstance(qkv[1], (tuple, list)) and len(qkv[1]) == 2:
-        k, v = qkv[1]
-        return v.data_ptr() - k.data_ptr() if isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor) else None
-    return None
-
-
-def leaves(qkv: Any) -> tuple[Any, Any, Any]:
-    """The tensors that Q, K and V lie in; None for what is not told apart. What is malformed stays in one piece."""
-    if not isinstance(qkv, (tuple, list)):
-        return qkv, None, None
-    if len(qkv) == 2:
-        return qkv[0], *halves(qkv[1])
-    return tuple(qkv) if len(qkv) == 3 else (qkv, None, None)
+def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
+    """The tensors that Q, K and V lie in, None for what is not told apart; and the bytes from K to V in a (K, V) pool:
+    page ids of both count from K, so this is part of the layout. What is malformed stays in one piece."""
+    if isinstance(qkv, (tuple, list)):
+        if len(qkv) == 3:
+            return *qkv, None
+        if len(qkv) == 2:
+            k, v = halves(qkv[1])
+            pair = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
+            return qkv[0], k, v, v.data_ptr() - k.data_ptr() if pair else None
+    return qkv, None, None, None
 
 
 def fmha_v2_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
-    query, k, v, cum_seq_lens_q, cum_seq_lens_kv, block_tables, sinks, *_ = arguments
+    query, k, v, _, cum_seq_lens_q, cum_seq_lens_kv, block_tables, sinks, *_ = arguments
     k = query if k is None else k
     v = k if v is None else v
     v_starts = cum_seq_lens_kv if block_tables is None else None

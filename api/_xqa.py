@@ -9,7 +9,8 @@ import torch
 from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import Arguments, Sources, on_device
+from hopwell._launch import on_device
+from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
 from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind

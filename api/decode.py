@@ -104,13 +104,8 @@ def xqa_batch_decode_with_kv_cache(
         q_len_per_req,
         kv_cache_sf,
     )
-    prepared = _XQA.find(arguments)
-    result = None
-    if prepared is not None:
-        result = prepared.output(query) if out is None else flat_output(out)
-        if not prepared.launch(arguments, result):
-            result = None
-    if result is None:
+    done = _XQA.repeat(arguments, flat_output(out))
+    if done is None:
         problem = xqa_problem(
             query,
             kv_cache,
@@ -130,7 +125,8 @@ def xqa_batch_decode_with_kv_cache(
             mask,
             kv_cache_sf,
         )
-        result = _XQA.run(arguments, problem)
+        done = _XQA.run(arguments, problem)
     if out is not None:
         return out
+    result, _ = done
     return result if q_len_per_req in (None, 1) else result.unflatten(0, (-1, q_len_per_req))

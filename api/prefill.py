@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hopwell._context import context_problem, context_sources
 from hopwell._cudnn import cudnn_problem, cudnn_sources
-from hopwell._fmha_v2 import fmha_v2_problem, fmha_v2_sources, leaves, v_behind_k
+from hopwell._fmha_v2 import fmha_v2_problem, fmha_v2_sources, leaves
 from hopwell._launch import Calls, halves, single
 from hopwell.utils import FP4Tensor
 
@@ -135,11 +133,9 @@ def trtllm_batch_context_with_kv_cache(
         enable_pdl,
         uses_shared_paged_kv_idx,
     )
-    prepared = _CONTEXT.find(arguments)
-    if prepared is not None:
-        result: Any = prepared.output(query) if out is None else out
-        if prepared.launch(arguments, result):
-            return result
+    repeated = _CONTEXT.repeat(arguments, out)
+    if repeated is not None:
+        return repeated[0]
     problem = context_problem(
         query,
         kv_cache,
@@ -165,7 +161,7 @@ def trtllm_batch_context_with_kv_cache(
         skip_softmax_threshold_scale_factor,
         uses_shared_paged_kv_idx,
     )
-    return _CONTEXT.run(arguments, problem)
+    return _CONTEXT.run(arguments, problem)[0]
 
 
 def trtllm_fmha_v2_prefill(
@@ -262,7 +258,6 @@ def trtllm_fmha_v2_prefill(
         sinks if sinks is None else single(sinks),
         out,
         seq_lens,
-        v_behind_k(qkv),
         max_q_len,
         max_kv_len,
         batch_size,
@@ -279,16 +274,9 @@ def trtllm_fmha_v2_prefill(
         mask_mode,
         save_softmax_stats,
     )
-    prepared = _FMHA_V2.find(arguments)
-    if prepared is not None:
-        result = prepared.output(arguments[0]) if out is None else out
-        if not save_softmax_stats:
-            if prepared.launch(arguments, result):
-                return result
-        else:
-            stats = torch.empty((*result.shape[:2], 2), dtype=torch.float32, device=result.device)
-            if prepared.launch(arguments, result, stats):
-                return result, stats
+    repeated = _FMHA_V2.repeat(arguments, out)
+    if repeated is not None:
+        return repeated if save_softmax_stats else repeated[0]
     problem = fmha_v2_problem(
         qkv,
         input_layout,
@@ -313,8 +301,8 @@ def trtllm_fmha_v2_prefill(
         save_softmax_stats,
         skip_softmax_threshold_scale_factor,
     )
-    result = _FMHA_V2.run(arguments, problem)
-    return result if problem.statistics is None else (result, problem.statistics)
+    results = _FMHA_V2.run(arguments, problem, problem.statistics)
+    return results if save_softmax_stats else results[0]
 
 
 def cudnn_batch_prefill_with_kv_cache(
@@ -414,15 +402,9 @@ def cudnn_batch_prefill_with_kv_cache(
         is_cuda_graph_compatible,
         type(backend),
     )
-    prepared = _CUDNN.find(arguments)
-    if prepared is not None:
-        result = prepared.output(q) if out is None else out
-        stats = None
-        if return_lse:
-            sizes = (actual_seq_lens_q.numel(), max_token_per_sequence, q.shape[1])
-            stats = torch.empty(sizes, dtype=torch.float32, device=q.device) if lse is None else lse
-        if prepared.launch(arguments, result, stats):
-            return result, stats
+    repeated = _CUDNN.repeat(arguments, out, lse)
+    if repeated is not None:
+        return repeated
     problem = cudnn_problem(
         q,
         k_cache,
@@ -446,9 +428,8 @@ def cudnn_batch_prefill_with_kv_cache(
         is_cuda_graph_compatible=is_cuda_graph_compatible,
         backend=backend,
     )
-    stats = None if problem.lse is None else problem.lse.tensor
-    result = _CUDNN.run(arguments, problem)
-    if stats is None:
-        return result, None
-    # A ragged log-sum-exp was viewed as rows for the kernel.
-    return result, stats.view(problem.batch, max_token_per_sequence, q.shape[1]) if lse is None else lse
+    stats = None
+    if problem.lse is not None:
+        # A ragged log-sum-exp was viewed as rows for the kernel.
+        stats = problem.lse.tensor.view(problem.batch, max_token_per_sequence, q.shape[1]) if lse is None else lse
+    return _CUDNN.run(arguments, problem, stats)

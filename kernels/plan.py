@@ -50,9 +50,9 @@ class Plan:
             import tvm_ffi
 
             sizes = family.geometry(problem, self.config)
-            self._tickets = tickets(query.device, family.counters(sizes, self.config))
-            self._tickets.reserve()
-            self._function = _bind(self.config, query.device)
+            self.tickets = tickets(query.device, family.counters(sizes, self.config))
+            self.tickets.reserve()
+            self.function = _bind(self.config, query.device)
             # Handed over as one object: converting 30 integers in each call would cost more than the launch.
             self._geometry = tvm_ffi.convert(tuple(sizes))
 
@@ -61,14 +61,11 @@ class Plan:
 
         ``addresses`` are those of :class:`Addresses` up to the tickets. A scale counts where its address is 0.
         """
-        self._function(
-            out,
-            (*addresses, self._tickets.address()),
-            self._geometry,
-            softmax_scale,
-            output_scale,
-            *self._options,
-        )
+        self.function(out, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
+
+    def constants(self, softmax_scale: float, output_scale: float) -> tuple[Any, ...]:
+        """What ``function`` takes after the output and its addresses."""
+        return self._geometry, softmax_scale, output_scale, *self._options
 
     def execute(self, problem: AttentionProblem) -> torch.Tensor:
         """Compute the problem that the plan was made for; allocates the output where the problem has none."""
@@ -94,7 +91,7 @@ class Plan:
             for name, view in named.items()
             if view is not None
         ]
-        counters, size = self._tickets.address(), self._tickets.bytes
+        counters, size = self.tickets.address(), self.tickets.bytes
         try:
             with emulator.memory([*spans, emulator.Span("tickets", counters, size)]):
                 yield

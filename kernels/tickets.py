@@ -16,6 +16,7 @@ from hopwell.kernels.splitting import TICKETS
 
 SLAB_SETS = 4096  # sets made at a time, as long as they fit into SLAB_BYTES
 SLAB_BYTES = 4 << 20
+LEGACY_STREAM = 0  # torch's default; CUDA refuses to capture it
 PER_THREAD_STREAM = 2  # cudaStreamPerThread: one handle, but a stream of its own in each thread
 
 
@@ -25,6 +26,7 @@ class Tickets:
     def __init__(self, device: torch.device, ints: int):
         self.bytes = 4 * ints
         self._device = device
+        self._has_streams, self._index = device.type == "cuda", device.index
         self._at_once = max(min(SLAB_SETS, SLAB_BYTES // self.bytes), 1)
         self._slabs: list[torch.Tensor] = []
         self._free: list[int] = []
@@ -35,29 +37,29 @@ class Tickets:
 
     def address(self) -> int:
         """Address of a set for a launch on the current stream."""
-        if self._device.type != "cuda":
+        if not self._has_streams:
             return self._for_thread()
-        if torch.cuda.is_current_stream_capturing():
+        stream = _current_stream(self._index)
+        if stream != LEGACY_STREAM and _is_capturing():
             return self._for_capture()
-        stream = _current_stream(self._device.index)
-        return self._for_thread() if stream == PER_THREAD_STREAM else self._for_stream(stream)
+        found = self._of_stream.get(stream)
+        return self._for_stream(stream) if found is None else found
 
     def reserve(self) -> None:
         """Keep enough sets in store for the captures that may follow. Called once for each plan."""
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self._has_streams and _is_capturing():
             return
         with self._lock:
             if len(self._free) < self._at_once // 2 + 1:
                 self._grow()
 
     def _for_stream(self, stream: int) -> int:
-        found = self._of_stream.get(stream)
-        if found is None:
-            with self._lock:
-                if stream not in self._of_stream:
-                    self._of_stream[stream] = self._take()
-                found = self._of_stream[stream]
-        return found
+        if stream == PER_THREAD_STREAM:
+            return self._for_thread()
+        with self._lock:
+            if stream not in self._of_stream:
+                self._of_stream[stream] = self._take()
+            return self._of_stream[stream]
 
     def _for_thread(self) -> int:
         # Not by the thread's number: a new thread may have that of a dead one whose launch is still running.
@@ -83,7 +85,7 @@ class Tickets:
 
     def _grow(self) -> None:
         slab = torch.zeros(self._at_once * self.bytes // 4, dtype=torch.int32, device=self._device)
-        if self._device.type == "cuda":
+        if self._has_streams:
             # Zeroed on this stream, used on any.
             torch.cuda.current_stream(self._device).synchronize()
         self._slabs.append(slab)
@@ -94,8 +96,9 @@ def _stream_of_object(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-# Without building a Stream object, which takes 1 us of a call that should cost 8.
+# Without building a Stream object, which takes 1 us of a call that should cost 8, and without a function in between.
 _current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
+_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
 _sets: dict[tuple[torch.device, int], Tickets] = {}

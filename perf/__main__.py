@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Callable, Iterable, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from hopwell.perf.results import Row, Run
+
+if TYPE_CHECKING:
+    from hopwell.perf.family import Case, Family
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console(stderr=True)
@@ -18,81 +23,90 @@ MAX_ERROR = 8e-3  # relative, of bf16 attention on random data; a wrong mask giv
 
 
 @app.command()
-def prefill(
-    out: Annotated[Path, typer.Option(help="folder for the run's JSON, Markdown and plot")],
-    name: Annotated[str, typer.Option(help="name of the files")] = "prefill",
-    workloads: Annotated[str, typer.Option(help="regular expression over workload names")] = ".",
-    candidates: Annotated[str, typer.Option(help="regular expression over candidate names")] = ".",
+def sweep(
+    out: Annotated[Path, typer.Option(help="folder for each family's JSON, Markdown and plots")],
+    cases: Annotated[str, typer.Option(help="names or globs of cases, with commas between them")] = "*",
+    candidates: Annotated[
+        list[str] | None, typer.Option(help="name or glob of candidates; may be repeated; all if left out")
+    ] = None,
 ) -> None:
-    """Prefill throughput: check every candidate against float64, then time all of them in turns."""
-    import torch
-
-    from hopwell.perf import candidates as known
-    from hopwell.perf.measure import interleaved
-    from hopwell.perf.workloads import PREFILL, Tensors
-
-    run = Run.here()
-    for work in PREFILL:
-        if not re.search(workloads, work.name):
-            continue
-        tensors, calls, rows = Tensors(work), {}, {}
-        for title, prepare in known.PREFILL.items():
-            if not re.search(candidates, title):
-                continue
-            rows[title] = row = Row(work.title, title)
-            try:
-                call = prepare(tensors)
-                result = call()
-                if title != known.CEILING:
-                    row.error = tensors.error(result)
-                    if not row.error < MAX_ERROR:
-                        raise ArithmeticError(f"relative error {row.error:.1e}")
-                calls[title] = call
-            except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
-                first_line = str(failure).strip().partition("\n")[0]
-                row.failure = f"{type(failure).__name__}: {first_line[:160]}"
-        for title, milliseconds in interleaved(calls).items():
-            flops = 2.0 * known.MATMUL_SIZE**3 if title == known.CEILING else work.flops
-            rows[title].milliseconds, rows[title].tflops = milliseconds, flops / milliseconds / 1e9
-        run.rows += rows.values()
-        figures = ", ".join(f"{title} {row.tflops:.0f}" for title, row in rows.items() if row.tflops)
-        console.print(f"{work.title} [TFLOP/s]: {figures}", highlight=False)
-        del tensors, calls
-        torch.cuda.empty_cache()
-        _write(run, out, name)
-    run.host_microseconds = _host()
-    _write(run, out, name)
-    console.print(f"{out / name}.json, .md and .png", highlight=False)
+    """Throughput: check every candidate against float64, then time all of them in turns, case by case."""
+    families = _families()
+    named = _matching("case", [case.name for family in families for case in family.cases], cases.split(","))
+    titles = _matching("candidate", [title for family in families for title in family.candidates], candidates or ["*"])
+    for family in families:
+        chosen = [case for case in family.cases if case.name in named]
+        if chosen:
+            _sweep(family, chosen, [title for title in family.candidates if title in titles], out)
 
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="JSON file of a run")]) -> None:
-    """Write a run's Markdown and plot again."""
-    _write(Run.load(path), path.parent, path.stem)
+    """Write a run's Markdown and plots again."""
+    Run.load(path).save(path)
 
 
-def _write(run: Run, out: Path, name: str) -> None:
-    out.mkdir(parents=True, exist_ok=True)
-    run.save(out / f"{name}.json")
-    (out / f"{name}.md").write_text(run.markdown())
-    run.plot(out / f"{name}.png")
+def _families() -> Sequence[Family]:
+    from hopwell.perf.prefill import PREFILL
+
+    return (PREFILL,)
 
 
-def _host() -> dict[str, float]:
-    """Host time of a warm call of each entry, with a problem too small to keep the GPU busy for longer."""
-    from hopwell.perf import candidates as known
+def _matching(what: str, names: Sequence[str], patterns: Iterable[str]) -> set[str]:
+    found: set[str] = set()
+    for pattern in patterns:
+        matches = {name for name in names if fnmatchcase(name, pattern)}
+        if not matches:
+            raise typer.BadParameter(f"no {what} is named {pattern!r}; there are {', '.join(names)}")
+        found |= matches
+    return found
+
+
+def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], out: Path) -> None:
+    import torch
+
     from hopwell.perf.measure import host_microseconds
-    from hopwell.perf.workloads import Prefill, Tensors
 
-    sizes = ("host", "1 x 64", (64,), (64,), 4, 4, 128, 128)
-    causal, full = (Tensors(Prefill(*sizes, causal=is_causal)) for is_causal in (True, False))
-    calls = {
-        "hopwell.trtllm_batch_context_with_kv_cache": known.hopwell_paged(16)(causal),
-        "hopwell.trtllm_fmha_v2_prefill": known.hopwell_dense(causal),
-        "hopwell.cudnn_batch_prefill_with_kv_cache": known.hopwell_paged(16)(full),
-        "torch SDPA (cuDNN)": known.cudnn_sdpa(causal),
-    }
-    return {title: host_microseconds(call) for title, call in calls.items()}
+    run, path = Run.here(family.labels), out / f"{family.labels.family}.json"
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(cases) * (len(candidates) + 1))
+        for case in cases:
+            # A step for each candidate's preparation, and one for all their timing.
+            rows = _measure(family, case, candidates, lambda step: progress.update(task, advance=1, description=step))
+            torch.cuda.empty_cache()
+            run.rows += rows
+            run.save(path)  # what is measured stays when a later case ends the process
+            figures = ", ".join(f"{row.candidate} {row.rate:.0f}" for row in rows if row.rate)
+            progress.print(f"{case.title} [{family.labels.unit}]: {figures}", highlight=False, markup=False)
+    run.host_microseconds = {title: host_microseconds(call) for title, call in family.host_calls().items()}
+    run.save(path)
+    console.print(f"{path} and its .md and .png", highlight=False)
+
+
+def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Callable[[str], None]) -> list[Row]:
+    from hopwell.perf.measure import interleaved
+
+    inputs, calls, rows = family.inputs(case), {}, {}
+    for title in candidates:
+        rows[title] = row = Row(case.title, title, case.series, case.x)
+        try:
+            call = family.candidates[title](inputs)
+            result = call()
+            if title != family.labels.ceiling:
+                row.error = inputs.error(result)
+                if not row.error < MAX_ERROR:
+                    raise ArithmeticError(f"relative error {row.error:.1e}")
+            calls[title] = call
+        except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
+            first_line = str(failure).strip().partition("\n")[0]
+            row.failure = f"{type(failure).__name__}: {first_line[:160]}"
+        advance(f"{case.name}: {title}")
+    for title, milliseconds in interleaved(calls).items():
+        work = family.ceiling_work if title == family.labels.ceiling else case.work
+        rows[title].milliseconds, rows[title].rate = milliseconds, work / milliseconds * 1e3 / family.unit_size
+    advance(f"{case.name}: timed")
+    return list(rows.values())
 
 
 if __name__ == "__main__":

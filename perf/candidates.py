@@ -1,4 +1,5 @@
-"""Implementations to compare: each takes a workload's tensors and gives a function that fills and returns an output.
+"""Implementations of prefill to compare: each takes a workload's tensors and gives a function that fills an output and
+returns it.
 
 A candidate raises where it cannot run a workload; the run records why.
 """
@@ -6,16 +7,13 @@ A candidate raises where it cannot run a workload; the run records why.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import hopwell
+from hopwell.perf.family import Call, Candidate
 from hopwell.perf.workloads import Tensors
-
-Call = Callable[[], Any]  # the output
-Candidate = Callable[[Tensors], Call]
 
 CEILING = "bf16 matmul"
 MATMUL_SIZE = 8192

@@ -1,10 +1,11 @@
-"""A run's file: what was measured, on what; as JSON, as a Markdown table, as a plot."""
+"""A run's file: what was measured, on what; as JSON, as Markdown tables, as plots."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,25 @@ from typing import Any
 PACKAGES = ("hopwell", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "flashinfer-python")
 
 
+@dataclass(frozen=True)
+class Labels:
+    """What the tables and plots of a family of workloads say."""
+
+    family: str  # also the name of its files
+    unit: str
+    counting: str  # how the unit is counted
+    x: str  # what the cases of a series differ in
+    ceiling: str  # the candidate that shows what the card can do
+
+
 @dataclass
 class Row:
     workload: str
     candidate: str
+    series: str = ""
+    x: int = 0
     milliseconds: float | None = None
-    tflops: float | None = None
+    rate: float | None = None  # in the family's unit
     error: float | None = None  # relative, against float64
     failure: str | None = None  # why there are no figures
 
@@ -27,11 +41,12 @@ class Run:
     gpu: str
     date: str
     versions: dict[str, str]
+    labels: Labels
     rows: list[Row] = field(default_factory=list)
     host_microseconds: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
-    def here() -> Run:
+    def here(labels: Labels) -> Run:
         import torch
 
         versions = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
@@ -40,88 +55,151 @@ class Run:
                 versions[package] = importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:
                 continue
-        return Run(torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), versions)
+        return Run(torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), versions, labels)
 
     @staticmethod
     def load(path: Path) -> Run:
         raw: dict[str, Any] = json.loads(path.read_text())
-        return Run(**(raw | {"rows": [Row(**row) for row in raw["rows"]]}))
+        return Run(**(raw | {"labels": Labels(**raw["labels"]), "rows": [Row(**row) for row in raw["rows"]]}))
 
     def save(self, path: Path) -> None:
+        """Write ``path`` (JSON), and the Markdown and the plots next to it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
-
-    @property
-    def workloads(self) -> list[str]:
-        return list(dict.fromkeys(row.workload for row in self.rows))
+        path.with_suffix(".md").write_text(self.markdown())
+        self._plot_cases(path.with_suffix(".png"))
+        self._plot_series(path.with_name(f"{path.stem}-series.png"))
 
     @property
     def candidates(self) -> list[str]:
-        return list(dict.fromkeys(row.candidate for row in self.rows if row.tflops))
+        return list(dict.fromkeys(row.candidate for row in self.rows if row.rate))
 
-    def tflops(self, workload: str, candidate: str) -> float | None:
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.candidates if name != self.labels.ceiling]
+
+    @property
+    def series(self) -> list[str]:
+        return list(dict.fromkeys(row.series for row in self.rows if row.series))
+
+    def _workloads(self, series: str = "") -> dict[str, int]:
+        """Titles of the workloads of a series, or of those that stand alone, and their place on its axis."""
+        return {row.workload: row.x for row in self.rows if row.series == series}
+
+    def rate(self, workload: str, candidate: str) -> float | None:
         for row in self.rows:
             if (row.workload, row.candidate) == (workload, candidate):
-                return row.tflops
+                return row.rate
         return None
 
     def markdown(self) -> str:
         from tabulate import tabulate
 
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        table = [
-            [candidate, *(self._cell(workload, candidate) for workload in self.workloads)]
-            for candidate in self.candidates
-        ]
-        headers = ["TFLOP/s", *(title.split(":")[0] for title in self.workloads)]
-        parts = [
-            f"{self.gpu}, {self.date}. {versions}.",
-            tabulate(table, headers, tablefmt="github", colalign=("left", *["right"] * len(self.workloads))),
-            "\n".join(f"- {title}" for title in self.workloads),
-        ]
+        parts = [f"{self.gpu}, {self.date}. {versions}."]
+        alone = list(self._workloads())
+        if alone:
+            parts.append(self._table(alone, [_name(title) for title in alone]))
+            parts.append("\n".join(f"- {title}" for title in alone))
+        for series in self.series:
+            points = self._workloads(series)
+            parts.append(f"By {self.labels.x}: {series}")
+            parts.append(self._table(list(points), list(points.values())))
         if self.host_microseconds:
             host = [[name, f"{value:.1f}"] for name, value in self.host_microseconds.items()]
             parts.append(tabulate(host, ["warm call on the host", "us"], tablefmt="github", colalign=("left", "right")))
-        failed = [row for row in self.rows if row.failure]
+        failed: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.failure:
+                failed.setdefault((row.candidate, row.failure), []).append(_name(row.workload))
         if failed:
-            parts.append(
-                "\n".join(f"- no figure for {row.candidate} on {row.workload}: {row.failure}" for row in failed)
-            )
+            lines = [f"- no figure for {name} on {', '.join(works)}: {why}" for (name, why), works in failed.items()]
+            parts.append("\n".join(lines))
         return "\n\n".join(parts) + "\n"
 
-    def _cell(self, workload: str, candidate: str) -> str:
-        value = self.tflops(workload, candidate)
-        return "-" if value is None else f"{value:.0f}"
+    def _table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
+        from tabulate import tabulate
 
-    def plot(self, path: Path) -> None:
-        import matplotlib
+        cells = [
+            [candidate, *("-" if rate is None else f"{rate:.0f}" for rate in self._rates(workloads, candidate))]
+            for candidate in self.candidates
+        ]
+        alignment = ("left", *["right"] * len(workloads))
+        return tabulate(cells, [self.labels.unit, *map(str, headers)], tablefmt="github", colalign=alignment)
 
-        matplotlib.use("Agg")
+    def _rates(self, workloads: Sequence[str], candidate: str) -> list[float | None]:
+        return [self.rate(workload, candidate) for workload in workloads]
+
+    def _plot_cases(self, path: Path) -> None:
+        """Bars of the workloads that stand alone."""
+        workloads = list(self._workloads())
+        if not (workloads and self.peers):
+            return
+        figure, (axes,) = _subplots(1, 2 + 1.5 * len(workloads))
+        width = 0.85 / len(self.peers)
+        for index, name in enumerate(self.peers):
+            heights = [rate or 0 for rate in self._rates(workloads, name)]
+            places = [at + (index - (len(self.peers) - 1) / 2) * width for at in range(len(heights))]
+            axes.bar(places, heights, width, label=name, color=_color(index))
+        for at, ceiling in enumerate(self._rates(workloads, self.labels.ceiling)):
+            if ceiling:
+                label = f"{self.labels.ceiling} in the same run" if at == 0 else "_unlisted"
+                axes.hlines(ceiling, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=label)
+        names = [title.replace(": ", "\n").replace(", ", "\n", 1) for title in workloads]
+        axes.set_xticks(range(len(workloads)), names, fontsize=7)
+        axes.legend(fontsize=7, ncols=2, loc="lower right")
+        self._finish(figure, path)
+
+    def _plot_series(self, path: Path) -> None:
+        """A panel for each series, a line for each candidate."""
+        if not (self.series and self.peers):
+            return
+        figure, panels = _subplots(len(self.series), 5.5 * len(self.series))
+        for axes, series in zip(panels, self.series, strict=True):
+            points = self._workloads(series)
+            for index, name in enumerate(self.peers):
+                self._line(axes, points, name, color=_color(index), marker=".")
+            self._line(axes, points, self.labels.ceiling, color="black", linestyle="dashed")
+            axes.set_xscale("log", base=2)
+            axes.set_xticks(list(points.values()), list(map(str, points.values())), fontsize=7)
+            axes.set_xlabel(self.labels.x)
+            axes.set_title(series, fontsize=8)
+        panels[0].legend(fontsize=7)
+        self._finish(figure, path)
+
+    def _line(self, axes: Any, points: dict[str, int], candidate: str, **style: Any) -> None:
+        rates = self._rates(list(points), candidate)
+        measured = [(x, rate) for x, rate in zip(points.values(), rates, strict=True) if rate]
+        if measured:
+            axes.plot(*zip(*measured, strict=True), label=candidate, **style)
+
+    def _finish(self, figure: Any, path: Path) -> None:
         from matplotlib import pyplot
 
-        from hopwell.perf.candidates import CEILING
-
-        names = [name for name in self.candidates if name != CEILING]
-        if not names:
-            return
-        figure, axes = pyplot.subplots(figsize=(2 + 1.5 * len(self.workloads), 4.5), layout="constrained")
-        width = 0.85 / len(names)
-        for index, name in enumerate(names):
-            heights = [self.tflops(workload, name) or 0 for workload in self.workloads]
-            places = [at + (index - (len(names) - 1) / 2) * width for at in range(len(heights))]
-            axes.bar(places, heights, width, label=name, color=pyplot.get_cmap("tab20")(index))
-        for at, workload in enumerate(self.workloads):
-            ceiling = self.tflops(workload, CEILING)
-            if ceiling:
-                label = f"{CEILING} in the same run" if at == 0 else "_unlisted"
-                axes.hlines(ceiling, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=label)
-        axes.set_xticks(
-            range(len(self.workloads)),
-            [title.replace(": ", "\n").replace(", ", "\n", 1) for title in self.workloads],
-            fontsize=7,
-        )
-        axes.set_ylabel("TFLOP/s (a causal mask counts half)")
-        axes.set_title(f"Prefill on one {self.gpu}, {self.date}")
-        axes.legend(fontsize=7, ncols=2, loc="lower right")
-        axes.grid(axis="y", alpha=0.3)
+        for axes in figure.axes:
+            axes.set_ylim(bottom=0)
+            axes.grid(axis="y", alpha=0.3)
+        figure.axes[0].set_ylabel(f"{self.labels.unit} ({self.labels.counting})")
+        figure.suptitle(f"{self.labels.family.capitalize()} on one {self.gpu}, {self.date}")
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
+
+
+def _name(workload: str) -> str:
+    return workload.partition(":")[0]
+
+
+def _subplots(count: int, width: float) -> tuple[Any, Sequence[Any]]:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(1, count, figsize=(width, 4.5), layout="constrained", sharey=True, squeeze=False)
+    return figure, axes[0]
+
+
+def _color(index: int) -> Any:
+    from matplotlib import pyplot
+
+    return pyplot.get_cmap("tab20")(index)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from dataclasses import dataclass
@@ -26,6 +25,11 @@ class Prefill:
     causal: bool = True
     window_left: int = -1
     sinks: bool = False
+    series: str = ""  # what it has in common with the other points of a plot's line
+
+    @property
+    def x(self) -> int:
+        return max(self.q_lens)
 
     @property
     def title(self) -> str:
@@ -52,8 +56,8 @@ class Prefill:
         return len({*self.q_lens, *self.kv_lens}) == 1
 
     @property
-    def flops(self) -> float:
-        """Of both matrix products, visible keys only; the diagonal of a causal mask counts half."""
+    def work(self) -> float:
+        """FLOP of both matrix products, visible keys only; the diagonal of a causal mask counts half."""
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.q_lens, self.kv_lens))
 
     def _visible(self, q_len: int, kv_len: int) -> float:
@@ -86,6 +90,17 @@ def _mixed(name: str, batch: int, shortest: int, longest: int, sizes: Sizes) -> 
     return Prefill(name, f"{batch} x {shortest} to {longest}", lengths, lengths, *sizes)
 
 
+LENGTHS = tuple(512 << i for i in range(7))  # 512 to 32768
+TOKENS = 16384  # of all requests together, or of one that is longer
+
+
+def _lengths(sizes: Sizes) -> list[Prefill]:
+    """A series over the sequence length."""
+    heads, kv_heads, dim, _ = sizes
+    series = f"causal, {heads}/{kv_heads} heads, d{dim}"
+    return [_uniform(f"d{dim}-{n}", max(TOKENS // n, 1), n, sizes, series=series) for n in LENGTHS]
+
+
 PREFILL = (
     _uniform("P1", 1, 16384, (32, 8, 128, 128)),
     _uniform("P2", 4, 4096, (32, 8, 128, 128)),
@@ -100,6 +115,9 @@ PREFILL = (
     Prefill("chunk", "8 x 512 of 16384", (512,) * 8, (16384,) * 8, 32, 8, 128, 128),
     _uniform("window", 1, 32768, (32, 8, 128, 128), window_left=1023),
     _uniform("gpt-oss", 2, 8192, (64, 8, 64, 64), window_left=127, sinks=True),
+    *_lengths((32, 8, 128, 128)),
+    *_lengths((32, 8, 64, 64)),
+    *_lengths((16, 4, 256, 256)),
 )
 
 
@@ -124,13 +142,18 @@ class Tensors:
             torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (self.q_lens, self.kv_lens)
         )
         self.sinks = torch.randn(work.heads, generator=generator, device="cuda") if work.sinks else None
+        self._pages: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
 
     def output(self) -> torch.Tensor:
         return torch.empty(self.work.tokens, self.work.heads, self.work.v_head_dim, dtype=self.dtype, device="cuda")
 
-    @functools.cache  # noqa: B019 (lives as long as the workload is measured)
     def pages(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """K and V [pages, page_size, kv_heads, dim] in random order, and the table [batch, pages of a request]."""
+        if page_size not in self._pages:
+            self._pages[page_size] = self._paged(page_size)
+        return self._pages[page_size]
+
+    def _paged(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         counts = [-(-length // page_size) for length in self.work.kv_lens]
         order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int().cuda()
         ids = order.split(counts)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -11,13 +12,16 @@ from hopwell import _launch
 from hopwell.kernels.plan import operands
 from hopwell.kernels.problem import AttentionProblem
 
+TICKETS = 1 << 40
+
 
 class RecordingPlan:
     """Stands for ``hopwell.kernels.Plan``: records what would be launched, because these tests are about that."""
 
     problems: ClassVar[list[AttentionProblem]] = []
-    addresses: ClassVar[list[tuple[int, ...]]] = []  # of every launch, in the order of launch.Addresses
+    addresses: ClassVar[list[tuple[int, ...]]] = []  # of every launch, those of Addresses up to the tickets
     has_work = repeatable = True
+    tickets = SimpleNamespace(address=lambda: TICKETS)
 
     def __init__(self, problem: AttentionProblem):
         self.problems.append(problem)
@@ -28,12 +32,17 @@ class RecordingPlan:
         out = problem.out
         if out is None:
             out = problem.query.new_empty(self.output_shape)
-        self.launch(out, [0 if view is None else view.data_ptr() for view in operands(problem, out)], 0.0, 0.0)
+        self.function(out, (*(0 if view is None else view.data_ptr() for view in operands(problem, out)), TICKETS))
         return out
 
-    def launch(self, out: torch.Tensor, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
+    def constants(self, softmax_scale: float, output_scale: float) -> tuple[float, float]:
+        return softmax_scale, output_scale
+
+    def function(self, out: torch.Tensor, addresses: Sequence[int], *constants: float) -> None:
         assert out.dim() == 3
-        self.addresses.append(tuple(addresses))
+        *operands_of_call, tickets = addresses
+        assert tickets == TICKETS
+        self.addresses.append(tuple(operands_of_call))
 
 
 @pytest.fixture(autouse=True)

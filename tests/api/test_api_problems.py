@@ -47,7 +47,7 @@ from hopwell.kernels.problem import (
 Problems = list[AttentionProblem]
 
 # Everything that an entry point may do with tensors before the launch: look at them in other ways, and allocate.
-VIEWS = {"view", "unbind", "transpose", "unsqueeze", "select", "slice", "as_strided", "detach", "empty"}
+VIEWS = {"view", "unbind", "transpose", "unsqueeze", "select", "slice", "as_strided", "expand", "detach", "empty"}
 
 
 class Operations(TorchDispatchMode):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, Form, form
 
-from hopwell import _launch
+from hopwell import _launch, _repeat
 
 # The log-sum-exp of cuDNN's entry is allocated anew in each call: test_warm_cudnn_lse looks at that.
 RUNNING = [case for case in FORMS if case.runs and not case.function.__name__.startswith(CUDNN)]
@@ -100,6 +101,60 @@ def test_latest_calls_are_recognised_without_a_key(recorded: Any, monkeypatch: p
     assert len(recorded.problems) == len(kinds)
 
 
+def test_more_kinds_of_calls_than_are_recognised(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found by their keys, and what recognises them is not made again."""
+    kinds = [{**form(CONTEXT, "stacked-HND"), "window_left": left} for left in range(_launch.RECENT + 2)]
+    for arguments in kinds * 2:
+        FUNCTIONS[CONTEXT](**arguments)
+    monkeypatch.setattr(_repeat, "_guard", None)
+    for arguments in kinds * 2:
+        FUNCTIONS[CONTEXT](**arguments)
+    assert len(recorded.problems) == len(kinds)
+
+
+@pytest.mark.parametrize("guards", ["torch's", "other"])
+@pytest.mark.parametrize("change", ["shape", "strides", "dtype", "none", "number"])
+@pytest.mark.parametrize("case", RUNNING, ids=str)
+def test_other_metadata_is_another_call(
+    case: Form, change: str, guards: str, recorded: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever becomes of it, it does not go to the kernel that was made for the call before."""
+    if guards == "other":
+        monkeypatch.setattr(_repeat, "_torch_guard", lambda *tensors: torch.no_such_guard)
+    arguments = case.build()
+    changes = {
+        "shape": lambda t: torch.cat([t, t[-1:]]),
+        "strides": lambda t: t.repeat_interleave(3, 0)[::3],
+        "dtype": lambda t: t.half() if t.is_floating_point() else t.view(torch.uint32),
+        "none": lambda t: None,
+        "number": lambda t: 1,
+    }
+    for name, argument in arguments.items():
+        if not isinstance(argument, torch.Tensor) or name == "workspace_buffer":
+            continue
+        for _ in range(3):
+            case.function(**arguments)
+        before = len(recorded.addresses), len(recorded.problems)
+        with contextlib.suppress(TypeError, ValueError, NotImplementedError):
+            case.function(**{**arguments, name: changes[change](argument)})
+        launches, checked = len(recorded.addresses) - before[0], len(recorded.problems) - before[1]
+        assert launches == checked, f"{name} of another {change} was launched unchecked"
+    assert len(recorded.problems) > 0
+
+
+def test_tensors_that_need_a_gradient_are_recognised_too(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys do not hold it and torch's guards do."""
+    arguments = form(CONTEXT, "stacked-HND")
+    other = {**arguments, "query": arguments["query"].clone().requires_grad_()}
+    for _ in range(2):
+        for each in (arguments, other):
+            FUNCTIONS[CONTEXT](**each)
+    monkeypatch.setattr(_launch, "_key", None)
+    for each in (arguments, other):
+        FUNCTIONS[CONTEXT](**each)
+    assert len(recorded.problems) == 1
+
+
 def test_a_tensor_given_twice_is_two_operands(recorded: Any) -> None:
     """Later calls may give two tensors where the first gave one for both."""
     arguments = form(CONTEXT, "stacked-HND")
@@ -115,6 +170,9 @@ def test_a_tensor_given_twice_is_two_operands(recorded: Any) -> None:
     assert len(recorded.problems) == 1
     assert recorded.addresses[-1][9] == arguments["seq_lens"].data_ptr()
     assert recorded.addresses[-1][12:14] == (arguments["bmm1_scale"].data_ptr(), arguments["bmm2_scale"].data_ptr())
+    arguments["cum_seq_lens_kv"] = arguments["cum_seq_lens_kv"].long()
+    with pytest.raises(ValueError, match="cum_seq_lens_kv"):
+        FUNCTIONS[CONTEXT](**arguments)
 
 
 def test_two_sinks_are_refused_after_one_was_accepted() -> None:

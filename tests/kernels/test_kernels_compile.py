@@ -89,6 +89,15 @@ def test_compiles_and_fits(config: PrefillConfig) -> None:
     assert b"exceed" not in built.object_file.read_bytes()
 
 
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
+def test_touches_no_memory_before_the_grid_in_front_is_done(config: PrefillConfig) -> None:
+    """With programmatic dependent launch that grid may still be writing this one's operands, or reading its output."""
+    before, *after = artifact(config).ptx.read_text().split("griddepcontrol.wait")
+    assert len(after) == 1
+    assert "mbarrier.init" in before, "nothing overlaps"
+    assert not re.search(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async", before)
+
+
 @pytest.mark.parametrize("config", CONFIGS[:1], ids=lambda config: config.name)
 def test_loads_from_disk(config: PrefillConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object file alone gives the launch function; neither needs a GPU."""

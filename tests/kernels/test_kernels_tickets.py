@@ -1,4 +1,4 @@
-"""Work counters: each thread gets a pair of its own. Streams and captures need a GPU, see tests/prefill."""
+"""Work counters: who gets a pair of its own. Real streams and captures need a GPU, see tests/prefill."""
 
 from __future__ import annotations
 
@@ -126,3 +126,53 @@ def test_one_store_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
         thread.join(60)
     assert len(got) == 8
     assert all(one is tickets(CPU) for one in got)
+
+
+class FakeStreams:
+    """Stands for CUDA: the current stream's handle, and whether it is being captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.current, self.capturing, self.asked = 0, False, 0
+        self.store = Tickets(CPU)
+        self.store.reserve()
+        self.store._has_streams, self.store._index = True, 0
+        monkeypatch.setattr(module, "_current_stream", lambda index: self.current)
+        monkeypatch.setattr(module, "_is_capturing", self.is_capturing)
+
+    def is_capturing(self) -> bool:
+        self.asked += 1
+        return self.capturing
+
+    def address(self, stream: int) -> int:
+        self.current = stream
+        return self.store.address()
+
+
+def test_each_stream_has_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = FakeStreams(monkeypatch)
+    first = [streams.address(handle) for handle in (0, 7, 2, 9)]
+    assert len(set(first)) == 4
+    assert [streams.address(handle) for handle in (0, 7, 2, 9)] == first
+    elsewhere: list[int] = []
+    thread = threading.Thread(target=lambda: elsewhere.extend(streams.address(handle) for handle in (0, 2)))
+    thread.start()
+    thread.join()
+    assert elsewhere[0] == first[0]
+    assert elsewhere[1] not in first, "the stream of each thread is a stream of its own"
+
+
+def test_each_captured_launch_has_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = FakeStreams(monkeypatch)
+    eager = streams.address(7)
+    streams.capturing = True
+    captured = [streams.address(7) for _ in range(3)]
+    streams.capturing = False
+    assert len({eager, *captured}) == 4
+    assert streams.address(7) == eager
+
+
+def test_the_legacy_stream_is_not_asked_whether_it_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to capture it, and asking takes time."""
+    streams = FakeStreams(monkeypatch)
+    streams.address(module.LEGACY_STREAM)
+    assert streams.asked == 0

@@ -33,6 +33,10 @@ def window(left: int) -> Mask:
     return Mask(MaskKind.SLIDING_WINDOW, left)
 
 
+def chunked(size: int) -> Mask:
+    return Mask(MaskKind.CHUNKED, chunk=size)
+
+
 @dataclass
 class Batch:
     q_lens: Sequence[int]

@@ -101,40 +101,54 @@ def test_graph_of_many_launches_on_two_branches() -> None:
 
 
 def test_graph_of_the_cudnn_entry() -> None:
-    data = Batch([5, 0, 130, 257], [77, 3, 130, 700])
-    key, value, table = data.pages(16)
-    lengths = [data.ints(values) for values in (data.q_lens, data.kv_lens)]
-    offsets = data.ints(starts(data.q_lens)) * 512
+    """Replays see other lengths, offsets and tables than the capture; rows past the end of a request stay."""
+    buffers = graph_inputs()
+    q_lens, offsets = (torch.zeros(n, dtype=torch.int32, device="cuda") for n in (4, 5))
+    lse = torch.zeros(4, 300, 4, device="cuda")
 
-    def call(out: torch.Tensor, lse: torch.Tensor) -> None:
+    def call() -> None:
         hopwell.cudnn_batch_prefill_with_kv_cache(
-            data.q,
-            key,
-            value,
-            data.scale,
-            data.q,
+            buffers["query"],
+            buffers["kv_cache"][:, 0],
+            buffers["kv_cache"][:, 1],
+            128**-0.5,
+            buffers["query"],
             max_token_per_sequence=300,
-            max_sequence_kv=700,
-            actual_seq_lens_q=lengths[0],
-            actual_seq_lens_kv=lengths[1],
-            block_tables=table,
+            max_sequence_kv=960,
+            actual_seq_lens_q=q_lens,
+            actual_seq_lens_kv=buffers["seq_lens"],
+            block_tables=buffers["block_tables"],
             causal=True,
             return_lse=True,
             batch_offsets_q=offsets,
             batch_offsets_o=offsets,
-            out=out,
+            out=buffers["out"],
             lse=lse,
             is_cuda_graph_compatible=True,
         )
 
-    eager = data.output(), torch.zeros(4, 300, 4, device="cuda")
-    replayed = data.output(), torch.zeros(4, 300, 4, device="cuda")
-    call(*eager)
+    call()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        call(*replayed)
-    graph.replay()
-    assert all(torch.equal(*pair) for pair in zip(eager, replayed, strict=True))
+        call()
+    for seed, lengths in enumerate(LENGTHS):
+        data = Batch(*lengths, seed=seed)
+        fill(buffers, data)
+        q_lens.copy_(data.ints(data.q_lens))
+        offsets.copy_(buffers["cum_seq_lens_q"] * 512)
+        results = []
+        for run in (graph.replay, graph.replay, call):
+            buffers["out"].fill_(7)
+            lse.fill_(7)
+            run()
+            results.append((buffers["out"].clone(), lse.clone()))
+        expected = data.expected()
+        expected.check(buffers["out"][: data.tokens])
+        expected.check_lse(torch.cat([lse[i, :n] for i, n in enumerate(data.q_lens)]))
+        assert (buffers["out"][data.tokens :] == 7).all()
+        assert int((lse == 7).sum()) == lse.numel() - data.tokens * 4
+        for result in results[:2]:
+            assert all(torch.equal(*pair) for pair in zip(result, results[2], strict=True))
 
 
 def test_streams_and_threads_do_not_disturb_each_other() -> None:

@@ -8,23 +8,18 @@ from dataclasses import replace
 import pytest
 import reference
 import torch
-from batches import CAUSAL, FULL, Batch, starts, window
+from batches import CAUSAL, FULL, Batch, chunked, starts, window
 from config_cases import MAIN_DIMS
 
-import hopwell
 from hopwell.kernels import execute
 from hopwell.kernels.config import TILES
-from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.problem import Mask, Score, ScoreKind
 
 pytestmark = pytest.mark.gpu
 
 ODD_DIMS = tuple(dims for dims in TILES if dims not in MAIN_DIMS)
 SCORES = (Score(ScoreKind.SOFT_CAP, 1.5), Score(ScoreKind.SOFT_CAP, 50.0), Score(ScoreKind.ALIBI))
 Q_LENS, KV_LENS = [37, 130, 0, 9, 257], [90, 300, 7, 4, 700]
-
-
-def chunked(size: int) -> Mask:
-    return Mask(MaskKind.CHUNKED, chunk=size)
 
 
 def batch(**changes: object) -> Batch:
@@ -127,38 +122,6 @@ def test_statistics(score: Score, mask: Mask) -> None:
         assert ((got[..., 0] - largest).abs() <= 1e-5 * (1 + largest.abs()))[finite].all()
         assert ((got[..., 1] - total).abs() <= 1e-4 * total)[finite].all()
         assert (got[..., 1][~finite] == 0).all()
-
-
-@pytest.mark.parametrize("layout", ["PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V"])
-def test_statistics_of_the_entry(layout: str) -> None:
-    """max / sqrt(D) + ln(sum) is the log-sum-exp, as callers of FlashInfer rebuild it."""
-    heads = 4
-    data = Batch([100, 30], [100, 30], heads=heads, kv_heads=heads)
-    key, value, _ = data.ragged()
-    qkv = {
-        "PACKED_QKV": torch.stack([data.q, key, value], 1),
-        "CONTIGUOUS_Q_KV": (data.q, torch.stack([key, value], 1)),
-        "SEPARATE_Q_K_V": (data.q, key, value),
-    }[layout]
-    cumulative = data.ints(starts(data.q_lens))
-    for _ in range(3):  # checked, found by its key, recognised without one
-        out, stats = hopwell.trtllm_fmha_v2_prefill(
-            qkv,
-            layout,
-            data.q,
-            data.ints(data.kv_lens),
-            100,
-            100,
-            data.scale,
-            1.0,
-            2,
-            cumulative,
-            cumulative,
-            save_softmax_stats=True,
-        )
-        expected = data.expected()
-        expected.check(out)
-        expected.check_lse(stats[..., 0] + stats[..., 1].log())
 
 
 def skippable(data: Batch) -> None:

@@ -1,0 +1,232 @@
+"""Calls like one that has been checked, as functions written for their form.
+
+A repeated call compares two dozen arguments with those of the checked one and puts some twenty addresses in their
+places. In loops over tuples that takes as long as the launch, so it is written out as source code. What differs between
+calls of one form, such as sizes and scales, are variables of the function, and an entry point has few forms: which
+arguments are tensors, which are None, and which operands lie in them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from hopwell.kernels import Plan
+from hopwell.kernels.launch import Addresses
+from hopwell.kernels.plan import host_scales, operands
+from hopwell.kernels.problem import AttentionProblem
+
+# An entry point's arguments in one row: tensors, and plain values that can be compared. None for what is not given.
+Arguments = tuple[Any, ...]
+# The arguments that operands lie in, in the order of launch.Addresses.
+Sources = tuple[torch.Tensor | None, ...]
+# The output, and the log-sum-exp or the softmax statistics, or None where they are not asked for.
+Results = tuple[Any, Any]
+# Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
+# arguments differ from the checked ones in more than addresses, and where addresses are unaligned or overlap.
+Launch = Callable[[Arguments, Any, Any], Results | None]
+
+TENSOR = object()  # stands for a tensor among remembered arguments
+
+# Places of the results among the operands: they may be allocated in the call.
+OUT = Addresses._fields.index("out")
+STATS = tuple(map(Addresses._fields.index, ("lse", "statistics")))  # no entry point gives both
+ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
+
+SOURCE = """
+def make({variables}):
+    def launch(arguments, out, stats):
+        {arguments} = arguments
+        if not ({conditions}):
+            return None
+        if out is None:
+            out = empty_like(output_like)
+        stats = {stats}
+        {pointers}
+        q, k, v, o = {inputs}, address(out)
+        if (q | k | v | o) & {mask} or {overlaps}:
+            return None
+        function(out, (q, k, v, o, {others}, ticket()), {constants})
+        return out, stats
+    return launch
+"""
+# An input overlaps the output where it starts inside it, or less than its own size before it.
+OVERLAPS = " or ".join(f"-{name}_bytes < {name} - o < o_bytes" for name in "qkv")
+
+
+class Checked(NamedTuple):
+    """A call that has been checked."""
+
+    arguments: Arguments
+    problem: AttentionProblem
+    plan: Plan
+    stats: torch.Tensor | None  # as it is returned
+
+
+class Repeat:
+    """What it takes to repeat a checked call. ``latest`` is the function that the last repetition went through."""
+
+    __slots__ = ("_addresses", "_inputs", "_plain", "_variables", "latest")
+
+    def __init__(self, call: Checked, sources: Callable[[Arguments], Sources]):
+        problem, plan, stats = call.problem, call.plan, call.stats
+        views = operands(problem, problem.out)
+        self._variables: dict[str, Any] = dict(
+            address=torch.Tensor.data_ptr,
+            empty_like=torch.empty_like,
+            function=plan.function,
+            ticket=plan.tickets.address,
+            output_like=_like(plan.output_shape, plan.output_dtype, problem.query.device),
+            stats_like=None if stats is None else _like(stats.shape, stats.dtype, stats.device),
+        )
+        for name, view in zip("qkvo", views, strict=False):
+            self._variables[f"{name}_bytes"] = _extent_bytes(view)
+        for i, constant in enumerate(plan.constants(*host_scales(problem))):
+            self._variables[f"constant{i}"] = constant
+        self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
+        self._inputs, self._addresses = self._find(call.arguments, sources, views)
+        self.latest: Launch | None = None
+
+    def run(self, arguments: Arguments, out: Any, stats: Any) -> Results | None:
+        """Launch for arguments that have the key of the checked ones."""
+        results = None if self.latest is None else self.latest(arguments, out, stats)
+        if results is None:
+            # The first repetition, or tensors that differ in what no key holds, such as requires_grad.
+            self.latest = self._function(arguments)
+            results = self.latest(arguments, out, stats)
+        return results
+
+    def _find(
+        self, arguments: Arguments, sources: Callable[[Arguments], Sources], views: Sources
+    ) -> tuple[list[int], list[str]]:
+        """The arguments that operands lie in, and the address of each operand as an expression."""
+        # Which argument is the source of an operand shows when every argument is an object of its own.
+        marks = tuple([torch.empty(0) if plain is TENSOR else plain for plain in self._plain])
+        number = {id(mark): i for i, mark in enumerate(marks)}
+        inputs, addresses = [], []
+        for place, (view, source, mark) in enumerate(zip(views, sources(arguments), sources(marks), strict=True)):
+            if place == OUT or view is None:
+                addresses.append("0")
+            elif place in STATS:
+                addresses.append("address(stats)")
+            elif source is None:
+                raise AssertionError(f"operand {place} of the kernel lies in no argument")
+            else:
+                inputs.append(number[id(mark)])
+                addresses.append(f"p{inputs[-1]}")
+                offset = view.data_ptr() - source.data_ptr()
+                if offset:
+                    self._variables[f"offset{place}"] = offset
+                    addresses[-1] += f" + offset{place}"
+        return sorted(set(inputs)), addresses
+
+    def _function(self, arguments: Arguments) -> Launch:
+        """The function that recognises these arguments."""
+        variables = dict(self._variables)
+        constants = [name for name in variables if name.startswith("constant")]
+        variables["check"] = _guard([argument for argument in arguments if isinstance(argument, torch.Tensor)])
+        conditions = _conditions(self._plain, variables)
+        source = SOURCE.format(
+            variables=", ".join(variables),
+            arguments=", ".join(f"a{i}" for i in range(len(arguments))),
+            conditions=" and ".join(conditions),
+            stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
+            pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
+            inputs=", ".join(self._addresses[:OUT]),
+            mask=ALIGNMENT_MASK,
+            overlaps=OVERLAPS,
+            others=", ".join(self._addresses[OUT + 1 :]),
+            constants=", ".join(constants),
+        )
+        return _compiled(source)(**variables)
+
+
+@functools.lru_cache(maxsize=512)
+def _compiled(source: str) -> Callable[..., Launch]:
+    namespace: dict[str, Any] = {}
+    exec(compile(source, "<repeated call>", "exec"), namespace)
+    return namespace["make"]
+
+
+def _conditions(plain: Arguments, variables: dict[str, Any]) -> list[str]:
+    """What has to hold for other arguments, cheapest first. Values to compare with become variables."""
+    single, equal, tensors = [], [], []
+    for i, value in enumerate(plain):
+        if value is TENSOR:
+            tensors.append(f"a{i}")
+        elif value is None or isinstance(value, bool):
+            single.append(f"a{i} is {value}")
+        elif isinstance(value, (type, torch.dtype)):
+            variables[f"value{i}"] = value
+            single.append(f"a{i} is value{i}")
+        else:
+            # Types count: 1, 1.0 and True are equal. They come first because comparing a tensor would wait for the GPU.
+            variables[f"type{i}"], variables[f"value{i}"] = type(value), value
+            equal.append(f"type(a{i}) is type{i} and a{i} == value{i}")
+    return [*single, *equal, f"check({', '.join(tensors)})"]
+
+
+def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """What torch.empty_like makes contiguous tensors from, in half the time of torch.empty."""
+    return _element(dtype, device).expand(*shape)
+
+
+@functools.cache
+def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty((), dtype=dtype, device=device)
+
+
+def _extent_bytes(view: torch.Tensor | None) -> int:
+    """Bytes from the first element of a view to the end of its last."""
+    if view is None or view.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
+    return (last + 1) * view.element_size()
+
+
+def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """What the checks look at in a tensor, besides its address."""
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """A function that tells whether other tensors differ from these in nothing but addresses.
+
+    It uses the guards that ``torch.compile`` puts before its compiled code: a tenth of the time of reading shapes and
+    strides from Python. They also compare what decides between torch's implementations, such as requires_grad.
+    """
+    # A guard of several tensors refuses one that is given twice; then it gets another guard for itself.
+    once = [i for i, tensor in enumerate(tensors) if not any(tensor is other for other in tensors[:i])]
+    try:
+        check = _torch_guard(*[tensors[i] for i in once])
+        again = [(i, _torch_guard(tensor)) for i, tensor in enumerate(tensors) if i not in once]
+    except (AttributeError, ImportError, TypeError):  # this torch has others
+        return _slow_guard(tensors)
+    if not again:
+        return check
+
+    def check_all(*others: torch.Tensor) -> bool:
+        return check(*[others[i] for i in once]) and all(check_one(others[i]) for i, check_one in again)
+
+    return check_all
+
+
+def _torch_guard(*tensors: torch.Tensor) -> Callable[..., bool]:
+    from torch._C._dynamo.guards import TensorGuards
+
+    return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+
+
+def _slow_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    known = [*map(metadata, tensors)]
+
+    def check(*others: torch.Tensor) -> bool:
+        try:
+            return all(isinstance(other, torch.Tensor) for other in others) and [*map(metadata, others)] == known
+        except RuntimeError:  # a tensor without strides
+            return False
+
+    return check

@@ -1,0 +1,57 @@
+"""What a family of workloads brings: its cases, the implementations to compare, the unit and axes of its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from hopwell.perf.results import Labels
+
+
+class Case(Protocol):
+    """One workload. Cases of a series differ in one size, and a plot has a line for each candidate through them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def series(self) -> str:
+        """What the cases of a series have in common, in words; empty for a case that stands alone."""
+        ...
+
+    @property
+    def x(self) -> int:
+        """The size in which the cases of a series differ."""
+        ...
+
+    @property
+    def work(self) -> float:
+        """What a candidate gets done, in FLOP or bytes."""
+        ...
+
+
+class Inputs(Protocol):
+    """The tensors of a case."""
+
+    def error(self, out: torch.Tensor) -> float:
+        """Relative error of an output against float64."""
+        ...
+
+
+Call = Callable[[], Any]  # fills the output and returns it
+Candidate = Callable[[Any], Call]  # takes the family's inputs; raises where it cannot run a case
+
+
+@dataclass(frozen=True)
+class Family:
+    labels: Labels
+    unit_size: float  # work in a second that makes one unit
+    cases: Sequence[Case]
+    inputs: Callable[[Any], Inputs]
+    candidates: Mapping[str, Candidate]
+    ceiling_work: float  # what the candidate named ``labels.ceiling`` gets done in each case
+    host_calls: Callable[[], Mapping[str, Call]]  # warm calls whose time on the host is worth knowing

@@ -1,0 +1,34 @@
+"""The prefill family: new tokens at the ends of their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from hopwell.perf import candidates as known
+from hopwell.perf.family import Call, Family
+from hopwell.perf.results import Labels
+from hopwell.perf.workloads import PREFILL as CASES
+from hopwell.perf.workloads import Prefill, Tensors
+
+
+def _host_calls() -> Mapping[str, Call]:
+    """A warm call of each entry, with a problem too small to keep the GPU busy for longer than the host."""
+    sizes = ("host", "1 x 64", (64,), (64,), 4, 4, 128, 128)
+    causal, full = (Tensors(Prefill(*sizes, causal=is_causal)) for is_causal in (True, False))
+    return {
+        "hopwell.trtllm_batch_context_with_kv_cache": known.hopwell_paged(16)(causal),
+        "hopwell.trtllm_fmha_v2_prefill": known.hopwell_dense(causal),
+        "hopwell.cudnn_batch_prefill_with_kv_cache": known.hopwell_paged(16)(full),
+        "torch SDPA (cuDNN)": known.cudnn_sdpa(causal),
+    }
+
+
+PREFILL = Family(
+    Labels("prefill", "TFLOP/s", "a causal mask counts half", "sequence length", known.CEILING),
+    unit_size=1e12,
+    cases=CASES,
+    inputs=Tensors,
+    candidates=known.PREFILL,
+    ceiling_work=2.0 * known.MATMUL_SIZE**3,
+    host_calls=_host_calls,
+)

@@ -1,0 +1,148 @@
+"""``cudnn_batch_prefill_with_kv_cache`` in every input form, on the GPU and on the emulator, against float64."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from batches import CAUSAL, FULL, Batch, starts
+from entry_calls import KV_LENS, Q_LENS, cudnn, elements
+
+
+def batch(device: str, dims: tuple[int, int] = (128, 128)) -> Batch:
+    return Batch(Q_LENS, KV_LENS, 4, 2, *dims, device=device)
+
+
+def ragged_offsets(data: Batch) -> dict[str, torch.Tensor]:
+    begins = starts(data.kv_lens)
+    return dict(
+        batch_offsets_k=elements(data, begins, data.kv_heads * data.head_dim),
+        batch_offsets_v=elements(data, begins, data.kv_heads * data.v_head_dim),
+    )
+
+
+def ragged_rows(data: Batch, padded: torch.Tensor) -> torch.Tensor:
+    """The rows of a padded log-sum-exp that belong to a request."""
+    return torch.cat([padded[i, :n] for i, n in enumerate(data.q_lens)])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+def test_caches(dims: tuple[int, int], causal: bool, device: str) -> None:
+    data = batch(device, dims)
+    expected = data.expected(CAUSAL if causal else FULL)
+    key, value, _ = data.ragged()
+    out, lse = cudnn(data, key, value, causal=causal, **ragged_offsets(data))
+    expected.check(out)
+    assert lse.shape == (data.size, max(data.q_lens), data.heads)
+    rows = ragged_rows(data, lse)
+    expected.check_lse(rows)
+    for page_size in (2, 16, 64):
+        key, value, table = data.pages(page_size)
+        nhd = [pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (key, value)]
+        for pools in ((key, value), nhd):
+            paged, paged_lse = cudnn(data, *pools, causal=causal, block_tables=table)
+            assert torch.equal(out, paged)
+            assert torch.equal(rows, ragged_rows(data, paged_lse))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32], ids=str)
+@pytest.mark.parametrize("paged", [False, True], ids=["ragged", "paged"])
+@pytest.mark.parametrize("dims", [(128, 128), (192, 128)], ids=str)
+def test_offsets(dims: tuple[int, int], paged: bool, dtype: torch.dtype, device: str) -> None:
+    """Each tensor has gaps of its own between requests, which are neither read nor written."""
+    data = batch(device, dims)
+    begins = starts(data.q_lens)
+    rows = data.tokens + 3 * (data.size + 1)
+    q_begins = [begin + 3 * (i + 1) for i, begin in enumerate(begins)]
+    o_begins = [rows - begin for begin in q_begins][1:]  # the last request first
+    lse_begins = [max(data.q_lens) * i for i in reversed(range(data.size))]
+    query = torch.full((rows, 4, dims[0]), math.nan, dtype=data.dtype, device=device)
+    for begin, q_begin, length in zip(begins, q_begins, data.q_lens, strict=False):
+        query[q_begin : q_begin + length] = data.q[begin : begin + length]
+    out = torch.full((rows, 4, dims[1]), 7.0, dtype=data.dtype, device=device)
+    lse = torch.full((data.size, max(data.q_lens), 4), 7.0, device=device)
+    if paged:
+        key, value, table = data.pages(16)
+        options: dict[str, Any] = dict(block_tables=table.view(dtype))
+    else:
+        key, _, k_begins = data.ragged(gap=2)
+        _, value, v_begins = data.ragged(gap=5)
+        options = dict(
+            batch_offsets_k=elements(data, k_begins, 2 * dims[0], dtype),
+            batch_offsets_v=elements(data, v_begins, 2 * dims[1], dtype),
+        )
+    cudnn(
+        data,
+        key,
+        value,
+        q=query,
+        out=out,
+        lse=lse,
+        actual_seq_lens_q=data.ints(data.q_lens, dtype),
+        actual_seq_lens_kv=data.ints(data.kv_lens, dtype).view(-1, 1),
+        batch_offsets_q=elements(data, q_begins, 4 * dims[0], dtype),
+        batch_offsets_o=elements(data, [*o_begins, rows], 4 * dims[1], dtype),
+        batch_offsets_stats=elements(data, [*lse_begins, 0], 4, dtype),
+        **options,
+    )
+    expected, flat = data.expected(), lse.flatten(0, 1)
+    results = torch.cat([out[at : at + n] for at, n in zip(o_begins, data.q_lens, strict=True)])
+    expected.check(results)
+    expected.check_lse(torch.cat([flat[at : at + n] for at, n in zip(lse_begins, data.q_lens, strict=True)]))
+    untouched = (
+        torch.ones(rows, dtype=torch.bool, device=device),
+        torch.ones(len(flat), dtype=torch.bool, device=device),
+    )
+    for o_begin, lse_begin, length in zip(o_begins, lse_begins, data.q_lens, strict=True):
+        untouched[0][o_begin : o_begin + length] = untouched[1][lse_begin : lse_begin + length] = False
+    assert (out[untouched[0]] == 7).all()
+    assert (flat[untouched[1]] == 7).all()
+
+
+@pytest.mark.parametrize("on", ["device", "host"])
+def test_lengths(on: str, device: str) -> None:
+    data = batch(device)
+    key, value, table = data.pages(16)
+    lengths = {
+        f"actual_seq_lens_{name}": torch.tensor(numbers, dtype=torch.int32).to("cpu" if on == "host" else device)
+        for name, numbers in (("q", data.q_lens), ("kv", data.kv_lens))
+    }
+    out, lse = cudnn(data, key, value, block_tables=table, **lengths)
+    expected = data.expected()
+    expected.check(out)
+    expected.check_lse(ragged_rows(data, lse))
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
+@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
+def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
+    """Padded or ragged by offsets, allocated or given; rows of nobody stay as they are; the output does not change."""
+    data = batch(device)
+    key, value, table = data.pages(16)
+    options: dict[str, Any] = dict(block_tables=table)
+    if ragged:
+        options["batch_offsets_stats"] = elements(data, starts(data.q_lens), 4)
+    if given:
+        options["lse"] = torch.full((data.size, max(data.q_lens), 4), 7.0, device=device)
+    out, lse = cudnn(data, key, value, **options)
+    assert lse.shape == (data.size, max(data.q_lens), 4)
+    data.expected().check_lse(lse.flatten(0, 1)[: data.tokens] if ragged else ragged_rows(data, lse))
+    if given:
+        assert lse is options["lse"]
+        written = data.tokens * 4
+        assert int((lse == 7).sum()) == lse.numel() - written
+    without, none = cudnn(data, key, value, block_tables=table, return_lse=False)
+    assert none is None
+    assert torch.equal(out, without)
+
+
+def test_single_request_without_offsets(device: str) -> None:
+    data = Batch([130], [300], device=device)
+    key, value, _ = data.ragged()
+    out, lse = cudnn(data, key, value, batch_offsets_q=None, batch_offsets_o=None)
+    expected = data.expected()
+    expected.check(out)
+    expected.check_lse(lse[0])
