@@ -66,6 +66,13 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _derive(args: argparse.Namespace) -> int:
+    from .tools.interpolator import run_derivation
+
+    run_derivation(Path(args.out))
+    return 0
+
+
 def _build(args: argparse.Namespace) -> int:
     from . import native
 
@@ -109,6 +116,10 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--tiles", type=int, default=256, help="tiles per matrix product")
     p.add_argument("--model-only", action="store_true", help="run the emulator alone")
     p.set_defaults(run=_compare)
+
+    p = commands.add_parser("derive-approximations", help="derive the function unit's tables from this machine's GPU")
+    p.add_argument("--out", default="interpolator_tables.h", help="the header to write")
+    p.set_defaults(run=_derive)
     return parser
 
 
