@@ -35,8 +35,9 @@ def float_flags(i: Instr) -> int:
 
 
 # ------------------------------------------------------------------ add, sub, mul, fma, ...
-@decodes("add", "sub", "mul", "fma", "mad", "div")
+@decodes("add", "sub", "mul", "fma", "fms", "fnma", "mad", "div")
 def arithmetic(c: Context, i: Instr) -> Op:
+    """``fms`` and ``fnma`` are those of contraction.py."""
     o, t = i.parts[0], i.parts[-1]
     if t in INTEGER:
         return integer(c, i, o, t)
