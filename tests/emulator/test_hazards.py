@@ -159,8 +159,9 @@ def test_what_another_cta_released_is_handed_on_at_barriers(meeting):
     run_ptx(HANDED_ON.format(meet=MEETINGS[meeting]), data, flag, out, grid=2, block=64, shared=16, race=True)
     assert out.item() == 5
     flag.zero_()
+    seen = "AGAIN: ld.relaxed.gpu.global.b32 %r2, [%a1]; setp.eq.u32 %p3, %r2, 0; @%p3 bra AGAIN;"
     with pytest.raises(Hazard, match="global memory, arg0"):
-        run_ptx(HANDED_ON.format(meet=""), data, flag, out, grid=2, block=64, shared=16, race=True)
+        run_ptx(HANDED_ON.format(meet=seen), data, flag, out, grid=2, block=64, shared=16, race=True)
 
 
 def test_a_fence_acquires_reads_of_before_whatever_was_written_since():
