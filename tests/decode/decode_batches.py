@@ -10,9 +10,7 @@ import reference
 import torch
 from batches import Batch, Expected, starts
 
-from hopwell.kernels.config import DTYPES
-from hopwell.kernels.plan import EMULATED_SMS, decode_geometry
-from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
+from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable, TokenOffsets
 from hopwell.kernels.splitting import scratch_bytes
 
@@ -70,18 +68,13 @@ class DecodeBatch(Batch):
     def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
         """Memory for partial results, full of NaN."""
         rows = self.heads // self.kv_heads * max(self.q_lens, default=0)
-        size = scratch_bytes(rows, self.kv_heads, self.v_head_dim, capacity, self._ctas())
+        size = scratch_bytes(rows, self.kv_heads, self.v_head_dim, capacity, multiprocessors(key.device))
         return torch.full((size // 4,), float("nan"), device=self.device)
-
-    def _ctas(self) -> int:
-        if self.device == "cpu":
-            return EMULATED_SMS
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def expected_decode(self, mask: Mask = FULL, *, sinks: torch.Tensor | None = None) -> Expected:
         exact, rounded, lse = [], [], []
         begins = starts(self.q_lens)
-        for i, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+        for i, q_len in enumerate(self.q_lens):
             q = self.q[begins[i] : begins[i] + q_len]
             seen = self.visible(i, mask)
             arguments = (q, self.k[i], self.v[i], self.scale, seen, sinks)
