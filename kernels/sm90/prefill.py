@@ -106,10 +106,10 @@ class PrefillSm90(AttentionSm90):
             cute.arch.setmaxregister_decrease(self.tile.producer_registers)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, tiles.k, k_ring, partial_barrier, board, key)
+                self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barrier, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                self.load_kv(v_atom, tiles.v, v_ring, partial_barrier, board, value)
+                self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barrier, board, value)
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, q_ring, board)
             if warp == SCHEDULE_WARP:
