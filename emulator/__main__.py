@@ -66,6 +66,23 @@ def _compare(args: argparse.Namespace) -> int:
     return 0
 
 
+def _outputs(args: argparse.Namespace) -> int:
+    from .tools import outputs
+
+    if args.record:
+        outputs.record(Path(args.record), "cpu" if args.model_only else "cuda", args.only)
+    else:
+        outputs.compare(Path(args.against), args.only)
+    return 0
+
+
+def _derive(args: argparse.Namespace) -> int:
+    from .tools.interpolator import run_derivation
+
+    run_derivation(Path(args.out))
+    return 0
+
+
 def _build(args: argparse.Namespace) -> int:
     from . import native
 
@@ -109,6 +126,20 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--tiles", type=int, default=256, help="tiles per matrix product")
     p.add_argument("--model-only", action="store_true", help="run the emulator alone")
     p.set_defaults(run=_compare)
+
+    p = commands.add_parser(
+        "compare-outputs", help="compare the prefill entry points' outputs on a GPU with the emulator"
+    )
+    which = p.add_mutually_exclusive_group(required=True)
+    which.add_argument("--record", metavar="FOLDER", help="run the cases on this machine's GPU and keep their outputs")
+    which.add_argument("--against", metavar="FOLDER", help="run the cases on the emulator and compare with a recording")
+    p.add_argument("--only", default="", help="cases whose names contain this")
+    p.add_argument("--model-only", action="store_true", help="record the emulator instead of a GPU")
+    p.set_defaults(run=_outputs)
+
+    p = commands.add_parser("derive-approximations", help="derive the function unit's tables from this machine's GPU")
+    p.add_argument("--out", default="interpolator_tables.h", help="the header to write")
+    p.set_defaults(run=_derive)
     return parser
 
 

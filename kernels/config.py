@@ -142,6 +142,11 @@ class KernelConfig:
         )
 
     @property
+    def streams_kv(self) -> bool:
+        """Whether K and V are read once, so that nothing is lost when they leave the L2 cache at once."""
+        return False
+
+    @property
     def columns(self) -> tuple[int, int]:
         """Columns of the K and V tiles in shared memory, those of Q like K's: whole column blocks of the swizzle."""
         return _up(self.head_dim_qk, BLOCK_COLUMNS), _up(self.head_dim_v, BLOCK_COLUMNS)

@@ -45,6 +45,10 @@ class DecodeConfig(KernelConfig):
         return _NARROW if columns <= 64 else _MIDDLE if columns <= 128 else _WIDE
 
     @property
+    def streams_kv(self) -> bool:
+        return True
+
+    @property
     def has_merge_role(self) -> bool:
         """Whether a warpgroup of its own merges. Beside two attending ones, ptxas could give none of them registers
         enough."""

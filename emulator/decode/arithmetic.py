@@ -35,14 +35,17 @@ def float_flags(i: Instr) -> int:
 
 
 # ------------------------------------------------------------------ add, sub, mul, fma, ...
-@decodes("add", "sub", "mul", "fma", "mad", "div")
+@decodes("add", "sub", "mul", "fma", "fms", "fnma", "mad", "div")
 def arithmetic(c: Context, i: Instr) -> Op:
+    """``fms`` and ``fnma`` are those of contraction.py."""
     o, t = i.parts[0], i.parts[-1]
     if t in INTEGER:
         return integer(c, i, o, t)
     if t in ("bf16", "f16") and "f32" in i.parts:
         return mixed(c, i, "fma" if o == "mad" else o, t)
     o = "fma" if o == "mad" else o
+    if o == "div":  # approximations are operations of their own
+        o += next((f"_{p}" for p in i.parts if p in ("approx", "full")), "")
     if t in ("f16", "f16x2", "bf16", "bf16x2"):
         return simple(c, i, f"{o}_{t}", t, float_flags(i) & ~(3 << 2))
     if t in ("f32", "f32x2"):
@@ -328,7 +331,7 @@ def function(c: Context, i: Instr) -> Op:
     if t in ("f16", "f16x2", "bf16", "bf16x2"):
         return simple(c, i, f"{o}_{t}", t)
     flags = float_flags(i)
-    if t == "f32" and flags & ~FTZ:
+    if t == "f32" and "approx" not in i.parts:
         return simple(c, i, f"{o}_any_f32", t, flags)
     ftz = "_ftz" if flags & FTZ and t == "f32" and o in ("ex2", "lg2", "rcp", "rsqrt", "sqrt") else ""
     return simple(c, i, f"{o}{ftz}_{t}", t)

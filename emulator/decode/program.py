@@ -12,6 +12,7 @@ from ..errors import Unsupported
 from ..native.layout import KIND_BRANCH, KIND_EXIT, KIND_PYTHON, SPECIALS, Insn, SpecialRow
 from ..ptx import Instr, Kernel
 from . import arithmetic, convert, memory, mma, sync, wgmma  # noqa: F401  (they register decoders)
+from .contraction import contracted
 from .op import Context, Op, find_decoder
 from .registers import RegisterFile
 
@@ -39,8 +40,9 @@ class Program:
         refs: list[int] = []
         n = len(kernel.instrs)
         self.insns = (Insn * (n + 1))()
+        fused = contracted(kernel.instrs)
         for pc, instr in enumerate(kernel.instrs):
-            self._place(pc, instr, words, refs)
+            self._place(pc, fused.get(pc, instr), words, refs)
         self.insns[n].kind = KIND_EXIT
         self.insns[n].guard = -1
         self.words = np.array([*words, 0], np.uint32)

@@ -5,9 +5,9 @@ follows was inferred by encoding tensors with known properties; host/selftest.py
 installed DSL and compares. Only the first 64 bytes carry information:
 
     u64 @0   global address
-    u32 @8   [3:0] 2: tiled   [6:4] rank - 1   [10:7] element type   [14:13] swizzle   [16] round f32 to tf32
-             [18:17] L2 promotion   [21] tensor of 128 KiB or more (CUTLASS: copy_traits_sm90_tma.hpp mentions the
-             limit)
+    u32 @8   [3:0] 2: tiled   [6:4] rank - 1   [10:7] element type   [14:13] swizzle   [15] NaN, not zero, outside of
+             the tensor   [16] round f32 to tf32   [18:17] L2 promotion   [21] tensor of 128 KiB or more (CUTLASS:
+             copy_traits_sm90_tma.hpp mentions the limit)
     u32 @12  strides of dimensions 1..4 in units of 16 bytes; @28 their bits 32..35, four each
     u32 @32  extents - 1, five of them
     u24 @52  traversal strides - 1, three bits each
@@ -22,7 +22,8 @@ from dataclasses import dataclass, field
 from ..errors import Unsupported
 from ..native.layout import TensorMapState
 
-KNOWN_FLAGS = 0xF | 7 << 4 | 15 << 7 | 3 << 13 | 1 << 16 | 3 << 17 | 1 << 21
+NAN_FILL = 1 << 15
+KNOWN_FLAGS = 0xF | 7 << 4 | 15 << 7 | 3 << 13 | NAN_FILL | 1 << 16 | 3 << 17 | 1 << 21
 # Hardware element type -> bytes. 11 packs two 4-bit elements to a byte on both sides; 12 and 13 spread sixteen 4- or
 # 6-bit elements over 16 bytes of shared memory (CU_TENSOR_MAP_DATA_TYPE_16U4_ALIGN16B, _16U6_ALIGN16B).
 ELEMENT_BYTES = {
@@ -34,6 +35,8 @@ UNITS = {11: (2, 1), 12: (16, 8), 13: (16, 12)}  # sub-byte types: elements and 
 ATOMIC_FORMAT = {2: 0, 3: 1, 4: 2, 5: 3, 6: 8, 7: 4, 8: 5, 9: 9, 10: 9}
 # CUtensorMapDataType -> hardware type, for descriptors that are encoded through the driver's interface.
 DRIVER_TYPE = {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 5, 6: 6, 7: 7, 8: 8, 9: 10, 10: 7, 11: 7, 12: 7, 13: 11, 14: 12, 15: 13}
+DRIVER_FLOATS = (6, 7, 8, 9, 10, 11, 12)
+NAN_HALF = 0x7FF7  # what an H200 writes to each half word outside of the tensor, for 16- and 32-bit floats alike
 # CUtensorMapSwizzle (none, 32, 64, 128 bytes) -> XOR mask on 16-byte chunk numbers within a 128-byte line.
 SWIZZLE_MASK = {0: 0, 1: 1, 2: 3, 3: 7}
 
@@ -48,6 +51,7 @@ class TensorMap:
     strides: tuple[int, ...]  # bytes, dimensions 1..
     box: tuple[int, ...]
     steps: tuple[int, ...]
+    nan_fill: bool
     native: TensorMapState = field(compare=False, hash=False, repr=False, default_factory=TensorMapState)
 
     @property
@@ -78,6 +82,7 @@ def decode(raw: bytes) -> TensorMap:
         strides,
         tuple(b + 1 for b in raw[55 : 55 + rank]),
         tuple((steps >> 3 * k & 7) + 1 for k in range(rank)),
+        bool(flags & NAN_FILL),
     )
     fill_native(out)
     return out
@@ -88,6 +93,7 @@ def fill_native(t: TensorMap) -> None:
         raise Unsupported("tensor map with a traversal stride in dimension 0")
     n = t.native
     n.address, n.rank, n.swizzle = t.address, t.rank, SWIZZLE_MASK[t.swizzle]
+    n.fill = NAN_HALF if t.nan_fill else 0
     n.expand = EXPANDED.get(t.dtype, 0)
     n.units, n.unit_bytes = UNITS.get(t.dtype, (1, int(t.element_bytes)))
     n.stride[0] = n.unit_bytes
@@ -98,10 +104,14 @@ def fill_native(t: TensorMap) -> None:
     n.type = ATOMIC_FORMAT.get(t.dtype, 0)
 
 
-def encode(driver_type: int, address: int, dims, strides, box, steps, swizzle: int, l2: int = 2) -> bytes:
+def encode(
+    driver_type: int, address: int, dims, strides, box, steps, swizzle: int, l2: int = 2, nan_fill: bool = False
+) -> bytes:
     """What cuTensorMapEncodeTiled would produce; used where a host function asks the driver for a descriptor."""
+    if nan_fill and driver_type not in DRIVER_FLOATS:
+        raise Unsupported("tensor map of integers with NaN fill")
     rank = len(dims)
-    flags = 2 | (rank - 1) << 4 | DRIVER_TYPE[driver_type] << 7 | swizzle << 13 | l2 << 17
+    flags = 2 | (rank - 1) << 4 | DRIVER_TYPE[driver_type] << 7 | swizzle << 13 | l2 << 17 | nan_fill * NAN_FILL
     units = [s // 16 for s in strides] + [0] * (5 - rank)
     high = sum((s >> 32) << 4 * k for k, s in enumerate(units))
     packed_steps = sum((e - 1) << 3 * k for k, e in enumerate(steps))

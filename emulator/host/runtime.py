@@ -93,8 +93,8 @@ class Runtime:
         from ..engines import tensor_map
 
         dims, strides, box, steps, interleave, swizzle, l2, oob = layout
-        if interleave or oob:
-            raise HostError("tensor map with interleave or NaN fill")
+        if interleave:
+            raise HostError("tensor map with interleave")
         raw = tensor_map.encode(
             dtype,
             address or 0,
@@ -104,6 +104,7 @@ class Runtime:
             [steps[k] for k in range(rank)],
             swizzle,
             l2,
+            bool(oob),
         )
         ctypes.memmove(target, raw, 128)
         return 0

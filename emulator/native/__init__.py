@@ -167,7 +167,7 @@ def _signatures(lib: ctypes.CDLL) -> None:
 @functools.lru_cache(maxsize=1)
 def core() -> ctypes.CDLL:
     """The loaded core library."""
-    names = [*SOURCES, "core.h", "lane.h", "numbers.h", "tensor.h"]
+    names = [*SOURCES, *(path.name for path in HERE.glob("*.h"))]
     lib = ctypes.CDLL(str(build("core", source_digest(names), _make_core)))
     _signatures(lib)
     want = layout.expected_layout()

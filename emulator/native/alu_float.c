@@ -2,7 +2,7 @@
  * through the *_any functions, whose imm says which (see enum). Contraction is off, so a product and a sum stay two
  * roundings unless the instruction is fma. */
 #include <fenv.h>
-#include "numbers.h"
+#include "interpolator.h"
 
 enum { ANY_FTZ = 1, ANY_SAT = 2, ANY_ROUND = 4 /* rounding mode in bits 2..4 */, ANY_RELU = 32 };
 
@@ -14,12 +14,16 @@ enum { ANY_FTZ = 1, ANY_SAT = 2, ANY_ROUND = 4 /* rounding mode in bits 2..4 */,
 PLAIN(f32, f32)
 PLAIN(f64, f64)
 TERNARY(fma_f32, f32, f32, f32, f32, __builtin_fmaf(a, b, c))
+TERNARY(fms_f32, f32, f32, f32, f32, __builtin_fmaf(a, b, -c))
+TERNARY(fnma_f32, f32, f32, f32, f32, __builtin_fmaf(-a, b, c))
 TERNARY(fma_f64, f64, f64, f64, f64, __builtin_fma(a, b, c))
 BINARY(add_ftz_f32, f32, f32, f32, flush(flush(a) + flush(b)))
 BINARY(sub_ftz_f32, f32, f32, f32, flush(flush(a) - flush(b)))
 BINARY(mul_ftz_f32, f32, f32, f32, flush(flush(a) * flush(b)))
 BINARY(div_ftz_f32, f32, f32, f32, flush(flush(a) / flush(b)))
 TERNARY(fma_ftz_f32, f32, f32, f32, f32, flush(__builtin_fmaf(flush(a), flush(b), flush(c))))
+TERNARY(fms_ftz_f32, f32, f32, f32, f32, flush(__builtin_fmaf(flush(a), flush(b), -flush(c))))
+TERNARY(fnma_ftz_f32, f32, f32, f32, f32, flush(__builtin_fmaf(-flush(a), flush(b), flush(c))))
 
 #define FLIP(t, U, sign) UNARY(neg_##t, U, U, a ^ (U)sign) UNARY(abs_##t, U, U, a & (U)~(sign))
 FLIP(f32, u32, 0x80000000u)
@@ -95,7 +99,7 @@ static inline f64 sum_to_odd(f64 a, f64 b) {
   HALF_BIN(add_##t, n, get, round, a + b) HALF_BIN(sub_##t, n, get, round, a - b) HALF_BIN(mul_##t, n, get, round, a * b) \
   HALF_BIN(min_##t, n, get, round, min2((f32)a, (f32)b)) HALF_BIN(max_##t, n, get, round, max2((f32)a, (f32)b)) \
   HALF_BIN(min_nan_##t, n, get, round, min_nan((f32)a, (f32)b)) HALF_BIN(max_nan_##t, n, get, round, max_nan((f32)a, (f32)b)) \
-  HALF_FMA(fma_##t, n, get, round) HALF_UN(ex2_##t, n, get, round, exp2(a)) HALF_UN(tanh_##t, n, get, round, tanh(a))
+  HALF_FMA(fma_##t, n, get, round) HALF_UN(tanh_##t, n, get, round, tanh(a))
 static inline u16 round_f16(f64 x, u32 flags) {
   if (flags & ANY_RELU && !(x > 0) && x == x) x = 0;
   if (flags & ANY_SAT) x = x > 0 ? (x > 1 ? 1 : x) : 0;
@@ -110,6 +114,17 @@ HALF_ALL(f16x2, 2 * LANES, f16_to_f32, round_f16)
 HALF_ALL(bf16, LANES, bf16_to_f32, round_bf16)
 HALF_ALL(bf16x2, 2 * LANES, bf16_to_f32, round_bf16)
 
+/* The function unit's results of 32 bits, cut off. */
+static inline u16 ex2_of_f16(u16 x) {
+  f32 power = ex2_unit(f16_to_f32(x));
+  return power >= 0x1p16f ? 0x7c00 : f64_to_f16(power, ROUND_ZERO, 0);
+}
+static inline u16 ex2_of_bf16(u16 x) { return f32_to_bf16_rz(ex2_unit(flush(bf16_to_f32(x)))); }
+UNARY(ex2_f16, u16, u16, ex2_of_f16(a))
+UNARY(ex2_bf16, u16, u16, ex2_of_bf16(a))
+UNARY(ex2_f16x2, u32, u32, ex2_of_f16((u16)a) | (u32)ex2_of_f16(a >> 16) << 16)
+UNARY(ex2_bf16x2, u32, u32, ex2_of_bf16((u16)a) | (u32)ex2_of_bf16(a >> 16) << 16)
+
 /* Mixed precision (sm_100): f32 result from 16-bit operands. */
 BINARY(add_f32_f16, f32, u16, f32, f16_to_f32(a) + b)
 BINARY(add_f32_bf16, f32, u16, f32, bf16_to_f32(a) + b)
@@ -118,29 +133,27 @@ BINARY(sub_f32_bf16, f32, u16, f32, bf16_to_f32(a) - b)
 TERNARY(fma_f32_f16, f32, u16, u16, f32, __builtin_fmaf(f16_to_f32(a), f16_to_f32(b), c))
 TERNARY(fma_f32_bf16, f32, u16, u16, f32, __builtin_fmaf(bf16_to_f32(a), bf16_to_f32(b), c))
 
-/* Approximations. The hardware's tables are not public; the model is the correctly rounded value (for ex2, from a
- * polynomial in f64 whose error is below 1e-11 relative). README.md lists the measured distance to hardware. */
-static inline f32 exp2_model(f32 x) {
-  f64 y = x < -160.f ? -160.0 : x > 160.f ? 160.0 : (f64)x;
-  f64 n = (f64)(i32)(y + (y < 0 ? -0.5 : 0.5)), r = (y - n) * 0.6931471805599453094;
-  f64 p = 1.0 / 3628800;
-  p = p * r + 1.0 / 362880; p = p * r + 1.0 / 40320; p = p * r + 1.0 / 5040; p = p * r + 1.0 / 720;
-  p = p * r + 1.0 / 120; p = p * r + 1.0 / 24; p = p * r + 1.0 / 6; p = p * r + 0.5; p = p * r + 1.0; p = p * r + 1.0;
-  u64 scale = (u64)(i64)((i32)n + 1023) << 52;
-  f64 s;
-  memcpy(&s, &scale, 8);
-  f32 v = (f32)(p * s);
-  return x != x ? f32_of(0x7fffffff) : v;
+/* Approximations. Forms without .ftz are the compiler's: it scales operands that the function unit would flush. */
+UNARY(ex2_f32, f32, f32, a < -126.f ? ex2_unit(a * 0.5f) * ex2_unit(a * 0.5f) : ex2_unit(a))
+UNARY(ex2_ftz_f32, f32, f32, ex2_unit(flush(a)))
+UNARY(lg2_f32, f32, f32, fabsf(a) < 0x1p-126f ? lg2_unit(a * 0x1p24f) - 24.f : lg2_unit(a))
+UNARY(lg2_ftz_f32, f32, f32, lg2_unit(flush(a)))
+UNARY(rcp_f32, f32, f32, rcp_unit(a))
+UNARY(rcp_ftz_f32, f32, f32, flush(rcp_unit(flush(a))))
+UNARY(rsqrt_f32, f32, f32, rsqrt_unit(a))
+UNARY(rsqrt_ftz_f32, f32, f32, rsqrt_unit(flush(a)))
+/* div.approx multiplies by the reciprocal, div.full does so after it has scaled both operands. */
+static inline f32 div_approx(f32 a, f32 b) { return a * flush(rcp_unit(b)); }
+static inline f32 div_full(f32 a, f32 b) {
+  f32 scale = fabsf(b) > 0x1p126f ? 0.25f : fabsf(b) < 0x1p-126f ? 0x1p24f : 1.f;
+  return div_approx(a * scale, b * scale);
 }
-UNARY(ex2_f32, f32, f32, exp2_model(a))
-UNARY(ex2_ftz_f32, f32, f32, flush(exp2_model(a)))
-UNARY(lg2_f32, f32, f32, log2((f64)a))
-UNARY(lg2_ftz_f32, f32, f32, log2((f64)flush(a)))
-UNARY(rcp_f32, f32, f32, 1.0f / a)
-UNARY(rcp_ftz_f32, f32, f32, flush(1.0f / flush(a)))
+BINARY(div_approx_f32, f32, f32, f32, div_approx(a, b))
+BINARY(div_full_f32, f32, f32, f32, div_full(a, b))
+BINARY(div_approx_ftz_f32, f32, f32, f32, flush(div_approx(flush(a), flush(b))))
+BINARY(div_full_ftz_f32, f32, f32, f32, flush(div_full(flush(a), flush(b))))
+/* The others' tables are unknown: the model is the correctly rounded value. README.md lists the distance to hardware. */
 UNARY(rcp_f64, f64, f64, 1.0 / a)
-UNARY(rsqrt_f32, f32, f32, 1.0 / sqrt((f64)a))
-UNARY(rsqrt_ftz_f32, f32, f32, 1.0 / sqrt((f64)flush(a)))
 UNARY(rsqrt_f64, f64, f64, 1.0 / sqrt(a))
 UNARY(sqrt_f32, f32, f32, sqrtf(a))
 UNARY(sqrt_ftz_f32, f32, f32, flush(sqrtf(flush(a))))

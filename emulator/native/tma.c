@@ -8,7 +8,7 @@ typedef struct tensor_map {
   u64 stride[5];       /* bytes; stride[0] is the element size */
   u32 dim[5], box[5], step[5];
   u32 rank, swizzle;   /* swizzle: XOR mask on 16-byte chunk numbers */
-  u32 fill;            /* byte that fills what lies outside the tensor */
+  u32 fill;            /* half word that fills what lies outside the tensor; elements have whole ones unless it is zero */
   u32 type;            /* element type, for reductions (AF_* of memory.c) */
   u32 units, unit_bytes; /* sub-byte elements come in units: `units` elements in `unit_bytes`; otherwise 1 element */
   u32 expand;          /* 0, or bytes of global memory (8 or 12) that fill one 16-byte chunk of shared memory */
@@ -58,6 +58,11 @@ EXPORT i64 core_tma_transaction(const tensor_map *t, i64 n) { return t->expand ?
 
 static int illegal(machine *M, warp *w, i32 pc, u64 address, u64 n) { return fail(M, w, M->insns + pc, ERR_GLOBAL, -1, address, n); }
 
+static void fill_outside(const tensor_map *t, u8 *out, i64 bytes) {
+  if (!t->fill) memset(out, 0, (size_t)bytes);
+  else for (i64 k = 0; k < bytes; k += 2) memcpy(out + k, &t->fill, 2);
+}
+
 /* Global box -> linear bytes. */
 EXPORT int core_tma_gather(machine *M, warp *w, i32 pc, const tensor_map *t, const i32 *at, u8 *out, const i32 *vc, i32 agent,
                            i32 clock) {
@@ -65,9 +70,9 @@ EXPORT int core_tma_gather(machine *M, warp *w, i32 pc, const tensor_map *t, con
   for (i64 r = 0; r < n; r++, out += bytes) {
     int inside;
     u64 a = row_address(t, at, r, &inside);
-    if (!inside || lo >= hi) { memset(out, (int)t->fill, (size_t)bytes); continue; }
-    if (lo) memset(out, (int)t->fill, (size_t)lo);
-    if (hi < bytes) memset(out + hi, (int)t->fill, (size_t)(bytes - hi));
+    if (!inside || lo >= hi) { fill_outside(t, out, bytes); continue; }
+    fill_outside(t, out, lo);
+    fill_outside(t, out + hi, bytes - hi);
     a += (u64)(start + lo);
     region *g = region_find(M, a, a + (u64)(hi - lo));
     if (!g) return illegal(M, w, pc, a, (u64)(hi - lo));

@@ -78,10 +78,8 @@ class Emulated:
             module.run(program, launch, spans)
 
     def tensor_map(self, kind: int, tensor: torch.Tensor, box: Sequence[int], nan_fill: bool = False) -> bytes:
-        if nan_fill:
-            raise HostError("tensor map with NaN fill")
         dims, strides = extents(tensor)
-        return tensor_map.encode(kind, tensor.data_ptr(), dims, strides, box, [1] * len(dims), 0)
+        return tensor_map.encode(kind, tensor.data_ptr(), dims, strides, box, [1] * len(dims), 0, nan_fill=nan_fill)
 
 
 def extents(tensor: torch.Tensor) -> tuple[list[int], list[int]]:

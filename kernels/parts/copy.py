@@ -1,7 +1,7 @@
 """Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. The same on every arch that has TMA."""
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Uint16, Uint32, const_expr
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint16, Uint32, const_expr
 from cutlass._mlir import ir
 from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import warpgroup
@@ -13,6 +13,8 @@ CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registe
 SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its 16-byte chunks are permuted by the row number mod 8
 # Rows after which the permutation repeats; tiles are aligned to this.
 SWIZZLE_ATOM_BYTES = 8 * SWIZZLE_ROW_BYTES
+# The cache policy that createpolicy.fractional.L2::evict_first gives, as CUTLASS has it in TMA::CacheHintSm90.
+EVICT_FIRST = 0x12F0000000000000
 CHUNKS_PER_ROW = SWIZZLE_ROW_BYTES // CHUNK_BYTES
 
 
@@ -37,17 +39,22 @@ def tma_descriptor(atom, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def tma_load(descriptor, destination, barrier, coordinates, *, loc=None, ip=None) -> None:
-    """One TMA box into shared memory, completing on ``barrier`` by bytes. Issued by every active lane."""
+def tma_load(descriptor, destination, barrier, coordinates, streams: bool = False, *, loc=None, ip=None) -> None:
+    """One TMA box into shared memory, completing on ``barrier`` by bytes. Issued by every active lane.
+
+    What ``streams`` is read once: it is the first to leave the L2 cache.
+    """
     operands = ", ".join(f"{{$r{3 + i}}}" for i in range(len(coordinates)))
+    hint, value = (".L2::cache_hint", f", {{$r{3 + len(coordinates)}}}") if streams else ("", "")
     cute.arch.inline_ptx(
-        f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
-        f"[{{$r0}}], [{{$r1}}, {{{operands}}}], [{{$r2}}];",
+        f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{hint} "
+        f"[{{$r0}}], [{{$r1}}, {{{operands}}}], [{{$r2}}]{value};",
         read_only_args=[
             Int32(destination),
             descriptor.toint(loc=loc, ip=ip),
             shared_address(barrier),
             *(Int32(c) for c in coordinates),
+            *([Int64(EVICT_FIRST)] if streams else []),
         ],
         loc=loc,
         ip=ip,

@@ -49,7 +49,8 @@ class OutputRows(DeviceStruct):
             cute.arch.sync_warp()
             for step in cutlass.range_constexpr(WARP_ROWS // rows_at_once):
                 row, chunk = step * rows_at_once + lane // copy.CHUNKS_PER_ROW, lane % copy.CHUNKS_PER_ROW
-                words = copy.load_shared_x4(copy.swizzled_chunk(staging, row, chunk))
+                # Lanes past the last column, which store nothing, read what is there.
+                words = copy.load_shared_x4(copy.swizzled_chunk(staging, row, cutlass.min(chunk, rest // 8 - 1)))
                 if first_row + row < self.count and first_column + chunk * 8 < self.columns:
                     offset = (first_row + row) * self.row_bytes + first_column * 2 + chunk * copy.CHUNK_BYTES
                     copy.store_global_x4(self.address + offset, words)

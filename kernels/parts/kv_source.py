@@ -43,17 +43,18 @@ class KvOperand(DeviceStruct):
     columns: int  # in shared memory
     depth: int  # of them used
     is_value: bool
+    streams: bool  # read once: see copy.tma_load
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
         rest = (a.key_table, g.key_table_row, g.page_shift, config.head_dim_qk, config.columns[0], config.depth[0])
-        return KvOperand(a.key, g.k_page, g.k_head, g.k_row, *rest, is_value=False)
+        return KvOperand(a.key, g.k_page, g.k_head, g.k_row, *rest, is_value=False, streams=config.streams_kv)
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
         used = config.depth[1] * config.v_parts
         rest = (a.value_table, g.value_table_row, g.page_shift, config.head_dim_v, config.columns[1], used)
-        return KvOperand(a.value, g.v_page, g.v_head, g.v_row, *rest, is_value=True)
+        return KvOperand(a.value, g.v_page, g.v_head, g.v_row, *rest, is_value=True, streams=config.streams_kv)
 
 
 @dataclass
@@ -68,6 +69,7 @@ class KvSource(DeviceStruct):
     # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
     # may be NaN; not for K, whose scores are masked.
     zero_outside: bool
+    streams: bool
 
     columns_first = False  # see copy.swizzled_layout
 
@@ -82,6 +84,7 @@ class KvSource(DeviceStruct):
             tile_n=tile_n,
             columns=operand.columns,
             zero_outside=operand.is_value,
+            streams=operand.streams,
         )
 
     @property
@@ -155,7 +158,7 @@ class ContiguousBoxes(KvSource):
             for block in cutlass.range_constexpr(self.columns // BLOCK_COLUMNS):
                 destination = self.stage_address(stage) + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
                 coordinates = (block * BLOCK_COLUMNS, row, self.kv_head)
-                copy.tma_load(self.descriptor, destination, barrier, coordinates)
+                copy.tma_load(self.descriptor, destination, barrier, coordinates, self.streams)
 
 
 @dataclass
@@ -229,7 +232,7 @@ class PageBoxes(PagedSource):
 
     def load_box(self, box, slot, group, barrier) -> None:
         corner = (0, 0) if self.columns == BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a group, all columns
-        copy.tma_load(self.descriptor, box, barrier, (*corner, group, slot))
+        copy.tma_load(self.descriptor, box, barrier, (*corner, group, slot), self.streams)
 
 
 @dataclass
@@ -245,7 +248,7 @@ class PageColumnBoxes(PageBoxes):
     def load_box(self, box, slot, group, barrier) -> None:
         for block in range(self.columns // BLOCK_COLUMNS):
             destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
-            copy.tma_load(self.descriptor, destination, barrier, (block * BLOCK_COLUMNS, group * GROUP_ROWS, slot))
+            copy.tma_load(self.descriptor, destination, barrier, (block * BLOCK_COLUMNS, group * GROUP_ROWS, slot), self.streams)
 
 
 @dataclass

@@ -56,6 +56,15 @@ class Slots(DeviceStruct):
         """Where a piece's rows begin among those of all slots."""
         return piece % self.slots * self.rows
 
+    @cute.jit
+    def places(self, first, step, count) -> list:
+        """The places of ``count`` pieces, ``step`` apart, and of the last one again up to GROUP_PIECES."""
+        slots = [first % self.slots]
+        for i in cutlass.range_constexpr(1, GROUP_PIECES):
+            following = slots[-1] + (step if i < count else Int32(0))
+            slots.append(following - (self.slots if following >= self.slots else Int32(0)))
+        return [slot * self.rows for slot in slots]
+
     def output(self, row, column):
         """Address of an element of a row, counted over all slots. The scratch has fewer than 2^31 elements."""
         return self.scratch + Int64(row * self.columns + column) * 4
@@ -178,8 +187,7 @@ class Merge(DeviceStruct):
         """Merge ``count`` pieces: into the output, or, without ``out_dtype``, into the first of them as a group."""
         slots = self.slots
         quads = slots.columns // COLUMNS_AT_ONCE
-        # Beyond the last piece: the last one again, with no weight.
-        places = [slots.place(first + cutlass.min(i, count - 1) * step) for i in range(GROUP_PIECES)]
+        places = slots.places(first, step, count)
         for item in cutlass.range(self._thread, cutlass.min(rows.count, slots.rows) * quads, self.threads, unroll=1):
             row = item // quads
             column = (item - row * quads) * COLUMNS_AT_ONCE

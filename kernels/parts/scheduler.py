@@ -28,7 +28,7 @@ class WorkTile(DeviceStruct):
     INTS: ClassVar[int] = 16
 
     request: Request
-    head: Int32  # END_OF_WORK after the last tile
+    head: Int32  # END_OF_WORK, like all fields, after the last tile
     kv_head: Int32
     first_row: Int32  # of the tile, within the request
     keys: TileRange
@@ -42,7 +42,6 @@ class WorkTile(DeviceStruct):
         return cls(Request(*values[:8]), *values[8:11], TileRange(*values[11:16]), *values[16:])
 
 
-HEAD_INDEX = 8  # of WorkTile.head among them
 END_OF_WORK = -1
 
 
@@ -131,7 +130,8 @@ class Board(DeviceStruct):
         self.ring.wait_empty(step)
         slot = self.slots[None, self.ring.stage(step)]
         with cute.arch.elect_one():
-            slot[HEAD_INDEX] = Int32(END_OF_WORK)
+            for i in cutlass.range_constexpr(self.kind.INTS):  # readers load a whole tile before they look at it
+                slot[i] = Int32(END_OF_WORK)
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
     def read(self, step) -> WorkTile:

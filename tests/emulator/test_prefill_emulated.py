@@ -1,6 +1,7 @@
 """The prefill kernels on the emulator, against float64, in one ordinary and two adverse schedules.
 
-All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN.
+All of them run under the race detector, the proxy check and strict mode. What a kernel must not read or must not leave
+out is NaN.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def check(config: PrefillConfig, page_size: int | None, heads: int, kv_heads: in
     requests = [(5, 9), (0, 3), (1, 0), (7, 3), (m, 3 * n + 1), (m + 3, n + 5)]
     sinks = torch.linspace(-1.0, 1.0, heads).tolist()
     lengths = tuple(zip(*requests, strict=True))
-    with emulator.use(config.arch, race=True, proxy=True, **settings):
+    with emulator.use(config.arch, race=True, proxy=True, strict=True, **settings):
         check_config(config, lengths, page_size, sinks, kv_heads, device="cpu")
     assert not emulator.report().warnings
 

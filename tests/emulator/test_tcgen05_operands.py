@@ -26,8 +26,13 @@ from tmem_harness import (
 
 from hopwell.emulator import EmulatorError, UninitializedRead, Unsupported
 
-F16_CODE = {"f16": 0, "bf16": 1}
-F8_CODE = {"e4m3": 0, "e5m2": 1, "e2m3": 3, "e3m2": 4, "e2m1": 5}
+# Kind of the instruction and code of the format in its descriptor.
+KINDS = {
+    "f16": ("f16", 0), "bf16": ("f16", 1), "tf32": ("tf32", 2), "u8": ("i8", 0), "s8": ("i8", 1),
+    "e4m3": ("f8f6f4", 0), "e5m2": ("f8f6f4", 1), "e2m3": ("f8f6f4", 3), "e3m2": ("f8f6f4", 4), "e2m1": ("f8f6f4", 5),
+}  # fmt: skip
+FLOATS = {"f16": torch.float16, "bf16": torch.bfloat16, "tf32": torch.float32}
+INTEGERS = {"u8": torch.uint8, "s8": torch.int8}
 SHAPES = [(64, 1), (128, 1), (128, 2), (256, 2)]
 IDS = ["64", "128", "pair of 64", "pair of 128"]
 N = 32
@@ -38,12 +43,14 @@ class Operand:
     """``steps`` instructions' worth of k: values, bytes in shared memory and bytes in tensor memory."""
 
     def __init__(self, kind: str, rows: int, steps: int, seed: int):
-        self.k = 16 if kind in F16_CODE else 32
+        dtype = (FLOATS | INTEGERS).get(kind)
+        self.k = 32 // dtype.itemsize if dtype else 32
         shape = (rows, self.k * steps)
-        if kind in F16_CODE:
-            numbers = torch.randint(-8, 9, shape, generator=torch.Generator().manual_seed(seed)) / 4
-            stored = numbers.to(torch.float16 if kind == "f16" else torch.bfloat16)
-            self.values = numbers.double().numpy()
+        if dtype:
+            low, high = (-8, 9) if kind in FLOATS else (torch.iinfo(dtype).min, torch.iinfo(dtype).max + 1)
+            drawn = torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed))
+            stored = (drawn / 4 if kind in FLOATS else drawn).to(dtype)
+            self.values = stored.double().numpy()
             self.shared = self.tensor = stored.view(torch.uint8).numpy()
         else:
             codes = draw(kind, shape, 0.5, 2, seed)
@@ -75,12 +82,11 @@ class Product:
         self.before = noise(ctas, LANES, COLUMNS, seed=seed)
         if in_tmem:
             place_rows(np.ascontiguousarray(self.a.tensor).view(np.uint32), m, ctas, self.before, AT_A)
-        self.value = (self.a.values @ self.b.values.T).astype(np.float32)
+        self.value = (self.a.values @ self.b.values.T).astype(np.int32 if kind in INTEGERS else np.float32)
 
     def instructions(self, onto=False, mask=(), tail="") -> str:
-        codes = F16_CODE if self.kind in F16_CODE else F8_CODE
-        kind = "f16" if self.kind in F16_CODE else "f8f6f4"
-        idesc = 1 << 4 | codes[self.kind] << 7 | codes[self.b_kind] << 10 | N >> 3 << 17 | self.m >> 4 << 24
+        (kind, code), (_, b_code), result = KINDS[self.kind], KINDS[self.b_kind], 2 if self.kind in INTEGERS else 1
+        idesc = result << 4 | code << 7 | b_code << 10 | N >> 3 << 17 | self.m >> 4 << 24
         own_m, own_n = self.m // self.ctas, N // self.ctas
         lanes = ", ".join(f"%r{k}" for k in range(20, 20 + len(mask)))
         out = "".join(f"mov.b32 %r{20 + k}, {word:#x};\n" for k, word in enumerate(mask))
@@ -107,7 +113,7 @@ class Product:
 
 @pytest.mark.parametrize("in_tmem", [False, True], ids=["shared", "tensor"])
 @pytest.mark.parametrize(("m", "ctas"), SHAPES, ids=IDS)
-@pytest.mark.parametrize("kind", ["f16", "bf16", "e4m3", "e5m2"])
+@pytest.mark.parametrize("kind", ["f16", "bf16", "tf32", "u8", "s8", "e4m3", "e5m2"])
 def test_shapes_and_places_of_a(kind, m, ctas, in_tmem):
     problem = Product(kind, m, ctas, in_tmem)
     np.testing.assert_array_equal(problem.run(), problem.wanted(problem.value))

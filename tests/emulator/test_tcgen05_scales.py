@@ -9,7 +9,19 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tmem_harness import LANES, VALUES, address, descriptor, draw, k_major, noise, packed, place_result, run_tmem
+from tmem_harness import (
+    LANES,
+    VALUES,
+    address,
+    descriptor,
+    draw,
+    k_major,
+    noise,
+    packed,
+    place_result,
+    place_rows,
+    run_tmem,
+)
 
 from hopwell.emulator import EmulatorError
 
@@ -30,21 +42,21 @@ KINDS = {
 class Problem:
     """One product with random codes, and where everything lies."""
 
-    def __init__(self, kind, m, n, ctas=1, a="e2m1", b="e2m1", ids=(0, 0), scale=None, negate=False, seed=0):
+    def __init__(self, kind, m, n, ctas=1, a="e2m1", b="e2m1", ids=(0, 0), scale=None, negate=False, in_tmem=False):
         self.kind, self.m, self.n, self.ctas, self.ids, self.negate = kind, m, n, ctas, ids, negate
+        self.in_tmem, self.tight = in_tmem, not kind.startswith("mxf8f6f4")
         self.k, self.scales, default = KINDS[kind]
         self.scale = scale or default
         self.a_kind, self.b_kind = a, b
-        self.a = draw(a, (m, self.k), 0.5, 2, seed)
-        self.b = draw(b, (n, self.k), 0.5, 2, seed + 1)
-        self.sa = draw(self.scale, (m, self.scales), 0.5, 2, seed + 2)
-        self.sb = draw(self.scale, (n, self.scales), 0.5, 2, seed + 3)
-        self.at_a, self.at_b = n, n + 8
-        self.columns = -(-(n + 16) // 16) * 16
+        self.a = draw(a, (m, self.k), 0.5, 2, 0)
+        self.b = draw(b, (n, self.k), 0.5, 2, 1)
+        self.sa = draw(self.scale, (m, self.scales), 0.5, 2, 2)
+        self.sb = draw(self.scale, (n, self.scales), 0.5, 2, 3)
+        self.at_a, self.at_b, self.at_values = n, n + 8, n + 16
+        self.columns = -(-(n + 24) // 16) * 16
 
     def instruction_descriptor(self) -> int:
-        tight = not self.kind.startswith("mxf8f6f4")
-        a, b = (1, 1) if tight else (MX_CODE[self.a_kind], MX_CODE[self.b_kind])
+        a, b = (1, 1) if self.tight else (MX_CODE[self.a_kind], MX_CODE[self.b_kind])
         return (
             self.ids[1] << 4 | a << 7 | b << 10 | self.negate << 13 | self.n >> 3 << 17
             | (self.scale == "ue8m0") << 23 | self.m >> 4 << 24 | self.ids[0] << 29
@@ -52,12 +64,11 @@ class Problem:
 
     def images(self) -> list[np.ndarray]:
         """A behind B in each CTA's shared memory."""
-        tight = not self.kind.startswith("mxf8f6f4")
         own_m, own_n = self.m // self.ctas, self.n // self.ctas
         out = []
         for cta in range(self.ctas):
-            b = packed(self.b[own_n * cta : own_n * cta + own_n], self.b_kind, tight)
-            a = packed(self.a[own_m * cta : own_m * cta + own_m], self.a_kind, tight)
+            b = packed(self.b[own_n * cta : own_n * cta + own_n], self.b_kind, self.tight)
+            a = packed(self.a[own_m * cta : own_m * cta + own_m], self.a_kind, self.tight)
             out.append(np.concatenate([k_major(b, 128, 256, size=32 * own_n), k_major(a, 128, 256, size=32 * own_m)]))
         return out
 
@@ -78,14 +89,21 @@ class Problem:
         for cta in range(self.ctas):
             self.scale_words(tmem[cta], self.at_a, self.sa[own * cta : own * cta + own], self.ids[0], 1)
             self.scale_words(tmem[cta], self.at_b, self.sb, self.ids[1], 2 if own == 64 else 1)
+        if self.in_tmem:
+            # PTX ISA, "packing formats of elements in tensor memory": the mxf4 kinds pack tightly, the others
+            # have a byte for each element; a 4-bit one lies in its bits 2 to 5.
+            bytes_ = packed(self.a, "e2m1", True) if self.tight else self.a << 2 if self.a_kind == "e2m1" else self.a
+            place_rows(np.ascontiguousarray(bytes_).view(np.uint32), self.m, self.ctas, tmem, self.at_values)
         return tmem
 
     def instruction(self) -> str:
+        a = "[%r115]" if self.in_tmem else "%d1"
         return (
             descriptor("%d1", 32 * self.n // self.ctas, 128, 256) + descriptor("%d2", 0, 128, 256)
             + address("%r110", 0) + address("%r111", self.at_a) + address("%r112", self.at_b)
+            + address("%r115", self.at_values)
             + f"mov.b32 %r113, {self.instruction_descriptor():#x}; setp.ne.u32 %p4, %r113, %r113;\n"
-            f"tcgen05.mma.cta_group::{self.ctas}.kind::{self.kind} [%r110], %d1, %d2, %r113, [%r111], [%r112], %p4;\n"
+            f"tcgen05.mma.cta_group::{self.ctas}.kind::{self.kind} [%r110], {a}, %d2, %r113, [%r111], [%r112], %p4;\n"
         )  # fmt: skip
 
     def product(self) -> np.ndarray:
@@ -112,6 +130,19 @@ def test_kinds_and_vector_sizes(kind, m, n, ctas):
     """M = 128 of a pair splits D's columns, and the scales of B with them, over the halves of the lanes."""
     formats = {"a": "e4m3", "b": "e4m3"} if kind.startswith("mxf8") else {}
     Problem(kind, m, n, ctas, **formats).check()
+
+
+@pytest.mark.parametrize(("m", "ctas"), [(128, 1), (128, 2), (256, 2)], ids=["one", "pair", "wide pair"])
+@pytest.mark.parametrize(
+    ("kind", "a"),
+    [
+        *(("mxf8f6f4.block_scale.scale_vec::1X", a) for a in MX_CODE),
+        ("mxf4.block_scale.scale_vec::2X", "e2m1"),
+        ("mxf4nvf4.block_scale.scale_vec::4X", "e2m1"),
+    ],
+)
+def test_a_in_tensor_memory(kind, a, m, ctas):
+    Problem(kind, m, 64, ctas, a=a, b="e4m3" if kind.startswith("mxf8") else "e2m1", in_tmem=True).check()
 
 
 @pytest.mark.parametrize("n", [8, 96, 256])

@@ -11,12 +11,14 @@ from hopwell.emulator import Deadlock, MemoryFault, Unsupported
 from hopwell.emulator.engines import tensor_map
 
 # CUtensorMapDataType
-I32, BF16, PADDED4 = 3, 9, 14
+I32, F32, BF16, PADDED4 = 3, 7, 9, 14
 
 
-def descriptor(kind: int, tensor: torch.Tensor, shape, strides, box, swizzle: int = 0, steps=None) -> torch.Tensor:
+def descriptor(
+    kind: int, tensor: torch.Tensor, shape, strides, box, swizzle: int = 0, steps=None, **more
+) -> torch.Tensor:
     """A tensor map in memory, encoded as the driver would."""
-    raw = tensor_map.encode(kind, tensor.data_ptr(), shape, strides, box, steps or [1] * len(shape), swizzle)
+    raw = tensor_map.encode(kind, tensor.data_ptr(), shape, strides, box, steps or [1] * len(shape), swizzle, **more)
     storage = torch.zeros(256, dtype=torch.uint8)
     start = -storage.data_ptr() % 64
     storage[start : start + 128] = torch.from_numpy(np.frombuffer(raw, np.uint8).copy())
@@ -76,6 +78,27 @@ def test_what_lies_outside_of_the_tensor_is_zero(at):
             if 0 <= at[1] + r < 16 and 0 <= at[0] + c < 32:
                 wanted[r, c] = x[at[1] + r, at[0] + c]
     np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("at", [(24, 14), (-4, -2), (40, 0), (0, -8), (-3, 15)])
+@pytest.mark.parametrize(("kind", "dtype"), [(F32, torch.float32), (BF16, torch.bfloat16)])
+def test_what_lies_outside_of_the_tensor_is_nan_on_demand(kind, dtype, at):
+    """As on an H200: every half word is 0x7ff7."""
+    x = matrix(16, 32, dtype)
+    size = x.element_size()
+    tmap = descriptor(kind, x, [32, 16], [32 * size], [16, 4], nan_fill=True)
+    half_words = run_load(x, tmap, at, 16 * 4 * size).view(np.uint16).reshape(4, 16, size // 2)
+    whole = x.view(torch.int16).numpy().view(np.uint16).reshape(16, 32, size // 2)
+    for r in range(4):
+        for c in range(16):
+            row, column = at[1] + r, at[0] + c
+            inside = 0 <= row < 16 and 0 <= column < 32
+            np.testing.assert_array_equal(half_words[r, c], whole[row, column] if inside else 0x7FF7)
+
+
+def test_integers_have_no_nan_to_fill_with():
+    with pytest.raises(Unsupported, match="integers with NaN fill"):
+        descriptor(I32, matrix(16, 32), [32, 16], [128], [8, 4], nan_fill=True)
 
 
 def test_rank_5_and_traversal_strides():

@@ -59,6 +59,9 @@ def test_comparison_without_a_gpu(tmp_path):
     assert [row["equal"] for row in kept["instructions"]] == [1024] * len(INSTRUCTIONS)
     answers = {row["question"]: row["emulator"] for row in found["questions"]}
     assert answers["tensor reduction issued by all lanes"] == "every element becomes [32]"
+    assert answers["NaN fill outside of the tensor"] == "; ".join(
+        f"{kind}: words ['0x7ff77ff7'], descriptor bits [79]" for kind in ("float32", "float16", "bfloat16")
+    )
     assert answers["descriptor bytes"] == "equal in all fields"
     assert "bytes of 32 expected: phase completes" in answers["tensor load issued by all lanes"]
     assert "0 of" in answers["CTA exit with a bulk store in flight"]

@@ -65,7 +65,6 @@ class Warp:
         self._meet.wait()
 
     def _load(self, address: int) -> list[Any]:
-        """Words that were never written are None."""
         assert address % copy.CHUNK_BYTES == 0
         assert STAGING <= address < STAGING + STAGING_BYTES
         self._loads[self._own.lane].append(address)
@@ -73,7 +72,7 @@ class Warp:
         for place in places:
             assert self._written.get(place) != self._own.phase, "read while it is written"
             self._read[place] = self._own.phase
-        return [self._words.get(place) for place in places]
+        return [self._words[place] for place in places]
 
     def run(self, work: Callable[[], None]) -> None:
         """``work`` in every lane."""
@@ -102,8 +101,9 @@ class Warp:
 
 
 def assert_no_bank_conflict(addresses: Sequence[int]) -> None:
-    """Of eight chunks of 16 bytes each has its own of the 32 banks."""
-    assert len({address % 128 for address in addresses}) == len(addresses) == 8
+    """Of eight lanes' chunks of 16 bytes those that differ lie in different ones of the 32 banks."""
+    assert len(addresses) == 8
+    assert len({address % 128 for address in addresses}) == len(set(addresses))
 
 
 @pytest.fixture

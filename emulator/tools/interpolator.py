@@ -1,0 +1,138 @@
+"""Derives the coefficients of the GPU's function unit from its results (native/interpolator_tables.h).
+
+The unit is the one of Oberman and Siu, "A High-Performance Area-Efficient Multifunction Interpolator" (ARITH-17, 2005):
+c0 + c1 * x + c2 * x^2 over 64 or 128 segments, in fixed point, with a squarer that leaves out the low columns of its
+partial products. Widths, columns and constants were found by fitting; with them every measured result is exact.
+"""
+
+from __future__ import annotations
+
+import datetime
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ..errors import EmulatorError
+from .devices import Device, Gpu, entry, module_text
+
+ARCH = "sm_90a"
+UNIT = 40  # sums are in units of 2^-40
+FINEST = 36  # and results in units of no less than 2^-36
+ONE = 0x3F800000
+
+
+@dataclass(frozen=True)
+class Function:
+    """One function over the bit patterns from 1.0: ``segments`` of ``2**bits`` patterns each.
+
+    ``shifts`` are those of c0, c1 and c2 to units of 2^-40, ``signs`` those of c1 and c2, which the tables leave out.
+    Columns of the square below ``cut`` do not exist; ``constant`` stands for all that is the same in every segment.
+    """
+
+    name: str
+    segments: int
+    bits: int
+    cut: int
+    shifts: tuple[int, int, int]
+    signs: tuple[int, int]
+    constant: int
+    scale: float = 1.0  # from the result to the interpolated value
+
+    @property
+    def patterns(self) -> int:
+        return self.segments << self.bits
+
+
+FUNCTIONS = (
+    Function("ex2", 64, 17, 19, (15, 2, 2), (1, 1), 24458, scale=0.5),
+    Function("lg2", 64, 17, 19, (14, 2, 3), (1, -1), 3350),
+    Function("rcp", 128, 16, 17, (14, 1, 1), (-1, 1), 4046),
+    Function("rsqrt", 128, 17, 19, (14, 0, 2), (-1, 1), 16383),
+)
+
+
+def truncated_square(bits: int, cut: int) -> np.ndarray:
+    """Squares of all numbers of ``bits`` bits without the partial products below column ``cut``, in units of 2^cut."""
+    x = np.arange(1 << bits, dtype=np.int64)
+    total = np.zeros_like(x)
+    for i in range((cut + 1) // 2, bits):
+        below = x & (1 << i) - 1
+        total += (x >> i & 1) * ((below >> (cut - 1 - i)) + (1 << (2 * i - cut)))
+    return total
+
+
+def segment(function: Function, square: np.ndarray, low: np.ndarray, width: np.ndarray) -> tuple[int, int, int]:
+    """(c0, |c1|, |c2|) whose sums lie in [low, low + width), both in units of 2^-40.
+
+    The first pattern is left out: of a power of two, some functions give the exact result.
+
+    Raises:
+        EmulatorError: no coefficients do.
+    """
+    x = np.arange(1, len(low), dtype=np.int64)
+    square, low, width = square[1:], low[1:], width[1:]
+    columns = np.stack([np.ones(len(x)), x, square], axis=1)
+    _, linear, quadratic = np.linalg.lstsq(columns, low - low[0] + width / 2, rcond=None)[0]
+    s0, s1, s2 = function.shifts
+    c1, c2 = round(float(linear) / 2**s1), round(float(quadratic) / 2**s2)
+    least = low - (c1 * x << s1) - (c2 * square << s2) - function.constant
+    c0 = (int(least.max()) + (1 << s0) - 1) >> s0
+    if c0 << s0 >= int((least + width).min()):
+        raise EmulatorError(f"{function.name}: no coefficients give the results of a segment")
+    return c0, c1 * function.signs[0], c2 * function.signs[1]
+
+
+def coefficients(function: Function, results: np.ndarray) -> list[tuple[int, int, int]]:
+    """One (c0, |c1|, |c2|) for each segment.
+
+    Args:
+        function: the function.
+        results: float32 at every bit pattern from 1.0, whole segments of them.
+
+    Raises:
+        EmulatorError: the results are not those of this unit.
+    """
+    value = results.astype(np.float64) * function.scale
+    low = (value * 2.0**UNIT).astype(np.int64)
+    exponent = np.frexp(value)[1].astype(np.int64) - 1
+    width = np.int64(1) << np.maximum(exponent - 23 + UNIT, UNIT - FINEST)
+    square, n = truncated_square(function.bits, function.cut), 1 << function.bits
+    starts = range(0, len(results), n)
+    return [segment(function, square, low[k : k + n], width[k : k + n]) for k in starts]
+
+
+def measure(device: Device, function: Function, count: int) -> np.ndarray:
+    """float32 results at ``count`` bit patterns from 1.0, a multiple of 256."""
+    body = (
+        f"add.u32 %r2, %index, {ONE}; {function.name}.approx.ftz.f32 %r3, %r2;\n"
+        "mul.wide.u32 %d0, %index, 4; add.u64 %d0, %a0, %d0; st.global.b32 [%d0], %r3;"
+    )
+    out = torch.zeros(count, dtype=torch.float32, device=device.torch_device)
+    device.launch(module_text(ARCH, entry("k", "u64", body)), count // 256, 256, 0, [out])
+    return out.cpu().numpy()
+
+
+def header(device: Device, date: str) -> str:
+    """The text of interpolator_tables.h, measured on ``device``."""
+    parts = [
+        f"/* Coefficients of the function unit, derived from its results at every mantissa ({device.name}, {date}) by\n"
+        " * python -m hopwell.emulator derive-approximations. See interpolator.h. */\n"
+    ]
+    for function in FUNCTIONS:
+        rows = coefficients(function, measure(device, function, function.patterns))
+        cells = ", ".join("{{{},{},{}}}".format(*row) for row in rows)
+        body = textwrap.fill(cells, 118, initial_indent="  ", subsequent_indent="  ")
+        parts.append(f"static const segment {function.name}_segments[{function.segments}] = {{\n{body}}};\n")
+    return "".join(parts)
+
+
+def run_derivation(path: Path) -> None:
+    """Write the tables, measured on this machine's GPU, to ``path``; native/interpolator_tables.h is such a file.
+
+    Raises:
+        EmulatorError: the GPU computes otherwise.
+    """
+    path.write_text(header(Gpu(), datetime.date.today().isoformat()))

@@ -1,0 +1,155 @@
+"""Outputs of the prefill entry points on a GPU and on the emulator, bit by bit.
+
+The two need not share a machine: one run records the GPU's outputs in a file, another compares the emulator with it.
+Statistics are the log-sum-exp or what fmha_v2 returns in its place.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import HostError
+from ..options import use
+from .output_cases import Case, cases
+
+ARCH = "sm_90a"
+FILE = "outputs.npz"
+Say = Callable[[str], None]
+KINDS = ("out", "statistics")
+FLOATS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+
+
+def results_of(case: Case, device: str) -> tuple[dict[str, torch.Tensor], str]:
+    """Results of a case on the CPU, and the digest of its inputs."""
+    with use(ARCH, numerics="hardware"):
+        found, digest = case.run(device)
+    return {kind: value.cpu() for kind, value in found.items()}, digest
+
+
+def chosen(only: str) -> list[Case]:
+    found = [case for case in cases() if only in case.name]
+    if not found:
+        raise HostError(f"no case's name contains {only!r}")
+    return found
+
+
+def record(folder: Path, device: str = "cuda", only: str = "", say: Say = print) -> None:
+    """Run all cases whose names contain ``only`` and keep their results in ``folder``, in one file.
+
+    Args:
+        folder: where outputs.npz goes.
+        device: "cuda", or "cpu" to record the emulator itself.
+        only: part of a name.
+        say: where a line per case goes.
+    """
+    kept: dict[str, Any] = {}
+    digests, wanted = {}, chosen(only)
+    for number, case in enumerate(wanted, 1):
+        began = time.perf_counter()
+        found, digests[case.name] = results_of(case, device)
+        for kind, value in found.items():
+            kept[f"{case.name}/{kind}"] = value.contiguous().view(FLOATS[value.dtype]).numpy()
+        say(f"[{number}/{len(wanted)}] {case.name}: {time.perf_counter() - began:.1f} s")
+    name = torch.cuda.get_device_name() if device == "cuda" else "emulator"
+    kept["recording"] = np.array(json.dumps({"device": name, "inputs": digests}))
+    folder.mkdir(parents=True, exist_ok=True)
+    np.savez_compressed(folder / FILE, **kept)
+
+
+@dataclass
+class Distance:
+    """Between two arrays of floats: elements, equal ones, largest differences in ulps of their type and in value."""
+
+    elements: int = 0
+    equal: int = 0
+    ulps: int = 0
+    value: float = 0.0
+
+    @classmethod
+    def between(cls, recorded: torch.Tensor, emulated: torch.Tensor) -> Distance:
+        """Of the same type and shape. NaNs are equal; zeros of either sign are no ulp apart, but not equal."""
+        bits = [x.contiguous().view(FLOATS[x.dtype]) for x in (recorded, emulated)]
+        both_nan = recorded.isnan() & emulated.isnan()
+        largest = torch.iinfo(bits[0].dtype).max
+        ordered = [torch.where(b < 0, -(b & largest).long(), b.long()) for b in bits]
+        ulps = (ordered[0] - ordered[1]).abs().masked_fill(both_nan, 0)
+        equal = (bits[0] == bits[1]) | both_nan
+        value = (recorded.double() - emulated.double()).abs().masked_fill(equal, 0)
+        return cls(equal.numel(), int(equal.sum()), int(ulps.max()), float(value.max()))
+
+    def __add__(self, other: Distance) -> Distance:
+        return Distance(
+            self.elements + other.elements,
+            self.equal + other.equal,
+            max(self.ulps, other.ulps),
+            max(self.value, other.value),
+        )
+
+    @property
+    def cells(self) -> tuple[str, str, str]:
+        if not self.elements:
+            return "", "", ""
+        return f"{100 * self.equal / self.elements:.4f} %", str(self.ulps), f"{self.value:.2e}"
+
+
+HEADER = (
+    "| group | cases | output bit-equal | ulps | difference | statistics bit-equal | ulps | difference |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |"
+)
+
+
+def table(distances: dict[str, list[dict[str, Distance]]]) -> str:
+    """Markdown: one row for each group, and one for all."""
+    lines = [HEADER]
+    everything = [row for rows in distances.values() for row in rows]
+    for group, rows in {**distances, "**all**": everything}.items():
+        cells = [cell for kind in KINDS for cell in sum((row[kind] for row in rows if kind in row), Distance()).cells]
+        lines.append("| " + " | ".join((group, str(len(rows)), *cells)) + " |")
+    return "\n".join(lines)
+
+
+def compare(folder: Path, only: str = "", say: Say = print) -> dict[str, list[dict[str, Distance]]]:
+    """Run the recorded cases whose names contain ``only`` on the emulator; a line for each, then the table.
+
+    Args:
+        folder: where ``record`` left outputs.npz.
+        only: part of a name.
+        say: where lines go.
+
+    Returns:
+        For each group of cases the distances of each, by kind of result.
+
+    Raises:
+        HostError: no recording, or one of other cases or other inputs.
+    """
+    if not (folder / FILE).exists():
+        raise HostError(f"{folder} holds no {FILE}: record it with compare-outputs --record")
+    recording = np.load(folder / FILE)
+    about = json.loads(str(recording["recording"]))
+    say(f"recorded on: {about['device']}")
+    distances: dict[str, list[dict[str, Distance]]] = {}
+    wanted = chosen(only)
+    for number, case in enumerate(wanted, 1):
+        if case.name not in about["inputs"]:
+            raise HostError(f"the recording has no case {case.name!r}: record it again")
+        began = time.perf_counter()
+        emulated, digest = results_of(case, "cpu")
+        if digest != about["inputs"][case.name]:
+            raise HostError(f"the recording has other inputs for {case.name!r}: record it again")
+        row = {
+            kind: Distance.between(torch.from_numpy(recording[f"{case.name}/{kind}"]).view(value.dtype), value)
+            for kind, value in emulated.items()
+        }
+        distances.setdefault(case.group, []).append(row)
+        equal = ", ".join(f"{kind} {distance.cells[0]}" for kind, distance in row.items())
+        say(f"[{number}/{len(wanted)}] {case.name}: {equal} equal, {time.perf_counter() - began:.1f} s")
+    say("\n" + table(distances))
+    return distances
