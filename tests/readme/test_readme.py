@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hopwell.__main__ import main
 from hopwell.kernels.support import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -32,6 +33,24 @@ def test_support_matrix_is_up_to_date() -> None:
     found = re.search(r"<!-- support matrix.*?-->\n(.*?)<!-- end", README, re.DOTALL)
     assert found is not None
     assert found[1].strip() == support_matrix().strip(), "paste the output of `python -m hopwell support`"
+
+
+def check_demo(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    assert main(["demo", "--device", device]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(": right\n") == 2
+    assert "trtllm_batch_context_with_kv_cache\n" in shown
+    assert "xqa_batch_decode_with_kv_cache\n" in shown
+
+
+@pytest.mark.gpu
+def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    check_demo(capsys, "cuda")
+
+
+@pytest.mark.emulator
+def test_demo_on_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
+    check_demo(capsys, "cpu")
 
 
 def check_attention(names: dict[str, Any], q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
