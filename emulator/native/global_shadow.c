@@ -3,6 +3,7 @@
  * other cluster, the clock it learned through synchronising accesses (atomics and volatile, relaxed, acquire or release
  * loads and stores; weaker ones count together with a fence, as in the PTX memory consistency model). */
 #include <stdlib.h>
+#include <string.h>
 
 #include "core.h"
 
@@ -25,10 +26,11 @@ typedef struct world {
   sync_variable *variables;
 } world;
 
+enum { UNFENCED = 64 }; /* reads; those of before are forgotten */
 /* Per warp: clocks learned of other clusters, the snapshot taken by the last fence, and reads that wait for a fence. */
 typedef struct horizon {
   i32 **known, **fenced;
-  u64 unfenced[8];
+  u64 unfenced[UNFENCED];
   i32 n_unfenced;
 } horizon;
 
@@ -89,13 +91,19 @@ static void acquire_from(machine *M, warp *w, sync_variable *v) {
   }
 }
 
+/* A read that a later fence makes an acquire. A loop that polls reads the same few addresses over and over. */
+static void remember(horizon *h, u64 address) {
+  for (i32 k = 0; k < h->n_unfenced; k++) if (h->unfenced[k] == address) return;
+  if (h->n_unfenced == UNFENCED) memmove(h->unfenced, h->unfenced + 1, --h->n_unfenced * sizeof address);
+  h->unfenced[h->n_unfenced++] = address;
+}
+
 void global_order(machine *M, warp *w, u64 address, const insn *i) {
   horizon *h = horizon_of(w);
   sync_variable *v = variable_at(address);
   i32 own = w->cta->cluster->index;
   if (i->aux & AUX_ACQUIRE) acquire_from(M, w, v);
-  else if (h->n_unfenced < 8) h->unfenced[h->n_unfenced++] = address;
-  else { h->unfenced[0] = address; }
+  else if (!(i->aux & AUX_RELEASE)) remember(h, address);
   if (i->aux & AUX_RELEASE) {
     for (i32 c = 0; c < the_world.n_clusters; c++) if (c != own) learn(M, v->clocks, c, h->known[c]);
     learn(M, v->clocks, own, w->vc);

@@ -138,6 +138,43 @@ def test_global_memory_between_ctas():
     run_ptx(GLOBAL.format(**fenced), data, flag, out, grid=2, race=True)
 
 
+HANDED_ON = """
+    mov.u32 %r4, smem; setp.eq.u32 %p1, %tid, 0; setp.eq.u32 %p4, %tid, 32; mov.u32 %r1, %ctaid.x;
+    @%p1 mbarrier.init.shared.b64 [%r4], 1; bar.sync 0; setp.eq.u32 %p2, %r1, 0; @!%p2 bra READER;
+    @%p1 st.global.b32 [%a0], 5; @%p1 st.release.gpu.global.b32 [%a1], 1; bra DONE;
+    READER: @!%p1 bra MEET; SPIN: ld.acquire.gpu.global.b32 %r2, [%a1]; setp.eq.u32 %p3, %r2, 0; @%p3 bra SPIN;
+    MEET: {meet} @%p4 ld.global.b32 %r5, [%a0]; @%p4 st.global.b32 [%a2], %r5; DONE:
+"""
+MEETINGS = {
+    "bar": "bar.sync 1, 64;",
+    "mbarrier": "@%p1 mbarrier.arrive.shared.b64 _, [%r4]; "
+    "WAIT: mbarrier.try_wait.parity.shared.b64 %p5, [%r4], 0; @!%p5 bra WAIT;",
+}
+
+
+@pytest.mark.parametrize("meeting", MEETINGS)
+def test_what_another_cta_released_is_handed_on_at_barriers(meeting):
+    """One warp acquires, another one reads."""
+    data, flag, out = empty(1), empty(1), empty(1)
+    run_ptx(HANDED_ON.format(meet=MEETINGS[meeting]), data, flag, out, grid=2, block=64, shared=16, race=True)
+    assert out.item() == 5
+    flag.zero_()
+    seen = "AGAIN: ld.relaxed.gpu.global.b32 %r2, [%a1]; setp.eq.u32 %p3, %r2, 0; @%p3 bra AGAIN;"
+    with pytest.raises(Hazard, match="global memory, arg0"):
+        run_ptx(HANDED_ON.format(meet=seen), data, flag, out, grid=2, block=64, shared=16, race=True)
+
+
+def test_a_fence_acquires_reads_of_before_whatever_was_written_since():
+    data, flag, out = empty(1), empty(1), empty(32)
+    acquire = (
+        "SPIN: ld.relaxed.gpu.global.b32 %r2, [%a1]; setp.eq.u32 %p3, %r2, 0; @%p3 bra SPIN;\n"
+        + "".join(f"st.release.gpu.global.b32 [%a2+{4 * i}], 1;\n" for i in range(1, 32))
+        + "fence.acq_rel.gpu;"
+    )
+    release = "st.release.gpu.global.b32 [%a1], 1;"
+    run_ptx(GLOBAL.format(release=release, acquire=acquire), data, flag, out, grid=2, race=True)
+
+
 def test_two_ctas_write_the_same_element():
     y = empty(1)
     with pytest.raises(Hazard, match="write is not ordered after write"):
