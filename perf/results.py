@@ -148,7 +148,7 @@ class Run:
             if ceiling:
                 label = f"{self.labels.ceiling} in the same run" if at == 0 else "_unlisted"
                 axes.hlines(ceiling, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=label)
-        names = [title.replace(": ", "\n").replace(", ", "\n", 1) for title in workloads]
+        names = [title.replace(": ", "\n").replace(", ", "\n") for title in workloads]
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
         axes.legend(fontsize=7, ncols=2, loc="lower right")
         self._finish(figure, path)
