@@ -18,7 +18,7 @@ from hopwell.kernels.parts.device import DeviceStruct
 
 @dataclass(frozen=True)
 class Widen(DeviceStruct):
-    """K or V tiles of ``rows`` tokens by ``row_bytes`` 8-bit elements, from stage 0 at ``source`` to that at ``target``."""
+    """K or V tiles of ``rows`` tokens by ``row_bytes`` 8-bit elements: their stages 0 are at ``source`` and ``target``."""
 
     source: Int32
     target: Int32

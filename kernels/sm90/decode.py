@@ -77,8 +77,7 @@ class DecodeSm90(AttentionSm90):
 
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry) -> Merge:
         """The last warpgroup, or else all that attend."""
-        warpgroups = 1 if self.config.has_merge_role else self.warpgroups
-        first = len(self.config.registers) - warpgroups
+        first, warpgroups = (len(self.config.registers) - 1, 1) if self.config.has_merge_role else (1, self.warpgroups)
         slots = Slots.create(addresses, geometry, self.config.head_dim_v)
         return Merge(slots, first * WARPGROUP, warpgroups * WARPGROUP, MERGE_BARRIER)
 
