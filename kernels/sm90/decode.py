@@ -124,7 +124,7 @@ class DecodeSm90(AttentionSm90):
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom)), partial_barrier)
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tile.producer_registers)
+            self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
                 shared, ring = self._loaded(tiles.k, k_ring, tiles.raw_k, raw_rings[0])
@@ -139,15 +139,15 @@ class DecodeSm90(AttentionSm90):
                 SplitSchedule(geometry, addresses, mask, self.tile.m, self.tile.n).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         elif warp >= 4 * (len(self.config.registers) - self.config.has_merge_role):
-            cute.arch.setmaxregister_decrease(MERGE_REGISTERS)
+            self.set_registers(MERGE_REGISTERS)
             scale = load_scale(addresses.output_scale, output_scale)
             scale *= load_scale(addresses.output_factor, output_factor)
             self._merge(addresses, geometry).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
         elif warp >= 4 * (1 + self.warpgroups):
-            cute.arch.setmaxregister_decrease(WIDEN_REGISTERS)
+            self.set_registers(WIDEN_REGISTERS)
             self.widen(tiles, rings, board)
         else:
-            cute.arch.setmaxregister_increase(self.tile.consumer_registers)
+            self.set_registers(self.tile.consumer_registers)
             scale = load_scale(addresses.softmax_scale, softmax_scale)
             score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
             softmax = OnlineSoftmax.create(scale, RowFragment.rows)

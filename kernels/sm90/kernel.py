@@ -7,7 +7,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from hopwell.kernels.config import BLOCK_COLUMNS, SHARED_BYTES, WORK_STAGES, KernelConfig, KvFetch, KvType
+from hopwell.kernels.config import (
+    BLOCK_COLUMNS,
+    REGISTERS,
+    SHARED_BYTES,
+    WARPGROUP,
+    WORK_STAGES,
+    KernelConfig,
+    KvFetch,
+    KvType,
+)
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import global_pointer
@@ -164,6 +173,12 @@ class AttentionSm90:
             return None, None
         sizes = [edge.stages * edge.stage_bytes for edge in self.edges if edge.name.startswith("raw")]
         return tuple(smem.allocate(size, copy.SWIZZLE_ATOM_BYTES) for size in sizes)
+
+    def set_registers(self, wanted: int) -> None:
+        """Give the threads of this warpgroup ``wanted`` registers."""
+        launched = REGISTERS // (WARPGROUP * len(self.config.registers)) // 8 * 8
+        change = cute.arch.setmaxregister_increase if wanted > launched else cute.arch.setmaxregister_decrease
+        change(wanted)
 
     @cute.jit
     def begin(self, warp, atoms, partial_barrier) -> None:

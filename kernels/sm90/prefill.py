@@ -103,7 +103,7 @@ class PrefillSm90(AttentionSm90):
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barrier)
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tile.producer_registers)
+            self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
                 self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barrier, board, key)
@@ -116,7 +116,7 @@ class PrefillSm90(AttentionSm90):
                 TileSchedule(geometry, addresses, mask, self.tile.m, self.tile.n).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         else:
-            cute.arch.setmaxregister_increase(self.tile.consumer_registers)
+            self.set_registers(self.tile.consumer_registers)
             scale = load_scale(addresses.softmax_scale, softmax_scale)
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
             softmax = OnlineSoftmax.create(score.softmax_scale, RowFragment.rows)

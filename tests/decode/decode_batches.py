@@ -10,9 +10,7 @@ import reference
 import torch
 from batches import Batch, Expected, starts
 
-from hopwell.kernels.config import DTYPES
-from hopwell.kernels.plan import EMULATED_SMS, decode_geometry
-from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
+from hopwell.kernels.plan import EMULATED_SMS
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable, TokenOffsets
 from hopwell.kernels.splitting import scratch_bytes
 
