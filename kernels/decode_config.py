@@ -22,7 +22,7 @@ from hopwell.kernels.config import (
     require_page_size,
 )
 from hopwell.kernels.problem import AttentionProblem, MaskKind
-from hopwell.kernels.splitting import ROWS
+from hopwell.kernels.splitting import ROWS, chunk_tokens
 
 FP8 = {torch.float8_e4m3fn: "e4m3"}
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
@@ -59,6 +59,11 @@ class DecodeConfig(KernelConfig):
     def tile(self) -> Tile:
         tiles = _TILES if self.kv_type is KvType.WIDE else _RAW_TILES
         return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Keys of a unit of work, as long as requests are not very long."""
+        return chunk_tokens(self.head_dim_v)
 
     @property
     def streams_kv(self) -> bool:

@@ -136,10 +136,8 @@ ENTRIES: dict[str, Entry] = {
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
             Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 KV cache", _HOPPER),
             Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", _HOPPER),
-            Feature(
-                "8bit_head_dim", "head dims", "with an fp8 or int8 cache: multiples of 16 up to 128, and 256", _HOPPER
-            ),
-            Feature("other_8bit_head_dim", "head dims", "other head dims with an fp8 or int8 cache", _NOWHERE),
+            Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 128, and 256", _HOPPER),
+            Feature("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches", _NOWHERE),
             Feature("other_head_dim", "head dims", "other head dims", _NOWHERE),
             *_page_sizes(),
             Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", _HOPPER),

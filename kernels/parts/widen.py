@@ -18,7 +18,7 @@ from hopwell.kernels.parts.device import DeviceStruct
 
 @dataclass(frozen=True)
 class Widen(DeviceStruct):
-    """K or V tiles of ``rows`` tokens by ``row_bytes`` 8-bit elements: their stages 0 are at ``source`` and ``target``."""
+    """K or V tiles of ``rows`` tokens by ``row_bytes`` 8-bit elements; stage 0 lies at ``source`` and at ``target``."""
 
     source: Int32
     target: Int32
@@ -34,24 +34,35 @@ class Widen(DeviceStruct):
         """Widen one tile; rows [begin, end) are wanted. Called by a whole warpgroup."""
         source = self.source + source_stage * (self.rows * self.row_bytes)
         target = self.target + target_stage * self.tile_bytes
-        chunks = self.row_bytes // copy.CHUNK_BYTES
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        for i in cutlass.range(thread, self.rows * chunks, WARPGROUP, unroll=2):
-            row, chunk = i // chunks, i % chunks
-            words = copy.load_shared_x4(source + i * copy.CHUNK_BYTES)
-            wide = [half for word in words for half in widened(self.kind, self.dtype, word)]
-            if const_expr(self.zero_outside):
-                wanted = row >= begin and row < end
-                wide = [word if wanted else Uint32(0) for word in wide]
-            # Eight lanes store at a time: where they reach over two column blocks, those of the second store their
-            # halves the other way round, or they would meet the first's banks.
-            block, place = chunk // 4, 2 * (chunk % 4)
-            rows = target + block * (self.rows * copy.SWIZZLE_ROW_BYTES)
-            odd = block % 2
-            first = [wide[4 + k] if odd != 0 else wide[k] for k in range(4)]
-            second = [wide[k] if odd != 0 else wide[4 + k] for k in range(4)]
-            copy.store_shared_x4(copy.swizzled_chunk(rows, row, place + odd), first)
-            copy.store_shared_x4(copy.swizzled_chunk(rows, row, place + 1 - odd), second)
+        chunks = self.rows * self.row_bytes // copy.CHUNK_BYTES
+        # All loads first: with one warp for each scheduler nothing else hides their latency. Where threads are left over
+        # at the end, they load the last chunk once more and store nothing.
+        places = [thread + first for first in range(0, chunks, WARPGROUP)]
+        loaded = [copy.load_shared_x4(source + cutlass.min(p, chunks - 1) * copy.CHUNK_BYTES) for p in places]
+        for place, words in zip(places[:-1], loaded[:-1], strict=True):
+            self._store(target, place, words, begin, end)
+        if places[-1] < chunks:
+            self._store(target, places[-1], loaded[-1], begin, end)
+
+    @cute.jit
+    def _store(self, target, place, words, begin, end) -> None:
+        """Widen the tile's chunk number ``place``."""
+        chunks = self.row_bytes // copy.CHUNK_BYTES
+        row, chunk = place // chunks, place % chunks
+        wide = [half for word in words for half in widened(self.kind, self.dtype, word)]
+        if const_expr(self.zero_outside):
+            wanted = row >= begin and row < end
+            wide = [word if wanted else Uint32(0) for word in wide]
+        # Eight lanes store at a time: where they reach over two column blocks, those of the second store their
+        # halves the other way round, or they would meet the first's banks.
+        block, half = chunk // 4, 2 * (chunk % 4)
+        rows = target + block * (self.rows * copy.SWIZZLE_ROW_BYTES)
+        odd = block % 2
+        first = [wide[4 + k] if odd != 0 else wide[k] for k in range(4)]
+        second = [wide[k] if odd != 0 else wide[4 + k] for k in range(4)]
+        copy.store_shared_x4(copy.swizzled_chunk(rows, row, half + odd), first)
+        copy.store_shared_x4(copy.swizzled_chunk(rows, row, half + 1 - odd), second)
 
 
 def widened(kind: KvType, dtype, word):

@@ -46,6 +46,7 @@ class AttentionSm90:
     """Four producer warps and consumer warpgroups over tiles of ``tile.m`` query rows and ``tile.n`` keys."""
 
     work_tile: type[WorkTile] = WorkTile  # what the scheduler publishes
+    work_stages = WORK_STAGES  # units of work in hand
     staging_bytes = 0  # shared memory of each consumer warp for the output
 
     def __init__(self, config: KernelConfig):
@@ -84,7 +85,7 @@ class AttentionSm90:
             Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.columns[0] * 2),
             Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2),
             Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2),
-            Edge("work", "schedule", "all others", WORK_STAGES, 1, others, board_stride(self.work_tile.INTS) * 4),
+            Edge("work", "schedule", "all others", self.work_stages, 1, others, board_stride(self.work_tile.INTS) * 4),
             *self._more_edges(),
         )
         check_arrivals(edges, roles)
@@ -151,7 +152,7 @@ class AttentionSm90:
     def _board_layout(self):
         """Slots begin on 16 bytes, so that a vector load of one never touches the next."""
         ints = self.work_tile.INTS
-        return cute.make_layout((ints, WORK_STAGES), stride=(1, board_stride(ints)))
+        return cute.make_layout((ints, self.work_stages), stride=(1, board_stride(ints)))
 
     def _allocate_tiles(self, smem) -> SharedTiles:
         c, t = self.config, self.tile
