@@ -9,6 +9,7 @@ arguments are tensors, which are None, and which operands lie in them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from hopwell.kernels.problem import AttentionProblem
 
 # An entry point's arguments in one row: tensors, and plain values that can be compared. None for what is not given.
 Arguments = tuple[Any, ...]
-# The arguments that operands lie in, in the order of launch.Addresses.
+# The arguments that operands lie in, in the order of launch.Addresses; those at the end may be left out.
 Sources = tuple[torch.Tensor | None, ...]
 # The output, and the log-sum-exp or the softmax statistics, or None where they are not asked for.
 Results = tuple[Any, Any]
@@ -107,7 +108,8 @@ class Repeat:
         marks = tuple([torch.empty(0) if plain is TENSOR else plain for plain in self._plain])
         number = {id(mark): i for i, mark in enumerate(marks)}
         inputs, addresses = [], []
-        for place, (view, source, mark) in enumerate(zip(views, sources(arguments), sources(marks), strict=True)):
+        found = itertools.zip_longest(views, sources(arguments), sources(marks))
+        for place, (view, source, mark) in enumerate(found):
             if place == OUT or view is None:
                 addresses.append("0")
             elif place in STATS:

@@ -46,7 +46,7 @@ def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: i
     checks.dtype("out", out, allowed)
     if out.dim() == 4:
         checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("head_dim", cache.v_dim))
-        if batch > 1 and out.stride(0) != q_len * out.stride(1):
+        if batch > 1 and q_len > 1 and out.stride(0) != q_len * out.stride(1):
             raise ValueError(f"out must be dense in its first two dimensions, got strides {out.stride()}")
     checks.output("out", flat_output(out), (tokens, heads, cache.v_dim), out.dtype, query.device)
 
@@ -90,9 +90,9 @@ def _check_workspace(value: Any, needed: int, on: torch.device) -> torch.Tensor:
     return workspace
 
 
-def flat_output(out: torch.Tensor | None) -> torch.Tensor | None:
-    """``out`` as [batch * q_len, num_heads, head_dim], whichever way it was given."""
-    if out is None or out.dim() != 4:
+def flat_output(out: Any) -> Any:
+    """``out`` as [batch * q_len, num_heads, head_dim], whichever way it was given. It need not be checked."""
+    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.dim() != 4:
         return out
     return out[:, 0] if out.shape[1] == 1 else out.flatten(0, 1)
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import hopwell
+from hopwell.decode import xqa_workspace_bytes
 
 BF16, FP16, FP8, U8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 64, 16, 11
@@ -149,10 +150,11 @@ def cudnn_paged() -> dict[str, Any]:
 
 
 def xqa(kv_cache: Any, layout: str, q_len: int = 1, **more: Any) -> dict[str, Any]:
+    needed = xqa_workspace_bytes(HEADS, KV_HEADS, DIM, len(TABLE[0]) * PAGE, q_len, device="cpu")
     return {
         "query": data(BATCH * q_len, HEADS, DIM),
         "kv_cache": kv_cache,
-        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
+        "workspace_buffer": torch.empty(needed, dtype=torch.uint8),
         "block_tables": ints(*TABLE),
         "seq_lens": ints(*KV_LENS),
         "max_seq_len": 37,
@@ -246,10 +248,10 @@ def _xqa_forms() -> list[Form]:
         return xqa(cache, "HND", q_len=3, mask=torch.zeros(BATCH, 3, 2, dtype=torch.uint16))
 
     return [
-        Form("stacked-NHD", function, lambda: xqa(stacked("NHD"), "NHD"), runs=False),
+        Form("stacked-NHD", function, lambda: xqa(stacked("NHD"), "NHD")),
         Form("fp8-HND", function, lambda: xqa(stacked("HND", FP8), "HND"), runs=False),
         Form("nvfp4", function, nvfp4, runs=False),
-        Form("drafts", function, drafts, runs=False),
+        Form("drafts", function, drafts),
     ]
 
 

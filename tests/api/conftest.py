@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hopwell.prefill
-from hopwell import _launch
+from hopwell import _launch, decode
 from hopwell.kernels.plan import operands
 from hopwell.kernels.problem import AttentionProblem
 
@@ -49,8 +49,8 @@ class RecordingPlan:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
     """The recording plan, with nothing recorded and no call prepared."""
     monkeypatch.setattr(_launch, "Plan", RecordingPlan)
-    for calls in ("_CONTEXT", "_FMHA_V2", "_CUDNN"):
-        monkeypatch.setattr(hopwell.prefill, calls, _launch.Calls(getattr(hopwell.prefill, calls).sources))
+    for module, calls in (*((hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2", "_CUDNN")), (decode, "_XQA")):
+        monkeypatch.setattr(module, calls, _launch.Calls(getattr(module, calls).sources))
     RecordingPlan.problems.clear()
     RecordingPlan.addresses.clear()
     return RecordingPlan

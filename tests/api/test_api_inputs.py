@@ -124,49 +124,6 @@ def test_context_nvfp4_cache() -> None:
     bad(NotImplementedError, "NVFP4 KV cache", kv_block_scales=hnd_pair)
 
 
-@pytest.mark.parametrize("entry", [XQA])
-def test_xqa_block_scales(entry: str) -> None:
-    scales = form(XQA, "nvfp4")["kv_cache_sf"]
-    refused(XQA, ValueError, "^kv_cache_sf must be provided", "nvfp4", kv_cache_sf=None)
-    refused(XQA, ValueError, "^kv_cache_sf must be None unless", kv_cache_sf=scales)
-    refused(XQA, ValueError, "kv_cache_sf", "nvfp4", kv_cache_sf=scales[..., :1])
-    refused(XQA, NotImplementedError, "NVFP4", "nvfp4", kv_cache_sf=scales.view(U8))
-
-
-def test_xqa_rules() -> None:
-    refused(XQA, ValueError, "query must have a head_dim that is a multiple of 16", query=data(BATCH, HEADS, 40))
-    refused(XQA, ValueError, "query must have a head_dim .* up to 512", query=data(BATCH, HEADS, 528))
-    refused(XQA, ValueError, "^q_len_per_req must divide the 3 rows", q_len_per_req=2)
-    mask = form(XQA, "drafts")["mask"]
-    refused(XQA, ValueError, "^mask must be given", "drafts", mask=None)
-    refused(XQA, TypeError, "^mask must be a torch.Tensor", mask=3)
-    refused(XQA, ValueError, "^mask must be torch.uint16", "drafts", mask=mask.to(torch.int32))
-    refused(XQA, ValueError, "^mask must have shape", "drafts", mask=mask[..., :1])
-    refused(XQA, ValueError, "^mask must have shape", "drafts", mask=mask[:, :2])
-    refused(XQA, ValueError, "^mask must be on cpu", "drafts", mask=mask.to("meta"))
-    strided = torch.zeros(BATCH, 3, 4, dtype=torch.uint16)[..., ::2]
-    refused(XQA, ValueError, "^mask must be contiguous", "drafts", mask=strided)
-    refused(XQA, NotImplementedError, "q_len_per_req=3", "drafts")
-    refused(XQA, NotImplementedError, "window_left=5", window_left=5)
-    refused(XQA, NotImplementedError, "xqa_batch_decode.*sm_90a", q_len_per_req=None, o_scale=None)
-    refused(XQA, NotImplementedError, "int8", kv_cache=stacked("NHD", torch.int8))
-
-
-def test_xqa_out() -> None:
-    refused(XQA, TypeError, "^out must be a torch.Tensor", out=3)
-    refused(XQA, ValueError, "^out must be torch.bfloat16", out=data(BATCH, HEADS, DIM, dtype=FP16))
-    refused(XQA, ValueError, "^out must be torch.bfloat16", out=data(BATCH, HEADS, DIM, dtype=FP8))
-    refused(XQA, ValueError, "^out must have shape", out=data(BATCH, HEADS + 1, DIM))
-    refused(XQA, ValueError, "^out must have shape", "drafts", out=data(BATCH, 2, HEADS, DIM))
-    outs = data(3 * BATCH, HEADS, DIM), data(BATCH, 3, HEADS, DIM)
-    for out in outs:
-        refused(XQA, NotImplementedError, "q_len_per_req=3", "drafts", out=out)
-    spread = data(BATCH, 6, HEADS, DIM)[:, :3]
-    refused(XQA, ValueError, "^out must be dense in its first two", "drafts", out=spread)
-    fp8 = data(BATCH, HEADS, DIM, dtype=FP8)
-    refused(XQA, NotImplementedError, "fp8", "fp8-HND", out=fp8)
-
-
 def test_mla_rules() -> None:
     cache = form(MLA, "dense")["kv_cache"]
     refused(MLA, ValueError, r"must be one of .*got \(512, 0\)", qk_rope_head_dim=0)

@@ -48,7 +48,7 @@ def test_warm_cudnn_lse(recorded: Any) -> None:
             assert recorded.addresses[-1] == recorded.addresses[-2]
             none = FUNCTIONS[CUDNN](**{**arguments, "return_lse": False})[1]
             assert none is None
-            assert recorded.addresses[-1][15:] == (0, 0, 0, 0)
+            assert not any(recorded.addresses[-1][15:])
 
 
 def test_warm_statistics(recorded: Any) -> None:
@@ -56,7 +56,11 @@ def test_warm_statistics(recorded: Any) -> None:
     for _ in range(3):
         out, stats = FUNCTIONS[FMHA](**arguments)
         assert recorded.addresses[-1][3] == out.data_ptr()
-        assert recorded.addresses[-1][15:] == (0, 0, stats.data_ptr(), 0)
+        assert (
+            [address for address in recorded.addresses[-1][15:] if address]
+            == [recorded.addresses[-1][17]]
+            == [stats.data_ptr()]
+        )
         assert stats.shape == (*out.shape[:2], 2)
     assert len(recorded.problems) == 1
 

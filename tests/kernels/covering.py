@@ -6,6 +6,7 @@ import itertools
 from dataclasses import replace
 
 from hopwell.kernels.config import TILES, KvFetch, PrefillConfig, Tile, shipped_configs, tile_of
+from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.problem import MaskKind, ScoreKind
 
 # What models have, and what differs most: three consumer warpgroups with few registers each, two of them, different
@@ -78,3 +79,22 @@ def covering_configs() -> list[PrefillConfig]:
             for fetch in (CONTIGUOUS, ROWS, PAGES16):
                 add(dims, MaskKind.CAUSAL, fetch)
     return list(found)
+
+
+def covering_decode_configs() -> list[DecodeConfig]:
+    """Decode kernels that stand for all: a mask changes what consumers do, a fetch what producers do."""
+
+    def stands_for_others(c: DecodeConfig) -> bool:
+        if c.dtype != "bf16":
+            return c.mask is MaskKind.DRAFT and (c.kv_fetch, c.box_rows) == PAGES16
+        return c.mask is MaskKind.DRAFT or (c.kv_fetch, c.box_rows) == PAGES16
+
+    # Padded columns, in both ways to fetch: boxes, and rows that are filled up.
+    padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
+    return [
+        *filter(stands_for_others, shipped_decode_configs()),
+        *(DecodeConfig(*padded, *fetch) for fetch in (PAGES16, ROWS)),
+    ]
+
+
+COVERING_DECODE = covering_decode_configs()

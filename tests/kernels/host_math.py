@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import cutlass
@@ -37,8 +38,9 @@ def reciprocal(value: Any) -> float:
     return 1.0 / number(value) if number(value) else INF
 
 
-def use(monkeypatch: pytest.MonkeyPatch, *kinds: type) -> None:
-    """Run the code of ``kinds`` on the host. A row belongs to one lane, so reductions over its lanes are done."""
+def use(monkeypatch: pytest.MonkeyPatch, *kinds: type | ModuleType) -> None:
+    """Run the code of ``kinds``, classes or modules, on the host. A row belongs to one lane, so reductions over its
+    lanes are done."""
     for name, function in (("exp2", exp2), ("log2", log2)):
         monkeypatch.setattr(cute.math, name, function)
     for name in ("warp_reduction_max", "warp_reduction_sum"):

@@ -94,7 +94,7 @@ class TestShipped:
     def test_all_that_the_support_table_lists(self) -> None:
         assert set(TILES) == set(HEAD_DIMS)
         combinations = {(c.dtype, (c.head_dim_qk, c.head_dim_v), c.mask, c.kv_fetch) for c in SHIPPED}
-        assert combinations == set(itertools.product(DTYPES.values(), HEAD_DIMS, MaskKind, KvFetch))
+        assert combinations == set(itertools.product(DTYPES.values(), HEAD_DIMS, MASKS, KvFetch))
         assert all(c.arch == ARCH and c.out_dtype == c.dtype for c in SHIPPED)
         assert all(c.score is ScoreKind.SCALED and not c.skip_softmax for c in SHIPPED)
 
@@ -126,13 +126,13 @@ class TestCovering:
     def test_main_head_dims(self, dims: tuple[int, int]) -> None:
         """All masks in every way to fetch but chunks, all scores, and skip-softmax."""
         here = [config for config in COVERING if (config.head_dim_qk, config.head_dim_v) == dims]
-        masks = set(MaskKind) - {MaskKind.CHUNKED}
+        masks = set(MASKS) - {MaskKind.CHUNKED}
         plain = {c for c in here if c in SHIPPED and c.dtype == "bf16" and c.mask in masks}
         assert plain == {
             c for c in SHIPPED if c.dtype == "bf16" and (c.head_dim_qk, c.head_dim_v) == dims and c.mask in masks
         }
         assert {(c.mask, c.score, c.skip_softmax) for c in here} == {
-            *((mask, ScoreKind.SCALED, False) for mask in MaskKind),
+            *((mask, ScoreKind.SCALED, False) for mask in MASKS),
             *((MaskKind.CAUSAL, score, False) for score in ScoreKind),
             (MaskKind.CAUSAL, ScoreKind.SCALED, True),
         }
@@ -275,7 +275,7 @@ class TestResolve:
             *(paged(*cache("tuple-HND", page_size, dims)) for page_size in (1, 8, 64)),
         ):
             plain = resolve(problem, ARCH)
-            for mask, score, skip in itertools.product(MaskKind, ScoreKind, (0.0, 1e-30, 500.0)):
+            for mask, score, skip in itertools.product(MASKS, ScoreKind, (0.0, 1e-30, 500.0)):
                 changes = dict(mask=MASKS[mask], score=SCORES[score], skip_softmax=skip)
                 config = resolve(replace(problem, **changes), ARCH)
                 rows = math.gcd(plain.box_rows, config.tile.n) if plain.box_rows else 0

@@ -17,7 +17,8 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32
 
-from hopwell.kernels.config import BLOCK_COLUMNS, PrefillConfig, shipped_configs
+from hopwell.kernels.config import BLOCK_COLUMNS, KernelConfig, shipped_configs
+from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, kv_source
 from hopwell.kernels.parts.kv_source import (
@@ -29,7 +30,7 @@ from hopwell.kernels.parts.kv_source import (
     PageColumnBoxes,
     PageRows,
 )
-from hopwell.kernels.sm90.prefill import PrefillSm90
+from hopwell.kernels.sm90.kernel import AttentionSm90
 
 pytestmark = pytest.mark.traced
 
@@ -55,7 +56,8 @@ class Case(NamedTuple):
     head_dim: int
     columns: int
     depth: int
-    config: PrefillConfig
+    streams: bool
+    config: KernelConfig
     is_value: bool
 
     def operand(self, page_size: int = 16) -> KvOperand:
@@ -72,20 +74,25 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         boxes = str(self.box_rows) if self.box_rows else ""
-        return f"{self.kind.__name__}{boxes}-{self.tile_n}x{self.head_dim}-{'v' if self.is_value else 'k'}{self.depth}"
+        return (
+            f"{self.kind.__name__}{boxes}-{self.tile_n}x{self.head_dim}-{'v' if self.is_value else 'k'}{self.depth}"
+            + "-streamed" * self.streams
+        )
 
 
 def all_cases() -> list[Case]:
     found: dict[tuple[Any, ...], Case] = {}
-    for config, is_value in itertools.product(shipped_configs(), (False, True)):
+    configs = itertools.chain(shipped_configs(), shipped_decode_configs())
+    for config, is_value in itertools.product(configs, (False, True)):
         operand = (KvOperand.value if is_value else KvOperand.key)(ADDRESSES, geometry(16), config)
         key = (
-            PrefillSm90(config).source,
+            AttentionSm90(config).source,
             config.tile.n,
             config.box_rows,
             operand.head_dim,
             operand.columns,
             operand.depth,
+            operand.streams,
         )
         found.setdefault(key, Case(*key, config, is_value))
     return list(found.values())
@@ -312,8 +319,9 @@ class TestBoxes:
         source.fetch(location, stage, "barrier")
 
         found = {}
-        for descriptor, destination, barrier, coordinates in warp.named("box"):
+        for descriptor, destination, barrier, coordinates, streams in warp.named("box"):
             assert (descriptor, barrier) == ("descriptor", "barrier")
+            assert streams == isinstance(case.config, DecodeConfig), "what is read once need not stay in the cache"
             assert destination % copy.SWIZZLE_ATOM_BYTES == 0, "the swizzle goes by addresses"
             for i, line in enumerate(lines(case, tuple(map(host, coordinates)))):
                 address = destination + i * copy.SWIZZLE_ROW_BYTES

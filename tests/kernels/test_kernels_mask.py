@@ -19,7 +19,7 @@ from kernel_problems import cache, paged
 
 from hopwell.kernels.config import TILES, resolve
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.mask import IntervalMask, TileRange
+from hopwell.kernels.parts.mask import IntervalMask, LogitRow, TileRange
 from hopwell.kernels.plan import geometry
 from hopwell.kernels.problem import Mask, MaskKind
 
@@ -265,9 +265,11 @@ def test_predicate(mask: Mask, lane: dict[str, int]) -> None:
         for lane["lane"] in (0, 1, 6, 31):
             scores = Scores(tile_n // RowFragment.lanes_per_row)
             first = first_position + RowFragment.first_row()
-            apply(device, scores, Int32(tile * tile_n), Int32(first), Int32(kv_len))
+            positions = [first, first + 3]  # rows of a lane need not be neighbours
+            row = LogitRow([Int32(position) for position in positions], Int32(kv_len), 0.0)
+            apply(device, scores, Int32(tile * tile_n), row)
             for (r, c), value in scores.values.items():
-                position = first + RowFragment.row_offset(r)
+                position = positions[r]
                 key = tile * tile_n + RowFragment.first_column() + RowFragment.column_offset(c)
                 shown = key in visible(mask, position, kv_len)
                 assert value == (1.0 if shown else -math.inf), (position, key)

@@ -17,7 +17,8 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
-from hopwell.kernels.sm90.prefill import SOURCES, PrefillSm90
+from hopwell.kernels.sm90.kernel import SOURCES, board_stride
+from hopwell.kernels.sm90.prefill import PrefillSm90
 
 pytestmark = pytest.mark.traced
 
@@ -26,11 +27,16 @@ SHIPPED = list(shipped_configs())
 
 
 class TestEdge:
-    @pytest.mark.parametrize("value", [0, -1])
-    @pytest.mark.parametrize("name", ["stages", "producer_warps", "consumer_warps", "stage_bytes"])
-    def test_nothing_is_refused(self, name: str, value: int) -> None:
-        with pytest.raises(ValueError, match=rf"edge K: {name} must be at least 1, got {value}"):
-            replace(EDGE, **{name: value})
+    @pytest.mark.parametrize(
+        ("name", "least"), [("stages", 1), ("producer_warps", 1), ("consumer_warps", 1), ("stage_bytes", 0)]
+    )
+    def test_less_than_there_must_be_is_refused(self, name: str, least: int) -> None:
+        for value in (least - 1, -5):
+            with pytest.raises(ValueError, match=rf"edge K: {name} must be at least {least}, got {value}"):
+                replace(EDGE, **{name: value})
+
+    def test_an_edge_may_be_a_signal_alone(self) -> None:
+        assert replace(EDGE, stage_bytes=0).barriers == EDGE.barriers
 
     @pytest.mark.parametrize("stages", [3, 5, 6, 7, 12])
     def test_rings_are_powers_of_two(self, stages: int) -> None:
@@ -176,7 +182,7 @@ class TestPrefill:
             assert edges["Q"].stage_bytes == tile.m * width_qk * 2
             assert edges["K"].stage_bytes == tile.n * width_qk * 2
             assert edges["V"].stage_bytes == tile.n * width_v * 2
-            assert edges["work"].stage_bytes == WorkTile.INTS * 4
+            assert edges["work"].stage_bytes == board_stride(WorkTile.INTS) * 4
             assert all(edge.producer_warps == 1 for edge in kernel.edges)
             assert all(edges[name].consumer_warps == consumers for name in "QKV")
             assert edges["work"].consumer_warps == consumers + 3
@@ -191,7 +197,7 @@ class TestPrefill:
             # Every warp stages the rows that it writes, also where two warpgroups share rows.
             staging = tile.m * (2 if tile.splits_v else 1) * copy.SWIZZLE_ROW_BYTES
             barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 1)
-            assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * WorkTile.INTS * 4 + barriers
+            assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * board_stride(WorkTile.INTS) * 4 + barriers
             assert kernel.shared_bytes <= SHARED_BYTES == 227 * 1024
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
@@ -209,6 +215,12 @@ class TestPrefill:
         """The 128-byte swizzle permutes by address: every stage and column block starts at a multiple of 1024."""
         for rows in (rows for tile in every_tile(dims) for rows in (tile.m, tile.n)):
             assert rows * copy.SWIZZLE_ROW_BYTES % copy.SWIZZLE_ATOM_BYTES == 0
+
+    def test_slots_of_the_board_start_on_16_bytes(self) -> None:
+        """A vector load of one slot then never touches the next."""
+        for ints in range(1, 40):
+            assert board_stride(ints) * 4 % 16 == 0
+            assert ints <= board_stride(ints) < ints + 4
 
     def test_too_much_shared_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], kv_stages=4))

@@ -38,7 +38,7 @@ def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
     key, value = cache("tuple-HND", 16, (128, 128))
     names = ("q_offsets", "o_offsets", "k_offsets", "v_offsets", "q_lens", "kv_lens", "lse_offsets", "skipped")
     tensors = {name: numbers(4) for name in names}
-    tensors |= {name: numbers(1, torch.float32) for name in ("softmax_scale", "output_scale")}
+    tensors |= {name: numbers(1, torch.float32) for name in ("softmax_scale", "output_scale", "output_factor")}
     tensors |= {name: empty(3, 8, dtype=torch.int32) for name in ("key_table", "value_table")}
     tensors |= dict(
         query=empty(60, 4, 128),
@@ -48,10 +48,13 @@ def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
         sinks=numbers(4, torch.float32),
         lse=empty(60, 4, dtype=torch.float32),
         statistics=empty(60, 4, 2, dtype=torch.float32),
+        draft_mask=empty(60, 2, dtype=torch.uint16),
+        scratch=numbers(99, torch.uint8),
     )
     t = tensors
     offsets = {name: TokenOffsets(t[name]) for name in ("q_offsets", "o_offsets", "k_offsets", "v_offsets")}
-    same = ("query", "out", "q_lens", "kv_lens", "softmax_scale", "output_scale", "sinks", "statistics")
+    same = ("query", "out", "q_lens", "kv_lens", "softmax_scale", "output_scale", "output_factor", "sinks")
+    same += ("statistics", "draft_mask", "scratch")
     problem = paged(
         key,
         value,
@@ -74,7 +77,8 @@ class TestOperands:
         assert set(tensors) | {"tickets"} == set(Addresses._fields)
         for name, tensor in zip(Addresses._fields, found, strict=False):
             assert tensor is tensors[name], name
-        assert Addresses._fields[-3:] == ("statistics", "skipped", "tickets")
+        places = {"out": 3, "kv_lens": 9, "sinks": 14, "lse": 15, "statistics": 17, "scratch": 21, "tickets": 22}
+        assert {name: Addresses._fields.index(name) for name in places} == places
 
     def test_absent_tensors(self) -> None:
         key, value = (empty(40, 2, 128).transpose(0, 1)[None] for _ in range(2))
@@ -160,13 +164,16 @@ class TestGeometry:
         assert all(type(value) is int for value in self.of(everything()[0]))
 
 
+COUNTERS = SimpleNamespace(reserve=lambda: None, address=lambda: 77, bytes=8)
+
+
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What compiled kernels are called with."""
     recorded: list[tuple[Any, ...]] = []
     monkeypatch.setattr(plan, "_bind", lambda config, device: lambda *arguments: recorded.append(arguments))
     monkeypatch.setattr(plan.support, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(plan, "tickets", lambda device: SimpleNamespace(reserve=lambda: None, address=lambda: 77))
+    monkeypatch.setattr(plan, "tickets", lambda device, ints: COUNTERS)
     return recorded
 
 

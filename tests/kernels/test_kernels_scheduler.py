@@ -201,7 +201,7 @@ class TestBoard:
                 return [100 * place[1] + i for i in range(WorkTile.INTS)]
 
         monkeypatch.setattr(cute.arch, "sync_warp", lambda: calls.append(("sync", 0)))
-        tile = Board(Slots(), Ring()).read(3)
+        tile = Board(Slots(), Ring(), WorkTile).read(3)
         flat = [getattr(tile.request, field.name) for field in fields(Request)]
         flat += [tile.head, tile.kv_head, tile.first_row]
         flat += [getattr(tile.keys, field.name) for field in fields(tile.keys)]

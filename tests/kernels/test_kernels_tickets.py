@@ -1,4 +1,4 @@
-"""Work counters: who gets a pair of its own. Real streams and captures need a GPU, see tests/prefill."""
+"""Work counters: who gets a set of its own. Real streams and captures need a GPU, see tests/prefill."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import pytest
 import torch
 
 from hopwell.kernels import tickets as module
-from hopwell.kernels.tickets import PAIR_BYTES, SLAB_PAIRS, Tickets, tickets
+from hopwell.kernels.splitting import TICKETS
+from hopwell.kernels.tickets import SLAB_BYTES, SLAB_SETS, Tickets, tickets
 
 CPU = torch.device("cpu")
+INTS = 7
 
 
 @pytest.fixture
@@ -44,80 +46,83 @@ def in_threads(count: int, work: list[Tickets]) -> dict[int, list[int]]:
     return got
 
 
-def test_a_pair_is_two_zero_integers() -> None:
-    address = Tickets(CPU).address()
-    assert address % PAIR_BYTES == 0
-    assert list((ctypes.c_int32 * 2).from_address(address)) == [0, 0]
+@pytest.mark.parametrize("ints", [TICKETS, INTS, 10**5, 10**7])
+def test_a_set_is_zero_integers(ints: int) -> None:
+    store = Tickets(CPU, ints)
+    address = store.address()
+    assert store.bytes == 4 * ints
+    assert not any((ctypes.c_int32 * ints).from_address(address))
+    assert sum(slab.numel() for slab in store._slabs) * 4 <= max(SLAB_BYTES, 4 * ints), "large sets come one by one"
 
 
-def test_calls_of_a_thread_share_a_pair() -> None:
-    store = Tickets(CPU)
+def test_calls_of_a_thread_share_a_set() -> None:
+    store = Tickets(CPU, INTS)
     assert len({store.address() for _ in range(10)}) == 1
 
 
-def test_each_store_has_pairs_of_its_own() -> None:
-    first, second = Tickets(CPU), Tickets(CPU)
+def test_each_store_has_sets_of_its_own() -> None:
+    first, second = Tickets(CPU, INTS), Tickets(CPU, INTS)
     assert first.address() != second.address()
 
 
 @pytest.mark.usefixtures("hurried")
-def test_threads_do_not_share_pairs() -> None:
+def test_threads_do_not_share_sets() -> None:
     for _ in range(20):
-        store = Tickets(CPU)
+        store = Tickets(CPU, INTS)
         got = in_threads(16, [store])
         assert all(len(set(addresses)) == 1 for addresses in got.values())
-        pairs = sorted({addresses[0] for addresses in got.values()})
-        assert len(pairs) == 16
-        assert all(b - a >= PAIR_BYTES for a, b in itertools.pairwise(pairs))
+        sets = sorted({addresses[0] for addresses in got.values()})
+        assert len(sets) == 16
+        assert all(b - a >= 4 * INTS for a, b in itertools.pairwise(sets))
 
 
 @pytest.mark.usefixtures("hurried")
-def test_pairs_are_not_lost_to_contention(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sets_are_not_lost_to_contention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread takes one, and memory grows once for all of them."""
-    monkeypatch.setattr(module, "SLAB_PAIRS", 16)
+    monkeypatch.setattr(module, "SLAB_SETS", 16)
     for _ in range(20):
-        store = Tickets(CPU)
+        store = Tickets(CPU, INTS)
         in_threads(16, [store])
         assert (len(store._free), len(store._slabs)) == (0, 1)
 
 
 def test_memory_grows_when_it_is_used_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "SLAB_PAIRS", 4)
-    store = Tickets(CPU)
+    monkeypatch.setattr(module, "SLAB_SETS", 4)
+    store = Tickets(CPU, INTS)
     got = in_threads(10, [store])
-    pairs = {addresses[0] for addresses in got.values()}
-    assert len(pairs) == 10
-    inside = {slab.data_ptr() + i * PAIR_BYTES for slab in store._slabs for i in range(4)}
-    assert pairs <= inside
-    assert all(list((ctypes.c_int32 * 2).from_address(pair)) == [0, 0] for pair in pairs)
+    sets = {addresses[0] for addresses in got.values()}
+    assert len(sets) == 10
+    inside = {slab.data_ptr() + i * 4 * INTS for slab in store._slabs for i in range(4)}
+    assert sets <= inside
+    assert all(not any((ctypes.c_int32 * INTS).from_address(one)) for one in sets)
 
 
 def test_reserve_keeps_half_a_slab_in_store() -> None:
-    """A capture takes its pairs from the store, because it cannot make zeroed memory itself."""
-    store = Tickets(CPU)
+    """A capture takes its sets from the store, because it cannot make zeroed memory itself."""
+    store = Tickets(CPU, INTS)
     store.reserve()
-    assert len(store._free) == SLAB_PAIRS
+    assert len(store._free) == SLAB_SETS
     store.reserve()
     assert len(store._slabs) == 1, "enough is there"
-    taken = [store._free.pop() for _ in range(SLAB_PAIRS // 2)]
+    taken = [store._free.pop() for _ in range(SLAB_SETS // 2 - 1)]
     store.reserve()
     assert len(store._slabs) == 1, "half is enough"
     taken.append(store._free.pop())
     store.reserve()
-    assert len(store._free) >= SLAB_PAIRS // 2
+    assert len(store._free) > SLAB_SETS // 2
     assert len(store._slabs) == 2
     assert not set(taken) & set(store._free)
     assert len(set(store._free)) == len(store._free)
 
 
 @pytest.mark.usefixtures("hurried")
-def test_one_store_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_devices", {})
+def test_one_store_for_each_device_and_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_sets", {})
     together, got = threading.Barrier(8), []
 
     def ask() -> None:
         together.wait()
-        got.append(tickets(torch.device("cpu")))
+        got.append((tickets(torch.device("cpu")), tickets(torch.device("cpu"), INTS)))
 
     threads = [threading.Thread(target=ask) for _ in range(8)]
     for thread in threads:
@@ -125,7 +130,8 @@ def test_one_store_for_each_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for thread in threads:
         thread.join(60)
     assert len(got) == 8
-    assert all(one is tickets(CPU) for one in got)
+    assert all(pair == (tickets(CPU), tickets(CPU, INTS)) for pair in got)
+    assert [one.bytes for one in got[0]] == [4 * TICKETS, 4 * INTS]
 
 
 class FakeStreams:
@@ -133,7 +139,7 @@ class FakeStreams:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.current, self.capturing, self.asked = 0, False, 0
-        self.store = Tickets(CPU)
+        self.store = Tickets(CPU, INTS)
         self.store.reserve()
         self.store._has_streams, self.store._index = True, 0
         monkeypatch.setattr(module, "_current_stream", lambda index: self.current)
@@ -148,7 +154,7 @@ class FakeStreams:
         return self.store.address()
 
 
-def test_each_stream_has_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_stream_has_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = FakeStreams(monkeypatch)
     first = [streams.address(handle) for handle in (0, 7, 2, 9)]
     assert len(set(first)) == 4
@@ -161,7 +167,7 @@ def test_each_stream_has_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
     assert elsewhere[1] not in first, "the stream of each thread is a stream of its own"
 
 
-def test_each_captured_launch_has_a_pair(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_captured_launch_has_a_set(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = FakeStreams(monkeypatch)
     eager = streams.address(7)
     streams.capturing = True

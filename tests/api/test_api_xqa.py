@@ -1,0 +1,324 @@
+"""``xqa_batch_decode_with_kv_cache``: the problem that a call becomes, the shape of its result, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from api_calls import (
+    BATCH,
+    BF16,
+    DIM,
+    FP8,
+    FP16,
+    FUNCTIONS,
+    HEADS,
+    KV_HEADS,
+    PAGE,
+    PAGES,
+    TABLE,
+    U8,
+    XQA,
+    data,
+    form,
+    ints,
+    misaligned,
+    odd_stride,
+    refused,
+    stacked,
+)
+
+from hopwell.decode import xqa_workspace_bytes
+from hopwell.kernels.decode_config import resolve_decode
+from hopwell.kernels.plan import decode_geometry
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.splitting import ALIGNMENT, STATISTICS
+
+Problems = list[AttentionProblem]
+
+CAPACITY = len(TABLE[0]) * PAGE
+Q_LEN = 3  # of the form with drafts
+
+
+def xqa(name: str = "stacked-NHD", **changes: Any) -> torch.Tensor:
+    return FUNCTIONS[XQA](**{**form(XQA, name), **changes})
+
+
+def needed(q_len: int = 1) -> int:
+    return xqa_workspace_bytes(HEADS, KV_HEADS, DIM, CAPACITY, q_len, device="cpu")
+
+
+class TestProblem:
+    def test_one_token_per_request(self, launched: Problems) -> None:
+        arguments = form(XQA, "stacked-NHD")
+        FUNCTIONS[XQA](**arguments)
+        (problem,) = launched
+        assert (problem.batch, problem.max_q_len) == (BATCH, 1)
+        assert problem.mask == Mask(MaskKind.FULL)
+        assert (problem.softmax_scale, problem.output_scale, problem.output_factor) == (1.0, 1.0, 1.0)
+        assert problem.kv_lens.data_ptr() == arguments["seq_lens"].data_ptr()
+        assert problem.page_table.key is problem.page_table.value is arguments["block_tables"]
+        assert problem.scratch is arguments["workspace_buffer"]
+        absent = ("out", "q_offsets", "q_lens", "o_offsets", "k_offsets", "v_offsets", "sinks", "lse", "draft_mask")
+        assert [name for name in absent if getattr(problem, name) is not None] == []
+        assert problem.programmatic_launch is True
+
+    def test_drafts(self, launched: Problems) -> None:
+        arguments = form(XQA, "drafts")
+        FUNCTIONS[XQA](**arguments)
+        (problem,) = launched
+        assert (problem.batch, problem.max_q_len) == (BATCH, Q_LEN)
+        assert problem.mask == Mask(MaskKind.DRAFT)
+        assert problem.draft_mask is arguments["mask"]
+
+    @pytest.mark.parametrize("left", [0, 5, 2**31 - 1])
+    def test_window(self, left: int, launched: Problems) -> None:
+        xqa(window_left=left)
+        xqa("drafts", window_left=left)
+        assert [p.mask for p in launched] == [Mask(MaskKind.SLIDING_WINDOW, left), Mask(MaskKind.DRAFT, left)]
+
+    @pytest.mark.parametrize("max_seq_len", [0, 1, 37, 2**31 - 1])
+    def test_lengths_are_bounded_by_the_table_alone(self, max_seq_len: int, launched: Problems) -> None:
+        """A bound of the caller's that decided anything could change results."""
+        xqa(max_seq_len=max_seq_len)
+        assert launched[0].max_kv_len == CAPACITY
+
+    def test_host_scales(self, launched: Problems) -> None:
+        """A 16-bit output has the factors bmm2_scale and o_scale."""
+        xqa(bmm1_scale=0.125, bmm2_scale=3, o_scale=0.5)
+        xqa(o_scale=None)
+        scales = [(p.softmax_scale, p.output_scale, p.output_factor) for p in launched]
+        assert scales == [(0.125, 3.0, 0.5), (1.0, 1.0, 1.0)]
+        assert {type(scale) for three in scales for scale in three} == {float}
+
+    def test_tensor_scales_stay_on_the_device(self, launched: Problems) -> None:
+        scales = torch.tensor(0.5), torch.tensor([2.0]), torch.tensor([[0.25]])
+        xqa(bmm1_scale=scales[0], bmm2_scale=scales[1], o_scale=scales[2])
+        (problem,) = launched
+        found = (problem.softmax_scale, problem.output_scale, problem.output_factor)
+        assert all(one is other for one, other in zip(found, scales, strict=True))
+
+    @pytest.mark.parametrize("mask", [torch.zeros(3), torch.zeros(0, dtype=torch.uint16)])
+    def test_a_mask_for_single_tokens_is_ignored(self, mask: torch.Tensor, launched: Problems) -> None:
+        """Whatever it holds: callers pass one with every call."""
+        for q_len in (1, None):
+            xqa(q_len_per_req=q_len, mask=mask)
+        assert all(problem.draft_mask is None and problem.mask == Mask(MaskKind.FULL) for problem in launched)
+
+    @pytest.mark.parametrize(("given", "want"), [(None, True), (True, True), (False, False)])
+    def test_pdl(self, given: bool | None, want: bool, launched: Problems) -> None:
+        xqa(enable_pdl=given)
+        assert launched[0].programmatic_launch is want
+
+    def test_sinks_and_unsigned_integers(self, launched: Problems) -> None:
+        sinks = torch.zeros(HEADS)
+        lengths = form(XQA, "stacked-NHD")["seq_lens"].view(torch.uint32)[:, None]
+        xqa(sinks=sinks, seq_lens=lengths, block_tables=ints(*TABLE).view(torch.uint32))
+        (problem,) = launched
+        assert problem.sinks is sinks
+        assert problem.kv_lens.shape == (BATCH,)
+        assert problem.kv_lens.dtype == problem.page_table.key.dtype == torch.uint32
+
+    def test_one_tensor_for_k_and_v(self, launched: Problems) -> None:
+        xqa(kv_cache=stacked("NHD")[:, :1])
+        (problem,) = launched
+        assert problem.key.data_ptr() == problem.value.data_ptr()
+
+    def test_no_requests(self, launched: Problems) -> None:
+        nothing = dict(query=data(0, HEADS, DIM), block_tables=ints(*TABLE)[:0], seq_lens=ints(1)[:0])
+        assert xqa(**nothing).shape == (0, HEADS, DIM)
+        mask = torch.zeros(0, Q_LEN, 2, dtype=torch.uint16)
+        assert xqa("drafts", mask=mask, **nothing).shape == (0, Q_LEN, HEADS, DIM)
+        assert [problem.batch for problem in launched] == [0, 0]
+
+
+class TestResult:
+    def test_shape(self) -> None:
+        for _ in range(3):  # a checked call, and two kinds of repeated ones
+            assert xqa().shape == xqa(q_len_per_req=None).shape == (BATCH, HEADS, DIM)
+            assert xqa("drafts").shape == (BATCH, Q_LEN, HEADS, DIM)
+
+    @pytest.mark.parametrize("wide", [False, True])
+    @pytest.mark.parametrize(("name", "q_len"), [("stacked-NHD", 1), ("drafts", Q_LEN)])
+    def test_out_is_returned_as_it_was_given(self, name: str, q_len: int, wide: bool, recorded: Any) -> None:
+        """With tokens side by side or request by request, with or without room between rows."""
+        room = data(BATCH * q_len, HEADS + wide, DIM + 8 * wide)
+        flat = room[:, wide:, 8 * wide :]
+        for out in (flat, flat.unflatten(0, (BATCH, q_len))):
+            recorded.problems.clear()
+            for _ in range(3):
+                assert xqa(name, out=out) is out
+                assert recorded.addresses[-1][3] == flat.data_ptr()
+            (problem,) = recorded.problems
+            assert problem.out.shape == flat.shape
+            assert problem.out.stride() == flat.stride()
+
+    def test_requests_apart_for_single_tokens(self, launched: Problems) -> None:
+        """A request has one row, so requests may be any distance apart."""
+        out = data(BATCH, 4, HEADS, DIM)[:, :1]
+        assert xqa(out=out) is out
+        assert launched[0].out.stride() == (4 * HEADS * DIM, DIM, 1)
+
+
+class TestWorkspace:
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.float32, FP8])
+    def test_any_type_of_enough_bytes(self, dtype: torch.dtype, launched: Problems) -> None:
+        workspace = torch.empty(-(-needed() // dtype.itemsize), dtype=dtype)
+        xqa(workspace_buffer=workspace)
+        xqa(workspace_buffer=workspace.view(1, -1))
+        assert launched[0].scratch is workspace
+
+    @pytest.mark.parametrize(("name", "q_len"), [("stacked-NHD", 1), ("drafts", Q_LEN)])
+    def test_too_small(self, name: str, q_len: int) -> None:
+        size = needed(q_len)
+        text = (
+            rf"^workspace_buffer must have at least {size} bytes for this call "
+            rf"\(hopwell\.decode\.xqa_workspace_bytes\), got {size - 1}$"
+        )
+        refused(XQA, ValueError, text, name, workspace_buffer=torch.empty(size - 1, dtype=U8))
+
+    def test_other_refusals(self) -> None:
+        good = torch.empty(needed(), dtype=U8)
+        refused(XQA, TypeError, "^workspace_buffer must be a torch.Tensor, got NoneType", workspace_buffer=None)
+        text = "^workspace_buffer must be on cpu, the device of the query, got meta$"
+        refused(XQA, ValueError, text, workspace_buffer=good.to("meta"))
+        text = r"^workspace_buffer must be contiguous, got strides \(2,\)$"
+        refused(XQA, ValueError, text, workspace_buffer=torch.empty(2 * needed(), dtype=U8)[::2])
+
+    @pytest.mark.parametrize("name", ["query", "kv_cache", "block_tables", "seq_lens", "sinks", "mask", "out"])
+    def test_shares_no_memory(self, name: str) -> None:
+        arguments = form(XQA, "drafts")
+        size = arguments["workspace_buffer"].numel()
+        arguments["sinks"] = torch.zeros(HEADS)
+        arguments["out"] = data(BATCH * Q_LEN, HEADS, DIM)
+        arguments["kv_cache"] = stacked("HND")
+        wanted = arguments[name]
+        bytes_of = wanted.numel() * wanted.element_size()
+        # The last byte of the workspace is the first of the other tensor, or the other way round.
+        for start, begin in ((size // 16 * 16 - 16, 0), (0, bytes_of // 16 * 16 - 16 if bytes_of >= 16 else 0)):
+            buffer = torch.zeros(size + bytes_of, dtype=U8)
+            other = buffer[start : start + bytes_of].view(wanted.dtype).view(wanted.shape)
+            changes = {"workspace_buffer": buffer[begin : begin + size], name: other}
+            text = (
+                "out must not share memory with workspace_buffer"
+                if name == "out"
+                else (f"workspace_buffer must not share memory with {name}")
+            )
+            refused(XQA, ValueError, f"^{text}, but", **{**arguments, **changes})
+
+    @pytest.mark.parametrize("head_dim", [16, 64, 128, 256, 512])
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (12, 4), (64, 1), (128, 2)])
+    def test_holds_what_the_kernel_puts_there(
+        self, heads: int, kv_heads: int, head_dim: int, launched: Problems
+    ) -> None:
+        """The slots of the largest table and any number of requests, wherever the buffer begins."""
+        for q_len, width, batch in itertools.product((1, 5, 33), (1, 100, 10_000), (1, 300)):
+            size = xqa_workspace_bytes(heads, kv_heads, head_dim, 64 * width, q_len, "cpu")
+            workspace = torch.empty(size, dtype=U8)
+            arguments = dict(
+                query=torch.empty(batch * q_len, heads, head_dim, dtype=BF16),
+                kv_cache=torch.empty(1, 2, kv_heads, 64, head_dim, dtype=BF16),
+                block_tables=torch.empty(batch, width, dtype=torch.int32),
+                seq_lens=torch.empty(batch, dtype=torch.int32),
+                kv_layout="HND",
+                q_len_per_req=q_len,
+                mask=torch.empty(batch, q_len, 2 * -(-q_len // 32), dtype=torch.uint16),
+                max_seq_len=1,
+            )
+            FUNCTIONS[XQA](**arguments, workspace_buffer=workspace)
+            problem = launched.pop()
+            g = decode_geometry(problem, resolve_decode(problem, "sm_90a"))
+            assert g.slots * g.slot_rows * (head_dim + STATISTICS) * 4 + ALIGNMENT - 1 <= size
+            with pytest.raises(ValueError, match=f"at least {size} bytes .* got {size - 1}$"):
+                FUNCTIONS[XQA](**arguments, workspace_buffer=workspace[1:])
+
+    def test_size_does_not_grow_with_requests_and_hardly_with_keys(self) -> None:
+        assert needed() < 9 << 20
+        million = xqa_workspace_bytes(64, 8, 128, 1 << 20, device="cpu")
+        assert million == xqa_workspace_bytes(64, 8, 128, 2**31 - 1, device="cpu") < 10 << 20
+
+
+class TestRefusals:
+    def test_head_dims(self) -> None:
+        text = r"^query must have a head_dim that is a multiple of 16 up to 512, got "
+        for dim in (8, 40, 528):
+            refused(XQA, ValueError, f"{text}{dim}$", query=data(BATCH, HEADS, dim))
+        for dim in (272, 320, 496):
+            changes = dict(query=data(BATCH, HEADS, dim), kv_cache=data(PAGES, 2, PAGE, KV_HEADS, dim))
+            refused(XQA, NotImplementedError, f"^{FUNCTIONS[XQA].__name__}: .*head_dim={dim}.*sm_90a", **changes)
+        halves = data(PAGES, PAGE, KV_HEADS, DIM), data(PAGES, PAGE, KV_HEADS, DIM // 2)
+        text = f"^kv_cache must have the head_dim of query, {DIM}, for V as well, got {DIM // 2}$"
+        refused(XQA, ValueError, text, kv_cache=halves)
+
+    def test_page_sizes(self) -> None:
+        changes = dict(kv_cache=data(1, 2, 2048, KV_HEADS, DIM), block_tables=ints([0], [0], [0]))
+        size = xqa_workspace_bytes(HEADS, KV_HEADS, DIM, 2048, device="cpu")
+        changes["workspace_buffer"] = torch.empty(size, dtype=U8)
+        refused(XQA, NotImplementedError, "page_size=2048.*powers of two from 1 to 1024", **changes)
+
+    def test_tokens_per_request(self) -> None:
+        refused(XQA, ValueError, f"^q_len_per_req must divide the {BATCH} rows of query, got 2$", q_len_per_req=2)
+        refused(XQA, ValueError, r"^q_len_per_req must be in \[1, ", q_len_per_req=0)
+        refused(XQA, TypeError, "^q_len_per_req must be an int", q_len_per_req=1.0)
+
+    def test_mask(self) -> None:
+        mask = form(XQA, "drafts")["mask"]
+        text = f"^mask must be given for q_len_per_req > 1, got None with q_len_per_req={Q_LEN}$"
+        refused(XQA, ValueError, text, "drafts", mask=None)
+        refused(XQA, TypeError, "^mask must be a torch.Tensor, got int 3$", mask=3)
+        text = "^mask must be torch.uint16, got torch.int32$"
+        refused(XQA, ValueError, text, "drafts", mask=mask.to(torch.int32))
+        text = r"^mask must have shape \[batch=3, q_len_per_req=3, 2 \* ceil\(q_len_per_req / 32\)=2\], got "
+        for wrong in (mask[..., :1], mask[:, :2], mask[:2], mask.flatten(0, 1)):
+            refused(XQA, ValueError, text, "drafts", mask=wrong)
+        refused(
+            XQA, ValueError, "^mask must be on cpu, the device of the query, got meta$", "drafts", mask=mask.to("meta")
+        )
+        strided = torch.zeros(BATCH, Q_LEN, 4, dtype=torch.uint16)[..., ::2]
+        refused(XQA, ValueError, r"^mask must be contiguous, got strides \(12, 4, 2\)$", "drafts", mask=strided)
+
+    def test_out(self) -> None:
+        good = data(BATCH, HEADS, DIM)
+        refused(XQA, TypeError, "^out must be a torch.Tensor, got int 3$", out=3)
+        for dtype in (FP16, FP8):
+            refused(XQA, ValueError, f"^out must be torch.bfloat16, got {dtype}$", out=good.to(dtype))
+        refused(XQA, ValueError, "^out must be on cpu", out=good.to("meta"))
+        text = r"^out must have shape \[tokens=3, heads=4, head_dim=64\], got "
+        for wrong in (good[:-1], good[:, :-1], good[..., :32], good.flatten(1)):
+            refused(XQA, ValueError, text, out=wrong)
+        text = r"^out must have shape \[batch=3, q_len=3, num_heads=4, head_dim=64\], got "
+        for shape in ((BATCH, 2), (9, 1), (1, 9)):
+            refused(XQA, ValueError, text, "drafts", out=data(*shape, HEADS, DIM))
+        spread = data(BATCH, 2 * Q_LEN, HEADS, DIM)[:, :Q_LEN]
+        text = r"^out must be dense in its first two dimensions, got strides \(1536, 256, 64, 1\)$"
+        refused(XQA, ValueError, text, "drafts", out=spread)
+        refused(XQA, ValueError, "^out starts at address", out=misaligned(good))
+        refused(XQA, ValueError, "^out has stride", out=odd_stride(BATCH, HEADS, DIM))
+        refused(XQA, ValueError, "^out must not overlap itself", out=good[:1].expand(BATCH, -1, -1))
+
+    def test_out_shares_no_memory_with_inputs(self) -> None:
+        query, cache = data(BATCH, HEADS, DIM), stacked("NHD")
+        refused(XQA, ValueError, "^out must not share memory with query", query=query, out=query)
+        inside = cache.view(-1, HEADS, DIM)[-BATCH:]
+        refused(XQA, ValueError, "^out must not share memory with kv_cache", kv_cache=cache, out=inside)
+        drafts = data(BATCH * Q_LEN, HEADS, DIM)
+        mask = drafts.view(torch.uint16).flatten()[: BATCH * Q_LEN * 2].view(BATCH, Q_LEN, 2)
+        refused(XQA, ValueError, "^out must not share memory with mask", "drafts", out=drafts, mask=mask)
+
+    def test_scales(self) -> None:
+        for name in ("bmm1_scale", "bmm2_scale", "o_scale"):
+            refused(XQA, TypeError, f"^{name} must be a float", **{name: "1"})
+            refused(XQA, TypeError, f"^{name} as a tensor must be torch.float32", **{name: torch.tensor(1)})
+            refused(XQA, ValueError, f"^{name} as a tensor must have one element", **{name: torch.ones(2)})
+            refused(XQA, ValueError, f"^{name} must be finite", **{name: float("nan")})
+        refused(XQA, ValueError, "^bmm1_scale must be at least 0.0", bmm1_scale=-1.0)
+        refused(XQA, ValueError, r"^window_left must be in \[-1, ", window_left=-2)
+
+    def test_block_scales(self) -> None:
+        scales = form(XQA, "nvfp4")["kv_cache_sf"]
+        refused(XQA, ValueError, "^kv_cache_sf must be provided", "nvfp4", kv_cache_sf=None)
+        refused(XQA, ValueError, "^kv_cache_sf must be None unless", kv_cache_sf=scales)
+        refused(XQA, ValueError, "kv_cache_sf", "nvfp4", kv_cache_sf=scales[..., :1])
+        refused(XQA, NotImplementedError, "NVFP4", "nvfp4", kv_cache_sf=scales.view(U8))

@@ -1,0 +1,185 @@
+"""Which decode kernel serves which problem, and what the shipped ones need."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+from covering import COVERING_DECODE
+from kernel_problems import CACHES, cache, empty, paged
+
+from hopwell.kernels.config import DTYPES, REGISTERS, SHARED_BYTES, WARPGROUP, KvFetch, paged_fetches
+from hopwell.kernels.decode_config import (
+    COMPILED_HEAD_DIMS,
+    HEAD_DIMS,
+    MASKS,
+    DecodeConfig,
+    resolve_decode,
+    shipped_decode_configs,
+)
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.sm90.decode import DecodeSm90
+from hopwell.kernels.splitting import ROWS
+from hopwell.kernels.support import MAX_PAGE_SIZE
+
+ARCH = "sm_90a"
+SHIPPED = list(shipped_decode_configs())
+PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
+
+
+def problem(form: str = "tuple-HND", page_size: int = 16, dim: int = 128, **changes: Any) -> AttentionProblem:
+    dtype = changes.pop("dtype", torch.bfloat16)
+    changes = dict(mask=Mask(MaskKind.FULL), q_offsets=None, scratch=empty(1, dtype=torch.uint8)) | changes
+    return paged(*cache(form, page_size, (dim, dim), dtype=dtype), **changes)
+
+
+def of_dim(dim: int) -> list[DecodeConfig]:
+    """Every kernel of a head dim with bf16 operands, shipped or not."""
+    common = (ARCH, "bf16", "bf16", dim, dim)
+    tile_n = DecodeConfig(*common, MaskKind.FULL, *paged_fetches(1)[0]).tile.n
+    return [DecodeConfig(*common, mask, *fetch) for mask in MASKS for fetch in paged_fetches(tile_n)]
+
+
+class TestShipped:
+    def test_names(self) -> None:
+        names = [config.name for config in SHIPPED]
+        assert len(set(names)) == len(set(SHIPPED)) == len(names)
+        assert all(re.fullmatch(r"decode_[a-z0-9_]{1,90}", name) for name in names)
+        config = DecodeConfig(ARCH, "bf16", "fp16", 128, 128, MaskKind.DRAFT, KvFetch.PAGE_BOXES, 32)
+        assert config.name == "decode_sm_90a_bf16_to_fp16_d128_draft_pages32"
+
+    def test_every_field_is_in_the_name(self) -> None:
+        """The name is the key of the compiled kernel: two configs that differ must not share it."""
+        base = DecodeConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
+        others = dict(
+            arch="sm_100a",
+            dtype="fp16",
+            out_dtype="fp16",
+            head_dim_qk=64,
+            head_dim_v=64,
+            mask=MaskKind.DRAFT,
+            kv_fetch=KvFetch.PAGE_ROWS,
+            box_rows=16,
+        )
+        assert set(others) == {field.name for field in fields(DecodeConfig)}
+        for field, value in others.items():
+            changed = object.__new__(DecodeConfig)
+            changed.__dict__.update(base.__dict__ | {field: value})
+            assert changed.name != base.name, field
+
+    def test_all_combinations(self) -> None:
+        found = {(c.dtype, c.head_dim_qk, c.mask) for c in SHIPPED}
+        assert found == set(itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS))
+        assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
+
+    def test_other_archs_have_none(self) -> None:
+        assert list(shipped_decode_configs("sm_100a")) == []
+
+    def test_what_is_compiled_in_tests_stands_for_all(self) -> None:
+        """Every head dim with every mask and with every way to fetch, and every dtype."""
+        for one, other in (("head_dim_qk", "mask"), ("head_dim_qk", "dtype")):
+            pairs = {(getattr(c, one), getattr(c, other)) for c in SHIPPED}
+            assert pairs <= {(getattr(c, one), getattr(c, other)) for c in COVERING_DECODE}
+        fetches = {(c.head_dim_qk, c.kv_fetch, c.box_rows) for c in SHIPPED}
+        assert fetches <= {(c.head_dim_qk, c.kv_fetch, c.box_rows) for c in COVERING_DECODE}
+
+
+class TestResources:
+    @pytest.mark.parametrize("dim", HEAD_DIMS)
+    def test_every_head_dim_fits(self, dim: int) -> None:
+        """Shared memory, registers at the launch, and rows of one tile."""
+        for config in of_dim(dim):
+            kernel = DecodeSm90(config)
+            assert kernel.shared_bytes <= SHARED_BYTES
+            assert config.tile.m == ROWS
+            assert WARPGROUP * sum(config.registers) <= REGISTERS
+            assert len(config.registers) == 1 + config.consumer_warpgroups + config.has_merge_role
+            assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in config.registers)
+
+    @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
+    def test_enough_is_under_way(self, dim: int) -> None:
+        """To keep memory busy: 128 KiB of K and V for each SM."""
+        for config in of_dim(dim):
+            assert config.tile.kv_stages * config.tile.n * sum(config.columns) * 2 >= 128 << 10
+
+    def test_edges_are_in_the_docstring(self) -> None:
+        for dim in (128, 512):
+            for edge in DecodeSm90(of_dim(dim)[0]).edges:
+                assert f"\n        {edge.name} " in (DecodeSm90.__doc__ or "")
+                assert f"{edge.producer} -> " in (DecodeSm90.__doc__ or "")
+
+
+class TestResolve:
+    @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
+    def test_every_cache_has_a_shipped_kernel(self, dim: int) -> None:
+        shipped = set(SHIPPED)
+        for dtype, form, page_size, mask in itertools.product(DTYPES, CACHES, PAGE_SIZES, MASKS):
+            config = resolve_decode(problem(form, page_size, dim, dtype=dtype, mask=Mask(mask)), ARCH)
+            assert config in shipped, (form, page_size)
+            assert (config.dtype, config.head_dim_qk, config.mask) == (DTYPES[dtype], dim, mask)
+            assert (config.kv_fetch is KvFetch.PAGE_ROWS) == (page_size < 8)
+
+    @pytest.mark.parametrize("dim", HEAD_DIMS)
+    def test_other_head_dims(self, dim: int) -> None:
+        for page_size in PAGE_SIZES:
+            assert resolve_decode(problem(page_size=page_size, dim=dim), ARCH) in of_dim(dim)
+
+    def test_run_time_facts_do_not_make_other_kernels(self) -> None:
+        base = problem()
+        want = resolve_decode(base, ARCH)
+        changes = dict(
+            batch=1,
+            max_q_len=1,
+            max_kv_len=1 << 20,
+            softmax_scale=empty(1, dtype=torch.float32),
+            output_factor=2.0,
+            sinks=empty(4, dtype=torch.float32),
+            programmatic_launch=True,
+            out=empty(60, 4, 128),
+        )
+        for field, value in changes.items():
+            assert resolve_decode(replace(base, **{field: value}), ARCH) == want, field
+        windows = [replace(base, mask=Mask(MaskKind.SLIDING_WINDOW, left)) for left in (0, 4096)]
+        assert len({resolve_decode(window, ARCH) for window in windows}) == 1
+        drafts = [replace(base, mask=Mask(MaskKind.DRAFT, left)) for left in (-1, 0, 4096)]
+        assert len({resolve_decode(draft, ARCH) for draft in drafts}) == 1
+
+    def test_output_of_the_other_dtype(self) -> None:
+        config = resolve_decode(problem(out=empty(60, 4, 128, dtype=torch.float16)), ARCH)
+        assert (config.dtype, config.out_dtype) == ("bf16", "fp16")
+
+
+class TestRefusals:
+    @staticmethod
+    def refusal(of: AttentionProblem, arch: str = ARCH) -> str:
+        with pytest.raises(NotImplementedError) as caught:
+            resolve_decode(of, arch)
+        return str(caught.value)
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a", "sm_120a"])
+    def test_other_archs(self, arch: str) -> None:
+        message = self.refusal(problem(), arch)
+        assert arch in message
+        assert "supported: sm_90a" in message
+
+    @pytest.mark.parametrize("dim", [8, 24, 40, 272, 320, 496, 528, 1024])
+    def test_other_head_dims(self, dim: int) -> None:
+        assert f"{dim}/{dim} have no decode kernel on sm_90a; supported: " in self.refusal(problem(dim=dim))
+
+    def test_v_of_another_width(self) -> None:
+        assert "192/128" in self.refusal(paged(*cache("tuple-HND", 16, (192, 128)), mask=Mask(MaskKind.FULL)))
+
+    @pytest.mark.parametrize("page_size", [3, 24, 2 * MAX_PAGE_SIZE])
+    def test_other_page_sizes(self, page_size: int) -> None:
+        message = self.refusal(problem(page_size=page_size))
+        assert f"page size {page_size}" in message
+        assert f"1 to {MAX_PAGE_SIZE}" in message
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+    def test_other_dtypes(self, dtype: torch.dtype) -> None:
+        assert f"query dtype {dtype}" in self.refusal(problem(query=empty(60, 4, 128, dtype=dtype)))
+        assert f"output dtype {dtype}" in self.refusal(problem(out=empty(60, 4, 128, dtype=dtype)))

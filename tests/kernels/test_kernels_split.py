@@ -1,0 +1,374 @@
+"""How the keys of requests become units of work, and which new tokens drafts see: device code, on the host."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+from cutlass import Int32, Int64
+from test_kernels_mask import Scores
+from test_kernels_scheduler import Memory, host
+
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import mask as mask_module
+from hopwell.kernels.parts import split
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
+from hopwell.kernels.parts.split import LANES, RequestSpan, SplitSchedule, SplitTile
+from hopwell.kernels.plan import MAX_WINDOW
+from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.splitting import CHUNK_TOKENS, GROUP_PIECES, MAX_CHUNKS, ROWS
+
+pytestmark = pytest.mark.traced
+# The DSL warns where a value does not fit its type and would wrap around on the device.
+exact = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
+
+MASKS = (
+    (MaskKind.FULL, MAX_WINDOW),
+    *itertools.product((MaskKind.SLIDING_WINDOW, MaskKind.DRAFT), (0, 700, MAX_WINDOW)),
+)
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr(split, "load_int", memory.load_int)
+    monkeypatch.setattr(cutlass, "range_constexpr", range)
+    monkeypatch.setattr(SplitSchedule, "_span", SplitSchedule._span.__wrapped__)
+    return memory
+
+
+@dataclass
+class Requests:
+    """A batch as the host sees it."""
+
+    q_lens: list[int]
+    kv_lens: list[int]
+    group: int = 1
+    kv_heads: int = 1
+    ragged: bool = False
+    kind: MaskKind = MaskKind.FULL
+    window: int = MAX_WINDOW
+    tile_n: int = 64
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.group * max(self.q_lens) // ROWS)
+
+    def schedule(self, memory: Memory) -> SplitSchedule:
+        starts = list(itertools.accumulate(self.q_lens, initial=0))
+        a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(
+            kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts) if self.ragged else Int64(0)
+        )
+        sizes = dict(kv_heads=self.kv_heads, batch=len(self.q_lens), group=self.group, q_len=max(self.q_lens))
+        g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
+            **{name: Int64(size) for name, size in (sizes | dict(row_tiles=self.row_tiles)).items()}
+        )
+        mask = IntervalMask(self.kind, Int32(self.window), Int32(1))
+        return SplitSchedule(g, a, mask, ROWS, self.tile_n)
+
+    def visible(self, request: int, row: int) -> range:
+        """Keys that a packed row may see: of drafts all new ones, whichever their bits leave."""
+        kv_len, token = self.kv_lens[request], row // self.group
+        position = kv_len - self.q_lens[request] + token
+        first = 0 if self.kind is MaskKind.FULL else max(position - self.window, 0)
+        return range(first, position + 1 if self.kind is MaskKind.SLIDING_WINDOW else kv_len)
+
+
+def span(schedule: SplitSchedule, index: int) -> RequestSpan:
+    found = schedule._span(Int32(index))
+    return RequestSpan(*(host(getattr(found, f.name)) for f in fields(RequestSpan)))
+
+
+@exact
+class TestSpan:
+    @pytest.mark.parametrize(("kind", "window"), MASKS)
+    def test_chunks(self, kind: MaskKind, window: int, memory: Memory) -> None:
+        """As few as there can be of whole multiples of 512 tokens, and never more than there are slots for."""
+        n = CHUNK_TOKENS
+        lengths = [
+            0,
+            1,
+            n - 1,
+            n,
+            n + 1,
+            254 * n,
+            255 * n - 1,
+            255 * n,
+            256 * n,
+            10**6,
+            2**24 + 5,
+            2**30,
+            2**31 - 2**24,
+        ]
+        requests = Requests([1] * len(lengths), lengths, kind=kind, window=window)
+        schedule = requests.schedule(memory)
+        for index, kv_len in enumerate(lengths):
+            found = span(schedule, index)
+            first = requests.visible(index, 0).start if kv_len else 0
+            assert (found.index, found.q_len, found.kv_len) == (index, 1, kv_len)
+            assert found.chunk_tokens % CHUNK_TOKENS == 0
+            assert found.chunk_tokens == CHUNK_TOKENS or (kv_len - first) // (found.chunk_tokens // 2) >= MAX_CHUNKS - 1
+            assert 1 <= found.chunks <= MAX_CHUNKS
+            assert found.first_chunk == first // found.chunk_tokens
+            assert found.chunks == max(-(-kv_len // found.chunk_tokens) - found.first_chunk, 1)
+
+    def test_lanes_without_a_request_have_no_chunks(self, memory: Memory) -> None:
+        schedule = Requests([1, 1], [5, 700]).schedule(memory)
+        assert [span(schedule, index).chunks for index in (0, 1, 2, 31, 64)] == [1, 2, 0, 0, 0]
+
+    def test_lengths_of_drafts(self, memory: Memory) -> None:
+        """From offsets where there are any, and the same for all where there are none."""
+        for ragged, starts in ((True, [0, 3, 3]), (False, [0, 7, 14])):
+            schedule = Requests([3, 0, 7], [10, 20, 30], ragged=ragged).schedule(memory)
+            spans = [span(schedule, index) for index in range(3)]
+            assert [s.q_start for s in spans] == starts
+            assert [s.q_len for s in spans] == ([3, 0, 7] if ragged else [7, 7, 7])
+
+    def test_other_requests_do_not_matter(self, memory: Memory) -> None:
+        alone = span(Requests([1], [3000]).schedule(memory), 0)
+        among = span(Requests([1, 1, 1], [9, 3000, 10**6]).schedule(memory), 1)
+        assert (among.chunk_tokens, among.chunks) == (alone.chunk_tokens, alone.chunks)
+
+
+def units_of(requests: Requests, schedule: SplitSchedule) -> Iterator[tuple[int, int, int, int]]:
+    """(request, chunk, KV head, row tile) in the order of the list."""
+    for index in range(len(requests.q_lens)):
+        places = itertools.product(range(requests.kv_heads), range(requests.row_tiles))
+        yield from (
+            (index, chunk, *place)
+            for chunk, place in itertools.product(range(span(schedule, index).chunks), list(places))
+        )
+
+
+@dataclass
+class Warp:
+    """32 lanes as threads that meet in shuffles and votes, and the warp's way through the tickets."""
+
+    tickets: list[int]
+    posted: list[Any] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._own = threading.local()
+        self._values: list[Any] = [None] * LANES
+        self._meet = threading.Barrier(LANES, timeout=60)
+
+    def exchange(self, value: Any) -> list[Any]:
+        self._values[self._own.lane] = value
+        self._meet.wait()
+        values = list(self._values)
+        self._meet.wait()
+        return values
+
+    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tickets = iter(self.tickets)
+
+        def below(value: Any, offset: int, mask_and_clamp: int) -> Any:
+            values, lane = self.exchange(value), self._own.lane
+            return values[lane - offset] if lane >= offset else value
+
+        for name, function in (
+            ("lane_idx", lambda: Int32(self._own.lane)),
+            ("shuffle_sync", lambda value, lane: self.exchange(value)[host(lane)]),
+            ("shuffle_sync_up", below),
+            ("vote_ballot_sync", lambda held: sum(bool(v) << i for i, v in enumerate(self.exchange(bool(held))))),
+            ("popc", lambda bits: Int32(bits.bit_count())),
+        ):
+            monkeypatch.setattr(cute.arch, name, function)
+        monkeypatch.setattr(split, "running_sum", split.running_sum.__wrapped__)
+        monkeypatch.setattr(split, "from_lane", lambda value, lane: self.exchange(value)[host(lane)])
+        draw = lambda schedule: Int32(next(tickets) if self._own.lane == 0 else 0)  # noqa: E731
+        monkeypatch.setattr(SplitSchedule, "_ticket", draw)
+
+    def post(self, step: int, tile: Any) -> None:
+        if self._own.lane == 0:
+            assert host(step) == len(self.posted)
+            self.posted.append(tile)
+
+    def post_end(self, step: int) -> None:
+        self.post(step, None)
+
+    def run(self, work: Callable[[Any], None]) -> None:
+        failures: list[BaseException] = []
+
+        def of_lane(lane: int) -> None:
+            self._own.lane = lane
+            try:
+                work(self)
+            except BaseException as error:
+                failures.append(error)
+                self._meet.abort()
+
+        threads = [threading.Thread(target=of_lane, args=(lane,)) for lane in range(LANES)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for failure in sorted(failures, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)):
+            raise failure
+
+
+def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.MonkeyPatch) -> list[SplitTile]:
+    warp = Warp(tickets)
+    with monkeypatch.context() as patches:
+        warp.use(patches)
+        warp.run(lambda board: SplitSchedule.publish.__wrapped__(schedule, board))
+    *tiles, end = warp.posted
+    assert end is None
+    return tiles
+
+
+def place(tile: SplitTile) -> tuple[int, int, int, int]:
+    return tuple(map(host, (tile.request.index, tile.chunk, tile.kv_head, tile.first_row // ROWS)))  # type: ignore[return-value]
+
+
+BATCHES = [
+    Requests([1], [0]),
+    Requests([1], [9000], kv_heads=3, group=5),
+    Requests([1] * 3, [0, 600, 512], kv_heads=2),
+    # More requests than lanes, some in one chunk and some in more; the last lanes of a warp have none.
+    Requests([1] * 70, [random.Random(i).choice((0, 5, 511, 513)) for i in range(70)], group=3),
+    Requests(
+        [7, 0, 33, 20] + [1] * 31, [1100, 40, 33, 9000] + [7, 600] * 15 + [0], 4, ragged=True, kind=MaskKind.DRAFT
+    ),
+    Requests([20] * 3, [3000, 100, 1500], group=8, kind=MaskKind.DRAFT, window=900),
+]
+
+
+@exact
+@pytest.mark.parametrize("requests", BATCHES, ids=range(len(BATCHES)))
+@pytest.mark.parametrize("ctas", [1, 3])
+def test_units_and_pieces(requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every unit once, in the order of the list; pieces are numbered in that order, without gaps."""
+    schedule = requests.schedule(memory)
+    listed = list(units_of(requests, schedule))
+    total = len(listed)
+    drawn: list[list[int]] = [[] for _ in range(ctas)]
+    for ticket in range(total + ctas):
+        drawn[ticket % ctas].append(ticket)
+    by_ticket = {}
+    for tickets in drawn:
+        tiles = published(schedule, tickets, monkeypatch)
+        assert len(tiles) == len(tickets) - 1, "one ticket more than there is work for says so"
+        by_ticket |= dict(zip(tickets, tiles, strict=False))
+    assert [place(by_ticket[ticket]) for ticket in range(total)] == listed
+
+    of_chunk = requests.kv_heads * requests.row_tiles
+    number = 0
+    for ticket, (index, chunk, kv_head, row_tile) in enumerate(listed):
+        tile, chunks = by_ticket[ticket], span(schedule, index).chunks
+        assert (host(tile.chunks), host(tile.units_of_chunk)) == (chunks, of_chunk)
+        assert host(tile.head) >= 0, "a tile that seems to be the end"
+        if chunks == 1:
+            continue
+        rows = kv_head * requests.row_tiles + row_tile
+        start = number - chunk * of_chunk - rows  # the request's first piece
+        assert host(tile.piece) == number
+        assert host(tile.first_piece) == start + rows
+        assert host(tile.group_piece) == start + rows + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
+        number += 1
+
+
+@exact
+@pytest.mark.parametrize(("kind", "window"), MASKS)
+@pytest.mark.parametrize("tile_n", [32, 64, 128])
+def test_chunks_share_out_the_keys(tile_n: int, kind: MaskKind, window: int, memory: Memory) -> None:
+    """Each key that a row sees is in one chunk, and tiles without the predicate hold nothing that a row must not."""
+    draw = random.Random(tile_n)
+    q_lens, group = [1, 5, 37, 20, 0, 9], 4
+    if kind is MaskKind.SLIDING_WINDOW:
+        q_lens, group = [1] * 6, 80
+    requests = Requests(
+        q_lens, [0, 3, 513, 1029, 700, 4096], group, ragged=True, kind=kind, window=window, tile_n=tile_n
+    )
+    schedule = requests.schedule(memory)
+    for index, row_tile in itertools.product(range(len(q_lens)), range(requests.row_tiles)):
+        rows = range(row_tile * ROWS, min((row_tile + 1) * ROWS, q_lens[index] * group))
+        seen = [set(requests.visible(index, row)) for row in draw.sample(rows, min(len(rows), 3))] + (
+            [set(requests.visible(index, row)) for row in (rows[0], rows[-1])] if rows else []
+        )
+        found = span(schedule, index)
+        tiles: list[int] = []
+        for chunk in range(found.chunks):
+            unit = chunk * requests.row_tiles + row_tile
+            tile = schedule._tile(RequestSpan(*map(Int32, vars(found).values())), Int32(unit), Int32(0))
+            keys = {f.name: host(getattr(tile.keys, f.name)) for f in fields(tile.keys)}
+            assert keys["begin"] <= keys["full_begin"] <= keys["full_end"] <= keys["end"]
+            assert keys["begin"] == keys["end"] or keys["full_end"] < keys["end"], "the last tile has the predicate"
+            begin = (found.first_chunk + chunk) * found.chunk_tokens
+            mine = range(keys["begin"], keys["end"])
+            assert all(begin <= n * tile_n < begin + found.chunk_tokens for n in mine), "not of this chunk"
+            tiles += mine
+            whole = range(keys["full_begin"] * tile_n, keys["full_end"] * tile_n)
+            first_new = max(requests.kv_lens[index] - q_lens[index], 0)
+            assert all(set(whole) <= one for one in seen)
+            assert kind is not MaskKind.DRAFT or whole.stop <= max(first_new, whole.start), "drafts have bits"
+            if seen and kind is not MaskKind.FULL and mine:
+                assert keys["first_key"] <= min(min(one, default=2**31) for one in seen)
+        assert len(set(tiles)) == len(tiles)
+        assert {key // tile_n for one in seen for key in one} <= set(tiles)
+
+
+# Shifts drop bits, as they are meant to.
+@pytest.mark.filterwarnings("ignore::cutlass.base_dsl.common.DSLWarning")
+class TestDrafts:
+    """The predicate of drafts against their bits, read one by one."""
+
+    TILE_N = 64
+
+    @pytest.fixture
+    def lane(self, monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+        current = {"lane": 0}
+        monkeypatch.setattr(cutlass, "range_constexpr", range)
+        monkeypatch.setattr(cute.arch, "lane_idx", lambda: Int32(current["lane"]))
+        return current
+
+    @pytest.mark.parametrize("window", [0, 3, 40, MAX_WINDOW])
+    @pytest.mark.parametrize("q_len", [1, 2, 16, 31, 32, 33, 63, 64, 65, 100])
+    def test_bits(self, q_len: int, window: int, lane: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+        draw = random.Random(q_len)
+        words = -(-q_len // 32)
+        # Bits at and past q_len are anything.
+        bits = [draw.getrandbits(32 * words) for _ in range(q_len)]
+        halves = [value >> 16 * i & 0xFFFF for value in bits for i in range(2 * words)]
+        monkeypatch.setattr(mask_module, "global_array", lambda dtype, address: Halves(dtype, halves, host(address)))
+        device = DraftMask(MaskKind.DRAFT, Int32(window), Int32(1))
+        monkeypatch.setattr(DraftRow, "word", DraftRow.word.__wrapped__)
+        for kv_len in (q_len, q_len + 1, q_len + 31, q_len + 70, q_len + 1000, max(q_len - 3, 0)):
+            first = kv_len - q_len
+            tokens = [draw.randrange(q_len) for _ in range(2)]
+            addresses = tuple(Int64(4 * words * token) for token in tokens)
+            positions = tuple(Int32(first + token) for token in tokens)
+            row = DraftRow(positions, Int32(kv_len), 0.0, Int32(first), Int32(q_len), addresses)
+            for tile in range(max(first // self.TILE_N - 1, 0), -(-kv_len // self.TILE_N)):
+                lane["lane"] = draw.randrange(32)
+                scores = Scores(self.TILE_N // RowFragment.lanes_per_row)
+                DraftMask.apply.__wrapped__(device, scores, Int32(tile * self.TILE_N), row)
+                for (r, c), value in scores.values.items():
+                    key = tile * self.TILE_N + host(RowFragment.first_column()) + RowFragment.column_offset(c)
+                    shown = first + tokens[r] - window <= key < kv_len
+                    if key >= first:
+                        shown = shown and bool(bits[tokens[r]] >> (key - first) & 1)
+                    assert (value == 1.0) == shown, (kv_len, tokens[r], key)
+
+
+@dataclass
+class Halves:
+    """16-bit elements at an address: no other may be read."""
+
+    dtype: Any
+    values: list[int]
+    address: int
+
+    def __getitem__(self, index: Any) -> Any:
+        place = self.address // 2 + host(index)
+        assert self.address % 2 == 0
+        assert 0 <= place < len(self.values), "a word of nobody is read"
+        return self.dtype(self.values[place])

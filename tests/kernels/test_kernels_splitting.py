@@ -1,0 +1,66 @@
+"""How many pieces there are at most, and that the memory for them is enough: plain numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from hopwell.kernels.splitting import (
+    CHUNK_TOKENS,
+    COMFORTABLE_BYTES,
+    DOUBLINGS,
+    GROUP_PIECES,
+    MAX_CHUNKS,
+    ROWS,
+    SLOT_COUNTERS,
+    STATISTICS,
+    TICKETS,
+    UNDER_WAY,
+    counter_ints,
+    scratch_bytes,
+    slot_bytes,
+    slot_count,
+)
+
+CAPACITIES = (0, 1, 511, 512, 513, 5000, 255 * 512, 255 * 512 + 1, 256 * 512, 256 * 512 + 1, 1 << 20, 2**31 - 1)
+
+
+def test_longest_chunks_are_long_enough() -> None:
+    """Of all the keys that 32 bits can count, wherever the first visible one lies in its chunk."""
+    assert (CHUNK_TOKENS << DOUBLINGS) * (MAX_CHUNKS - 1) >= 2**31
+
+
+def test_two_levels_of_merges_are_enough() -> None:
+    assert GROUP_PIECES**2 >= MAX_CHUNKS
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("ctas", [1, 4, 132])
+def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
+    """Else a piece would wait for a slot whose turn comes only after its own."""
+    for rows, kv_heads, columns in itertools.product((1, 16, 64, 65, 2048), (1, 8, 64), (16, 128, 512)):
+        # Chunks begin at whole multiples of their length, so that the keys of a window may touch one more.
+        chunks = min(-(-capacity // CHUNK_TOKENS) + 1, MAX_CHUNKS)
+        of_request = chunks * kv_heads * -(-rows // ROWS)
+        assert slot_count(rows, kv_heads, columns, capacity, ctas) >= of_request + UNDER_WAY * ctas
+
+
+def test_slots_that_cost_little_are_there_anyway() -> None:
+    assert slot_count(8, 1, 128, 1, 1) * slot_bytes(8, 128) > 0.99 * COMFORTABLE_BYTES
+
+
+@pytest.mark.parametrize("rows", [1, 8, 63, 64, 65, 2048])
+def test_scratch_holds_outputs_and_statistics(rows: int) -> None:
+    """Of at most a tile of rows in each slot, behind the next 16 bytes."""
+    for columns, capacity in itertools.product((16, 128, 512), CAPACITIES):
+        slots = slot_count(rows, 2, columns, capacity, 132)
+        floats = slots * min(rows, ROWS) * (columns + STATISTICS)
+        assert scratch_bytes(rows, 2, columns, capacity, 132) >= 4 * floats + 15
+        assert floats < 2**31, "elements are counted in 32 bits"
+
+
+def test_counters() -> None:
+    """A generation, and what is there of a group and of a request, for each slot."""
+    assert counter_ints(0) == TICKETS
+    assert counter_ints(100) - counter_ints(99) == SLOT_COUNTERS
