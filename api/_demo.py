@@ -1,24 +1,29 @@
-"""``python -m hopwell demo``: prefill over a paged cache, checked against float64."""
+"""``python -m hopwell demo``: prefill and decode over a paged cache, checked against float64."""
 
 from __future__ import annotations
 
 import math
 import time
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 import hopwell
+from hopwell.decode import xqa_workspace_bytes
 
 PAGE_SIZE = 16
 HEAD_DIM = 128
 MAX_ERROR = 8e-3  # relative to the largest output; one key too many or too few among few hundred costs more
 CHECKED_ROWS = 64  # of each request, the last ones
+LISTED = 5  # requests
 
 
 @dataclass
-class Batch:
+class Prefill:
     """Requests with new tokens and a paged cache that holds the keys and values of all their tokens."""
+
+    ENTRY: ClassVar[str] = "trtllm_batch_context_with_kv_cache"
 
     q_lens: list[int]
     kv_lens: list[int]
@@ -43,7 +48,10 @@ class Batch:
         self.seq_lens = torch.tensor(self.kv_lens, dtype=torch.int32, device=self.device)
         ends = torch.tensor([0, *self.q_lens]).cumsum(0)
         self.starts = ends.to(torch.int32).to(self.device)
-        self.workspace = torch.empty(0, device=self.device)
+        self.workspace = torch.empty(self.workspace_bytes(), dtype=torch.uint8, device=self.device)
+
+    def workspace_bytes(self) -> int:
+        return 0
 
     def attend(self, out: torch.Tensor | None = None) -> torch.Tensor:
         result = hopwell.trtllm_batch_context_with_kv_cache(
@@ -83,33 +91,73 @@ class Batch:
             largest = max(largest, float(want.abs().max()))
         return worst / largest
 
-    @property
-    def flops(self) -> float:
-        """Multiplications and additions of both matrix products, visible keys only."""
+    def rate(self, milliseconds: float) -> str:
+        """Multiplications and additions of both matrix products in a second, visible keys only."""
         visible = sum(q * (kv - q) + q * (q + 1) / 2 for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
-        return 4.0 * self.heads * HEAD_DIM * visible
+        return f"{4.0 * self.heads * HEAD_DIM * visible / milliseconds / 1e9:.0f} TFLOP/s"
 
     def describe(self) -> str:
-        requests = ", ".join(f"{q} of {kv}" for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
+        requests = [f"{q} of {kv}" for q, kv in zip(self.q_lens, self.kv_lens, strict=True)]
+        more = f", ... {requests[-1]}" if len(requests) > LISTED else ""
         return (
-            f"  requests (new tokens of all): {requests}\n"
+            f"{self.ENTRY}\n"
+            f"  {len(requests)} requests (new tokens of all): {', '.join(requests[:LISTED])}{more}\n"
             f"  {self.heads} query heads, {self.kv_heads} KV heads, head_dim {HEAD_DIM}, bf16, causal\n"
             f"  cache {list(self.kv_cache.shape)}: [pages, K and V, kv_heads, page_size, head_dim]\n"
             "  (a kernel that is not in the cache yet is compiled first: a few seconds)"
         )
 
 
+class Decode(Prefill):
+    """Requests with one new token each."""
+
+    ENTRY = "xqa_batch_decode_with_kv_cache"
+
+    def __init__(self, kv_lens: list[int], heads: int, kv_heads: int, device: str):
+        super().__init__([1] * len(kv_lens), kv_lens, heads, kv_heads, device)
+
+    def capacity(self) -> int:
+        """Tokens that a row of the page table has room for."""
+        return PAGE_SIZE * self.block_tables.shape[1]
+
+    def workspace_bytes(self) -> int:
+        return xqa_workspace_bytes(self.heads, self.kv_heads, HEAD_DIM, self.capacity(), device=self.device)
+
+    def attend(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        return hopwell.xqa_batch_decode_with_kv_cache(
+            query=self.query,
+            kv_cache=self.kv_cache,
+            workspace_buffer=self.workspace,
+            block_tables=self.block_tables,
+            seq_lens=self.seq_lens,
+            max_seq_len=self.capacity(),
+            bmm1_scale=HEAD_DIM**-0.5,
+            out=out,
+            kv_layout="HND",
+        )
+
+    def rate(self, milliseconds: float) -> str:
+        """Bytes of keys and values in a second."""
+        octets = sum(self.kv_lens) * self.kv_heads * HEAD_DIM * 2 * self.kv_cache.element_size()
+        return f"{octets / milliseconds / 1e6:.0f} GB/s of keys and values"
+
+
 def run(device: str | None) -> int:
     """Run the demonstration on ``device`` ("cuda", "cpu", None for what there is); returns the exit status."""
     on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
-    print("trtllm_batch_context_with_kv_cache", flush=True)
     return _on_gpu() if on_gpu else _on_emulator()
 
 
 def _on_gpu() -> int:
-    # The attention of a Llama-3-8B layer: prompts, and one that continues after a cached prefix.
-    batch = Batch([8192, 4096, 4096, 2000, 1000], [8192, 4096, 4096, 2000, 9000], 32, 8, "cuda")
-    print(f"  {torch.cuda.get_device_name()}\n{batch.describe()}", flush=True)
+    print(torch.cuda.get_device_name(), flush=True)
+    # The attention of a Llama-3-8B layer: prompts, and one that continues after a cached prefix; then steps.
+    prompts = Prefill([8192, 4096, 4096, 2000, 1000], [8192, 4096, 4096, 2000, 9000], 32, 8, "cuda")
+    status = _time(prompts)
+    return _time(Decode([*range(1000, 9000, 125)], 32, 8, "cuda")) or status
+
+
+def _time(batch: Prefill) -> int:
+    print(batch.describe(), flush=True)
     out = batch.attend()
     status = _report(batch, out)
     for _ in range(20):
@@ -122,15 +170,22 @@ def _on_gpu() -> int:
     end.record()
     torch.cuda.synchronize()
     milliseconds = begin.elapsed_time(end) / repeats
-    print(f"  {milliseconds:.3f} ms, {batch.flops / milliseconds / 1e9:.0f} TFLOP/s")
+    print(f"  {milliseconds:.3f} ms, {batch.rate(milliseconds)}")
     return status
 
 
 def _on_emulator() -> int:
     from hopwell import emulator
 
-    batch = Batch([5, 130], [37, 300], 4, 2, "cpu")
-    print(f"  emulated {emulator.options().arch}, no GPU is used\n{batch.describe()}", flush=True)
+    print(f"emulated {emulator.options().arch}, no GPU is used", flush=True)
+    status = _emulate(Prefill([5, 130], [37, 300], 4, 2, "cpu"))
+    return _emulate(Decode([38, 301, 1100], 4, 2, "cpu")) or status
+
+
+def _emulate(batch: Prefill) -> int:
+    from hopwell import emulator
+
+    print(batch.describe(), flush=True)
     begin = time.perf_counter()
     out = batch.attend()
     seconds = time.perf_counter() - begin
@@ -140,7 +195,7 @@ def _on_emulator() -> int:
     return status
 
 
-def _report(batch: Batch, out: torch.Tensor) -> int:
+def _report(batch: Prefill, out: torch.Tensor) -> int:
     error = batch.error(out)
     verdict = "right" if error < MAX_ERROR else "WRONG"
     print(f"  error against float64: {error:.1e} of the largest output: {verdict}", flush=True)

@@ -167,6 +167,8 @@ def xqa_problem(
     arch = support.arch_of(on)
     kv = f"kv_cache.dtype={cache.key.dtype}"
     known_dim = "head_dim" if head_dim in support.DECODE_HEAD_DIMS else "other_head_dim"
+    has_8bits = cache.key.dtype in (checks.FP8, torch.int8)
+    known_8bit_dim = "8bit_head_dim" if head_dim in support.DECODE_8BIT_HEAD_DIMS else "other_8bit_head_dim"
     known_page = "page_size" if cache.page_size <= support.MAX_PAGE_SIZE else "other_page_size"
     is_fp8_out = out is not None and out.dtype == checks.FP8
     needs = (
@@ -176,6 +178,7 @@ def xqa_problem(
         (is_fp8_out, "fp8_out", f"out.dtype={checks.FP8}"),
         (True, "16bit", f"query.dtype={query.dtype}, {kv}"),
         (True, known_dim, f"head_dim={head_dim}"),
+        (has_8bits, known_8bit_dim, f"head_dim={head_dim}, {kv}"),
         (True, known_page, f"page_size={cache.page_size}"),
         (True, "cache", f"KV of shape {tuple(cache.key.shape)}"),
         (q_len > 1, "speculative", f"q_len_per_req={q_len}"),

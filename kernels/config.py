@@ -43,6 +43,14 @@ class KvFetch(enum.Enum):
     PAGE_ROWS = "rows"
 
 
+class KvType(enum.Enum):
+    """Elements of K and V in memory."""
+
+    WIDE = "wide"  # those of the queries
+    E4M3 = "e4m3"
+    INT8 = "int8"
+
+
 @dataclass(frozen=True)
 class Tile:
     """Tile sizes and the resources that go with them."""
@@ -53,6 +61,7 @@ class Tile:
     kv_stages: int
     producer_registers: int
     consumer_registers: int
+    raw_stages: int = 0  # of K and V as they are in memory, where that is not what is multiplied
     splits_v: bool = False  # two consumer warpgroups share 64 rows, each for half of V's columns
 
 
@@ -140,6 +149,15 @@ class KernelConfig:
                 self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
             ]
         )
+
+    @property
+    def kv_type(self) -> KvType:
+        return KvType.WIDE
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of an element of K and V in memory."""
+        return 2 if self.kv_type is KvType.WIDE else 1
 
     @property
     def streams_kv(self) -> bool:

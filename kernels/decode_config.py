@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from hopwell.kernels import support
 from hopwell.kernels.config import (
     ARCHS,
     DTYPES,
     KernelConfig,
+    KvType,
     Tile,
     kv_fetch,
     paged_fetches,
@@ -19,17 +22,30 @@ from hopwell.kernels.config import (
     require_page_size,
 )
 from hopwell.kernels.problem import AttentionProblem, MaskKind
-from hopwell.kernels.splitting import ROWS
+from hopwell.kernels.splitting import ROWS, chunk_tokens
 
+FP8 = {torch.float8_e4m3fn: "e4m3"}
+KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
 MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)
 HEAD_DIMS = support.DECODE_HEAD_DIMS
 COMPILED_HEAD_DIMS = (64, 128, 256, 512)  # the others are compiled on demand only
 
-# Stages are what keeps memory busy: 128 KiB of K and V under way or waiting.
-_NARROW = Tile(m=ROWS, n=128, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232)
-_MIDDLE = Tile(m=ROWS, n=64, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232)
-_WIDE = Tile(m=ROWS, n=64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232)
-_WIDEST = Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True)
+# By columns in shared memory. Stages are what keeps memory busy: 128 KiB of K and V under way or waiting.
+_TILES = {
+    64: Tile(ROWS, 128, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
+    128: Tile(ROWS, 64, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
+    192: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+    256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+    512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
+}
+# For caches of 8 bits: what is under way are the raw stages, and a tile is widened while another is multiplied. With
+# 512 threads ptxas compiles no instruction that takes more than 128 registers, so that O is split at 256 columns.
+_RAW_TILES = {
+    64: Tile(ROWS, 128, 1, kv_stages=2, raw_stages=8, producer_registers=40, consumer_registers=184),
+    128: Tile(ROWS, 64, 1, kv_stages=2, raw_stages=8, producer_registers=40, consumer_registers=184),
+    256: Tile(ROWS, 64, 1, kv_stages=2, raw_stages=2, producer_registers=40, consumer_registers=184, splits_v=True),
+}
+WIDEN_REGISTERS = 96
 MERGE_REGISTERS = 168  # all loads of a merge under way at a time
 
 
@@ -37,12 +53,17 @@ MERGE_REGISTERS = 168  # all loads of a merge under way at a time
 class DecodeConfig(KernelConfig):
     """A decode kernel."""
 
+    kv_type: KvType = KvType.WIDE
+
     @property
     def tile(self) -> Tile:
-        columns = self.columns[0]
-        if columns > 256:
-            return _WIDEST
-        return _NARROW if columns <= 64 else _MIDDLE if columns <= 128 else _WIDE
+        tiles = _TILES if self.kv_type is KvType.WIDE else _RAW_TILES
+        return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Keys of a unit of work, as long as requests are not very long."""
+        return chunk_tokens(self.head_dim_v)
 
     @property
     def streams_kv(self) -> bool:
@@ -50,17 +71,17 @@ class DecodeConfig(KernelConfig):
 
     @property
     def has_merge_role(self) -> bool:
-        """Whether a warpgroup of its own merges. Beside two attending ones, ptxas could give none of them registers
-        enough."""
+        """Whether a warpgroup of its own merges. Beside two that attend there are not registers enough."""
         return not self.tile.splits_v
 
     @property
     def registers(self) -> tuple[int, ...]:
-        return (*super().registers, *[MERGE_REGISTERS] * self.has_merge_role)
+        widen = [WIDEN_REGISTERS] * (self.kv_type is not KvType.WIDE)
+        return (*super().registers, *widen, *[MERGE_REGISTERS] * self.has_merge_role)
 
     @property
     def name(self) -> str:
-        return self._named("decode", [])
+        return self._named("decode", [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else [])
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
         from hopwell.kernels.sm90.decode import build
@@ -83,20 +104,29 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
             f"ones, multiples of 16 up to {HEAD_DIMS[-2]}, and {HEAD_DIMS[-1]}"
         )
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    require_dtypes(problem, out_dtype, arch)
+    kv_type = KV_TYPES.get(problem.key.dtype, KvType.WIDE)
+    if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
+        raise NotImplementedError(
+            f"head dim {head_dim} has no decode kernel on {arch} with a {problem.key.dtype} cache; supported: "
+            f"{', '.join(map(str, support.DECODE_8BIT_HEAD_DIMS))}"
+        )
+    if kv_type is KvType.WIDE:
+        require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
     dtype = DTYPES[problem.query.dtype]
-    common = (arch, dtype, DTYPES[out_dtype], head_dim, head_dim, problem.mask.kind)
-    unfetched = DecodeConfig(*common, *paged_fetches(1)[0])
-    return DecodeConfig(*common, *kv_fetch(problem, unfetched.tile.n))
+    common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
+    unfetched = DecodeConfig(*common, *paged_fetches(1)[0], kv_type)
+    return DecodeConfig(*common, *kv_fetch(problem, unfetched.tile.n), kv_type)
 
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
     """The decode kernels that are compiled ahead."""
     if arch not in ARCHS:
         return
-    for dtype, head_dim, mask in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS):
+    for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KvType):
+        if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
+            continue
         common = (arch, dtype, dtype, head_dim, head_dim, mask)
-        tile = DecodeConfig(*common, *paged_fetches(1)[0]).tile
+        tile = DecodeConfig(*common, *paged_fetches(1)[0], kv_type).tile
         for fetch, rows in paged_fetches(tile.n):
-            yield DecodeConfig(*common, fetch, rows)
+            yield DecodeConfig(*common, fetch, rows, kv_type)

@@ -1,10 +1,10 @@
 """How decode cuts the keys of a request, and the memory that the pieces need. Plain numbers, host and device."""
 
-# A chunk takes about 8 us of a CTA at 128 columns: short enough to spread few requests over all SMs, long enough that a
-# piece's partial result (4 KiB at 8 rows) is little beside its keys and values (256 KiB).
-CHUNK_TOKENS = 512
+# A chunk takes about 8 us of a CTA: short enough to spread few requests over all SMs, long enough that a piece's partial
+# result (4 KiB at 8 rows and 128 columns) is little beside its keys and values (256 KiB).
+CHUNK_ELEMENTS = 512 * 128  # of K
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
-DOUBLINGS = 15  # 2^31 tokens in no more than MAX_CHUNKS
+DOUBLINGS = 17  # 2^31 tokens in no more than MAX_CHUNKS
 GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
 
 ROWS = 64  # packed rows of a tile
@@ -16,6 +16,11 @@ UNDER_WAY = 8
 STATISTICS = 4  # float32 of a row and piece: (reference, sum) of the piece, (reference, sum) of its group
 TICKETS = 2  # int32: units handed out, CTAs done
 SLOT_COUNTERS = 3  # int32 of a slot: its generation, pieces of a group that are there, groups of a request
+
+
+def chunk_tokens(columns: int) -> int:
+    """Keys of a chunk of a short request, a power of two."""
+    return 1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1)
 
 
 def slot_bytes(rows: int, columns: int) -> int:
@@ -30,7 +35,7 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int)
     Those of one request and some for what is under way besides are a must. More of them save looking whether they are
     free.
     """
-    chunks = min(-(-max(capacity, 1) // CHUNK_TOKENS) + 1, MAX_CHUNKS)
+    chunks = min(-(-max(capacity, 1) // chunk_tokens(columns)) + 1, MAX_CHUNKS)
     needed = chunks * kv_heads * -(-rows // ROWS) + UNDER_WAY * ctas
     return max(needed, COMFORTABLE_BYTES // slot_bytes(min(rows, ROWS), columns))
 

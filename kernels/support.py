@@ -24,6 +24,7 @@ MLA = "trtllm_batch_decode_with_kv_cache_mla"
 # (QK, V) of the prefill kernels
 HEAD_DIMS = (*((d, d) for d in (32, 40, 48, 64, 80, 96, 104, 128, 160, 192, 256, 512)), (192, 128))
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
+DECODE_8BIT_HEAD_DIMS = (*range(16, 129, 16), 256)
 MAX_PAGE_SIZE = 1024
 
 _HOPPER = ("sm_90a",)
@@ -130,11 +131,13 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.decode",
         (
             _16BIT,
-            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", _NOWHERE),
-            Feature("int8_kv", "data types", "int8 KV cache", _NOWHERE),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", _HOPPER),
+            Feature("int8_kv", "data types", "int8 KV cache", _HOPPER),
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
-            Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 KV cache", _HOPPER),
             Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", _HOPPER),
+            Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 128, and 256", _HOPPER),
+            Feature("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches", _NOWHERE),
             Feature("other_head_dim", "head dims", "other head dims", _NOWHERE),
             *_page_sizes(),
             Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", _HOPPER),

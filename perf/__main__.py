@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console(stderr=True)
 
-MAX_ERROR = 8e-3  # relative, of bf16 attention on random data; a wrong mask gives ten times as much
-
 
 @app.command()
 def sweep(
@@ -47,9 +45,10 @@ def show(path: Annotated[Path, typer.Argument(help="JSON file of a run")]) -> No
 
 
 def _families() -> Sequence[Family]:
+    from hopwell.perf.decode import DECODE
     from hopwell.perf.prefill import PREFILL
 
-    return (PREFILL,)
+    return (PREFILL, DECODE)
 
 
 def _matching(what: str, names: Sequence[str], patterns: Iterable[str]) -> set[str]:
@@ -95,7 +94,7 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
             result = call()
             if title != family.labels.ceiling:
                 row.error = inputs.error(result)
-                if not row.error < MAX_ERROR:
+                if not row.error < case.max_error:
                     raise ArithmeticError(f"relative error {row.error:.1e}")
             calls[title] = call
         except Exception as failure:  # a peer may fail in any way; the others are still worth measuring

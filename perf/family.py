@@ -33,6 +33,11 @@ class Case(Protocol):
         """What a candidate gets done, in FLOP or bytes."""
         ...
 
+    @property
+    def max_error(self) -> float:
+        """The largest relative error of an output that counts as right."""
+        ...
+
 
 class Inputs(Protocol):
     """The tensors of a case."""

@@ -2,8 +2,8 @@
 
 Each candidate becomes a CUDA graph of enough launches to last some milliseconds. Rounds replay all of them one after
 the other, each time in another random order, so that every candidate meets the same states of the card: one that
-follows a power-hungry one gets lower clocks. The median over rounds is reported. Back-to-back launches keep the card
-under the sustained load that prefill puts on it.
+follows a power-hungry one gets lower clocks. The median over rounds is reported. Launches are back to back: they keep
+the card under a sustained load, and hide what a launch to an idle card costs.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from hopwell.perf import candidates as known
+from hopwell.perf import prefill_candidates as known
 from hopwell.perf.family import Call, Family
+from hopwell.perf.prefill_workloads import PREFILL as CASES
+from hopwell.perf.prefill_workloads import Prefill, Tensors
 from hopwell.perf.results import Labels
-from hopwell.perf.workloads import PREFILL as CASES
-from hopwell.perf.workloads import Prefill, Tensors
 
 
 def _host_calls() -> Mapping[str, Call]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -87,9 +87,17 @@ class Run:
         return {row.workload: row.x for row in self.rows if row.series == series}
 
     def rate(self, workload: str, candidate: str) -> float | None:
+        row = self._row(workload, candidate)
+        return None if row is None else row.rate
+
+    def _microseconds(self, workload: str, candidate: str) -> float | None:
+        row = self._row(workload, candidate)
+        return None if row is None or row.milliseconds is None else row.milliseconds * 1e3
+
+    def _row(self, workload: str, candidate: str) -> Row | None:
         for row in self.rows:
             if (row.workload, row.candidate) == (workload, candidate):
-                return row.rate
+                return row
         return None
 
     def markdown(self) -> str:
@@ -99,12 +107,14 @@ class Run:
         parts = [f"{self.gpu}, {self.date}. {versions}."]
         alone = list(self._workloads())
         if alone:
-            parts.append(self._table(alone, [_name(title) for title in alone]))
+            names = [_name(title) for title in alone]
+            parts.append(self._rate_table(alone, names))
+            parts.append(_table("us", self.peers, alone, names, self._microseconds, digits=1))
             parts.append("\n".join(f"- {title}" for title in alone))
         for series in self.series:
             points = self._workloads(series)
             parts.append(f"By {self.labels.x}: {series}")
-            parts.append(self._table(list(points), list(points.values())))
+            parts.append(self._rate_table(list(points), list(points.values())))
         if self.host_microseconds:
             host = [[name, f"{value:.1f}"] for name, value in self.host_microseconds.items()]
             parts.append(tabulate(host, ["warm call on the host", "us"], tablefmt="github", colalign=("left", "right")))
@@ -117,15 +127,8 @@ class Run:
             parts.append("\n".join(lines))
         return "\n\n".join(parts) + "\n"
 
-    def _table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
-        from tabulate import tabulate
-
-        cells = [
-            [candidate, *("-" if rate is None else f"{rate:.0f}" for rate in self._rates(workloads, candidate))]
-            for candidate in self.candidates
-        ]
-        alignment = ("left", *["right"] * len(workloads))
-        return tabulate(cells, [self.labels.unit, *map(str, headers)], tablefmt="github", colalign=alignment)
+    def _rate_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
+        return _table(self.labels.unit, self.candidates, workloads, headers, self.rate)
 
     def _rates(self, workloads: Sequence[str], candidate: str) -> list[float | None]:
         return [self.rate(workload, candidate) for workload in workloads]
@@ -145,7 +148,7 @@ class Run:
             if ceiling:
                 label = f"{self.labels.ceiling} in the same run" if at == 0 else "_unlisted"
                 axes.hlines(ceiling, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=label)
-        names = [title.replace(": ", "\n").replace(", ", "\n", 1) for title in workloads]
+        names = [title.replace(": ", "\n").replace(", ", "\n") for title in workloads]
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
         axes.legend(fontsize=7, ncols=2, loc="lower right")
         self._finish(figure, path)
@@ -187,6 +190,26 @@ class Run:
 
 def _name(workload: str) -> str:
     return workload.partition(":")[0]
+
+
+def _table(
+    unit: str,
+    candidates: Sequence[str],
+    workloads: Sequence[str],
+    headers: Sequence[object],
+    figure: Callable[[str, str], float | None],
+    digits: int = 0,
+) -> str:
+    """A row for each candidate, a column for each workload."""
+    from tabulate import tabulate
+
+    def cell(value: float | None) -> str:
+        return "-" if value is None else f"{value:.{digits}f}"
+
+    rows = [[name, *(cell(figure(workload, name)) for workload in workloads)] for name in candidates]
+    alignment = ("left", *["right"] * len(workloads))
+    # Figures are text here: as numbers, tabulate would lose their last zeros.
+    return tabulate(rows, [unit, *map(str, headers)], tablefmt="github", colalign=alignment, disable_numparse=True)
 
 
 def _subplots(count: int, width: float) -> tuple[Any, Sequence[Any]]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from ..errors import Unsupported
 from ..native.layout import NONE
 from ..ptx import SINK, Instr, Mem, Pair, type_size
 from .op import Context, Op, decodes
+
+REGISTERS = 65536  # of a multiprocessor
 
 
 # ------------------------------------------------------------------ warp-wide
@@ -160,8 +164,13 @@ def no_effect(c: Context, i: Instr) -> Op:
 
 @decodes("setmaxnreg")
 def setmaxnreg(c: Context, i: Instr) -> Op:
-    """PTX ISA: 24 to 256 registers in steps of 8, executed by whole warps; the budget itself is ptxas's concern."""
+    """PTX ISA: 24 to 256 registers in steps of 8, executed by whole warps. One in the wrong direction is an illegal
+    instruction on an H200; ptxas launches with as many registers as the number of threads allows."""
     n = i.args[0].bits
     if n % 8 or not 24 <= n <= 256:
         raise Unsupported(f"{i.text}: the register count must be a multiple of 8 from 24 to 256")
+    threads = math.prod(c.file.kernel.threads)
+    launched = REGISTERS // threads // 8 * 8 if threads else n
+    if ("dec" in i.parts and n > launched) or ("inc" in i.parts and n < launched):
+        raise Unsupported(f"{i.text}: the {threads} threads of the kernel start with {launched} registers each")
     return c.system("converge")

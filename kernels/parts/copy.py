@@ -108,6 +108,13 @@ def load_shared_x4(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def store_shared_x4(address, words, *, loc=None, ip=None) -> None:
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
 def store_global_x4(address, words, *, loc=None, ip=None) -> None:
     cute.arch.inline_ptx(
         "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words], loc=loc, ip=ip

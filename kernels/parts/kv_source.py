@@ -7,6 +7,8 @@ the tokens are (the address stream) and what fetches them (the issue):
     PageBoxes         pages of 8 tokens up     TMA boxes of whole pages (or tile_n tokens of one)
     PageRows          pages below 8 tokens     16-byte cp.async by all lanes of the warp
 
+Elements of 8 bits are fetched as they are, row by row and unswizzled; ``widen.py`` turns them into a tile.
+
 Paged sources look page ids up, one box or row per lane, before they wait for a free stage, so that the table's latency
 is hidden. Consumers see nothing of this: a full barrier means that the tile is there.
 """
@@ -30,7 +32,7 @@ WARP_LANES = 32
 
 @dataclass
 class KvOperand(DeviceStruct):
-    """K or V in global memory: addresses in bytes, strides in elements of two bytes."""
+    """K or V in global memory: addresses in bytes, strides in elements."""
 
     address: Int64
     page: Int64
@@ -44,17 +46,20 @@ class KvOperand(DeviceStruct):
     depth: int  # of them used
     is_value: bool
     streams: bool  # read once: see copy.tma_load
+    element_bytes: int
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
         rest = (a.key_table, g.key_table_row, g.page_shift, config.head_dim_qk, config.columns[0], config.depth[0])
-        return KvOperand(a.key, g.k_page, g.k_head, g.k_row, *rest, is_value=False, streams=config.streams_kv)
+        kind = dict(is_value=False, streams=config.streams_kv, element_bytes=config.kv_bytes)
+        return KvOperand(a.key, g.k_page, g.k_head, g.k_row, *rest, **kind)
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
         used = config.depth[1] * config.v_parts
         rest = (a.value_table, g.value_table_row, g.page_shift, config.head_dim_v, config.columns[1], used)
-        return KvOperand(a.value, g.v_page, g.v_head, g.v_row, *rest, is_value=True, streams=config.streams_kv)
+        kind = dict(is_value=True, streams=config.streams_kv, element_bytes=config.kv_bytes)
+        return KvOperand(a.value, g.v_page, g.v_head, g.v_row, *rest, **kind)
 
 
 @dataclass
@@ -70,6 +75,7 @@ class KvSource(DeviceStruct):
     # may be NaN; not for K, whose scores are masked.
     zero_outside: bool
     streams: bool
+    raw_bytes: int  # of a row of 8-bit elements; 0 for 16-bit ones, whose rows are swizzled
 
     columns_first = False  # see copy.swizzled_layout
 
@@ -83,19 +89,23 @@ class KvSource(DeviceStruct):
             end_key=tile.request.kv_len,
             tile_n=tile_n,
             columns=operand.columns,
-            zero_outside=operand.is_value,
+            zero_outside=operand.is_value and operand.element_bytes == 2,
             streams=operand.streams,
+            raw_bytes=operand.head_dim if operand.element_bytes == 1 else 0,
         )
 
     @property
     def tile_bytes(self) -> int:
-        return self.tile_n * self.columns * 2
+        return self.tile_n * (self.raw_bytes or self.columns * 2)
 
     def stage_address(self, stage):
         return self.shared + stage * self.tile_bytes
 
     def chunk_address(self, stage, row, block, chunk):
         """Address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""
+        if const_expr(self.raw_bytes):
+            offset = block * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
+            return self.stage_address(stage) + row * self.raw_bytes + offset
         if const_expr(self.columns_first):
             row_address = (row // GROUP_ROWS * (self.columns // BLOCK_COLUMNS) + block) * GROUP_ROWS + row % GROUP_ROWS
         else:
@@ -218,7 +228,7 @@ class PageBoxes(PagedSource):
     @property
     def box_bytes(self) -> int:
         """From one box to the next in shared memory."""
-        return self.box_rows * self.columns * 2
+        return self.box_rows * (self.raw_bytes or self.columns * 2)
 
     @cute.jit
     def fetch(self, location, stage, barrier):
@@ -248,7 +258,18 @@ class PageColumnBoxes(PageBoxes):
     def load_box(self, box, slot, group, barrier) -> None:
         for block in range(self.columns // BLOCK_COLUMNS):
             destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
-            copy.tma_load(self.descriptor, destination, barrier, (block * BLOCK_COLUMNS, group * GROUP_ROWS, slot), self.streams)
+            coordinates = (block * BLOCK_COLUMNS, group * GROUP_ROWS, slot)
+            copy.tma_load(self.descriptor, destination, barrier, coordinates, self.streams)
+
+
+@dataclass
+class RawPageBoxes(PageBoxes):
+    """For elements of 8 bits: a box holds whole rows. TMA takes 256 elements in one dimension, which is the widest."""
+
+    columns_first = False
+
+    def load_box(self, box, slot, group, barrier) -> None:
+        copy.tma_load(self.descriptor, box, barrier, (0, group * GROUP_ROWS, slot), self.streams)
 
 
 @dataclass
@@ -266,11 +287,11 @@ class PageRows(PagedSource):
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
-            head=operand.address + 2 * operand.head * tile.kv_head,
-            page_bytes=2 * operand.page,
-            row_bytes=2 * operand.row,
-            chunks=operand.head_dim * 2 // copy.CHUNK_BYTES,
-            used_chunks=operand.depth * 2 // copy.CHUNK_BYTES,
+            head=operand.address + operand.element_bytes * operand.head * tile.kv_head,
+            page_bytes=operand.element_bytes * operand.page,
+            row_bytes=operand.element_bytes * operand.row,
+            chunks=operand.head_dim * operand.element_bytes // copy.CHUNK_BYTES,
+            used_chunks=(operand.depth * 2 if operand.element_bytes == 2 else operand.head_dim) // copy.CHUNK_BYTES,
         )
 
     @property
@@ -301,7 +322,8 @@ class PageRows(PagedSource):
                 row, column = 32 * i + owner, lane % self._lanes_per_row
                 for c in cutlass.range_constexpr(0, self.used_chunks, self._lanes_per_row):
                     block, chunk = (column + c) // copy.CHUNKS_PER_ROW, (column + c) % copy.CHUNKS_PER_ROW
-                    destination = self.chunk_address(stage, row, block, chunk ^ (row % GROUP_ROWS))
+                    stored = chunk if const_expr(self.raw_bytes) else chunk ^ (row % GROUP_ROWS)
+                    destination = self.chunk_address(stage, row, block, stored)
                     wanted = source != 0 and column + c < self.chunks
                     copy.async_copy_or_zero(destination, source + (column + c) * copy.CHUNK_BYTES, wanted)
         cute.arch.cp_async_commit_group()

@@ -25,7 +25,7 @@ from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import CHUNK_TOKENS, DOUBLINGS, GROUP_PIECES, MAX_CHUNKS
+from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, MAX_CHUNKS
 
 LANES = 32
 
@@ -64,6 +64,7 @@ class SplitSchedule(DeviceStruct):
     mask: IntervalMask
     tile_m: int
     tile_n: int
+    chunk_tokens: int  # of short requests
 
     @property
     def _units_of_chunk(self):
@@ -81,13 +82,13 @@ class SplitSchedule(DeviceStruct):
         if const_expr(self.mask.has_left_edge):
             begin, _ = self.mask.keys(kv_len - q_len, kv_len)
             begin = cutlass.max(cutlass.min(begin, kv_len - 1), 0)
-        tokens = Int32(CHUNK_TOKENS)
+        shift = Int32(self.chunk_tokens.bit_length() - 1)
         for _ in cutlass.range_constexpr(DOUBLINGS):
-            tokens = tokens * 2 if (kv_len - begin) // (MAX_CHUNKS - 1) >= tokens else tokens
-        first = begin // tokens
+            shift += (((kv_len - 1) >> shift) - (begin >> shift) >= MAX_CHUNKS).to(Int32)
+        first = begin >> shift
         if index < Int32(g.batch):
-            chunks = cutlass.max((kv_len + (tokens - 1)) // tokens - first, 1)
-        return RequestSpan(index, q_start, q_len, kv_len, tokens, first, chunks)
+            chunks = cutlass.max(((kv_len - 1) >> shift) + 1 - first, 1)
+        return RequestSpan(index, q_start, q_len, kv_len, Int32(1) << shift, first, chunks)
 
     def _tile(self, span: RequestSpan, unit, pieces) -> SplitTile:
         """The unit of a request; ``pieces`` are those of all requests before."""
@@ -155,14 +156,15 @@ class SplitSchedule(DeviceStruct):
                 last_unit = running_sum(span.chunks * of_chunk)
                 last_piece = running_sum(split_units(span.chunks, of_chunk))
             else:
-                ticket = self._ticket()
                 lane = cute.arch.popc(cute.arch.vote_ballot_sync(units + last_unit <= place))
                 mine = from_lane(span, lane)
                 before = cute.arch.shuffle_sync(last_unit, lane) - mine.chunks * of_chunk
                 pieces_before = cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, of_chunk)
                 board.post(step, self._tile(mine, place - units - before, pieces + pieces_before))
                 step += 1
-                place = cute.arch.shuffle_sync(ticket, 0)
+                # Not before there is room: a unit that waits here may be one that another CTA could begin with.
+                board.ring.wait_empty(step)
+                place = cute.arch.shuffle_sync(self._ticket(), 0)
         board.post_end(step)
 
 

@@ -27,12 +27,15 @@ GROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
 
 @dataclass
 class SharedTiles(DeviceStruct):
-    """Tiles in shared memory: Q [tile.m, dim, stages], K and V [tile.n, dim, stages], and staging for the output."""
+    """Tiles in shared memory: Q [tile.m, dim, stages], K and V [tile.n, dim, stages], staging for the output, and K and
+    V as they are in memory."""
 
     q: Any
     k: Any
     v: Any
     staging: Any
+    raw_k: Any = None
+    raw_v: Any = None
 
 
 @dataclass

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config import WARPGROUP
-from hopwell.kernels.decode_config import MERGE_REGISTERS, DecodeConfig
+from hopwell.kernels.decode_config import MERGE_REGISTERS, WIDEN_REGISTERS, DecodeConfig
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_scale, shared_address
@@ -21,8 +21,9 @@ from hopwell.kernels.parts.partial import Merge, Slots
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.parts.split import SplitSchedule, SplitTile
-from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.parts.widen import Widen
 from hopwell.kernels.pipeline import Edge
+from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.sm90.attend import Attend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90, example_arguments
 
@@ -40,6 +41,7 @@ class DecodeSm90(AttentionSm90):
         warp 3 schedule    units of work: which rows, which chunk of which request's keys
         warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
                            piece of it
+        next four widen    of 8-bit caches: turns loaded tiles into 16-bit ones
         last four merge    gives units their slots and merges pieces, so that its atomics and reads cost attend nothing;
                            where attend is two warpgroups, they do it themselves
 
@@ -48,6 +50,7 @@ class DecodeSm90(AttentionSm90):
         K       load_k -> attend      released when S has been computed
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
+        raw K, raw V       of 8-bit caches: load_k, load_v -> widen, and K, V: widen -> attend
         piece   attend -> merge       released once for each unit when its slot may be written; full when it is
 
     Steady state: memory is the limit, and all that attend does for a step of keys has to take less time than their
@@ -60,17 +63,27 @@ class DecodeSm90(AttentionSm90):
     work_tile = SplitTile
 
     @property
+    def work_stages(self) -> int:
+        """Units in hand. Loads of 8-bit caches run more than a unit ahead; otherwise one more than needed would make
+        CTAs end at different times: 140 instead of 130 us for 131072 tokens (H200, 2026-11-21)."""
+        return 2 if self.is_raw else 1
+
+    @property
     def more_roles(self) -> dict[str, int]:
-        return {"merge": 4} if self.config.has_merge_role else {}
+        return {role: 4 for role, there in (("widen", self.is_raw), ("merge", self.config.has_merge_role)) if there}
 
     def _more_edges(self) -> tuple[Edge, ...]:
-        merge = self.more_roles.get("merge", 0)
-        return (Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, merge, 0),) if merge else ()
+        edges, t, row_bytes = [], self.tile, self.config.head_dim_qk
+        if self.is_raw:
+            stages = (t.raw_stages, 1, 4, t.n * row_bytes)
+            edges += [Edge("raw K", "load_k", "widen", *stages), Edge("raw V", "load_v", "widen", *stages)]
+        if self.config.has_merge_role:
+            edges.append(Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, 4, 0))
+        return tuple(edges)
 
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry) -> Merge:
         """The last warpgroup, or else all that attend."""
-        warpgroups = 1 if self.config.has_merge_role else self.warpgroups
-        first = len(self.config.registers) - warpgroups
+        first, warpgroups = (len(self.config.registers) - 1, 1) if self.config.has_merge_role else (1, self.warpgroups)
         slots = Slots.create(addresses, geometry, self.config.head_dim_v)
         return Merge(slots, first * WARPGROUP, warpgroups * WARPGROUP, MERGE_BARRIER)
 
@@ -110,31 +123,39 @@ class DecodeSm90(AttentionSm90):
     ):
         tiles, rings, board, partial_barrier = self._allocate(cutlass.memory.SmemAllocator())
         q_ring, k_ring, v_ring = rings[:3]
+        raw_rings = rings[3:5] if const_expr(self.is_raw) else (None, None)
         kind = DraftMask if const_expr(self.config.mask is MaskKind.DRAFT) else IntervalMask
         mask = kind(self.config.mask, Int32(geometry.window_left), Int32(1))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom)), partial_barrier)
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tile.producer_registers)
+            self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, tiles.k, k_ring, partial_barrier, board, key)
+                shared, ring = self._loaded(tiles.k, k_ring, tiles.raw_k, raw_rings[0])
+                self.load_kv(k_atom, shared, ring, partial_barrier, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                self.load_kv(v_atom, tiles.v, v_ring, partial_barrier, board, value)
+                shared, ring = self._loaded(tiles.v, v_ring, tiles.raw_v, raw_rings[1])
+                self.load_kv(v_atom, shared, ring, partial_barrier, board, value)
             if warp == Q_WARP:
                 self.load_q(addresses, geometry, tiles.q, q_ring, board)
             if warp == SCHEDULE_WARP:
-                SplitSchedule(geometry, addresses, mask, self.tile.m, self.tile.n).publish(board)
+                SplitSchedule(geometry, addresses, mask, self.tile.m, self.tile.n, self.config.chunk_tokens).publish(
+                    board
+                )
             cute.arch.griddepcontrol_launch_dependents()
-        elif warp >= 4 * (1 + self.warpgroups):
-            cute.arch.setmaxregister_decrease(MERGE_REGISTERS)
+        elif warp >= 4 * (len(self.config.registers) - self.config.has_merge_role):
+            self.set_registers(MERGE_REGISTERS)
             scale = load_scale(addresses.output_scale, output_scale)
             scale *= load_scale(addresses.output_factor, output_factor)
             self._merge(addresses, geometry).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
+        elif warp >= 4 * (1 + self.warpgroups):
+            self.set_registers(WIDEN_REGISTERS)
+            self.widen(tiles, rings, board)
         else:
-            cute.arch.setmaxregister_increase(self.tile.consumer_registers)
+            self.set_registers(self.tile.consumer_registers)
             scale = load_scale(addresses.softmax_scale, softmax_scale)
             score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
             softmax = OnlineSoftmax.create(scale, RowFragment.rows)
@@ -145,6 +166,38 @@ class DecodeSm90(AttentionSm90):
             attend.run(addresses, geometry)
             if const_expr(not self.config.has_merge_role):
                 merge.hand_back(Int32(geometry.grid))
+
+    def _loaded(self, tiles, ring, raw, raw_ring):
+        """Where the loads of K or V go, and the ring of its stages."""
+        if const_expr(self.is_raw):
+            return shared_address(raw), raw_ring
+        return shared_address(tiles.iterator), ring
+
+    @cute.jit
+    def widen(self, tiles, rings, board):
+        """Turn 8-bit tiles into those that attend multiplies, K and V by turns."""
+        if const_expr(self.is_raw):
+            _, k_ring, v_ring, raw_k_ring, raw_v_ring, *_ = rings
+            c, n = self.config, self.tile.n
+            sizes = (n, c.head_dim_qk, n * c.columns[0] * 2, c.kv_type, self.dtype)
+            k = Widen(shared_address(tiles.raw_k), shared_address(tiles.k.iterator), *sizes, zero_outside=False)
+            v = Widen(shared_address(tiles.raw_v), shared_address(tiles.v.iterator), *sizes, zero_outside=True)
+            step, work = Int32(0), Int32(0)
+            tile = board.read(work)
+            while tile.exists:
+                for i in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
+                    begin = cutlass.max(tile.keys.first_key - i * n, 0)
+                    end = cutlass.min(tile.request.kv_len - i * n, n)
+                    for widen, raw_ring, ring in ((k, raw_k_ring, k_ring), (v, raw_v_ring, v_ring)):
+                        raw_ring.wait_full(step)
+                        ring.wait_empty(step)
+                        widen.tile(raw_ring.stage(step), ring.stage(step), begin, end)
+                        cute.arch.fence_proxy("async.shared", space="cta")
+                        ring.fill(step)
+                        raw_ring.release(step)
+                    step += 1
+                work += 1
+                tile = board.read(work)
 
     @cute.jit
     def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tiles, ring, board):

@@ -7,10 +7,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from hopwell.kernels.config import BLOCK_COLUMNS, SHARED_BYTES, WORK_STAGES, KernelConfig, KvFetch
+from hopwell.kernels.config import (
+    BLOCK_COLUMNS,
+    REGISTERS,
+    SHARED_BYTES,
+    WARPGROUP,
+    WORK_STAGES,
+    KernelConfig,
+    KvFetch,
+    KvType,
+)
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import global_pointer, shared_address
+from hopwell.kernels.parts.device import global_pointer
 from hopwell.kernels.parts.kv_source import (
     GROUP_ROWS,
     ContiguousBoxes,
@@ -18,12 +27,13 @@ from hopwell.kernels.parts.kv_source import (
     PageBoxes,
     PageColumnBoxes,
     PageRows,
+    RawPageBoxes,
 )
 from hopwell.kernels.parts.scheduler import Board, WorkTile
 from hopwell.kernels.pipeline import Edge, barrier_count, check_arrivals, create_rings
 from hopwell.kernels.sm90.attend import SharedTiles
 
-DTYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+DTYPES = {"e4m3": cutlass.Float8E4M3FN, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
 SOURCES = {
     KvFetch.CONTIGUOUS: ContiguousBoxes,
     KvFetch.PAGE_BOXES: PageBoxes,
@@ -36,6 +46,7 @@ class AttentionSm90:
     """Four producer warps and consumer warpgroups over tiles of ``tile.m`` query rows and ``tile.n`` keys."""
 
     work_tile: type[WorkTile] = WorkTile  # what the scheduler publishes
+    work_stages = WORK_STAGES  # units of work in hand
     staging_bytes = 0  # shared memory of each consumer warp for the output
 
     def __init__(self, config: KernelConfig):
@@ -43,6 +54,9 @@ class AttentionSm90:
         self.tile = config.tile
         self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
         self.source = SOURCES[config.kv_fetch]
+        self.is_raw = config.kv_type is not KvType.WIDE
+        if self.source is PageBoxes and self.is_raw:
+            self.source = RawPageBoxes
         if self.source is PageBoxes and config.columns != (config.head_dim_qk, config.head_dim_v):
             self.source = PageColumnBoxes
         self.warpgroups = config.consumer_warpgroups
@@ -65,12 +79,13 @@ class AttentionSm90:
     def _edges(self) -> tuple[Edge, ...]:
         c, t, consumers = self.config, self.tile, 4 * self.warpgroups
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers, **self.more_roles}
+        k_from, v_from, from_warps = ("widen", "widen", 4) if self.is_raw else ("load_k", "load_v", 1)
         others = roles["all others"] = sum(roles.values()) - 1
         edges = (
             Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.columns[0] * 2),
-            Edge("K", "load_k", "attend", t.kv_stages, 1, consumers, t.n * c.columns[0] * 2),
-            Edge("V", "load_v", "attend", t.kv_stages, 1, consumers, t.n * c.columns[1] * 2),
-            Edge("work", "schedule", "all others", WORK_STAGES, 1, others, board_stride(self.work_tile.INTS) * 4),
+            Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2),
+            Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2),
+            Edge("work", "schedule", "all others", self.work_stages, 1, others, board_stride(self.work_tile.INTS) * 4),
             *self._more_edges(),
         )
         check_arrivals(edges, roles)
@@ -92,6 +107,10 @@ class AttentionSm90:
         if const_expr(self.source is PageRows):
             return None
         slots = pages * (page // head)
+        if const_expr(self.source is RawPageBoxes):
+            layout = cute.make_layout((Int32(rows), head_dim, Int32(slots)), stride=(row, 1, head))
+            box = cute.make_layout((self.config.box_rows, head_dim), stride=(head_dim, 1))
+            return self._tma_atom(address, layout, box, (self.config.box_rows, head_dim), cutlass.Uint8)
         if const_expr(self.source is PageColumnBoxes):
             return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows)
         blocks, groups = head_dim // BLOCK_COLUMNS, self.config.box_rows // GROUP_ROWS
@@ -110,8 +129,8 @@ class AttentionSm90:
         box = copy.swizzled_layout(self.dtype, box_rows, BLOCK_COLUMNS)
         return self._tma_atom(address, layout, box, (box_rows, BLOCK_COLUMNS))
 
-    def _tma_atom(self, address, layout, box, tiler):
-        tensor = cute.make_tensor(global_pointer(self.dtype, address, copy.CHUNK_BYTES), layout)
+    def _tma_atom(self, address, layout, box, tiler, dtype=None):
+        tensor = cute.make_tensor(global_pointer(dtype or self.dtype, address, copy.CHUNK_BYTES), layout)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, tiler)[0]
 
     def _kv_atoms(self, a: Addresses, g):
@@ -122,7 +141,7 @@ class AttentionSm90:
         return k, v
 
     def _allocate(self, smem):
-        """Tiles, the rings of all edges but the board's, the board, and the barrier of V tiles that need zeroed rows."""
+        """Tiles, the rings of all edges but the board's, the board, the barrier of V tiles that need zeroed rows."""
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)
@@ -133,7 +152,7 @@ class AttentionSm90:
     def _board_layout(self):
         """Slots begin on 16 bytes, so that a vector load of one never touches the next."""
         ints = self.work_tile.INTS
-        return cute.make_layout((ints, WORK_STAGES), stride=(1, board_stride(ints)))
+        return cute.make_layout((ints, self.work_stages), stride=(1, board_stride(ints)))
 
     def _allocate_tiles(self, smem) -> SharedTiles:
         c, t = self.config, self.tile
@@ -147,7 +166,20 @@ class AttentionSm90:
         staging = None
         if const_expr(self.staging_bytes > 0):
             staging = smem.allocate(4 * self.warpgroups * self.staging_bytes, copy.SWIZZLE_ROW_BYTES)
-        return SharedTiles(*tensors, staging)
+        return SharedTiles(*tensors, staging, *self._allocate_raw(smem))
+
+    def _allocate_raw(self, smem) -> tuple:
+        """Room for K and V as they are in memory."""
+        if const_expr(not self.is_raw):
+            return None, None
+        sizes = [edge.stages * edge.stage_bytes for edge in self.edges if edge.name.startswith("raw")]
+        return tuple(smem.allocate(size, copy.SWIZZLE_ATOM_BYTES) for size in sizes)
+
+    def set_registers(self, wanted: int) -> None:
+        """Give the threads of this warpgroup ``wanted`` registers."""
+        launched = REGISTERS // (WARPGROUP * len(self.config.registers)) // 8 * 8
+        change = cute.arch.setmaxregister_increase if wanted > launched else cute.arch.setmaxregister_decrease
+        change(wanted)
 
     @cute.jit
     def begin(self, warp, atoms, partial_barrier) -> None:
@@ -164,10 +196,10 @@ class AttentionSm90:
         cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def load_kv(self, atom, tiles, ring, partial_barrier, board, operand: KvOperand):
-        """Fill the stages of K or V for every work tile. A tile that needs zeroed rows uses ``partial_barrier``."""
+    def load_kv(self, atom, shared, ring, partial_barrier, board, operand: KvOperand):
+        """Fill the stages of K or V, the first of which is at ``shared``, for every work tile. A tile that needs zeroed
+        rows uses ``partial_barrier``."""
         descriptor = copy.tma_descriptor(atom) if const_expr(atom is not None) else None
-        shared = shared_address(tiles.iterator)
         step, work, partials = Int32(0), Int32(0), Int32(0)
         tile = board.read(work)
         while tile.exists:

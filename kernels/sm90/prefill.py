@@ -103,20 +103,20 @@ class PrefillSm90(AttentionSm90):
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barrier)
 
         if warp < 4:
-            cute.arch.setmaxregister_decrease(self.tile.producer_registers)
+            self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, tiles.k, k_ring, partial_barrier, board, key)
+                self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barrier, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                self.load_kv(v_atom, tiles.v, v_ring, partial_barrier, board, value)
+                self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barrier, board, value)
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, q_ring, board)
             if warp == SCHEDULE_WARP:
                 TileSchedule(geometry, addresses, mask, self.tile.m, self.tile.n).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         else:
-            cute.arch.setmaxregister_increase(self.tile.consumer_registers)
+            self.set_registers(self.tile.consumer_registers)
             scale = load_scale(addresses.softmax_scale, softmax_scale)
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
             softmax = OnlineSoftmax.create(score.softmax_scale, RowFragment.rows)

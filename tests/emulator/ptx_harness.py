@@ -22,7 +22,14 @@ REGISTERS = """
 """
 
 
-def module_text(body: str, sizes: Sequence[int], shared: int = 0, target: str = "sm_90a", dynamic: bool = False) -> str:
+def module_text(
+    body: str,
+    sizes: Sequence[int],
+    shared: int = 0,
+    target: str = "sm_90a",
+    dynamic: bool = False,
+    directives: str = "",
+) -> str:
     """A module with one kernel ``k``; thread id in %tid, lane in %lane. A parameter of 8 bytes arrives in %a<i>, of a
     larger one its address."""
     params = ", ".join(
@@ -38,7 +45,7 @@ def module_text(body: str, sizes: Sequence[int], shared: int = 0, target: str = 
     external = ".extern .shared .align 1024 .b8 dynamic[];\n" if dynamic else ""
     return (
         f".version 9.0\n.target {target}\n.address_size 64\n{external}"
-        f".visible .entry k({params})\n{{\n{static}{REGISTERS}    .reg .b64 %a<{max(1, len(sizes))}>;\n"
+        f".visible .entry k({params}) {directives}\n{{\n{static}{REGISTERS}    .reg .b64 %a<{max(1, len(sizes))}>;\n"
         f"    .reg .b32 %tid, %lane, %warp;\n{loads}"
         f"    mov.u32 %tid, %tid.x;\n    and.b32 %lane, %tid, 31;\n    shr.u32 %warp, %tid, 5;\n{body}\n    ret;\n}}\n"
     )
@@ -55,6 +62,7 @@ def run_ptx(
     target: str = "sm_90a",
     spans: Sequence[Span] | None = None,
     roles: str | None = None,
+    directives: str = "",
     **settings: object,
 ) -> LaunchReport:
     """Run a kernel body once; tensors are passed as addresses, bytes as they are.
@@ -63,7 +71,7 @@ def run_ptx(
     emulator's options.
     """
     params = [packed(a) for a in args]
-    text = module_text(body, [len(p) for p in params], shared, target, dynamic=bool(smem))
+    text = module_text(body, [len(p) for p in params], shared, target, dynamic=bool(smem), directives=directives)
     kernel = parse_module(text)["k"]
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
     if spans is None:

@@ -126,3 +126,12 @@ def test_a_missing_lane_is_a_deadlock_that_names_it():
             "FOREVER: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], 0; @!%p2 bra FOREVER;\nHALF: bar.warp.sync -1;",
             shared=64,
         )
+
+
+@pytest.mark.parametrize(("change", "fits"), [("dec", 128), ("dec", 40), ("inc", 128), ("inc", 160)])
+def test_register_budgets_change_in_their_direction_only(change, fits):
+    """512 threads start with 128 registers each. On an H200, setmaxnreg the other way is an illegal instruction."""
+    run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {fits};", block=512, directives=".reqntid 512, 1, 1")
+    wrong = {"dec": 136, "inc": 120}[change]
+    with pytest.raises(EmulatorError, match="start with 128 registers"):
+        run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {wrong};", block=512, directives=".reqntid 512, 1, 1")

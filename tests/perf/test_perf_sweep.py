@@ -21,8 +21,8 @@ from hopwell.perf import __main__ as command
 from hopwell.perf import measure
 from hopwell.perf.family import Family
 from hopwell.perf.prefill import PREFILL
+from hopwell.perf.prefill_workloads import LENGTHS, Prefill
 from hopwell.perf.results import Labels, Run
-from hopwell.perf.workloads import LENGTHS, Prefill
 
 RESULTS = Path(__file__).parents[2] / "perf" / "results"
 
@@ -42,6 +42,10 @@ class Copy:
     @property
     def work(self) -> float:
         return 4.0 * self.x
+
+    @property
+    def max_error(self) -> float:
+        return 1e-3
 
 
 class Numbers:
@@ -101,6 +105,8 @@ def test_a_sweep_writes_what_it_measured(tmp_path: Path) -> None:
     assert run.candidates == ["clone", "ceiling"], "a wrong result must not get a figure"
     text = (tmp_path / "copies.md").read_text()
     assert "| GB/s    |   C1 |   C2 |" in text
+    assert "| us    |     C1 |     C2 |" in text
+    assert "| clone | 2000.0 | 2000.0 |" in text
     assert "By numbers: a line" in text
     assert "| GB/s    |   8 |   16 |" in text
     assert "- no figure for absent on C1, C2, line-8, line-16: ImportError: not installed\n" in text

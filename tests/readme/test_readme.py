@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import pathlib
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from hopwell.__main__ import main
 from hopwell.kernels.support import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def example(heading: str) -> str:
-    """The Python code under a heading."""
+def examples(heading: str) -> list[str]:
+    """The blocks of Python code under a heading."""
     section = re.search(rf"^## {heading}\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
     assert section is not None
-    code = re.search(r"```python\n(.*?)```", section[1], re.DOTALL)
-    assert code is not None
-    return code[1]
+    return re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
 
 
-def run(code: str) -> dict[str, Any]:
-    namespace: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), namespace)
-    return namespace
+def run(code: str, names: dict[str, Any]) -> None:
+    exec(compile(code, "README.md", "exec"), names)
 
 
 def test_support_matrix_is_up_to_date() -> None:
@@ -38,10 +35,28 @@ def test_support_matrix_is_up_to_date() -> None:
     assert found[1].strip() == support_matrix().strip(), "paste the output of `python -m hopwell support`"
 
 
-def check_paged_cache_example() -> None:
-    names = run(example("A paged cache"))
+def check_demo(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    assert main(["demo", "--device", device]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count(": right\n") == 2
+    assert "trtllm_batch_context_with_kv_cache\n" in shown
+    assert "xqa_batch_decode_with_kv_cache\n" in shown
+
+
+@pytest.mark.gpu
+def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
+    check_demo(capsys, "cuda")
+
+
+@pytest.mark.emulator
+def test_demo_on_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
+    check_demo(capsys, "cpu")
+
+
+def check_attention(names: dict[str, Any], q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
+    """The example's output is the attention of its queries over its cache."""
     begin = 0
-    for request, (q_len, kv_len) in enumerate(zip(names["q_lens"], names["kv_lens"], strict=True)):
+    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
         pages = names["block_tables"][request, : math.ceil(kv_len / names["page_size"])].long()
         key, value = names["kv_cache"][pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len].double()
         query = names["query"][begin : begin + q_len].double().transpose(0, 1)
@@ -50,6 +65,16 @@ def check_paged_cache_example() -> None:
         got = names["out"][begin : begin + q_len].double().transpose(0, 1)
         assert (got - want).norm() < 5e-3 * want.norm()
         begin += q_len
+
+
+def check_paged_cache_example() -> None:
+    context, decode = examples("A paged cache")
+    names: dict[str, Any] = {}
+    run(context, names)
+    check_attention(names, names["q_lens"], names["kv_lens"])
+    run(decode, names)
+    assert names["seq_lens"].tolist() == [n + 3 for n in names["kv_lens"]]
+    check_attention(names, [1, 1, 1], names["seq_lens"].tolist())
 
 
 @pytest.mark.gpu
@@ -63,25 +88,65 @@ def test_paged_cache_example_without_a_gpu() -> None:
     check_paged_cache_example()
 
 
+def check_generation(model: Any, prompts: Sequence[bytes], logits: Sequence[Any], tokens: Sequence[Any]) -> None:
+    """Logits are as good as with torch's attention in bf16, and tokens those of float32 unless bf16 cannot tell.
+
+    torch gets each request's prompt and the tokens that were chosen for it at a time.
+    """
+    model.set_attn_implementation("sdpa")
+    prompt_logits = logits[0].split([len(prompt) for prompt in prompts])
+    chosen = torch.stack(list(tokens), 1)
+    texts = [[*prompt, *ids] for prompt, ids in zip(prompts, chosen[:, :-1].tolist(), strict=True)]
+    ours = [torch.cat([first, *(step[i : i + 1] for step in logits[1:])]) for i, first in enumerate(prompt_logits)]
+
+    def alone(text: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode():
+            return model(torch.tensor(text, device=model.device)[None], use_cache=False).logits[0].float()
+
+    theirs = [alone(text) for text in texts]
+    model.float()
+    exact = [alone(text) for text in texts]
+    decided = 0
+    for i, prompt in enumerate(prompts):
+        for rows in (slice(len(prompt)), slice(len(prompt), None)):
+            our_error, their_error = (x[i][rows].float() - exact[i][rows] for x in (ours, theirs))
+            noise = their_error.norm()
+            assert our_error.norm() < 1.2 * noise, "further from float32 than torch's attention in bf16"
+            assert (our_error - their_error).norm() < 1.5 * noise
+        # The noise of a logit; two of them that are further apart than this keep their order.
+        margin = 8 * (theirs[i] - exact[i]).square().mean().sqrt()
+        best, second = exact[i][len(prompt) - 1 :].topk(2).values.unbind(1)
+        clear = best - second > margin
+        assert torch.equal(chosen[i][clear], exact[i][len(prompt) - 1 :].argmax(1)[clear])
+        decided += int(clear.sum())
+    assert decided > chosen.numel() / 4, "the tokens were hardly compared"
+
+
 @pytest.mark.gpu
 def test_model_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model's logits are as good as with torch's attention, and the next tokens are the same."""
     pytest.importorskip("transformers")
     monkeypatch.chdir(ROOT)
-    names = run(example("In a model"))
-    model, starts = names["model"], names["batch"].starts.tolist()
-    model.set_attn_implementation("sdpa")
+    names: dict[str, Any] = {}
+    for code in examples("In a model"):
+        run(code, names)
+    assert len(names["tokens"]) == 1 + 64
+    check_generation(names["model"], names["prompts"], names["logits"], names["tokens"])
 
-    def alone(prompt: bytes) -> torch.Tensor:
-        with torch.inference_mode():
-            return model(torch.tensor(list(prompt), device="cuda")[None], use_cache=False).logits[0].float()
 
-    theirs = [alone(prompt) for prompt in names["prompts"]]
-    model.float()
-    exact = [alone(prompt) for prompt in names["prompts"]]
-    for index, (begin, end) in enumerate(itertools.pairwise(starts)):
-        ours = names["logits"][begin:end].float()
-        noise = (theirs[index] - exact[index]).norm()
-        assert (ours - exact[index]).norm() < 1.1 * noise, "further from float32 than torch's attention in bf16"
-        assert (ours - theirs[index]).norm() < 1.5 * noise
-        assert names["next_tokens"][index] == theirs[index][-1].argmax()
+@pytest.mark.emulator
+def test_model_example_on_the_emulator() -> None:
+    """The example's code with a small model."""
+    pytest.importorskip("transformers")
+    names: dict[str, Any] = {}
+    run(examples("In a model")[0], names)
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2)
+    config = names["LlamaConfig"](
+        **sizes, vocab_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=128
+    )
+    options = dict(dtype=torch.bfloat16, attn_implementation="hopwell")
+    model = names["LlamaForCausalLM"]._from_config(config, **options).eval()
+    text = (ROOT / "LICENSE").read_bytes()
+    prompts = [text[1000 : 1000 + n] for n in (47, 64, 30)]
+    logits, tokens = zip(*names["generate"](model, prompts, steps=4), strict=True)
+    check_generation(model, prompts, logits, tokens)

@@ -13,7 +13,7 @@ import torch
 
 import hopwell
 from hopwell.perf.family import Call, Candidate
-from hopwell.perf.workloads import Tensors
+from hopwell.perf.prefill_workloads import Tensors
 
 CEILING = "bf16 matmul"
 MATMUL_SIZE = 8192
@@ -46,7 +46,7 @@ def hopwell_dense(t: Tensors) -> Call:
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: Tensors) -> Call:
         work, out, lengths = t.work, t.output(), _lengths(t)
-        key, value, table = t.pages(page_size)
+        key, value, table, _ = t.pages(page_size)
         if work.causal:
             return lambda: hopwell.trtllm_batch_context_with_kv_cache(
                 t.q,
@@ -146,12 +146,11 @@ def flashinfer(page_size: int | None) -> Candidate:
             ragged = peer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
             ragged.plan(t.q_starts, t.kv_starts, *sizes, head_dim_vo=work.v_head_dim, **options)
             return lambda: ragged.run(t.q, t.k, t.v, out=out)
-        key, value, table = t.pages(page_size)
+        key, value, _, used = t.pages(page_size)
         paged = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
         pages = (t.kv_lens + page_size - 1) // page_size
         page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
         last_page = t.kv_lens - (pages - 1) * page_size
-        used = table[table >= 0]
         paged.plan(
             t.q_starts,
             page_starts,

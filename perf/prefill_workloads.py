@@ -1,4 +1,4 @@
-"""What is measured: shapes of real models' prefill, in random data."""
+"""What prefill is measured with: shapes of real models, in random data."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from hopwell.perf.paging import Pages, in_pages
+
+MAX_ERROR = 8e-3  # relative, of bf16 attention on random data; a wrong mask gives ten times as much
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,10 @@ class Prefill:
         # Row t sees kv_len - q_len + t + 1 keys; a window takes the excess over window_left + 1 away.
         first = max(hidden_rows - q_len, 0)
         return all_keys - (hidden_rows * (hidden_rows + 1) - first * (first + 1)) / 2
+
+    @property
+    def max_error(self) -> float:
+        return MAX_ERROR
 
     @property
     def scale(self) -> float:
@@ -142,30 +150,15 @@ class Tensors:
             torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (self.q_lens, self.kv_lens)
         )
         self.sinks = torch.randn(work.heads, generator=generator, device="cuda") if work.sinks else None
-        self._pages: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        self._pages: dict[int, Pages] = {}
 
     def output(self) -> torch.Tensor:
         return torch.empty(self.work.tokens, self.work.heads, self.work.v_head_dim, dtype=self.dtype, device="cuda")
 
-    def pages(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """K and V [pages, page_size, kv_heads, dim] in random order, and the table [batch, pages of a request]."""
+    def pages(self, page_size: int) -> Pages:
         if page_size not in self._pages:
-            self._pages[page_size] = self._paged(page_size)
+            self._pages[page_size] = in_pages(self.k, self.v, self.work.kv_lens, page_size)
         return self._pages[page_size]
-
-    def _paged(self, page_size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        counts = [-(-length // page_size) for length in self.work.kv_lens]
-        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int().cuda()
-        ids = order.split(counts)
-        table = torch.stack([torch.nn.functional.pad(i, (0, max(counts) - len(i)), value=-1) for i in ids])
-        pools = []
-        for tokens in (self.k, self.v):
-            pool = torch.zeros(sum(counts), page_size, *tokens.shape[1:], dtype=self.dtype, device="cuda")
-            for request, pages in zip(tokens.split(self.work.kv_lens), ids, strict=True):
-                padded = torch.nn.functional.pad(request, (0, 0, 0, 0, 0, len(pages) * page_size - len(request)))
-                pool[pages.long()] = padded.view(len(pages), *pool.shape[1:])
-            pools.append(pool)
-        return pools[0], pools[1], table
 
     def error(self, out: torch.Tensor, rows: int = 24) -> float:
         """Relative error of some rows of the last request against float64."""

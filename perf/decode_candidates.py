@@ -1,0 +1,155 @@
+"""Implementations of decode to compare, as those of prefill are: functions from tensors to a call that returns its
+output."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hopwell
+from hopwell.decode import xqa_workspace_bytes
+from hopwell.perf.decode_workloads import DecodeTensors
+from hopwell.perf.family import Call, Candidate
+
+CEILING = "memory read"
+READ_BYTES = 4 << 30
+WORKSPACE_BYTES = 1 << 30  # of a peer
+
+
+def hopwell_paged(page_size: int) -> Candidate:
+    def prepare(t: DecodeTensors) -> Call:
+        work, out, pages = t.work, t.output(), t.pages(page_size)
+        sizes = (work.heads, work.kv_heads, work.head_dim, pages.table.shape[1] * page_size, work.q_len)
+        workspace = torch.empty(xqa_workspace_bytes(*sizes, t.q.device), dtype=torch.uint8, device=t.device)
+        return lambda: hopwell.xqa_batch_decode_with_kv_cache(
+            t.q,
+            (pages.key, pages.value),
+            workspace,
+            pages.table,
+            t.kv_lens,
+            max(work.kv_lens),
+            bmm1_scale=work.scale,
+            out=out,
+            q_len_per_req=work.q_len,
+            mask=t.mask,
+        )
+
+    return prepare
+
+
+def _flashinfer() -> Any:
+    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
+    import flashinfer as peer
+
+    return peer
+
+
+def _workspace() -> torch.Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def flashinfer_fa2(page_size: int) -> Candidate:
+    """Decode on tensor cores, planned once."""
+
+    def prepare(t: DecodeTensors) -> Call:
+        work, out, pages = t.work, t.output(), t.pages(page_size)
+        options = dict(use_tensor_cores=True, backend="fa2")
+        wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", **options)
+        counts = (t.kv_lens + page_size - 1) // page_size
+        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+        in_last = t.kv_lens - (counts - 1) * page_size
+        sizes = (work.heads, work.kv_heads, work.head_dim, page_size)
+        drafts = dict(q_len_per_req=work.q_len) if work.q_len > 1 else {}
+        dtypes = dict(q_data_type=t.q.dtype, kv_data_type=work.kv_dtype, o_data_type=out.dtype)
+        wrapper.plan(starts, pages.used, in_last, *sizes, sm_scale=work.scale, **dtypes, **drafts)
+        return lambda: wrapper.run(t.q, (pages.key, pages.value), out=out)
+
+    return prepare
+
+
+def flashinfer_xqa(page_size: int) -> Candidate:
+    def prepare(t: DecodeTensors) -> Call:
+        work, out, pages, workspace = t.work, t.output(), t.pages(page_size), _workspace()
+        decode = _flashinfer().decode.xqa_batch_decode_with_kv_cache
+        shaped = out if work.q_len == 1 else out.unflatten(0, (work.batch, work.q_len))
+        return lambda: decode(
+            t.q,
+            (pages.key, pages.value),
+            workspace,
+            pages.table,
+            t.kv_lens,
+            max(work.kv_lens),
+            bmm1_scale=work.scale,
+            bmm2_scale=1.0,
+            out=shaped,
+            kv_layout="NHD",
+            q_len_per_req=work.q_len,
+            mask=t.mask,
+        )
+
+    return prepare
+
+
+def flashinfer_cudnn(page_size: int) -> Candidate:
+    def prepare(t: DecodeTensors) -> Call:
+        _flashinfer()
+        from flashinfer.cudnn import cudnn_batch_decode_with_kv_cache as decode
+
+        work, out, pages = t.work, t.output(), t.pages(page_size)
+        if work.kv_dtype != t.q.dtype:
+            raise NotImplementedError("a cache of the query's dtype only")
+        key, value = (pool.transpose(1, 2).contiguous() for pool in (pages.key, pages.value))
+        workspace = _workspace().view(torch.int8)
+        options: dict[str, Any] = dict(actual_seq_lens_kv=t.kv_lens.view(-1, 1, 1, 1), block_tables=pages.table)
+        options |= dict(max_sequence_kv=max(work.kv_lens), is_cuda_graph_compatible=True, out=out)
+        options |= dict(q_len_per_req=work.q_len) if work.q_len > 1 else {}
+
+        def call() -> torch.Tensor:
+            decode(t.q, key, value, work.scale, workspace, **options)
+            return out
+
+        return call
+
+    return prepare
+
+
+def fa4(page_size: int) -> Candidate:
+    def prepare(t: DecodeTensors) -> Call:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        work, out, pages = t.work, t.output(), t.pages(page_size)
+        if work.kv_dtype != t.q.dtype:
+            raise NotImplementedError("a cache of the query's dtype only")
+        q, o = (tokens.unflatten(0, (work.batch, work.q_len)) for tokens in (t.q, out))
+        options = dict(causal=True, out=o, page_table=pages.table, seqused_k=t.kv_lens)
+
+        def call() -> torch.Tensor:
+            _flash_attn_fwd(q, pages.key, pages.value, **options)
+            return out
+
+        return call
+
+    return prepare
+
+
+def read(t: DecodeTensors) -> Call:
+    """The ceiling: a sum over more memory than any cache holds."""
+    numbers, total = torch.randn(READ_BYTES // 4, device="cuda"), torch.empty((), device="cuda")
+    return lambda: torch.sum(numbers, 0, out=total)
+
+
+def _in_pages(name: str, make: Callable[[int], Candidate], *page_sizes: int) -> dict[str, Candidate]:
+    return {f"{name}, pages of {size}": make(size) for size in page_sizes}
+
+
+DECODE: dict[str, Candidate] = {
+    **_in_pages("hopwell", hopwell_paged, 16, 64),
+    **_in_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
+    **_in_pages("FlashInfer xqa", flashinfer_xqa, 16, 64),
+    **_in_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
+    **_in_pages("FlashAttention 4", fa4, 128),  # the size that it loads with TMA
+    CEILING: read,
+}

@@ -1,0 +1,158 @@
+"""What decode is measured with: a few new tokens of each request against a cache of random keys and values."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from hopwell.perf.paging import Pages, in_pages
+
+MASK_BITS = 32  # a row of a draft mask is a whole number of 32-bit words
+# Relative, of bf16 attention on random data; a page of 16 keys too few among 8192 gives five times as much. Some peers
+# quantize the query and the weights as the cache is.
+MAX_ERRORS = {torch.bfloat16: 8e-3, torch.float8_e4m3fn: 6e-2}
+CACHES = {torch.bfloat16: "", torch.float8_e4m3fn: ", e4m3 cache"}
+
+
+@dataclass(frozen=True)
+class Decode:
+    """Requests with ``q_len`` new tokens each, the last ones of their ``kv_lens`` keys; each sees those before it."""
+
+    name: str
+    what: str  # the requests in words
+    kv_lens: tuple[int, ...]
+    heads: int = 64
+    kv_heads: int = 8
+    head_dim: int = 128
+    q_len: int = 1
+    kv_dtype: torch.dtype = torch.bfloat16
+    series: str = ""  # what it has in common with the other points of a plot's line
+
+    @property
+    def x(self) -> int:
+        return max(self.kv_lens)
+
+    @property
+    def title(self) -> str:
+        drafts = f", {self.q_len} new tokens" if self.q_len > 1 else ""
+        sizes = f"{self.heads}/{self.kv_heads} heads, d{self.head_dim}"
+        return f"{self.name}: {self.what}{drafts}, {sizes}{CACHES[self.kv_dtype]}"
+
+    @property
+    def batch(self) -> int:
+        return len(self.kv_lens)
+
+    @property
+    def work(self) -> float:
+        """Bytes of keys and values."""
+        return 2.0 * sum(self.kv_lens) * self.kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def max_error(self) -> float:
+        return MAX_ERRORS[self.kv_dtype]
+
+    @property
+    def scale(self) -> float:
+        return 1.0 / math.sqrt(self.head_dim)
+
+
+def _uniform(name: str, batch: int, length: int, **options: Any) -> Decode:
+    return Decode(name, f"{batch} x {length}", (length,) * batch, **options)
+
+
+def _with_fp8_cache(case: Decode) -> Decode:
+    return replace(case, name=f"{case.name}-fp8", kv_dtype=torch.float8_e4m3fn)
+
+
+BATCHES = tuple(4**i for i in range(5))  # 1 to 256
+LENGTHS = tuple(1024 << i for i in range(8))  # 1024 to 131072
+MOST_TOKENS = 1 << 20  # of all requests together: 4 GiB of keys and values
+
+
+def _grid() -> list[Decode]:
+    """A series over the length for each batch."""
+    sizes = [(batch, length) for batch in BATCHES for length in LENGTHS if batch * length <= MOST_TOKENS]
+    return [_uniform(f"b{b}-{n}", b, n, series=f"batch {b}, 64/8 heads, d128") for b, n in sizes]
+
+
+LONG, SHORT = 131072, 512
+UNEVEN = (*[SHORT] * 31, LONG, *[SHORT] * 32)
+FEW = _uniform("D1", 1, 131072)
+MANY = (_uniform("D2", 32, 8192), _uniform("D3", 128, 2048), _uniform("D4", 256, 1024))
+
+DECODE = (
+    FEW,
+    *MANY,
+    *map(_with_fp8_cache, MANY),
+    _uniform("D2-q4", 32, 8192, q_len=4),
+    _uniform("D2-h32", 32, 8192, heads=32),
+    _uniform("D2-h8", 32, 8192, heads=8, kv_heads=1),
+    _uniform("D2-d64", 32, 8192, head_dim=64),
+    _uniform("D2-d256", 32, 8192, heads=32, kv_heads=4, head_dim=256),
+    Decode("uneven", f"{LONG} among {len(UNEVEN) - 1} x {SHORT}", UNEVEN),
+    _uniform("even", len(UNEVEN), sum(UNEVEN) // len(UNEVEN)),
+    _uniform("L1", 1, 1024),
+    _uniform("L8", 8, 4096),
+    *_grid(),
+)
+
+
+class DecodeTensors:
+    """Random queries, keys and values of a workload, and the same keys and values in pages."""
+
+    def __init__(self, work: Decode, device: str = "cuda"):
+        self.work, self.device = work, device
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(tokens: int, heads: int) -> torch.Tensor:
+            return torch.randn(tokens, heads, work.head_dim, generator=generator, device=device)
+
+        self.q = normal(work.batch * work.q_len, work.heads).bfloat16()
+        self.k, self.v = (normal(sum(work.kv_lens), work.kv_heads).to(work.kv_dtype) for _ in range(2))
+        self.kv_lens = torch.tensor(work.kv_lens, dtype=torch.int32, device=device)
+        self.mask = self._causal_drafts() if work.q_len > 1 else None
+        self._pages: dict[int, Pages] = {}
+
+    def output(self) -> torch.Tensor:
+        return torch.empty_like(self.q)
+
+    def pages(self, page_size: int) -> Pages:
+        """The cache. Ids past a request's last page are those of a page, as there are peers that read them."""
+        if page_size not in self._pages:
+            pages = in_pages(self.k, self.v, self.work.kv_lens, page_size)
+            self._pages[page_size] = pages._replace(table=pages.table.clamp(min=0))
+        return self._pages[page_size]
+
+    def _causal_drafts(self) -> torch.Tensor:
+        """uint16 [batch, q_len, words]: a bit for each new token that a new token sees."""
+        q_len = self.work.q_len
+        bits = torch.zeros(q_len, -(-q_len // MASK_BITS) * MASK_BITS, dtype=torch.int32)
+        bits[:, :q_len] = torch.ones(q_len, q_len, dtype=torch.int32).tril()
+        words = (bits.view(q_len, -1, 16) << torch.arange(16, dtype=torch.int32)).sum(2)
+        return words.to(torch.uint16).repeat(self.work.batch, 1, 1).to(self.device)
+
+    def error(self, out: torch.Tensor) -> float:
+        """Relative error of the first, the last and the longest request against float64."""
+        work = self.work
+        longest = work.kv_lens.index(max(work.kv_lens))
+        exact, given = [], []
+        ends = list(itertools.accumulate(work.kv_lens))
+        for request in sorted({0, longest, work.batch - 1}):
+            rows = slice(request * work.q_len, (request + 1) * work.q_len)
+            keys = slice(ends[request] - work.kv_lens[request], ends[request])
+            exact.append(self._attention(self.q[rows], self.k[keys], self.v[keys]))
+            given.append(out.view_as(self.q)[rows].double())
+        want = torch.cat(exact)
+        return ((torch.cat(given) - want).norm() / want.norm()).item()
+
+    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """One request in float64."""
+        rows = q.double().unflatten(1, (self.work.kv_heads, -1))
+        scores = torch.einsum("qhgd,nhd->hgqn", rows, k.double()) * self.work.scale
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
+        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        return torch.einsum("hgqn,nhd->qhgd", weights, v.double()).flatten(1, 2)

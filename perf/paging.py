@@ -1,0 +1,33 @@
+"""Keys and values of requests in the pages of a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+
+class Pages(NamedTuple):
+    key: torch.Tensor  # [pages, page_size, kv_heads, dim]
+    value: torch.Tensor
+    table: torch.Tensor  # int32 [batch, pages of the longest request], -1 past a request's last page
+    used: torch.Tensor  # int32, the ids of the table without those -1
+
+
+def in_pages(key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], page_size: int) -> Pages:
+    """Pages in random order with ``key`` and ``value`` [tokens, kv_heads, dim], requests of ``lengths`` in a row."""
+    counts = [-(-length // page_size) for length in lengths]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int().to(key.device)
+    ids = order.split(counts)
+    table = torch.stack([torch.nn.functional.pad(i, (0, max(counts) - len(i)), value=-1) for i in ids])
+
+    def pool(tokens: torch.Tensor) -> torch.Tensor:
+        octets = tokens.view(torch.uint8)  # not every dtype has indexed copies
+        filled = torch.empty(sum(counts), page_size, *octets.shape[1:], dtype=torch.uint8, device=tokens.device)
+        for request, pages in zip(octets.split(list(lengths)), ids, strict=True):
+            padded = torch.nn.functional.pad(request, (0, 0, 0, 0, 0, len(pages) * page_size - len(request)))
+            filled[pages.long()] = padded.view(len(pages), *filled.shape[1:])
+        return filled.view(tokens.dtype)
+
+    return Pages(pool(key), pool(value), table, order)
