@@ -116,7 +116,7 @@ def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
 def test_slots_are_used_again(
     head_dim: int, kv_heads: int, group: int, q_len: int, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Many requests of unlike numbers of pieces, in every generation of a ring that holds one request and little more."""
+    """Many requests of unlike numbers of pieces, and a ring that holds one request and little more."""
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
     monkeypatch.setattr(splitting, "UNDER_WAY", 1)
     chunks = [18, 2, 3, 1, 17, 2, 2, 5, 18, 4] if q_len == 1 else [4, 2, 3, 1, 2, 4, 2]

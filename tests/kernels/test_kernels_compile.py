@@ -57,13 +57,20 @@ def usage(cubin: Path) -> Usage:
     return Usage(*map(int, found))
 
 
-def kernel_parameters(ptx: str) -> dict[str, int | set[int]]:
-    """Threads of a CTA and the register counts that roles change to."""
+class Parameters(NamedTuple):
+    """Threads of a CTA, and the register counts that roles go down and up to."""
+
+    threads: int
+    less: set[int]
+    more: set[int]
+
+
+def kernel_parameters(ptx: str) -> Parameters:
     (threads,) = re.findall(r"\.(?:req|max)ntid (\d+)", ptx)
     less, more = (
         set(map(int, re.findall(rf"setmaxnreg\.{kind}\.sync\.aligned\.u32\s+(\d+)", ptx))) for kind in ("dec", "inc")
     )
-    return dict(threads=int(threads), less=less, more=more)
+    return Parameters(int(threads), less, more)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -73,8 +80,11 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
     threads = WARPGROUP * len(config.registers)
     ptx = built.ptx.read_text()
     assert re.search(rf"^\.target {config.arch}$", ptx, re.MULTILINE)
-    consumer = {config.tile.consumer_registers}
-    assert kernel_parameters(ptx) == dict(threads=threads, less=set(config.registers) - consumer, more=consumer)
+    found = kernel_parameters(ptx)
+    assert found.threads == threads
+    launched = REGISTERS // threads // 8 * 8
+    assert set(config.registers) <= found.less | found.more
+    assert max(found.less) <= launched < min(found.more), "setmaxnreg the other way is an illegal instruction"
 
     used = usage(built.cubin)
     # What all threads start with must fit the SM, and be enough for what the roles then share out: more would hang.
