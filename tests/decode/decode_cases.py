@@ -12,12 +12,12 @@ from batches import Expected, starts
 from decode_batches import DecodeBatch
 
 from hopwell.kernels import Plan
-from hopwell.kernels.config import DTYPES
-from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
+from hopwell.kernels.decode_config import DTYPES, FP8, KV_TYPES, DecodeConfig, resolve_decode
 from hopwell.kernels.problem import LogSumExp, LseLayout, Mask, MaskKind
 
 HEAD_DIMS = (64, 128, 256, 512)
-TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
+TORCH_DTYPES = {name: dtype for dtype, name in (DTYPES | FP8).items()}
+KV_DTYPES = {kind: dtype for dtype, kind in KV_TYPES.items()}
 
 # What a launch happens in, such as the settings of the emulator.
 Setting = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -72,6 +72,7 @@ def batch_of(config: DecodeConfig, case: Case, device: str) -> DecodeBatch:
         dtype=TORCH_DTYPES[config.dtype],
         device=device,
         magnitude=case.magnitude,
+        kv_dtype=KV_DTYPES.get(config.kv_type),
         drafts=[draft_bits(case.drafts, n, seed) for seed, n in enumerate(case.q_lens)],
     )
 
@@ -87,23 +88,23 @@ def check_config(
     if case.tensor_scales:
         values = dict(softmax_scale=data.scale, output_scale=-1.5, output_factor=0.5)
         scales = {name: torch.tensor([value], device=device) for name, value in values.items()}
-    problem = data.decode(
-        page_size, mask, ragged=case.ragged, sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False), **scales
-    )
+    out_dtype = TORCH_DTYPES[config.out_dtype]
+    options = dict(out=data.output().to(out_dtype), sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False))
+    problem = data.decode(page_size, mask, ragged=case.ragged, **options, **scales)
     assert resolve_decode(problem, config.arch) == config
     first = None
     for setting in settings:
         lse.fill_(torch.nan)
         with setting():
             plan = Plan(problem)
-            found = plan.execute(replace(problem, out=data.output())), lse.clone()
+            found = plan.execute(replace(problem, out=torch.full_like(problem.out, torch.nan))).double(), lse.clone()
         first = first or found
         assert all(torch.equal(*pair) for pair in zip(first, found, strict=True)), "launches differ"
         assert not any(slab.any() for slab in plan.tickets._slabs), "counters are left behind"
     assert first is not None
-    expected = data.expected_decode(mask, sinks=sinks)
+    expected = data.expected_decode(mask, sinks=sinks, out_dtype=out_dtype)
     expected.check_lse(first[1], natural=False)
     for begin, length in zip(starts(data.q_lens), data.q_lens, strict=False):
         rows = slice(begin, begin + length)
         part = Expected(expected.out[rows], expected.rounded[rows], expected.lse[rows])
-        part.check(first[0][rows], factor=-0.75 if case.tensor_scales else 1.0)
+        part.check(first[0][rows].to(out_dtype), factor=-0.75 if case.tensor_scales else 1.0)
