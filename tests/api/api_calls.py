@@ -249,7 +249,7 @@ def _xqa_forms() -> list[Form]:
 
     return [
         Form("stacked-NHD", function, lambda: xqa(stacked("NHD"), "NHD")),
-        Form("fp8-HND", function, lambda: xqa(stacked("HND", FP8), "HND"), runs=False),
+        Form("fp8-HND", function, lambda: xqa(stacked("HND", FP8), "HND")),
         Form("nvfp4", function, nvfp4, runs=False),
         Form("drafts", function, drafts),
     ]

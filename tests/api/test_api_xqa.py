@@ -93,6 +93,13 @@ class TestProblem:
         assert scales == [(0.125, 3.0, 0.5), (1.0, 1.0, 1.0)]
         assert {type(scale) for three in scales for scale in three} == {float}
 
+    def test_an_fp8_output_has_one_factor(self, launched: Problems) -> None:
+        """bmm2_scale is made for its range, whatever else the caller says of it."""
+        out = data(BATCH, HEADS, DIM, dtype=FP8)
+        assert xqa("fp8-HND", out=out, bmm2_scale=3.0, o_scale=0.5) is out
+        xqa("fp8-HND", bmm2_scale=3.0, o_scale=0.5)
+        assert [(p.output_scale, p.output_factor) for p in launched] == [(3.0, 1.0), (3.0, 0.5)]
+
     def test_tensor_scales_stay_on_the_device(self, launched: Problems) -> None:
         scales = torch.tensor(0.5), torch.tensor([2.0]), torch.tensor([[0.25]])
         xqa(bmm1_scale=scales[0], bmm2_scale=scales[1], o_scale=scales[2])
@@ -248,6 +255,11 @@ class TestRefusals:
         for dim in (272, 320, 496):
             changes = dict(query=data(BATCH, HEADS, dim), kv_cache=data(PAGES, 2, PAGE, KV_HEADS, dim))
             refused(XQA, NotImplementedError, f"^{FUNCTIONS[XQA].__name__}: .*head_dim={dim}.*sm_90a", **changes)
+        for dim, dtype in itertools.product((144, 512), (FP8, torch.int8)):
+            cache = data(PAGES, 2, PAGE, KV_HEADS, dim, dtype=dtype)
+            size = xqa_workspace_bytes(HEADS, KV_HEADS, dim, CAPACITY, device="cpu")
+            changes = dict(query=data(BATCH, HEADS, dim), kv_cache=cache, workspace_buffer=torch.empty(size, dtype=U8))
+            refused(XQA, NotImplementedError, f"head_dim={dim}, kv_cache.dtype={dtype}", **changes)
         halves = data(PAGES, PAGE, KV_HEADS, DIM), data(PAGES, PAGE, KV_HEADS, DIM // 2)
         text = f"^kv_cache must have the head_dim of query, {DIM}, for V as well, got {DIM // 2}$"
         refused(XQA, ValueError, text, kv_cache=halves)

@@ -10,12 +10,13 @@ import reference
 import torch
 from batches import Batch, Expected, starts
 
-from hopwell.kernels.plan import EMULATED_SMS
+from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable, TokenOffsets
 from hopwell.kernels.splitting import scratch_bytes
 
 DRAFT = Mask(MaskKind.DRAFT)
 FULL = Mask(MaskKind.FULL)
+INT8_UNIT = 40.0  # what stands for 1
 
 
 def draft_words(visible: Sequence[torch.Tensor], words: int, generator: torch.Generator) -> torch.Tensor:
@@ -32,14 +33,35 @@ def draft_words(visible: Sequence[torch.Tensor], words: int, generator: torch.Ge
 
 @dataclass
 class DecodeBatch(Batch):
-    """``drafts`` are [q_len, q_len] of each request, true where a new token sees another; None for the causal ones."""
+    """``drafts`` are [q_len, q_len] of each request, true where a new token sees another; None for the causal ones.
+
+    With a ``kv_dtype`` of 8 bits, K and V have values that it can hold.
+    """
 
     drafts: Sequence[torch.Tensor] | None = None
+    kv_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.k, self.v = ([self._quantised(one) for one in tokens] for tokens in (self.k, self.v))
         if self.drafts is None:
             self.drafts = [torch.ones(n, n, dtype=torch.bool).tril() for n in self.q_lens]
+
+    def _quantised(self, values: torch.Tensor) -> torch.Tensor:
+        if self.kv_dtype is torch.int8:
+            return (values * INT8_UNIT).round().clamp(-127, 127)
+        return values if self.kv_dtype is None else values.to(self.kv_dtype).to(self.dtype)
+
+    @property
+    def scale(self) -> float:
+        """Of logits that are as large as with other caches."""
+        return super().scale / (INT8_UNIT if self.kv_dtype is torch.int8 else 1)
+
+    def _pool(self, *arguments: Any) -> torch.Tensor:
+        pool = super()._pool(*arguments)
+        if self.kv_dtype is torch.int8:  # which has no NaN
+            pool = pool.nan_to_num(127)
+        return pool if self.kv_dtype is None else pool.to(self.kv_dtype)
 
     def decode(self, page_size: int, mask: Mask = FULL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
         """The batch as a decode problem. With ``ragged`` query lengths come from offsets."""
@@ -68,25 +90,22 @@ class DecodeBatch(Batch):
     def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
         """Memory for partial results, full of NaN."""
         rows = self.heads // self.kv_heads * max(self.q_lens, default=0)
-        size = scratch_bytes(rows, self.kv_heads, self.v_head_dim, capacity, self._ctas())
+        size = scratch_bytes(rows, self.kv_heads, self.v_head_dim, capacity, multiprocessors(key.device))
         return torch.full((size // 4,), float("nan"), device=self.device)
 
-    def _ctas(self) -> int:
-        if self.device == "cpu":
-            return EMULATED_SMS
-        return torch.cuda.get_device_properties(self.device).multi_processor_count
-
-    def expected_decode(self, mask: Mask = FULL, *, sinks: torch.Tensor | None = None) -> Expected:
+    def expected_decode(
+        self, mask: Mask = FULL, *, sinks: torch.Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Expected:
         exact, rounded, lse = [], [], []
         begins = starts(self.q_lens)
-        for i, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+        for i, q_len in enumerate(self.q_lens):
             q = self.q[begins[i] : begins[i] + q_len]
             seen = self.visible(i, mask)
             arguments = (q, self.k[i], self.v[i], self.scale, seen, sinks)
             out, log = reference.attention(*arguments)
             exact.append(out)
             lse.append(log)
-            rounded.append(reference.attention(*arguments, rounded=self.dtype)[0])
+            rounded.append(reference.attention(*arguments, rounded=out_dtype or self.dtype)[0])
         return Expected(torch.cat(exact), torch.cat(rounded), torch.cat(lse))
 
     def visible(self, request: int, mask: Mask) -> torch.Tensor:

@@ -3,5 +3,5 @@ from __future__ import annotations
 import pathlib
 import sys
 
-# The batches and the float64 reference of the kernels' own tests.
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "prefill"))
+# Batches, the float64 reference and what stands for all kernels: shared with the tests of the kernels.
+sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("prefill", "decode", "kernels")]

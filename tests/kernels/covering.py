@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from hopwell.kernels.config import TILES, KvFetch, PrefillConfig, Tile, shipped_configs, tile_of
+from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile, shipped_configs, tile_of
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.problem import MaskKind, ScoreKind
 
@@ -85,15 +85,17 @@ def covering_decode_configs() -> list[DecodeConfig]:
     """Decode kernels that stand for all: a mask changes what consumers do, a fetch what producers do."""
 
     def stands_for_others(c: DecodeConfig) -> bool:
-        if c.dtype != "bf16":
-            return c.mask is MaskKind.DRAFT and (c.kv_fetch, c.box_rows) == PAGES16
-        return c.mask is MaskKind.DRAFT or (c.kv_fetch, c.box_rows) == PAGES16
+        plain = c.mask is MaskKind.DRAFT, (c.kv_fetch, c.box_rows) == PAGES16
+        # How values are widened goes by both types; masks and fetches know the width alone.
+        return any(plain) if c.dtype == "bf16" and c.kv_type is not KvType.INT8 else all(plain)
 
-    # Padded columns, in both ways to fetch: boxes, and rows that are filled up.
+    # Padded columns, in both ways to fetch: boxes, and rows that are filled up. And an output of 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
+    narrow = ("sm_90a", "bf16", "e4m3")
     return [
         *filter(stands_for_others, shipped_decode_configs()),
-        *(DecodeConfig(*padded, *fetch) for fetch in (PAGES16, ROWS)),
+        *(DecodeConfig(*padded, *fetch, kv) for fetch in (PAGES16, ROWS) for kv in (KvType.WIDE, KvType.E4M3)),
+        *(DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3) for dim in (64, 128, 256)),
     ]
 
 

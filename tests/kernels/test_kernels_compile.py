@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from covering import covering_configs
+from covering import COVERING_DECODE, covering_configs
 
 from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.config import REGISTERS, SHARED_BYTES, WARPGROUP, PrefillConfig
+from hopwell.kernels.config import REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, PrefillConfig
+from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.prefill import PrefillSm90
 from hopwell.kernels.toolchain import Artifact, artifact
 
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.compile
 
 CUOBJDUMP = "nvidia-cuda-cuobjdump"
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
-CONFIGS = covering_configs()
+PREFILL = covering_configs()
+CONFIGS: list[KernelConfig] = [*PREFILL, *COVERING_DECODE]
 
 
 def cuobjdump() -> str:
@@ -55,42 +57,51 @@ def usage(cubin: Path) -> Usage:
     return Usage(*map(int, found))
 
 
-def kernel_parameters(ptx: str) -> dict[str, int]:
-    """Threads of a CTA and the register counts that roles change to."""
+class Parameters(NamedTuple):
+    """Threads of a CTA, and the register counts that roles go down and up to."""
+
+    threads: int
+    less: set[int]
+    more: set[int]
+
+
+def kernel_parameters(ptx: str) -> Parameters:
     (threads,) = re.findall(r"\.(?:req|max)ntid (\d+)", ptx)
-    (producer,) = set(re.findall(r"setmaxnreg\.dec\.sync\.aligned\.u32\s+(\d+)", ptx))
-    (consumer,) = set(re.findall(r"setmaxnreg\.inc\.sync\.aligned\.u32\s+(\d+)", ptx))
-    return dict(threads=int(threads), producer=int(producer), consumer=int(consumer))
+    less, more = (
+        set(map(int, re.findall(rf"setmaxnreg\.{kind}\.sync\.aligned\.u32\s+(\d+)", ptx))) for kind in ("dec", "inc")
+    )
+    return Parameters(int(threads), less, more)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_compiles_and_fits(config: PrefillConfig) -> None:
+def test_compiles_and_fits(config: KernelConfig) -> None:
     built = artifact(config)
     assert built.is_sound()
-    tile, groups = config.tile, config.consumer_warpgroups
-    threads = WARPGROUP * (groups + 1)
+    threads = WARPGROUP * len(config.registers)
     ptx = built.ptx.read_text()
     assert re.search(rf"^\.target {config.arch}$", ptx, re.MULTILINE)
-    assert kernel_parameters(ptx) == dict(
-        threads=threads, producer=tile.producer_registers, consumer=tile.consumer_registers
-    )
+    found = kernel_parameters(ptx)
+    assert found.threads == threads
+    launched = REGISTERS // threads // 8 * 8
+    assert set(config.registers) <= found.less | found.more
+    assert max(found.less) <= launched < min(found.more), "setmaxnreg the other way is an illegal instruction"
 
     used = usage(built.cubin)
     # What all threads start with must fit the SM, and be enough for what the roles then share out: more would hang.
     assert used.registers * threads <= REGISTERS
-    asked = WARPGROUP * (tile.producer_registers + groups * tile.consumer_registers)
-    assert asked <= used.registers * threads
+    assert WARPGROUP * sum(config.registers) <= used.registers * threads
     assert (used.stack, used.local) == (0, 0), "registers are spilled"
 
     # All shared memory is asked for at the launch, but for what the system keeps.
     assert used.shared <= SYSTEM_SHARED_BYTES
-    assert PrefillSm90(config).shared_bytes <= SHARED_BYTES
+    kernel = PrefillSm90 if isinstance(config, PrefillConfig) else DecodeSm90
+    assert kernel(config).shared_bytes <= SHARED_BYTES
     # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
     assert b"exceed" not in built.object_file.read_bytes()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
-def test_touches_no_memory_before_the_grid_in_front_is_done(config: PrefillConfig) -> None:
+def test_touches_no_memory_before_the_grid_in_front_is_done(config: KernelConfig) -> None:
     """With programmatic dependent launch that grid may still be writing this one's operands, or reading its output."""
     before, *after = artifact(config).ptx.read_text().split("griddepcontrol.wait")
     assert len(after) == 1
@@ -98,8 +109,8 @@ def test_touches_no_memory_before_the_grid_in_front_is_done(config: PrefillConfi
     assert not re.search(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async", before)
 
 
-@pytest.mark.parametrize("config", CONFIGS[:1], ids=lambda config: config.name)
-def test_loads_from_disk(config: PrefillConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("config", [PREFILL[0], COVERING_DECODE[0]], ids=lambda config: config.name)
+def test_loads_from_disk(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object file alone gives the launch function; neither needs a GPU."""
     artifact(config)
     monkeypatch.setenv("HOPWELL_JIT", "forbid")
@@ -113,7 +124,7 @@ def test_output_of_the_other_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """Not shipped, compiled in other processes, and not found in the cache of the shipped ones."""
     monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
     mixed = [
-        PrefillConfig("sm_90a", *dtypes, 128, 128, CONFIGS[0].mask, CONFIGS[0].kv_fetch, 0)
+        PrefillConfig("sm_90a", *dtypes, 128, 128, PREFILL[0].mask, PREFILL[0].kv_fetch, 0)
         for dtypes in (("bf16", "fp16"), ("fp16", "bf16"))
     ]
     built = {one.path.name: one for one in compile_ahead(mixed, jobs=2)}

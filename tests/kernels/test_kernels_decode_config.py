@@ -12,7 +12,7 @@ import torch
 from covering import COVERING_DECODE
 from kernel_problems import CACHES, cache, empty, paged
 
-from hopwell.kernels.config import DTYPES, REGISTERS, SHARED_BYTES, WARPGROUP, KvFetch, paged_fetches
+from hopwell.kernels.config import DTYPES, REGISTERS, SHARED_BYTES, WARPGROUP, KvFetch, KvType, paged_fetches
 from hopwell.kernels.decode_config import (
     COMPILED_HEAD_DIMS,
     HEAD_DIMS,
@@ -24,7 +24,7 @@ from hopwell.kernels.decode_config import (
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.splitting import ROWS
-from hopwell.kernels.support import MAX_PAGE_SIZE
+from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS, MAX_PAGE_SIZE
 
 ARCH = "sm_90a"
 SHIPPED = list(shipped_decode_configs())
@@ -37,11 +37,18 @@ def problem(form: str = "tuple-HND", page_size: int = 16, dim: int = 128, **chan
     return paged(*cache(form, page_size, (dim, dim), dtype=dtype), **changes)
 
 
-def of_dim(dim: int) -> list[DecodeConfig]:
-    """Every kernel of a head dim with bf16 operands, shipped or not."""
+def dims_of(kv_type: KvType) -> tuple[int, ...]:
+    return HEAD_DIMS if kv_type is KvType.WIDE else DECODE_8BIT_HEAD_DIMS
+
+
+def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
+    """Every kernel of a head dim with bf16 queries, shipped or not."""
     common = (ARCH, "bf16", "bf16", dim, dim)
-    tile_n = DecodeConfig(*common, MaskKind.FULL, *paged_fetches(1)[0]).tile.n
-    return [DecodeConfig(*common, mask, *fetch) for mask in MASKS for fetch in paged_fetches(tile_n)]
+    tile_n = DecodeConfig(*common, MaskKind.FULL, *paged_fetches(1)[0], kv_type).tile.n
+    return [DecodeConfig(*common, mask, *fetch, kv_type) for mask in MASKS for fetch in paged_fetches(tile_n)]
+
+
+EVERY_DIM = [(dim, kv_type) for kv_type in KvType for dim in dims_of(kv_type)]
 
 
 class TestShipped:
@@ -64,6 +71,7 @@ class TestShipped:
             mask=MaskKind.DRAFT,
             kv_fetch=KvFetch.PAGE_ROWS,
             box_rows=16,
+            kv_type=KvType.INT8,
         )
         assert set(others) == {field.name for field in fields(DecodeConfig)}
         for field, value in others.items():
@@ -72,8 +80,9 @@ class TestShipped:
             assert changed.name != base.name, field
 
     def test_all_combinations(self) -> None:
-        found = {(c.dtype, c.head_dim_qk, c.mask) for c in SHIPPED}
-        assert found == set(itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS))
+        found = {(c.dtype, c.mask, c.head_dim_qk, c.kv_type) for c in SHIPPED}
+        combinations = itertools.product(DTYPES.values(), MASKS, COMPILED_HEAD_DIMS, KvType)
+        assert found == {(*rest, dim, kv_type) for *rest, dim, kv_type in combinations if dim in dims_of(kv_type)}
         assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
 
     def test_other_archs_have_none(self) -> None:
@@ -81,23 +90,25 @@ class TestShipped:
 
     def test_what_is_compiled_in_tests_stands_for_all(self) -> None:
         """Every head dim with every mask and with every way to fetch, and every dtype."""
-        for one, other in (("head_dim_qk", "mask"), ("head_dim_qk", "dtype")):
-            pairs = {(getattr(c, one), getattr(c, other)) for c in SHIPPED}
-            assert pairs <= {(getattr(c, one), getattr(c, other)) for c in COVERING_DECODE}
-        fetches = {(c.head_dim_qk, c.kv_fetch, c.box_rows) for c in SHIPPED}
-        assert fetches <= {(c.head_dim_qk, c.kv_fetch, c.box_rows) for c in COVERING_DECODE}
+        for facts in (
+            lambda c: (c.head_dim_qk, c.dtype, c.kv_type),
+            lambda c: (c.head_dim_qk, c.mask, c.kv_bytes),
+            lambda c: (c.head_dim_qk, c.kv_fetch, c.box_rows, c.kv_bytes),
+        ):
+            assert set(map(facts, SHIPPED)) <= set(map(facts, COVERING_DECODE))
 
 
 class TestResources:
-    @pytest.mark.parametrize("dim", HEAD_DIMS)
-    def test_every_head_dim_fits(self, dim: int) -> None:
+    @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
+    def test_every_head_dim_fits(self, dim: int, kv_type: KvType) -> None:
         """Shared memory, registers at the launch, and rows of one tile."""
-        for config in of_dim(dim):
+        for config in of_dim(dim, kv_type):
             kernel = DecodeSm90(config)
             assert kernel.shared_bytes <= SHARED_BYTES
             assert config.tile.m == ROWS
             assert WARPGROUP * sum(config.registers) <= REGISTERS
-            assert len(config.registers) == 1 + config.consumer_warpgroups + config.has_merge_role
+            more = (kv_type is not KvType.WIDE) + config.has_merge_role
+            assert len(config.registers) == 1 + config.consumer_warpgroups + more
             assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in config.registers)
 
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
@@ -106,11 +117,16 @@ class TestResources:
         for config in of_dim(dim):
             assert config.tile.kv_stages * config.tile.n * sum(config.columns) * 2 >= 128 << 10
 
+    @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
+    def test_chunks_are_whole_tiles(self, dim: int, kv_type: KvType) -> None:
+        for config in of_dim(dim, kv_type):
+            assert config.chunk_tokens % config.tile.n == 0
+
     def test_edges_are_in_the_docstring(self) -> None:
-        for dim in (128, 512):
-            for edge in DecodeSm90(of_dim(dim)[0]).edges:
-                assert f"\n        {edge.name} " in (DecodeSm90.__doc__ or "")
-                assert f"{edge.producer} -> " in (DecodeSm90.__doc__ or "")
+        for dim, kv_type in ((128, KvType.WIDE), (128, KvType.INT8), (512, KvType.WIDE)):
+            for edge in DecodeSm90(of_dim(dim, kv_type)[0]).edges:
+                assert re.search(rf"\b{edge.name}\b", DecodeSm90.__doc__ or "")
+                assert re.search(rf"\b{edge.producer}\b.* -> ", DecodeSm90.__doc__ or "")
 
 
 class TestResolve:
@@ -148,6 +164,16 @@ class TestResolve:
         drafts = [replace(base, mask=Mask(MaskKind.DRAFT, left)) for left in (-1, 0, 4096)]
         assert len({resolve_decode(draft, ARCH) for draft in drafts}) == 1
 
+    @pytest.mark.parametrize("kv_type", [KvType.E4M3, KvType.INT8])
+    def test_caches_of_8_bits(self, kv_type: KvType) -> None:
+        dtype = {KvType.E4M3: torch.float8_e4m3fn, KvType.INT8: torch.int8}[kv_type]
+        for dim, page_size, out in itertools.product(DECODE_8BIT_HEAD_DIMS, PAGE_SIZES, (None, torch.float8_e4m3fn)):
+            query = empty(60, 4, dim)
+            given = None if out is None else empty(60, 4, dim, dtype=out)
+            config = resolve_decode(problem(page_size=page_size, dim=dim, dtype=dtype, query=query, out=given), ARCH)
+            assert replace(config, out_dtype="bf16") in of_dim(dim, kv_type)
+            assert config.out_dtype == ("bf16" if out is None else "e4m3")
+
     def test_output_of_the_other_dtype(self) -> None:
         config = resolve_decode(problem(out=empty(60, 4, 128, dtype=torch.float16)), ARCH)
         assert (config.dtype, config.out_dtype) == ("bf16", "fp16")
@@ -169,6 +195,11 @@ class TestRefusals:
     @pytest.mark.parametrize("dim", [8, 24, 40, 272, 320, 496, 528, 1024])
     def test_other_head_dims(self, dim: int) -> None:
         assert f"{dim}/{dim} have no decode kernel on sm_90a; supported: " in self.refusal(problem(dim=dim))
+
+    @pytest.mark.parametrize("dim", sorted(set(HEAD_DIMS) - set(DECODE_8BIT_HEAD_DIMS)))
+    def test_other_head_dims_of_8_bits(self, dim: int) -> None:
+        message = self.refusal(problem(dim=dim, dtype=torch.int8, query=empty(60, 4, dim)))
+        assert f"head dim {dim} has no decode kernel on sm_90a with a torch.int8 cache; supported: 16, 32" in message
 
     def test_v_of_another_width(self) -> None:
         assert "192/128" in self.refusal(paged(*cache("tuple-HND", 16, (192, 128)), mask=Mask(MaskKind.FULL)))

@@ -17,7 +17,7 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32
 
-from hopwell.kernels.config import BLOCK_COLUMNS, KernelConfig, shipped_configs
+from hopwell.kernels.config import BLOCK_COLUMNS, KernelConfig, KvType, shipped_configs
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, kv_source
@@ -30,7 +30,8 @@ from hopwell.kernels.parts.kv_source import (
     PageColumnBoxes,
     PageRows,
 )
-from hopwell.kernels.sm90.kernel import AttentionSm90
+from hopwell.kernels.sm90.decode import DecodeSm90
+from hopwell.kernels.sm90.prefill import PrefillSm90
 
 pytestmark = pytest.mark.traced
 
@@ -82,11 +83,12 @@ class Case(NamedTuple):
 
 def all_cases() -> list[Case]:
     found: dict[tuple[Any, ...], Case] = {}
-    configs = itertools.chain(shipped_configs(), shipped_decode_configs())
-    for config, is_value in itertools.product(configs, (False, True)):
+    decode = (config for config in shipped_decode_configs() if config.kv_type is KvType.WIDE)
+    for config, is_value in itertools.product(itertools.chain(shipped_configs(), decode), (False, True)):
+        kernel = DecodeSm90 if isinstance(config, DecodeConfig) else PrefillSm90
         operand = (KvOperand.value if is_value else KvOperand.key)(ADDRESSES, geometry(16), config)
         key = (
-            AttentionSm90(config).source,
+            kernel(config).source,
             config.tile.n,
             config.box_rows,
             operand.head_dim,

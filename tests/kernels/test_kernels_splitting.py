@@ -7,7 +7,6 @@ import itertools
 import pytest
 
 from hopwell.kernels.splitting import (
-    CHUNK_TOKENS,
     COMFORTABLE_BYTES,
     DOUBLINGS,
     GROUP_PIECES,
@@ -17,6 +16,7 @@ from hopwell.kernels.splitting import (
     STATISTICS,
     TICKETS,
     UNDER_WAY,
+    chunk_tokens,
     counter_ints,
     scratch_bytes,
     slot_bytes,
@@ -24,11 +24,22 @@ from hopwell.kernels.splitting import (
 )
 
 CAPACITIES = (0, 1, 511, 512, 513, 5000, 255 * 512, 255 * 512 + 1, 256 * 512, 256 * 512 + 1, 1 << 20, 2**31 - 1)
+COLUMNS = (16, 48, 64, 128, 256, 512)
 
 
 def test_longest_chunks_are_long_enough() -> None:
     """Of all the keys that 32 bits can count, wherever the first visible one lies in its chunk."""
-    assert (CHUNK_TOKENS << DOUBLINGS) * (MAX_CHUNKS - 1) >= 2**31
+    for columns in COLUMNS:
+        assert (chunk_tokens(columns) << DOUBLINGS) * (MAX_CHUNKS - 1) >= 2**31
+
+
+def test_chunks_have_equal_bytes() -> None:
+    """As equal as powers of two can be, so that they take equal times."""
+    assert [chunk_tokens(columns) for columns in (64, 128, 256, 512)] == [1024, 512, 256, 128]
+    for columns in range(16, 513, 16):
+        tokens = chunk_tokens(columns)
+        assert tokens & (tokens - 1) == 0
+        assert 512 * 128 / 2 < tokens * columns <= 512 * 128
 
 
 def test_two_levels_of_merges_are_enough() -> None:
@@ -39,9 +50,9 @@ def test_two_levels_of_merges_are_enough() -> None:
 @pytest.mark.parametrize("ctas", [1, 4, 132])
 def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
     """Else a piece would wait for a slot whose turn comes only after its own."""
-    for rows, kv_heads, columns in itertools.product((1, 16, 64, 65, 2048), (1, 8, 64), (16, 128, 512)):
+    for rows, kv_heads, columns in itertools.product((1, 16, 64, 65, 2048), (1, 8, 64), COLUMNS):
         # Chunks begin at whole multiples of their length, so that the keys of a window may touch one more.
-        chunks = min(-(-capacity // CHUNK_TOKENS) + 1, MAX_CHUNKS)
+        chunks = min(-(-capacity // chunk_tokens(columns)) + 1, MAX_CHUNKS)
         of_request = chunks * kv_heads * -(-rows // ROWS)
         assert slot_count(rows, kv_heads, columns, capacity, ctas) >= of_request + UNDER_WAY * ctas
 
@@ -53,7 +64,7 @@ def test_slots_that_cost_little_are_there_anyway() -> None:
 @pytest.mark.parametrize("rows", [1, 8, 63, 64, 65, 2048])
 def test_scratch_holds_outputs_and_statistics(rows: int) -> None:
     """Of at most a tile of rows in each slot, behind the next 16 bytes."""
-    for columns, capacity in itertools.product((16, 128, 512), CAPACITIES):
+    for columns, capacity in itertools.product(COLUMNS, CAPACITIES):
         slots = slot_count(rows, 2, columns, capacity, 132)
         floats = slots * min(rows, ROWS) * (columns + STATISTICS)
         assert scratch_bytes(rows, 2, columns, capacity, 132) >= 4 * floats + 15

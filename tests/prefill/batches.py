@@ -193,8 +193,8 @@ class Expected:
     def check(self, out: torch.Tensor, factor: float = 1.0) -> None:
         """``out`` is within twice what 16-bit rounding costs of ``factor`` times the expected output."""
         assert out.shape == self.out.shape
-        assert not out.isnan().any(), f"{int(out.isnan().any(2).any(1).sum())} rows hold NaN"
         exact, got = self.out * factor, out.double()
+        assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"
         if exact.numel() == 0:
             return
         unit = torch.finfo(out.dtype).eps

@@ -1,0 +1,110 @@
+"""A batch through the decode kernel of a given config, checked against float64: on the GPU and on the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from batches import Expected, starts
+from decode_batches import DecodeBatch
+
+from hopwell.kernels import Plan
+from hopwell.kernels.decode_config import DTYPES, FP8, KV_TYPES, DecodeConfig, resolve_decode
+from hopwell.kernels.problem import LogSumExp, LseLayout, Mask, MaskKind
+
+HEAD_DIMS = (64, 128, 256, 512)
+TORCH_DTYPES = {name: dtype for dtype, name in (DTYPES | FP8).items()}
+KV_DTYPES = {kind: dtype for dtype, kind in KV_TYPES.items()}
+
+# What a launch happens in, such as the settings of the emulator.
+Setting = Callable[[], contextlib.AbstractContextManager[Any]]
+PLAIN: tuple[Setting, ...] = (contextlib.nullcontext, contextlib.nullcontext)
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests and options. ``window`` counts the keys to the left that are visible, -1 for all."""
+
+    q_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    group: int = 4
+    kv_heads: int = 1
+    window: int = -1
+    drafts: str = "tree"  # which of the new tokens see which, see draft_bits
+    ragged: bool = False
+    sinks: bool = True
+    tensor_scales: bool = False
+    magnitude: float = 1.0
+
+
+def draft_bits(kind: str, q_len: int, seed: int) -> torch.Tensor:
+    """[q_len, q_len], true where a new token sees another."""
+    own = torch.eye(q_len, dtype=torch.bool)
+    if kind == "linear":
+        return torch.ones(q_len, q_len, dtype=torch.bool).tril()
+    if kind == "full":
+        return torch.ones(q_len, q_len, dtype=torch.bool)
+    if kind == "none":
+        return ~torch.ones(q_len, q_len, dtype=torch.bool)
+    generator = torch.Generator().manual_seed(seed)
+    if kind == "any":
+        return torch.randint(0, 2, (q_len, q_len), generator=generator) > 0
+    # A tree: each token sees itself and what its parent sees.
+    for token in range(1, q_len):
+        own[token] |= own[int(torch.randint(token, (1,), generator=generator))]
+    return own
+
+
+def mask_of(config: DecodeConfig, case: Case) -> Mask:
+    return Mask(config.mask, case.window if config.mask is not MaskKind.FULL else -1)
+
+
+def batch_of(config: DecodeConfig, case: Case, device: str) -> DecodeBatch:
+    return DecodeBatch(
+        case.q_lens,
+        case.kv_lens,
+        heads=case.group * case.kv_heads,
+        kv_heads=case.kv_heads,
+        head_dim=config.head_dim_qk,
+        dtype=TORCH_DTYPES[config.dtype],
+        device=device,
+        magnitude=case.magnitude,
+        kv_dtype=KV_DTYPES.get(config.kv_type),
+        drafts=[draft_bits(case.drafts, n, seed) for seed, n in enumerate(case.q_lens)],
+    )
+
+
+def check_config(
+    config: DecodeConfig, case: Case, page_size: int, device: str = "cuda", settings: Sequence[Setting] = PLAIN
+) -> None:
+    """Output and log-sum-exp of every request match; every launch gives the same bits and leaves its counters zero."""
+    data, mask = batch_of(config, case, device), mask_of(config, case)
+    sinks = torch.linspace(-1.0, 2.0, data.heads, device=device) if case.sinks else None
+    lse = torch.full((data.tokens, data.heads), torch.nan, device=device)
+    scales: dict[str, Any] = {}
+    if case.tensor_scales:
+        values = dict(softmax_scale=data.scale, output_scale=-1.5, output_factor=0.5)
+        scales = {name: torch.tensor([value], device=device) for name, value in values.items()}
+    out_dtype = TORCH_DTYPES[config.out_dtype]
+    options = dict(out=data.output().to(out_dtype), sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False))
+    problem = data.decode(page_size, mask, ragged=case.ragged, **options, **scales)
+    assert resolve_decode(problem, config.arch) == config
+    first = None
+    for setting in settings:
+        lse.fill_(torch.nan)
+        with setting():
+            plan = Plan(problem)
+            found = plan.execute(replace(problem, out=torch.full_like(problem.out, torch.nan))).double(), lse.clone()
+        first = first or found
+        assert all(torch.equal(*pair) for pair in zip(first, found, strict=True)), "launches differ"
+        assert not any(slab.any() for slab in plan.tickets._slabs), "counters are left behind"
+    assert first is not None
+    expected = data.expected_decode(mask, sinks=sinks, out_dtype=out_dtype)
+    expected.check_lse(first[1], natural=False)
+    for begin, length in zip(starts(data.q_lens), data.q_lens, strict=False):
+        rows = slice(begin, begin + length)
+        part = Expected(expected.out[rows], expected.rounded[rows], expected.lse[rows])
+        part.check(first[0][rows].to(out_dtype), factor=-0.75 if case.tensor_scales else 1.0)

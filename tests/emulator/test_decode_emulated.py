@@ -1,0 +1,129 @@
+"""The decode kernels on the emulator, against float64, in one ordinary and two adverse schedules.
+
+All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN,
+and so is the scratch at first; what one launch leaves there the next one finds.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+from covering import COVERING_DECODE
+from decode_cases import HEAD_DIMS, Case, Setting, check_config
+
+from hopwell import emulator
+from hopwell.kernels import splitting
+from hopwell.kernels.config import KvFetch, KvType
+from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.splitting import GROUP_PIECES
+
+pytestmark = pytest.mark.emulator
+
+
+def is_emulated(config: DecodeConfig) -> bool:
+    """All but what would only take longer: boxes between the smallest and the tallest, and in the same way 8-bit caches
+    with boxes of other than 16 tokens and further dtypes of queries and outputs."""
+    if config.dtype != "bf16" or config.out_dtype != "bf16":
+        return config.head_dim_qk == (64 if config.kv_type is KvType.E4M3 else 128)
+    return config.box_rows in ((0, 8, 16, 64) if config.kv_type is KvType.WIDE else (0, 16))
+
+
+CONFIGS = [config for config in COVERING_DECODE if is_emulated(config)]
+
+
+def setting(schedule: str, seed: int = 0) -> Setting:
+    return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, race=True, proxy=True)
+
+
+def schedules(seed: int, adverse: int = 2) -> Sequence[Setting]:
+    """The seed goes with the case, so that the cases together see many schedules."""
+    drawn = [setting(("random", "priority")[i % 2], seed + i) for i in range(adverse)]
+    return setting("eager"), *drawn
+
+
+def kernel(head_dim: int, mask: MaskKind) -> DecodeConfig:
+    """The bf16 kernel for pages of 16 tokens."""
+    return DecodeConfig("sm_90a", "bf16", "bf16", head_dim, head_dim, mask, KvFetch.PAGE_BOXES, 16)
+
+
+def page_sizes(config: DecodeConfig) -> list[int]:
+    if config.kv_fetch is KvFetch.PAGE_ROWS:
+        return [1, 4]
+    tallest = max(c.box_rows for c in CONFIGS if c.tile == config.tile)
+    # Pages beyond the tallest box are several boxes.
+    return [config.box_rows, 256] if config.box_rows == tallest else [config.box_rows]
+
+
+def cases() -> Iterator[object]:
+    for config in CONFIGS:
+        yield from (pytest.param(config, size, id=f"{config.name}-page{size}") for size in page_sizes(config))
+
+
+def lengths(chunk: int) -> list[int]:
+    return [0, 1, 5, chunk - 1, chunk, chunk + 1, 2 * chunk + 77]
+
+
+def drafts(chunk: int) -> list[tuple[int, int]]:
+    """New tokens and keys: fewer keys than tokens, drafts across the end of a chunk, and requests without tokens."""
+    return [(3, 1), (0, 40), (5, 5), (1, chunk), (37, chunk + 9), (2, 0), (33, 2 * chunk + 40)]
+
+
+@pytest.mark.parametrize(("config", "page_size"), cases())
+def test_decode(config: DecodeConfig, page_size: int) -> None:
+    """A few requests from no keys to three chunks; with drafts more rows than a tile has."""
+    seed, chunk = CONFIGS.index(config), config.chunk_tokens
+    case = Case([1] * 7, lengths(chunk), group=(1, 3, 4, 7, 16)[seed % 5], kv_heads=2)
+    if config.mask is MaskKind.SLIDING_WINDOW:
+        case = replace(case, window=(70, chunk + 3)[seed % 2])
+    if config.mask is MaskKind.DRAFT:
+        q_lens, kv_lens = zip(*drafts(chunk), strict=True)
+        window = (-1, 100, 0, chunk - 5)[seed % 4]
+        kind = ("tree", "any", "full", "linear", "none")[seed % 5]
+        case = Case(q_lens, kv_lens, (3, 4, 1, 6)[seed % 4], window=window, drafts=kind, ragged=True)
+    check_config(config, case, page_size, "cpu", schedules(10 * seed))
+    assert not emulator.report().warnings
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_scales_on_the_device(head_dim: int) -> None:
+    config = kernel(head_dim, MaskKind.DRAFT)
+    case = Case([2, 2], [90, config.chunk_tokens + 33], group=4, tensor_scales=True, sinks=False)
+    check_config(config, case, 16, "cpu", schedules(3, adverse=1))
+
+
+@pytest.mark.parametrize("group", [1, 5, 16])
+def test_more_requests_than_lanes(group: int) -> None:
+    """And more work than CTAs: units of many requests are found in the right order."""
+    config = kernel(512, MaskKind.FULL)
+    kv_lens = [(0, 3, 40, config.chunk_tokens + 1)[i * i % 7 % 4] for i in range(75)]
+    case = Case([1] * len(kv_lens), kv_lens, group=group, sinks=False)
+    check_config(config, case, 16, "cpu", schedules(group, adverse=1))
+
+
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 3), (512, 2)])
+def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
+    """Chunks of one group and one more, of one and of two whole groups and of three; and a window that leaves few."""
+    n, chunk = GROUP_PIECES, kernel(head_dim, MaskKind.FULL).chunk_tokens
+    kv_lens = [(n + 1) * chunk, n * chunk, 2 * n * chunk, 2 * n * chunk + 1][: 4 if head_dim > 128 else 2]
+    case = Case([1] * len(kv_lens), kv_lens, group=2, kv_heads=kv_heads)
+    check_config(kernel(head_dim, MaskKind.FULL), case, 16, "cpu", schedules(kv_heads, adverse=1))
+    short = replace(case, window=2 * chunk)
+    check_config(kernel(head_dim, MaskKind.SLIDING_WINDOW), short, 16, "cpu", schedules(kv_heads, adverse=1))
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 2, 1), (128, 2, 3, 30), (512, 1, 1, 1)])
+def test_slots_are_used_again(
+    head_dim: int, kv_heads: int, group: int, q_len: int, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Many requests of unlike numbers of pieces, and a ring that holds one request and little more."""
+    monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
+    monkeypatch.setattr(splitting, "UNDER_WAY", 1)
+    config = kernel(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL)
+    chunks = [18, 2, 3, 1, 17, 2, 2, 5, 18, 4] if q_len == 1 else [4, 2, 3, 1, 2, 4, 2]
+    case = Case([q_len] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group, kv_heads, sinks=False)
+    check_config(config, case, 16, "cpu", [setting(("random", "priority")[seed % 2], seed)])
