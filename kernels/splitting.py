@@ -1,7 +1,7 @@
 """How decode cuts the keys of a request, and the memory that the pieces need. Plain numbers, host and device."""
 
-# A chunk takes about 8 us of a CTA: short enough to spread few requests over all SMs, long enough that a piece (4 KiB at
-# 8 rows and 128 columns) is little beside its keys and values (256 KiB).
+# A chunk takes about 8 us of a CTA: short enough to spread few requests over all SMs, long enough that a piece (4 KiB
+# at 8 rows and 128 columns) is little beside its keys and values (256 KiB).
 CHUNK_ELEMENTS = 512 * 128  # of K, for narrow heads
 MIN_CHUNK_TOKENS = 512  # with half of it, 304 instead of 263 us at 32 x 8192 tokens of 256 columns (H200, 2026-11-21)
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
