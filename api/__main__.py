@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import logging
 import re
 import sys
@@ -42,8 +43,10 @@ def _demo(options: argparse.Namespace) -> int:
 def _compile(options: argparse.Namespace) -> int:
     from hopwell.kernels import toolchain
     from hopwell.kernels.config import shipped_configs
+    from hopwell.kernels.decode_config import shipped_decode_configs
 
-    configs = [config for config in shipped_configs(options.arch) if re.search(options.match, config.name)]
+    shipped = itertools.chain(shipped_configs(options.arch), shipped_decode_configs(options.arch))
+    configs = [config for config in shipped if re.search(options.match, config.name)]
     if not configs:
         print(f"no kernel for {options.arch} has a name that matches {options.match!r}", file=sys.stderr)
         return 1

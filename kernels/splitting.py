@@ -1,8 +1,9 @@
 """How decode cuts the keys of a request, and the memory that the pieces need. Plain numbers, host and device."""
 
-# A chunk takes about 8 us of a CTA: short enough to spread few requests over all SMs, long enough that a piece's partial
-# result (4 KiB at 8 rows and 128 columns) is little beside its keys and values (256 KiB).
-CHUNK_ELEMENTS = 512 * 128  # of K
+# A chunk takes about 8 us of a CTA: short enough to spread few requests over all SMs, long enough that a piece (4 KiB
+# at 8 rows and 128 columns) is little beside its keys and values (256 KiB).
+CHUNK_ELEMENTS = 512 * 128  # of K, for narrow heads
+MIN_CHUNK_TOKENS = 512  # with half of it, 304 instead of 263 us at 32 x 8192 tokens of 256 columns (H200, 2026-11-21)
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
 DOUBLINGS = 17  # 2^31 tokens in no more than MAX_CHUNKS
 GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
@@ -20,7 +21,7 @@ SLOT_COUNTERS = 3  # int32 of a slot: its generation, pieces of a group that are
 
 def chunk_tokens(columns: int) -> int:
     """Keys of a chunk of a short request, a power of two."""
-    return 1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1)
+    return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS)
 
 
 def slot_bytes(rows: int, columns: int) -> int:
