@@ -341,6 +341,8 @@ class Machine:
             if ran:
                 if self.state.instructions - last_progress > PATIENCE:
                     raise Deadlock("warps poll memory that nobody changes\n" + deadlock.dump(self))
+                if self.rng.random() < 0.05:
+                    self.priorities.clear()  # or those who have polled for long stay behind those who poll now
                 continue
             if not ran and idle < TIMEOUTS and self.timeout_round():
                 idle += 1

@@ -6,6 +6,7 @@ import pytest
 from ptx_harness import empty, run_ptx
 
 from hopwell.emulator import BarrierFault, Deadlock
+from hopwell.emulator.machine import machine
 
 INIT = "mov.u32 %r1, smem; setp.eq.u32 %p1, %tid, 0; @%p1 mbarrier.init.shared.b64 [%r1], {count}; bar.sync 0;\n"
 WAIT = "{label}: mbarrier.try_wait.parity.shared.b64 %p2, [%r1], {parity}; @!%p2 bra {label};\n"
@@ -183,9 +184,22 @@ def test_deadlock_report_lists_warps_barriers_and_lines():
 
 
 def test_polling_forever_is_a_deadlock(monkeypatch):
-    from hopwell.emulator.machine import machine
-
     monkeypatch.setattr(machine, "PATIENCE", 200_000)
     y = empty(1)
     with pytest.raises(Deadlock, match="poll memory that nobody changes"):
         run_ptx("SPIN: ld.acquire.gpu.global.b32 %r1, [%a0]; setp.eq.u32 %p1, %r1, 0; @%p1 bra SPIN;", y)
+
+
+def test_polling_warps_let_the_others_poll(monkeypatch):
+    """Each of 12 CTAs waits for the one before. Whoever has polled for long is still asked again."""
+    monkeypatch.setattr(machine, "PATIENCE", 1_000_000)
+    body = """
+        mov.u32 %r1, %ctaid.x; setp.ne.u32 %p1, %tid, 0; @%p1 bra DONE;
+        WAIT: ld.relaxed.gpu.global.b32 %r2, [%a0]; setp.ne.u32 %p2, %r2, %r1; @%p2 bra WAIT;
+        fence.acq_rel.gpu; add.u32 %r1, %r1, 1; st.release.gpu.global.b32 [%a0], %r1;
+        DONE:
+    """
+    for seed in range(20):
+        turn = empty(1)
+        run_ptx(body, turn, grid=12, schedule="priority", seed=seed, resident=12)
+        assert turn.tolist() == [12]

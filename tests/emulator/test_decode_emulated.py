@@ -53,9 +53,8 @@ def kernel(head_dim: int, mask: MaskKind) -> DecodeConfig:
 def page_sizes(config: DecodeConfig) -> list[int]:
     if config.kv_fetch is KvFetch.PAGE_ROWS:
         return [1, 4]
-    tallest = max(c.box_rows for c in CONFIGS if c.tile == config.tile)
     # Pages beyond the tallest box are several boxes.
-    return [config.box_rows, 256] if config.box_rows == tallest else [config.box_rows]
+    return [config.box_rows, 256] if config.box_rows == min(64, config.tile.n) else [config.box_rows]
 
 
 def cases() -> Iterator[object]:
