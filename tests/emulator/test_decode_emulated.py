@@ -25,11 +25,19 @@ pytestmark = pytest.mark.emulator
 
 
 def is_emulated(config: DecodeConfig) -> bool:
-    """All but what would only take longer: boxes between the smallest and the tallest, and in the same way 8-bit caches
-    with boxes of other than 16 tokens and further dtypes of queries and outputs."""
+    """All but what would only take longer: boxes between 16 tokens and the tallest, and of 8-bit caches and other dtypes
+    one head dim each where that decides nothing."""
     if config.dtype != "bf16" or config.out_dtype != "bf16":
-        return config.head_dim_qk == (64 if config.kv_type is KvType.E4M3 else 128)
-    return config.box_rows in ((0, 8, 16, 64) if config.kv_type is KvType.WIDE else (0, 16))
+        return (config.head_dim_qk, config.kv_type) in ((128, KvType.WIDE), (64, KvType.E4M3))
+    if config.kv_type is KvType.WIDE:
+        return config.box_rows in (0, 16, tallest(config)) or (config.head_dim_qk, config.box_rows) == (128, 8)
+    if config.kv_type is KvType.INT8:
+        return config.head_dim_qk == 128
+    return config.box_rows in (0, 16) and (config.mask is MaskKind.DRAFT or config.head_dim_qk in (80, 128))
+
+
+def tallest(config: DecodeConfig) -> int:
+    return min(64, config.tile.n)
 
 
 CONFIGS = [config for config in COVERING_DECODE if is_emulated(config)]
@@ -54,7 +62,7 @@ def page_sizes(config: DecodeConfig) -> list[int]:
     if config.kv_fetch is KvFetch.PAGE_ROWS:
         return [1, 4]
     # Pages beyond the tallest box are several boxes.
-    return [config.box_rows, 256] if config.box_rows == min(64, config.tile.n) else [config.box_rows]
+    return [config.box_rows, 256] if config.box_rows == tallest(config) else [config.box_rows]
 
 
 def cases() -> Iterator[object]:
@@ -94,7 +102,7 @@ def test_scales_on_the_device(head_dim: int) -> None:
     check_config(config, case, 16, "cpu", schedules(3, adverse=1))
 
 
-@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize("group", [1, 5])
 def test_more_requests_than_lanes(group: int) -> None:
     """And more work than CTAs: units of many requests are found in the right order."""
     config = kernel(512, MaskKind.FULL)
@@ -103,18 +111,18 @@ def test_more_requests_than_lanes(group: int) -> None:
     check_config(config, case, 16, "cpu", schedules(group, adverse=1))
 
 
-@pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 3), (512, 2)])
+@pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 2), (512, 1)])
 def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
     """Chunks of one group and one more, of one and of two whole groups and of three; and a window that leaves few."""
     n, chunk = GROUP_PIECES, kernel(head_dim, MaskKind.FULL).chunk_tokens
-    kv_lens = [(n + 1) * chunk, n * chunk, 2 * n * chunk, 2 * n * chunk + 1][: 4 if head_dim > 128 else 2]
+    kv_lens = [(n + 1) * chunk, n * chunk, 2 * n * chunk, 2 * n * chunk + 1][: 4 if head_dim > 256 else 1]
     case = Case([1] * len(kv_lens), kv_lens, group=2, kv_heads=kv_heads)
     check_config(kernel(head_dim, MaskKind.FULL), case, 16, "cpu", schedules(kv_heads, adverse=1))
     short = replace(case, window=2 * chunk)
     check_config(kernel(head_dim, MaskKind.SLIDING_WINDOW), short, 16, "cpu", schedules(kv_heads, adverse=1))
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 2, 1), (128, 2, 3, 30), (512, 1, 1, 1)])
 def test_slots_are_used_again(
     head_dim: int, kv_heads: int, group: int, q_len: int, seed: int, monkeypatch: pytest.MonkeyPatch
