@@ -25,8 +25,8 @@ pytestmark = pytest.mark.emulator
 
 
 def is_emulated(config: DecodeConfig) -> bool:
-    """All but what would only take longer: boxes between 16 tokens and the tallest, and of 8-bit caches and other dtypes
-    one head dim each where that decides nothing."""
+    """All but what would only take longer: boxes between 16 tokens and the tallest, and of 8-bit caches and other
+    dtypes one head dim each where that decides nothing."""
     if config.dtype != "bf16" or config.out_dtype != "bf16":
         return (config.head_dim_qk, config.kv_type) in ((128, KvType.WIDE), (64, KvType.E4M3))
     if config.kv_type is KvType.WIDE:
