@@ -36,7 +36,7 @@ def xqa_batch_decode_with_kv_cache(
     With one new token per request all of its seq_len keys are visible, or with a window those at seq_len - 1 -
     window_left and behind; with several, ``mask`` says which of the new tokens each of them sees::
 
-        out = bmm2_scale * o_scale * softmax(bmm1_scale * q k^T over the visible keys) v
+        out = bmm2_scale * o_scale * softmax(bmm1_scale * q k^T over the visible keys) v  (o_scale: 16-bit output only)
 
     A row with no visible key gives 0. Results depend neither on what else is in the batch nor on max_seq_len: the keys
     of a request are always split in the same way and merged in the same order.
@@ -47,11 +47,13 @@ def xqa_batch_decode_with_kv_cache(
 
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
-            multiple of 16 up to 512.
+            multiple of 16 up to 256, or 512; with an 8-bit cache up to 128, or 256.
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
             e2m1 values a byte, head_dim / 2 wide). page_size is a power of two, num_heads a multiple of num_kv_heads.
+            8-bit values are widened before they are multiplied: the result is that of a 16-bit cache with the same
+            values.
         workspace_buffer: contiguous memory of any dtype for partial results, ``xqa_workspace_bytes`` bytes or more. It
             may hold anything. Calls that may run at the same time need one each.
         block_tables: int32 or uint32 page ids [batch, pages_per_request]; entries past a request's last page are not
@@ -67,7 +69,8 @@ def xqa_batch_decode_with_kv_cache(
         kv_layout: "NHD" or "HND".
         enable_pdl: programmatic dependent launch; None means where the device has it.
         q_len_per_req: new tokens of each request; None means 1.
-        o_scale: scale of an fp8 output, see above; None means 1.
+        o_scale: a second factor on a 16-bit output, a float or a one-element float32 tensor; None means 1. For an
+            fp8 output it is part of ``bmm2_scale`` already, as in FlashInfer.
         mask: uint16 [batch, q_len_per_req, 2 * ceil(q_len_per_req / 32)], required for q_len_per_req > 1: each row read
             as little-endian 32-bit words, bit j % 32 of word j // 32 says whether the row sees new token j. Keys before
             the new tokens are always visible.

@@ -33,7 +33,7 @@ COMPILED_HEAD_DIMS = (64, 128, 256, 512)  # the others are compiled on demand on
 # By columns in shared memory. Stages are what keeps memory busy: 128 KiB of K and V under way or waiting.
 _TILES = {
     64: Tile(ROWS, 128, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
-    128: Tile(ROWS, 128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232),
+    128: Tile(ROWS, 64, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
     192: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
@@ -42,11 +42,11 @@ _TILES = {
 # 512 threads ptxas compiles no instruction that takes more than 128 registers, so that O is split at 256 columns.
 _RAW_TILES = {
     64: Tile(ROWS, 128, 1, kv_stages=2, raw_stages=8, producer_registers=40, consumer_registers=184),
-    128: Tile(ROWS, 128, 1, kv_stages=2, raw_stages=2, producer_registers=40, consumer_registers=200),
+    128: Tile(ROWS, 64, 1, kv_stages=2, raw_stages=8, producer_registers=40, consumer_registers=184),
     256: Tile(ROWS, 64, 1, kv_stages=2, raw_stages=2, producer_registers=40, consumer_registers=184, splits_v=True),
 }
-WIDEN_REGISTERS = 104
-MERGE_REGISTERS = 160  # all loads of a merge under way at a time
+WIDEN_REGISTERS = 96
+MERGE_REGISTERS = 168  # all loads of a merge under way at a time
 
 
 @dataclass(frozen=True)

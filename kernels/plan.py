@@ -184,11 +184,7 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
 
 
 def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGeometry:
-    """The run-time sizes and strides of a decode problem.
-
-    Raises:
-        ValueError: the scratch is too small.
-    """
+    """The run-time sizes and strides of a decode problem, whose scratch has ``splitting.scratch_bytes`` or more."""
     query, lse, left = problem.query, problem.lse, problem.mask.window_left
     group = query.shape[1] // problem.key.shape[1]
     rows = group * problem.max_q_len

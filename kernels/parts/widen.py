@@ -46,26 +46,11 @@ class Widen(DeviceStruct):
             self._store(target, places[-1], loaded[-1], begin, end)
 
     @cute.jit
-    def _widened(self, words) -> list:
-        """Words of four 8-bit elements as twice as many of two 16-bit ones."""
-        if const_expr(self.kind is KvType.INT8):
-            return [half for word in words for half in _from_int8(self.dtype, word)]
-        wide = [half for word in words for half in _from_e4m3_number(self.dtype, word)]
-        # All but the sign set is NaN, and the only byte whose lower seven bits give 128 when one is added.
-        carries = Uint32(0)
-        for word in words:
-            carries = carries | ((word & Uint32(0x7F7F7F7F)) + Uint32(0x01010101))
-        if (carries & Uint32(0x80808080)) != Uint32(0):
-            pairs = [pair for word in words for pair in _from_e4m3(word)]
-            wide = [_to_bfloat16(pair) if const_expr(self.dtype is BFloat16) else pair for pair in pairs]
-        return wide
-
-    @cute.jit
     def _store(self, target, place, words, begin, end) -> None:
         """Widen the tile's chunk number ``place``."""
         chunks = self.row_bytes // copy.CHUNK_BYTES
         row, chunk = place // chunks, place % chunks
-        wide = self._widened(words)
+        wide = [half for word in words for half in widened(self.kind, self.dtype, word)]
         if const_expr(self.zero_outside):
             wanted = row >= begin and row < end
             wide = [word if wanted else Uint32(0) for word in wide]
@@ -80,29 +65,12 @@ class Widen(DeviceStruct):
         copy.store_shared_x4(copy.swizzled_chunk(rows, row, half + 1 - odd), second)
 
 
-@dsl_user_op
-def _from_e4m3_number(dtype, word, *, loc=None, ip=None):
-    """Four e4m3 that are numbers as two words of two 16-bit ones: sign, exponent and mantissa are put where the other
-    type has them, and what the exponents' biases differ by is multiplied in, which is exact for subnormals too.
-
-    Conversion instructions would take four times as long (H200, 2026-11-21).
-    """
-    if dtype is BFloat16:
-        shift, bits, multiply, scale = 4, "0x07f007f0", "mul.rn.bf16x2", "0x7b807b80"  # 2^120
-    else:
-        shift, bits, multiply, scale = 1, "0x3f803f80", "mul.rn.f16x2", "0x5c005c00"  # 2^8
-    pairs = " ".join(
-        f"prmt.b32 x, {{$r0}}, 0, {spread}; shr.u32 t, x, {shift}; and.b32 t, t, {bits}; "
-        f"lop3.b32 x, x, 0x80008000, t, 0xea; mov.b32 t, {scale}; {multiply} {{$w{i}}}, x, t;"
-        for i, spread in enumerate(("0x1404", "0x3424"))
-    )
-    return cute.arch.inline_ptx(
-        f"{{ .reg .b32 x, t; {pairs} }}",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
-    )
+def widened(kind: KvType, dtype, word):
+    """Four 8-bit elements as two words of two 16-bit ones."""
+    if kind is KvType.INT8:
+        return _from_int8(dtype, word)
+    low, high = _from_e4m3(word)
+    return (_to_bfloat16(low), _to_bfloat16(high)) if dtype is BFloat16 else (low, high)
 
 
 @dsl_user_op
