@@ -14,3 +14,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.fixture(
+    params=[pytest.param("cuda", marks=pytest.mark.gpu), pytest.param("cpu", marks=pytest.mark.emulator)],
+    ids=["gpu", "emulator"],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the tensors of a call are. With tensors on the CPU the same kernel runs on the emulator."""
+    return request.param

@@ -47,6 +47,11 @@ class DecodeBatch(Batch):
         if self.drafts is None:
             self.drafts = [torch.ones(n, n, dtype=torch.bool).tril() for n in self.q_lens]
 
+    def request(self, index: int) -> DecodeBatch:
+        one = super().request(index)
+        one.drafts = [self.drafts[index]]
+        return one
+
     def _quantised(self, values: torch.Tensor) -> torch.Tensor:
         if self.kv_dtype is torch.int8:
             return (values * INT8_UNIT).round().clamp(-127, 127)

@@ -12,6 +12,7 @@ from batches import Expected, starts
 from decode_batches import DecodeBatch
 
 from hopwell.kernels import Plan
+from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, KvFetch, KvType
 from hopwell.kernels.decode_config import DTYPES, FP8, KV_TYPES, DecodeConfig, resolve_decode
 from hopwell.kernels.problem import LogSumExp, LseLayout, Mask, MaskKind
 
@@ -38,6 +39,16 @@ class Case:
     sinks: bool = True
     tensor_scales: bool = False
     magnitude: float = 1.0
+
+
+def config_for(
+    head_dim: int, mask: MaskKind, page_size: int, dtype: str = "bf16", kv_type: KvType = KvType.WIDE
+) -> DecodeConfig:
+    """The kernel for pages of ``page_size`` tokens that lie one behind the other."""
+    common = ("sm_90a", dtype, dtype, head_dim, head_dim, mask)
+    rows = min(page_size, MAX_BOX_ROWS, DecodeConfig(*common, KvFetch.PAGE_ROWS, 0, kv_type).tile.n)
+    fetch = (KvFetch.PAGE_BOXES, rows) if rows >= MIN_BOX_ROWS else (KvFetch.PAGE_ROWS, 0)
+    return DecodeConfig(*common, *fetch, kv_type)
 
 
 def draft_bits(kind: str, q_len: int, seed: int) -> torch.Tensor:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import pytest
 from covering import COVERING_DECODE
-from decode_cases import HEAD_DIMS, Case, Setting, check_config
+from decode_cases import HEAD_DIMS, Case, Setting, check_config, config_for
 
 from hopwell import emulator
 from hopwell.kernels import splitting
@@ -25,8 +25,8 @@ pytestmark = pytest.mark.emulator
 
 
 def is_emulated(config: DecodeConfig) -> bool:
-    """All but what would only take longer: boxes between 16 tokens and the tallest, and of 8-bit caches and other
-    dtypes one head dim each where that decides nothing."""
+    """All but what would only take longer: boxes between 16 tokens and the tallest, and of other caches and dtypes one
+    head dim each where that decides nothing."""
     if config.dtype != "bf16" or config.out_dtype != "bf16":
         return (config.head_dim_qk, config.kv_type) in ((128, KvType.WIDE), (64, KvType.E4M3))
     if config.kv_type is KvType.WIDE:
@@ -43,19 +43,14 @@ def tallest(config: DecodeConfig) -> int:
 CONFIGS = [config for config in COVERING_DECODE if is_emulated(config)]
 
 
-def setting(schedule: str, seed: int = 0) -> Setting:
-    return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, race=True, proxy=True)
+def setting(schedule: str, seed: int = 0, **more: int) -> Setting:
+    return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, race=True, proxy=True, **more)
 
 
 def schedules(seed: int, adverse: int = 2) -> Sequence[Setting]:
     """The seed goes with the case, so that the cases together see many schedules."""
     drawn = [setting(("random", "priority")[i % 2], seed + i) for i in range(adverse)]
     return setting("eager"), *drawn
-
-
-def kernel(head_dim: int, mask: MaskKind) -> DecodeConfig:
-    """The bf16 kernel for pages of 16 tokens."""
-    return DecodeConfig("sm_90a", "bf16", "bf16", head_dim, head_dim, mask, KvFetch.PAGE_BOXES, 16)
 
 
 def page_sizes(config: DecodeConfig) -> list[int]:
@@ -97,7 +92,7 @@ def test_decode(config: DecodeConfig, page_size: int) -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_scales_on_the_device(head_dim: int) -> None:
-    config = kernel(head_dim, MaskKind.DRAFT)
+    config = config_for(head_dim, MaskKind.DRAFT, 16)
     case = Case([2, 2], [90, config.chunk_tokens + 33], group=4, tensor_scales=True, sinks=False)
     check_config(config, case, 16, "cpu", schedules(3, adverse=1))
 
@@ -105,7 +100,7 @@ def test_scales_on_the_device(head_dim: int) -> None:
 @pytest.mark.parametrize("group", [1, 5])
 def test_more_requests_than_lanes(group: int) -> None:
     """And more work than CTAs: units of many requests are found in the right order."""
-    config = kernel(512, MaskKind.FULL)
+    config = config_for(512, MaskKind.FULL, 16)
     kv_lens = [(0, 3, 40, config.chunk_tokens + 1)[i * i % 7 % 4] for i in range(75)]
     case = Case([1] * len(kv_lens), kv_lens, group=group, sinks=False)
     check_config(config, case, 16, "cpu", schedules(group, adverse=1))
@@ -114,23 +109,37 @@ def test_more_requests_than_lanes(group: int) -> None:
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 2), (512, 1)])
 def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
     """Chunks of one group and one more, of one and of two whole groups and of three; and a window that leaves few."""
-    n, chunk = GROUP_PIECES, kernel(head_dim, MaskKind.FULL).chunk_tokens
+    n, chunk = GROUP_PIECES, config_for(head_dim, MaskKind.FULL, 16).chunk_tokens
     kv_lens = [(n + 1) * chunk, n * chunk, 2 * n * chunk, 2 * n * chunk + 1][: 4 if head_dim > 256 else 1]
     case = Case([1] * len(kv_lens), kv_lens, group=2, kv_heads=kv_heads)
-    check_config(kernel(head_dim, MaskKind.FULL), case, 16, "cpu", schedules(kv_heads, adverse=1))
+    check_config(config_for(head_dim, MaskKind.FULL, 16), case, 16, "cpu", schedules(kv_heads, adverse=1))
     short = replace(case, window=2 * chunk)
-    check_config(kernel(head_dim, MaskKind.SLIDING_WINDOW), short, 16, "cpu", schedules(kv_heads, adverse=1))
+    check_config(config_for(head_dim, MaskKind.SLIDING_WINDOW, 16), short, 16, "cpu", schedules(kv_heads, adverse=1))
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 2, 1), (128, 2, 3, 30), (512, 1, 1, 1)])
-def test_slots_are_used_again(
-    head_dim: int, kv_heads: int, group: int, q_len: int, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Many requests of unlike numbers of pieces, and a ring that holds one request and little more."""
+# Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
+@pytest.fixture
+def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
     monkeypatch.setattr(splitting, "UNDER_WAY", 1)
-    config = kernel(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL)
+
+
+@pytest.mark.usefixtures("few_slots")
+@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 2, 1), (128, 2, 3, 30), (512, 1, 1, 1)])
+def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: int) -> None:
+    """By pieces of requests of one group of pieces and of two."""
+    config = config_for(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL, 16)
     chunks = [18, 2, 3, 1, 17, 2, 2, 5, 18, 4] if q_len == 1 else [4, 2, 3, 1, 2, 4, 2]
     case = Case([q_len] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group, kv_heads, sinks=False)
-    check_config(config, case, 16, "cpu", [setting(("random", "priority")[seed % 2], seed)])
+    check_config(config, case, 16, "cpu", schedules(head_dim))
+
+
+@pytest.mark.usefixtures("few_slots")
+@pytest.mark.parametrize("seed", [5, 14, 35])
+def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
+    """Ten slots, and requests of four pieces in those of two requests of two: the second may be done before the first,
+    which still counts its pieces in the slot where the four are to be counted. With these seeds it is."""
+    config = config_for(64, MaskKind.FULL, 16)
+    chunks = ([2] * 5 + [4, 4, 2]) * 3
+    case = Case([1] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group=1, sinks=False)
+    check_config(config, case, 16, "cpu", [setting("priority", seed, resident=4)])

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import reference
 import torch
 
+from hopwell.kernels import execute
 from hopwell.kernels.problem import (
     AttentionProblem,
     LogSumExp,
@@ -67,10 +68,9 @@ class Batch:
 
     def request(self, index: int) -> Batch:
         """A batch of one of the requests."""
-        lengths = ([self.q_lens[index]], [self.kv_lens[index]])
-        one = Batch(*lengths, self.heads, self.kv_heads, self.head_dim, self.v_head_dim, self.dtype, self.device)
-        begin = starts(self.q_lens)[index]
-        one.q, one.k, one.v = self.q[begin : begin + lengths[0][0]], [self.k[index]], [self.v[index]]
+        one = replace(self, q_lens=[self.q_lens[index]], kv_lens=[self.kv_lens[index]])
+        begin, end = starts(self.q_lens)[index : index + 2]
+        one.q, one.k, one.v = self.q[begin:end], [self.k[index]], [self.v[index]]
         return one
 
     @property
@@ -213,6 +213,14 @@ class Expected:
         assert (lse[infinite] == -math.inf).all()
         error = (lse.double() - want)[~infinite].abs()
         assert (error <= 1e-5 * (1 + want[~infinite].abs())).all(), f"LSE off by {error.max():.2e}"
+
+
+def same(problem: AttentionProblem, **changes: object) -> None:
+    """The problem gives bitwise the same output after the changes."""
+    before = execute(problem)
+    after = execute(replace(problem, out=torch.full_like(before, math.nan), **changes))
+    assert not before.isnan().any()
+    assert torch.equal(before, after)
 
 
 def starts(lengths: Sequence[int]) -> list[int]:

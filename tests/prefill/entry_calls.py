@@ -16,6 +16,15 @@ WORKSPACE = torch.empty(0, dtype=torch.uint8)
 Q_LENS, KV_LENS = [5, 0, 130, 9, 1, 64], [77, 3, 300, 4, 200, 0]
 
 
+def cache_forms(key: torch.Tensor, value: torch.Tensor) -> list[tuple[Any, str]]:
+    """The pages in every form that the entry takes, with the name of its layout."""
+    nhd = [pool.transpose(1, 2).contiguous() for pool in (key, value)]
+    pairs = [((key, value), "HND"), (tuple(nhd), "NHD")]
+    if key.shape != value.shape:
+        return pairs
+    return [*pairs, (torch.stack((key, value), 1), "HND"), (torch.stack(nhd, 1), "NHD")]
+
+
 def repeated(entry: Callable[..., Any], data: Batch, arguments: dict[str, Any]) -> Any:
     """The result of the last of three calls: one is checked, one found by its key, one recognised without."""
     first, *later = [entry(**arguments) for _ in range(3 if data.device == "cuda" else 1)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from batches import CAUSAL, Batch, window
 from config_cases import MAIN_DIMS
-from entry_calls import KV_LENS, Q_LENS, context
+from entry_calls import KV_LENS, Q_LENS, cache_forms, context
 
 from hopwell.kernels import execute
 from hopwell.kernels.config import TILES
@@ -18,15 +18,6 @@ MASKS = ((-1, CAUSAL), (40, window(40)))
 
 def batch(device: str, **options: Any) -> Batch:
     return Batch(Q_LENS, KV_LENS, device=device, **options)
-
-
-def cache_forms(key: torch.Tensor, value: torch.Tensor) -> list[tuple[Any, str]]:
-    """The pages in every form that the entry takes, with the name of its layout."""
-    nhd = [pool.transpose(1, 2).contiguous() for pool in (key, value)]
-    pairs = [((key, value), "HND"), (tuple(nhd), "NHD")]
-    if key.shape != value.shape:
-        return pairs
-    return [*pairs, (torch.stack((key, value), 1), "HND"), (torch.stack(nhd, 1), "NHD")]
 
 
 @pytest.mark.parametrize("dims", MAIN_DIMS, ids=str)

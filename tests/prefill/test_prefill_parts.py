@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, starts, window
+from batches import CAUSAL, FULL, Batch, same, starts, window
 
 from hopwell.kernels import execute
-from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, PageTable, TokenOffsets
+from hopwell.kernels.problem import LogSumExp, LseLayout, Mask, PageTable, TokenOffsets
 
 pytestmark = pytest.mark.gpu
 
@@ -19,14 +19,6 @@ Q_LENS, KV_LENS = [5, 0, 130, 257, 9, 1, 64], [77, 3, 130, 700, 4, 300, 0]
 
 def batch(**options: object) -> Batch:
     return Batch(Q_LENS, KV_LENS, **options)
-
-
-def same(problem: AttentionProblem, **changes: object) -> None:
-    """The problem gives bitwise the same output after the changes."""
-    before = execute(problem)
-    after = execute(replace(problem, out=torch.full_like(before, math.nan), **changes))
-    assert not before.isnan().any()
-    assert torch.equal(before, after)
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 8, 16, 64, 256])

@@ -1,0 +1,53 @@
+"""One small case of every shipped decode kernel, alone and under compute-sanitizer."""
+
+from __future__ import annotations
+
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+from decode_cases import HEAD_DIMS, Case, check_config
+
+from hopwell.kernels.config import KvFetch
+from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.problem import MaskKind
+
+pytestmark = pytest.mark.gpu
+
+SHIPPED = list(shipped_decode_configs())
+
+
+def small_case(config: DecodeConfig) -> None:
+    """From no keys to three chunks, which are merged; with drafts two tiles of rows."""
+    chunk = config.chunk_tokens
+    case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group=5, kv_heads=2, window=chunk + 3)
+    if config.mask is MaskKind.DRAFT:
+        case = Case([3, 0, 33, 5], [1, 9, chunk + 20, 2 * chunk + 40], group=3, ragged=True)
+    check_config(config, case, 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows)
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+def test_small_case(config: DecodeConfig) -> None:
+    small_case(config)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_sanitizer(tool: str, head_dim: int) -> None:
+    """compute-sanitizer finds nothing in the bf16 kernels of this head dim."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on the PATH")
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, __file__, str(head_dim)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=pathlib.Path(__file__).parent)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards displayed" in done.stdout
+
+
+if __name__ == "__main__":
+    for each in SHIPPED:
+        if each.dtype == "bf16" and each.head_dim_qk == int(sys.argv[1]) and each.box_rows in (0, 16):
+            small_case(each)
+            print(each.name, flush=True)

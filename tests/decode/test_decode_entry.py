@@ -1,0 +1,144 @@
+"""``xqa_batch_decode_with_kv_cache`` in every input form, on the GPU and on the emulator, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from decode_batches import DecodeBatch
+from decode_cases import draft_bits
+from entry_calls import cache_forms, repeated
+
+import hopwell
+from hopwell.decode import xqa_workspace_bytes
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+
+KV_LENS = [70, 0, 3, 530, 17]
+
+
+def batch(device: str, q_len: int = 1, **options: Any) -> DecodeBatch:
+    bits = [draft_bits("tree", q_len, seed) for seed in range(len(KV_LENS))]
+    return DecodeBatch([q_len] * len(KV_LENS), KV_LENS, device=device, drafts=bits, **options)
+
+
+def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, **more: Any) -> torch.Tensor:
+    table, (kv_heads, page_size) = problem.page_table.key, problem.key.shape[1:3]
+    size = xqa_workspace_bytes(data.heads, kv_heads, data.head_dim, table.shape[1] * page_size, q_len, data.device)
+    arguments: dict[str, Any] = dict(
+        query=data.q,
+        kv_cache=(problem.key, problem.value),
+        workspace_buffer=torch.full((size,), 0xFF, dtype=torch.uint8, device=data.device),
+        block_tables=table,
+        seq_lens=problem.kv_lens,
+        max_seq_len=max(KV_LENS),
+        bmm1_scale=data.scale,
+        kv_layout="HND",
+        q_len_per_req=q_len,
+        mask=None if q_len == 1 else problem.draft_mask.view(data.size, q_len, -1),
+    )
+    return repeated(hopwell.xqa_batch_decode_with_kv_cache, data, arguments | more)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_caches(page_size: int, device: str) -> None:
+    """However K and V lie, and whatever the bound of lengths, the result is the same to the bit."""
+    data = batch(device)
+    problem = data.decode(page_size)
+    forms = cache_forms(problem.key, problem.value)
+    outs = [xqa(data, problem, kv_cache=cache, kv_layout=layout) for cache, layout in forms]
+    data.expected_decode().check(outs[0])
+    wide = torch.full((problem.value.shape[0], 2, *problem.value.shape[1:]), torch.nan, dtype=data.dtype, device=device)
+    wide[:, 1] = problem.value  # strides that K does not have
+    outs += [xqa(data, problem, kv_cache=(problem.key, wide[:, 1])), xqa(data, problem, max_seq_len=10**6)]
+    outs += [xqa(data, problem, enable_pdl=pdl) for pdl in (True, False)]
+    assert all(torch.equal(outs[0], out) for out in outs)
+
+
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_one_tensor_for_both(layout: str, device: str) -> None:
+    data = batch(device)
+    data.v = data.k
+    problem = data.decode(16)
+    key = problem.key if layout == "HND" else problem.key.transpose(1, 2).contiguous()
+    data.expected_decode().check(xqa(data, problem, kv_cache=key[:, None], kv_layout=layout))
+
+
+@pytest.mark.parametrize("left", [-1, 30])
+def test_drafts(left: int, device: str) -> None:
+    """The result is 4-D where it is allocated, and what was given where it was; rows between the output's stay."""
+    data, q_len, mask = batch(device, q_len=4), 4, Mask(MaskKind.DRAFT, left)
+    problem = data.decode(16, mask)
+    expected = data.expected_decode(mask)
+    out = xqa(data, problem, q_len, window_left=left)
+    assert out.shape == (data.size, q_len, data.heads, data.head_dim)
+    expected.check(out.flatten(0, 1))
+    room = torch.full((data.tokens, 5, 136), 7.0, dtype=data.dtype, device=device)
+    flat = room[:, 1:, :128]
+    for given in (flat, flat.unflatten(0, (data.size, q_len))):
+        room.fill_(7.0)
+        assert xqa(data, problem, q_len, window_left=left, out=given) is given
+        assert torch.equal(flat, out.flatten(0, 1))
+        assert (room[:, 0] == 7).all()
+        assert (room[..., 128:] == 7).all()
+
+
+def test_query_of_other_strides(device: str) -> None:
+    data = batch(device)
+    problem = data.decode(16)
+    plain = xqa(data, problem)
+    packed = torch.full((data.tokens, 3, 4, 128), torch.nan, dtype=data.dtype, device=device)[:, 1]
+    heads_first = torch.empty(4, data.tokens, 128, dtype=data.dtype, device=device).transpose(0, 1)
+    for query in (packed, heads_first):
+        query.copy_(data.q)
+        assert torch.equal(plain, xqa(data, problem, query=query))
+
+
+def test_scales_sinks_and_window(device: str) -> None:
+    """The output of a 16-bit dtype has both factors, be they floats or tensors."""
+    data, mask = batch(device), Mask(MaskKind.SLIDING_WINDOW, 50)
+    problem = data.decode(16, mask)
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1)).to(device)
+    options: dict[str, Any] = dict(window_left=50, sinks=sinks)
+    scales = dict(bmm1_scale=data.scale, bmm2_scale=-1.5, o_scale=0.5)
+    out = xqa(data, problem, **options, **scales)
+    data.expected_decode(mask, sinks=sinks).check(out, factor=-0.75)
+    tensors = {name: torch.tensor([value], device=device) for name, value in scales.items()}
+    assert torch.equal(out, xqa(data, problem, **options, **tensors))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
+def test_caches_of_8_bits(kv_dtype: torch.dtype, device: str) -> None:
+    """Over the same values the result is that of a 16-bit cache, to the bit."""
+    data = batch(device, kv_dtype=kv_dtype)
+    problem = data.decode(16)
+    out = xqa(data, problem)
+    data.expected_decode().check(out)
+    wide = [pool.to(data.dtype) for pool in (problem.key, problem.value)]
+    assert torch.equal(out, xqa(data, problem, kv_cache=tuple(wide)))
+
+
+def test_fp8_output(device: str) -> None:
+    """It has one factor, and o_scale is none of it."""
+    fp8 = torch.float8_e4m3fn
+    data = batch(device, kv_dtype=fp8)
+    out = torch.empty(data.q.shape, dtype=fp8, device=device)
+    assert xqa(data, data.decode(16), out=out, o_scale=0.25) is out
+    data.expected_decode(out_dtype=fp8).check(out)
+
+
+def test_repeated_with_other_tensors(device: str) -> None:
+    """Calls after the first take a short way; they must see every new address, length and value."""
+    calls = []
+    for seed in range(3):
+        data = batch(device, seed=seed)
+        calls.append((data, data.decode(16)))
+    for data, problem in calls * 2:
+        data.expected_decode().check(xqa(data, problem))
+
+
+def test_masks_of_single_tokens_are_ignored(device: str) -> None:
+    data = batch(device)
+    problem = data.decode(16)
+    none = torch.zeros(data.size, 1, 2, dtype=torch.uint16, device=device)
+    assert torch.equal(xqa(data, problem), xqa(data, problem, mask=none))
