@@ -25,8 +25,8 @@ pytestmark = pytest.mark.emulator
 
 
 def is_emulated(config: DecodeConfig) -> bool:
-    """All but what would only take longer: boxes between 16 tokens and the tallest, and of 8-bit caches and other
-    dtypes one head dim each where that decides nothing."""
+    """All but what would only take longer: boxes between 16 tokens and the tallest, and of other caches and dtypes one
+    head dim each where that decides nothing."""
     if config.dtype != "bf16" or config.out_dtype != "bf16":
         return (config.head_dim_qk, config.kv_type) in ((128, KvType.WIDE), (64, KvType.E4M3))
     if config.kv_type is KvType.WIDE:
@@ -135,10 +135,10 @@ def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: i
 
 
 @pytest.mark.usefixtures("few_slots")
-@pytest.mark.parametrize("seed", [5, 14, 35])
+@pytest.mark.parametrize("seed", range(4))
 def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
     """Ten slots, and requests of four pieces in those of two requests of two: the second may be done before the first,
-    which still counts its pieces in the slot where the four are to be counted. With these seeds it is."""
+    which still counts its pieces in the slot where the four are to be counted. One schedule in ten does that."""
     config = config_for(64, MaskKind.FULL, 16)
     chunks = ([2] * 5 + [4, 4, 2]) * 3
     case = Case([1] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group=1, sinks=False)

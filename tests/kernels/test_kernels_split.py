@@ -19,13 +19,14 @@ from test_kernels_scheduler import Memory, host
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import mask as mask_module
-from hopwell.kernels.parts import split
+from hopwell.kernels.parts import partial, split
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
+from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
 from hopwell.kernels.parts.split import LANES, RequestSpan, SplitSchedule, SplitTile
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import GROUP_PIECES, MAX_CHUNKS, ROWS
+from hopwell.kernels.splitting import GROUP_PIECES, MAX_CHUNKS, ROWS, TICKETS
 
 pytestmark = pytest.mark.traced
 # The DSL warns where a value does not fit its type and would wrap around on the device.
@@ -317,6 +318,66 @@ def test_chunks_share_out_the_keys(tile_n: int, kind: MaskKind, window: int, mem
                 assert keys["first_key"] <= min(min(one, default=2**31) for one in seen)
         assert len(set(tiles)) == len(tiles)
         assert {key // tile_n for one in seen for key in one} <= set(tiles)
+
+
+class SlotTakenError(Exception):
+    """A slot is not free, and the host would look again for ever."""
+
+
+class TestSlots:
+    """Which pieces must have been merged before a piece may be written: those in its own slot, and in the slots that
+    keep count for it, in which an earlier request may still be counting."""
+
+    SLOTS, CHUNKS, OF_CHUNK = 50, 20, 2
+
+    @pytest.fixture
+    def generations(self, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
+        """Those of the slots."""
+        found = dict.fromkeys(range(self.SLOTS), 2)
+        first = 4 * (TICKETS + GENERATION * self.SLOTS)
+
+        def load(address: Any) -> Int32:
+            return Int32(found[(host(address) - first) // 4])
+
+        def refuse(slots: Slots, pieces: Any) -> None:
+            if host(slots._missing(pieces)):
+                raise SlotTakenError
+
+        monkeypatch.setattr(partial, "load_relaxed", load)
+        monkeypatch.setattr(Slots, "wait_free", refuse)
+        monkeypatch.setattr(cute.arch, "thread_idx", lambda: (Int32(128), 0, 0))
+        monkeypatch.setattr(cute.arch, "sync_warp", lambda: None)
+        return found
+
+    def prepare(self, chunk: int, base: int = 2 * SLOTS, chunks: int = CHUNKS) -> None:
+        """For the piece of the second row tile in a request whose pieces begin at ``base``."""
+        slots = Slots(Int64(0), Int64(0), Int32(self.SLOTS), Int32(8), 64)
+        first = base + 1
+        group = first + chunk // GROUP_PIECES * GROUP_PIECES * self.OF_CHUNK
+        numbers = dict(piece=first + chunk * self.OF_CHUNK, first_piece=first, group_piece=group, chunks=chunks)
+        tile = SimpleNamespace(**{name: Int32(number) for name, number in numbers.items()})
+        Merge.prepare.__wrapped__(Merge(slots, 128, 128, 7), tile)
+
+    @pytest.mark.parametrize("chunk", [0, 1, 15, 16, 19])
+    def test_each_has_to_be_free(self, chunk: int, generations: dict[int, int]) -> None:
+        self.prepare(chunk)
+        own, first, group = 1 + chunk * self.OF_CHUNK, 1, 1 + chunk // GROUP_PIECES * GROUP_PIECES * self.OF_CHUNK
+        for slot in generations:
+            generations[slot] = 1
+            if slot in (own, first, group):
+                with pytest.raises(SlotTakenError):
+                    self.prepare(chunk)
+            else:
+                self.prepare(chunk)
+            generations[slot] = 2
+
+    def test_the_first_generation_is_free(self, generations: dict[int, int]) -> None:
+        generations.clear()  # nothing may be read
+        self.prepare(3, base=0)
+
+    def test_requests_in_one_chunk_have_no_pieces(self, generations: dict[int, int]) -> None:
+        generations.clear()
+        self.prepare(0, chunks=1)
 
 
 # Shifts drop bits, as they are meant to.
