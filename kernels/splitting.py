@@ -3,7 +3,7 @@
 # A chunk takes about 8 us of a CTA: short enough to spread few requests over all SMs, long enough that a piece (4 KiB
 # at 8 rows and 128 columns) is little beside its keys and values (256 KiB).
 CHUNK_ELEMENTS = 512 * 128  # of K, for narrow heads
-MIN_CHUNK_TOKENS = 512  # with half of it, 304 instead of 263 us at 32 x 8192 tokens of 256 columns (H200, 2026-11-21)
+MIN_CHUNK_TOKENS = 512  # half of it brought nothing at 256 columns, see perf/NOTES.md
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
 DOUBLINGS = 17  # 2^31 tokens in no more than MAX_CHUNKS
 GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
@@ -11,8 +11,8 @@ GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first thos
 ROWS = 64  # packed rows of a tile
 ALIGNMENT = 16  # bytes
 COMFORTABLE_BYTES = 8 << 20
-# Slots for each CTA besides those of one request: with 2 of them, requests waited for the merge of those before, 498
-# instead of 315 us at 32 x 8192 tokens and 32 rows (H200, 2026-11-21).
+# Slots for each CTA besides those of one request: with 2 of them, requests waited for the merge of those before. 32 x
+# 8192 tokens and 32 rows took 498 us; with 8, cache hints and dependent launches together 313 (H200, 2026-11-21).
 UNDER_WAY = 8
 STATISTICS = 4  # float32 of a row and piece: (reference, sum) of the piece, (reference, sum) of its group
 TICKETS = 2  # int32: units handed out, CTAs done

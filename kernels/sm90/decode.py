@@ -64,8 +64,8 @@ class DecodeSm90(AttentionSm90):
 
     @property
     def work_stages(self) -> int:
-        """Units in hand. Loads of 8-bit caches run more than a unit ahead; otherwise one more than needed would make
-        CTAs end at different times: 140 instead of 130 us for 131072 tokens (H200, 2026-11-21)."""
+        """Units in hand. Loads of 8-bit caches run more than a unit ahead; otherwise a unit that waits in hand is one
+        that another CTA could begin with. What that saves could not be told from noise (H200, 2026-11-21)."""
         return 2 if self.is_raw else 1
 
     @property
@@ -148,8 +148,7 @@ class DecodeSm90(AttentionSm90):
             cute.arch.griddepcontrol_launch_dependents()
         elif warp >= 4 * (len(self.config.registers) - self.config.has_merge_role):
             self.set_registers(MERGE_REGISTERS)
-            scale = load_scale(addresses.output_scale, output_scale)
-            scale *= load_scale(addresses.output_factor, output_factor)
+            scale = self._output_scale(addresses, output_scale, output_factor)
             self._merge(addresses, geometry).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
         elif warp >= 4 * (1 + self.warpgroups):
             self.set_registers(WIDEN_REGISTERS)
@@ -159,13 +158,15 @@ class DecodeSm90(AttentionSm90):
             scale = load_scale(addresses.softmax_scale, softmax_scale)
             score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
             softmax = OnlineSoftmax.create(scale, RowFragment.rows)
-            scale = load_scale(addresses.output_scale, output_scale)
-            scale *= load_scale(addresses.output_factor, output_factor)
+            scale = self._output_scale(addresses, output_scale, output_factor)
             merge = self._merge(addresses, geometry)
             attend = DecodeAttend(self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
             attend.run(addresses, geometry)
             if const_expr(not self.config.has_merge_role):
                 merge.hand_back(Int32(geometry.grid))
+
+    def _output_scale(self, addresses: Addresses, output_scale, output_factor):
+        return load_scale(addresses.output_scale, output_scale) * load_scale(addresses.output_factor, output_factor)
 
     def _loaded(self, tiles, ring, raw, raw_ring):
         """Where the loads of K or V go, and the ring of its stages."""
