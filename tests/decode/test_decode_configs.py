@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pathlib
+import os
 import shutil
 import subprocess
 import sys
@@ -41,7 +41,8 @@ def test_sanitizer(tool: str, head_dim: int) -> None:
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
     command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, __file__, str(head_dim)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, cwd=pathlib.Path(__file__).parent)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards displayed" in done.stdout
 

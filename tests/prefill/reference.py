@@ -36,10 +36,15 @@ def alibi_slopes(heads: int) -> torch.Tensor:
     return torch.tensor(series(power) + series(2 * power)[0::2][: heads - power], dtype=torch.float64)
 
 
+def by_kv_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """rows [heads, q_len, n] @ shared [kv_heads, n, m], without a copy of ``shared`` for each query head."""
+    (heads, q_len, n), (kv_heads, _, m) = rows.shape, shared.shape
+    return (rows.reshape(kv_heads, heads // kv_heads * q_len, n) @ shared).reshape(heads, q_len, m)
+
+
 def logits(q: torch.Tensor, k: torch.Tensor, scale: float, score: Score) -> torch.Tensor:
     """Natural logits [heads, q_len, kv_len] in float64 of q [q_len, heads, D] and k [kv_len, kv_heads, D]."""
-    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(0, 1)
-    values = q.double().transpose(0, 1) @ keys.transpose(1, 2) * scale
+    values = by_kv_head(q.double().transpose(0, 1), k.double().permute(1, 2, 0)) * scale
     if score.kind is ScoreKind.SOFT_CAP:
         values = score.soft_cap * torch.tanh(values / score.soft_cap)
     if score.kind is ScoreKind.ALIBI:
@@ -64,8 +69,7 @@ def attention(
     ``q`` is [q_len, heads, D], ``k`` and ``v`` are [kv_len, kv_heads, D]. With ``rounded``
     the probabilities are rounded to the dtype of the values and the output to this dtype, as in any 16-bit kernel.
     """
-    group = q.shape[1] // k.shape[1]
-    values = v.double().repeat_interleave(group, 1).transpose(0, 1)
+    values = v.double().transpose(0, 1)
     scores = logits(q, k, scale, score).masked_fill(~seen, -math.inf)
     if sinks is not None:
         sink = sinks.double()[:, None, None].expand(-1, scores.shape[1], 1)
@@ -77,7 +81,7 @@ def attention(
     total = weights.sum(2, keepdim=True)
     if rounded is not None:
         weights = weights.to(v.dtype).double()
-    out = torch.where(total > 0, weights @ values / total, 0.0)
+    out = torch.where(total > 0, by_kv_head(weights, values) / total, 0.0)
     if rounded is not None:
         out = out.to(rounded).double()
     return out.transpose(0, 1), lse.transpose(0, 1)
