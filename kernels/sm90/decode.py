@@ -8,13 +8,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.config import LANES, WARPGROUP
 from hopwell.kernels.decode_config import MERGE_REGISTERS, WIDEN_REGISTERS, DecodeConfig
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_scale, shared_address
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand
+from hopwell.kernels.parts.kv_source import KvOperand, PageRows
 from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask, LogitRow
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge, Slots
@@ -27,7 +27,6 @@ from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.sm90.attend import Attend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90, example_arguments
 
-LANES = 32
 MERGE_BARRIER = 7  # named barrier of the merge warpgroup
 
 
@@ -75,7 +74,8 @@ class DecodeSm90(AttentionSm90):
     def _more_edges(self) -> tuple[Edge, ...]:
         edges, t, row_bytes = [], self.tile, self.config.head_dim_qk
         if self.is_raw:
-            stages = (t.raw_stages, 1, 4, t.n * row_bytes)
+            lanes = LANES if self.source is PageRows else 1
+            stages = (t.raw_stages, 1, 4, t.n * row_bytes, lanes, lanes)
             edges += [Edge("raw K", "load_k", "widen", *stages), Edge("raw V", "load_v", "widen", *stages)]
         if self.config.has_merge_role:
             edges.append(Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, 4, 0))

@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
+    LANES,
     REGISTERS,
     SHARED_BYTES,
     WARPGROUP,
@@ -80,12 +81,13 @@ class AttentionSm90:
         c, t, consumers = self.config, self.tile, 4 * self.warpgroups
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers, **self.more_roles}
         k_from, v_from, from_warps = ("widen", "widen", 4) if self.is_raw else ("load_k", "load_v", 1)
+        board_bytes = board_stride(self.work_tile.INTS) * 4
         others = roles["all others"] = sum(roles.values()) - 1
         edges = (
             Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.columns[0] * 2),
             Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2),
             Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2),
-            Edge("work", "schedule", "all others", self.work_stages, 1, others, board_stride(self.work_tile.INTS) * 4),
+            Edge("work", "schedule", "all others", self.work_stages, 1, others, board_bytes, consumer_lanes=LANES),
             *self._more_edges(),
         )
         check_arrivals(edges, roles)
