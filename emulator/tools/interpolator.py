@@ -21,7 +21,7 @@ from .devices import Device, Gpu, entry, module_text
 ARCH = "sm_90a"
 UNIT = 40  # sums are in units of 2^-40
 FINEST = 36  # and results in units of no less than 2^-36
-ONE = 0x3F800000
+ONE, TWO = 0x3F800000, 0x40000000
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,35 @@ class Function:
     signs: tuple[int, int]
     constant: int
     scale: float = 1.0  # from the result to the interpolated value
+    modifiers: str = ".approx.ftz.f32"
 
 
+def binade(exponent: int, segments: int, shift: int) -> Piece:
+    """The floats from 2^exponent to twice that; the lowest bits of their mantissas are not looked at."""
+    return Piece((127 + exponent) << 23, segments, (15 + shift, shift, 1 + shift), step=64 // segments)
+
+
+# Below 2^-8 tanh is its argument, from 8 on it is one.
+TANH = (
+    binade(-8, 1, 1),
+    binade(-7, 1, 2),
+    binade(-6, 1, 3),
+    binade(-5, 2, 2),
+    binade(-4, 2, 3),
+    binade(-3, 4, 2),
+    binade(-2, 4, 3),
+    binade(-1, 4, 4),
+    binade(0, 8, 3),
+    binade(1, 16, 1),
+    binade(2, 8, 3),
+)
 FUNCTIONS = (
     Function("ex2", (Piece(ONE, 64, (15, 2, 2)),), 17, 19, (1, 1), 24458, scale=0.5),
     Function("lg2", (Piece(ONE, 64, (14, 2, 3)),), 17, 19, (1, -1), 3350),
     Function("rcp", (Piece(ONE, 128, (14, 1, 1)),), 16, 17, (-1, 1), 4046),
     Function("rsqrt", (Piece(ONE, 128, (14, 0, 2)),), 17, 19, (-1, 1), 16383),
+    Function("sqrt", (Piece(ONE, 64, (15, 0, 1)), Piece(TWO, 64, (15, 1, 1))), 17, 19, (1, -1), 32767),
+    Function("tanh", TANH, 17, 19, (1, -1), 0, modifiers=".approx.f32"),
 )
 
 
@@ -119,7 +141,7 @@ def measure(device: Device, function: Function, piece: Piece, segments: int) -> 
     """float32 results at the first argument of ``piece`` and all that follow it in so many segments."""
     count = segments << function.bits
     body = (
-        f"mad.lo.u32 %r2, %index, {piece.step}, {piece.start}; {function.name}.approx.ftz.f32 %r3, %r2;\n"
+        f"mad.lo.u32 %r2, %index, {piece.step}, {piece.start}; {function.name}{function.modifiers} %r3, %r2;\n"
         "mul.wide.u32 %d0, %index, 4; add.u64 %d0, %a0, %d0; st.global.b32 [%d0], %r3;"
     )
     out = torch.zeros(count, dtype=torch.float32, device=device.torch_device)
