@@ -24,9 +24,8 @@ from cutlass import Int32, Int64, const_expr
 from hopwell.kernels.config import BLOCK_COLUMNS, LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, global_array
-
-GROUP_ROWS = 8  # rows after which the swizzle pattern repeats
 
 
 @dataclass
@@ -105,10 +104,7 @@ class KvSource(DeviceStruct):
         if const_expr(self.raw_bytes):
             offset = block * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
             return self.stage_address(stage) + row * self.raw_bytes + offset
-        if const_expr(self.columns_first):
-            row_address = (row // GROUP_ROWS * (self.columns // BLOCK_COLUMNS) + block) * GROUP_ROWS + row % GROUP_ROWS
-        else:
-            row_address = block * self.tile_n + row
+        row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
         return self.stage_address(stage) + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
 
     @cute.jit
@@ -120,7 +116,7 @@ class KvSource(DeviceStruct):
         """
         barrier = ring.full_barrier(step)
         before = cutlass.max(self.first_key - tile * self.tile_n, 0)
-        end = cutlass.min(self.end_key - tile * self.tile_n, self.tile_n)
+        end = cutlass.max(cutlass.min(self.end_key - tile * self.tile_n, self.tile_n), 0)
         partial = self.zero_outside and (before > 0 or end < self.tile_n)
         if partial:
             barrier = partial_barrier
