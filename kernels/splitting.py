@@ -18,8 +18,10 @@ UNDER_WAY = 8
 LATENT_CHUNK_TOKENS = 1024
 LATENT_UNDER_WAY = 3
 STATISTICS = 4  # float32 of a row and piece: (reference, sum) of the piece, (reference, sum) of its group
-TICKETS = 2  # int32: units handed out, CTAs done
-SLOT_COUNTERS = 3  # int32 of a slot: its generation, pieces of a group that are there, groups of a request
+TICKETS = 3  # int32: units handed out, CTAs done, shares of merges handed out
+# int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done; of
+# a share when it may be merged, and whose it is: request, chunk, chunks, first row
+SLOT_COUNTERS = 8
 
 
 def chunk_tokens(columns: int, latent: bool = False) -> int:

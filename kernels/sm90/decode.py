@@ -82,7 +82,7 @@ class DecodeSm90(AttentionSm90):
             edges.append(Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, 4, 0))
         return tuple(edges)
 
-    def _merge(self, addresses: Addresses, geometry: DecodeGeometry) -> Merge:
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Merge:
         """The last warpgroup, or else all that attend."""
         first, warpgroups = (len(self.config.registers) - 1, 1) if self.config.has_merge_role else (1, self.warpgroups)
         slots = Slots.create(addresses, geometry, self.config.head_dim_v)
@@ -149,7 +149,7 @@ class DecodeSm90(AttentionSm90):
         elif warp >= 4 * (len(self.config.registers) - self.config.has_merge_role):
             self.set_registers(MERGE_REGISTERS)
             scale = self._output_scale(addresses, output_scale, output_factor)
-            self._merge(addresses, geometry).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
+            self._merge(addresses, geometry, tiles).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
         elif warp >= 4 * (1 + self.warpgroups):
             self.set_registers(WIDEN_REGISTERS)
             self.widen(tiles, rings, board)
@@ -159,7 +159,7 @@ class DecodeSm90(AttentionSm90):
             score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
             softmax = OnlineSoftmax.create(scale, RowFragment.rows)
             scale = self._output_scale(addresses, output_scale, output_factor)
-            merge = self._merge(addresses, geometry)
+            merge = self._merge(addresses, geometry, tiles)
             parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
             self.attend_type(*parts).run(addresses, geometry)
             if const_expr(not self.config.has_merge_role):
