@@ -9,6 +9,7 @@ DOUBLINGS = 17  # 2^31 tokens in no more than MAX_CHUNKS
 GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
 
 ROWS = 64  # packed rows of a tile
+WARP_ROWS = 16  # of which a warp holds
 ALIGNMENT = 16  # bytes
 COMFORTABLE_BYTES = 8 << 20
 # Slots for each CTA besides those of one request: with 2 of them, requests waited for the merge of those before. 32 x
@@ -31,8 +32,13 @@ def chunk_tokens(columns: int, latent: bool = False) -> int:
     return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS)
 
 
+def slot_rows(rows: int, latent: bool = False) -> int:
+    """Rows of a slot: those of a tile, which MLA stores a whole warp's at a time."""
+    return min(-(-rows // WARP_ROWS) * WARP_ROWS if latent else rows, ROWS)
+
+
 def slot_bytes(rows: int, columns: int) -> int:
-    """Scratch of a piece: float32 output rows and their statistics."""
+    """Scratch of a piece of ``rows``: float32 output and their statistics."""
     return 4 * rows * (columns + STATISTICS)
 
 
@@ -45,14 +51,14 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int,
     """
     chunks = min(-(-max(capacity, 1) // chunk_tokens(columns, latent)) + 1, MAX_CHUNKS)
     needed = chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
-    return max(needed, COMFORTABLE_BYTES // slot_bytes(min(rows, ROWS), columns))
+    return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns))
 
 
 def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
     """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
     at most, on ``ctas`` multiprocessors."""
     slots = slot_count(rows, kv_heads, columns, capacity, ctas, latent)
-    return slots * slot_bytes(min(rows, ROWS), columns) + ALIGNMENT
+    return slots * slot_bytes(slot_rows(rows, latent), columns) + ALIGNMENT
 
 
 def counter_ints(slots: int) -> int:

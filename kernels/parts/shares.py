@@ -14,23 +14,27 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Int64
 
+from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import (
-    barrier_all,
     global_array,
     global_pointer,
     load_int,
     load_relaxed,
     store_release,
 )
+from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.partial import COLUMNS_AT_ONCE, GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Merge
+from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Merge
 from hopwell.kernels.parts.softmax import merged
-from hopwell.kernels.splitting import SLOT_COUNTERS, TICKETS
+from hopwell.kernels.splitting import SLOT_COUNTERS, TICKETS, WARP_ROWS
 
+QUAD = 4  # elements that a thread stores and loads at a time
+QUAD_BYTES = 4 * QUAD
+BLOCK_COLUMNS = 8  # of an accumulator, of which a quad is two elements in two rows
 READY, REQUEST, CHUNK, CHUNKS, FIRST_ROW = SHARE
 NO_SHARE = -1
 SHARES_TICKET = 8  # bytes from the first ticket
@@ -41,7 +45,7 @@ FEW_PIECES, MANY_PIECES = 4, 8  # whose loads are under way at a time
 class SharedMerge(Merge):
     """The threads that look after a CTA's pieces and shares."""
 
-    message: Int32  # shared memory for two words from the first thread to all
+    message: Int32  # shared memory for three words from the first thread to all
 
     def prepare(self, tile) -> None:
         """Nothing: a piece's slot is free since before its unit was computed."""
@@ -59,63 +63,66 @@ class SharedMerge(Merge):
                 each = tile.first_piece + i * tile.units_of_chunk
                 store_release(slots.counter(READY, each), slots.generation(each) + 1)
 
+    def store_statistics(self, piece, row, reference, total) -> None:
+        copy.store_global_f32(self.slots.statistics(self.slots.place(piece) + row, PIECE), (reference, total))
+
     @cute.jit
-    def help(
-        self, share, tile, of_chunk, addresses: Addresses, geometry: DecodeGeometry, scale, dtype: cutlass.Constexpr
-    ):
-        """Merge what is ready, at least until the unit's slot, if it needs one, is free. Takes the share in hand and
-        returns the one that is in hand then."""
-        waits = tile.chunks > 1
-        share, is_ready, is_free = self._look(share, tile)
-        while is_ready or (waits and not is_free):
+    def store_output(self, piece, output, warp_row, column_group) -> None:
+        """A warp's accumulators, as they lie in its registers: :meth:`_quad` says where an element is."""
+        blocks = self.slots.columns // (2 * BLOCK_COLUMNS)
+        first = ((warp_row // WARP_ROWS * 2 + column_group) * blocks) * LANES + cute.arch.lane_idx()
+        address = self.slots.output(self.slots.place(piece), 0) + Int64(first * QUAD_BYTES)
+        for block in cutlass.range_constexpr(blocks):
+            values = [output.registers[4 * block + i] for i in range(4)]
+            copy.store_global_f32(address + block * (LANES * QUAD_BYTES), values)
+
+    def _quad(self, item):
+        """(row, column) of the first of a quad's elements: two columns of this row and of the one 8 below."""
+        blocks = self.slots.columns // (2 * BLOCK_COLUMNS)
+        lane, block, rest = item % LANES, item // LANES % blocks, item // (LANES * blocks)
+        half, warp = rest % 2, rest // 2
+        row = warp * WARP_ROWS + lane // RowFragment.lanes_per_row
+        return row, (half * blocks + block) * BLOCK_COLUMNS + 2 * (lane % RowFragment.lanes_per_row)
+
+    @cute.jit
+    def help(self, share, tile, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr):
+        """Merge the share in hand if it is ready, and others until the unit's slot, if it needs one, is free; after the
+        last unit, until all shares have been handed out. Takes the share in hand, returns the one that is in hand then.
+        """
+        waits = True
+        while waits:
+            share, is_ready, waits = self._look(share, tile)
             if is_ready:
-                self._merge_share(share, of_chunk, addresses, geometry, scale, dtype)
+                self._merge_share(share, of_chunk, a, g, scale, dtype)
                 share = Int32(NO_SHARE)
-            share, is_ready, is_free = self._look(share, tile)
         return share
 
     @cute.jit
-    def finish(self, share, pieces, of_chunk, addresses, geometry, scale, dtype: cutlass.Constexpr) -> None:
-        """After the last unit: merge until all shares, as many as ``pieces``, have been handed out."""
-        share, is_ready = self._look_at_share(share)
-        while share < pieces:
-            if is_ready:
-                self._merge_share(share, of_chunk, addresses, geometry, scale, dtype)
-                share = Int32(NO_SHARE)
-            share, is_ready = self._look_at_share(share)
-
-    @cute.jit
     def _look(self, share, tile):
-        """The share in hand, whether it is ready, and whether the slots that the unit needs are free."""
-        slots = self.slots
-        is_free = Int32(1)
-        if self._thread == 0 and tile.chunks > 1 and tile.piece >= slots.slots:
-            for piece in (tile.piece, tile.first_piece):
-                found = load_relaxed(slots.counter(GENERATION, piece))
-                is_free = is_free & (found == slots.generation(piece)).to(Int32)
-            cute.arch.fence_acq_rel_gpu()
-        share, is_ready = self._look_at_share(share)
-        return share, is_ready, barrier_all(is_free != 0, self.barrier, self.threads)
-
-    @cute.jit
-    def _look_at_share(self, share):
-        """The share in hand, a new one where there is none, and whether it is ready."""
+        """The share in hand, a new one where there is none; whether it is ready; and whether to look again."""
         slots = self.slots
         words = cute.make_tensor(
-            cute.make_ptr(Int32, self.message, cute.AddressSpace.smem, assumed_align=8), cute.make_layout(2)
+            cute.make_ptr(Int32, self.message, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(3)
         )
         if self._thread == 0:
-            mine = share
+            mine, waits = share, Int32(0)
             if mine == NO_SHARE:
                 mine = cute.arch.atomic_add(global_pointer(Int32, slots.tickets + SHARES_TICKET), Int32(1))
             found = load_relaxed(slots.counter(READY, mine))
+            if not tile.exists:
+                waits = (mine < tile.piece).to(Int32)
+            elif tile.chunks > 1 and tile.piece >= slots.slots:
+                for piece in (tile.piece, tile.first_piece):
+                    generation = load_relaxed(slots.counter(GENERATION, piece))
+                    waits = waits | (generation != slots.generation(piece)).to(Int32)
             cute.arch.fence_acq_rel_gpu()
             words[0] = mine
             words[1] = (found == slots.generation(mine) + 1).to(Int32)
+            words[2] = waits
         self.meet()
-        share, is_ready = words[0], words[1] != 0
+        share, is_ready, waits = words[0], words[1] != 0, words[2] != 0
         self.meet()
-        return share, is_ready
+        return share, is_ready, waits
 
     @cute.jit
     def _merge_share(self, share, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
@@ -126,7 +133,8 @@ class SharedMerge(Merge):
         count = cutlass.min((q_end - q_start) * Int32(g.group) - first_row, slots.rows)
         rows = PackedRows(a, g, q_start, Int32(0), first_row, count, scale, dtype.width // 8)
         first = share - chunk * of_chunk
-        items = count * (slots.columns // COLUMNS_AT_ONCE)
+        warps = (count + (WARP_ROWS - 1)) // WARP_ROWS
+        items = warps * (WARP_ROWS * slots.columns // QUAD)
         begin, end = items * chunk // chunks, items * (chunk + 1) // chunks
         if chunks <= FEW_PIECES:
             self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, FEW_PIECES)
@@ -139,29 +147,32 @@ class SharedMerge(Merge):
     def _merge_items(
         self, begin, end, first, step, chunks, rows: PackedRows, dtype: cutlass.Constexpr, at_once: cutlass.Constexpr
     ) -> None:
-        """Merge quads of columns, [begin, end) of those of all rows."""
+        """Merge quads of elements, [begin, end) of those of all rows."""
         slots = self.slots
-        quads = slots.columns // COLUMNS_AT_ONCE
         for item in cutlass.range(begin + self._thread, end, self.threads, unroll=1):
-            row = item // quads
-            column = (item - row * quads) * COLUMNS_AT_ONCE
-            reference, total = -Float32.inf, Float32(0.0)
-            values = [Float32(0.0)] * COLUMNS_AT_ONCE
+            row, column = self._quad(item)
+            references, totals = [-Float32.inf] * 2, [Float32(0.0)] * 2
+            values = [Float32(0.0)] * 4
             for chunk in cutlass.range(0, chunks, at_once, unroll=1):
                 # Past the last piece it is read again, and counts for nothing.
                 pieces = [first + cutlass.min(chunk + i, chunks - 1) * step for i in range(at_once)]
-                places = [slots.place(piece) + row for piece in pieces]
-                statistics = [copy.load_global_f32(slots.statistics(place, PIECE), 2) for place in places]
-                outputs = [copy.load_global_f32(slots.output(place, column), COLUMNS_AT_ONCE) for place in places]
-                references = [statistics[i][0] if chunk + i < chunks else -Float32.inf for i in range(at_once)]
-                sums = [each[1] for each in statistics]
-                weights, reference, total = merged([reference, *references], [total, *sums])
-                for c in cutlass.range_constexpr(COLUMNS_AT_ONCE):
-                    values[c] = values[c] * weights[0]
-                    for i in cutlass.range_constexpr(at_once):
-                        values[c] += weights[1 + i] * outputs[i][c]
-            factor = rows.finish(row, reference, total, column == 0)
-            copy.store_rounded(rows.output(row, column), [value * factor for value in values], dtype)
+                places = [slots.place(piece) for piece in pieces]
+                outputs = [copy.load_global_f32(slots.output(p, 0) + Int64(item * QUAD_BYTES), 4) for p in places]
+                for r in cutlass.range_constexpr(2):
+                    addresses = [slots.statistics(place + (row + 8 * r), PIECE) for place in places]
+                    statistics = [copy.load_global_f32(address, 2) for address in addresses]
+                    seen = [statistics[i][0] if chunk + i < chunks else -Float32.inf for i in range(at_once)]
+                    sums = [each[1] for each in statistics]
+                    weights, references[r], totals[r] = merged([references[r], *seen], [totals[r], *sums])
+                    for c in cutlass.range_constexpr(2 * r, 2 * r + 2):
+                        values[c] = values[c] * weights[0]
+                        for i in cutlass.range_constexpr(at_once):
+                            values[c] += weights[1 + i] * outputs[i][c]
+            for r in cutlass.range_constexpr(2):
+                if row + 8 * r < rows.count:
+                    factor = rows.finish(row + 8 * r, references[r], totals[r], column == 0)
+                    scaled = [values[2 * r] * factor, values[2 * r + 1] * factor]
+                    copy.store_rounded(rows.output(row + 8 * r, column), scaled, dtype)
 
     @cute.jit
     def hand_back(self, grid) -> None:

@@ -63,7 +63,7 @@ class MlaSm90(DecodeSm90):
         loads          |                          | A', left part      | A', right part | B' |
     """
 
-    staging_bytes = STATE_BYTES + 8  # and the merge's message
+    staging_bytes = STATE_BYTES + 16  # and the merge's message
     step_tiles = 2
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
@@ -161,36 +161,37 @@ class MlaAttend(DecodeAttend):
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
         kv_step, work, share = Int32(0), Int32(0), Int32(NO_SHARE)
         rest = (Int32(geometry.row_tiles), addresses, geometry, self.output_scale, self.kernel.out_dtype)
-        tile = self.board.read(work)
-        while tile.exists:
-            keys = tile.keys
-            share = self.merge.help(share, tile, *rest)
-            # As in Attend.run: tells the compiler that the warps have converged.
-            cute.arch.barrier(barrier_id=GROUP_BARRIER + 1 - is_left, number_of_threads=WARPGROUP)
-            self.softmax.reset()
-            operands.o.fill(0.0)
-            q_ring.wait_full(work)
-            row = self.logit_row(tile, warp_row)
-            if keys.begin < keys.end:
-                step = partial(step_function, operands, q_ring.stage(work), row)
-                if const_expr(is_left):
-                    self.first_scores(operands, q_ring.stage(work), kv_step)
-                last_masked = cutlass.max(keys.full_end, keys.begin + 1)
-                for n in cutlass.range(keys.end - 1, last_masked - 1, -1, unroll=1):
-                    step(kv_step, n, True, False)
-                    kv_step += 2
-                for n in cutlass.range(last_masked - 1, keys.begin, -1, unroll=1):
-                    step(kv_step, n, False, False)
-                    kv_step += 2
-                step(kv_step, keys.begin, True, True)
-                kv_step += 2
-            q_ring.release(work)
-            if keys.begin < keys.end:
-                self.add_sums()
-            self.store(operands, tile, work, warp_row, Int32(1 - is_left), addresses, geometry)
-            work += 1
+        exists = True
+        while exists:
             tile = self.board.read(work)
-        self.merge.finish(share, tile.piece, *rest)
+            share = self.merge.help(share, tile, *rest)
+            exists = tile.exists
+            if exists:
+                keys = tile.keys
+                # As in Attend.run: tells the compiler that the warps have converged.
+                cute.arch.barrier(barrier_id=GROUP_BARRIER + 1 - is_left, number_of_threads=WARPGROUP)
+                self.softmax.reset()
+                operands.o.fill(0.0)
+                q_ring.wait_full(work)
+                if keys.begin < keys.end:
+                    row = self.logit_row(tile, warp_row)
+                    step = partial(step_function, operands, q_ring.stage(work), row)
+                    if const_expr(is_left):
+                        self.first_scores(operands, q_ring.stage(work), kv_step)
+                    last_masked = cutlass.max(keys.full_end, keys.begin + 1)
+                    for n in cutlass.range(keys.end - 1, last_masked - 1, -1, unroll=1):
+                        step(kv_step, n, True, False)
+                        kv_step += 2
+                    for n in cutlass.range(last_masked - 1, keys.begin, -1, unroll=1):
+                        step(kv_step, n, False, False)
+                        kv_step += 2
+                    step(kv_step, keys.begin, True, True)
+                    kv_step += 2
+                q_ring.release(work)
+                if keys.begin < keys.end:
+                    self.add_sums()
+                self.store(operands, tile, work, warp_row, Int32(1 - is_left), addresses, geometry)
+            work += 1
 
     def logit_row(self, tile, warp_row) -> LogitRow:
         request, group = tile.request, Int32(self.geometry.group)
@@ -270,6 +271,17 @@ class MlaAttend(DecodeAttend):
         operands.issue_pv(left.stage(b))
         warpgroup.wait_group(0)
         right.release(b)
+
+    @cute.jit
+    def store_piece(self, operands, rows, piece, warp_row, column_group) -> None:
+        output = operands.output()
+        if warp_row < self.merge.slots.rows:
+            for r in cutlass.range_constexpr(output.rows):
+                reference, total = self.softmax.partial(r, output.lanes_per_row)
+                if output.first_column() + column_group == 0:
+                    row = warp_row + output.first_row() + output.row_offset(r)
+                    self.merge.store_statistics(piece, row, reference, total)
+            self.merge.store_output(piece, output, warp_row, column_group)
 
     @cute.jit
     def exponentials(self, operands, tile, row, masked: cutlass.Constexpr) -> None:
