@@ -38,7 +38,7 @@ BLOCK_COLUMNS = 8  # of an accumulator, of which a quad is two elements in two r
 READY, REQUEST, CHUNK, CHUNKS, FIRST_ROW = SHARE
 NO_SHARE = -1
 SHARES_TICKET = 8  # bytes from the first ticket
-MANY_PIECES = 8  # whose loads are under way at a time, where a thread has few quads
+PIECES_AT_ONCE, QUADS_AT_ONCE = 8, 2  # whose loads a thread has under way
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,12 @@ class SharedMerge(Merge):
     def prepare(self, tile) -> None:
         """Nothing: a piece's slot is free since before its unit was computed."""
 
+    def complete(self, tile, rows: PackedRows, out_dtype) -> None:
+        """Nothing yet: telling others takes until the piece has reached the L2 cache, and a share may be merged meanwhile,
+        see :meth:`help`."""
+
     @cute.jit
-    def complete(self, tile, rows: PackedRows, out_dtype: cutlass.Constexpr) -> None:
+    def _announce(self, tile) -> None:
         """A piece has been written, visibly to all threads here: when it was the last, all shares are ready."""
         slots, piece = self.slots, tile.piece
         if self._thread == 0:
@@ -85,16 +89,19 @@ class SharedMerge(Merge):
         return row, (half * blocks + block) * BLOCK_COLUMNS + 2 * (lane % RowFragment.lanes_per_row)
 
     @cute.jit
-    def help(self, share, tile, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr):
-        """Merge the share in hand if it is ready, and others until the unit's slot, if it needs one, is free; after the
-        last unit, until all shares have been handed out. Takes the share in hand, returns the one that is in hand then.
-        """
-        waits = True
+    def help(self, share, done, tile, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr):
+        """Between units, the one that is ``done`` and the next ``tile``: merge the share in hand if it is ready, announce
+        the piece, and merge on until the next one's slot is free; after the last unit, until all shares have been handed
+        out. Takes the share in hand, returns the one that is in hand then."""
+        waits, has_piece = True, done.chunks > 1
         while waits:
             share, is_ready, waits = self._look(share, tile)
             if is_ready:
                 self._merge_share(share, of_chunk, a, g, scale, dtype)
                 share = Int32(NO_SHARE)
+            if has_piece:
+                self._announce(done)
+            has_piece = has_piece and False
         return share
 
     @cute.jit
@@ -136,76 +143,57 @@ class SharedMerge(Merge):
         warps = (count + (WARP_ROWS - 1)) // WARP_ROWS
         items = warps * (WARP_ROWS * slots.columns // QUAD)
         begin, end = items * chunk // chunks, items * (chunk + 1) // chunks
-        if chunks <= MANY_PIECES:
-            self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, (4, 2))
-        else:
-            self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, (1, MANY_PIECES))
+        self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype)
         if self._is_last(GROUPS_THERE, first, chunks):
             self._release(first, of_chunk, chunks)
 
     @cute.jit
-    def _merge_items(
-        self,
-        begin,
-        end,
-        first,
-        step,
-        chunks,
-        rows: PackedRows,
-        dtype: cutlass.Constexpr,
-        at_once: cutlass.Constexpr[tuple[int, int]],
-    ) -> None:
-        """Merge quads, [begin, end) of those of all rows, with (quads, pieces) of a thread under way at a time."""
-        quads, count = at_once
+    def _merge_items(self, begin, end, first, step, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+        """Merge quads, [begin, end) of those of all rows."""
         per_warp = WARP_ROWS * self.slots.columns // QUAD
         for warp in cutlass.range(begin // per_warp, (end + (per_warp - 1)) // per_warp, unroll=1):
             low = cutlass.max(begin, warp * per_warp) + self._thread
             high = cutlass.min(end, (warp + 1) * per_warp)
-            # Quads of a thread are whole warps apart, so that all are in the same two rows.
-            row, column = self._quad(low)
-            references, factors = [], []
-            for r in cutlass.range_constexpr(2):
-                reference, total = -Float32.inf, Float32(0.0)
-                for chunk in cutlass.range(0, chunks, MANY_PIECES, unroll=1):
-                    seen = self._statistics(first, step, chunk, chunks, row + 8 * r, MANY_PIECES)
-                    _, reference, total = merged([reference, *seen[0]], [total, *seen[1]])
-                factor = Float32(0.0)
-                if low < high and row + 8 * r < rows.count:
-                    factor = rows.finish(row + 8 * r, reference, total, column == 0)
-                references.append(Float32(0.0) if reference == -Float32.inf else reference)
-                factors.append(factor)
-            for item in cutlass.range(low, high, self.threads * quads, unroll=1):
-                items = [cutlass.min(item + self.threads * i, high - 1) for i in range(quads)]
-                values = [[Float32(0.0)] * QUAD for _ in items]
-                for chunk in cutlass.range(0, chunks, count, unroll=1):
-                    places = [self.slots.place(piece) for piece in self._pieces(first, step, chunk, chunks, count)]
-                    loaded = [[self._load(place, each) for each in items] for place in places]
-                    for r in cutlass.range_constexpr(2):
-                        seen, _ = self._statistics(first, step, chunk, chunks, row + 8 * r, count)
-                        weights = [cute.math.exp2(each - references[r], fastmath=True) for each in seen]
-                        for k in cutlass.range_constexpr(quads):
-                            for c in cutlass.range_constexpr(2 * r, 2 * r + 2):
-                                for i in cutlass.range_constexpr(count):
-                                    values[k][c] += weights[i] * loaded[i][k][c]
-                for k in cutlass.range_constexpr(quads):
-                    _, column = self._quad(item + self.threads * k)
-                    for r in cutlass.range_constexpr(2):
-                        if item + self.threads * k < high and row + 8 * r < rows.count:
-                            scaled = [values[k][c] * factors[r] for c in range(2 * r, 2 * r + 2)]
-                            copy.store_rounded(rows.output(row + 8 * r, column), scaled, dtype)
-
-    def _pieces(self, first, step, chunk, chunks, count: int) -> list:
-        """``count`` pieces from ``chunk`` on; past the last one that again."""
-        return [first + cutlass.min(chunk + i, chunks - 1) * step for i in range(count)]
+            for item in cutlass.range(low, high, self.threads * QUADS_AT_ONCE, unroll=1):
+                self._merge_quads(item, high, first, step, chunks, rows, dtype)
 
     @cute.jit
-    def _statistics(self, first, step, chunk, chunks, row, count: cutlass.Constexpr[int]) -> tuple:
-        """References and sums of a row of these pieces. What is there again counts for nothing."""
-        pieces = self._pieces(first, step, chunk, chunks, count)
-        addresses = [self.slots.statistics(self.slots.place(piece) + row, PIECE) for piece in pieces]
-        found = [copy.load_global_f32(address, 2) for address in addresses]
-        references = [found[i][0] if chunk + i < chunks else -Float32.inf for i in range(count)]
-        return references, [each[1] for each in found]
+    def _merge_quads(self, item, end, first, step, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+        """Merge a thread's next quads before ``end``. They are whole warps apart, so that all are in the same two rows."""
+        row, _ = self._quad(item)
+        items = [cutlass.min(item + self.threads * k, end - 1) for k in range(QUADS_AT_ONCE)]
+        values = [[Float32(0.0)] * QUAD for _ in items]
+        references, totals = [-Float32.inf] * 2, [Float32(0.0)] * 2
+        for chunk in cutlass.range(0, chunks, PIECES_AT_ONCE, unroll=1):
+            places = [self.slots.place(piece) for piece in self._pieces(first, step, chunk, chunks)]
+            statistics = [[self._load_statistics(place, row + 8 * r) for place in places] for r in range(2)]
+            loaded = [[self._load(place, each) for each in items] for place in places]
+            for r in cutlass.range_constexpr(2):
+                # What is there again counts for nothing.
+                seen = [statistics[r][i][0] if chunk + i < chunks else -Float32.inf for i in range(PIECES_AT_ONCE)]
+                sums = [each[1] for each in statistics[r]]
+                weights, references[r], totals[r] = merged([references[r], *seen], [totals[r], *sums])
+                for k in cutlass.range_constexpr(QUADS_AT_ONCE):
+                    for c in cutlass.range_constexpr(2 * r, 2 * r + 2):
+                        values[k][c] = values[k][c] * weights[0]
+                        for i in cutlass.range_constexpr(PIECES_AT_ONCE):
+                            values[k][c] += weights[1 + i] * loaded[i][k][c]
+        for r in cutlass.range_constexpr(2):
+            if row + 8 * r < rows.count:
+                _, first_column = self._quad(item)
+                factor = rows.finish(row + 8 * r, references[r], totals[r], first_column == 0)
+                for k in cutlass.range_constexpr(QUADS_AT_ONCE):
+                    if item + self.threads * k < end:
+                        _, column = self._quad(item + self.threads * k)
+                        scaled = [values[k][c] * factor for c in range(2 * r, 2 * r + 2)]
+                        copy.store_rounded(rows.output(row + 8 * r, column), scaled, dtype)
+
+    def _pieces(self, first, step, chunk, chunks) -> list:
+        """The next pieces from ``chunk`` on; past the last one that again."""
+        return [first + cutlass.min(chunk + i, chunks - 1) * step for i in range(PIECES_AT_ONCE)]
+
+    def _load_statistics(self, place, row) -> list:
+        return copy.load_global_f32(self.slots.statistics(place + row, PIECE), 2)
 
     def _load(self, place, item) -> list:
         return copy.load_global_f32(self.slots.output(place, 0) + Int64(item * QUAD_BYTES), QUAD)

@@ -43,6 +43,11 @@ class SplitTile(WorkTile):
     group_piece: Int32  # of the first chunk in its group of GROUP_PIECES
     units_of_chunk: Int32  # of a chunk: from a piece to that of the next chunk
 
+    @classmethod
+    def nothing(cls) -> "SplitTile":
+        """A unit without any chunk."""
+        return cls.from_ints([Int32(0)] * cls.INTS)
+
 
 @dataclass
 class RequestSpan(DeviceStruct):

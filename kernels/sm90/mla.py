@@ -20,6 +20,7 @@ from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import LogitRow
 from hopwell.kernels.parts.partial import Slots
 from hopwell.kernels.parts.shares import NO_SHARE, SharedMerge
+from hopwell.kernels.parts.split import SplitTile
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
 from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeAttend, DecodeSm90
 from hopwell.kernels.sm90.kernel import example_arguments
@@ -161,10 +162,10 @@ class MlaAttend(DecodeAttend):
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
         kv_step, work, share = Int32(0), Int32(0), Int32(NO_SHARE)
         rest = (Int32(geometry.row_tiles), addresses, geometry, self.output_scale, self.kernel.out_dtype)
-        exists = True
+        exists, done = True, SplitTile.nothing()
         while exists:
             tile = self.board.read(work)
-            share = self.merge.help(share, tile, *rest)
+            share = self.merge.help(share, done, tile, *rest)
             exists = tile.exists
             if exists:
                 keys = tile.keys
@@ -182,6 +183,7 @@ class MlaAttend(DecodeAttend):
                 if keys.begin < keys.end:
                     self.add_sums()
                 self.store(operands, tile, work, warp_row, Int32(1 - is_left), addresses, geometry)
+            done = tile
             work += 1
 
     def logit_row(self, tile, warp_row) -> LogitRow:
