@@ -1,13 +1,13 @@
 """Merging large pieces of decode: every CTA merges a share of the rows of a request.
 
-A piece of MLA is 130 KB, and a CTA takes 1.5 us to read one. Were the last CTA of a request to merge all of its pieces,
-as ``partial.py`` has it, all others would long have finished: 64 x 1024 keys took 50 us for that (H200, 2026-11-21). So
-the rows of a request have as many shares as it has pieces, share p being that of piece p, and shares are handed out by a
-ticket of their own. A CTA holds one of them at a time. Between units of work it looks whether its share's pieces are all
-there; after its last unit it waits for them. The pieces are added up in the order of the keys, whoever does it.
+A piece of MLA is 130 KB. When the last CTA of a request merged all of its pieces, as ``partial.py`` has it, it spent
+85000 cycles on four of them while all others waited (H200, 2026-11-21). So the rows of a request have as many shares
+as it has pieces, share p being that of piece p, and shares are handed out by a ticket of their own. A CTA holds one of
+them at a time. Between units of work it looks whether its share's pieces are all there; after its last unit it waits for
+them. The pieces are added up in the order of the keys, whoever does it.
 
-Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged. A CTA waits for a slot
-before it computes a piece, and merges meanwhile: so whoever waits never holds back what it waits for.
+Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged. A CTA waits for a
+slot before it computes a piece, and merges meanwhile: so whoever waits never holds back what it waits for.
 """
 
 from dataclasses import dataclass
@@ -51,8 +51,8 @@ class SharedMerge(Merge):
         """Nothing: a piece's slot is free since before its unit was computed."""
 
     def complete(self, tile, rows: PackedRows, out_dtype) -> None:
-        """Nothing yet: telling others takes until the piece has reached the L2 cache, and a share may be merged meanwhile,
-        see :meth:`help`."""
+        """Nothing yet: to tell others takes until the piece is in the L2 cache. A share may be merged meanwhile, see
+        :meth:`help`."""
 
     @cute.jit
     def _announce(self, tile) -> None:
@@ -90,9 +90,9 @@ class SharedMerge(Merge):
 
     @cute.jit
     def help(self, share, done, tile, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr):
-        """Between units, the one that is ``done`` and the next ``tile``: merge the share in hand if it is ready, announce
-        the piece, and merge on until the next one's slot is free; after the last unit, until all shares have been handed
-        out. Takes the share in hand, returns the one that is in hand then."""
+        """Between the unit that is ``done`` and the next, ``tile``: merge the share in hand if it is ready, announce
+        the piece, and merge on until the next one's slot is free; after the last unit, until all shares have been
+        handed out. Takes the share in hand, returns the one that is in hand then."""
         waits, has_piece = True, done.chunks > 1
         while waits:
             share, is_ready, waits = self._look(share, tile)
@@ -159,7 +159,7 @@ class SharedMerge(Merge):
 
     @cute.jit
     def _merge_quads(self, item, end, first, step, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
-        """Merge a thread's next quads before ``end``. They are whole warps apart, so that all are in the same two rows."""
+        """Merge a thread's next quads before ``end``: all in the same two rows, because they are whole warps apart."""
         row, _ = self._quad(item)
         items = [cutlass.min(item + self.threads * k, end - 1) for k in range(QUADS_AT_ONCE)]
         values = [[Float32(0.0)] * QUAD for _ in items]

@@ -145,7 +145,7 @@ class AttentionSm90:
         return k, v
 
     def _allocate(self, smem):
-        """Tiles, the rings of all edges but the board's, the board, the loaders' barriers for tiles with zeroed rows."""
+        """Tiles, the rings of all edges but the board's, the board, the loaders' barriers for zeroed rows."""
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)

@@ -193,8 +193,9 @@ class MlaAttend(DecodeAttend):
         positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
         return LogitRow(positions, request.kv_len, Float32(0.0))
 
-    # One copy of a step for each warpgroup, and branches only where no product is under way: with more copies every unit
-    # of work began with 10000 cycles of instruction fetches, and ptxas serialises all products where one meets a branch.
+    # One copy of a step for each warpgroup: with copies for masked and last steps, instruction fetches made the first
+    # three steps of a unit take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). And branches only where no
+    # product is under way: ptxas serialises all products where one of them meets a branch.
 
     @cute.jit
     def left_step(self, operands, q_stage, row, a, n, masked):

@@ -196,7 +196,7 @@ class Warp:
             assert host(step) == len(self.posted)
             self.posted.append(tile)
 
-    def post_end(self, step: int) -> None:
+    def post_end(self, step: int, rest: int) -> None:
         self.post(step, None)
 
     def run(self, work: Callable[[Any], None]) -> None:
