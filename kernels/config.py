@@ -25,6 +25,7 @@ DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
 REGISTERS = 65536  # of an SM
 WARPGROUP = 128  # threads
+LANES = 32  # threads of a warp
 
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
@@ -165,9 +166,20 @@ class KernelConfig:
         return False
 
     @property
+    def kv_dims(self) -> tuple[int, int]:
+        """Elements of a row of what the two loading warps fetch: of K and of V."""
+        return self.head_dim_qk, self.head_dim_v
+
+    @property
     def columns(self) -> tuple[int, int]:
-        """Columns of the K and V tiles in shared memory, those of Q like K's: whole column blocks of the swizzle."""
-        return _up(self.head_dim_qk, BLOCK_COLUMNS), _up(self.head_dim_v, BLOCK_COLUMNS)
+        """Columns of the tiles that the two loading warps fill: whole column blocks of the swizzle."""
+        first, second = self.kv_dims
+        return _up(first, BLOCK_COLUMNS), _up(second, BLOCK_COLUMNS)
+
+    @property
+    def q_columns(self) -> int:
+        """Columns of the Q tile in shared memory."""
+        return _up(self.head_dim_qk, BLOCK_COLUMNS)
 
     @property
     def depth(self) -> tuple[int, int]:

@@ -18,8 +18,10 @@ from hopwell.kernels.parts.device import DeviceStruct
 class Edge:
     """A ring of ``stages`` buffers that ``producer`` fills and ``consumer`` empties.
 
-    Arrivals are counted in threads: one elected thread for each arriving warp. TMA completes the rest of a full
-    barrier's phase by bytes. An edge of 0 bytes is nothing but a signal: what it is about lies elsewhere.
+    Arrivals are counted in threads. One for each warp is enough, because a warp meets before it arrives. It is every
+    lane where lanes read or write the stage with instructions of their own: compute-sanitizer takes no notice of the
+    meeting and would report all but the arriving lane. TMA completes the rest of a full barrier's phase by bytes. An
+    edge of 0 bytes is nothing but a signal: what it is about lies elsewhere.
     """
 
     name: str
@@ -29,6 +31,8 @@ class Edge:
     producer_warps: int
     consumer_warps: int
     stage_bytes: int
+    producer_lanes: int = 1  # of each warp that arrive
+    consumer_lanes: int = 1
 
     def __post_init__(self) -> None:
         for field, least in (("stages", 1), ("producer_warps", 1), ("consumer_warps", 1), ("stage_bytes", 0)):
@@ -72,6 +76,7 @@ class Ring(DeviceStruct):
     full: Any
     empty: Any
     stages: int
+    consumer_lanes: int = 1
 
     def stage(self, step):
         return step & (self.stages - 1)
@@ -103,7 +108,7 @@ class Ring(DeviceStruct):
     @cute.jit
     def release(self, step) -> None:
         """Called by every consumer warp, converged, when its reads of the stage have completed."""
-        if cute.arch.lane_idx() == 0:
+        if cute.arch.lane_idx() < self.consumer_lanes:
             cute.arch.mbarrier_arrive(self.empty + self.stage(step))
 
 
@@ -112,12 +117,12 @@ def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
     """Initialise the barriers (one thread of the CTA does) and return one Ring an edge. The caller synchronises."""
     rings, offset = [], 0
     for edge in edges:
-        rings.append(Ring(barriers + offset, barriers + (offset + edge.stages), edge.stages))
+        rings.append(Ring(barriers + offset, barriers + (offset + edge.stages), edge.stages, edge.consumer_lanes))
         offset += edge.barriers
     if cute.arch.thread_idx()[0] == 0:
         for edge, ring in zip(edges, rings, strict=True):
             for stage in cutlass.range_constexpr(edge.stages):
-                cute.arch.mbarrier_init(ring.full + stage, edge.producer_warps)
-                cute.arch.mbarrier_init(ring.empty + stage, edge.consumer_warps)
+                cute.arch.mbarrier_init(ring.full + stage, edge.producer_warps * edge.producer_lanes)
+                cute.arch.mbarrier_init(ring.empty + stage, edge.consumer_warps * edge.consumer_lanes)
         cute.arch.mbarrier_init_fence()
     return tuple(rings)

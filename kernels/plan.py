@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from hopwell.kernels import support, toolchain
 from hopwell.kernels.config import KernelConfig, PrefillConfig, page_and_head_stride, resolve
 from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
+from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.problem import AttentionProblem, LseLayout, TokenOffsets
 from hopwell.kernels.splitting import TICKETS, counter_ints, slot_count
 from hopwell.kernels.tickets import tickets
@@ -38,7 +39,7 @@ class Plan:
 
     def __init__(self, problem: AttentionProblem):
         query = problem.query
-        family = PREFILL if problem.scratch is None else DECODE
+        family = PREFILL if problem.scratch is None else MLA if problem.is_latent else DECODE
         self.config = family.resolve(problem, support.arch_of(query.device))
         self.output_shape = (*query.shape[:2], problem.value.shape[3])
         self.output_dtype = query.dtype if problem.out is None else problem.out.dtype
@@ -190,7 +191,9 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
     rows = group * problem.max_q_len
     row_tiles = -(-rows // config.tile.m)
     ctas = multiprocessors(query.device)
-    slots = slot_count(max(rows, 1), problem.key.shape[1], config.head_dim_v, problem.max_kv_len, ctas)
+    slots = slot_count(
+        max(rows, 1), problem.key.shape[1], config.head_dim_v, problem.max_kv_len, ctas, problem.is_latent
+    )
     return DecodeGeometry(
         batch=problem.batch,
         group=group,
@@ -293,3 +296,4 @@ DECODE = Family(
     numbers=lambda problem: (_host_value(problem.output_factor),),
     counters=lambda sizes, config: counter_ints(sizes.slots),
 )
+MLA = replace(DECODE, resolve=resolve_mla)

@@ -160,3 +160,8 @@ class AttentionProblem:
     draft_mask: torch.Tensor | None = None
     scratch: torch.Tensor | None = None
     programmatic_launch: bool = False
+
+    @property
+    def is_latent(self) -> bool:
+        """Whether the value is part of the key, as in MLA decode."""
+        return self.scratch is not None and self.value.shape[3] < self.key.shape[3]

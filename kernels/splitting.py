@@ -14,13 +14,18 @@ COMFORTABLE_BYTES = 8 << 20
 # Slots for each CTA besides those of one request: with 2 of them, requests waited for the merge of those before. 32 x
 # 8192 tokens and 32 rows took 498 us; with 8, cache hints and dependent launches together 313 (H200, 2026-11-21).
 UNDER_WAY = 8
+# Of MLA, where a chunk is 30 us of products and a piece 130 KB.
+LATENT_CHUNK_TOKENS = 1024
+LATENT_UNDER_WAY = 3
 STATISTICS = 4  # float32 of a row and piece: (reference, sum) of the piece, (reference, sum) of its group
 TICKETS = 2  # int32: units handed out, CTAs done
 SLOT_COUNTERS = 3  # int32 of a slot: its generation, pieces of a group that are there, groups of a request
 
 
-def chunk_tokens(columns: int) -> int:
-    """Keys of a chunk of a short request, a power of two."""
+def chunk_tokens(columns: int, latent: bool = False) -> int:
+    """Keys of a chunk of a short request, a power of two. ``latent`` as in MLA, where the value is part of the key."""
+    if latent:
+        return LATENT_CHUNK_TOKENS
     return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS)
 
 
@@ -29,22 +34,22 @@ def slot_bytes(rows: int, columns: int) -> int:
     return 4 * rows * (columns + STATISTICS)
 
 
-def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
+def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
     """Slots for the pieces of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and at most
     ``capacity`` keys a request, on ``ctas`` multiprocessors.
 
     Those of one request and some for what is under way besides are a must. More of them save looking whether they are
     free.
     """
-    chunks = min(-(-max(capacity, 1) // chunk_tokens(columns)) + 1, MAX_CHUNKS)
-    needed = chunks * kv_heads * -(-rows // ROWS) + UNDER_WAY * ctas
+    chunks = min(-(-max(capacity, 1) // chunk_tokens(columns, latent)) + 1, MAX_CHUNKS)
+    needed = chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
     return max(needed, COMFORTABLE_BYTES // slot_bytes(min(rows, ROWS), columns))
 
 
-def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
+def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
     """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
     at most, on ``ctas`` multiprocessors."""
-    slots = slot_count(rows, kv_heads, columns, capacity, ctas)
+    slots = slot_count(rows, kv_heads, columns, capacity, ctas, latent)
     return slots * slot_bytes(min(rows, ROWS), columns) + ALIGNMENT
 
 

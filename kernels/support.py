@@ -25,6 +25,7 @@ MLA = "trtllm_batch_decode_with_kv_cache_mla"
 HEAD_DIMS = (*((d, d) for d in (32, 40, 48, 64, 80, 96, 104, 128, 160, 192, 256, 512)), (192, 128))
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = (*range(16, 129, 16), 256)
+MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 MAX_PAGE_SIZE = 1024
 
 _HOPPER = ("sm_90a",)

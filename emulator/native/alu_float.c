@@ -93,13 +93,11 @@ static inline f64 sum_to_odd(f64 a, f64 b) {
 #define HALF_FMA(name, n, get, round) OP(name) { (void)pred; u16 *d = ROW(u16, 0); \
   const u16 *a = ROW(u16, 1), *b = ROW(u16, 2), *c = ROW(u16, 3); \
   for (int l = 0; l < n; l++) d[l] = round(sum_to_odd((f64)get(a[l]) * (f64)get(b[l]), get(c[l])), (u32)i->imm); }
-#define HALF_UN(name, n, get, round, expr) OP(name) { (void)pred; u16 *d = ROW(u16, 0); const u16 *a_ = ROW(u16, 1); \
-  for (int l = 0; l < n; l++) { f64 a = get(a_[l]); d[l] = round(expr, (u32)i->imm); } }
 #define HALF_ALL(t, n, get, round) \
   HALF_BIN(add_##t, n, get, round, a + b) HALF_BIN(sub_##t, n, get, round, a - b) HALF_BIN(mul_##t, n, get, round, a * b) \
   HALF_BIN(min_##t, n, get, round, min2((f32)a, (f32)b)) HALF_BIN(max_##t, n, get, round, max2((f32)a, (f32)b)) \
   HALF_BIN(min_nan_##t, n, get, round, min_nan((f32)a, (f32)b)) HALF_BIN(max_nan_##t, n, get, round, max_nan((f32)a, (f32)b)) \
-  HALF_FMA(fma_##t, n, get, round) HALF_UN(tanh_##t, n, get, round, tanh(a))
+  HALF_FMA(fma_##t, n, get, round)
 static inline u16 round_f16(f64 x, u32 flags) {
   if (flags & ANY_RELU && !(x > 0) && x == x) x = 0;
   if (flags & ANY_SAT) x = x > 0 ? (x > 1 ? 1 : x) : 0;
@@ -120,10 +118,15 @@ static inline u16 ex2_of_f16(u16 x) {
   return power >= 0x1p16f ? 0x7c00 : f64_to_f16(power, ROUND_ZERO, 0);
 }
 static inline u16 ex2_of_bf16(u16 x) { return f32_to_bf16_rz(ex2_unit(flush(bf16_to_f32(x)))); }
-UNARY(ex2_f16, u16, u16, ex2_of_f16(a))
-UNARY(ex2_bf16, u16, u16, ex2_of_bf16(a))
-UNARY(ex2_f16x2, u32, u32, ex2_of_f16((u16)a) | (u32)ex2_of_f16(a >> 16) << 16)
-UNARY(ex2_bf16x2, u32, u32, ex2_of_bf16((u16)a) | (u32)ex2_of_bf16(a >> 16) << 16)
+static inline u16 tanh_of_f16(u16 x) { return f64_to_f16(tanh_unit(f16_to_f32(x)), ROUND_ZERO, 0); }
+static inline u16 tanh_of_bf16(u16 x) { return f32_to_bf16_rz(tanh_unit(bf16_to_f32(x))); }
+#define HALF_UNIT(op, t) \
+  UNARY(op##_##t, u16, u16, op##_of_##t(a)) \
+  UNARY(op##_##t##x2, u32, u32, op##_of_##t((u16)a) | (u32)op##_of_##t(a >> 16) << 16)
+HALF_UNIT(ex2, f16)
+HALF_UNIT(ex2, bf16)
+HALF_UNIT(tanh, f16)
+HALF_UNIT(tanh, bf16)
 
 /* Mixed precision (sm_100): f32 result from 16-bit operands. */
 BINARY(add_f32_f16, f32, u16, f32, f16_to_f32(a) + b)
@@ -142,6 +145,9 @@ UNARY(rcp_f32, f32, f32, rcp_unit(a))
 UNARY(rcp_ftz_f32, f32, f32, flush(rcp_unit(flush(a))))
 UNARY(rsqrt_f32, f32, f32, rsqrt_unit(a))
 UNARY(rsqrt_ftz_f32, f32, f32, rsqrt_unit(flush(a)))
+UNARY(sqrt_f32, f32, f32, sqrt_unit(a))
+UNARY(sqrt_ftz_f32, f32, f32, sqrt_unit(flush(a)))
+UNARY(tanh_f32, f32, f32, tanh_unit(a))
 /* div.approx multiplies by the reciprocal, div.full does so after it has scaled both operands. */
 static inline f32 div_approx(f32 a, f32 b) { return a * flush(rcp_unit(b)); }
 static inline f32 div_full(f32 a, f32 b) {
@@ -152,15 +158,12 @@ BINARY(div_approx_f32, f32, f32, f32, div_approx(a, b))
 BINARY(div_full_f32, f32, f32, f32, div_full(a, b))
 BINARY(div_approx_ftz_f32, f32, f32, f32, flush(div_approx(flush(a), flush(b))))
 BINARY(div_full_ftz_f32, f32, f32, f32, flush(div_full(flush(a), flush(b))))
-/* The others' tables are unknown: the model is the correctly rounded value. README.md lists the distance to hardware. */
+/* Of the others nothing is known: the model is the correctly rounded value. README.md says how far off the hardware is. */
 UNARY(rcp_f64, f64, f64, 1.0 / a)
 UNARY(rsqrt_f64, f64, f64, 1.0 / sqrt(a))
-UNARY(sqrt_f32, f32, f32, sqrtf(a))
-UNARY(sqrt_ftz_f32, f32, f32, flush(sqrtf(flush(a))))
 UNARY(sqrt_f64, f64, f64, sqrt(a))
 UNARY(sin_f32, f32, f32, sin((f64)a))
 UNARY(cos_f32, f32, f32, cos((f64)a))
-UNARY(tanh_f32, f32, f32, tanh((f64)a))
 
 /* Directed rounding, .ftz and .sat in any combination. */
 static const int fe_modes[] = {FE_TONEAREST, FE_TOWARDZERO, FE_DOWNWARD, FE_UPWARD};

@@ -1,7 +1,7 @@
 """Derives the coefficients of the GPU's function unit from its results (native/interpolator_tables.h).
 
 The unit is the one of Oberman and Siu, "A High-Performance Area-Efficient Multifunction Interpolator" (ARITH-17, 2005):
-c0 + c1 * x + c2 * x^2 over 64 or 128 segments, in fixed point, with a squarer that leaves out the low columns of its
+c0 + c1 * x + c2 * x^2 in each segment, in fixed point, with a squarer that leaves out the low columns of its
 partial products. Widths, columns and constants were found by fitting; with them every measured result is exact.
 """
 
@@ -21,36 +21,66 @@ from .devices import Device, Gpu, entry, module_text
 ARCH = "sm_90a"
 UNIT = 40  # sums are in units of 2^-40
 FINEST = 36  # and results in units of no less than 2^-36
-ONE = 0x3F800000
+ONE, TWO = 0x3F800000, 0x40000000
+
+
+@dataclass(frozen=True)
+class Piece:
+    """``segments`` segments from the bit pattern ``start``, whose coefficients have the same units.
+
+    ``shifts`` are those of c0, c1 and c2 to units of 2^-40. Only every ``step``-th pattern is an argument of its own.
+    """
+
+    start: int
+    segments: int
+    shifts: tuple[int, int, int]
+    step: int = 1
 
 
 @dataclass(frozen=True)
 class Function:
-    """One function over the bit patterns from 1.0: ``segments`` of ``2**bits`` patterns each.
+    """One function; its table holds the segments of all pieces, of ``2**bits`` arguments each.
 
-    ``shifts`` are those of c0, c1 and c2 to units of 2^-40, ``signs`` those of c1 and c2, which the tables leave out.
-    Columns of the square below ``cut`` do not exist; ``constant`` stands for all that is the same in every segment.
+    ``signs`` are those of c1 and c2, which the tables leave out. Columns of the square below ``cut`` do not exist;
+    ``constant`` stands for all that is the same in every segment.
     """
 
     name: str
-    segments: int
+    pieces: tuple[Piece, ...]
     bits: int
     cut: int
-    shifts: tuple[int, int, int]
     signs: tuple[int, int]
     constant: int
     scale: float = 1.0  # from the result to the interpolated value
-
-    @property
-    def patterns(self) -> int:
-        return self.segments << self.bits
+    modifiers: str = ".approx.ftz.f32"
 
 
+def binade(exponent: int, segments: int, shift: int) -> Piece:
+    """The floats from 2^exponent to twice that; the lowest bits of their mantissas are not looked at."""
+    return Piece((127 + exponent) << 23, segments, (15 + shift, shift, 1 + shift), step=64 // segments)
+
+
+# Below 2^-8 tanh is its argument, from 8 on it is one.
+TANH = (
+    binade(-8, 1, 1),
+    binade(-7, 1, 2),
+    binade(-6, 1, 3),
+    binade(-5, 2, 2),
+    binade(-4, 2, 3),
+    binade(-3, 4, 2),
+    binade(-2, 4, 3),
+    binade(-1, 4, 4),
+    binade(0, 8, 3),
+    binade(1, 16, 1),
+    binade(2, 8, 3),
+)
 FUNCTIONS = (
-    Function("ex2", 64, 17, 19, (15, 2, 2), (1, 1), 24458, scale=0.5),
-    Function("lg2", 64, 17, 19, (14, 2, 3), (1, -1), 3350),
-    Function("rcp", 128, 16, 17, (14, 1, 1), (-1, 1), 4046),
-    Function("rsqrt", 128, 17, 19, (14, 0, 2), (-1, 1), 16383),
+    Function("ex2", (Piece(ONE, 64, (15, 2, 2)),), 17, 19, (1, 1), 24458, scale=0.5),
+    Function("lg2", (Piece(ONE, 64, (14, 2, 3)),), 17, 19, (1, -1), 3350),
+    Function("rcp", (Piece(ONE, 128, (14, 1, 1)),), 16, 17, (-1, 1), 4046),
+    Function("rsqrt", (Piece(ONE, 128, (14, 0, 2)),), 17, 19, (-1, 1), 16383),
+    Function("sqrt", (Piece(ONE, 64, (15, 0, 1)), Piece(TWO, 64, (15, 1, 1))), 17, 19, (1, -1), 32767),
+    Function("tanh", TANH, 17, 19, (1, -1), 0, modifiers=".approx.f32"),
 )
 
 
@@ -64,10 +94,12 @@ def truncated_square(bits: int, cut: int) -> np.ndarray:
     return total
 
 
-def segment(function: Function, square: np.ndarray, low: np.ndarray, width: np.ndarray) -> tuple[int, int, int]:
+def segment(
+    function: Function, piece: Piece, square: np.ndarray, low: np.ndarray, width: np.ndarray
+) -> tuple[int, int, int]:
     """(c0, |c1|, |c2|) whose sums lie in [low, low + width), both in units of 2^-40.
 
-    The first pattern is left out: of a power of two, some functions give the exact result.
+    The first argument is left out: of a power of two, some functions give the exact result.
 
     Raises:
         EmulatorError: no coefficients do.
@@ -76,7 +108,7 @@ def segment(function: Function, square: np.ndarray, low: np.ndarray, width: np.n
     square, low, width = square[1:], low[1:], width[1:]
     columns = np.stack([np.ones(len(x)), x, square], axis=1)
     _, linear, quadratic = np.linalg.lstsq(columns, low - low[0] + width / 2, rcond=None)[0]
-    s0, s1, s2 = function.shifts
+    s0, s1, s2 = piece.shifts
     c1, c2 = round(float(linear) / 2**s1), round(float(quadratic) / 2**s2)
     least = low - (c1 * x << s1) - (c2 * square << s2) - function.constant
     c0 = (int(least.max()) + (1 << s0) - 1) >> s0
@@ -85,12 +117,13 @@ def segment(function: Function, square: np.ndarray, low: np.ndarray, width: np.n
     return c0, c1 * function.signs[0], c2 * function.signs[1]
 
 
-def coefficients(function: Function, results: np.ndarray) -> list[tuple[int, int, int]]:
+def coefficients(function: Function, piece: Piece, results: np.ndarray) -> list[tuple[int, int, int]]:
     """One (c0, |c1|, |c2|) for each segment.
 
     Args:
         function: the function.
-        results: float32 at every bit pattern from 1.0, whole segments of them.
+        piece: one of its pieces.
+        results: what ``measure`` gives, whole segments of it.
 
     Raises:
         EmulatorError: the results are not those of this unit.
@@ -101,13 +134,14 @@ def coefficients(function: Function, results: np.ndarray) -> list[tuple[int, int
     width = np.int64(1) << np.maximum(exponent - 23 + UNIT, UNIT - FINEST)
     square, n = truncated_square(function.bits, function.cut), 1 << function.bits
     starts = range(0, len(results), n)
-    return [segment(function, square, low[k : k + n], width[k : k + n]) for k in starts]
+    return [segment(function, piece, square, low[k : k + n], width[k : k + n]) for k in starts]
 
 
-def measure(device: Device, function: Function, count: int) -> np.ndarray:
-    """float32 results at ``count`` bit patterns from 1.0, a multiple of 256."""
+def measure(device: Device, function: Function, piece: Piece, segments: int) -> np.ndarray:
+    """float32 results at the first argument of ``piece`` and all that follow it in so many segments."""
+    count = segments << function.bits
     body = (
-        f"add.u32 %r2, %index, {ONE}; {function.name}.approx.ftz.f32 %r3, %r2;\n"
+        f"mad.lo.u32 %r2, %index, {piece.step}, {piece.start}; {function.name}{function.modifiers} %r3, %r2;\n"
         "mul.wide.u32 %d0, %index, 4; add.u64 %d0, %a0, %d0; st.global.b32 [%d0], %r3;"
     )
     out = torch.zeros(count, dtype=torch.float32, device=device.torch_device)
@@ -122,10 +156,14 @@ def header(device: Device, date: str) -> str:
         " * python -m hopwell.emulator derive-approximations. See interpolator.h. */\n"
     ]
     for function in FUNCTIONS:
-        rows = coefficients(function, measure(device, function, function.patterns))
+        rows = [
+            row
+            for piece in function.pieces
+            for row in coefficients(function, piece, measure(device, function, piece, piece.segments))
+        ]
         cells = ", ".join("{{{},{},{}}}".format(*row) for row in rows)
         body = textwrap.fill(cells, 118, initial_indent="  ", subsequent_indent="  ")
-        parts.append(f"static const segment {function.name}_segments[{function.segments}] = {{\n{body}}};\n")
+        parts.append(f"static const segment {function.name}_segments[{len(rows)}] = {{\n{body}}};\n")
     return "".join(parts)
 
 

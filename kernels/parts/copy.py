@@ -7,6 +7,7 @@ from cutlass._mlir.dialects import cute_nvgpu
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
+from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.parts.device import shared_address
 
 CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
@@ -16,6 +17,7 @@ SWIZZLE_ATOM_BYTES = 8 * SWIZZLE_ROW_BYTES
 # The cache policy that createpolicy.fractional.L2::evict_first gives, as CUTLASS has it in TMA::CacheHintSm90.
 EVICT_FIRST = 0x12F0000000000000
 CHUNKS_PER_ROW = SWIZZLE_ROW_BYTES // CHUNK_BYTES
+GROUP_ROWS = 8  # rows after which the swizzle pattern repeats
 
 
 def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *, columns_first: bool = False):
@@ -28,6 +30,13 @@ def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *
     shape = (rows, columns) if stages is None else (rows, columns, stages)
     order = (1, 0, 2) if const_expr(columns_first) else (0, 1, 2)
     return cute.tile_to_shape(atom, shape, order[: len(shape)])
+
+
+def block_row(row, block, rows: int, columns: int, columns_first: bool):
+    """Where row ``row`` of column block ``block`` lies in a stage of :func:`swizzled_layout`, in rows of 128 bytes."""
+    if const_expr(columns_first):
+        return (row // GROUP_ROWS * (columns // BLOCK_COLUMNS) + block) * GROUP_ROWS + row % GROUP_ROWS
+    return block * rows + row
 
 
 @dsl_user_op

@@ -21,13 +21,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.config import BLOCK_COLUMNS, LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, global_array
-
-GROUP_ROWS = 8  # rows after which the swizzle pattern repeats
-WARP_LANES = 32
 
 
 @dataclass
@@ -106,10 +104,7 @@ class KvSource(DeviceStruct):
         if const_expr(self.raw_bytes):
             offset = block * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
             return self.stage_address(stage) + row * self.raw_bytes + offset
-        if const_expr(self.columns_first):
-            row_address = (row // GROUP_ROWS * (self.columns // BLOCK_COLUMNS) + block) * GROUP_ROWS + row % GROUP_ROWS
-        else:
-            row_address = block * self.tile_n + row
+        row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
         return self.stage_address(stage) + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
 
     @cute.jit
@@ -121,7 +116,7 @@ class KvSource(DeviceStruct):
         """
         barrier = ring.full_barrier(step)
         before = cutlass.max(self.first_key - tile * self.tile_n, 0)
-        end = cutlass.min(self.end_key - tile * self.tile_n, self.tile_n)
+        end = cutlass.max(cutlass.min(self.end_key - tile * self.tile_n, self.tile_n), 0)
         partial = self.zero_outside and (before > 0 or end < self.tile_n)
         if partial:
             barrier = partial_barrier
@@ -141,7 +136,7 @@ class KvSource(DeviceStruct):
     def zero_rows(self, stage, begin, end):
         """Zero rows [begin, end) of a stage, visibly to the tensor cores. Called by a whole warp."""
         for i in cutlass.range(
-            begin * copy.CHUNKS_PER_ROW + cute.arch.lane_idx(), end * copy.CHUNKS_PER_ROW, WARP_LANES, unroll=1
+            begin * copy.CHUNKS_PER_ROW + cute.arch.lane_idx(), end * copy.CHUNKS_PER_ROW, LANES, unroll=1
         ):
             for block in cutlass.range_constexpr(self.columns // BLOCK_COLUMNS):
                 row, chunk = i // copy.CHUNKS_PER_ROW, i % copy.CHUNKS_PER_ROW
@@ -296,7 +291,7 @@ class PageRows(PagedSource):
 
     @property
     def _lanes_per_row(self) -> int:
-        return math.gcd(WARP_LANES, self.used_chunks)
+        return math.gcd(LANES, self.used_chunks)
 
     def locate(self, tile):
         """Address of row 32 * i + lane of the tile, for each i; 0 where the row is not needed."""
@@ -314,9 +309,9 @@ class PageRows(PagedSource):
     def fill(self, location, tile, ring, step, partial_barrier, partials):
         stage = ring.stage(step)
         lane = cute.arch.lane_idx()
-        rows_at_once = WARP_LANES // self._lanes_per_row
+        rows_at_once = LANES // self._lanes_per_row
         for i in cutlass.range_constexpr(len(location)):
-            for first in cutlass.range(0, min(WARP_LANES, self.tile_n - WARP_LANES * i), rows_at_once, unroll=4):
+            for first in cutlass.range(0, min(LANES, self.tile_n - LANES * i), rows_at_once, unroll=4):
                 owner = first + lane // self._lanes_per_row
                 source = cute.arch.shuffle_sync(location[i], owner)
                 row, column = 32 * i + owner, lane % self._lanes_per_row
@@ -328,8 +323,11 @@ class PageRows(PagedSource):
                     copy.async_copy_or_zero(destination, source + (column + c) * copy.CHUNK_BYTES, wanted)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
+        if const_expr(self.raw_bytes):  # read by lanes, and so each lane says that its part is there
             cute.arch.mbarrier_arrive(ring.full_barrier(step))
+        else:
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.sync_warp()
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(ring.full_barrier(step))
         return partials

@@ -139,6 +139,5 @@ class Board(DeviceStruct):
         self.ring.wait_full(step)
         slot = self.slots[None, self.ring.stage(step)]
         tile = self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])
-        cute.arch.sync_warp()
         self.ring.release(step)
         return tile

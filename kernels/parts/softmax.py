@@ -87,6 +87,14 @@ class OnlineSoftmax(DeviceStruct):
         self.row_sum[r] = self.row_sum[r] * rescale + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
 
     @cute.jit
+    def follow(self, r: cutlass.Constexpr[int], reference) -> None:
+        """Go over to a reference that was chosen elsewhere."""
+        safe = Float32(0.0) if reference == -Float32.inf else reference
+        self.rescale[r] = cute.math.exp2((self.reference[r] - safe) * self.scale, fastmath=True)
+        self.row_sum[r] = self.row_sum[r] * self.rescale[r]
+        self.reference[r] = reference
+
+    @cute.jit
     def reference_moved(self):
         """Whether any row of this warp has a ``rescale`` other than 1."""
         moved = self.rescale[0] != 1.0

@@ -19,6 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
+from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.device import DeviceStruct, global_pointer, load_int
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
@@ -26,8 +27,6 @@ from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, MAX_CHUNKS
-
-LANES = 32
 
 
 @dataclass

@@ -8,13 +8,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.config import LANES, WARPGROUP
 from hopwell.kernels.decode_config import MERGE_REGISTERS, WIDEN_REGISTERS, DecodeConfig
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_scale, shared_address
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand
+from hopwell.kernels.parts.kv_source import KvOperand, PageRows
 from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask, LogitRow
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge, Slots
@@ -27,7 +27,6 @@ from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.sm90.attend import Attend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90, example_arguments
 
-LANES = 32
 MERGE_BARRIER = 7  # named barrier of the merge warpgroup
 
 
@@ -61,6 +60,7 @@ class DecodeSm90(AttentionSm90):
     """
 
     work_tile = SplitTile
+    attend_type: Any  # what the consumer warpgroups run
 
     @property
     def work_stages(self) -> int:
@@ -75,7 +75,8 @@ class DecodeSm90(AttentionSm90):
     def _more_edges(self) -> tuple[Edge, ...]:
         edges, t, row_bytes = [], self.tile, self.config.head_dim_qk
         if self.is_raw:
-            stages = (t.raw_stages, 1, 4, t.n * row_bytes)
+            lanes = LANES if self.source is PageRows else 1
+            stages = (t.raw_stages, 1, 4, t.n * row_bytes, lanes, lanes)
             edges += [Edge("raw K", "load_k", "widen", *stages), Edge("raw V", "load_v", "widen", *stages)]
         if self.config.has_merge_role:
             edges.append(Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, 4, 0))
@@ -121,28 +122,27 @@ class DecodeSm90(AttentionSm90):
         output_scale: Float32,
         output_factor: Float32,
     ):
-        tiles, rings, board, partial_barrier = self._allocate(cutlass.memory.SmemAllocator())
+        tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
         q_ring, k_ring, v_ring = rings[:3]
         raw_rings = rings[3:5] if const_expr(self.is_raw) else (None, None)
         kind = DraftMask if const_expr(self.config.mask is MaskKind.DRAFT) else IntervalMask
         mask = kind(self.config.mask, Int32(geometry.window_left), Int32(1))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom)), partial_barrier)
+        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom)), partial_barriers)
 
         if warp < 4:
             self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
-                key = KvOperand.key(addresses, geometry, self.config)
                 shared, ring = self._loaded(tiles.k, k_ring, tiles.raw_k, raw_rings[0])
-                self.load_kv(k_atom, shared, ring, partial_barrier, board, key)
+                self.load_kv(k_atom, shared, ring, partial_barriers, board, self.loads(addresses, geometry)[0])
             if warp == V_WARP:
-                value = KvOperand.value(addresses, geometry, self.config)
                 shared, ring = self._loaded(tiles.v, v_ring, tiles.raw_v, raw_rings[1])
-                self.load_kv(v_atom, shared, ring, partial_barrier, board, value)
+                self.load_kv(v_atom, shared, ring, partial_barriers + 1, board, self.loads(addresses, geometry)[1])
             if warp == Q_WARP:
                 self.load_q(addresses, geometry, tiles.q, q_ring, board)
             if warp == SCHEDULE_WARP:
-                SplitSchedule(geometry, addresses, mask, self.tile.m, self.tile.n, self.config.chunk_tokens).publish(
+                step_keys = self.tile.n * self.step_tiles
+                SplitSchedule(geometry, addresses, mask, self.tile.m, step_keys, self.config.chunk_tokens).publish(
                     board
                 )
             cute.arch.griddepcontrol_launch_dependents()
@@ -160,10 +160,14 @@ class DecodeSm90(AttentionSm90):
             softmax = OnlineSoftmax.create(scale, RowFragment.rows)
             scale = self._output_scale(addresses, output_scale, output_factor)
             merge = self._merge(addresses, geometry)
-            attend = DecodeAttend(self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
-            attend.run(addresses, geometry)
+            parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
+            self.attend_type(*parts).run(addresses, geometry)
             if const_expr(not self.config.has_merge_role):
                 merge.hand_back(Int32(geometry.grid))
+
+    def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
+        """What the two loading warps fetch."""
+        return KvOperand.key(addresses, geometry, self.config), KvOperand.value(addresses, geometry, self.config)
 
     def _output_scale(self, addresses: Addresses, output_scale, output_factor):
         return load_scale(addresses.output_scale, output_scale) * load_scale(addresses.output_factor, output_factor)
@@ -204,7 +208,7 @@ class DecodeSm90(AttentionSm90):
     def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tiles, ring, board):
         """Rows by 16-byte copies: a row is a head of a token, and the next one may be anywhere. Rows that no token has
         become zeros."""
-        columns = self.config.columns[0]
+        columns = self.config.q_columns
         chunks = columns * 2 // copy.CHUNK_BYTES
         step = Int32(0)
         tile = board.read(step)
@@ -278,6 +282,9 @@ class DecodeAttend(Attend):
             self.merge.meet()
             if tile.chunks > 1:
                 self.merge.complete(tile, rows, out_dtype)
+
+
+DecodeSm90.attend_type = DecodeAttend
 
 
 def build(config: DecodeConfig) -> Any:

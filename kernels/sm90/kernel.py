@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import cpasync
 
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
+    LANES,
     REGISTERS,
     SHARED_BYTES,
     WARPGROUP,
@@ -20,8 +21,8 @@ from hopwell.kernels.config import (
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import global_pointer
+from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.kv_source import (
-    GROUP_ROWS,
     ContiguousBoxes,
     KvOperand,
     PageBoxes,
@@ -40,6 +41,7 @@ SOURCES = {
     KvFetch.PAGE_ROWS: PageRows,
 }
 K_WARP, V_WARP, Q_WARP, SCHEDULE_WARP = range(4)
+LOADERS = 2  # warps that load K and V
 
 
 class AttentionSm90:
@@ -47,7 +49,8 @@ class AttentionSm90:
 
     work_tile: type[WorkTile] = WorkTile  # what the scheduler publishes
     work_stages = WORK_STAGES  # units of work in hand
-    staging_bytes = 0  # shared memory of each consumer warp for the output
+    staging_bytes = 0  # shared memory of each consumer warp for itself
+    step_tiles = 1  # K and V tiles of a step of attend
 
     def __init__(self, config: KernelConfig):
         self.config = config
@@ -57,7 +60,7 @@ class AttentionSm90:
         self.is_raw = config.kv_type is not KvType.WIDE
         if self.source is PageBoxes and self.is_raw:
             self.source = RawPageBoxes
-        if self.source is PageBoxes and config.columns != (config.head_dim_qk, config.head_dim_v):
+        if self.source is PageBoxes and config.columns != config.kv_dims:
             self.source = PageColumnBoxes
         self.warpgroups = config.consumer_warpgroups
         self.edges = self._edges()
@@ -74,18 +77,19 @@ class AttentionSm90:
 
     @property
     def _barriers(self) -> int:
-        return barrier_count(self.edges) + 1  # one more for V tiles that need zeroed rows
+        return barrier_count(self.edges) + LOADERS  # one more each, for tiles that need zeroed rows
 
     def _edges(self) -> tuple[Edge, ...]:
         c, t, consumers = self.config, self.tile, 4 * self.warpgroups
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers, **self.more_roles}
         k_from, v_from, from_warps = ("widen", "widen", 4) if self.is_raw else ("load_k", "load_v", 1)
+        board_bytes = board_stride(self.work_tile.INTS) * 4
         others = roles["all others"] = sum(roles.values()) - 1
         edges = (
-            Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.columns[0] * 2),
+            Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2),
             Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2),
             Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2),
-            Edge("work", "schedule", "all others", self.work_stages, 1, others, board_stride(self.work_tile.INTS) * 4),
+            Edge("work", "schedule", "all others", self.work_stages, 1, others, board_bytes, consumer_lanes=LANES),
             *self._more_edges(),
         )
         check_arrivals(edges, roles)
@@ -141,7 +145,7 @@ class AttentionSm90:
         return k, v
 
     def _allocate(self, smem):
-        """Tiles, the rings of all edges but the board's, the board, the barrier of V tiles that need zeroed rows."""
+        """Tiles, the rings of all edges but the board's, the board, the loaders' barriers for tiles that need zeroed rows."""
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)
@@ -158,7 +162,7 @@ class AttentionSm90:
         c, t = self.config, self.tile
         columns_first = self.source.columns_first
         layouts = (
-            copy.swizzled_layout(self.dtype, t.m, c.columns[0], t.q_stages),
+            copy.swizzled_layout(self.dtype, t.m, c.q_columns, t.q_stages),
             copy.swizzled_layout(self.dtype, t.n, c.columns[0], t.kv_stages, columns_first=columns_first),
             copy.swizzled_layout(self.dtype, t.n, c.columns[1], t.kv_stages, columns_first=columns_first),
         )
@@ -182,10 +186,11 @@ class AttentionSm90:
         change(wanted)
 
     @cute.jit
-    def begin(self, warp, atoms, partial_barrier) -> None:
-        """What every kernel does first: its own barrier, TMA descriptors, and waiting for the grid before it."""
+    def begin(self, warp, atoms, partial_barriers) -> None:
+        """What every kernel does first: the loaders' barriers, TMA descriptors, and waiting for the grid before it."""
         if cute.arch.thread_idx()[0] == 0:
-            cute.arch.mbarrier_init(partial_barrier, 1)
+            for loader in cutlass.range_constexpr(LOADERS):
+                cute.arch.mbarrier_init(partial_barriers + loader, 1)
             cute.arch.mbarrier_init_fence()
         for index, atom in atoms:
             if const_expr(atom is not None):
@@ -204,7 +209,8 @@ class AttentionSm90:
         tile = board.read(work)
         while tile.exists:
             source = self.source.create(operand, tile, descriptor, shared, self.tile.n, self.config.box_rows)
-            for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
+            first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
+            for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
                 location = source.locate(n)
                 ring.wait_empty(step)
                 partials = source.fill(location, n, ring, step, partial_barrier, partials)

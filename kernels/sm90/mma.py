@@ -15,12 +15,21 @@ def make_mma(dtype, shape_mn, *, a_source, b_major, warpgroups: int):
 
 
 @cute.jit
-def issue_mma(mma, accumulator, a, b, depth: cutlass.Constexpr[int], accumulate: cutlass.Constexpr[bool]) -> None:
-    """Issue accumulator (+)= a b over the first ``depth`` elements and commit it as one group; returns at once."""
+def issue_mma(
+    mma,
+    accumulator,
+    a,
+    b,
+    depth: cutlass.Constexpr[int],
+    accumulate: cutlass.Constexpr[bool],
+    first: cutlass.Constexpr[int] = 0,
+) -> None:
+    """Issue accumulator (+)= a b over ``depth`` elements, in ``a`` from element ``first`` on, and commit it as one
+    group; returns at once."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
     for k in cutlass.range_constexpr(depth // MMA_DEPTH):
-        cute.gemm(atom, accumulator, a[None, None, k], b[None, None, k], accumulator)
+        cute.gemm(atom, accumulator, a[None, None, first // MMA_DEPTH + k], b[None, None, k], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

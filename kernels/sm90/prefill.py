@@ -96,20 +96,20 @@ class PrefillSm90(AttentionSm90):
         soft_cap: Float32,
         skip_softmax: Float32,
     ):
-        tiles, rings, board, partial_barrier = self._allocate(cutlass.memory.SmemAllocator())
+        tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
         q_ring, k_ring, v_ring = rings
         mask = IntervalMask(self.config.mask, Int32(geometry.window_left), Int32(geometry.chunk))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barrier)
+        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
 
         if warp < 4:
             self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barrier, board, key)
+                self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barriers, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barrier, board, value)
+                self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barriers + 1, board, value)
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, q_ring, board)
             if warp == SCHEDULE_WARP:
@@ -140,7 +140,7 @@ class PrefillSm90(AttentionSm90):
             destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
             with cute.arch.elect_one():
                 barrier = ring.full_barrier(step)
-                columns = self.config.columns[0]
+                columns = self.config.q_columns
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile.m * columns * 2)
                 for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
                     coordinates = (block * BLOCK_COLUMNS, tile.request.q_start + tile.first_row, tile.head)

@@ -40,7 +40,10 @@ def test_sanitizer(tool: str, head_dim: int) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, __file__, str(head_dim)]
+    options = ["--tool", tool, "--error-exitcode", "86"]
+    if tool == "memcheck":  # it counts driver functions that cuda-python looks for in vain
+        options += ["--report-api-errors", "no"]
+    command = [sanitizer, *options, sys.executable, __file__, str(head_dim)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]

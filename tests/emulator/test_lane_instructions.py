@@ -336,8 +336,6 @@ def test_f32x2_computes_both_halves():
 @pytest.mark.parametrize(
     ("op", "function"),
     [
-        ("sqrt.approx.f32", np.sqrt),
-        ("tanh.approx.f32", np.tanh),
         ("sin.approx.f32", np.sin),
         ("cos.approx.f32", np.cos),
     ],

@@ -52,7 +52,10 @@ def test_sanitizer(tool: str, dims: tuple[int, int]) -> None:
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not on the PATH")
-    command = [sanitizer, "--tool", tool, "--error-exitcode", "86", sys.executable, __file__, *map(str, dims)]
+    options = ["--tool", tool, "--error-exitcode", "86"]
+    if tool == "memcheck":  # it counts driver functions that cuda-python looks for in vain
+        options += ["--report-api-errors", "no"]
+    command = [sanitizer, *options, sys.executable, __file__, *map(str, dims)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=pathlib.Path(__file__).parent)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards displayed" in done.stdout

@@ -1,0 +1,94 @@
+"""Which MLA decode kernel serves a problem, like ``config.py`` for prefill."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hopwell.kernels import support
+from hopwell.kernels.config import (
+    ARCHS,
+    BLOCK_COLUMNS,
+    DTYPES,
+    KvFetch,
+    Tile,
+    kv_fetch,
+    paged_fetches,
+    require_dtypes,
+    require_page_size,
+)
+from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.problem import AttentionProblem, MaskKind
+from hopwell.kernels.splitting import ROWS, chunk_tokens
+
+# Q and two tiles of keys fill shared memory; a step takes both.
+_TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True)
+
+
+@dataclass(frozen=True)
+class MlaConfig(DecodeConfig):
+    """An MLA decode kernel. The first ``head_dim_v`` columns of a key are its value."""
+
+    @property
+    def tile(self) -> Tile:
+        return _TILE
+
+    @property
+    def chunk_tokens(self) -> int:
+        return chunk_tokens(self.head_dim_v, latent=True)
+
+    @property
+    def kv_dims(self) -> tuple[int, int]:
+        """The left half of the value's columns, and all columns to the right of them."""
+        left = self.head_dim_v // 2
+        return left, self.head_dim_qk - left
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Where the rest of a key ends with the value, another column block makes room for P."""
+        left, right = self.kv_dims
+        return left, max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        return self.head_dim_qk, self.head_dim_v // 2
+
+    @property
+    def name(self) -> str:
+        return self._named("mla", [])
+
+    def build(self) -> tuple[Any, tuple[Any, ...]]:
+        from hopwell.kernels.sm90.mla import build
+
+        return build(self)
+
+
+def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
+    """The MLA decode kernel for ``problem`` on ``arch``.
+
+    Raises:
+        NotImplementedError: there is none; the message says what is supported.
+    """
+    dims = (problem.query.shape[2], problem.value.shape[3])
+    if arch not in ARCHS:
+        raise NotImplementedError(f"there is no MLA decode kernel for {arch}; supported: {', '.join(ARCHS)}")
+    if dims not in support.MLA_HEAD_DIMS:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in support.MLA_HEAD_DIMS)
+        raise NotImplementedError(
+            f"head dims (QK/V) {dims[0]}/{dims[1]} have no MLA kernel on {arch}; supported: {listed}"
+        )
+    out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
+    require_dtypes(problem, out_dtype, arch)
+    require_page_size(problem, arch)
+    fetch = kv_fetch(problem, _TILE.n)
+    return MlaConfig(arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)
+
+
+def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
+    """The MLA kernels that are compiled ahead."""
+    if arch not in ARCHS:
+        return
+    for dims, (fetch, rows) in itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n)):
+        yield MlaConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, fetch, rows)
