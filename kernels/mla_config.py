@@ -12,7 +12,6 @@ from hopwell.kernels.config import (
     ARCHS,
     BLOCK_COLUMNS,
     DTYPES,
-    KvFetch,
     Tile,
     kv_fetch,
     paged_fetches,

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import LANES, WARPGROUP
+from hopwell.kernels.config import BLOCK_COLUMNS, LANES, WARPGROUP
 from hopwell.kernels.decode_config import MERGE_REGISTERS, WIDEN_REGISTERS, DecodeConfig
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
@@ -208,21 +208,24 @@ class DecodeSm90(AttentionSm90):
     def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tiles, ring, board):
         """Rows by 16-byte copies: a row is a head of a token, and the next one may be anywhere. Rows that no token has
         become zeros."""
-        columns = self.config.q_columns
-        chunks = columns * 2 // copy.CHUNK_BYTES
+        blocks, rows_at_once = self.config.q_columns // BLOCK_COLUMNS, LANES // copy.CHUNKS_PER_ROW
+        chunk = cute.arch.lane_idx() % copy.CHUNKS_PER_ROW
         step = Int32(0)
         tile = board.read(step)
         while tile.exists:
             ring.wait_empty(step)
             destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
             rows = PackedRows.create(addresses, geometry, tile, Float32(1.0), 2)
-            for i in cutlass.range(cute.arch.lane_idx(), self.tile.m * chunks, LANES, unroll=4):
-                row, chunk = i // chunks, i % chunks
+            for first in cutlass.range(0, self.tile.m, rows_at_once, unroll=4):
+                row = first + cute.arch.lane_idx() // copy.CHUNKS_PER_ROW
                 source = rows.query(cutlass.min(row, cutlass.max(rows.count - 1, 0)), tile.request.q_start)
-                block = destination + chunk // copy.CHUNKS_PER_ROW * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
-                wanted = row < rows.count and chunk * 8 < self.config.head_dim_qk
-                target = copy.swizzled_chunk(block, row, chunk % copy.CHUNKS_PER_ROW)
-                copy.async_copy_or_zero(target, source + chunk * copy.CHUNK_BYTES, wanted)
+                source += chunk * copy.CHUNK_BYTES
+                target = copy.swizzled_chunk(destination, row, chunk)
+                for block in cutlass.range_constexpr(blocks):
+                    wanted = row < rows.count and block * BLOCK_COLUMNS + chunk * 8 < self.config.head_dim_qk
+                    from_block = source + block * copy.SWIZZLE_ROW_BYTES
+                    to_block = target + block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
+                    copy.async_copy_or_zero(to_block, from_block, wanted)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             cute.arch.fence_proxy("async.shared", space="cta")

@@ -20,8 +20,8 @@ from hopwell.kernels.config import (
 )
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import global_pointer
 from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.device import global_pointer
 from hopwell.kernels.parts.kv_source import (
     ContiguousBoxes,
     KvOperand,
@@ -145,7 +145,7 @@ class AttentionSm90:
         return k, v
 
     def _allocate(self, smem):
-        """Tiles, the rings of all edges but the board's, the board, the loaders' barriers for tiles that need zeroed rows."""
+        """Tiles, the rings of all edges but the board's, the board, the loaders' barriers for tiles with zeroed rows."""
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)

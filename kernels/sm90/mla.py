@@ -159,14 +159,21 @@ class MlaAttend(DecodeAttend):
             operands.o.fill(0.0)
             q_ring.wait_full(work)
             row = self.logit_row(tile, warp_row)
-            for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                step_function(operands, q_ring.stage(work), row, kv_step, n, n < keys.end - 1, n >= keys.full_end)
+            if keys.begin < keys.end:
+                step = partial(step_function, operands, q_ring.stage(work), row)
+                if const_expr(is_left):
+                    self.first_scores(operands, q_ring.stage(work), kv_step)
+                last_masked = cutlass.max(keys.full_end, keys.begin + 1)
+                for n in cutlass.range(keys.end - 1, last_masked - 1, -1, unroll=1):
+                    step(kv_step, n, True, False)
+                    kv_step += 2
+                for n in cutlass.range(last_masked - 1, keys.begin, -1, unroll=1):
+                    step(kv_step, n, False, False)
+                    kv_step += 2
+                step(kv_step, keys.begin, True, True)
                 kv_step += 2
             q_ring.release(work)
             if keys.begin < keys.end:
-                if const_expr(is_left):
-                    warpgroup.wait_group(0)
-                    self.release_both(kv_step - 1)
                 self.add_sums()
             self.store(operands, tile, work, warp_row, Int32(1 - is_left), addresses, geometry)
             work += 1
@@ -180,18 +187,10 @@ class MlaAttend(DecodeAttend):
         return LogitRow(positions, request.kv_len, Float32(0.0))
 
     @cute.jit
-    def left_step(self, operands, q_stage, row, a, n, is_later, masked):
+    def left_step(self, operands, q_stage, row, a, n, masked: cutlass.Constexpr, is_last: cutlass.Constexpr):
         """Tiles A and B of step ``n``, ``a`` and a + 1 of the loads."""
         _, left, right, *_ = self.rings
-        b = a + 1
-        left.wait_full(a)
-        operands.issue_qk_left(q_stage, left.stage(a))
-        warpgroup.wait_group(1)
-        if is_later:
-            self.release_both(a - 1)
-        right.wait_full(a)
-        operands.issue_qk_right(q_stage, left.stage(a))
-        warpgroup.wait_group(0)
+        b, following = a + 1, a + 2
         self.exponentials(operands, 2 * n + 1, row, masked)
         self.hand_over(operands, right.stage(a), LEFT_P_BARRIER)
         right.release(a)
@@ -207,14 +206,31 @@ class MlaAttend(DecodeAttend):
         if self.softmax.reference_moved():
             operands.rescale_output(self.softmax.rescale)
         operands.issue_other(left.stage(b))
-
-    def release_both(self, stage) -> None:
-        _, left, right, *_ = self.rings
-        left.release(stage)
-        right.release(stage)
+        if const_expr(is_last):
+            warpgroup.wait_group(0)
+            left.release(b)
+            right.release(b)
+        else:
+            left.wait_full(following)
+            operands.issue_qk_left(q_stage, left.stage(following))
+            warpgroup.wait_group(1)
+            left.release(b)
+            right.release(b)
+            right.wait_full(following)
+            operands.issue_qk_right(q_stage, right.stage(following))
+            warpgroup.wait_group(0)
 
     @cute.jit
-    def right_step(self, operands, q_stage, row, a, n, is_later, masked):
+    def first_scores(self, operands, q_stage, step) -> None:
+        _, left, right, *_ = self.rings
+        left.wait_full(step)
+        operands.issue_qk_left(q_stage, left.stage(step))
+        right.wait_full(step)
+        operands.issue_qk_right(q_stage, right.stage(step))
+        warpgroup.wait_group(0)
+
+    @cute.jit
+    def right_step(self, operands, q_stage, row, a, n, masked: cutlass.Constexpr, is_last: cutlass.Constexpr):
         """Tiles A and B of step ``n``, ``a`` and a + 1 of the loads."""
         _, left, right, *_ = self.rings
         b = a + 1
@@ -243,10 +259,10 @@ class MlaAttend(DecodeAttend):
         right.release(b)
 
     @cute.jit
-    def exponentials(self, operands, tile, row, masked) -> None:
+    def exponentials(self, operands, tile, row, masked: cutlass.Constexpr) -> None:
         """From S to P of K tile number ``tile``."""
         scores = operands.scores()
-        if masked:
+        if const_expr(masked):
             self.mask.apply(scores, tile * self.kernel.tile.n, row)
         self.softmax.step(scores)
         operands.round_scores()
