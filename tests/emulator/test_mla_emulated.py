@@ -1,7 +1,7 @@
 """The latent attention kernels on the emulator, against float64, in one ordinary and two adverse schedules.
 
-All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN,
-and so is the scratch at first; what one launch leaves there the next one finds.
+All of them run under the race detector, the proxy check and strict mode. What a kernel must not read or must not leave
+out is NaN, and so is the scratch at first; what one launch leaves there the next one finds.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from mla_cases import ARCH, Case, check_case, chunk_tokens
+from covering import COVERING_MLA
+from mla_cases import Case, check_case, chunk_tokens
 from schedules import schedules
 
 from hopwell import emulator
 from hopwell.kernels.config import KvFetch
-from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
+from hopwell.kernels.mla_config import MlaConfig
 
 pytestmark = pytest.mark.emulator
 
 MAIN, NARROW, UNROTATED = (576, 512), (320, 256), (512, 512)
-SHIPPED = list(shipped_mla_configs(ARCH))
 
 
 def page_size(config: MlaConfig) -> int:
@@ -29,12 +29,12 @@ def page_size(config: MlaConfig) -> int:
 def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None = None) -> None:
     """The seed goes with the case, so that the cases together see many schedules."""
     seed = zlib.crc32(repr((case, size)).encode()) % 10**6
-    check_case(case, size, "cpu", schedules(seed, adverse), config)
+    check_case(case, size, "cpu", schedules(seed, adverse, strict=True), config)
     assert not emulator.report().warnings
 
 
-@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
-def test_shipped(config: MlaConfig) -> None:
+@pytest.mark.parametrize("config", COVERING_MLA, ids=lambda config: config.name)
+def test_fetches(config: MlaConfig) -> None:
     """Every way to fetch: no keys, fewer than new tokens, the edges of tiles, and two chunks."""
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     kv_lens = [0, 1, 70, config.chunk_tokens + 1]

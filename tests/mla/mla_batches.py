@@ -52,7 +52,9 @@ class MlaBatch(DecodeBatch):
         if self.lists is None:
             return problem
         tokens = self.token_table(problem.key, problem.page_table.key)
-        return replace(problem, page_table=None, token_table=tokens)
+        top_k = tokens.shape[1]
+        scratch = self.scratch(problem.key, top_k)
+        return replace(problem, page_table=None, token_table=tokens, max_kv_len=top_k, scratch=scratch)
 
     def token_table(self, key: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """int32 [tokens, top_k]: where in the pool the listed tokens are. Those that do not count are NaN."""
