@@ -147,24 +147,26 @@ def frees_memory() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+@KINDS
 @pytest.mark.usefixtures("frees_memory")
 @pytest.mark.parametrize("page_size", [4, 16, 64])
-def test_pools_beyond_32_bit_offsets(page_size: int) -> None:
+def test_pools_beyond_32_bit_offsets(page_size: int, top_k: int) -> None:
     """Pages past 2^31 elements, with every way to fetch them."""
-    dense, sparse = batch().decode(page_size), batch(TOP_K).decode(page_size)
-    pages, *rest = dense.key.shape
-    shift = 2**31 // dense.key[0].numel() + 1
-    pool = torch.empty(shift + pages, *rest, dtype=dense.key.dtype, device=dense.key.device)
-    far = dict(key=pool, value=pool[..., :512])
-    for problem in (dense, sparse):
-        pool[shift:] = problem.key
-        if problem.page_table is None:
-            tokens = problem.token_table
-            same(problem, token_table=torch.where(tokens < 0, tokens, tokens + shift * page_size), **far)
-        else:
-            table = problem.page_table.key
-            table = torch.where(table < 0, table, table + shift)
-            same(problem, page_table=PageTable(table, table), **far)
+    problem = batch(top_k).decode(page_size)
+    pages, *rest = problem.key.shape
+    shift = 2**31 // problem.key[0].numel() + 1
+    pool = torch.empty(shift + pages, *rest, dtype=problem.key.dtype, device=problem.key.device)
+    pool[shift:] = problem.key
+
+    def far(places: torch.Tensor, step: int) -> torch.Tensor:
+        return torch.where(places < 0, places, places + shift * step)
+
+    if top_k:
+        places: dict[str, Any] = dict(token_table=far(problem.token_table, page_size))
+    else:
+        table = far(problem.page_table.key, 1)
+        places = dict(page_table=PageTable(table, table))
+    same(problem, key=pool, value=pool[..., :512], **places)
 
 
 class Buffers:
