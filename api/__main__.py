@@ -44,8 +44,10 @@ def _compile(options: argparse.Namespace) -> int:
     from hopwell.kernels import toolchain
     from hopwell.kernels.config import shipped_configs
     from hopwell.kernels.decode_config import shipped_decode_configs
+    from hopwell.kernels.mla_config import shipped_mla_configs
 
-    shipped = itertools.chain(shipped_configs(options.arch), shipped_decode_configs(options.arch))
+    families = (shipped_configs, shipped_decode_configs, shipped_mla_configs)
+    shipped = itertools.chain.from_iterable(family(options.arch) for family in families)
     configs = [config for config in shipped if re.search(options.match, config.name)]
     if not configs:
         print(f"no kernel for {options.arch} has a name that matches {options.match!r}", file=sys.stderr)

@@ -1,47 +1,84 @@
-"""Arguments of ``trtllm_batch_decode_with_kv_cache_mla``: checked."""
+"""Arguments of ``trtllm_batch_decode_with_kv_cache_mla``: checked, and reduced to an AttentionProblem."""
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
+from hopwell._decoding import dense_tokens, flat_tokens, workspace, workspace_bytes
 from hopwell.kernels import support
-from hopwell.layouts import mla_kv_views
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.layouts import KVViews, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
+SPARSE_DIMS = (*DIMS, (512, 0))
 TOP_K_STEP = 4
 
 
-def _check_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rope_head_dim: int) -> torch.Tensor:
+def _check_dims(rank: int, rope: int, top_k: int) -> None:
+    allowed = SPARSE_DIMS if top_k else DIMS
+    if (rank, rope) not in allowed:
+        raise ValueError(f"kv_lora_rank and qk_rope_head_dim must be one of {allowed}, got {(rank, rope)}")
+
+
+def _checked_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rope_head_dim: int) -> KVViews:
     checks.tensor("kv_cache", kv_cache)
     if kv_cache.dtype != query.dtype:
         raise ValueError(f"kv_cache must have the dtype of query, {query.dtype}, got {kv_cache.dtype}")
     checks.device("kv_cache", kv_cache, query.device)
-    key = mla_kv_views(kv_cache, kv_lora_rank).key
+    cache = mla_kv_views(kv_cache, kv_lora_rank)
     width = kv_lora_rank + qk_rope_head_dim
-    for name, row in (("query", query.shape[3]), ("kv_cache", key.shape[3])):
+    for name, row in (("query", query.shape[3]), ("kv_cache", cache.key.shape[3])):
         if row != width:
             raise ValueError(f"{name} must have kv_lora_rank + qk_rope_head_dim = {width} as its last size, got {row}")
     checks.tma_readable("kv_cache", kv_cache)
-    checks.power_of_two("the page size of kv_cache", key.shape[2])
-    return key
+    checks.power_of_two("the page size of kv_cache", cache.key.shape[2])
+    return cache
 
 
-def _check_table(block_tables: Any, batch: int, q_len: int, top_k: int, on: torch.device) -> None:
-    """Dense: page ids [batch, pages]. Sparse: token indices [batch, q_len, top_k]."""
-    if top_k == 0:
-        checks.page_table(block_tables, batch, on)
-        return
+def _check_tokens(block_tables: Any, batch: int, q_len: int, top_k: int, on: torch.device) -> None:
+    """The table of sparse attention: token indices."""
     checks.index_tensor("block_tables", block_tables, on)
     checks.shape("block_tables", block_tables, ("batch", batch), ("q_len", q_len), ("sparse_mla_top_k", top_k))
     checks.unit_stride("block_tables", block_tables)
 
 
-def check_mla_call(
+def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
+    if out is None:
+        return
+    checks.tensor("out", out)
+    batch, q_len, heads, _ = query.shape
+    checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("kv_lora_rank", rank))
+    dense_tokens("out", out)
+    checks.output("out", flat_tokens(out), (batch * q_len, heads, rank), torch.bfloat16, query.device)
+
+
+def mla_workspace_bytes(
+    num_heads: int, max_seq_len: int, q_len_per_req: int = 1, kv_lora_rank: int = 512, device: Any = None
+) -> int:
+    """Size of ``workspace_buffer`` that is enough for ``trtllm_batch_decode_with_kv_cache_mla`` with any batch.
+
+    It holds partial results of requests whose keys several multiprocessors share, and is at most 64 MiB on 132
+    multiprocessors unless there are very many keys or rows.
+
+    Args:
+        num_heads: query heads.
+        max_seq_len: the most keys that a request can have: page size times columns of ``block_tables``.
+        q_len_per_req: new tokens of each request.
+        kv_lora_rank: columns of the output.
+        device: the device of the call; None means the current CUDA device, or the CPU where there is none.
+
+    Returns:
+        Bytes.
+    """
+    return workspace_bytes(num_heads * q_len_per_req, 1, kv_lora_rank, max_seq_len, device, latent=True)
+
+
+def mla_problem(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
@@ -58,51 +95,81 @@ def check_mla_call(
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
-) -> NoReturn:
-    """Check every argument, then refuse: no kernel serves this entry. No device memory is read."""
+) -> AttentionProblem:
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
     checks.main_tensor("query", query)
     checks.dtype("query", query, (torch.bfloat16, checks.FP8))
     checks.shape("query", query, ("batch", None), ("q_len", None), ("num_heads", None), ("head_dim", None))
     checks.tma_readable("query", query)
+    dense_tokens("query", query)
     on = query.device
-    batch, q_len, heads, _ = query.shape
+    batch, q_len, heads, width = query.shape
     if heads < 1:
         raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
 
     checks.host_int("qk_nope_head_dim", qk_nope_head_dim, minimum=1)
     rank = checks.host_int("kv_lora_rank", kv_lora_rank, minimum=1)
     rope = checks.host_int("qk_rope_head_dim", qk_rope_head_dim)
-    if (rank, rope) not in DIMS:
-        raise ValueError(f"kv_lora_rank and qk_rope_head_dim must be one of {DIMS}, got {(rank, rope)}")
-    key = _check_cache(query, kv_cache, rank, rope)
-    checks.tensor("workspace_buffer", workspace_buffer)
-
     top_k = checks.host_int("sparse_mla_top_k", sparse_mla_top_k)
     if top_k % TOP_K_STEP:
         raise ValueError(f"sparse_mla_top_k must be a multiple of {TOP_K_STEP}, got {top_k}")
-    _check_table(block_tables, batch, q_len, top_k, on)
-    checks.lengths("seq_lens", seq_lens, batch, on)
+    _check_dims(rank, rope, top_k)
+    cache = _checked_cache(query, kv_cache, rank, rope)
+    page_size = cache.key.shape[2]
+    if top_k > 0:
+        _check_tokens(block_tables, batch, q_len, top_k, on)
+        table, capacity = None, top_k
+    else:
+        table = checks.page_table(block_tables, batch, on)
+        capacity = table.key.shape[1] * page_size
+    kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
     checks.host_int("max_seq_len", max_seq_len)
-    checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
-    checks.scale("bmm2_scale", bmm2_scale, on)
-    checks.sinks(sinks, heads, on)
-    checks.optional_flag("enable_pdl", enable_pdl)
+    softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
+    output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
+    sink_logits = checks.sinks(sinks, heads, on)
+    enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     checks.choice("backend", backend, BACKENDS)
-    if out is not None:
-        checks.tensor("out", out)
-        checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("kv_lora_rank", rank))
-        checks.dtype("out", out, (torch.bfloat16,))
-        checks.device("out", out, on)
-        checks.tma_readable("out", out)
-        checks.disjoint("out", out, (("query", query), ("kv_cache", key)))
+    _check_out(out, query, rank)
+    needed = mla_workspace_bytes(heads, capacity, q_len, rank, on)
+    inputs = (
+        ("query", query),
+        ("kv_cache", cache.key),
+        ("block_tables", block_tables),
+        ("seq_lens", seq_lens),
+        ("sinks", sink_logits),
+    )
+    scratch = workspace(workspace_buffer, needed, "hopwell.mla.mla_workspace_bytes", out, inputs)
 
     arch = support.arch_of(on)
     dtypes = f"query.dtype={query.dtype}, kv_cache.dtype={kv_cache.dtype}"
+    has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in (softmax_scale, output_scale))
     needs = (
         (query.dtype == checks.FP8, "fp8", dtypes),
+        (True, "16bit", dtypes),
         (top_k > 0, "sparse", f"sparse_mla_top_k={top_k}"),
+        (True, "head_dim" if (width, rank) in support.MLA_HEAD_DIMS else "other_head_dim", f"head_dim={width}/{rank}"),
+        (True, "page_size" if page_size <= support.MAX_PAGE_SIZE else "other_page_size", f"page_size={page_size}"),
+        (True, "cache", f"kv_cache of shape {tuple(kv_cache.shape)}"),
         (q_len > 1, "multi_token", f"query with q_len={q_len}"),
         (sinks is not None, "sinks", "sinks given"),
+        (has_tensor_scale, "tensor_scales", "scale given as a tensor"),
     )
     features.require_all(support.MLA, arch, needs)
-    raise support.refusal(support.MLA, "16bit", dtypes, arch)
+    return AttentionProblem(
+        query=flat_tokens(query),
+        key=cache.key,
+        value=cache.value,
+        out=flat_tokens(out),
+        batch=batch,
+        max_q_len=q_len,
+        max_kv_len=capacity,
+        q_offsets=None,
+        kv_lens=kv_lens,
+        mask=Mask(MaskKind.CAUSAL),
+        softmax_scale=softmax_scale,
+        output_scale=output_scale,
+        page_table=table,
+        sinks=sink_logits,
+        scratch=scratch,
+        programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
+    )

@@ -9,12 +9,9 @@ import torch
 from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import on_device
-from hopwell._repeat import Arguments, Sources
+from hopwell._decoding import dense_tokens, flat_tokens, workspace, workspace_bytes
 from hopwell.kernels import support
-from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
-from hopwell.kernels.splitting import scratch_bytes
 
 MAX_HEAD_DIM = 512
 HEAD_DIM_STEP = 16
@@ -46,9 +43,8 @@ def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: i
     checks.dtype("out", out, allowed)
     if out.dim() == 4:
         checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("head_dim", cache.v_dim))
-        if batch > 1 and q_len > 1 and out.stride(0) != q_len * out.stride(1):
-            raise ValueError(f"out must be dense in its first two dimensions, got strides {out.stride()}")
-    checks.output("out", flat_output(out), (tokens, heads, cache.v_dim), out.dtype, query.device)
+        dense_tokens("out", out)
+    checks.output("out", flat_tokens(out), (tokens, heads, cache.v_dim), out.dtype, query.device)
 
 
 def xqa_workspace_bytes(
@@ -70,31 +66,8 @@ def xqa_workspace_bytes(
     Returns:
         Bytes.
     """
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     rows = num_heads // num_kv_heads * q_len_per_req
-    return scratch_bytes(rows, num_kv_heads, head_dim, max_seq_len, multiprocessors(torch.device(device)))
-
-
-def _check_workspace(value: Any, needed: int, on: torch.device) -> torch.Tensor:
-    workspace = checks.tensor("workspace_buffer", value)
-    checks.device("workspace_buffer", workspace, on)
-    if not workspace.is_contiguous():
-        raise ValueError(f"workspace_buffer must be contiguous, got strides {workspace.stride()}")
-    size = workspace.numel() * workspace.element_size()
-    if size < needed:
-        raise ValueError(
-            f"workspace_buffer must have at least {needed} bytes for this call (hopwell.decode.xqa_workspace_bytes), "
-            f"got {size}"
-        )
-    return workspace
-
-
-def flat_output(out: Any) -> Any:
-    """``out`` as [batch * q_len, num_heads, head_dim], whichever way it was given. It need not be checked."""
-    if not isinstance(out, torch.Tensor) or out.layout is not torch.strided or out.dim() != 4:
-        return out
-    return out[:, 0] if out.shape[1] == 1 else out.flatten(0, 1)
+    return workspace_bytes(rows, num_kv_heads, head_dim, max_seq_len, device)
 
 
 def xqa_problem(
@@ -150,7 +123,6 @@ def xqa_problem(
     _check_out(out, query, cache, batch, q_len)
     capacity = table.key.shape[1] * cache.page_size
     needed = xqa_workspace_bytes(heads, cache.key.shape[1], head_dim, capacity, q_len, on)
-    scratch = _check_workspace(workspace_buffer, needed, on)
     inputs = (
         ("query", query),
         ("kv_cache", cache.key),
@@ -160,9 +132,7 @@ def xqa_problem(
         ("sinks", sink_logits),
         ("mask", mask),
     )
-    checks.disjoint("workspace_buffer", scratch, inputs)
-    if out is not None:
-        checks.disjoint("out", out, (*inputs, ("workspace_buffer", scratch)))
+    scratch = workspace(workspace_buffer, needed, "hopwell.decode.xqa_workspace_bytes", out, inputs)
 
     arch = support.arch_of(on)
     kv = f"kv_cache.dtype={cache.key.dtype}"
@@ -191,7 +161,7 @@ def xqa_problem(
         query=query,
         key=cache.key,
         value=cache.value,
-        out=flat_output(out),
+        out=flat_tokens(out),
         batch=batch,
         max_q_len=q_len,
         max_kv_len=capacity,
@@ -208,15 +178,3 @@ def xqa_problem(
         scratch=scratch,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
-
-
-def xqa_sources(arguments: Arguments) -> Sources:
-    """The arguments that the kernel's operands lie in."""
-    query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, sinks, o_scale, mask, workspace, *_ = arguments
-    value = k if v is None else v
-    starts = (None, None, None, None)
-    scales = (on_device(bmm1_scale), on_device(bmm2_scale))
-    nothing = (None, None, None, None)  # lse, its offsets, statistics, skipped tiles
-    table = (block_tables, block_tables)
-    rest = (on_device(o_scale), mask, workspace)
-    return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *rest

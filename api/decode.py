@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from hopwell._decoding import decode_sources, flat_tokens
 from hopwell._launch import Calls, halves
-from hopwell._xqa import flat_output, xqa_problem, xqa_sources, xqa_workspace_bytes
+from hopwell._xqa import xqa_problem, xqa_workspace_bytes
 
 __all__ = ["xqa_batch_decode_with_kv_cache", "xqa_workspace_bytes"]
 
-_XQA = Calls(xqa_sources)
+_XQA = Calls(decode_sources)
 
 
 def xqa_batch_decode_with_kv_cache(
@@ -107,7 +108,7 @@ def xqa_batch_decode_with_kv_cache(
         q_len_per_req,
         kv_cache_sf,
     )
-    done = _XQA.repeat(arguments, flat_output(out))
+    done = _XQA.repeat(arguments, flat_tokens(out))
     if done is None:
         problem = xqa_problem(
             query,

@@ -54,8 +54,8 @@ class Entry:
         return next(feature for feature in self.features if feature.key == key)
 
 
-def _head_dims() -> tuple[Feature, ...]:
-    listed = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in HEAD_DIMS)
+def _head_dims(dims: tuple[tuple[int, int], ...] = HEAD_DIMS) -> tuple[Feature, ...]:
+    listed = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in dims)
     return (
         Feature("head_dim", "head dims", f"head dim {listed} (QK/V where they differ)", _HOPPER),
         Feature("other_head_dim", "head dims", "other head dims", _NOWHERE),
@@ -73,6 +73,7 @@ _16BIT = Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _HO
 _CAUSAL = Feature("causal", "masks", "causal mask (bottom-right)", _HOPPER)
 _WINDOW = Feature("window", "masks", "sliding window", _HOPPER)
 _SINKS = Feature("sinks", "extras", "attention sinks", _HOPPER)
+_TENSOR_SCALES = Feature("tensor_scales", "extras", "scales as device tensors", _HOPPER)
 _SKIP_SOFTMAX = Feature("skip_softmax", "extras", "skip-softmax", _HOPPER)
 
 ENTRIES: dict[str, Entry] = {
@@ -90,7 +91,7 @@ ENTRIES: dict[str, Entry] = {
             _CAUSAL,
             _WINDOW,
             _SINKS,
-            Feature("tensor_scales", "extras", "scales as device tensors", _HOPPER),
+            _TENSOR_SCALES,
             _SKIP_SOFTMAX,
         ),
     ),
@@ -145,17 +146,21 @@ ENTRIES: dict[str, Entry] = {
             Feature("speculative", "masks", "several tokens per request with a mask", _HOPPER),
             _WINDOW,
             _SINKS,
-            Feature("tensor_scales", "extras", "scales as device tensors", _HOPPER),
+            _TENSOR_SCALES,
         ),
     ),
     MLA: Entry(
         "hopwell.mla",
         (
-            Feature("16bit", "data types", "bf16 query and cache", _NOWHERE),
+            Feature("16bit", "data types", "bf16 query and cache", _HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
-            Feature("multi_token", "masks", "several tokens per request", _NOWHERE),
+            *_head_dims(MLA_HEAD_DIMS),
+            *_page_sizes(),
+            Feature("cache", "KV caches", "3-D and 4-D caches", _HOPPER),
+            Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", _HOPPER),
             Feature("sparse", "masks", "sparse top-k", _NOWHERE),
-            Feature("sinks", "extras", "attention sinks", _NOWHERE),
+            _SINKS,
+            _TENSOR_SCALES,
         ),
     ),
 }

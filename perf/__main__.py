@@ -46,9 +46,10 @@ def show(path: Annotated[Path, typer.Argument(help="JSON file of a run")]) -> No
 
 def _families() -> Sequence[Family]:
     from hopwell.perf.decode import DECODE
+    from hopwell.perf.mla import MLA
     from hopwell.perf.prefill import PREFILL
 
-    return (PREFILL, DECODE)
+    return (PREFILL, DECODE, MLA)
 
 
 def _matching(what: str, names: Sequence[str], patterns: Iterable[str]) -> set[str]:
@@ -66,7 +67,7 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], out
 
     from hopwell.perf.measure import host_microseconds
 
-    run, path = Run.here(family.labels), out / f"{family.labels.family}.json"
+    run, path = Run.here(family.labels), out / f"{family.labels.family.lower()}.json"
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(cases) * (len(candidates) + 1))

@@ -13,6 +13,7 @@ import hopwell
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.perf.decode_workloads import DecodeTensors
 from hopwell.perf.family import Call, Candidate
+from hopwell.perf.paging import page_starts
 
 CEILING = "memory read"
 READ_BYTES = 4 << 30
@@ -40,14 +41,14 @@ def hopwell_paged(page_size: int) -> Candidate:
     return prepare
 
 
-def _flashinfer() -> Any:
+def flashinfer() -> Any:
     ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
     import flashinfer as peer
 
     return peer
 
 
-def _workspace() -> torch.Tensor:
+def peer_workspace() -> torch.Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
@@ -57,10 +58,8 @@ def flashinfer_fa2(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
         work, out, pages = t.work, t.output(), t.pages(page_size)
         options = dict(use_tensor_cores=True, backend="fa2")
-        wrapper = _flashinfer().BatchDecodeWithPagedKVCacheWrapper(_workspace(), "NHD", **options)
-        counts = (t.kv_lens + page_size - 1) // page_size
-        starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
-        in_last = t.kv_lens - (counts - 1) * page_size
+        wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(peer_workspace(), "NHD", **options)
+        starts, in_last = page_starts(t.kv_lens, page_size)
         sizes = (work.heads, work.kv_heads, work.head_dim, page_size)
         drafts = dict(q_len_per_req=work.q_len) if work.q_len > 1 else {}
         dtypes = dict(q_data_type=t.q.dtype, kv_data_type=work.kv_dtype, o_data_type=out.dtype)
@@ -72,8 +71,8 @@ def flashinfer_fa2(page_size: int) -> Candidate:
 
 def flashinfer_xqa(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
-        work, out, pages, workspace = t.work, t.output(), t.pages(page_size), _workspace()
-        decode = _flashinfer().decode.xqa_batch_decode_with_kv_cache
+        work, out, pages, workspace = t.work, t.output(), t.pages(page_size), peer_workspace()
+        decode = flashinfer().decode.xqa_batch_decode_with_kv_cache
         shaped = out if work.q_len == 1 else out.unflatten(0, (work.batch, work.q_len))
         return lambda: decode(
             t.q,
@@ -95,14 +94,14 @@ def flashinfer_xqa(page_size: int) -> Candidate:
 
 def flashinfer_cudnn(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
-        _flashinfer()
+        flashinfer()
         from flashinfer.cudnn import cudnn_batch_decode_with_kv_cache as decode
 
         work, out, pages = t.work, t.output(), t.pages(page_size)
         if work.kv_dtype != t.q.dtype:
             raise NotImplementedError("a cache of the query's dtype only")
         key, value = (pool.transpose(1, 2).contiguous() for pool in (pages.key, pages.value))
-        workspace = _workspace().view(torch.int8)
+        workspace = peer_workspace().view(torch.int8)
         options: dict[str, Any] = dict(actual_seq_lens_kv=t.kv_lens.view(-1, 1, 1, 1), block_tables=pages.table)
         options |= dict(max_sequence_kv=max(work.kv_lens), is_cuda_graph_compatible=True, out=out)
         options |= dict(q_len_per_req=work.q_len) if work.q_len > 1 else {}
@@ -150,15 +149,15 @@ def read(t: DecodeTensors) -> Call:
     return call
 
 
-def _in_pages(name: str, make: Callable[[int], Candidate], *page_sizes: int) -> dict[str, Candidate]:
+def for_pages(name: str, make: Callable[[int], Candidate], *page_sizes: int) -> dict[str, Candidate]:
     return {f"{name}, pages of {size}": make(size) for size in page_sizes}
 
 
 DECODE: dict[str, Candidate] = {
-    **_in_pages("hopwell", hopwell_paged, 16, 64),
-    **_in_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
-    **_in_pages("FlashInfer xqa", flashinfer_xqa, 16, 64),
-    **_in_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
-    **_in_pages("FlashAttention 4", fa4, 128),  # the size that it loads with TMA
+    **for_pages("hopwell", hopwell_paged, 16, 64),
+    **for_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
+    **for_pages("FlashInfer xqa", flashinfer_xqa, 16, 64),
+    **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
+    **for_pages("FlashAttention 4", fa4, 128),  # the size that it loads with TMA
     CEILING: read,
 }

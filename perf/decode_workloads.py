@@ -39,8 +39,11 @@ class Decode:
     @property
     def title(self) -> str:
         drafts = f", {self.q_len} new tokens" if self.q_len > 1 else ""
-        sizes = f"{self.heads}/{self.kv_heads} heads, d{self.head_dim}"
-        return f"{self.name}: {self.what}{drafts}, {sizes}{CACHES[self.kv_dtype]}"
+        return f"{self.name}: {self.what}{drafts}, {self.sizes}{CACHES[self.kv_dtype]}"
+
+    @property
+    def sizes(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads, d{self.head_dim}"
 
     @property
     def batch(self) -> int:
@@ -50,6 +53,11 @@ class Decode:
     def work(self) -> float:
         """Bytes of keys and values."""
         return 2.0 * sum(self.kv_lens) * self.kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def v_head_dim(self) -> int:
+        """Less than ``head_dim`` where values are the first columns of the keys."""
+        return self.head_dim
 
     @property
     def max_error(self) -> float:
@@ -112,18 +120,20 @@ class DecodeTensors:
             return torch.randn(tokens, heads, work.head_dim, generator=generator, device=device)
 
         self.q = normal(work.batch * work.q_len, work.heads).bfloat16()
-        self.k, self.v = (normal(sum(work.kv_lens), work.kv_heads).to(work.kv_dtype) for _ in range(2))
+        self.k = normal(sum(work.kv_lens), work.kv_heads).to(work.kv_dtype)
+        self._own_values = normal(*self.k.shape[:2]).to(work.kv_dtype) if work.v_head_dim == work.head_dim else None
+        self.v = self.k[..., : work.v_head_dim] if self._own_values is None else self._own_values
         self.kv_lens = torch.tensor(work.kv_lens, dtype=torch.int32, device=device)
         self.mask = self._causal_drafts() if work.q_len > 1 else None
         self._pages: dict[int, Pages] = {}
 
     def output(self) -> torch.Tensor:
-        return torch.empty_like(self.q)
+        return self.q.new_empty(*self.q.shape[:2], self.work.v_head_dim)
 
     def pages(self, page_size: int) -> Pages:
         """The cache. Ids past a request's last page are those of a page, as there are peers that read them."""
         if page_size not in self._pages:
-            pages = in_pages(self.k, self.v, self.work.kv_lens, page_size)
+            pages = in_pages(self.k, self._own_values, self.work.kv_lens, page_size)
             self._pages[page_size] = pages._replace(table=pages.table.clamp(min=0))
         return self._pages[page_size]
 
@@ -145,7 +155,7 @@ class DecodeTensors:
             rows = slice(request * work.q_len, (request + 1) * work.q_len)
             keys = slice(ends[request] - work.kv_lens[request], ends[request])
             exact.append(self._attention(self.q[rows], self.k[keys], self.v[keys]))
-            given.append(out.view_as(self.q)[rows].double())
+            given.append(out.view(-1, work.heads, work.v_head_dim)[rows].double())
         want = torch.cat(exact)
         return ((torch.cat(given) - want).norm() / want.norm()).item()
 

@@ -15,8 +15,11 @@ class Pages(NamedTuple):
     used: torch.Tensor  # int32, the ids of the table without those -1
 
 
-def in_pages(key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], page_size: int) -> Pages:
-    """Pages in random order with ``key`` and ``value`` [tokens, kv_heads, dim], requests of ``lengths`` in a row."""
+def in_pages(key: torch.Tensor, value: torch.Tensor | None, lengths: Sequence[int], page_size: int) -> Pages:
+    """Pages in random order with ``key`` and ``value`` [tokens, kv_heads, dim], requests of ``lengths`` in a row.
+
+    Without ``value`` the pages of both are those of ``key``.
+    """
     counts = [-(-length // page_size) for length in lengths]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int().to(key.device)
     ids = order.split(counts)
@@ -30,4 +33,12 @@ def in_pages(key: torch.Tensor, value: torch.Tensor, lengths: Sequence[int], pag
             filled[pages.long()] = padded.view(len(pages), *filled.shape[1:])
         return filled.view(tokens.dtype)
 
-    return Pages(pool(key), pool(value), table, order)
+    keys = pool(key)
+    return Pages(keys, keys if value is None else pool(value), table, order)
+
+
+def page_starts(kv_lens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What FlashInfer's wrappers want to know: int32 [batch + 1], where each request begins among the used pages, and
+    [batch], the tokens in its last one."""
+    counts = (kv_lens + page_size - 1) // page_size
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), kv_lens - (counts - 1) * page_size

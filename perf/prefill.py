@@ -29,6 +29,6 @@ PREFILL = Family(
     cases=CASES,
     inputs=Tensors,
     candidates=known.PREFILL,
-    ceiling_work=2.0 * known.MATMUL_SIZE**3,
+    ceiling_work=known.MATMUL_FLOP,
     host_calls=_host_calls,
 )

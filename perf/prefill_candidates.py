@@ -13,11 +13,12 @@ import torch
 
 import hopwell
 from hopwell.perf.family import Call, Candidate
+from hopwell.perf.paging import page_starts
 from hopwell.perf.prefill_workloads import Tensors
 
 CEILING = "bf16 matmul"
 MATMUL_SIZE = 8192
-
+MATMUL_FLOP = 2.0 * MATMUL_SIZE**3
 
 Lengths = tuple[torch.Tensor, int, int, float, float, int, torch.Tensor, torch.Tensor]
 
@@ -148,14 +149,12 @@ def flashinfer(page_size: int | None) -> Candidate:
             return lambda: ragged.run(t.q, t.k, t.v, out=out)
         key, value, _, used = t.pages(page_size)
         paged = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
-        pages = (t.kv_lens + page_size - 1) // page_size
-        page_starts = torch.nn.functional.pad(pages.cumsum(0), (1, 0)).int()
-        last_page = t.kv_lens - (pages - 1) * page_size
+        starts, in_last = page_starts(t.kv_lens, page_size)
         paged.plan(
             t.q_starts,
-            page_starts,
+            starts,
             used,
-            last_page,
+            in_last,
             *sizes,
             page_size,
             head_dim_vo=work.v_head_dim,
@@ -166,7 +165,7 @@ def flashinfer(page_size: int | None) -> Candidate:
     return prepare
 
 
-def matmul(t: Tensors) -> Call:
+def matmul(t: object) -> Call:
     """The ceiling: a product of random square matrices."""
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)

@@ -17,7 +17,7 @@ PACKAGES = ("hopwell", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-a
 class Labels:
     """What the tables and plots of a family of workloads say."""
 
-    family: str  # also the name of its files
+    family: str  # in lower case also the name of its files
     unit: str
     counting: str  # how the unit is counted
     x: str  # what the cases of a series differ in
@@ -183,7 +183,8 @@ class Run:
             axes.set_ylim(bottom=0)
             axes.grid(axis="y", alpha=0.3)
         figure.axes[0].set_ylabel(f"{self.labels.unit} ({self.labels.counting})")
-        figure.suptitle(f"{self.labels.family.capitalize()} on one {self.gpu}, {self.date}")
+        family = self.labels.family
+        figure.suptitle(f"{family[0].upper()}{family[1:]} on one {self.gpu}, {self.date}")
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
 

@@ -12,6 +12,7 @@ import torch
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes
+from hopwell.mla import mla_workspace_bytes
 
 BF16, FP16, FP8, U8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 64, 16, 11
@@ -164,13 +165,16 @@ def xqa(kv_cache: Any, layout: str, q_len: int = 1, **more: Any) -> dict[str, An
     }
 
 
-def mla(kv_cache: torch.Tensor, block_tables: torch.Tensor, q_len: int = 1, **more: Any) -> dict[str, Any]:
+def mla(
+    kv_cache: torch.Tensor, block_tables: torch.Tensor, q_len: int = 1, rank: int = 512, **more: Any
+) -> dict[str, Any]:
+    needed = mla_workspace_bytes(HEADS, block_tables.shape[-1] * kv_cache.shape[-2], q_len, rank, device="cpu")
     return {
-        "query": data(BATCH, q_len, HEADS, 576, dtype=kv_cache.dtype),
+        "query": data(BATCH, q_len, HEADS, rank + 64, dtype=kv_cache.dtype),
         "kv_cache": kv_cache,
-        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
+        "workspace_buffer": torch.empty(needed, dtype=torch.uint8),
         "qk_nope_head_dim": 128,
-        "kv_lora_rank": 512,
+        "kv_lora_rank": rank,
         "qk_rope_head_dim": 64,
         "block_tables": block_tables,
         "seq_lens": ints(*KV_LENS),
@@ -260,11 +264,15 @@ def _mla_forms() -> list[Form]:
 
     def sparse() -> dict[str, Any]:
         tokens = torch.full((BATCH, 2, 8), -1, dtype=torch.int32)
-        return mla(data(PAGES, 32, 576), tokens, q_len=2, sparse_mla_top_k=8)
+        return mla(data(PAGES, PAGE, 576), tokens, q_len=2, sparse_mla_top_k=8)
+
+    def several_tokens() -> dict[str, Any]:
+        return mla(data(PAGES, 1, PAGE, 320), ints(*TABLE), q_len=3, rank=256, bmm1_scale=0.125)
 
     return [
-        Form("dense", function, lambda: mla(data(PAGES, 32, 576), ints(*TABLE)), runs=False),
-        Form("fp8", function, lambda: mla(data(PAGES, 1, 64, 576, dtype=FP8), ints(*TABLE)), runs=False),
+        Form("dense", function, lambda: mla(data(PAGES, PAGE, 576), ints(*TABLE))),
+        Form("several-tokens", function, several_tokens),
+        Form("fp8", function, lambda: mla(data(PAGES, 1, PAGE, 576, dtype=FP8), ints(*TABLE)), runs=False),
         Form("sparse", function, sparse, runs=False),
     ]
 

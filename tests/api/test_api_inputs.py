@@ -122,36 +122,3 @@ def test_context_nvfp4_cache() -> None:
     refused(CONTEXT, ValueError, "^kv_block_scales must be None unless", kv_block_scales=scales)
     hnd_pair = (scales[:, 0].clone(), scales[:, 1].clone())
     bad(NotImplementedError, "NVFP4 KV cache", kv_block_scales=hnd_pair)
-
-
-def test_mla_rules() -> None:
-    cache = form(MLA, "dense")["kv_cache"]
-    refused(MLA, ValueError, r"must be one of .*got \(512, 0\)", qk_rope_head_dim=0)
-    refused(MLA, ValueError, "kv_lora_rank and qk_rope_head_dim", kv_lora_rank=128)
-    refused(MLA, ValueError, "^query must have kv_lora_rank", kv_lora_rank=256)
-    refused(MLA, ValueError, "^kv_cache must have kv_lora_rank", kv_cache=cache[..., :512])
-    refused(MLA, ValueError, "^kv_cache must have the dtype of query", kv_cache=cache.to(FP8))
-    refused(MLA, ValueError, "^kv_cache must be on cpu", kv_cache=cache.to("meta"))
-    refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[0])
-    refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[:, None].repeat(1, 2, 1, 1))
-    refused(MLA, ValueError, "^kv_cache has stride", kv_cache=odd_stride(PAGES, 32, 576))
-    refused(MLA, ValueError, "page size of kv_cache must be a power of two", kv_cache=cache[:, :30])
-    refused(MLA, ValueError, "^query must have at least one head", query=data(BATCH, 1, 0, 576))
-    refused(MLA, ValueError, "^sparse_mla_top_k must be a multiple of 4", sparse_mla_top_k=6)
-    refused(MLA, ValueError, "^block_tables must have shape", sparse_mla_top_k=8)
-    refused(MLA, ValueError, "block_tables must be 2-D", "sparse", sparse_mla_top_k=0)
-    tokens = form(MLA, "sparse")["block_tables"].repeat_interleave(2, -1)[..., ::2]
-    refused(MLA, ValueError, "^block_tables must have stride 1", "sparse", block_tables=tokens)
-    for backend in ("auto", "xqa", "trtllm-gen", "cute-dsl"):
-        refused(MLA, NotImplementedError, "trtllm_batch_decode_with_kv_cache_mla.*sm_90a", backend=backend)
-    refused(MLA, NotImplementedError, "sparse_mla_top_k=8", "sparse")
-    refused(MLA, NotImplementedError, "sinks", sinks=[torch.zeros(HEADS)])
-
-
-def test_mla_out() -> None:
-    refused(MLA, ValueError, "^out must have shape", out=data(BATCH, HEADS, 512))
-    refused(MLA, ValueError, "^out must be torch.bfloat16", out=data(BATCH, 1, HEADS, 512, dtype=FP16))
-    refused(MLA, ValueError, "^out must be on cpu", out=data(BATCH, 1, HEADS, 512).to("meta"))
-    refused(MLA, NotImplementedError, "bf16", out=data(BATCH, 1, HEADS, 512))
-    query = form(MLA, "dense")["query"]
-    refused(MLA, ValueError, "^out must not share memory with query", query=query, out=query[..., :512])

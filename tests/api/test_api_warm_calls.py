@@ -9,7 +9,7 @@ from typing import Any
 import api_calls
 import pytest
 import torch
-from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, Form, form
+from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, Form, form
 
 from hopwell import _launch, _repeat
 
@@ -81,6 +81,10 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     (CUDNN, {"causal": False}),
     (CUDNN, {"scale": 0.5}),
     (CUDNN, {"return_lse": False}),
+    (MLA, {"bmm1_scale": 0.5}),
+    (MLA, {"bmm2_scale": torch.tensor(0.5)}),
+    (MLA, {"sinks": [torch.zeros(api_calls.HEADS)]}),
+    (MLA, {"enable_pdl": False}),
 ]
 
 

@@ -79,12 +79,6 @@ class TestProblem:
         xqa("drafts", window_left=left)
         assert [p.mask for p in launched] == [Mask(MaskKind.SLIDING_WINDOW, left), Mask(MaskKind.DRAFT, left)]
 
-    @pytest.mark.parametrize("max_seq_len", [0, 1, 37, 2**31 - 1])
-    def test_lengths_are_bounded_by_the_table_alone(self, max_seq_len: int, launched: Problems) -> None:
-        """A bound of the caller's that decided anything could change results."""
-        xqa(max_seq_len=max_seq_len)
-        assert launched[0].max_kv_len == CAPACITY
-
     def test_host_scales(self, launched: Problems) -> None:
         """A 16-bit output has the factors bmm2_scale and o_scale."""
         xqa(bmm1_scale=0.125, bmm2_scale=3, o_scale=0.5)
@@ -113,20 +107,6 @@ class TestProblem:
         for q_len in (1, None):
             xqa(q_len_per_req=q_len, mask=mask)
         assert all(problem.draft_mask is None and problem.mask == Mask(MaskKind.FULL) for problem in launched)
-
-    @pytest.mark.parametrize(("given", "want"), [(None, True), (True, True), (False, False)])
-    def test_pdl(self, given: bool | None, want: bool, launched: Problems) -> None:
-        xqa(enable_pdl=given)
-        assert launched[0].programmatic_launch is want
-
-    def test_sinks_and_unsigned_integers(self, launched: Problems) -> None:
-        sinks = torch.zeros(HEADS)
-        lengths = form(XQA, "stacked-NHD")["seq_lens"].view(torch.uint32)[:, None]
-        xqa(sinks=sinks, seq_lens=lengths, block_tables=ints(*TABLE).view(torch.uint32))
-        (problem,) = launched
-        assert problem.sinks is sinks
-        assert problem.kv_lens.shape == (BATCH,)
-        assert problem.kv_lens.dtype == problem.page_table.key.dtype == torch.uint32
 
     def test_one_tensor_for_k_and_v(self, launched: Problems) -> None:
         xqa(kv_cache=stacked("NHD")[:, :1])
@@ -170,51 +150,6 @@ class TestResult:
 
 
 class TestWorkspace:
-    @pytest.mark.parametrize("dtype", [torch.int8, torch.float32, FP8])
-    def test_any_type_of_enough_bytes(self, dtype: torch.dtype, launched: Problems) -> None:
-        workspace = torch.empty(-(-needed() // dtype.itemsize), dtype=dtype)
-        xqa(workspace_buffer=workspace)
-        xqa(workspace_buffer=workspace.view(1, -1))
-        assert launched[0].scratch is workspace
-
-    @pytest.mark.parametrize(("name", "q_len"), [("stacked-NHD", 1), ("drafts", Q_LEN)])
-    def test_too_small(self, name: str, q_len: int) -> None:
-        size = needed(q_len)
-        text = (
-            rf"^workspace_buffer must have at least {size} bytes for this call "
-            rf"\(hopwell\.decode\.xqa_workspace_bytes\), got {size - 1}$"
-        )
-        refused(XQA, ValueError, text, name, workspace_buffer=torch.empty(size - 1, dtype=U8))
-
-    def test_other_refusals(self) -> None:
-        good = torch.empty(needed(), dtype=U8)
-        refused(XQA, TypeError, "^workspace_buffer must be a torch.Tensor, got NoneType", workspace_buffer=None)
-        text = "^workspace_buffer must be on cpu, the device of the query, got meta$"
-        refused(XQA, ValueError, text, workspace_buffer=good.to("meta"))
-        text = r"^workspace_buffer must be contiguous, got strides \(2,\)$"
-        refused(XQA, ValueError, text, workspace_buffer=torch.empty(2 * needed(), dtype=U8)[::2])
-
-    @pytest.mark.parametrize("name", ["query", "kv_cache", "block_tables", "seq_lens", "sinks", "mask", "out"])
-    def test_shares_no_memory(self, name: str) -> None:
-        arguments = form(XQA, "drafts")
-        size = arguments["workspace_buffer"].numel()
-        arguments["sinks"] = torch.zeros(HEADS)
-        arguments["out"] = data(BATCH * Q_LEN, HEADS, DIM)
-        arguments["kv_cache"] = stacked("HND")
-        wanted = arguments[name]
-        bytes_of = wanted.numel() * wanted.element_size()
-        # The last byte of the workspace is the first of the other tensor, or the other way round.
-        for start, begin in ((size // 16 * 16 - 16, 0), (0, bytes_of // 16 * 16 - 16 if bytes_of >= 16 else 0)):
-            buffer = torch.zeros(size + bytes_of, dtype=U8)
-            other = buffer[start : start + bytes_of].view(wanted.dtype).view(wanted.shape)
-            changes = {"workspace_buffer": buffer[begin : begin + size], name: other}
-            text = (
-                "out must not share memory with workspace_buffer"
-                if name == "out"
-                else (f"workspace_buffer must not share memory with {name}")
-            )
-            refused(XQA, ValueError, f"^{text}, but", **{**arguments, **changes})
-
     @pytest.mark.parametrize("head_dim", [16, 64, 128, 256, 512])
     @pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (8, 8), (12, 4), (64, 1), (128, 2)])
     def test_holds_what_the_kernel_puts_there(

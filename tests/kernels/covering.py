@@ -5,14 +5,17 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from hopwell.kernels import support
 from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile, shipped_configs, tile_of
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
 
 # What models have, and what differs most: three consumer warpgroups with few registers each, two of them, different
 # widths of K and V, and the widest output of a warpgroup.
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-CONTIGUOUS, ROWS, PAGES16 = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0), (KvFetch.PAGE_BOXES, 16)
+CONTIGUOUS, ROWS = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0)
+PAGES16, PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)
 
 
 def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
@@ -99,4 +102,12 @@ def covering_decode_configs() -> list[DecodeConfig]:
     ]
 
 
+def covering_mla_configs() -> list[MlaConfig]:
+    """MLA kernels that stand for all: boxes of a whole tile, of parts of it, and rows; both widths."""
+    wide, narrow = support.MLA_HEAD_DIMS
+    chosen = [*((wide, fetch) for fetch in (PAGES64, PAGES16, ROWS)), (narrow, PAGES64)]
+    return [MlaConfig("sm_90a", "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch) for dims, fetch in chosen]
+
+
 COVERING_DECODE = covering_decode_configs()
+COVERING_MLA = covering_mla_configs()

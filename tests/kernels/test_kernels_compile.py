@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from covering import COVERING_DECODE, covering_configs
+from covering import COVERING_DECODE, COVERING_MLA, covering_configs
 
 from hopwell.kernels import compile_ahead, toolchain
 from hopwell.kernels.config import REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, PrefillConfig
-from hopwell.kernels.sm90.decode import DecodeSm90
-from hopwell.kernels.sm90.prefill import PrefillSm90
 from hopwell.kernels.toolchain import Artifact, artifact
 
 pytestmark = pytest.mark.compile
@@ -26,7 +24,7 @@ pytestmark = pytest.mark.compile
 CUOBJDUMP = "nvidia-cuda-cuobjdump"
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
 PREFILL = covering_configs()
-CONFIGS: list[KernelConfig] = [*PREFILL, *COVERING_DECODE]
+CONFIGS: list[KernelConfig] = [*PREFILL, *COVERING_DECODE, *COVERING_MLA]
 
 
 def cuobjdump() -> str:
@@ -94,8 +92,8 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
 
     # All shared memory is asked for at the launch, but for what the system keeps.
     assert used.shared <= SYSTEM_SHARED_BYTES
-    kernel = PrefillSm90 if isinstance(config, PrefillConfig) else DecodeSm90
-    assert kernel(config).shared_bytes <= SHARED_BYTES
+    kernel, _ = config.build()
+    assert kernel.shared_bytes <= SHARED_BYTES
     # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
     assert b"exceed" not in built.object_file.read_bytes()
 
@@ -109,7 +107,7 @@ def test_touches_no_memory_before_the_grid_in_front_is_done(config: KernelConfig
     assert not re.search(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async", before)
 
 
-@pytest.mark.parametrize("config", [PREFILL[0], COVERING_DECODE[0]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0]], ids=lambda config: config.name)
 def test_loads_from_disk(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object file alone gives the launch function; neither needs a GPU."""
     artifact(config)

@@ -196,7 +196,8 @@ class TestPrefill:
             kv = tile.kv_stages * tile.n * (width_qk + width_v) * 2
             # Every warp stages the rows that it writes, also where two warpgroups share rows.
             staging = tile.m * (2 if tile.splits_v else 1) * copy.SWIZZLE_ROW_BYTES
-            barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 1)
+            # A full and an empty one for each stage, and one for each loader's tiles that need zeroed rows.
+            barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 2)
             assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * board_stride(WorkTile.INTS) * 4 + barriers
             assert kernel.shared_bytes <= SHARED_BYTES == 227 * 1024
 

@@ -20,17 +20,21 @@ from hopwell.perf import __main__ as command
 from hopwell.perf.decode import DECODE
 from hopwell.perf.decode_candidates import hopwell_paged
 from hopwell.perf.decode_workloads import BATCHES, LENGTHS, Decode, DecodeTensors
-from hopwell.perf.paging import in_pages
+from hopwell.perf.mla import MLA
+from hopwell.perf.mla_workloads import Mla
+from hopwell.perf.paging import in_pages, page_starts
 from hopwell.perf.prefill import PREFILL
 from hopwell.perf.results import Run
 
 CASES: dict[str, Any] = {case.name: case for case in DECODE.cases}
 SMALL = Decode("small", "3 requests", (70, 200, 33), heads=4, kv_heads=2, head_dim=64)
 DRAFTS = replace(SMALL, q_len=4)
+LATENT = Mla("small", "3 requests", (70, 200, 33), heads=4)
+LATENT_DRAFTS = replace(LATENT, q_len=4)
 
 
 def test_names_pick_one_case() -> None:
-    names = [case.name for family in (PREFILL, DECODE) for case in family.cases]
+    names = [case.name for family in (PREFILL, DECODE, MLA) for case in family.cases]
     assert len(set(names)) == len(names)
 
 
@@ -60,6 +64,18 @@ def test_pages_hold_the_tokens(dtype: torch.dtype) -> None:
             assert (ids[used:] == -1).all()
             assert torch.equal(pool.float()[ids[:used].long()].flatten(0, 1)[: len(request)], request)
     assert pages.table[pages.table >= 0].tolist() == pages.used.tolist()
+    starts, in_last = page_starts(t.kv_lens, 16)
+    assert starts.tolist() == [0, 5, 18, 21]
+    assert in_last.tolist() == [6, 8, 1]
+
+
+def test_values_inside_keys_have_no_pages_of_their_own() -> None:
+    t = DecodeTensors(LATENT, "cpu")
+    assert t.v.data_ptr() == t.k.data_ptr()
+    assert t.output().shape == (3, 4, 512)
+    pages = t.pages(16)
+    assert pages.value is pages.key
+    assert pages.key.shape[1:] == (16, 1, 576)
 
 
 @pytest.mark.parametrize("q_len", [2, 4, 16, 17, 33])
@@ -86,7 +102,7 @@ def attention(t: DecodeTensors, request: int, hidden: int = 0, causal: bool = Tr
     return out.transpose(0, 1)
 
 
-@pytest.mark.parametrize("case", [SMALL, DRAFTS], ids=["one", "drafts"])
+@pytest.mark.parametrize("case", [SMALL, DRAFTS, LATENT, LATENT_DRAFTS], ids=["one", "drafts", "mla", "mla-drafts"])
 def test_errors_are_those_against_float64(case: Decode) -> None:
     t = DecodeTensors(case, "cpu")
     right = [attention(t, request) for request in range(case.batch)]
@@ -98,7 +114,7 @@ def test_errors_are_those_against_float64(case: Decode) -> None:
     if case.q_len > 1:
         wrong = [attention(t, request, causal=False) for request in range(case.batch)]
         assert t.error(torch.cat(wrong)) > case.max_error
-    assert not t.error(torch.full_like(t.q, float("nan"))) < case.max_error
+    assert not t.error(t.output().fill_(float("nan"))) < case.max_error
 
 
 @pytest.mark.emulator

@@ -1,0 +1,79 @@
+"""Implementations of MLA decode to compare, as those of decode are."""
+
+from __future__ import annotations
+
+import torch
+
+import hopwell
+from hopwell.mla import mla_workspace_bytes
+from hopwell.perf.decode_candidates import flashinfer, for_pages, peer_workspace
+from hopwell.perf.decode_workloads import DecodeTensors
+from hopwell.perf.family import Call, Candidate
+from hopwell.perf.paging import page_starts
+from hopwell.perf.prefill_candidates import CEILING, matmul
+
+NOPE_HEAD_DIM = 128  # before absorption; it enters no computation
+
+
+def hopwell_paged(page_size: int) -> Candidate:
+    def prepare(t: DecodeTensors) -> Call:
+        work, pages = t.work, t.pages(page_size)
+        query, out = (tokens.unflatten(0, (work.batch, work.q_len)) for tokens in (t.q, t.output()))
+        rank, capacity = work.v_head_dim, pages.table.shape[1] * page_size
+        workspace_bytes = mla_workspace_bytes(work.heads, capacity, work.q_len, rank, t.q.device)
+        workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=t.device)
+        cache = pages.key.squeeze(2)
+        return lambda: hopwell.trtllm_batch_decode_with_kv_cache_mla(
+            query,
+            cache,
+            workspace,
+            NOPE_HEAD_DIM,
+            rank,
+            work.head_dim - rank,
+            pages.table,
+            t.kv_lens,
+            max(work.kv_lens),
+            out=out,
+            bmm1_scale=work.scale,
+        )
+
+    return prepare
+
+
+def flashinfer_fa3(page_size: int) -> Candidate:
+    """Planned once. Queries come in two tensors, latent and rotary; the cache is one that is looked at as two."""
+
+    def prepare(t: DecodeTensors) -> Call:
+        flashinfer()
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        work, out, pages = t.work, t.output(), t.pages(page_size)
+        rank = work.v_head_dim
+        wrapper = BatchMLAPagedAttentionWrapper(peer_workspace(), backend="fa3")
+        wrapper.plan(
+            qo_indptr=torch.arange(work.batch + 1, dtype=torch.int32, device=t.device) * work.q_len,
+            kv_indptr=page_starts(t.kv_lens, page_size)[0],
+            kv_indices=pages.used,
+            kv_len_arr=t.kv_lens,
+            num_heads=work.heads,
+            head_dim_ckv=rank,
+            head_dim_kpe=work.head_dim - rank,
+            page_size=page_size,
+            causal=work.q_len > 1,
+            sm_scale=work.scale,
+            q_data_type=t.q.dtype,
+            kv_data_type=work.kv_dtype,
+        )
+        latent, rotary = t.q[..., :rank].contiguous(), t.q[..., rank:].contiguous()
+        cache = pages.key.squeeze(2)
+        parts = dict(ckv_cache=cache[..., :rank], kpe_cache=cache[..., rank:])
+        return lambda: wrapper.run(q_nope=latent, q_pe=rotary, out=out, **parts)
+
+    return prepare
+
+
+MLA: dict[str, Candidate] = {
+    **for_pages("hopwell", hopwell_paged, 64, 32),
+    **for_pages("FlashInfer fa3", flashinfer_fa3, 64),
+    CEILING: matmul,
+}

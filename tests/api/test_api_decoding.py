@@ -1,0 +1,95 @@
+"""What both entries for decode do alike: lengths, launches, and the workspace."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from api_calls import BATCH, DEFAULT, FP8, FUNCTIONS, HEADS, MLA, PAGE, TABLE, U8, XQA, form, ints, refused
+
+from hopwell.kernels.problem import AttentionProblem
+
+Problems = list[AttentionProblem]
+
+CAPACITY = len(TABLE[0]) * PAGE
+SIZES = {XQA: r"hopwell\.decode\.xqa_workspace_bytes", MLA: r"hopwell\.mla\.mla_workspace_bytes"}
+SEVERAL = {XQA: "drafts", MLA: "several-tokens"}
+TENSORS = ("query", "kv_cache", "block_tables", "seq_lens", "sinks", "out")
+
+each_entry = pytest.mark.parametrize("entry", SIZES)
+
+
+def decode(entry: str, name: str | None = None, **changes: Any) -> torch.Tensor:
+    return FUNCTIONS[entry](**{**form(entry, name or DEFAULT[entry]), **changes})
+
+
+@pytest.mark.parametrize("max_seq_len", [0, 1, 37, 2**31 - 1])
+@each_entry
+def test_lengths_are_bounded_by_the_table_alone(entry: str, max_seq_len: int, launched: Problems) -> None:
+    """A bound of the caller's that decided anything could change results."""
+    decode(entry, max_seq_len=max_seq_len)
+    assert launched[0].max_kv_len == CAPACITY
+
+
+@pytest.mark.parametrize(("given", "want"), [(None, True), (True, True), (False, False)])
+@each_entry
+def test_pdl(entry: str, given: bool | None, want: bool, launched: Problems) -> None:
+    decode(entry, enable_pdl=given)
+    assert launched[0].programmatic_launch is want
+
+
+@each_entry
+def test_sinks_and_unsigned_integers(entry: str, launched: Problems) -> None:
+    sinks = torch.zeros(HEADS)
+    lengths = form(entry, DEFAULT[entry])["seq_lens"].view(torch.uint32)[:, None]
+    decode(entry, sinks=sinks, seq_lens=lengths, block_tables=ints(*TABLE).view(torch.uint32))
+    (problem,) = launched
+    assert problem.sinks is sinks
+    assert problem.kv_lens.shape == (BATCH,)
+    assert problem.kv_lens.dtype == problem.page_table.key.dtype == torch.uint32
+
+
+class TestWorkspace:
+    @pytest.mark.parametrize("dtype", [torch.int8, torch.float32, FP8])
+    @each_entry
+    def test_any_type_of_enough_bytes(self, entry: str, dtype: torch.dtype, launched: Problems) -> None:
+        size = form(entry, DEFAULT[entry])["workspace_buffer"].numel()
+        workspace = torch.empty(-(-size // dtype.itemsize), dtype=dtype)
+        decode(entry, workspace_buffer=workspace)
+        decode(entry, workspace_buffer=workspace.view(1, -1))
+        assert launched[0].scratch is workspace
+
+    @pytest.mark.parametrize("names", [DEFAULT, SEVERAL], ids=["one", "several"])
+    @each_entry
+    def test_too_small(self, entry: str, names: dict[str, str]) -> None:
+        name = names[entry]
+        size = form(entry, name)["workspace_buffer"].numel()
+        text = rf"^workspace_buffer must have at least {size} bytes for this call \({SIZES[entry]}\), got {size - 1}$"
+        refused(entry, ValueError, text, name, workspace_buffer=torch.empty(size - 1, dtype=U8))
+
+    @each_entry
+    def test_other_refusals(self, entry: str) -> None:
+        good = form(entry, DEFAULT[entry])["workspace_buffer"]
+        refused(entry, TypeError, "^workspace_buffer must be a torch.Tensor, got NoneType", workspace_buffer=None)
+        text = "^workspace_buffer must be on cpu, the device of the query, got meta$"
+        refused(entry, ValueError, text, workspace_buffer=good.to("meta"))
+        text = r"^workspace_buffer must be contiguous, got strides \(2,\)$"
+        refused(entry, ValueError, text, workspace_buffer=torch.empty(2 * good.numel(), dtype=U8)[::2])
+
+    @pytest.mark.parametrize(("entry", "argument"), [*itertools.product(SIZES, TENSORS), (XQA, "mask")])
+    def test_shares_no_memory(self, entry: str, argument: str) -> None:
+        arguments = {**form(entry, SEVERAL[entry]), "sinks": torch.zeros(HEADS)}
+        arguments["out"] = torch.empty_like(decode(entry, SEVERAL[entry]))
+        if isinstance(arguments["kv_cache"], tuple):
+            arguments["kv_cache"] = torch.stack(arguments["kv_cache"], 1)
+        size, wanted = arguments["workspace_buffer"].numel(), arguments[argument]
+        # The last byte of the workspace is the first of the other tensor, or the other way round.
+        for start, begin in ((size // 16 * 16 - 16, 0), (0, max(wanted.nbytes // 16 * 16 - 16, 0))):
+            buffer = torch.zeros(size + wanted.nbytes, dtype=U8)
+            other = buffer[start : start + wanted.nbytes].view(wanted.dtype).view(wanted.shape)
+            changes = {"workspace_buffer": buffer[begin : begin + size], argument: other}
+            written, read = ("out", "workspace_buffer") if argument == "out" else ("workspace_buffer", argument)
+            text = f"^{written} must not share memory with {read}, but"
+            refused(entry, ValueError, text, SEVERAL[entry], **{**arguments, **changes})

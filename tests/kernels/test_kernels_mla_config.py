@@ -1,0 +1,107 @@
+"""Which MLA kernel serves which problem, and what the shipped ones need."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from covering import COVERING_MLA
+from kernel_problems import empty, paged
+
+from hopwell.kernels.config import SHARED_BYTES, KvFetch
+from hopwell.kernels.decode_config import resolve_decode
+from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.problem import AttentionProblem
+from hopwell.kernels.sm90.mla import MlaSm90
+from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS
+from hopwell.layouts import mla_kv_views
+
+ARCH = "sm_90a"
+SHIPPED = list(shipped_mla_configs())
+PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
+
+
+def problem(dims: tuple[int, int] = MLA_HEAD_DIMS[0], page_size: int = 64, **changes: Any) -> AttentionProblem:
+    key, value = mla_kv_views(empty(5, page_size, dims[0], dtype=changes.pop("dtype", torch.bfloat16)), dims[1])
+    changes = dict(query=empty(60, 16, dims[0], dtype=key.dtype), q_offsets=None) | changes
+    return paged(key, value, scratch=empty(1, dtype=torch.uint8), **changes)
+
+
+def refusal(of: AttentionProblem, arch: str = ARCH) -> str:
+    with pytest.raises(NotImplementedError) as caught:
+        resolve_mla(of, arch)
+    return str(caught.value)
+
+
+def test_names_are_those_of_no_other_kernel() -> None:
+    names = [config.name for config in SHIPPED]
+    assert len(set(names)) == len(set(SHIPPED)) == len(names)
+    assert all(re.fullmatch(r"mla_[a-z0-9_]{1,90}", name) for name in names)
+    assert "mla_sm_90a_bf16_d576_512_causal_pages64" in names
+
+
+def test_other_archs_have_none() -> None:
+    assert list(shipped_mla_configs("sm_100a")) == []
+
+
+def test_what_is_compiled_in_tests_is_shipped() -> None:
+    assert set(COVERING_MLA) <= set(SHIPPED)
+    assert {(c.head_dim_qk, c.head_dim_v) for c in COVERING_MLA} == set(MLA_HEAD_DIMS)
+
+
+@pytest.mark.parametrize("dims", MLA_HEAD_DIMS)
+def test_every_cache_has_a_shipped_kernel(dims: tuple[int, int]) -> None:
+    for page_size in PAGE_SIZES:
+        config = resolve_mla(problem(dims, page_size), ARCH)
+        assert config in SHIPPED
+        assert (config.head_dim_qk, config.head_dim_v) == dims
+        assert (config.kv_fetch is KvFetch.PAGE_ROWS) == (page_size < 8)
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+def test_every_kernel_fits(config: MlaConfig) -> None:
+    kernel = MlaSm90(config)
+    assert kernel.shared_bytes <= SHARED_BYTES
+    assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
+    assert sum(config.kv_dims) == config.head_dim_qk
+    for edge in kernel.edges:
+        assert re.search(rf"\b{edge.name}\b", MlaSm90.__doc__ or "")
+
+
+def test_run_time_facts_do_not_make_other_kernels() -> None:
+    base = problem()
+    changes = dict(
+        batch=1,
+        max_q_len=1,
+        max_kv_len=1 << 20,
+        query=empty(3, 128, 576),
+        softmax_scale=empty(1, dtype=torch.float32),
+        sinks=empty(16, dtype=torch.float32),
+        programmatic_launch=True,
+        out=empty(60, 16, 512),
+    )
+    for field, value in changes.items():
+        assert resolve_mla(replace(base, **{field: value}), ARCH) == resolve_mla(base, ARCH), field
+
+
+def test_a_value_inside_the_key_is_what_tells_mla_from_decode() -> None:
+    of = problem()
+    assert of.is_latent
+    assert not replace(of, value=of.key).is_latent
+    with pytest.raises(NotImplementedError, match="576/512 have no decode kernel"):
+        resolve_decode(of, ARCH)
+
+
+def test_refusals() -> None:
+    assert "no MLA decode kernel for sm_100a; supported: sm_90a" in refusal(problem(), "sm_100a")
+    for dims in ((512, 512), (576, 256), (192, 128)):
+        assert f"{dims[0]}/{dims[1]} have no MLA kernel on sm_90a; supported: 576/512, 320/256" in refusal(
+            problem(dims)
+        )
+    for page_size in (3, 24, 2 * MAX_PAGE_SIZE):
+        assert f"page size {page_size} has no kernel" in refusal(problem(page_size=page_size))
+    assert "query dtype torch.float8_e4m3fn" in refusal(problem(dtype=torch.float8_e4m3fn))
+    assert "output dtype torch.float32" in refusal(problem(out=empty(60, 16, 512, dtype=torch.float32)))

@@ -1,0 +1,63 @@
+"""The MLA family: its cases, what it counts, and what its candidates say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tabulate")
+
+from typer.testing import CliRunner
+
+from hopwell.perf import __main__ as command
+from hopwell.perf.decode_workloads import DecodeTensors
+from hopwell.perf.mla import MLA
+from hopwell.perf.mla_candidates import hopwell_paged
+from hopwell.perf.mla_workloads import BATCHES, Mla
+from hopwell.perf.results import Run
+
+CASES: dict[str, Any] = {case.name: case for case in MLA.cases}
+SMALL = Mla("small", "3 requests", (70, 200, 33), heads=4)
+
+
+def test_cases() -> None:
+    assert {"M1", "M1-q2", "M2", "M2-q2", "M3", "M3-q2", "H16", "H16-long"} <= set(CASES)
+    lines = [case for case in CASES.values() if case.series]
+    assert {case.batch for case in lines} == set(BATCHES)
+    assert len({case.series for case in lines}) == len(BATCHES)
+    assert all((case.head_dim, case.v_head_dim, case.kv_heads) == (576, 512, 1) for case in CASES.values())
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 5])
+def test_work_counts_visible_keys(q_len: int) -> None:
+    case = replace(SMALL, q_len=q_len)
+    visible = sum(length - q_len + row + 1 for length in case.kv_lens for row in range(q_len))
+    assert case.work == 2 * 4 * (576 + 512) * visible
+
+
+def test_titles_tell_the_bytes() -> None:
+    assert SMALL.cache_bytes == DecodeTensors(SMALL, "cpu").k.nbytes
+    assert CASES["H16"].title == "H16: 32 x 8192, 16 heads, d576/512, 302 MB of keys"
+    assert CASES["M3-q2"].title == "M3-q2: 1 x 65536, 2 new tokens, 128 heads, d576/512, 75 MB of keys"
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_candidates_compute_the_case(q_len: int) -> None:
+    t = DecodeTensors(replace(SMALL, q_len=q_len), "cpu")
+    assert t.error(hopwell_paged(64)(t)()) < SMALL.max_error
+
+
+@pytest.mark.gpu
+def test_a_sweep_on_the_gpu(tmp_path: Path) -> None:
+    arguments = ["sweep", "--out", str(tmp_path), "--cases", "H16,M3-q2,mla-b8-1024", "--candidates", "hopwell*"]
+    done = CliRunner().invoke(command.app, [*arguments, "--candidates", MLA.labels.ceiling])
+    assert done.exit_code == 0, done.output
+    rows = Run.load(tmp_path / "mla.json").rows
+    assert {row.candidate for row in rows} == set(MLA.candidates) - {"FlashInfer fa3, pages of 64"}
+    assert all(row.rate and row.failure is None for row in rows), done.output
