@@ -62,7 +62,7 @@ def test_lists(dims: tuple[int, int], kind: str) -> None:
 @pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
 def test_pieces_are_merged(dims: tuple[int, int], sparse: bool) -> None:
     """Of one piece, two whole ones, and some, with more work than CTAs."""
-    chunk = chunk_tokens(dims, sparse=sparse)
+    chunk = chunk_tokens(dims)
     kv_lens = [chunk - 1, 2 * chunk, 4 * chunk + 77, 3]
     check(Case([1] * 4, kv_lens, heads=8, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
 

@@ -36,11 +36,9 @@ class Case:
     magnitude: float = 1.0
 
 
-def chunk_tokens(dims: tuple[int, int], *, sparse: bool = False) -> int:
+def chunk_tokens(dims: tuple[int, int]) -> int:
     """Keys of a unit of work."""
-    wanted = (*dims, sparse)
-    configs = shipped_mla_configs(ARCH)
-    return next(c.chunk_tokens for c in configs if (c.head_dim_qk, c.head_dim_v, c.sparse) == wanted)
+    return next(c.chunk_tokens for c in shipped_mla_configs(ARCH) if (c.head_dim_qk, c.head_dim_v) == dims)
 
 
 def lengths(chunk: int, page: int) -> list[int]:

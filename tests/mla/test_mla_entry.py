@@ -25,7 +25,7 @@ def batch(device: str, q_len: int = 1, top_k: int = 0, kind: str = "any", **opti
 
 def arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[str, Any]:
     q_len = data.q_lens[0]
-    tokens = problem.token_table
+    tokens = None if data.lists is None else problem.token_table
     return (
         dict(
             query=data.q.view(data.size, q_len, data.heads, data.head_dim),

@@ -53,7 +53,7 @@ def test_new_tokens(dims: tuple[int, int], q_len: int, heads: int) -> None:
 @pytest.mark.parametrize("top_k", [0, 128])
 def test_uneven_numbers_of_new_tokens(top_k: int, page_size: int, heads: int) -> None:
     """None of some requests, and more than there are keys of others."""
-    chunk = chunk_tokens(DIMS[0], sparse=top_k > 0)
+    chunk = chunk_tokens(DIMS[0])
     q_lens = [3, 0, 1, 33, 5, 2, 0, 17]
     kv_lens = [1, 70, 0, chunk + 20, 5, 40 * chunk, 0, 3 * chunk + 7]
     check_case(Case(q_lens, kv_lens, heads, top_k=top_k, ragged=True), page_size)
