@@ -165,22 +165,26 @@ def refused(data: MlaBatch, text: str, error: type[Exception] = ValueError, **ch
 
 
 def test_refusals_name_the_argument() -> None:
-    data, listed = batch("cpu", 2), batch("cpu", 2, TOP_K)
+    data = batch("cpu", 2)
     out = torch.empty(data.size, 2, data.heads, 512, dtype=data.dtype)
     refused(data, "kv_lora_rank and qk_rope_head_dim", kv_lora_rank=576, qk_rope_head_dim=0)
     refused(data, "kv_lora_rank and qk_rope_head_dim", kv_lora_rank=512, qk_rope_head_dim=0)
     refused(data, "^query must have kv_lora_rank", kv_lora_rank=256)
     refused(data, "^kv_cache must have the dtype", kv_cache=data.decode(64).key.to(torch.float16))
     refused(data, "^block_tables must", block_tables=torch.zeros(data.size + 1, 9, dtype=torch.int32))
-    refused(listed, "^block_tables must have shape", sparse_mla_top_k=TOP_K + 4)
-    refused(listed, "^block_tables must have shape", block_tables=torch.zeros(data.size, TOP_K, dtype=torch.int32))
-    refused(listed, "^sparse_mla_top_k must be a multiple of 4", sparse_mla_top_k=TOP_K + 2)
     refused(data, "^seq_lens must", seq_lens=torch.zeros(data.size + 1, dtype=torch.int32))
     refused(data, "^out must have shape", out=out[:, :1])
     refused(data, "^out must be torch.bfloat16", out=out.to(torch.float16))
     refused(data, "^bmm1_scale", TypeError, bmm1_scale=torch.ones(1, dtype=torch.float64))
     refused(data, "^sinks must have shape", sinks=torch.zeros(data.heads + 1))
     refused(data, "^backend must be one of", backend="fa2")
+
+
+def test_refusals_of_lists_name_the_argument() -> None:
+    data = batch("cpu", 2, TOP_K)
+    refused(data, "^block_tables must have shape", sparse_mla_top_k=TOP_K + 4)
+    refused(data, "^block_tables must have shape", block_tables=torch.zeros(data.size, TOP_K, dtype=torch.int32))
+    refused(data, "^sparse_mla_top_k must be a multiple of 4", sparse_mla_top_k=TOP_K + 2)
 
 
 @KINDS
