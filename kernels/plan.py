@@ -16,7 +16,7 @@ from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
 from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.problem import AttentionProblem, LseLayout, TokenOffsets
-from hopwell.kernels.splitting import TICKETS, counter_ints, slot_count
+from hopwell.kernels.splitting import TICKETS, counter_ints, slot_count, slot_rows
 from hopwell.kernels.tickets import tickets
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits; no cache is longer.
@@ -206,7 +206,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         lse_row=0 if lse is None else lse.tensor.stride(0),
         lse_head=0 if lse is None else lse.tensor.stride(1),
         slots=slots,
-        slot_rows=min(rows, config.tile.m),
+        slot_rows=slot_rows(rows, problem.is_latent),
     )
 
 

@@ -9,6 +9,7 @@ DOUBLINGS = 17  # 2^31 tokens in no more than MAX_CHUNKS
 GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
 
 ROWS = 64  # packed rows of a tile
+WARP_ROWS = 16  # of which a warp holds
 ALIGNMENT = 16  # bytes
 COMFORTABLE_BYTES = 8 << 20
 # Slots for each CTA besides those of one request: with 2 of them, requests waited for the merge of those before. 32 x
@@ -18,8 +19,10 @@ UNDER_WAY = 8
 LATENT_CHUNK_TOKENS = 1024
 LATENT_UNDER_WAY = 3
 STATISTICS = 4  # float32 of a row and piece: (reference, sum) of the piece, (reference, sum) of its group
-TICKETS = 2  # int32: units handed out, CTAs done
-SLOT_COUNTERS = 3  # int32 of a slot: its generation, pieces of a group that are there, groups of a request
+TICKETS = 3  # int32: units handed out, CTAs done, shares of merges handed out
+# int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done; of
+# a share when it may be merged, and whose it is: request, chunk, chunks, first row
+SLOT_COUNTERS = 8
 
 
 def chunk_tokens(columns: int, latent: bool = False) -> int:
@@ -29,8 +32,13 @@ def chunk_tokens(columns: int, latent: bool = False) -> int:
     return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS)
 
 
+def slot_rows(rows: int, latent: bool = False) -> int:
+    """Rows of a slot: those of a tile, which MLA stores a whole warp's at a time."""
+    return min(-(-rows // WARP_ROWS) * WARP_ROWS if latent else rows, ROWS)
+
+
 def slot_bytes(rows: int, columns: int) -> int:
-    """Scratch of a piece: float32 output rows and their statistics."""
+    """Scratch of a piece of ``rows``: float32 output and their statistics."""
     return 4 * rows * (columns + STATISTICS)
 
 
@@ -43,14 +51,14 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int,
     """
     chunks = min(-(-max(capacity, 1) // chunk_tokens(columns, latent)) + 1, MAX_CHUNKS)
     needed = chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
-    return max(needed, COMFORTABLE_BYTES // slot_bytes(min(rows, ROWS), columns))
+    return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns))
 
 
 def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
     """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
     at most, on ``ctas`` multiprocessors."""
     slots = slot_count(rows, kv_heads, columns, capacity, ctas, latent)
-    return slots * slot_bytes(min(rows, ROWS), columns) + ALIGNMENT
+    return slots * slot_bytes(slot_rows(rows, latent), columns) + ALIGNMENT
 
 
 def counter_ints(slots: int) -> int:

@@ -33,7 +33,7 @@ from hopwell.kernels.parts.softmax import merged
 from hopwell.kernels.splitting import ALIGNMENT, GROUP_PIECES, SLOT_COUNTERS, STATISTICS, TICKETS
 
 PIECE, GROUP = 0, 2  # where the statistics of a piece, and of a merged group, lie in a row's
-GENERATION, PIECES_THERE, GROUPS_THERE = range(SLOT_COUNTERS)
+GENERATION, PIECES_THERE, GROUPS_THERE, *SHARE = range(SLOT_COUNTERS)
 COLUMNS_AT_ONCE = 4  # float32 of 16 bytes
 
 
@@ -208,13 +208,17 @@ class Merge(DeviceStruct):
                 copy.store_rounded(rows.output(row, column), [value * factor for value in values], out_dtype)
 
     @cute.jit
-    def hand_back(self, grid) -> None:
-        """The last CTA leaves every counter at zero, as the next launch wants to find it."""
+    def _is_last_cta(self, grid):
         self.meet()
         last = Int32(1)
         if self._thread == 0:
             last = _count(self.slots.tickets + 4, grid)
-        if barrier_all(last != 0, self.barrier, self.threads):
+        return barrier_all(last != 0, self.barrier, self.threads)
+
+    @cute.jit
+    def hand_back(self, grid) -> None:
+        """The last CTA leaves every counter at zero, as the next launch wants to find it."""
+        if self._is_last_cta(grid):
             counters = global_array(Int32, self.slots.tickets)
             for i in cutlass.range(self._thread, TICKETS + self.slots.slots, self.threads, unroll=1):
                 counters[i] = 0

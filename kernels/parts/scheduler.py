@@ -26,9 +26,10 @@ class WorkTile(DeviceStruct):
     """One query tile of one head: what every role needs to know of it. All fields are Int32."""
 
     INTS: ClassVar[int] = 16
+    HEAD: ClassVar[int] = 8  # the place of ``head`` among them
 
     request: Request
-    head: Int32  # END_OF_WORK, like all fields, after the last tile
+    head: Int32  # END_OF_WORK after the last tile
     kv_head: Int32
     first_row: Int32  # of the tile, within the request
     keys: TileRange
@@ -126,12 +127,13 @@ class Board(DeviceStruct):
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
     @cute.jit
-    def post_end(self, step) -> None:
+    def post_end(self, step, rest=END_OF_WORK) -> None:
+        """No more work; ``rest`` is what the other fields say."""
         self.ring.wait_empty(step)
         slot = self.slots[None, self.ring.stage(step)]
         with cute.arch.elect_one():
             for i in cutlass.range_constexpr(self.kind.INTS):  # readers load a whole tile before they look at it
-                slot[i] = Int32(END_OF_WORK)
+                slot[i] = Int32(END_OF_WORK if i == self.kind.HEAD else rest)
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
     def read(self, step) -> WorkTile:

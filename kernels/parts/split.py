@@ -31,7 +31,8 @@ from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, MAX_CHUNKS
 
 @dataclass
 class SplitTile(WorkTile):
-    """A chunk of the keys of one KV head for one tile of packed rows. ``head`` only says whether there is a tile."""
+    """A chunk of the keys of one KV head for one tile of packed rows. ``head`` only says whether there is a tile; after
+    the last one the other fields are the number of all pieces."""
 
     INTS: ClassVar[int] = 22
 
@@ -164,7 +165,7 @@ class SplitSchedule(DeviceStruct):
                 # Not before there is room: a unit that waits here may be one that another CTA could begin with.
                 board.ring.wait_empty(step)
                 place = cute.arch.shuffle_sync(self._ticket(), 0)
-        board.post_end(step)
+        board.post_end(step, pieces)
 
 
 def split_units(chunks, of_chunk):

@@ -82,7 +82,7 @@ class DecodeSm90(AttentionSm90):
             edges.append(Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, 4, 0))
         return tuple(edges)
 
-    def _merge(self, addresses: Addresses, geometry: DecodeGeometry) -> Merge:
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Merge:
         """The last warpgroup, or else all that attend."""
         first, warpgroups = (len(self.config.registers) - 1, 1) if self.config.has_merge_role else (1, self.warpgroups)
         slots = Slots.create(addresses, geometry, self.config.head_dim_v)
@@ -149,7 +149,7 @@ class DecodeSm90(AttentionSm90):
         elif warp >= 4 * (len(self.config.registers) - self.config.has_merge_role):
             self.set_registers(MERGE_REGISTERS)
             scale = self._output_scale(addresses, output_scale, output_factor)
-            self._merge(addresses, geometry).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
+            self._merge(addresses, geometry, tiles).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
         elif warp >= 4 * (1 + self.warpgroups):
             self.set_registers(WIDEN_REGISTERS)
             self.widen(tiles, rings, board)
@@ -159,7 +159,7 @@ class DecodeSm90(AttentionSm90):
             score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
             softmax = OnlineSoftmax.create(scale, RowFragment.rows)
             scale = self._output_scale(addresses, output_scale, output_factor)
-            merge = self._merge(addresses, geometry)
+            merge = self._merge(addresses, geometry, tiles)
             parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
             self.attend_type(*parts).run(addresses, geometry)
             if const_expr(not self.config.has_merge_role):
@@ -258,33 +258,52 @@ class DecodeAttend(Attend):
         """Write this warp's rows, or leave them as a piece."""
         out_dtype = self.kernel.out_dtype
         rows = PackedRows.create(addresses, geometry, tile, self.output_scale, out_dtype.width // 8)
-        output = operands.output()
-        columns = self.kernel.config.head_dim_v // self.kernel.config.v_parts
         if const_expr(self.kernel.config.has_merge_role):
             self.rings[-1].wait_released(work)
         else:
             self.merge.prepare(tile)
             self.merge.meet()
-        for r in cutlass.range_constexpr(output.rows):
-            row = warp_row + output.first_row() + output.row_offset(r)
-            pairs = [(output.get(r, c), output.get(r, c + 1)) for c in range(0, columns // output.lanes_per_row, 2)]
-            reference, total = self.softmax.partial(r, output.lanes_per_row)
-            if row < rows.count:
-                first_column = output.first_column()
-                if tile.chunks == 1:
-                    factor = rows.finish(row, reference, total, first_column == 0 and column_group == 0)
-                    for i in cutlass.range_constexpr(len(pairs)):
-                        column = column_group * columns + first_column + 8 * i
-                        scaled = [value * factor for value in pairs[i]]
-                        copy.store_rounded(rows.output(row, column), scaled, out_dtype)
-                else:
-                    self.merge.slots.store(tile.piece, row, pairs, reference, total, first_column, column_group)
+        if tile.chunks == 1:
+            self.store_rows(operands, rows, warp_row, column_group)
+        else:
+            self.store_piece(operands, rows, tile.piece, warp_row, column_group)
         if const_expr(self.kernel.config.has_merge_role):
             self.rings[-1].fill(work)
         else:
             self.merge.meet()
             if tile.chunks > 1:
                 self.merge.complete(tile, rows, out_dtype)
+
+    @cute.jit
+    def store_rows(self, operands, rows: PackedRows, warp_row, column_group) -> None:
+        output = operands.output()
+        for r in cutlass.range_constexpr(output.rows):
+            row = warp_row + output.first_row() + output.row_offset(r)
+            reference, total = self.softmax.partial(r, output.lanes_per_row)
+            if row < rows.count:
+                first_column = output.first_column()
+                factor = rows.finish(row, reference, total, first_column == 0 and column_group == 0)
+                for c in cutlass.range_constexpr(0, self.columns // output.lanes_per_row, 2):
+                    column = column_group * self.columns + first_column + output.column_offset(c)
+                    scaled = [output.get(r, c) * factor, output.get(r, c + 1) * factor]
+                    copy.store_rounded(rows.output(row, column), scaled, self.kernel.out_dtype)
+
+    @cute.jit
+    def store_piece(self, operands, rows: PackedRows, piece, warp_row, column_group) -> None:
+        output = operands.output()
+        for r in cutlass.range_constexpr(output.rows):
+            row = warp_row + output.first_row() + output.row_offset(r)
+            pairs = [
+                (output.get(r, c), output.get(r, c + 1)) for c in range(0, self.columns // output.lanes_per_row, 2)
+            ]
+            reference, total = self.softmax.partial(r, output.lanes_per_row)
+            if row < rows.count:
+                self.merge.slots.store(piece, row, pairs, reference, total, output.first_column(), column_group)
+
+    @property
+    def columns(self) -> int:
+        """Of the output, in this warpgroup."""
+        return self.kernel.config.head_dim_v // self.kernel.config.v_parts
 
 
 DecodeSm90.attend_type = DecodeAttend

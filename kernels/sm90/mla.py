@@ -18,11 +18,15 @@ from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import LogitRow
+from hopwell.kernels.parts.partial import Slots
+from hopwell.kernels.parts.shares import NO_SHARE, SharedMerge
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
-from hopwell.kernels.sm90.decode import DecodeAttend, DecodeSm90
+from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeAttend, DecodeSm90
 from hopwell.kernels.sm90.kernel import example_arguments
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
+STATE_BYTES = LANES * RowFragment.rows * 2 * 4  # of a warp: references and sums of each lane's rows
+MESSAGE_PLACE = 8 * STATE_BYTES  # behind those of both warpgroups
 LEFT_P_BARRIER, RIGHT_P_BARRIER, SUMS_BARRIER = 1, 2, 3  # named barriers of both consumer warpgroups
 
 
@@ -59,7 +63,7 @@ class MlaSm90(DecodeSm90):
         loads          |                          | A', left part      | A', right part | B' |
     """
 
-    staging_bytes = LANES * RowFragment.rows * 2 * 4  # references and sums of each lane's rows
+    staging_bytes = STATE_BYTES + 16  # and the merge's message
     step_tiles = 2
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
@@ -70,6 +74,12 @@ class MlaSm90(DecodeSm90):
         left = KvOperand(a.key, *strides, *table, dims[0], columns[0], dims[0], **kind)
         right = KvOperand(a.key + 2 * dims[0], *strides, *table, dims[1], columns[1], dims[1], **kind)
         return left, right
+
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> SharedMerge:
+        slots = Slots.create(addresses, geometry, self.config.head_dim_v)
+        return SharedMerge(
+            slots, WARPGROUP, 2 * WARPGROUP, MERGE_BARRIER, shared_address(tiles.staging) + MESSAGE_PLACE
+        )
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
         left, right = self.config.kv_dims
@@ -149,35 +159,39 @@ class MlaAttend(DecodeAttend):
         operands = MlaOperands.of(self.kernel, self.tiles, is_left)
         step_function = self.left_step if const_expr(is_left) else self.right_step
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
-        kv_step, work = Int32(0), Int32(0)
-        tile = self.board.read(work)
-        while tile.exists:
-            keys = tile.keys
-            # As in Attend.run: tells the compiler that the warps have converged.
-            cute.arch.barrier(barrier_id=GROUP_BARRIER + 1 - is_left, number_of_threads=WARPGROUP)
-            self.softmax.reset()
-            operands.o.fill(0.0)
-            q_ring.wait_full(work)
-            row = self.logit_row(tile, warp_row)
-            if keys.begin < keys.end:
-                step = partial(step_function, operands, q_ring.stage(work), row)
-                if const_expr(is_left):
-                    self.first_scores(operands, q_ring.stage(work), kv_step)
-                last_masked = cutlass.max(keys.full_end, keys.begin + 1)
-                for n in cutlass.range(keys.end - 1, last_masked - 1, -1, unroll=1):
-                    step(kv_step, n, True, False)
-                    kv_step += 2
-                for n in cutlass.range(last_masked - 1, keys.begin, -1, unroll=1):
-                    step(kv_step, n, False, False)
-                    kv_step += 2
-                step(kv_step, keys.begin, True, True)
-                kv_step += 2
-            q_ring.release(work)
-            if keys.begin < keys.end:
-                self.add_sums()
-            self.store(operands, tile, work, warp_row, Int32(1 - is_left), addresses, geometry)
-            work += 1
+        kv_step, work, share = Int32(0), Int32(0), Int32(NO_SHARE)
+        rest = (Int32(geometry.row_tiles), addresses, geometry, self.output_scale, self.kernel.out_dtype)
+        exists = True
+        while exists:
             tile = self.board.read(work)
+            share = self.merge.help(share, tile, *rest)
+            exists = tile.exists
+            if exists:
+                keys = tile.keys
+                # As in Attend.run: tells the compiler that the warps have converged.
+                cute.arch.barrier(barrier_id=GROUP_BARRIER + 1 - is_left, number_of_threads=WARPGROUP)
+                self.softmax.reset()
+                operands.o.fill(0.0)
+                q_ring.wait_full(work)
+                if keys.begin < keys.end:
+                    row = self.logit_row(tile, warp_row)
+                    step = partial(step_function, operands, q_ring.stage(work), row)
+                    if const_expr(is_left):
+                        self.first_scores(operands, q_ring.stage(work), kv_step)
+                    last_masked = cutlass.max(keys.full_end, keys.begin + 1)
+                    for n in cutlass.range(keys.end - 1, last_masked - 1, -1, unroll=1):
+                        step(kv_step, n, True, False)
+                        kv_step += 2
+                    for n in cutlass.range(last_masked - 1, keys.begin, -1, unroll=1):
+                        step(kv_step, n, False, False)
+                        kv_step += 2
+                    step(kv_step, keys.begin, True, True)
+                    kv_step += 2
+                q_ring.release(work)
+                if keys.begin < keys.end:
+                    self.add_sums()
+                self.store(operands, tile, work, warp_row, Int32(1 - is_left), addresses, geometry)
+            work += 1
 
     def logit_row(self, tile, warp_row) -> LogitRow:
         request, group = tile.request, Int32(self.geometry.group)
@@ -197,12 +211,12 @@ class MlaAttend(DecodeAttend):
         if self.softmax.reference_moved():
             operands.rescale_output(self.softmax.rescale)
         operands.issue_pv(left.stage(a))
+        warpgroup.wait_group(0)
+        left.release(a)
         left.wait_full(b)
         right.wait_full(b)
         cute.arch.barrier(barrier_id=RIGHT_P_BARRIER, number_of_threads=2 * WARPGROUP)
         self.follow_other()
-        warpgroup.wait_group(0)
-        left.release(a)
         if self.softmax.reference_moved():
             operands.rescale_output(self.softmax.rescale)
         operands.issue_other(left.stage(b))
@@ -257,6 +271,17 @@ class MlaAttend(DecodeAttend):
         operands.issue_pv(left.stage(b))
         warpgroup.wait_group(0)
         right.release(b)
+
+    @cute.jit
+    def store_piece(self, operands, rows, piece, warp_row, column_group) -> None:
+        output = operands.output()
+        if warp_row < self.merge.slots.rows:
+            for r in cutlass.range_constexpr(output.rows):
+                reference, total = self.softmax.partial(r, output.lanes_per_row)
+                if output.first_column() + column_group == 0:
+                    row = warp_row + output.first_row() + output.row_offset(r)
+                    self.merge.store_statistics(piece, row, reference, total)
+            self.merge.store_output(piece, output, warp_row, column_group)
 
     @cute.jit
     def exponentials(self, operands, tile, row, masked: cutlass.Constexpr) -> None:

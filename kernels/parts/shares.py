@@ -1,0 +1,183 @@
+"""Merging large pieces of decode: every CTA merges a share of the rows of a request.
+
+A piece of MLA is 130 KB, and a CTA takes 1.5 us to read one. Were the last CTA of a request to merge all of its pieces,
+as ``partial.py`` has it, all others would long have finished: 64 x 1024 keys took 50 us for that (H200, 2026-11-21). So
+the rows of a request have as many shares as it has pieces, share p being that of piece p, and shares are handed out by a
+ticket of their own. A CTA holds one of them at a time. Between units of work it looks whether its share's pieces are all
+there; after its last unit it waits for them. The pieces are added up in the order of the keys, whoever does it.
+
+Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged. A CTA waits for a slot
+before it computes a piece, and merges meanwhile: so whoever waits never holds back what it waits for.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from hopwell.kernels.config import LANES
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import (
+    global_array,
+    global_pointer,
+    load_int,
+    load_relaxed,
+    store_release,
+)
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Merge
+from hopwell.kernels.parts.softmax import merged
+from hopwell.kernels.splitting import SLOT_COUNTERS, TICKETS, WARP_ROWS
+
+QUAD = 4  # elements that a thread stores and loads at a time
+QUAD_BYTES = 4 * QUAD
+BLOCK_COLUMNS = 8  # of an accumulator, of which a quad is two elements in two rows
+READY, REQUEST, CHUNK, CHUNKS, FIRST_ROW = SHARE
+NO_SHARE = -1
+SHARES_TICKET = 8  # bytes from the first ticket
+FEW_PIECES, MANY_PIECES = 4, 8  # whose loads are under way at a time
+
+
+@dataclass(frozen=True)
+class SharedMerge(Merge):
+    """The threads that look after a CTA's pieces and shares."""
+
+    message: Int32  # shared memory for three words from the first thread to all
+
+    def prepare(self, tile) -> None:
+        """Nothing: a piece's slot is free since before its unit was computed."""
+
+    @cute.jit
+    def complete(self, tile, rows: PackedRows, out_dtype: cutlass.Constexpr) -> None:
+        """A piece has been written, visibly to all threads here: when it was the last, all shares are ready."""
+        slots, piece = self.slots, tile.piece
+        if self._thread == 0:
+            share = (tile.request.index, tile.chunk, tile.chunks, tile.first_row)
+            for kind, value in zip(SHARE[1:], share, strict=True):
+                global_array(Int32, slots.counter(kind, piece))[0] = value
+        if self._is_last(PIECES_THERE, tile.first_piece, tile.chunks):
+            for i in cutlass.range(self._thread, tile.chunks, self.threads, unroll=1):
+                each = tile.first_piece + i * tile.units_of_chunk
+                store_release(slots.counter(READY, each), slots.generation(each) + 1)
+
+    def store_statistics(self, piece, row, reference, total) -> None:
+        copy.store_global_f32(self.slots.statistics(self.slots.place(piece) + row, PIECE), (reference, total))
+
+    @cute.jit
+    def store_output(self, piece, output, warp_row, column_group) -> None:
+        """A warp's accumulators, as they lie in its registers: :meth:`_quad` says where an element is."""
+        blocks = self.slots.columns // (2 * BLOCK_COLUMNS)
+        first = ((warp_row // WARP_ROWS * 2 + column_group) * blocks) * LANES + cute.arch.lane_idx()
+        address = self.slots.output(self.slots.place(piece), 0) + Int64(first * QUAD_BYTES)
+        for block in cutlass.range_constexpr(blocks):
+            values = [output.registers[4 * block + i] for i in range(4)]
+            copy.store_global_f32(address + block * (LANES * QUAD_BYTES), values)
+
+    def _quad(self, item):
+        """(row, column) of the first of a quad's elements: two columns of this row and of the one 8 below."""
+        blocks = self.slots.columns // (2 * BLOCK_COLUMNS)
+        lane, block, rest = item % LANES, item // LANES % blocks, item // (LANES * blocks)
+        half, warp = rest % 2, rest // 2
+        row = warp * WARP_ROWS + lane // RowFragment.lanes_per_row
+        return row, (half * blocks + block) * BLOCK_COLUMNS + 2 * (lane % RowFragment.lanes_per_row)
+
+    @cute.jit
+    def help(self, share, tile, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr):
+        """Merge the share in hand if it is ready, and others until the unit's slot, if it needs one, is free; after the
+        last unit, until all shares have been handed out. Takes the share in hand, returns the one that is in hand then.
+        """
+        waits = True
+        while waits:
+            share, is_ready, waits = self._look(share, tile)
+            if is_ready:
+                self._merge_share(share, of_chunk, a, g, scale, dtype)
+                share = Int32(NO_SHARE)
+        return share
+
+    @cute.jit
+    def _look(self, share, tile):
+        """The share in hand, a new one where there is none; whether it is ready; and whether to look again."""
+        slots = self.slots
+        words = cute.make_tensor(
+            cute.make_ptr(Int32, self.message, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(3)
+        )
+        if self._thread == 0:
+            mine, waits = share, Int32(0)
+            if mine == NO_SHARE:
+                mine = cute.arch.atomic_add(global_pointer(Int32, slots.tickets + SHARES_TICKET), Int32(1))
+            found = load_relaxed(slots.counter(READY, mine))
+            if not tile.exists:
+                waits = (mine < tile.piece).to(Int32)
+            elif tile.chunks > 1 and tile.piece >= slots.slots:
+                for piece in (tile.piece, tile.first_piece):
+                    generation = load_relaxed(slots.counter(GENERATION, piece))
+                    waits = waits | (generation != slots.generation(piece)).to(Int32)
+            cute.arch.fence_acq_rel_gpu()
+            words[0] = mine
+            words[1] = (found == slots.generation(mine) + 1).to(Int32)
+            words[2] = waits
+        self.meet()
+        share, is_ready, waits = words[0], words[1] != 0, words[2] != 0
+        self.meet()
+        return share, is_ready, waits
+
+    @cute.jit
+    def _merge_share(self, share, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
+        slots = self.slots
+        index, chunk, chunks, first_row = (load_relaxed(slots.counter(kind, share)) for kind in SHARE[1:])
+        q_start = load_int(a.q_offsets, index, index * Int32(g.q_len))
+        q_end = load_int(a.q_offsets, index + 1, q_start + Int32(g.q_len))
+        count = cutlass.min((q_end - q_start) * Int32(g.group) - first_row, slots.rows)
+        rows = PackedRows(a, g, q_start, Int32(0), first_row, count, scale, dtype.width // 8)
+        first = share - chunk * of_chunk
+        warps = (count + (WARP_ROWS - 1)) // WARP_ROWS
+        items = warps * (WARP_ROWS * slots.columns // QUAD)
+        begin, end = items * chunk // chunks, items * (chunk + 1) // chunks
+        if chunks <= FEW_PIECES:
+            self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, FEW_PIECES)
+        else:
+            self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, MANY_PIECES)
+        if self._is_last(GROUPS_THERE, first, chunks):
+            self._release(first, of_chunk, chunks)
+
+    @cute.jit
+    def _merge_items(
+        self, begin, end, first, step, chunks, rows: PackedRows, dtype: cutlass.Constexpr, at_once: cutlass.Constexpr
+    ) -> None:
+        """Merge quads of elements, [begin, end) of those of all rows."""
+        slots = self.slots
+        for item in cutlass.range(begin + self._thread, end, self.threads, unroll=1):
+            row, column = self._quad(item)
+            references, totals = [-Float32.inf] * 2, [Float32(0.0)] * 2
+            values = [Float32(0.0)] * 4
+            for chunk in cutlass.range(0, chunks, at_once, unroll=1):
+                # Past the last piece it is read again, and counts for nothing.
+                pieces = [first + cutlass.min(chunk + i, chunks - 1) * step for i in range(at_once)]
+                places = [slots.place(piece) for piece in pieces]
+                outputs = [copy.load_global_f32(slots.output(p, 0) + Int64(item * QUAD_BYTES), 4) for p in places]
+                for r in cutlass.range_constexpr(2):
+                    addresses = [slots.statistics(place + (row + 8 * r), PIECE) for place in places]
+                    statistics = [copy.load_global_f32(address, 2) for address in addresses]
+                    seen = [statistics[i][0] if chunk + i < chunks else -Float32.inf for i in range(at_once)]
+                    sums = [each[1] for each in statistics]
+                    weights, references[r], totals[r] = merged([references[r], *seen], [totals[r], *sums])
+                    for c in cutlass.range_constexpr(2 * r, 2 * r + 2):
+                        values[c] = values[c] * weights[0]
+                        for i in cutlass.range_constexpr(at_once):
+                            values[c] += weights[1 + i] * outputs[i][c]
+            for r in cutlass.range_constexpr(2):
+                if row + 8 * r < rows.count:
+                    factor = rows.finish(row + 8 * r, references[r], totals[r], column == 0)
+                    scaled = [values[2 * r] * factor, values[2 * r + 1] * factor]
+                    copy.store_rounded(rows.output(row + 8 * r, column), scaled, dtype)
+
+    @cute.jit
+    def hand_back(self, grid) -> None:
+        """The last CTA leaves every counter at zero, as the next launch wants to find it."""
+        if self._is_last_cta(grid):
+            counters = global_array(Int32, self.slots.tickets)
+            for i in cutlass.range(self._thread, TICKETS + SLOT_COUNTERS * self.slots.slots, self.threads, unroll=1):
+                counters[i] = 0
