@@ -14,6 +14,7 @@ from mla_cases import Case, check_case, chunk_tokens
 from schedules import schedules
 
 from hopwell import emulator
+from hopwell.kernels import splitting
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.mla_config import MlaConfig
 
@@ -69,6 +70,22 @@ def test_pieces_are_merged(dims: tuple[int, int], sparse: bool) -> None:
 
 def test_many_pieces() -> None:
     check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads=2), 64, adverse=1)
+
+
+# Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
+@pytest.fixture
+def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
+    monkeypatch.setattr(splitting, "LATENT_UNDER_WAY", 1)
+
+
+@pytest.mark.usefixtures("few_slots")
+@pytest.mark.parametrize(("heads", "q_len"), [(2, 1), (33, 2)])
+def test_slots_are_used_again(heads: int, q_len: int) -> None:
+    """With one tile of rows and with two, whose pieces lie between each other."""
+    chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
+    kv_lens = [n * chunk_tokens(MAIN) - 5 for n in chunks]
+    check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)
 
 
 @pytest.mark.parametrize("top_k", [0, 64])
