@@ -38,7 +38,7 @@ BLOCK_COLUMNS = 8  # of an accumulator, of which a quad is two elements in two r
 READY, REQUEST, CHUNK, CHUNKS, FIRST_ROW = SHARE
 NO_SHARE = -1
 SHARES_TICKET = 8  # bytes from the first ticket
-FEW_PIECES, MANY_PIECES = 4, 8  # whose loads are under way at a time
+MANY_PIECES = 8  # whose loads are under way at a time, where a thread has few quads
 
 
 @dataclass(frozen=True)
@@ -136,43 +136,79 @@ class SharedMerge(Merge):
         warps = (count + (WARP_ROWS - 1)) // WARP_ROWS
         items = warps * (WARP_ROWS * slots.columns // QUAD)
         begin, end = items * chunk // chunks, items * (chunk + 1) // chunks
-        if chunks <= FEW_PIECES:
-            self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, FEW_PIECES)
+        if chunks <= MANY_PIECES:
+            self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, (4, 2))
         else:
-            self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, MANY_PIECES)
+            self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype, (1, MANY_PIECES))
         if self._is_last(GROUPS_THERE, first, chunks):
             self._release(first, of_chunk, chunks)
 
     @cute.jit
     def _merge_items(
-        self, begin, end, first, step, chunks, rows: PackedRows, dtype: cutlass.Constexpr, at_once: cutlass.Constexpr
+        self,
+        begin,
+        end,
+        first,
+        step,
+        chunks,
+        rows: PackedRows,
+        dtype: cutlass.Constexpr,
+        at_once: cutlass.Constexpr[tuple[int, int]],
     ) -> None:
-        """Merge quads of elements, [begin, end) of those of all rows."""
-        slots = self.slots
-        for item in cutlass.range(begin + self._thread, end, self.threads, unroll=1):
-            row, column = self._quad(item)
-            references, totals = [-Float32.inf] * 2, [Float32(0.0)] * 2
-            values = [Float32(0.0)] * 4
-            for chunk in cutlass.range(0, chunks, at_once, unroll=1):
-                # Past the last piece it is read again, and counts for nothing.
-                pieces = [first + cutlass.min(chunk + i, chunks - 1) * step for i in range(at_once)]
-                places = [slots.place(piece) for piece in pieces]
-                outputs = [copy.load_global_f32(slots.output(p, 0) + Int64(item * QUAD_BYTES), 4) for p in places]
-                for r in cutlass.range_constexpr(2):
-                    addresses = [slots.statistics(place + (row + 8 * r), PIECE) for place in places]
-                    statistics = [copy.load_global_f32(address, 2) for address in addresses]
-                    seen = [statistics[i][0] if chunk + i < chunks else -Float32.inf for i in range(at_once)]
-                    sums = [each[1] for each in statistics]
-                    weights, references[r], totals[r] = merged([references[r], *seen], [totals[r], *sums])
-                    for c in cutlass.range_constexpr(2 * r, 2 * r + 2):
-                        values[c] = values[c] * weights[0]
-                        for i in cutlass.range_constexpr(at_once):
-                            values[c] += weights[1 + i] * outputs[i][c]
+        """Merge quads, [begin, end) of those of all rows, with (quads, pieces) of a thread under way at a time."""
+        quads, count = at_once
+        per_warp = WARP_ROWS * self.slots.columns // QUAD
+        for warp in cutlass.range(begin // per_warp, (end + (per_warp - 1)) // per_warp, unroll=1):
+            low = cutlass.max(begin, warp * per_warp) + self._thread
+            high = cutlass.min(end, (warp + 1) * per_warp)
+            # Quads of a thread are whole warps apart, so that all are in the same two rows.
+            row, column = self._quad(low)
+            references, factors = [], []
             for r in cutlass.range_constexpr(2):
-                if row + 8 * r < rows.count:
-                    factor = rows.finish(row + 8 * r, references[r], totals[r], column == 0)
-                    scaled = [values[2 * r] * factor, values[2 * r + 1] * factor]
-                    copy.store_rounded(rows.output(row + 8 * r, column), scaled, dtype)
+                reference, total = -Float32.inf, Float32(0.0)
+                for chunk in cutlass.range(0, chunks, MANY_PIECES, unroll=1):
+                    seen = self._statistics(first, step, chunk, chunks, row + 8 * r, MANY_PIECES)
+                    _, reference, total = merged([reference, *seen[0]], [total, *seen[1]])
+                factor = Float32(0.0)
+                if low < high and row + 8 * r < rows.count:
+                    factor = rows.finish(row + 8 * r, reference, total, column == 0)
+                references.append(Float32(0.0) if reference == -Float32.inf else reference)
+                factors.append(factor)
+            for item in cutlass.range(low, high, self.threads * quads, unroll=1):
+                items = [cutlass.min(item + self.threads * i, high - 1) for i in range(quads)]
+                values = [[Float32(0.0)] * QUAD for _ in items]
+                for chunk in cutlass.range(0, chunks, count, unroll=1):
+                    places = [self.slots.place(piece) for piece in self._pieces(first, step, chunk, chunks, count)]
+                    loaded = [[self._load(place, each) for each in items] for place in places]
+                    for r in cutlass.range_constexpr(2):
+                        seen, _ = self._statistics(first, step, chunk, chunks, row + 8 * r, count)
+                        weights = [cute.math.exp2(each - references[r], fastmath=True) for each in seen]
+                        for k in cutlass.range_constexpr(quads):
+                            for c in cutlass.range_constexpr(2 * r, 2 * r + 2):
+                                for i in cutlass.range_constexpr(count):
+                                    values[k][c] += weights[i] * loaded[i][k][c]
+                for k in cutlass.range_constexpr(quads):
+                    _, column = self._quad(item + self.threads * k)
+                    for r in cutlass.range_constexpr(2):
+                        if item + self.threads * k < high and row + 8 * r < rows.count:
+                            scaled = [values[k][c] * factors[r] for c in range(2 * r, 2 * r + 2)]
+                            copy.store_rounded(rows.output(row + 8 * r, column), scaled, dtype)
+
+    def _pieces(self, first, step, chunk, chunks, count: int) -> list:
+        """``count`` pieces from ``chunk`` on; past the last one that again."""
+        return [first + cutlass.min(chunk + i, chunks - 1) * step for i in range(count)]
+
+    @cute.jit
+    def _statistics(self, first, step, chunk, chunks, row, count: cutlass.Constexpr[int]) -> tuple:
+        """References and sums of a row of these pieces. What is there again counts for nothing."""
+        pieces = self._pieces(first, step, chunk, chunks, count)
+        addresses = [self.slots.statistics(self.slots.place(piece) + row, PIECE) for piece in pieces]
+        found = [copy.load_global_f32(address, 2) for address in addresses]
+        references = [found[i][0] if chunk + i < chunks else -Float32.inf for i in range(count)]
+        return references, [each[1] for each in found]
+
+    def _load(self, place, item) -> list:
+        return copy.load_global_f32(self.slots.output(place, 0) + Int64(item * QUAD_BYTES), QUAD)
 
     @cute.jit
     def hand_back(self, grid) -> None:

@@ -175,18 +175,9 @@ class MlaAttend(DecodeAttend):
                 q_ring.wait_full(work)
                 if keys.begin < keys.end:
                     row = self.logit_row(tile, warp_row)
-                    step = partial(step_function, operands, q_ring.stage(work), row)
-                    if const_expr(is_left):
-                        self.first_scores(operands, q_ring.stage(work), kv_step)
-                    last_masked = cutlass.max(keys.full_end, keys.begin + 1)
-                    for n in cutlass.range(keys.end - 1, last_masked - 1, -1, unroll=1):
-                        step(kv_step, n, True, False)
+                    for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+                        step_function(operands, q_ring.stage(work), row, kv_step, n, n >= keys.full_end)
                         kv_step += 2
-                    for n in cutlass.range(last_masked - 1, keys.begin, -1, unroll=1):
-                        step(kv_step, n, False, False)
-                        kv_step += 2
-                    step(kv_step, keys.begin, True, True)
-                    kv_step += 2
                 q_ring.release(work)
                 if keys.begin < keys.end:
                     self.add_sums()
@@ -200,12 +191,19 @@ class MlaAttend(DecodeAttend):
         positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
         return LogitRow(positions, request.kv_len, Float32(0.0))
 
+    # One copy of a step for each warpgroup, and branches only where no product is under way: with more copies every unit
+    # of work began with 10000 cycles of instruction fetches, and ptxas serialises all products where one meets a branch.
+
     @cute.jit
-    def left_step(self, operands, q_stage, row, a, n, masked: cutlass.Constexpr, is_last: cutlass.Constexpr):
+    def left_step(self, operands, q_stage, row, a, n, masked):
         """Tiles A and B of step ``n``, ``a`` and a + 1 of the loads."""
         _, left, right, *_ = self.rings
-        b, following = a + 1, a + 2
-        self.exponentials(operands, 2 * n + 1, row, masked)
+        b = a + 1
+        self.scores(operands, q_stage, a)
+        warpgroup.wait_group(0)
+        self.to_logits(operands, 2 * n + 1, row, masked)
+        self.softmax.step(operands.scores())
+        operands.round_scores()
         self.hand_over(operands, right.stage(a), LEFT_P_BARRIER)
         right.release(a)
         if self.softmax.reference_moved():
@@ -220,38 +218,16 @@ class MlaAttend(DecodeAttend):
         if self.softmax.reference_moved():
             operands.rescale_output(self.softmax.rescale)
         operands.issue_other(left.stage(b))
-        if const_expr(is_last):
-            warpgroup.wait_group(0)
-            left.release(b)
-            right.release(b)
-        else:
-            left.wait_full(following)
-            operands.issue_qk_left(q_stage, left.stage(following))
-            warpgroup.wait_group(1)
-            left.release(b)
-            right.release(b)
-            right.wait_full(following)
-            operands.issue_qk_right(q_stage, right.stage(following))
-            warpgroup.wait_group(0)
-
-    @cute.jit
-    def first_scores(self, operands, q_stage, step) -> None:
-        _, left, right, *_ = self.rings
-        left.wait_full(step)
-        operands.issue_qk_left(q_stage, left.stage(step))
-        right.wait_full(step)
-        operands.issue_qk_right(q_stage, right.stage(step))
         warpgroup.wait_group(0)
+        left.release(b)
+        right.release(b)
 
     @cute.jit
-    def right_step(self, operands, q_stage, row, a, n, masked: cutlass.Constexpr, is_last: cutlass.Constexpr):
+    def right_step(self, operands, q_stage, row, a, n, masked):
         """Tiles A and B of step ``n``, ``a`` and a + 1 of the loads."""
         _, left, right, *_ = self.rings
         b = a + 1
-        left.wait_full(b)
-        operands.issue_qk_left(q_stage, left.stage(b))
-        right.wait_full(b)
-        operands.issue_qk_right(q_stage, left.stage(b))
+        self.scores(operands, q_stage, b)
         left.wait_full(a)
         right.wait_full(a)
         cute.arch.barrier(barrier_id=LEFT_P_BARRIER, number_of_threads=2 * WARPGROUP)
@@ -259,10 +235,12 @@ class MlaAttend(DecodeAttend):
         self.follow_other()
         warpgroup.wait_group(0)
         left.release(b)
+        self.to_logits(operands, 2 * n, row, masked)
         if self.softmax.reference_moved():
             operands.rescale_output(self.softmax.rescale)
         operands.issue_other(left.stage(a))
-        self.exponentials(operands, 2 * n, row, masked)
+        self.softmax.step(operands.scores())
+        operands.round_scores()
         self.hand_over(operands, right.stage(b), RIGHT_P_BARRIER)
         warpgroup.wait_group(0)
         right.release(a)
@@ -271,6 +249,19 @@ class MlaAttend(DecodeAttend):
         operands.issue_pv(left.stage(b))
         warpgroup.wait_group(0)
         right.release(b)
+
+    def scores(self, operands, q_stage, step) -> None:
+        """Issue S of a tile, part by part as they come."""
+        _, left, right, *_ = self.rings
+        left.wait_full(step)
+        operands.issue_qk_left(q_stage, left.stage(step))
+        right.wait_full(step)
+        operands.issue_qk_right(q_stage, right.stage(step))
+
+    @cute.jit
+    def to_logits(self, operands, tile, row, masked) -> None:
+        if masked:
+            self.mask.apply(operands.scores(), tile * self.kernel.tile.n, row)
 
     @cute.jit
     def store_piece(self, operands, rows, piece, warp_row, column_group) -> None:
@@ -282,15 +273,6 @@ class MlaAttend(DecodeAttend):
                     row = warp_row + output.first_row() + output.row_offset(r)
                     self.merge.store_statistics(piece, row, reference, total)
             self.merge.store_output(piece, output, warp_row, column_group)
-
-    @cute.jit
-    def exponentials(self, operands, tile, row, masked: cutlass.Constexpr) -> None:
-        """From S to P of K tile number ``tile``."""
-        scores = operands.scores()
-        if const_expr(masked):
-            self.mask.apply(scores, tile * self.kernel.tile.n, row)
-        self.softmax.step(scores)
-        operands.round_scores()
 
     @cute.jit
     def hand_over(self, operands, stage, barrier: cutlass.Constexpr[int]) -> None:
