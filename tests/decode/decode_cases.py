@@ -14,7 +14,7 @@ from decode_batches import DecodeBatch
 from hopwell.kernels import Plan
 from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, KvFetch, KvType
 from hopwell.kernels.decode_config import DTYPES, FP8, KV_TYPES, DecodeConfig, resolve_decode
-from hopwell.kernels.problem import LogSumExp, LseLayout, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
 
 HEAD_DIMS = (64, 128, 256, 512)
 TORCH_DTYPES = {name: dtype for dtype, name in (DTYPES | FP8).items()}
@@ -103,19 +103,29 @@ def check_config(
     options = dict(out=data.output().to(out_dtype), sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False))
     problem = data.decode(page_size, mask, ragged=case.ragged, **options, **scales)
     assert resolve_decode(problem, config.arch) == config
-    first = None
+    expected = data.expected_decode(mask, sinks=sinks, out_dtype=out_dtype)
+    check_problem(problem, data, expected, settings, factor=-0.75 if case.tensor_scales else 1.0)
+
+
+def check_problem(
+    problem: AttentionProblem, data: DecodeBatch, expected: Expected, settings: Sequence[Setting], factor: float = 1.0
+) -> None:
+    """A problem with LSE to base 2, launched in every setting."""
+    assert problem.out is not None
+    assert problem.lse is not None
+    lse, first = problem.lse.tensor, None
     for setting in settings:
         lse.fill_(torch.nan)
         with setting():
             plan = Plan(problem)
-            found = plan.execute(replace(problem, out=torch.full_like(problem.out, torch.nan))).double(), lse.clone()
+            found = plan.execute(replace(problem, out=torch.full_like(problem.out, torch.nan))), lse.clone()
         first = first or found
-        assert all(torch.equal(*pair) for pair in zip(first, found, strict=True)), "launches differ"
+        pairs = [(one.double(), other.double()) for one, other in zip(first, found, strict=True)]  # fp8 has no equal
+        assert all(torch.equal(*pair) for pair in pairs), "launches differ"
         assert not any(slab.any() for slab in plan.tickets._slabs), "counters are left behind"
     assert first is not None
-    expected = data.expected_decode(mask, sinks=sinks, out_dtype=out_dtype)
     expected.check_lse(first[1], natural=False)
     for begin, length in zip(starts(data.q_lens), data.q_lens, strict=False):
         rows = slice(begin, begin + length)
         part = Expected(expected.out[rows], expected.rounded[rows], expected.lse[rows])
-        part.check(first[0][rows].to(out_dtype), factor=-0.75 if case.tensor_scales else 1.0)
+        part.check(first[0][rows], factor)

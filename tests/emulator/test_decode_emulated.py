@@ -6,13 +6,13 @@ and so is the scratch at first; what one launch leaves there the next one finds.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from covering import COVERING_DECODE
-from decode_cases import HEAD_DIMS, Case, Setting, check_config, config_for
+from decode_cases import HEAD_DIMS, Case, check_config, config_for
+from schedules import schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import splitting
@@ -41,16 +41,6 @@ def tallest(config: DecodeConfig) -> int:
 
 
 CONFIGS = [config for config in COVERING_DECODE if is_emulated(config)]
-
-
-def setting(schedule: str, seed: int = 0, **more: int) -> Setting:
-    return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, race=True, proxy=True, **more)
-
-
-def schedules(seed: int, adverse: int = 2) -> Sequence[Setting]:
-    """The seed goes with the case, so that the cases together see many schedules."""
-    drawn = [setting(("random", "priority")[i % 2], seed + i) for i in range(adverse)]
-    return setting("eager"), *drawn
 
 
 def page_sizes(config: DecodeConfig) -> list[int]:

@@ -1,0 +1,20 @@
+"""Settings of the emulator to launch a kernel in: one ordinary and some adverse schedules, with the detectors on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+from decode_cases import Setting
+
+from hopwell import emulator
+
+
+def setting(schedule: str, seed: int = 0, **more: int) -> Setting:
+    return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, race=True, proxy=True, **more)
+
+
+def schedules(seed: int, adverse: int = 2) -> Sequence[Setting]:
+    """The seed goes with the case, so that the cases together see many schedules."""
+    drawn = [setting(("random", "priority")[(seed + i) % 2], seed + i) for i in range(adverse)]
+    return setting("eager"), *drawn

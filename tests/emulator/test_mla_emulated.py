@@ -1,0 +1,100 @@
+"""The latent attention kernels on the emulator, against float64, in one ordinary and two adverse schedules.
+
+All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN,
+and so is the scratch at first; what one launch leaves there the next one finds.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+from covering import COVERING_MLA
+from mla_cases import Case, check_case, chunk_tokens
+from schedules import schedules
+
+from hopwell import emulator
+from hopwell.kernels import splitting
+from hopwell.kernels.config import KvFetch
+from hopwell.kernels.mla_config import MlaConfig
+
+pytestmark = pytest.mark.emulator
+
+MAIN, NARROW, UNROTATED = (576, 512), (320, 256), (512, 512)
+
+
+def page_size(config: MlaConfig) -> int:
+    return 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows
+
+
+def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None = None) -> None:
+    """The seed goes with the case, so that the cases together see many schedules."""
+    seed = zlib.crc32(repr((case, size)).encode()) % 10**6
+    check_case(case, size, "cpu", schedules(seed, adverse), config)
+    assert not emulator.report().warnings
+
+
+@pytest.mark.parametrize("config", COVERING_MLA, ids=lambda config: config.name)
+def test_fetches(config: MlaConfig) -> None:
+    """Every way to fetch: no keys, fewer than new tokens, the edges of tiles, and two chunks."""
+    dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if getattr(config, "sparse", False) else 0
+    kv_lens = [0, 1, 70, config.chunk_tokens + 1]
+    check(Case([2] * 4, kv_lens, heads=5, dims=dims, top_k=top_k), page_size(config), adverse=1, config=config)
+
+
+@pytest.mark.parametrize(("heads", "q_len"), [(1, 1), (16, 1), (65, 1), (128, 1), (6, 3), (128, 2)])
+def test_rows(heads: int, q_len: int) -> None:
+    """Part of a tile of rows, a whole one, and several; and both parts of a new token's heads where a tile ends."""
+    check(Case([q_len] * 3, [q_len - 1, 64, 129 + q_len], heads), 64)
+
+
+@pytest.mark.parametrize("top_k", [0, 64])
+def test_uneven_numbers_of_new_tokens(top_k: int) -> None:
+    check(Case([3, 0, 1, 9, 2], [1, 40, 0, 130, 70], heads=20, top_k=top_k, ragged=True), 16)
+
+
+@pytest.mark.parametrize("kind", ["distinct", "any", "one", "twice", "none"])
+@pytest.mark.parametrize("dims", [MAIN, UNROTATED], ids=str)
+def test_lists(dims: tuple[int, int], kind: str) -> None:
+    """Shorter and longer than what a row sees, with gaps, duplicates, and without an entry that counts."""
+    check(Case([2] * 3, [1, 50, 200], heads=16, dims=dims, top_k=68, listing=kind), 16)
+
+
+@pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
+def test_pieces_are_merged(dims: tuple[int, int], sparse: bool) -> None:
+    """Of one piece, two whole ones, and some, with more work than CTAs."""
+    chunk = chunk_tokens(dims)
+    kv_lens = [chunk - 1, 2 * chunk, 4 * chunk + 77, 3]
+    check(Case([1] * 4, kv_lens, heads=8, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
+
+
+def test_many_pieces() -> None:
+    check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads=2), 64, adverse=1)
+
+
+# Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
+@pytest.fixture
+def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
+    monkeypatch.setattr(splitting, "LATENT_UNDER_WAY", 1)
+
+
+@pytest.mark.usefixtures("few_slots")
+@pytest.mark.parametrize(("heads", "q_len"), [(2, 1), (33, 2)])
+def test_slots_are_used_again(heads: int, q_len: int) -> None:
+    """With one tile of rows and with two, whose pieces lie between each other."""
+    chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
+    kv_lens = [n * chunk_tokens(MAIN) - 5 for n in chunks]
+    check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)
+
+
+@pytest.mark.parametrize("top_k", [0, 64])
+def test_more_requests_than_lanes(top_k: int) -> None:
+    """Requests of many are found in the right order."""
+    kv_lens = [(0, 3, 40, 130)[i * i % 7 % 4] for i in range(75)]
+    check(Case([1] * 75, kv_lens, heads=4, top_k=top_k, sinks=False), 16, adverse=1)
+
+
+@pytest.mark.parametrize("top_k", [0, 64])
+def test_scales_on_the_device(top_k: int) -> None:
+    check(Case([2, 2], [90, 300], heads=16, top_k=top_k, tensor_scales=True, sinks=False), 64, adverse=1)

@@ -1,0 +1,136 @@
+"""Batches for latent attention: all heads share one row of each token, and a list may say which tokens count."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from batches import CAUSAL, Expected, starts
+from decode_batches import DecodeBatch
+
+from hopwell.kernels import support
+from hopwell.kernels.problem import AttentionProblem, Mask
+from hopwell.mla import mla_workspace_bytes
+
+
+@dataclass
+class MlaBatch(DecodeBatch):
+    """The first ``v_head_dim`` columns of a key are its value.
+
+    ``lists`` are [q_len, top_k] of each request: tokens of it that a new token attends to, negative for none. None for
+    dense attention.
+    """
+
+    heads: int = 16
+    kv_heads: int = 1
+    head_dim: int = 576
+    v_head_dim: int = 512
+    lists: Sequence[torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.v = [k[..., : self.v_head_dim] for k in self.k]
+
+    def request(self, index: int) -> MlaBatch:
+        one = super().request(index)
+        one.lists = None if self.lists is None else [self.lists[index]]
+        return one
+
+    @property
+    def scale(self) -> float:
+        """DeepSeek's: that of the heads before absorption, 128 + 64 columns wide."""
+        return 192**-0.5
+
+    def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
+        key, _, table = super().pages(page_size, order=order, spare=spare)
+        return key, key[..., : self.v_head_dim], table
+
+    def decode(self, page_size: int, mask: Mask = CAUSAL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
+        problem = super().decode(page_size, mask, ragged=ragged, **changes)
+        if self.lists is None:
+            return problem
+        if "sm_90a" not in support.ENTRIES[support.MLA].feature("sparse").archs:
+            pytest.skip("has no kernel")
+        tokens = self.token_table(problem.key, problem.page_table.key)
+        top_k = tokens.shape[1]
+        scratch = self.scratch(problem.key, top_k)
+        return replace(problem, page_table=None, token_table=tokens, max_kv_len=top_k, scratch=scratch)
+
+    def token_table(self, key: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """int32 [tokens, top_k]: where in the pool the listed tokens are. Those that do not count are NaN."""
+        page_size = key.shape[2]
+        unused = torch.isin(torch.arange(key.shape[0], device=table.device), table).logical_not().nonzero()[0]
+        rows = []
+        for request, listed in enumerate(self.lists):
+            tokens = listed.to(table.device)
+            places = table[request, tokens.clamp(min=0) // page_size] * page_size + tokens % page_size
+            places = torch.where(tokens < 0, tokens, places)
+            rows.append(torch.where(self.counted(request), places, unused * page_size))
+        return torch.cat(rows).to(torch.int32)
+
+    def counted(self, request: int) -> torch.Tensor:
+        """[q_len, top_k]: which entries of a list count. There are no more of them than keys that a new token sees."""
+        (q_len, top_k), kv_len = self.lists[request].shape, self.kv_lens[request]
+        sees = torch.arange(q_len, device=self.device) + kv_len - q_len + 1
+        return torch.arange(top_k, device=self.device) < sees[:, None]
+
+    def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Memory for partial results, full of NaN."""
+        return self.workspace(capacity).view(torch.float32)
+
+    def workspace(self, capacity: int) -> torch.Tensor:
+        """As callers hand it over, with NaN in it whatever is read from there."""
+        size = mla_workspace_bytes(self.heads, capacity, max(self.q_lens, default=1), self.v_head_dim, self.device)
+        return torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)
+
+    def expected_mla(self, *, sinks: torch.Tensor | None = None) -> Expected:
+        if self.lists is None:
+            return self.expected(CAUSAL, sinks=sinks)
+        parts = [self._expected_of_lists(i, sinks) for i, q_len in enumerate(self.q_lens) if q_len]
+        return Expected(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _expected_of_lists(self, request: int, sinks: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Output, rounded output and LSE of a request. Each of its tokens has keys of its own, for all heads: it is
+        what a KV head is elsewhere."""
+        begin, q_len = starts(self.q_lens)[request], self.q_lens[request]
+        listed = self.lists[request].to(self.device)
+        latent = self.k[request][:, 0]
+        latent = torch.cat([latent, latent.new_zeros(1, self.head_dim)])  # the row of -1
+        keys = latent[listed.clamp(min=-1)].transpose(0, 1)
+        seen = (self.counted(request) & (listed >= 0)).repeat_interleave(self.heads, 0)[:, None]
+        arguments = (
+            self.q[begin : begin + q_len].reshape(1, q_len * self.heads, self.head_dim),
+            keys,
+            keys[..., : self.v_head_dim],
+            self.scale,
+            seen,
+            None if sinks is None else sinks.repeat(q_len),
+        )
+        out, lse = reference.attention(*arguments)
+        rounded, _ = reference.attention(*arguments, rounded=self.dtype)
+        shape = (q_len, self.heads)
+        return out.view(*shape, -1), rounded.view(*shape, -1), lse.view(shape)
+
+
+def listing(kind: str, q_len: int, kv_len: int, top_k: int, seed: int = 0) -> torch.Tensor:
+    """[q_len, top_k] tokens of a request, negative for none."""
+    generator = torch.Generator().manual_seed(seed)
+    nothing = torch.full((q_len, top_k), -1)
+    if kind == "none" or kv_len == 0:
+        return nothing
+    if kind == "any":  # some of them twice, and gaps
+        tokens = torch.randint(kv_len, (q_len, top_k), generator=generator)
+        return torch.where(torch.rand(q_len, top_k, generator=generator) < 0.2, -1, tokens)
+    if kind == "one":  # last of all, where a list is that long
+        nothing[:, min(kv_len, top_k) - 1] = kv_len - 1
+        return nothing
+    if kind == "twice":
+        return (torch.randint(kv_len, (q_len, 1), generator=generator) // 2).expand(-1, top_k).contiguous()
+    # As a model chooses: each token once, and -1 behind the last.
+    chosen = torch.rand(q_len, kv_len, generator=generator).argsort(1)[:, :top_k]
+    nothing[:, : chosen.shape[1]] = chosen
+    return nothing

@@ -1,0 +1,87 @@
+"""A batch through the latent attention kernel that serves it, against float64: on the GPU and on the emulator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from decode_cases import PLAIN, Setting, check_problem
+from mla_batches import MlaBatch, listing
+
+from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.problem import LogSumExp, LseLayout
+
+ARCH = "sm_90a"
+DIMS = ((576, 512), (320, 256))  # columns of keys, and of values
+SPARSE_DIMS = (*DIMS, (512, 512))
+OUTPUT_SCALE = -2.0  # a power of two: the output of a single key stays exact
+LISTINGS = ("distinct", "any", "one", "twice", "none")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests and options. With a ``top_k`` attention is sparse, and ``listing`` says what rows list."""
+
+    q_lens: Sequence[int]
+    kv_lens: Sequence[int]
+    heads: int = 16
+    dims: tuple[int, int] = DIMS[0]
+    top_k: int = 0
+    listing: str = "any"
+    ragged: bool = False
+    sinks: bool = True
+    tensor_scales: bool = False
+    magnitude: float = 1.0
+
+
+def chunk_tokens(dims: tuple[int, int]) -> int:
+    """Keys of a unit of work."""
+    return next(c.chunk_tokens for c in shipped_mla_configs(ARCH) if (c.head_dim_qk, c.head_dim_v) == dims)
+
+
+def lengths(chunk: int, page: int) -> list[int]:
+    """Around the sizes that kernels work in, and long enough for many pieces."""
+    tiles = [63, 64, 65, 127, 128, 129]
+    return [0, 1, page, page + 1, *tiles, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, 17 * chunk, 40 * chunk + 9]
+
+
+def batch_of(case: Case, device: str) -> MlaBatch:
+    requests = enumerate(zip(case.q_lens, case.kv_lens, strict=True))
+    lists = [listing(case.listing, *sizes, case.top_k, seed) for seed, sizes in requests] if case.top_k else None
+    return MlaBatch(
+        case.q_lens,
+        case.kv_lens,
+        heads=case.heads,
+        head_dim=case.dims[0],
+        v_head_dim=case.dims[1],
+        device=device,
+        magnitude=case.magnitude,
+        lists=lists,
+    )
+
+
+def check_case(
+    case: Case,
+    page_size: int,
+    device: str = "cuda",
+    settings: Sequence[Setting] = PLAIN,
+    config: MlaConfig | None = None,
+) -> None:
+    """Output and log-sum-exp of every request match; every launch gives the same bits and leaves its counters zero.
+
+    With a ``config`` it is the one that serves the case.
+    """
+    data = batch_of(case, device)
+    sinks = torch.linspace(-1.0, 2.0, data.heads, device=device) if case.sinks else None
+    lse = torch.full((data.tokens, data.heads), torch.nan, device=device)
+    scales: dict[str, Any] = {}
+    if case.tensor_scales:
+        values = dict(softmax_scale=data.scale, output_scale=OUTPUT_SCALE)
+        scales = {name: torch.tensor([value], device=device) for name, value in values.items()}
+    options = dict(sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False))
+    problem = data.decode(page_size, ragged=case.ragged, **options, **scales)
+    assert config in (None, resolve_mla(problem, ARCH))
+    expected = data.expected_mla(sinks=sinks)
+    check_problem(problem, data, expected, settings, factor=OUTPUT_SCALE if case.tensor_scales else 1.0)

@@ -1,0 +1,56 @@
+"""One small case of every shipped latent attention kernel, alone and under compute-sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+from mla_cases import Case, check_case
+
+from hopwell.kernels.config import KvFetch
+from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
+
+pytestmark = pytest.mark.gpu
+
+SHIPPED = list(shipped_mla_configs())
+
+
+def small_case(config: MlaConfig) -> None:
+    """From no keys to three chunks, which are merged, with more rows than a tile has; sparse with lists of as many."""
+    chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
+    page_size = 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows
+    for top_k in (64, 2 * chunk + 68) if getattr(config, "sparse", False) else (0,):
+        sizes = [3, 0, 7, 1, 5], [1, 9, chunk + 5, 0, 2 * chunk + 70]
+        check_case(Case(*sizes, heads=24, dims=dims, top_k=top_k, ragged=True), page_size, config=config)
+
+
+@pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
+def test_small_case(config: MlaConfig) -> None:
+    small_case(config)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+def test_sanitizer(tool: str, sparse: bool) -> None:
+    """compute-sanitizer finds nothing in the kernels."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("compute-sanitizer is not on the PATH")
+    options = ["--tool", tool, "--error-exitcode", "86"]
+    if tool == "memcheck":  # it counts driver functions that cuda-python looks for in vain
+        options += ["--report-api-errors", "no"]
+    command = [sanitizer, *options, sys.executable, __file__, "sparse" if sparse else "dense"]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards displayed" in done.stdout
+
+
+if __name__ == "__main__":
+    for each in SHIPPED:
+        if getattr(each, "sparse", False) == (sys.argv[1] == "sparse") and each.box_rows in (0, 16, 64):
+            small_case(each)
+            print(each.name, flush=True)

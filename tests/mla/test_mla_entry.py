@@ -1,0 +1,197 @@
+"""``trtllm_batch_decode_with_kv_cache_mla`` in every input form, on the GPU and on the emulator, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from entry_calls import repeated
+from mla_batches import MlaBatch, listing
+
+import hopwell
+from hopwell.kernels.problem import AttentionProblem
+
+KV_LENS = [70, 0, 3, 330]
+TOP_K = 68
+CAPACITY = 2**15  # no table of these tests has room for more tokens
+KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
+
+
+def batch(device: str, q_len: int = 1, top_k: int = 0, kind: str = "any", **options: Any) -> MlaBatch:
+    lists = [listing(kind, q_len, n, top_k, seed) for seed, n in enumerate(KV_LENS)] if top_k else None
+    return MlaBatch([q_len] * len(KV_LENS), KV_LENS, device=device, lists=lists, **({"heads": 8} | options))
+
+
+def arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[str, Any]:
+    q_len = data.q_lens[0]
+    tokens = None if data.lists is None else problem.token_table
+    return (
+        dict(
+            query=data.q.view(data.size, q_len, data.heads, data.head_dim),
+            kv_cache=problem.key,
+            workspace_buffer=data.workspace(CAPACITY),
+            qk_nope_head_dim=128,
+            kv_lora_rank=data.v_head_dim,
+            qk_rope_head_dim=data.head_dim - data.v_head_dim,
+            block_tables=problem.page_table.key if tokens is None else tokens.view(data.size, q_len, -1),
+            seq_lens=problem.kv_lens,
+            max_seq_len=max(KV_LENS),
+            sparse_mla_top_k=0 if tokens is None else tokens.shape[-1],
+            bmm1_scale=data.scale,
+        )
+        | more
+    )
+
+
+def mla(data: MlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
+    return repeated(hopwell.trtllm_batch_decode_with_kv_cache_mla, data, arguments(data, problem, **more))
+
+
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_caches_and_names(page_size: int, top_k: int, device: str) -> None:
+    """However the cache is given and the implementation called, the result is the same to the bit."""
+    data = batch(device, top_k=top_k)
+    problem = data.decode(page_size)
+    out = mla(data, problem)
+    assert out.shape == (data.size, 1, data.heads, data.v_head_dim)
+    data.expected_mla().check(out.flatten(0, 1))
+    forms: list[dict[str, Any]] = [dict(kv_cache=problem.key[:, 0]), dict(max_seq_len=10**6)]
+    forms += [dict(backend=name) for name in ("auto", "xqa", "trtllm-gen", "cute-dsl")]
+    forms += [dict(enable_pdl=pdl) for pdl in (True, False)]
+    forms += [dict(qk_nope_head_dim=192), dict(seq_lens=problem.kv_lens.view(torch.uint32))]
+    assert all(torch.equal(out, mla(data, problem, **form)) for form in forms)
+
+
+@pytest.mark.parametrize("width", [1, 33])
+def test_width_of_tables(width: int, device: str) -> None:
+    """What is behind the last page is not read, and a table may have any width that holds the pages."""
+    data = batch(device)
+    problem = data.decode(512)
+    table = problem.page_table.key.new_full((data.size, width), -1)
+    table[:, 0] = problem.page_table.key[:, 0]
+    assert torch.equal(mla(data, problem), mla(data, problem, block_tables=table))
+
+
+@pytest.mark.parametrize(("dims", "top_k"), [((320, 256), 0), ((320, 256), TOP_K), ((512, 512), TOP_K)])
+def test_dims(dims: tuple[int, int], top_k: int, device: str) -> None:
+    data = batch(device, 2, top_k, head_dim=dims[0], v_head_dim=dims[1])
+    data.expected_mla().check(mla(data, data.decode(64)).flatten(0, 1))
+
+
+@KINDS
+@pytest.mark.parametrize(("q_len", "heads"), [(4, 3), (2, 65)])
+def test_new_tokens(q_len: int, heads: int, top_k: int, device: str) -> None:
+    """Row t of q_len sees what is in front of it, of requests with fewer keys than new tokens nothing."""
+    data = batch(device, q_len, top_k, heads=heads)
+    data.expected_mla().check(mla(data, data.decode(64)).flatten(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["distinct", "one", "twice", "none"])
+def test_lists(kind: str, device: str) -> None:
+    data = batch(device, 2, 12, kind)
+    data.expected_mla().check(mla(data, data.decode(16)).flatten(0, 1))
+
+
+@KINDS
+def test_given_output(top_k: int, device: str) -> None:
+    """It is what is returned, and rows between the output's stay."""
+    data = batch(device, 2, top_k)
+    problem = data.decode(64)
+    out = mla(data, problem)
+    room = torch.full((data.size, 2, data.heads + 1, 520), 7.0, dtype=data.dtype, device=device)
+    for given in (torch.empty_like(out), room[:, :, 1:, :512]):
+        assert mla(data, problem, out=given) is given
+        assert torch.equal(given, out)
+    assert (room[:, :, 0] == 7).all()
+    assert (room[..., 512:] == 7).all()
+
+
+@KINDS
+def test_inputs_of_other_strides(top_k: int, device: str) -> None:
+    data = batch(device, 2, top_k)
+    problem = data.decode(16)
+    out = mla(data, problem)
+    query = arguments(data, problem)["query"]
+    packed = torch.full((*query.shape[:2], 3, *query.shape[2:]), torch.nan, dtype=data.dtype, device=device)[:, :, 1]
+    heads_first = torch.empty(query.shape[2], *query.shape[:2], 576, dtype=data.dtype, device=device).movedim(0, 2)
+    for other in (packed, heads_first):
+        other.copy_(query)
+        assert torch.equal(out, mla(data, problem, query=other))
+    pages, _, page_size, width = problem.key.shape
+    wide = torch.full((pages, 2, page_size, width + 8), torch.nan, dtype=data.dtype, device=device)[:, 1:, :, :width]
+    wide.copy_(problem.key)
+    assert torch.equal(out, mla(data, problem, kv_cache=wide))
+
+
+@KINDS
+def test_scales_and_sinks(top_k: int, device: str) -> None:
+    """Scales as floats and as tensors, sinks as a tensor and as a list of one."""
+    data = batch(device, 2, top_k)
+    problem = data.decode(64)
+    sinks = torch.randn(data.heads, generator=torch.Generator().manual_seed(1)).to(device)
+    scales = dict(bmm1_scale=data.scale, bmm2_scale=-0.75)
+    out = mla(data, problem, sinks=sinks, **scales)
+    data.expected_mla(sinks=sinks).check(out.flatten(0, 1), factor=-0.75)
+    tensors = {name: torch.tensor([value], device=device) for name, value in scales.items()}
+    assert torch.equal(out, mla(data, problem, sinks=[sinks], **tensors))
+
+
+@KINDS
+def test_content_of_workspace_does_not_matter(top_k: int, device: str) -> None:
+    data = batch(device, 2, top_k)
+    problem = data.decode(64)
+    workspace = data.workspace(CAPACITY)
+    outs = [mla(data, problem, workspace_buffer=workspace.fill_(value).view(torch.int8)) for value in (0, 0x7F, 0xFF)]
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+
+
+@KINDS
+def test_repeated_with_other_tensors(top_k: int, device: str) -> None:
+    """Calls after the first take a short way; they must see every new address, length and value."""
+    calls = []
+    for seed in range(3):
+        data = batch(device, 1, top_k, seed=seed)
+        calls.append((data, data.decode(64)))
+    for data, problem in calls * 2:
+        data.expected_mla().check(mla(data, problem).flatten(0, 1))
+
+
+def refused(data: MlaBatch, text: str, error: type[Exception] = ValueError, **changes: Any) -> None:
+    with pytest.raises(error, match=text):
+        mla(data, data.decode(64), **changes)
+
+
+def test_refusals_name_the_argument() -> None:
+    data = batch("cpu", 2)
+    out = torch.empty(data.size, 2, data.heads, 512, dtype=data.dtype)
+    refused(data, "kv_lora_rank and qk_rope_head_dim", kv_lora_rank=576, qk_rope_head_dim=0)
+    refused(data, "kv_lora_rank and qk_rope_head_dim", kv_lora_rank=512, qk_rope_head_dim=0)
+    refused(data, "^query must have kv_lora_rank", kv_lora_rank=256)
+    refused(data, "^kv_cache must have the dtype", kv_cache=data.decode(64).key.to(torch.float16))
+    refused(data, "^block_tables must", block_tables=torch.zeros(data.size + 1, 9, dtype=torch.int32))
+    refused(data, "^seq_lens must", seq_lens=torch.zeros(data.size + 1, dtype=torch.int32))
+    refused(data, "^out must have shape", out=out[:, :1])
+    refused(data, "^out must be torch.bfloat16", out=out.to(torch.float16))
+    refused(data, "^bmm1_scale", TypeError, bmm1_scale=torch.ones(1, dtype=torch.float64))
+    refused(data, "^sinks must have shape", sinks=torch.zeros(data.heads + 1))
+    refused(data, "^backend must be one of", backend="fa2")
+
+
+def test_refusals_of_lists_name_the_argument() -> None:
+    data = batch("cpu", 2, TOP_K)
+    refused(data, "^block_tables must have shape", sparse_mla_top_k=TOP_K + 4)
+    refused(data, "^block_tables must have shape", block_tables=torch.zeros(data.size, TOP_K, dtype=torch.int32))
+    refused(data, "^sparse_mla_top_k must be a multiple of 4", sparse_mla_top_k=TOP_K + 2)
+
+
+@KINDS
+def test_workspace_must_be_large_enough(top_k: int) -> None:
+    data = batch("cpu", 2, top_k)
+    workspace = data.workspace(CAPACITY)
+    refused(data, "^workspace_buffer must have at least .*mla_workspace_bytes", workspace_buffer=workspace[:100])
+    refused(data, "^workspace_buffer must be contiguous", workspace_buffer=workspace[::2])
+    room = workspace.view(data.dtype)[: data.tokens * data.heads * 512]
+    refused(data, "must not share memory", workspace_buffer=workspace, out=room.view(data.size, 2, data.heads, 512))

@@ -1,0 +1,271 @@
+"""What must not change a bit: the rest of the batch, where pages are, bounds, strides, runs, graphs; and far places."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from batches import same, starts
+from mla_batches import MlaBatch, listing
+
+import hopwell
+from hopwell.kernels import Plan, execute
+from hopwell.kernels.problem import PageTable
+from hopwell.mla import mla_workspace_bytes
+
+pytestmark = pytest.mark.gpu
+
+KV_LENS = [700, 0, 5, 40_000, 512, 513, 1, 9000, 140_000]
+TOP_K = 1024
+KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
+
+
+def batch(top_k: int = 0, q_len: int = 2, kv_lens: list[int] = KV_LENS, **options: Any) -> MlaBatch:
+    lists = [listing("any", q_len, n, top_k, seed) for seed, n in enumerate(kv_lens)] if top_k else None
+    return MlaBatch([q_len] * len(kv_lens), kv_lens, lists=lists, **options)
+
+
+@KINDS
+@pytest.mark.parametrize("heads", [8, 128])
+@pytest.mark.parametrize("dims", [(576, 512), (320, 256)])
+def test_batch_is_its_requests_one_by_one(dims: tuple[int, int], heads: int, top_k: int) -> None:
+    data = batch(top_k, heads=heads, head_dim=dims[0], v_head_dim=dims[1])
+    out = execute(data.decode(64))
+    begins = starts(data.q_lens)
+    for index in range(data.size):
+        alone = execute(data.request(index).decode(64))
+        assert torch.equal(out[begins[index] : begins[index + 1]], alone)
+
+
+@KINDS
+def test_more_of_the_same_requests(top_k: int) -> None:
+    """Whoever shares them out, and whichever scratch their pieces get."""
+    data = batch(top_k, 1, [9000])
+    alone = execute(data.decode(64))
+    for count in (2, 33, 200):
+        many = replace(data, q_lens=[1] * count, kv_lens=[9000] * count)
+        many.q, many.k, many.v = data.q.expand(count, -1, -1).contiguous(), data.k * count, data.v * count
+        many.lists = None if data.lists is None else data.lists * count
+        assert torch.equal(execute(many.decode(64)), alone.expand(count, -1, -1))
+
+
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
+def test_order_of_pages_does_not_matter(page_size: int, top_k: int) -> None:
+    data = batch(top_k)
+    other = data.decode(page_size, order=7)
+    places = dict(token_table=other.token_table) if top_k else dict(page_table=other.page_table)
+    same(data.decode(page_size), key=other.key, value=other.value, **places)
+
+
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 4, 8, 16, 1024])
+def test_size_of_pages_does_not_matter(page_size: int, top_k: int) -> None:
+    data = batch(top_k)
+    assert torch.equal(execute(data.decode(64)), execute(data.decode(page_size)))
+
+
+@KINDS
+def test_runs_do_not_differ(top_k: int) -> None:
+    problem = batch(top_k).decode(64)
+    first = execute(problem).clone()
+    for _ in range(100):
+        assert torch.equal(execute(problem), first)
+
+
+@KINDS
+def test_content_of_scratch_does_not_matter(top_k: int) -> None:
+    problem = batch(top_k).decode(64)
+    for content in (0.0, math.inf, -1e30):
+        same(problem, scratch=torch.full_like(problem.scratch, content))
+    execute(replace(batch(top_k, seed=1).decode(64), scratch=problem.scratch))
+    same(problem, scratch=problem.scratch.clone())
+
+
+def test_capacity_does_not_matter() -> None:
+    data = batch()
+    problem = data.decode(64)
+    capacity = 2**24
+    wider = torch.nn.functional.pad(problem.page_table.key, (0, 5), value=-1)
+    table = PageTable(wider, wider)
+    same(problem, max_kv_len=capacity, page_table=table, scratch=data.scratch(problem.key, capacity))
+
+
+@KINDS
+def test_entries_that_do_not_count_are_not_followed(top_k: int) -> None:
+    """Page ids behind the last page and entries behind the visible keys may be anything."""
+    data = batch(top_k)
+    problem = data.decode(64)
+    if top_k:
+        counted = torch.cat([data.counted(i) for i in range(data.size)])
+        same(problem, token_table=torch.where(counted, problem.token_table, 2**31 - 1))
+    else:
+        table = problem.page_table.key
+        table = torch.where(table < 0, 2**31 - 1, table)
+        same(problem, page_table=PageTable(table, table))
+
+
+@KINDS
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_strides(page_size: int, top_k: int) -> None:
+    """Queries, cache and output between rows of others."""
+    data = batch(top_k, heads=6)
+    problem = data.decode(page_size)
+    want = execute(problem)
+
+    def apart(values: torch.Tensor, *shape: int) -> torch.Tensor:
+        """The values in every other place of a larger tensor that is NaN elsewhere."""
+        room = torch.full(shape, math.nan, dtype=values.dtype, device=values.device)
+        view = room[:, 1:, ..., 8 : 8 + values.shape[-1]][:, : values.shape[1]]
+        view.copy_(values)
+        return view
+
+    tokens, heads, _ = data.q.shape
+    query = apart(data.q, tokens, heads + 3, 640)
+    heads_first = torch.empty(heads, tokens, 576, dtype=data.dtype, device=data.device).transpose(0, 1)
+    heads_first.copy_(data.q)
+    key = apart(problem.key, problem.key.shape[0], 3, page_size, 600)
+    for view in (query, heads_first):
+        same(problem, query=view)
+    same(problem, key=key, value=key[..., :512])
+    room = torch.full((tokens, heads + 2, 528), 7.0, dtype=data.dtype, device=data.device)
+    out = room[:, 1:-1, :512]
+    execute(replace(problem, query=query, key=key, value=key[..., :512], out=out))
+    assert torch.equal(out, want)
+    out.fill_(7.0)
+    assert (room == 7).all(), "something was written beside the output"
+
+
+@pytest.fixture
+def frees_memory() -> Iterator[None]:
+    yield
+    torch.cuda.empty_cache()
+
+
+@KINDS
+@pytest.mark.usefixtures("frees_memory")
+@pytest.mark.parametrize("page_size", [4, 16, 64])
+def test_pools_beyond_32_bit_offsets(page_size: int, top_k: int) -> None:
+    """Pages past 2^31 elements, with every way to fetch them."""
+    problem = batch(top_k).decode(page_size)
+    pages, *rest = problem.key.shape
+    shift = 2**31 // problem.key[0].numel() + 1
+    pool = torch.empty(shift + pages, *rest, dtype=problem.key.dtype, device=problem.key.device)
+    pool[shift:] = problem.key
+
+    def far(places: torch.Tensor, step: int) -> torch.Tensor:
+        return torch.where(places < 0, places, places + shift * step)
+
+    if top_k:
+        places: dict[str, Any] = dict(token_table=far(problem.token_table, page_size))
+    else:
+        table = far(problem.page_table.key, 1)
+        places = dict(page_table=PageTable(table, table))
+    same(problem, key=pool, value=pool[..., :512], **places)
+
+
+class Buffers:
+    """What a graph reads: large enough for any of the lengths that are put there."""
+
+    BATCH, WIDTH, PAGES, HEADS = 4, 600, 1300, 16
+    LENGTHS = ([1, 17, 300, 600], [9000, 3, 5000, 0], [512, 513, 9500, 511])
+
+    def __init__(self, q_len: int, top_k: int):
+        ints: dict[str, Any] = dict(dtype=torch.int32, device="cuda")
+        values: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
+        size = mla_workspace_bytes(self.HEADS, 16 * self.WIDTH, q_len)
+        table = (self.BATCH, q_len, top_k) if top_k else (self.BATCH, self.WIDTH)
+        self.arguments = dict(
+            query=torch.zeros(self.BATCH, q_len, self.HEADS, 576, **values),
+            kv_cache=torch.zeros(self.PAGES, 16, 576, **values),
+            workspace_buffer=torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda"),
+            qk_nope_head_dim=128,
+            kv_lora_rank=512,
+            qk_rope_head_dim=64,
+            block_tables=torch.zeros(table, **ints),
+            seq_lens=torch.zeros(self.BATCH, **ints),
+            max_seq_len=16 * self.WIDTH,
+            sparse_mla_top_k=top_k,
+            out=torch.zeros(self.BATCH, q_len, self.HEADS, 512, **values),
+            bmm1_scale=192**-0.5,
+        )
+
+    def fill(self, data: MlaBatch) -> None:
+        problem, a = data.decode(16), self.arguments
+        a["query"].copy_(data.q.view(a["query"].shape))
+        a["kv_cache"][: problem.key.shape[0]] = problem.key[:, 0]
+        a["block_tables"].fill_(-1)
+        if problem.page_table is None:
+            a["block_tables"].copy_(problem.token_table.view(a["block_tables"].shape))
+        else:
+            a["block_tables"][:, : problem.page_table.key.shape[1]] = problem.page_table.key
+        a["seq_lens"].copy_(problem.kv_lens)
+
+    def call(self) -> torch.Tensor:
+        return hopwell.trtllm_batch_decode_with_kv_cache_mla(**self.arguments)
+
+
+@KINDS
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_graph_replays_with_other_lengths_and_tables(q_len: int, top_k: int) -> None:
+    """Lengths that grow and shrink under a graph give the bits of a call of their own."""
+    buffers = Buffers(q_len, top_k)
+    buffers.call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        buffers.call()
+    for seed, kv_lens in enumerate(Buffers.LENGTHS):
+        data = batch(top_k, q_len, kv_lens, seed=seed)
+        buffers.fill(data)
+        for _ in range(3):
+            buffers.arguments["out"].fill_(7)
+            graph.replay()
+        replayed = buffers.arguments["out"].clone()
+        data.expected_mla().check(replayed.flatten(0, 1))
+        assert torch.equal(buffers.call(), replayed)
+
+
+@KINDS
+def test_graph_of_many_launches_on_two_branches(top_k: int) -> None:
+    """Launches in a graph may run at the same time: each needs counters and scratch of its own."""
+    data = batch(top_k)
+    plain = execute(data.decode(64)).clone()
+    problems = [data.decode(64) for _ in range(6)]
+    plan = Plan(problems[0])
+    plan.execute(problems[0])
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        for index, one in enumerate(problems):
+            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
+                plan.execute(one)
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(5):
+        for one in problems:
+            one.out.fill_(math.nan)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(plain, one.out) for one in problems)
+
+
+@KINDS
+def test_programmatic_launch_does_not_change_results(top_k: int) -> None:
+    """A chain of launches, each with what the one before wrote in its queries, all with one scratch."""
+    data = batch(top_k)
+    results = []
+    for programmatic in (False, True):
+        first = data.decode(64, programmatic_launch=programmatic)
+        queries = [data.q.clone() for _ in range(21)]
+        plan = Plan(replace(first, out=queries[1][..., :512]))
+        for query, following in itertools.pairwise(queries):
+            plan.execute(replace(first, query=query, out=following[..., :512]))
+        results.append(queries[-1])
+    assert torch.equal(*results)
+    assert not results[0].isnan().any()

@@ -1,0 +1,198 @@
+"""Latent attention against float64: every page size, number of heads and of new tokens, listed tokens, exact masks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from batches import Expected
+from mla_batches import MlaBatch, listing
+from mla_cases import DIMS, LISTINGS, SPARSE_DIMS, Case, check_case, chunk_tokens, lengths
+
+from hopwell.kernels import execute
+
+pytestmark = pytest.mark.gpu
+
+PAGE_SIZES = [1 << i for i in range(11)]
+HEADS = [1, 2, 6, 8, 12, 16, 24, 48, 63, 64, 65, 127, 128, 192, 256]
+TOP_KS = [4, 60, 64, 68, 128, 132, 512, 1024, 2048]
+
+
+def name(dims: tuple[int, int]) -> str:
+    return "{}_{}".format(*dims)
+
+
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+@pytest.mark.parametrize("q_len", [1, 4])
+@pytest.mark.parametrize("dims", DIMS, ids=name)
+def test_page_sizes(dims: tuple[int, int], q_len: int, page_size: int) -> None:
+    kv_lens = lengths(chunk_tokens(dims), page_size)
+    check_case(Case([q_len] * len(kv_lens), kv_lens, dims=dims), page_size)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("dims", DIMS, ids=name)
+def test_heads(dims: tuple[int, int], q_len: int, heads: int) -> None:
+    kv_lens = lengths(chunk_tokens(dims), 64)
+    check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims), 64)
+
+
+@pytest.mark.parametrize("heads", [1, 6, 16, 64, 128])
+@pytest.mark.parametrize("q_len", [1, 2, 3, 4, 5, 8, 15, 16, 17, 32])
+@pytest.mark.parametrize("dims", DIMS, ids=name)
+def test_new_tokens(dims: tuple[int, int], q_len: int, heads: int) -> None:
+    """Of requests with fewer keys than tokens, and with new tokens on both sides of an edge."""
+    chunk = chunk_tokens(dims)
+    edges = [edge + q_len // 2 for edge in (64, 128, chunk, 2 * chunk)]
+    kv_lens = [0, q_len // 2, q_len - 1, q_len, q_len + 1, *edges, 5 * chunk + 3]
+    check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims), 64)
+
+
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("top_k", [0, 128])
+def test_uneven_numbers_of_new_tokens(top_k: int, page_size: int, heads: int) -> None:
+    """None of some requests, and more than there are keys of others."""
+    chunk = chunk_tokens(DIMS[0])
+    q_lens = [3, 0, 1, 33, 5, 2, 0, 17]
+    kv_lens = [1, 70, 0, chunk + 20, 5, 40 * chunk, 0, 3 * chunk + 7]
+    check_case(Case(q_lens, kv_lens, heads, top_k=top_k, ragged=True), page_size)
+
+
+@pytest.mark.parametrize("top_k", [0, 64])
+@pytest.mark.parametrize("magnitude", [0.0, 1e-3, 8.0])
+@pytest.mark.parametrize("dims", DIMS, ids=name)
+def test_magnitudes(dims: tuple[int, int], magnitude: float, top_k: int) -> None:
+    """From uniform attention to rows that see few keys."""
+    kv_lens = lengths(chunk_tokens(dims), 64)[-4:]
+    check_case(Case([2] * 4, kv_lens, dims=dims, top_k=top_k, magnitude=magnitude, sinks=False), 64)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=name)
+def test_rising_logits(dims: tuple[int, int]) -> None:
+    """The largest logit moves in every step, so that every rescaling happens."""
+    data = MlaBatch([1, 3], [5000, 5000], head_dim=dims[0], v_head_dim=dims[1])
+    data.q.zero_()
+    data.q[..., -1] = 1.0
+    for request, k in enumerate(data.k):
+        k[:, 0, -1] = torch.linspace(-4000, 4000, k.shape[0], device=k.device) * (1 - 2 * request)
+    data.expected_mla().check(execute(data.decode(64, ragged=True)))
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("top_k", [0, 132])
+@pytest.mark.parametrize("dims", DIMS, ids=name)
+def test_scales_on_the_device(dims: tuple[int, int], top_k: int, sinks: bool) -> None:
+    kv_lens = lengths(chunk_tokens(dims), 64)
+    check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, tensor_scales=True, sinks=sinks), 64)
+
+
+@pytest.mark.parametrize("sink", [-1e4, 1e4])
+def test_sinks_far_from_the_logits(sink: float) -> None:
+    """One of no weight changes nothing, one of all weight leaves nothing."""
+    data = MlaBatch([1, 2, 2], [3000, 0, 100])
+    sinks = torch.full((data.heads,), sink, device=data.device)
+    out = execute(data.decode(64, ragged=True, sinks=sinks))
+    if sink < 0:
+        data.expected_mla().check(out)
+    else:
+        assert (out == 0).all()
+
+
+@pytest.mark.parametrize("top_k", TOP_KS)
+@pytest.mark.parametrize("page_size", [1, 32, 64])
+@pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
+def test_listed_tokens(dims: tuple[int, int], page_size: int, top_k: int) -> None:
+    """With more keys than a list has room for, as many, and fewer."""
+    kv_lens = [0, 1, top_k // 2, top_k - 1, top_k, top_k + 1, 3 * top_k + 5, 9000]
+    for kind in LISTINGS:
+        check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, kind), page_size)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("q_len", [1, 2, 5])
+@pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
+def test_heads_with_listed_tokens(dims: tuple[int, int], q_len: int, heads: int) -> None:
+    for top_k in (64, 2048):
+        kv_lens = [0, q_len // 2, 40, top_k + q_len // 2, 3 * top_k]
+        check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims, top_k), 64)
+
+
+@pytest.mark.parametrize("place", ["begin", "middle", "end", "tile", "every other"])
+def test_gaps_in_lists(place: str) -> None:
+    """Negative entries wherever they are, a whole tile of them too."""
+    top_k = 512
+    gaps = {
+        "begin": slice(0, 3),
+        "middle": slice(70, 75),
+        "end": slice(500, None),
+        "tile": slice(128, 320),
+        "every other": slice(0, None, 2),
+    }
+    lists = [listing("distinct", 2, kv_len, top_k, seed) for seed, kv_len in enumerate((4000, 600))]
+    for index, listed in enumerate(lists):
+        listed[:, gaps[place]] = (-1, -(2**31))[index]
+    data = MlaBatch([2, 2], [4000, 600], heads=64, lists=lists)
+    data.expected_mla().check(execute(data.decode(64)))
+
+
+@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize("q_len", [1, 2])
+@pytest.mark.parametrize("top_k", [128, 2048])
+@pytest.mark.parametrize("size", [1, 16, 128])
+def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, heads: int) -> None:
+    """The sizes, values and tolerances that other implementations of the same function are tested with."""
+    kv_lens = [4096] * size
+    lists = [listing("distinct", q_len, 4096, top_k, seed) for seed in range(size)]
+    data = MlaBatch([q_len] * size, kv_lens, heads, lists=lists)
+    for values in (data.q, *data.k):
+        values.clamp_(-1, 1)
+    out = execute(data.decode(32)).double()
+    torch.testing.assert_close(out, data.expected_mla().out, rtol=2e-2, atol=8e-4)
+
+
+def one_hot(data: MlaBatch) -> None:
+    """Equal weights for every visible key, and then the output counts them: one too many or too few changes an element
+    by far more than rounding, which random values would hide."""
+    rank = data.v_head_dim
+    data.q[..., :rank] = 0.0
+    for k in data.k:
+        k.zero_()
+        k[..., rank:] = 0.5
+        token = torch.arange(k.shape[0], device=k.device)
+        k[token, :, token % rank] = 1.0
+
+
+def counts_match(out: torch.Tensor, expected: Expected) -> None:
+    assert not out.isnan().any()
+    assert ((out.double() - expected.out).abs() <= 2**-7 * expected.out).all()
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64, 256])
+@pytest.mark.parametrize("q_len", [1, 2, 5, 16, 32])
+@pytest.mark.parametrize("dims", DIMS, ids=name)
+def test_masks_are_exact(dims: tuple[int, int], q_len: int, page_size: int) -> None:
+    kv_lens = [*lengths(chunk_tokens(dims), page_size)[:-2], q_len - 1, q_len, 64 + q_len // 2]
+    for heads in (1, 16, 128):
+        data = MlaBatch([q_len] * len(kv_lens), kv_lens, heads, head_dim=dims[0], v_head_dim=dims[1])
+        one_hot(data)
+        counts_match(execute(data.decode(page_size)), data.expected_mla())
+
+
+@pytest.mark.parametrize("kind", LISTINGS)
+@pytest.mark.parametrize("q_len", [1, 2, 5, 32])
+@pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
+def test_lists_are_exact(dims: tuple[int, int], q_len: int, kind: str) -> None:
+    """Duplicates count twice, and what does not count leaves no trace."""
+    for top_k in (64, 132, 1024):
+        kv_lens = [0, 1, q_len - 1, q_len, 63, 64 + q_len // 2, top_k + q_len // 2, 5000]
+        lists = [listing(kind, q_len, kv_len, top_k, seed) for seed, kv_len in enumerate(kv_lens)]
+        options = dict(head_dim=dims[0], v_head_dim=dims[1], lists=lists)
+        data = MlaBatch([q_len] * len(kv_lens), kv_lens, **options)
+        one_hot(data)
+        counts_match(execute(data.decode(64)), data.expected_mla())
+
+
+def test_scale_of_zero_is_uniform_attention() -> None:
+    data = MlaBatch([2, 2], [700, 60])
+    data.expected(scale=0.0).check(execute(data.decode(64, softmax_scale=0.0)))
