@@ -3,8 +3,8 @@
 A piece of MLA is 130 KB. When the last CTA of a request merged all of its pieces, as ``partial.py`` has it, it spent
 85000 cycles on four of them while all others waited (H200, 2026-11-21). So the rows of a request have as many shares
 as it has pieces, share p being that of piece p, and shares are handed out by a ticket of their own. A CTA holds one
-of them at a time. Between units of work it looks whether its share's pieces are all there; after its last unit it waits for
-them. The pieces are added up in the order of the keys, whoever does it.
+of them at a time. Between units of work it looks whether its share's pieces are all there; after its last unit it
+waits for them. The pieces are added up in the order of the keys, whoever does it.
 
 Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged. A CTA waits for a
 slot before it computes a piece, and merges meanwhile: so whoever waits never holds back what it waits for.
