@@ -144,6 +144,7 @@ class SharedMerge(Merge):
         items = warps * (WARP_ROWS * slots.columns // QUAD)
         begin, end = items * chunk // chunks, items * (chunk + 1) // chunks
         self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype)
+        self.meet()  # all threads have read
         if self._is_last(GROUPS_THERE, first, chunks):
             self._release(first, of_chunk, chunks)
 
