@@ -150,7 +150,7 @@ class Run:
                 axes.hlines(ceiling, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=label)
         names = [title.replace(": ", "\n").replace(", ", "\n") for title in workloads]
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
-        axes.legend(fontsize=7, ncols=2, loc="lower right")
+        figure.legend(fontsize=7, loc="outside right upper")
         self._finish(figure, path)
 
     def _plot_series(self, path: Path) -> None:

@@ -17,6 +17,11 @@ from hopwell.kernels.problem import AttentionProblem, Mask
 from hopwell.mla import mla_workspace_bytes
 
 
+def has_lists() -> bool:
+    """Whether there is a kernel for lists of tokens."""
+    return "sm_90a" in support.ENTRIES[support.MLA].feature("sparse").archs
+
+
 @dataclass
 class MlaBatch(DecodeBatch):
     """The first ``v_head_dim`` columns of a key are its value.
@@ -53,7 +58,7 @@ class MlaBatch(DecodeBatch):
         problem = super().decode(page_size, mask, ragged=ragged, **changes)
         if self.lists is None:
             return problem
-        if "sm_90a" not in support.ENTRIES[support.MLA].feature("sparse").archs:
+        if not has_lists():
             pytest.skip("has no kernel")
         tokens = self.token_table(problem.key, problem.page_table.key)
         top_k = tokens.shape[1]
