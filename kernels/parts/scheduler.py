@@ -137,9 +137,10 @@ class Board(DeviceStruct):
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
     def read(self, step) -> WorkTile:
-        """The tile of ``step``. Called by every reading warp, converged."""
+        """The tile of ``step``. Called by every reading warp. Its lanes meet: merging may have parted them."""
         self.ring.wait_full(step)
         slot = self.slots[None, self.ring.stage(step)]
         tile = self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])
+        cute.arch.sync_warp()
         self.ring.release(step)
         return tile

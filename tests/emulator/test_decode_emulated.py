@@ -107,6 +107,14 @@ def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
     check_config(config_for(head_dim, MaskKind.SLIDING_WINDOW, 16), short, 16, "cpu", schedules(kv_heads, adverse=1))
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_warps_that_have_parted_meet_before_they_hand_work_back(seed: int) -> None:
+    """Some lanes of a warp that merges have a store more than the others. Few schedules keep them together."""
+    config = config_for(512, MaskKind.FULL, 64)
+    kv_lens = [config.chunk_tokens - 1, 2 * config.chunk_tokens, 4 * config.chunk_tokens + 77, 3]
+    check_config(config, Case([1] * 4, kv_lens, group=8), 64, "cpu", [setting("random", seed)])
+
+
 # Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
 @pytest.fixture
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:

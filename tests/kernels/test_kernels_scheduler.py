@@ -207,4 +207,4 @@ class TestBoard:
         flat += [getattr(tile.keys, field.name) for field in fields(tile.keys)]
         assert flat == [100 + i for i in range(WorkTile.INTS)]
         # The slot goes back when all lanes have read it.
-        assert calls == [("wait", 3), ("read", 1), ("release", 3)]
+        assert calls == [("wait", 3), ("read", 1), ("sync", 0), ("release", 3)]
