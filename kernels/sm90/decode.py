@@ -60,7 +60,6 @@ class DecodeSm90(AttentionSm90):
     """
 
     work_tile = SplitTile
-    attend_type: Any  # what the consumer warpgroups run
 
     @property
     def work_stages(self) -> int:
@@ -161,9 +160,13 @@ class DecodeSm90(AttentionSm90):
             scale = self._output_scale(addresses, output_scale, output_factor)
             merge = self._merge(addresses, geometry, tiles)
             parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
-            self.attend_type(*parts).run(addresses, geometry)
+            self.consumer(*parts).run(addresses, geometry)
             if const_expr(not self.config.has_merge_role):
                 merge.hand_back(Int32(geometry.grid))
+
+    def consumer(self, *parts: Any) -> "DecodeAttend":
+        """What the consumer warpgroups run."""
+        return DecodeAttend(*parts)
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
         """What the two loading warps fetch."""
@@ -304,9 +307,6 @@ class DecodeAttend(Attend):
     def columns(self) -> int:
         """Of the output, in this warpgroup."""
         return self.kernel.config.head_dim_v // self.kernel.config.v_parts
-
-
-DecodeSm90.attend_type = DecodeAttend
 
 
 def build(config: DecodeConfig) -> Any:

@@ -67,6 +67,9 @@ class MlaSm90(DecodeSm90):
     staging_bytes = STATE_BYTES + 16  # and the merge's message
     step_tiles = 2
 
+    def consumer(self, *parts: Any) -> "MlaAttend":
+        return MlaAttend(*parts)
+
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
         c, a, g = self.config, addresses, geometry
         strides, table = (g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, g.page_shift)
@@ -322,9 +325,6 @@ class MlaAttend(DecodeAttend):
         pointer = cute.recast_ptr(self.tiles.staging, dtype=Float32)
         place = (kind * threads + thread) * RowFragment.rows
         return cute.make_tensor(pointer + place, cute.make_layout(RowFragment.rows))
-
-
-MlaSm90.attend_type = MlaAttend
 
 
 def build(config: MlaConfig) -> Any:
