@@ -42,6 +42,7 @@ from .state import BLOCK, Cluster, Warp
 
 MBARRIER_AGENTS = 64  # per CTA, in the race detector's clocks
 STREAMS = 7  # per warp: lanes together, a lane alone, and asynchronous streams
+LATEST = 200_000  # instructions after which late work is done although warps get on: they may poll and write meanwhile
 PATIENCE = 100_000_000  # instructions without any effect after which polling warps count as hung
 TIMEOUTS = 8  # rounds of expired try_waits after which nothing can change any more
 
@@ -314,7 +315,7 @@ class Machine:
         resident, idle = self.options.resident, 0
         helpers = workers.allowed(self) if started is not None else 1
         split = (started or 0.0) + workers.SERIAL_SECONDS
-        last_progress = 0
+        last_progress = last_fired = 0
         while self.active or self.pending:
             if helpers > 1 and len(self.pending) >= helpers and time.perf_counter() > split:
                 self.workers = workers.Workers(self, helpers)
@@ -331,9 +332,13 @@ class Machine:
                 raise Deadlock("instruction budget exhausted\n" + deadlock.dump(self))
             if self.state.progress != before:
                 idle, last_progress = 0, self.state.instructions
+                if last_progress - last_fired > LATEST:
+                    self.fire_one()
+                    last_fired = last_progress
                 continue
             # Nothing changed: the warps wait, or they poll for something that others must do.
             if self.fire_one():
+                last_fired = self.state.instructions
                 continue
             if self.pending:
                 resident += 1

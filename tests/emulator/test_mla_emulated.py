@@ -11,7 +11,7 @@ import zlib
 import pytest
 from covering import COVERING_MLA
 from mla_cases import Case, check_case, chunk_tokens
-from schedules import schedules
+from schedules import schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import splitting
@@ -70,6 +70,12 @@ def test_pieces_are_merged(dims: tuple[int, int], sparse: bool) -> None:
 
 def test_many_pieces() -> None:
     check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads=2), 64, adverse=1)
+
+
+def test_late_work_beside_polling() -> None:
+    """CTAs that have nothing left to do look for shares over and over, and write what they see: a schedule that does
+    late work only when nobody gets on would never come to the loads of the others."""
+    check_case(Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=8), 64, "cpu", [setting("late", 710860)])
 
 
 # Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
