@@ -40,11 +40,13 @@ def _checked_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rop
     return cache
 
 
-def _check_tokens(block_tables: Any, batch: int, q_len: int, top_k: int, on: torch.device) -> None:
-    """The table of sparse attention: token indices."""
+def _token_table(block_tables: Any, batch: int, q_len: int, top_k: int, on: torch.device) -> torch.Tensor:
+    """The table of sparse attention, token indices, as [batch * q_len, top_k]."""
     checks.index_tensor("block_tables", block_tables, on)
     checks.shape("block_tables", block_tables, ("batch", batch), ("q_len", q_len), ("sparse_mla_top_k", top_k))
     checks.unit_stride("block_tables", block_tables)
+    dense_tokens("block_tables", block_tables)
+    return block_tables[:, 0] if q_len == 1 else block_tables.flatten(0, 1)
 
 
 def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
@@ -117,10 +119,10 @@ def mla_problem(
     cache = _checked_cache(query, kv_cache, rank, rope)
     page_size = cache.key.shape[2]
     if top_k > 0:
-        _check_tokens(block_tables, batch, q_len, top_k, on)
+        tokens = _token_table(block_tables, batch, q_len, top_k, on)
         table, capacity = None, top_k
     else:
-        table = checks.page_table(block_tables, batch, on)
+        table, tokens = checks.page_table(block_tables, batch, on), None
         capacity = table.key.shape[1] * page_size
     kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
     checks.host_int("max_seq_len", max_seq_len)
@@ -169,6 +171,7 @@ def mla_problem(
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         page_table=table,
+        token_table=tokens,
         sinks=sink_logits,
         scratch=scratch,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,

@@ -42,6 +42,7 @@ class KvFetch(enum.Enum):
     CONTIGUOUS = "contiguous"
     PAGE_BOXES = "pages"
     PAGE_ROWS = "rows"
+    LISTED_ROWS = "listed"
 
 
 class KvType(enum.Enum):
@@ -311,7 +312,8 @@ def require_dtypes(problem: AttentionProblem, out_dtype: torch.dtype, arch: str)
 def require_page_size(problem: AttentionProblem, arch: str) -> None:
     """Refuse page sizes without a kernel."""
     page_size = problem.key.shape[2]
-    if problem.page_table is not None and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
+    paged = problem.page_table is not None or problem.token_table is not None
+    if paged and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
         raise NotImplementedError(
             f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
         )

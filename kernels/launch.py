@@ -65,6 +65,7 @@ class DecodeGeometry(NamedTuple):
     value_table_row: int
     window_left: int
     draft_words: int  # of a token in the draft mask
+    listed: int  # tokens in the list of a query token; 0 where there are no lists
     lse_row: int
     lse_head: int
     slots: int  # for partial results

@@ -12,6 +12,7 @@ from hopwell.kernels.config import (
     ARCHS,
     BLOCK_COLUMNS,
     DTYPES,
+    KvFetch,
     Tile,
     kv_fetch,
     paged_fetches,
@@ -55,6 +56,11 @@ class MlaConfig(DecodeConfig):
         return self.head_dim_qk, self.head_dim_v // 2
 
     @property
+    def sparse(self) -> bool:
+        """Whether each query token has a list of the tokens that it attends to."""
+        return self.kv_fetch is KvFetch.LISTED_ROWS
+
+    @property
     def name(self) -> str:
         return self._named("mla", [])
 
@@ -73,15 +79,16 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     dims = (problem.query.shape[2], problem.value.shape[3])
     if arch not in ARCHS:
         raise NotImplementedError(f"there is no MLA decode kernel for {arch}; supported: {', '.join(ARCHS)}")
-    if dims not in support.MLA_HEAD_DIMS:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in support.MLA_HEAD_DIMS)
+    known = support.MLA_HEAD_DIMS if problem.token_table is None else support.SPARSE_MLA_HEAD_DIMS
+    if dims not in known:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in known)
         raise NotImplementedError(
             f"head dims (QK/V) {dims[0]}/{dims[1]} have no MLA kernel on {arch}; supported: {listed}"
         )
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
-    fetch = kv_fetch(problem, _TILE.n)
+    fetch = kv_fetch(problem, _TILE.n) if problem.token_table is None else (KvFetch.LISTED_ROWS, 0)
     return MlaConfig(arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)
 
 
@@ -89,5 +96,7 @@ def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
     """The MLA kernels that are compiled ahead."""
     if arch not in ARCHS:
         return
-    for dims, (fetch, rows) in itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n)):
-        yield MlaConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, fetch, rows)
+    dense = itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))
+    sparse = itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.LISTED_ROWS, 0)])
+    for dims, fetch in itertools.chain(dense, sparse):
+        yield MlaConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch)

@@ -15,7 +15,7 @@ from hopwell.kernels.config import KernelConfig, PrefillConfig, page_and_head_st
 from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
 from hopwell.kernels.mla_config import resolve_mla
-from hopwell.kernels.problem import AttentionProblem, LseLayout, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import TICKETS, counter_ints, slot_count, slot_rows
 from hopwell.kernels.tickets import tickets
 
@@ -118,7 +118,7 @@ def execute(problem: AttentionProblem) -> torch.Tensor:
 
 def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """The tensors whose addresses a kernel gets, in the order of :class:`Addresses` up to the tickets."""
-    table, lse = problem.page_table, problem.lse
+    table, lse = problem.page_table or _lists(problem), problem.lse
 
     def start(offsets: TokenOffsets | None) -> torch.Tensor | None:
         return None if offsets is None else offsets.tensor
@@ -150,6 +150,11 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         problem.draft_mask,
         problem.scratch,
     )
+
+
+def _lists(problem: AttentionProblem) -> PageTable | None:
+    """Lists of tokens in the place of page ids."""
+    return None if problem.token_table is None else PageTable(problem.token_table, problem.token_table)
 
 
 def host_scales(problem: AttentionProblem) -> tuple[float, float]:
@@ -190,6 +195,8 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
     group = query.shape[1] // problem.key.shape[1]
     rows = group * problem.max_q_len
     row_tiles = -(-rows // config.tile.m)
+    if problem.token_table is not None:  # rows of different tokens have different keys
+        row_tiles = problem.max_q_len * -(-group // config.tile.m)
     ctas = multiprocessors(query.device)
     slots = slot_count(
         max(rows, 1), problem.key.shape[1], config.head_dim_v, problem.max_kv_len, ctas, problem.is_latent
@@ -203,6 +210,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         **_strides(problem),
         window_left=min(left, MAX_WINDOW) if left >= 0 else MAX_WINDOW,
         draft_words=0 if problem.draft_mask is None else problem.draft_mask.shape[-1] // 2,
+        listed=0 if problem.token_table is None else problem.token_table.shape[1],
         lse_row=0 if lse is None else lse.tensor.stride(0),
         lse_head=0 if lse is None else lse.tensor.stride(1),
         slots=slots,
@@ -219,7 +227,7 @@ def multiprocessors(device: torch.device) -> int:
 
 def _strides(problem: AttentionProblem) -> dict[str, int]:
     """What the geometries of prefill and decode have in common."""
-    query, key, value, table = problem.query, problem.key, problem.value, problem.page_table
+    query, key, value, table = problem.query, problem.key, problem.value, problem.page_table or _lists(problem)
     (k_page, k_head), (v_page, v_head) = page_and_head_stride(key), page_and_head_stride(value)
     q_token, q_head = _row_strides(query)
     o_token, o_head = _row_strides(problem.out) if problem.out is not None else _packed(query.shape[1], value.shape[3])

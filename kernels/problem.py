@@ -129,6 +129,9 @@ class AttentionProblem:
         output_factor: a second factor on the output, likewise; only decode takes one.
         draft_mask: for MaskKind.DRAFT, contiguous uint16 pairs [T, 2 * words]: the words of 32 bits of a query token
             say which of its request's query tokens, as keys, it sees; bits at or past q_len are ignored.
+        token_table: [T, k] int32 or None: what a query token attends to, in place of a page table. An entry is a token
+            of ``key``, page * page_size + row. A query token takes the first entries, as many as it sees keys and k at
+            most, and ignores negative ones. Only MLA decode takes one.
         scratch: memory for partial results of decode, see ``splitting.py``.
         programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
     """
@@ -158,10 +161,13 @@ class AttentionProblem:
     skipped_tiles: torch.Tensor | None = None
     output_factor: float | torch.Tensor = 1.0
     draft_mask: torch.Tensor | None = None
+    token_table: torch.Tensor | None = None
     scratch: torch.Tensor | None = None
     programmatic_launch: bool = False
 
     @property
     def is_latent(self) -> bool:
         """Whether the value is part of the key, as in MLA decode."""
-        return self.scratch is not None and self.value.shape[3] < self.key.shape[3]
+        if self.scratch is None:
+            return False
+        return self.token_table is not None or self.value.shape[3] < self.key.shape[3]

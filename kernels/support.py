@@ -26,6 +26,7 @@ HEAD_DIMS = (*((d, d) for d in (32, 40, 48, 64, 80, 96, 104, 128, 160, 192, 256,
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = (*range(16, 129, 16), 256)
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
+SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 MAX_PAGE_SIZE = 1024
 
 _HOPPER = ("sm_90a",)
@@ -158,7 +159,7 @@ ENTRIES: dict[str, Entry] = {
             *_page_sizes(),
             Feature("cache", "KV caches", "3-D and 4-D caches", _HOPPER),
             Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", _HOPPER),
-            Feature("sparse", "masks", "sparse top-k", _NOWHERE),
+            Feature("sparse", "masks", "sparse top-k", _HOPPER),
             _SINKS,
             _TENSOR_SCALES,
         ),

@@ -6,6 +6,7 @@ the tokens are (the address stream) and what fetches them (the issue):
     ContiguousBoxes   one run of tokens        TMA boxes of tile_n tokens x 64 columns
     PageBoxes         pages of 8 tokens up     TMA boxes of whole pages (or tile_n tokens of one)
     PageRows          pages below 8 tokens     16-byte cp.async by all lanes of the warp
+    ListedRows        a list of tokens         the same
 
 Elements of 8 bits are fetched as they are, row by row and unswizzled; ``widen.py`` turns them into a tile.
 
@@ -331,3 +332,18 @@ class PageRows(PagedSource):
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive(ring.full_barrier(step))
         return partials
+
+
+@dataclass
+class ListedRows(PageRows):
+    """The table holds tokens instead of pages. A negative one is none."""
+
+    @cute.jit
+    def _row_address(self, key):
+        address = Int64(0)
+        if key >= self.first_key and key < self.end_key:
+            token = global_array(Int32, self.table)[key]
+            if token >= 0:
+                page = token >> self.page_shift
+                address = self.head + page * self.page_bytes + (token - (page << self.page_shift)) * self.row_bytes
+        return address

@@ -140,3 +140,24 @@ class DraftMask(IntervalMask):
                 visible = (bits >> Uint32(place)) & Uint32(1) != Uint32(0)
                 visible = visible and scores.column_offset(c) < hi and scores.column_offset(c) >= lo
                 scores.set(r, c, scores.get(r, c) if visible else -Float32.inf)
+
+
+@dataclass
+class ListRow(LogitRow):
+    tokens: Int64  # address of the list that says which keys are what; all rows have the same
+
+
+@dataclass
+class ListMask(IntervalMask):
+    """Keys are entries of a list, of which negative ones do not count."""
+
+    @cute.jit
+    def apply(self, scores, tile_start, row):
+        _, hi = self.keys(row.positions[0], row.kv_len)
+        origin = tile_start + scores.first_column()
+        tokens = global_array(Int32, row.tokens)
+        for c in cutlass.range_constexpr(scores.columns):
+            key = origin + scores.column_offset(c)
+            visible = key < hi and tokens[cutlass.max(cutlass.min(key, hi - 1), 0)] >= 0
+            for r in cutlass.range_constexpr(scores.rows):
+                scores.set(r, c, scores.get(r, c) if visible else -Float32.inf)

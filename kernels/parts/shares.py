@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
@@ -46,6 +46,7 @@ class SharedMerge(Merge):
     """The threads that look after a CTA's pieces and shares."""
 
     message: Int32  # shared memory for three words from the first thread to all
+    has_lists: bool  # each query token is a request of its own, see ListSchedule
 
     def prepare(self, tile) -> None:
         """Nothing: a piece's slot is free since before its unit was computed."""
@@ -135,8 +136,11 @@ class SharedMerge(Merge):
     def _merge_share(self, share, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
         slots = self.slots
         index, chunk, chunks, first_row = (load_relaxed(slots.counter(kind, share)) for kind in SHARE[1:])
-        q_start = load_int(a.q_offsets, index, index * Int32(g.q_len))
-        q_end = load_int(a.q_offsets, index + 1, q_start + Int32(g.q_len))
+        if const_expr(self.has_lists):
+            q_start, q_end = index, index + 1
+        else:
+            q_start = load_int(a.q_offsets, index, index * Int32(g.q_len))
+            q_end = load_int(a.q_offsets, index + 1, q_start + Int32(g.q_len))
         count = cutlass.min((q_end - q_start) * Int32(g.group) - first_row, slots.rows)
         rows = PackedRows(a, g, q_start, Int32(0), first_row, count, scale, dtype.width // 8)
         first = share - chunk * of_chunk

@@ -83,26 +83,36 @@ class SplitSchedule(DeviceStruct):
         q_start = load_int(a.q_offsets, safe, safe * Int32(g.q_len))
         q_end = load_int(a.q_offsets, safe + 1, q_start + Int32(g.q_len))
         q_len, kv_len = q_end - q_start, load_int(a.kv_lens, safe, 0)
+        seen = self._seen(kv_len)
         begin = Int32(0)
         if const_expr(self.mask.has_left_edge):
             begin, _ = self.mask.keys(kv_len - q_len, kv_len)
-            begin = cutlass.max(cutlass.min(begin, kv_len - 1), 0)
+            begin = cutlass.max(cutlass.min(begin, seen - 1), 0)
         shift = Int32(self.chunk_tokens.bit_length() - 1)
         for _ in cutlass.range_constexpr(DOUBLINGS):
-            shift += (((kv_len - 1) >> shift) - (begin >> shift) >= MAX_CHUNKS).to(Int32)
+            shift += (((seen - 1) >> shift) - (begin >> shift) >= MAX_CHUNKS).to(Int32)
         first = begin >> shift
         if index < Int32(g.batch):
-            chunks = cutlass.max(((kv_len - 1) >> shift) + 1 - first, 1)
+            chunks = cutlass.max(((seen - 1) >> shift) + 1 - first, 1)
         return RequestSpan(index, q_start, q_len, kv_len, Int32(1) << shift, first, chunks)
 
     def _tile(self, span: RequestSpan, unit, pieces) -> SplitTile:
         """The unit of a request; ``pieces`` are those of all requests before."""
-        g = self.geometry
         of_chunk = self._units_of_chunk
         chunk = unit // of_chunk
         place = unit - chunk * of_chunk
-        kv_head = place // Int32(g.row_tiles)
-        first_row = (place - kv_head * Int32(g.row_tiles)) * self.tile_m
+        kv_head, first_row, request = self._rows(span, place)
+        keys = self._keys(request, first_row, (span.first_chunk + chunk) * span.chunk_tokens, span.chunk_tokens)
+        first_piece = pieces + place
+        group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
+        numbers = (chunk, span.chunks, pieces + unit, first_piece, group_piece, of_chunk)
+        return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
+
+    def _rows(self, span: RequestSpan, place):
+        """(KV head, first row, request) of a place among the units of a chunk."""
+        row_tiles = Int32(self.geometry.row_tiles)
+        kv_head = place // row_tiles
+        first_row = (place - kv_head * row_tiles) * self.tile_m
         request = Request(
             index=span.index,
             q_start=span.q_start,
@@ -113,11 +123,11 @@ class SplitSchedule(DeviceStruct):
             q_len=span.q_len,
             kv_len=span.kv_len,
         )
-        keys = self._keys(request, first_row, (span.first_chunk + chunk) * span.chunk_tokens, span.chunk_tokens)
-        first_piece = pieces + place
-        group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
-        numbers = (chunk, span.chunks, pieces + unit, first_piece, group_piece, of_chunk)
-        return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
+        return kv_head, first_row, request
+
+    def _seen(self, kv_len):
+        """The most keys that a row of a request sees."""
+        return kv_len
 
     def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
         """The KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin`` on."""
@@ -171,6 +181,28 @@ class SplitSchedule(DeviceStruct):
                 board.ring.wait_empty(step)
                 place = cute.arch.shuffle_sync(self._ticket(), 0)
         board.post_end(step, pieces)
+
+
+@dataclass
+class ListSchedule(SplitSchedule):
+    """Every query token has a list of tokens: to the other parts it is a request of its own, with its list's entries as
+    keys. One KV head."""
+
+    def _seen(self, kv_len):
+        return cutlass.min(kv_len, Int32(self.geometry.listed))
+
+    def _rows(self, span: RequestSpan, place):
+        group = Int32(self.geometry.group)
+        head_tiles = (group + (self.tile_m - 1)) // self.tile_m
+        token = place // head_tiles
+        # A token that the request does not have has no rows.
+        missing = (token >= span.q_len).to(Int32)
+        first_row = (place - token * head_tiles) * self.tile_m + missing * group
+        position = span.kv_len - span.q_len + token
+        seen = cutlass.max(cutlass.min(position + 1, Int32(self.geometry.listed)), 0) * (1 - missing)
+        index = span.q_start + token
+        zero = Int32(0)
+        return zero, first_row, Request(index, index, index, zero, zero, index, Int32(1), seen)
 
 
 def split_units(chunks, of_chunk):

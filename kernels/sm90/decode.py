@@ -62,6 +62,14 @@ class DecodeSm90(AttentionSm90):
     work_tile = SplitTile
 
     @property
+    def schedule_type(self) -> type[SplitSchedule]:
+        return SplitSchedule
+
+    @property
+    def mask_type(self) -> type[IntervalMask]:
+        return DraftMask if self.config.mask is MaskKind.DRAFT else IntervalMask
+
+    @property
     def work_stages(self) -> int:
         """Units in hand. Loads of 8-bit caches run more than a unit ahead; otherwise a unit that waits in hand is one
         that another CTA could begin with. What that saves could not be told from noise (H200, 2026-11-21)."""
@@ -124,8 +132,7 @@ class DecodeSm90(AttentionSm90):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
         q_ring, k_ring, v_ring = rings[:3]
         raw_rings = rings[3:5] if const_expr(self.is_raw) else (None, None)
-        kind = DraftMask if const_expr(self.config.mask is MaskKind.DRAFT) else IntervalMask
-        mask = kind(self.config.mask, Int32(geometry.window_left), Int32(1))
+        mask = self.mask_type(self.config.mask, Int32(geometry.window_left), Int32(1))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom)), partial_barriers)
 
@@ -141,9 +148,8 @@ class DecodeSm90(AttentionSm90):
                 self.load_q(addresses, geometry, tiles.q, q_ring, board)
             if warp == SCHEDULE_WARP:
                 step_keys = self.tile.n * self.step_tiles
-                SplitSchedule(geometry, addresses, mask, self.tile.m, step_keys, self.config.chunk_tokens).publish(
-                    board
-                )
+                sizes = (self.tile.m, step_keys, self.config.chunk_tokens)
+                self.schedule_type(geometry, addresses, mask, *sizes).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         elif warp >= 4 * (len(self.config.registers) - self.config.has_merge_role):
             self.set_registers(MERGE_REGISTERS)

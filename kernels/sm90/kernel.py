@@ -25,6 +25,7 @@ from hopwell.kernels.parts.device import global_pointer
 from hopwell.kernels.parts.kv_source import (
     ContiguousBoxes,
     KvOperand,
+    ListedRows,
     PageBoxes,
     PageColumnBoxes,
     PageRows,
@@ -39,6 +40,7 @@ SOURCES = {
     KvFetch.CONTIGUOUS: ContiguousBoxes,
     KvFetch.PAGE_BOXES: PageBoxes,
     KvFetch.PAGE_ROWS: PageRows,
+    KvFetch.LISTED_ROWS: ListedRows,
 }
 K_WARP, V_WARP, Q_WARP, SCHEDULE_WARP = range(4)
 LOADERS = 2  # warps that load K and V
@@ -108,7 +110,7 @@ class AttentionSm90:
         (pages, rows), (page, head, row) = sizes, strides
         if const_expr(self.source is ContiguousBoxes):
             return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
-        if const_expr(self.source is PageRows):
+        if const_expr(issubclass(self.source, PageRows)):
             return None
         slots = pages * (page // head)
         if const_expr(self.source is RawPageBoxes):

@@ -17,10 +17,10 @@ from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
-from hopwell.kernels.parts.mask import LogitRow
+from hopwell.kernels.parts.mask import IntervalMask, ListMask, ListRow, LogitRow
 from hopwell.kernels.parts.partial import Slots
 from hopwell.kernels.parts.shares import NO_SHARE, SharedMerge
-from hopwell.kernels.parts.split import SplitTile
+from hopwell.kernels.parts.split import ListSchedule, SplitSchedule, SplitTile
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
 from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeAttend, DecodeSm90
 from hopwell.kernels.sm90.kernel import example_arguments
@@ -67,6 +67,14 @@ class MlaSm90(DecodeSm90):
     staging_bytes = STATE_BYTES + 16  # and the merge's message
     step_tiles = 2
 
+    @property
+    def schedule_type(self) -> type[SplitSchedule]:
+        return ListSchedule if self.config.sparse else SplitSchedule
+
+    @property
+    def mask_type(self) -> type[IntervalMask]:
+        return ListMask if self.config.sparse else IntervalMask
+
     def consumer(self, *parts: Any) -> "MlaAttend":
         return MlaAttend(*parts)
 
@@ -82,7 +90,12 @@ class MlaSm90(DecodeSm90):
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> SharedMerge:
         slots = Slots.create(addresses, geometry, self.config.head_dim_v)
         return SharedMerge(
-            slots, WARPGROUP, 2 * WARPGROUP, MERGE_BARRIER, shared_address(tiles.staging) + MESSAGE_PLACE
+            slots,
+            WARPGROUP,
+            2 * WARPGROUP,
+            MERGE_BARRIER,
+            shared_address(tiles.staging) + MESSAGE_PLACE,
+            self.config.sparse,
         )
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
@@ -194,7 +207,10 @@ class MlaAttend(DecodeAttend):
         first = tile.first_row + warp_row + RowFragment.first_row()
         tokens = [(first + RowFragment.row_offset(r)) // group for r in range(RowFragment.rows)]
         positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
-        return LogitRow(positions, request.kv_len, Float32(0.0))
+        rest = (positions, request.kv_len, Float32(0.0))
+        if const_expr(not self.kernel.config.sparse):
+            return LogitRow(*rest)
+        return ListRow(*rest, self.addresses.key_table + 4 * self.geometry.key_table_row * request.index)
 
     # One copy of a step for each warpgroup: with copies for masked and last steps, instruction fetches made the first
     # three steps of a unit take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). And branches only where no
@@ -266,6 +282,8 @@ class MlaAttend(DecodeAttend):
 
     @cute.jit
     def to_logits(self, operands, tile, row, masked) -> None:
+        if const_expr(self.kernel.config.sparse):
+            masked = True
         if masked:
             self.mask.apply(operands.scores(), tile * self.kernel.tile.n, row)
 
