@@ -144,20 +144,21 @@ class DraftMask(IntervalMask):
 
 @dataclass
 class ListRow(LogitRow):
-    tokens: Int64  # address of the list that says which keys are what; all rows have the same
+    table: Int64  # address of all lists
+    table_row: Int64  # elements from one to the next
+    index: Int32  # of the list that all rows have
 
 
 @dataclass
 class ListMask(IntervalMask):
-    """Keys are entries of a list, of which negative ones do not count."""
+    """Keys are entries of a list, all of which a row sees but negative ones."""
 
     @cute.jit
     def apply(self, scores, tile_start, row):
-        _, hi = self.keys(row.positions[0], row.kv_len)
         origin = tile_start + scores.first_column()
-        tokens = global_array(Int32, row.tokens)
+        tokens = global_array(Int32, row.table + 4 * row.table_row * row.index)
         for c in cutlass.range_constexpr(scores.columns):
             key = origin + scores.column_offset(c)
-            visible = key < hi and tokens[cutlass.max(cutlass.min(key, hi - 1), 0)] >= 0
+            visible = key < row.kv_len and tokens[cutlass.max(cutlass.min(key, row.kv_len - 1), 0)] >= 0
             for r in cutlass.range_constexpr(scores.rows):
                 scores.set(r, c, scores.get(r, c) if visible else -Float32.inf)

@@ -56,16 +56,17 @@ class SharedMerge(Merge):
         :meth:`help`."""
 
     @cute.jit
-    def _announce(self, tile) -> None:
+    def _announce(self, tile, of_chunk) -> None:
         """A piece has been written, visibly to all threads here: when it was the last, all shares are ready."""
         slots, piece = self.slots, tile.piece
+        first = piece - tile.chunk * of_chunk  # not the tile's, which would take a register all the time
         if self._thread == 0:
             share = (tile.request.index, tile.chunk, tile.chunks, tile.first_row)
             for kind, value in zip(SHARE[1:], share, strict=True):
                 global_array(Int32, slots.counter(kind, piece))[0] = value
-        if self._is_last(PIECES_THERE, tile.first_piece, tile.chunks):
+        if self._is_last(PIECES_THERE, first, tile.chunks):
             for i in cutlass.range(self._thread, tile.chunks, self.threads, unroll=1):
-                each = tile.first_piece + i * tile.units_of_chunk
+                each = first + i * of_chunk
                 store_release(slots.counter(READY, each), slots.generation(each) + 1)
 
     def store_statistics(self, piece, row, reference, total) -> None:
@@ -101,7 +102,7 @@ class SharedMerge(Merge):
                 self._merge_share(share, of_chunk, a, g, scale, dtype)
                 share = Int32(NO_SHARE)
             if has_piece:
-                self._announce(done)
+                self._announce(done, of_chunk)
             has_piece = has_piece and False
         return share
 

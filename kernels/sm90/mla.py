@@ -204,13 +204,14 @@ class MlaAttend(DecodeAttend):
 
     def logit_row(self, tile, warp_row) -> LogitRow:
         request, group = tile.request, Int32(self.geometry.group)
+        if const_expr(self.kernel.config.sparse):
+            table, table_row = self.addresses.key_table, self.geometry.key_table_row
+            positions = (request.first_position,) * RowFragment.rows
+            return ListRow(positions, request.kv_len, Float32(0.0), table, table_row, request.index)
         first = tile.first_row + warp_row + RowFragment.first_row()
         tokens = [(first + RowFragment.row_offset(r)) // group for r in range(RowFragment.rows)]
         positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
-        rest = (positions, request.kv_len, Float32(0.0))
-        if const_expr(not self.kernel.config.sparse):
-            return LogitRow(*rest)
-        return ListRow(*rest, self.addresses.key_table + 4 * self.geometry.key_table_row * request.index)
+        return LogitRow(positions, request.kv_len, Float32(0.0))
 
     # One copy of a step for each warpgroup: with copies for masked and last steps, instruction fetches made the first
     # three steps of a unit take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). And branches only where no

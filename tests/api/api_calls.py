@@ -273,7 +273,7 @@ def _mla_forms() -> list[Form]:
         Form("dense", function, lambda: mla(data(PAGES, PAGE, 576), ints(*TABLE))),
         Form("several-tokens", function, several_tokens),
         Form("fp8", function, lambda: mla(data(PAGES, 1, PAGE, 576, dtype=FP8), ints(*TABLE)), runs=False),
-        Form("sparse", function, sparse, runs=False),
+        Form("sparse", function, sparse),
     ]
 
 

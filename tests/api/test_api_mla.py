@@ -199,9 +199,6 @@ class TestRefusals:
         refused(MLA, ValueError, "block_tables must be 2-D", "sparse", sparse_mla_top_k=0)
         tokens = form(MLA, "sparse")["block_tables"].repeat_interleave(2, -1)[..., ::2]
         refused(MLA, ValueError, "^block_tables must have stride 1", "sparse", block_tables=tokens)
-        refused(MLA, NotImplementedError, "sparse_mla_top_k=8", "sparse")
-        only_latent = dict(query=data(BATCH, 2, HEADS, 512), kv_cache=data(PAGES, PAGE, 512), qk_rope_head_dim=0)
-        refused(MLA, NotImplementedError, "sparse_mla_top_k=8", "sparse", **only_latent)
 
     def test_fp8(self) -> None:
         text = "fp8.*query.dtype=torch.float8_e4m3fn.*data types supported on sm_90a: bf16 query and cache"

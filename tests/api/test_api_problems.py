@@ -125,7 +125,13 @@ def test_problem_addresses_the_callers_elements(case: Form, launched: Problems) 
     case.function(**arguments)
     (problem,) = launched
     packed = arguments.get("input_layout") == "PACKED_QKV"
-    for request, kv_len in enumerate(Q_LENS if packed else KV_LENS):
+    lengths = Q_LENS if packed else KV_LENS
+    if problem.token_table is not None:  # which says itself where keys are
+        lengths = []
+        assert problem.token_table.data_ptr() == arguments["block_tables"].data_ptr()
+        assert torch.equal(problem.token_table, arguments["block_tables"].flatten(0, 1))
+        assert problem.key.data_ptr() == problem.value.data_ptr() == arguments["kv_cache"].data_ptr()
+    for request, kv_len in enumerate(lengths):
         for part, which in enumerate(("key", "value")):
             got = addresses(problem, which, request, kv_len)
             want = [

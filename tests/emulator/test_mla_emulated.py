@@ -37,7 +37,7 @@ def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None =
 @pytest.mark.parametrize("config", COVERING_MLA, ids=lambda config: config.name)
 def test_fetches(config: MlaConfig) -> None:
     """Every way to fetch: no keys, fewer than new tokens, the edges of tiles, and two chunks."""
-    dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if getattr(config, "sparse", False) else 0
+    dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     kv_lens = [0, 1, 70, config.chunk_tokens + 1]
     check(Case([2] * 4, kv_lens, heads=5, dims=dims, top_k=top_k), page_size(config), adverse=1, config=config)
 

@@ -16,6 +16,7 @@ from hopwell.kernels.problem import MaskKind, ScoreKind
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 CONTIGUOUS, ROWS = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0)
 PAGES16, PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)
+LISTED = (KvFetch.LISTED_ROWS, 0)
 
 
 def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
@@ -103,9 +104,10 @@ def covering_decode_configs() -> list[DecodeConfig]:
 
 
 def covering_mla_configs() -> list[MlaConfig]:
-    """MLA kernels that stand for all: boxes of a whole tile, of parts of it, and rows; both widths."""
+    """MLA kernels that stand for all: boxes of a whole tile, of parts of it, rows and lists; all widths."""
     wide, narrow = support.MLA_HEAD_DIMS
-    chosen = [*((wide, fetch) for fetch in (PAGES64, PAGES16, ROWS)), (narrow, PAGES64)]
+    *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
+    chosen = [*((wide, fetch) for fetch in (PAGES64, PAGES16, ROWS, LISTED)), (narrow, PAGES64), (unrotated, LISTED)]
     return [MlaConfig("sm_90a", "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch) for dims, fetch in chosen]
 
 

@@ -16,7 +16,7 @@ from hopwell.kernels.decode_config import resolve_decode
 from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.sm90.mla import MlaSm90
-from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS
+from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.layouts import mla_kv_views
 
 ARCH = "sm_90a"
@@ -49,7 +49,7 @@ def test_other_archs_have_none() -> None:
 
 def test_what_is_compiled_in_tests_is_shipped() -> None:
     assert set(COVERING_MLA) <= set(SHIPPED)
-    assert {(c.head_dim_qk, c.head_dim_v) for c in COVERING_MLA} == set(MLA_HEAD_DIMS)
+    assert {(c.head_dim_qk, c.head_dim_v) for c in COVERING_MLA} == set(SPARSE_MLA_HEAD_DIMS)
 
 
 @pytest.mark.parametrize("dims", MLA_HEAD_DIMS)
@@ -105,3 +105,15 @@ def test_refusals() -> None:
         assert f"page size {page_size} has no kernel" in refusal(problem(page_size=page_size))
     assert "query dtype torch.float8_e4m3fn" in refusal(problem(dtype=torch.float8_e4m3fn))
     assert "output dtype torch.float32" in refusal(problem(out=empty(60, 16, 512, dtype=torch.float32)))
+
+
+@pytest.mark.parametrize("dims", SPARSE_MLA_HEAD_DIMS)
+def test_lists_of_tokens_have_a_kernel(dims: tuple[int, int]) -> None:
+    listed = replace(problem(dims), page_table=None, token_table=empty(60, 64, dtype=torch.int32))
+    config = resolve_mla(listed, ARCH)
+    assert config in SHIPPED
+    assert config.sparse
+
+
+def test_only_lists_go_without_a_rotary_part() -> None:
+    assert "(QK/V) 512/512 have no MLA kernel" in refusal(problem((512, 512)))

@@ -6,20 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import pytest
 import reference
 import torch
 from batches import CAUSAL, Expected, starts
 from decode_batches import DecodeBatch
 
-from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask
 from hopwell.mla import mla_workspace_bytes
-
-
-def has_lists() -> bool:
-    """Whether there is a kernel for lists of tokens."""
-    return "sm_90a" in support.ENTRIES[support.MLA].feature("sparse").archs
 
 
 @dataclass
@@ -58,8 +51,6 @@ class MlaBatch(DecodeBatch):
         problem = super().decode(page_size, mask, ragged=ragged, **changes)
         if self.lists is None:
             return problem
-        if not has_lists():
-            pytest.skip("has no kernel")
         tokens = self.token_table(problem.key, problem.page_table.key)
         top_k = tokens.shape[1]
         scratch = self.scratch(problem.key, top_k)

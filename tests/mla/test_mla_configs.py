@@ -22,7 +22,7 @@ def small_case(config: MlaConfig) -> None:
     """From no keys to three chunks, which are merged, with more rows than a tile has; sparse with lists of as many."""
     chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
     page_size = 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows
-    for top_k in (64, 2 * chunk + 68) if getattr(config, "sparse", False) else (0,):
+    for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
         sizes = [3, 0, 7, 1, 5], [1, 9, chunk + 5, 0, 2 * chunk + 70]
         check_case(Case(*sizes, heads=24, dims=dims, top_k=top_k, ragged=True), page_size, config=config)
 
@@ -51,6 +51,6 @@ def test_sanitizer(tool: str, sparse: bool) -> None:
 
 if __name__ == "__main__":
     for each in SHIPPED:
-        if getattr(each, "sparse", False) == (sys.argv[1] == "sparse") and each.box_rows in (0, 16, 64):
+        if each.sparse == (sys.argv[1] == "sparse") and each.box_rows in (0, 16, 64):
             small_case(each)
             print(each.name, flush=True)

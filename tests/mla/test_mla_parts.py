@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from batches import same, starts
-from mla_batches import MlaBatch, has_lists, listing
+from mla_batches import MlaBatch, listing
 
 import hopwell
 from hopwell.kernels import Plan, execute
@@ -22,8 +22,7 @@ pytestmark = pytest.mark.gpu
 
 KV_LENS = [700, 0, 5, 40_000, 512, 513, 1, 9000, 140_000]
 TOP_K = 1024
-NEEDS_LISTS = pytest.mark.skipif(not has_lists(), reason="has no kernel")
-KINDS = pytest.mark.parametrize("top_k", [0, pytest.param(TOP_K, marks=NEEDS_LISTS)], ids=["dense", "sparse"])
+KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
 
 
 def batch(top_k: int = 0, q_len: int = 2, kv_lens: list[int] = KV_LENS, **options: Any) -> MlaBatch:
