@@ -15,7 +15,6 @@ from schedules import schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import splitting
-from hopwell.kernels.config import KvFetch
 from hopwell.kernels.mla_config import MlaConfig
 
 pytestmark = pytest.mark.emulator
@@ -24,7 +23,7 @@ MAIN, NARROW, UNROTATED = (576, 512), (320, 256), (512, 512)
 
 
 def page_size(config: MlaConfig) -> int:
-    return 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows
+    return config.box_rows or 4
 
 
 def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None = None) -> None:

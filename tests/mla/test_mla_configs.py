@@ -10,7 +10,6 @@ import sys
 import pytest
 from mla_cases import Case, check_case
 
-from hopwell.kernels.config import KvFetch
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
 
 pytestmark = pytest.mark.gpu
@@ -21,7 +20,7 @@ SHIPPED = list(shipped_mla_configs())
 def small_case(config: MlaConfig) -> None:
     """From no keys to three chunks, which are merged, with more rows than a tile has; sparse with lists of as many."""
     chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
-    page_size = 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows
+    page_size = config.box_rows or 4
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
         sizes = [3, 0, 7, 1, 5], [1, 9, chunk + 5, 0, 2 * chunk + 70]
         check_case(Case(*sizes, heads=24, dims=dims, top_k=top_k, ragged=True), page_size, config=config)
