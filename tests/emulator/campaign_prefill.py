@@ -64,6 +64,12 @@ def next_warp_barrier(kernel: Kernel, pc: int) -> int:
     return next((i.pc for i in kernel.instrs[pc:] if i.op.startswith("bar.warp.sync")), -1)
 
 
+def every_lane_arrives(kernel: Kernel, pc: int) -> bool:
+    """Whether the instructions from ``pc`` on come to an arrival that no branch leaves to one lane."""
+    first = next(i for i in kernel.instrs[pc:] if i.op.startswith(("bra", "mbarrier.arrive", "bar.")))
+    return first.op.startswith("mbarrier.arrive")
+
+
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Why an undetected fault changes nothing, or ""."""
     for kind, pattern, reason in REASONS:
@@ -72,6 +78,8 @@ def equivalent(fault: Fault, kernel: Kernel) -> str:
     stores = [i.pc for i in kernel.instrs if i.op.startswith("st.global")]
     if fault.kind == "drop bar.warp.sync" and fault.sites[0] == next_warp_barrier(kernel, stores[-1]):
         return "the warp meets again when it reads its next tile, before it writes to its staging rows"
+    if fault.kind == "drop bar.warp.sync" and every_lane_arrives(kernel, fault.sites[0] + 1):
+        return "every lane says itself that it has read; a warp that has parted, as in merges, has to meet nevertheless"
     # The rows before and behind the visible keys of a tile are zeroed one after the other, each with a fence and a warp
     # barrier of its own: the second pair covers the first.
     fences = [i.pc for i in kernel.instrs if i.op.startswith("fence.proxy.async")]
