@@ -145,11 +145,12 @@ def mla_problem(
     arch = support.arch_of(on)
     dtypes = f"query.dtype={query.dtype}, kv_cache.dtype={kv_cache.dtype}"
     has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in (softmax_scale, output_scale))
+    known_dims = "head_dim" if (width, rank) in support.MLA_HEAD_DIMS else "sparse_head_dim"  # DIMS has no others
     needs = (
         (query.dtype == checks.FP8, "fp8", dtypes),
         (True, "16bit", dtypes),
         (top_k > 0, "sparse", f"sparse_mla_top_k={top_k}"),
-        (True, "head_dim" if (width, rank) in support.MLA_HEAD_DIMS else "other_head_dim", f"head_dim={width}/{rank}"),
+        (True, known_dims, f"head_dim={width}/{rank}"),
         (True, "page_size" if page_size <= support.MAX_PAGE_SIZE else "other_page_size", f"page_size={page_size}"),
         (True, "cache", f"kv_cache of shape {tuple(kv_cache.shape)}"),
         (q_len > 1, "multi_token", f"query with q_len={q_len}"),

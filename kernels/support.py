@@ -156,6 +156,7 @@ ENTRIES: dict[str, Entry] = {
             Feature("16bit", "data types", "bf16 query and cache", _HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
             *_head_dims(MLA_HEAD_DIMS),
+            Feature("sparse_head_dim", "head dims", "with sparse top-k head dim 512 as well", _HOPPER),
             *_page_sizes(),
             Feature("cache", "KV caches", "3-D and 4-D caches", _HOPPER),
             Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", _HOPPER),
