@@ -23,8 +23,7 @@ from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.problem import AttentionProblem, MaskKind
 from hopwell.kernels.splitting import ROWS, chunk_tokens
 
-# Q and two tiles of keys fill shared memory; a step takes both. With lists of tokens ptxas keeps two registers of the
-# right warpgroup on the stack while it goes through a unit's keys: stored once before them and loaded once behind.
+# Q and two tiles of keys fill shared memory; a step takes both.
 _TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True)
 
 

@@ -22,8 +22,8 @@ LATENT_UNDER_WAY = 3
 STATISTICS = 4  # float32 of a row and piece: (reference, sum) of the piece, (reference, sum) of its group
 TICKETS = 3  # int32: units handed out, CTAs done, shares of merges handed out
 # int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done;
-# of a share when it may be merged, and whose it is: request, chunk, chunks, first row
-SLOT_COUNTERS = 8
+# of a share when it may be merged, and which it is: output token, first row, rows, chunk, chunks
+SLOT_COUNTERS = 9
 
 
 def chunk_tokens(columns: int, latent: bool = False) -> int:

@@ -177,10 +177,15 @@ class PagedSource(KvSource):
         table = operand.table + 4 * operand.table_row * tile.request.index
         return dict(table=table, page_shift=Int32(operand.page_shift))
 
+    def in_page(self, position):
+        """(number of its page, row within it) of a position."""
+        page = position >> self.page_shift
+        return page, position - (page << self.page_shift)
+
     def lookup(self, key):
         """(page, row within it) of a token."""
-        page = key >> self.page_shift
-        return global_array(Int32, self.table)[page], key - (page << self.page_shift)
+        page, row = self.in_page(key)
+        return global_array(Int32, self.table)[page], row
 
 
 @dataclass
@@ -302,9 +307,11 @@ class PageRows(PagedSource):
     def _row_address(self, key):
         address = Int64(0)
         if key >= self.first_key and key < self.end_key:
-            page, row = self.lookup(key)
-            address = self.head + page * self.page_bytes + row * self.row_bytes
+            address = self._address(*self.lookup(key))
         return address
+
+    def _address(self, page, row):
+        return self.head + page * self.page_bytes + row * self.row_bytes
 
     @cute.jit
     def fill(self, location, tile, ring, step, partial_barrier, partials):
@@ -344,6 +351,5 @@ class ListedRows(PageRows):
         if key >= self.first_key and key < self.end_key:
             token = global_array(Int32, self.table)[key]
             if token >= 0:
-                page = token >> self.page_shift
-                address = self.head + page * self.page_bytes + (token - (page << self.page_shift)) * self.row_bytes
+                address = self._address(*self.in_page(token))
         return address

@@ -151,7 +151,11 @@ class ListRow(LogitRow):
 
 @dataclass
 class ListMask(IntervalMask):
-    """Keys are entries of a list, all of which a row sees but negative ones."""
+    """Keys are entries of a list, all of which a row sees but negative ones, which may be anywhere."""
+
+    def tiles(self, first_position, last_position, kv_len, tile_n: int) -> TileRange:
+        found = super().tiles(first_position, last_position, kv_len, tile_n)
+        return TileRange(found.begin, found.end, found.begin, found.begin, found.first_key)
 
     @cute.jit
     def apply(self, scores, tile_start, row):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64
 
 from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
@@ -22,7 +22,6 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import (
     global_array,
     global_pointer,
-    load_int,
     load_relaxed,
     store_release,
 )
@@ -35,7 +34,7 @@ from hopwell.kernels.splitting import SLOT_COUNTERS, TICKETS, WARP_ROWS
 QUAD = 4  # elements that a thread stores and loads at a time
 QUAD_BYTES = 4 * QUAD
 BLOCK_COLUMNS = 8  # of an accumulator, of which a quad is two elements in two rows
-READY, REQUEST, CHUNK, CHUNKS, FIRST_ROW = SHARE
+READY = SHARE[0]
 NO_SHARE = -1
 SHARES_TICKET = 8  # bytes from the first ticket
 PIECES_AT_ONCE, QUADS_AT_ONCE = 8, 2  # whose loads a thread has under way
@@ -46,7 +45,6 @@ class SharedMerge(Merge):
     """The threads that look after a CTA's pieces and shares."""
 
     message: Int32  # shared memory for three words from the first thread to all
-    has_lists: bool  # each query token is a request of its own, see ListSchedule
 
     def prepare(self, tile) -> None:
         """Nothing: a piece's slot is free since before its unit was computed."""
@@ -56,12 +54,13 @@ class SharedMerge(Merge):
         :meth:`help`."""
 
     @cute.jit
-    def _announce(self, tile, of_chunk) -> None:
+    def _announce(self, tile, of_chunk, group) -> None:
         """A piece has been written, visibly to all threads here: when it was the last, all shares are ready."""
         slots, piece = self.slots, tile.piece
         first = piece - tile.chunk * of_chunk  # not the tile's, which would take a register all the time
         if self._thread == 0:
-            share = (tile.request.index, tile.chunk, tile.chunks, tile.first_row)
+            rows = tile.request.q_len * Int32(group) - tile.first_row
+            share = (tile.request.o_start, tile.first_row, rows, tile.chunk, tile.chunks)
             for kind, value in zip(SHARE[1:], share, strict=True):
                 global_array(Int32, slots.counter(kind, piece))[0] = value
         if self._is_last(PIECES_THERE, first, tile.chunks):
@@ -95,15 +94,15 @@ class SharedMerge(Merge):
         """Between the unit that is ``done`` and the next, ``tile``: merge the share in hand if it is ready, announce
         the piece, and merge on until the next one's slot is free; after the last unit, until all shares have been
         handed out. Takes the share in hand, returns the one that is in hand then."""
-        waits, has_piece = True, done.chunks > 1
+        waits, has_piece = Boolean(True), done.chunks > 1
         while waits:
             share, is_ready, waits = self._look(share, tile)
             if is_ready:
                 self._merge_share(share, of_chunk, a, g, scale, dtype)
                 share = Int32(NO_SHARE)
             if has_piece:
-                self._announce(done, of_chunk)
-            has_piece = has_piece and False
+                self._announce(done, of_chunk, g.group)
+            has_piece = Boolean(False)
         return share
 
     @cute.jit
@@ -136,14 +135,9 @@ class SharedMerge(Merge):
     @cute.jit
     def _merge_share(self, share, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
         slots = self.slots
-        index, chunk, chunks, first_row = (load_relaxed(slots.counter(kind, share)) for kind in SHARE[1:])
-        if const_expr(self.has_lists):
-            q_start, q_end = index, index + 1
-        else:
-            q_start = load_int(a.q_offsets, index, index * Int32(g.q_len))
-            q_end = load_int(a.q_offsets, index + 1, q_start + Int32(g.q_len))
-        count = cutlass.min((q_end - q_start) * Int32(g.group) - first_row, slots.rows)
-        rows = PackedRows(a, g, q_start, Int32(0), first_row, count, scale, dtype.width // 8)
+        token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, share)) for kind in SHARE[1:])
+        count = cutlass.min(count, slots.rows)
+        rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8)
         first = share - chunk * of_chunk
         warps = (count + (WARP_ROWS - 1)) // WARP_ROWS
         items = warps * (WARP_ROWS * slots.columns // QUAD)

@@ -126,9 +126,14 @@ class Attend(DeviceStruct):
         self.softmax.step(operands.scores())
         warpgroup.wait_group(0)
         v_ring.release(kv_step)
+        self.rescale(operands)
+        operands.round_scores()
+
+    @cute.jit
+    def rescale(self, operands):
+        """Bring O to the references that the latest step has chosen."""
         if self.softmax.reference_moved():
             operands.rescale_output(self.softmax.rescale)
-        operands.round_scores()
 
     @cute.jit
     def to_logits(self, scores, n, row, masked: cutlass.Constexpr):
@@ -209,23 +214,28 @@ class Operands(DeviceStruct):
 
     @staticmethod
     def create(kernel, tiles: SharedTiles, row_group, column_group) -> "Operands":
+        value = tiles.v
+        if const_expr(kernel.config.v_parts > 1):
+            part = cute.crd2idx((0, kernel.config.depth[1], 0), tiles.v.layout)
+            value = cute.make_tensor(tiles.v.iterator + column_group * part, tiles.v.layout)
+        return Operands.of_value(kernel, tiles, row_group, value, kernel.config.columns[1])
+
+    @staticmethod
+    def of_value(kernel, tiles: SharedTiles, row_group, value, columns: int) -> "Operands":
+        """``value`` is a tile of ``columns``, the first of which are multiplied."""
         t, source = kernel.tile, warpgroup.OperandSource
         depth_qk, depth_v = kernel.config.depth
         mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups // kernel.config.v_parts)
         qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
         pv_mma = mma((WARPGROUP_ROWS, depth_v), a_source=source.RMEM, b_major=OperandMajorMode.MN)
         qk, pv = qk_mma.get_slice(row_group * WARPGROUP), pv_mma.get_slice(row_group * WARPGROUP)
-        v_transposed = cute.make_layout((depth_v, t.n, t.kv_stages), stride=(t.n, 1, t.n * kernel.config.columns[1]))
-        v_tiles = tiles.v
-        if const_expr(kernel.config.v_parts > 1):
-            part = cute.crd2idx((0, depth_v, 0), tiles.v.layout)
-            v_tiles = cute.make_tensor(tiles.v.iterator + column_group * part, tiles.v.layout)
+        v_transposed = cute.make_layout((depth_v, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
         return Operands(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
             q=qk.make_fragment_A(qk.partition_A(tiles.q)),
             k=qk.make_fragment_B(qk.partition_B(tiles.k)),
-            v=pv.make_fragment_B(pv.partition_B(cute.composition(v_tiles, v_transposed))),
+            v=pv.make_fragment_B(pv.partition_B(cute.composition(value, v_transposed))),
             s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
             o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
             p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),

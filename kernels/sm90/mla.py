@@ -1,7 +1,6 @@
 """Hopper MLA decode: heads that share one latent key, whose first columns are the value as well."""
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import cutlass
@@ -95,7 +94,6 @@ class MlaSm90(DecodeSm90):
             2 * WARPGROUP,
             MERGE_BARRIER,
             shared_address(tiles.staging) + MESSAGE_PLACE,
-            self.config.sparse,
         )
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
@@ -115,31 +113,17 @@ class MlaOperands(Operands):
 
     @staticmethod
     def of(kernel: MlaSm90, tiles, is_left: bool) -> "MlaOperands":
-        t, c, source = kernel.tile, kernel.config, warpgroup.OperandSource
-        half = c.depth[1]
-        mma = partial(make_mma, kernel.dtype, warpgroups=1)
-        qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
-        pv_mma = mma((WARPGROUP_ROWS, half), a_source=source.RMEM, b_major=OperandMajorMode.MN)
-        other_mma = mma((WARPGROUP_ROWS, half), a_source=source.SMEM, b_major=OperandMajorMode.MN)
-        qk, pv, other = (each.get_slice(0) for each in (qk_mma, pv_mma, other_mma))
-        columns = c.columns[0] if const_expr(is_left) else c.columns[1]
-        transposed = cute.make_layout((half, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
-        v = cute.composition(tiles.k if const_expr(is_left) else tiles.v, transposed)
-        last_block = cute.make_layout((t.m, t.n, t.kv_stages), stride=(1, t.n, t.n * c.columns[1]))
+        t, half, columns = kernel.tile, kernel.config.depth[1], kernel.config.columns
+        value = (tiles.k, columns[0]) if const_expr(is_left) else (tiles.v, columns[1])
+        common = Operands.of_value(kernel, tiles, 0, *value)
+        source = warpgroup.OperandSource.SMEM
+        shape = (WARPGROUP_ROWS, half)
+        other_mma = make_mma(kernel.dtype, shape, a_source=source, b_major=OperandMajorMode.MN, warpgroups=1)
+        qk, other = common.qk_mma.get_slice(0), other_mma.get_slice(0)
+        last_block = cute.make_layout((t.m, t.n, t.kv_stages), stride=(1, t.n, t.n * columns[1]))
         p_tiles = cute.make_tensor(tiles.v.iterator + cute.crd2idx((0, half, 0), tiles.v.layout), tiles.v.layout)
         return MlaOperands(
-            qk_mma=qk_mma,
-            pv_mma=pv_mma,
-            q=qk.make_fragment_A(qk.partition_A(tiles.q)),
-            k=qk.make_fragment_B(qk.partition_B(tiles.k)),
-            v=pv.make_fragment_B(pv.partition_B(v)),
-            s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
-            o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, half)), Float32),
-            p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
-            dtype=kernel.dtype,
-            tile_n=t.n,
-            depth_qk=c.head_dim_qk,
-            depth_v=half,
+            **vars(common),
             other_mma=other_mma,
             k_right=qk.make_fragment_B(qk.partition_B(tiles.v)),
             p_shared=other.make_fragment_A(other.partition_A(cute.composition(p_tiles, last_block))),
@@ -224,13 +208,13 @@ class MlaAttend(DecodeAttend):
         b = a + 1
         self.scores(operands, q_stage, a)
         warpgroup.wait_group(0)
-        self.to_logits(operands, 2 * n + 1, row, masked)
+        if masked:
+            self.to_logits(operands.scores(), 2 * n + 1, row, True)
         self.softmax.step(operands.scores())
         operands.round_scores()
         self.hand_over(operands, right.stage(a), LEFT_P_BARRIER)
         right.release(a)
-        if self.softmax.reference_moved():
-            operands.rescale_output(self.softmax.rescale)
+        self.rescale(operands)
         operands.issue_pv(left.stage(a))
         warpgroup.wait_group(0)
         left.release(a)
@@ -238,8 +222,7 @@ class MlaAttend(DecodeAttend):
         right.wait_full(b)
         cute.arch.barrier(barrier_id=RIGHT_P_BARRIER, number_of_threads=2 * WARPGROUP)
         self.follow_other()
-        if self.softmax.reference_moved():
-            operands.rescale_output(self.softmax.rescale)
+        self.rescale(operands)
         operands.issue_other(left.stage(b))
         warpgroup.wait_group(0)
         left.release(b)
@@ -258,17 +241,16 @@ class MlaAttend(DecodeAttend):
         self.follow_other()
         warpgroup.wait_group(0)
         left.release(b)
-        self.to_logits(operands, 2 * n, row, masked)
-        if self.softmax.reference_moved():
-            operands.rescale_output(self.softmax.rescale)
+        if masked:
+            self.to_logits(operands.scores(), 2 * n, row, True)
+        self.rescale(operands)
         operands.issue_other(left.stage(a))
         self.softmax.step(operands.scores())
         operands.round_scores()
         self.hand_over(operands, right.stage(b), RIGHT_P_BARRIER)
         warpgroup.wait_group(0)
         right.release(a)
-        if self.softmax.reference_moved():
-            operands.rescale_output(self.softmax.rescale)
+        self.rescale(operands)
         operands.issue_pv(left.stage(b))
         warpgroup.wait_group(0)
         right.release(b)
@@ -280,13 +262,6 @@ class MlaAttend(DecodeAttend):
         operands.issue_qk_left(q_stage, left.stage(step))
         right.wait_full(step)
         operands.issue_qk_right(q_stage, right.stage(step))
-
-    @cute.jit
-    def to_logits(self, operands, tile, row, masked) -> None:
-        if const_expr(self.kernel.config.sparse):
-            masked = True
-        if masked:
-            self.mask.apply(operands.scores(), tile * self.kernel.tile.n, row)
 
     @cute.jit
     def store_piece(self, operands, rows, piece, warp_row, column_group) -> None:
@@ -311,8 +286,7 @@ class MlaAttend(DecodeAttend):
         row = warp_row + lane % WARP_ROWS
         line = copy.block_row(row, block, t.n, columns, self.kernel.source.columns_first)
         for k in cutlass.range_constexpr(t.n // MMA_COLUMNS):
-            chunk = (2 * k + lane // WARP_ROWS) ^ (row & 7)
-            address = base + line * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
+            address = copy.swizzled_chunk(base, line, 2 * k + lane // WARP_ROWS)
             copy.store_matrix_x4(address, [words[4 * k + i] for i in range(4)])
         mine = self._state(0, 0)
         for r in cutlass.range_constexpr(RowFragment.rows):

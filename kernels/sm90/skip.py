@@ -86,8 +86,7 @@ class SkippingAttend(Attend):
             self.skip.note(True)
             for r in cutlass.range_constexpr(scores.rows):
                 self.softmax.accumulate(scores, r, maxima[r])
-            if self.softmax.reference_moved():
-                operands.rescale_output(self.softmax.rescale)
+            self.rescale(operands)
             operands.round_scores()
 
     @cute.jit
