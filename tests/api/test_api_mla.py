@@ -200,6 +200,15 @@ class TestRefusals:
         tokens = form(MLA, "sparse")["block_tables"].repeat_interleave(2, -1)[..., ::2]
         refused(MLA, ValueError, "^block_tables must have stride 1", "sparse", block_tables=tokens)
 
+    def test_sparse_without_a_rotary_part(self, launched: Problems) -> None:
+        only_latent = dict(query=data(BATCH, 2, HEADS, 512), kv_cache=data(PAGES, PAGE, 512), qk_rope_head_dim=0)
+        mla("sparse", **only_latent)
+        (problem,) = launched
+        assert problem.key.shape == problem.value.shape == (PAGES, 1, PAGE, 512)
+        assert problem.page_table is None
+        assert problem.token_table is not None
+        assert problem.max_kv_len == problem.token_table.shape[1] == 8
+
     def test_fp8(self) -> None:
         text = "fp8.*query.dtype=torch.float8_e4m3fn.*data types supported on sm_90a: bf16 query and cache"
         refused(MLA, NotImplementedError, text, "fp8")

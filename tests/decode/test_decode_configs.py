@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 
 import pytest
 from decode_cases import HEAD_DIMS, Case, check_config
+from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
@@ -34,20 +32,10 @@ def test_small_case(config: DecodeConfig) -> None:
 
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer(tool: str, head_dim: int) -> None:
     """compute-sanitizer finds nothing in the bf16 kernels of this head dim."""
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not on the PATH")
-    options = ["--tool", tool, "--error-exitcode", "86"]
-    if tool == "memcheck":  # it counts driver functions that cuda-python looks for in vain
-        options += ["--report-api-errors", "no"]
-    command = [sanitizer, *options, sys.executable, __file__, str(head_dim)]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards displayed" in done.stdout
+    check_sanitized(tool, __file__, head_dim)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from batches import same, starts
+from concurrent_launches import check_threads, check_two_branches
 from decode_batches import DRAFT, FULL, DecodeBatch
 from decode_cases import draft_bits
 
@@ -164,20 +164,7 @@ def test_graph_of_many_launches_on_two_branches() -> None:
     problems = [data.decode(16) for _ in range(6)]
     plan = Plan(problems[0])
     plan.execute(problems[0])
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        side.wait_stream(torch.cuda.current_stream())
-        for index, one in enumerate(problems):
-            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
-                plan.execute(one)
-        torch.cuda.current_stream().wait_stream(side)
-    for _ in range(5):
-        for one in problems:
-            one.out.fill_(math.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(plain, one.out) for one in problems)
+    check_two_branches(plan, problems, plain, math.nan)
 
 
 def test_streams_and_threads_do_not_disturb_each_other() -> None:
@@ -185,27 +172,7 @@ def test_streams_and_threads_do_not_disturb_each_other() -> None:
     for seed in range(2):
         problem = batch(seed=seed).decode(16)
         work.append((problem, execute(problem).clone()))
-    torch.cuda.synchronize()
-    failures: list[Any] = []
-
-    def hammer(problem: Any, want: torch.Tensor) -> None:
-        try:
-            plan, stream = Plan(problem), torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(50):
-                    problem.out.fill_(math.nan)
-                    plan.execute(problem)
-                    if not torch.equal(problem.out, want):
-                        failures.append("results differ")
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=hammer, args=item) for item in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    check_threads(work, math.nan)
 
 
 def test_programmatic_launch_does_not_change_results() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 
 import pytest
 from mla_cases import Case, check_case
+from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
 
@@ -32,20 +30,10 @@ def test_small_case(config: MlaConfig) -> None:
 
 
 @pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer(tool: str, sparse: bool) -> None:
     """compute-sanitizer finds nothing in the kernels."""
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not on the PATH")
-    options = ["--tool", tool, "--error-exitcode", "86"]
-    if tool == "memcheck":  # it counts driver functions that cuda-python looks for in vain
-        options += ["--report-api-errors", "no"]
-    command = [sanitizer, *options, sys.executable, __file__, "sparse" if sparse else "dense"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards displayed" in done.stdout
+    check_sanitized(tool, __file__, "sparse" if sparse else "dense")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from batches import same, starts
+from concurrent_launches import check_two_branches
 from mla_batches import MlaBatch, listing
 
 import hopwell
@@ -239,20 +240,7 @@ def test_graph_of_many_launches_on_two_branches(top_k: int) -> None:
     problems = [data.decode(64) for _ in range(6)]
     plan = Plan(problems[0])
     plan.execute(problems[0])
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        side.wait_stream(torch.cuda.current_stream())
-        for index, one in enumerate(problems):
-            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
-                plan.execute(one)
-        torch.cuda.current_stream().wait_stream(side)
-    for _ in range(5):
-        for one in problems:
-            one.out.fill_(math.nan)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(plain, one.out) for one in problems)
+    check_two_branches(plan, problems, plain, math.nan)
 
 
 @KINDS

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from typing import Any
 
 import pytest
 import torch
 from batches import Batch, starts
+from concurrent_launches import check_threads, check_two_branches
 
 import hopwell
 from hopwell.kernels import Plan, execute
@@ -83,21 +83,8 @@ def test_graph_of_many_launches_on_two_branches() -> None:
     problem = data.problem(16)
     plain = execute(problem).clone()
     plan = Plan(problem)
-    outs = [torch.empty_like(plain) for _ in range(16)]
-    problems = [data.problem(16, out=out) for out in outs]
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-    with torch.cuda.graph(graph):
-        side.wait_stream(torch.cuda.current_stream())
-        for index, one in enumerate(problems):
-            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
-                plan.execute(one)
-        torch.cuda.current_stream().wait_stream(side)
-    for _ in range(5):
-        for out in outs:
-            out.fill_(7)
-        graph.replay()
-        torch.cuda.synchronize()
-        assert all(torch.equal(plain, out) for out in outs)
+    problems = [data.problem(16, out=torch.empty_like(plain)) for _ in range(16)]
+    check_two_branches(plan, problems, plain, 7)
 
 
 def test_graph_of_the_cudnn_entry() -> None:
@@ -157,27 +144,7 @@ def test_streams_and_threads_do_not_disturb_each_other() -> None:
         data = Batch([700, 300], [700, 900], seed=seed)
         problem = data.problem(16)
         work.append((problem, execute(problem).clone()))
-    torch.cuda.synchronize()
-    failures: list[Any] = []
-
-    def hammer(problem: Any, want: torch.Tensor) -> None:
-        try:
-            plan, stream = Plan(problem), torch.cuda.Stream()
-            with torch.cuda.stream(stream):
-                for _ in range(50):
-                    problem.out.fill_(7)
-                    plan.execute(problem)
-                    if not torch.equal(problem.out, want):
-                        failures.append("results differ")
-        except Exception as error:
-            failures.append(error)
-
-    threads = [threading.Thread(target=hammer, args=item) for item in work]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    check_threads(work, 7)
 
 
 def test_first_call_inside_a_capture() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import pathlib
-import shutil
-import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 from config_cases import MAIN_DIMS, check_config
+from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
 from hopwell.kernels.problem import MaskKind, ScoreKind
@@ -46,19 +44,10 @@ def test_small_case(config: PrefillConfig) -> None:
 
 
 @pytest.mark.parametrize("dims", SANITIZED_DIMS, ids=lambda dims: f"qk{dims[0]}-v{dims[1]}")
-@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "synccheck"])
+@pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer(tool: str, dims: tuple[int, int]) -> None:
     """compute-sanitizer finds nothing in the bf16 kernels of these head dims."""
-    sanitizer = shutil.which("compute-sanitizer")
-    if sanitizer is None:
-        pytest.skip("compute-sanitizer is not on the PATH")
-    options = ["--tool", tool, "--error-exitcode", "86"]
-    if tool == "memcheck":  # it counts driver functions that cuda-python looks for in vain
-        options += ["--report-api-errors", "no"]
-    command = [sanitizer, *options, sys.executable, __file__, *map(str, dims)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=pathlib.Path(__file__).parent)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
-    assert "ERROR SUMMARY: 0 errors" in done.stdout or "0 hazards displayed" in done.stdout
+    check_sanitized(tool, __file__, *dims)
 
 
 if __name__ == "__main__":

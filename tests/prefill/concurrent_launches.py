@@ -1,0 +1,56 @@
+"""Launches that may run at the same time: on branches of a graph, and on streams of several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from hopwell.kernels import Plan
+from hopwell.kernels.problem import AttentionProblem
+
+
+def check_two_branches(plan: Plan, problems: Sequence[AttentionProblem], want: torch.Tensor, fill: float) -> None:
+    """A graph that launches the plan for all problems, on two branches by turns, gives each the result ``want``.
+    Outputs are full of ``fill`` before each of some replays."""
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        for index, one in enumerate(problems):
+            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
+                plan.execute(one)
+        torch.cuda.current_stream().wait_stream(side)
+    for _ in range(5):
+        for one in problems:
+            one.out.fill_(fill)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(torch.equal(want, one.out) for one in problems)
+
+
+def check_threads(work: Sequence[tuple[AttentionProblem, torch.Tensor]], fill: float) -> None:
+    """Threads, one for each (problem, result), launch over and over on streams of their own, and results stay."""
+    torch.cuda.synchronize()
+    failures: list[Any] = []
+
+    def hammer(problem: AttentionProblem, want: torch.Tensor) -> None:
+        try:
+            plan, stream = Plan(problem), torch.cuda.Stream()
+            with torch.cuda.stream(stream):
+                for _ in range(50):
+                    problem.out.fill_(fill)
+                    plan.execute(problem)
+                    if not torch.equal(problem.out, want):
+                        failures.append("results differ")
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=hammer, args=item) for item in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
