@@ -33,7 +33,6 @@ def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
     qk_dim, v_dim = query.shape[-1], problem.value.shape[-1]
     page_size = key.shape[2]
     paged = problem.page_table is not None
-    known_dims = (qk_dim, v_dim) in support.HEAD_DIMS
     known_page = page_size <= support.MAX_PAGE_SIZE and page_size & (page_size - 1) == 0
     out_dtype = query.dtype if problem.out is None else problem.out.dtype
     scales = [scale for scale in (problem.softmax_scale, problem.output_scale) if isinstance(scale, torch.Tensor)]
@@ -43,7 +42,7 @@ def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
         arch,
         (
             (True, "16bit", dtypes),
-            (True, "head_dim" if known_dims else "other_head_dim", f"head_dim={qk_dim} for Q and K, {v_dim} for V"),
+            (True, support.prefill_head_dim((qk_dim, v_dim)), f"head_dim={qk_dim} for Q and K, {v_dim} for V"),
             (paged, "page_size" if known_page else "other_page_size", f"page_size={page_size}"),
             (True, "cache", f"KV of shape {tuple(key.shape)}"),
             (True, _MASK_FEATURES[problem.mask.kind], f"{problem.mask.kind.value} mask"),

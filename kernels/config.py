@@ -9,16 +9,17 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 
-ARCHS = ("sm_90a",)
+HOPPER = ("sm_90a",)
+BLACKWELL = ("sm_100a", "sm_103a")
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -96,13 +97,6 @@ TILES = {
     # but nothing to exchange.
     (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
-
-
-def tile_of(dims: tuple[int, int], score: ScoreKind, skip_softmax: bool) -> Tile:
-    """The tile of head dims (QK, V). With 128 keys, soft caps and skip-softmax would spill in three warpgroups."""
-    tile = TILES[dims]
-    short_of_registers = tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax)
-    return replace(tile, n=96) if short_of_registers else tile
 
 
 MAX_BOX_ROWS = 64  # taller boxes are no faster (H200, 2026-11-21), and fewer sizes mean fewer kernels
@@ -216,14 +210,23 @@ class KernelConfig:
 
 @dataclass(frozen=True)
 class PrefillConfig(KernelConfig):
-    """A prefill kernel."""
+    """A prefill kernel; of Hopper where no subclass says otherwise."""
 
     score: ScoreKind = ScoreKind.SCALED
     skip_softmax: bool = False
 
+    tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+
+    @classmethod
+    def tile_of(cls, dims: tuple[int, int], score: ScoreKind, skip_softmax: bool) -> Tile:
+        """The tile of head dims (QK, V). With 128 keys, soft caps and skip-softmax would spill in three warpgroups."""
+        tile = cls.tiles[dims]
+        short_of_registers = tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax)
+        return replace(tile, n=96) if short_of_registers else tile
+
     @property
     def tile(self) -> Tile:
-        return tile_of((self.head_dim_qk, self.head_dim_v), self.score, self.skip_softmax)
+        return self.tile_of((self.head_dim_qk, self.head_dim_v), self.score, self.skip_softmax)
 
     @property
     def name(self) -> str:
@@ -263,6 +266,21 @@ def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
     return page, head
 
 
+def config_type(arch: str) -> type[PrefillConfig]:
+    """The configs of an architecture.
+
+    Raises:
+        NotImplementedError: there are none.
+    """
+    if arch in HOPPER:
+        return PrefillConfig
+    if arch in BLACKWELL:
+        from hopwell.kernels.sm100_config import Sm100PrefillConfig
+
+        return Sm100PrefillConfig
+    raise NotImplementedError(f"there is no prefill kernel for {arch}; supported: {', '.join((*HOPPER, *BLACKWELL))}")
+
+
 def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     """The kernel for ``problem`` on ``arch``.
 
@@ -270,17 +288,16 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
-    if arch not in ARCHS:
-        raise NotImplementedError(f"there is no prefill kernel for {arch}; supported: {', '.join(ARCHS)}")
-    if dims not in TILES:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in support.HEAD_DIMS)
+    kind = config_type(arch)
+    if dims not in kind.tiles:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.tiles)
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
     skip_softmax = problem.skip_softmax > 0
-    fetch, box_rows = kv_fetch(problem, tile_of(dims, problem.score.kind, skip_softmax).n)
-    return PrefillConfig(
+    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, problem.score.kind, skip_softmax).n)
+    return kind(
         arch=arch,
         dtype=DTYPES[problem.query.dtype],
         out_dtype=DTYPES[out_dtype],
@@ -321,11 +338,12 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
 
 def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
     """Every kernel that :func:`resolve` gives for inputs and outputs of one dtype."""
-    if arch not in ARCHS:
+    if arch not in (*HOPPER, *BLACKWELL):
         return
-    for dtype, (dims, tile), mask in itertools.product(DTYPES.values(), TILES.items(), MASKS):
+    kind = config_type(arch)
+    for dtype, (dims, tile), mask in itertools.product(DTYPES.values(), kind.tiles.items(), MASKS):
         for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(tile.n)]:
-            yield PrefillConfig(arch, dtype, dtype, *dims, mask, fetch, rows)
+            yield kind(arch, dtype, dtype, *dims, mask, fetch, rows)
 
 
 def paged_fetches(tile_n: int) -> list[tuple[KvFetch, int]]:

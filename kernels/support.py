@@ -22,7 +22,8 @@ XQA = "xqa_batch_decode_with_kv_cache"
 MLA = "trtllm_batch_decode_with_kv_cache_mla"
 
 # (QK, V) of the prefill kernels
-HEAD_DIMS = (*((d, d) for d in (32, 40, 48, 64, 80, 96, 104, 128, 160, 192, 256, 512)), (192, 128))
+COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
+HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = (*range(16, 129, 16), 256)
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
@@ -30,7 +31,11 @@ SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 MAX_PAGE_SIZE = 1024
 
 _HOPPER = ("sm_90a",)
+_PREFILL = ("sm_90a", "sm_100a", "sm_103a")
 _NOWHERE: tuple[str, ...] = ()
+
+# Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator only.
+RUN_ON_HARDWARE = ("sm_90a",)
 
 
 @dataclass(frozen=True)
@@ -55,27 +60,47 @@ class Entry:
         return next(feature for feature in self.features if feature.key == key)
 
 
-def _head_dims(dims: tuple[tuple[int, int], ...] = HEAD_DIMS) -> tuple[Feature, ...]:
-    listed = ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in dims)
-    return (
-        Feature("head_dim", "head dims", f"head dim {listed} (QK/V where they differ)", _HOPPER),
-        Feature("other_head_dim", "head dims", "other head dims", _NOWHERE),
-    )
+def _listed(dims: tuple[tuple[int, int], ...]) -> str:
+    return "head dim " + ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in dims)
 
 
-def _page_sizes() -> tuple[Feature, ...]:
+_OTHER_HEAD_DIM = Feature("other_head_dim", "head dims", "other head dims", _NOWHERE)
+_PREFILL_HEAD_DIMS = (
+    Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
+    Feature("hopper_head_dim", "head dims", _listed(HOPPER_HEAD_DIMS), _HOPPER),
+    _OTHER_HEAD_DIM,
+)
+
+
+def prefill_head_dim(dims: tuple[int, int]) -> str:
+    """The key of the feature that a prefill of these head dims (QK, V) needs."""
+    known = {"head_dim": COMMON_HEAD_DIMS, "hopper_head_dim": HOPPER_HEAD_DIMS}
+    return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
+
+
+def _page_sizes(archs: tuple[str, ...]) -> tuple[Feature, ...]:
     return (
-        Feature("page_size", "page sizes", f"page size: powers of two from 1 to {MAX_PAGE_SIZE}", _HOPPER),
+        Feature("page_size", "page sizes", f"page size: powers of two from 1 to {MAX_PAGE_SIZE}", archs),
         Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE),
     )
 
 
-_16BIT = Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _HOPPER)
-_CAUSAL = Feature("causal", "masks", "causal mask (bottom-right)", _HOPPER)
-_WINDOW = Feature("window", "masks", "sliding window", _HOPPER)
-_SINKS = Feature("sinks", "extras", "attention sinks", _HOPPER)
-_TENSOR_SCALES = Feature("tensor_scales", "extras", "scales as device tensors", _HOPPER)
-_SKIP_SOFTMAX = Feature("skip_softmax", "extras", "skip-softmax", _HOPPER)
+_16BIT = Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _PREFILL)
+_CAUSAL = Feature("causal", "masks", "causal mask (bottom-right)", _PREFILL)
+_SKIP_SOFTMAX = Feature("skip_softmax", "extras", "skip-softmax", _PREFILL)
+
+
+def _window(archs: tuple[str, ...]) -> Feature:
+    return Feature("window", "masks", "sliding window", archs)
+
+
+def _sinks(archs: tuple[str, ...]) -> Feature:
+    return Feature("sinks", "extras", "attention sinks", archs)
+
+
+def _tensor_scales(archs: tuple[str, ...]) -> Feature:
+    return Feature("tensor_scales", "extras", "scales as device tensors", archs)
+
 
 ENTRIES: dict[str, Entry] = {
     CONTEXT: Entry(
@@ -86,13 +111,13 @@ ENTRIES: dict[str, Entry] = {
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
             Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
             Feature("nvfp4_out", "data types", "NVFP4 output", _NOWHERE),
-            *_head_dims(),
-            *_page_sizes(),
-            Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", _HOPPER),
+            *_PREFILL_HEAD_DIMS,
+            *_page_sizes(_PREFILL),
+            Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", _PREFILL),
             _CAUSAL,
-            _WINDOW,
-            _SINKS,
-            _TENSOR_SCALES,
+            _window(_PREFILL),
+            _sinks(_PREFILL),
+            _tensor_scales(_PREFILL),
             _SKIP_SOFTMAX,
         ),
     ),
@@ -102,18 +127,18 @@ ENTRIES: dict[str, Entry] = {
             _16BIT,
             Feature("fp8", "data types", "fp8 (e4m3) query and KV", _NOWHERE),
             Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
-            *_head_dims(),
-            *_page_sizes(),
-            Feature("cache", "KV caches", "all five input layouts", _HOPPER),
+            *_PREFILL_HEAD_DIMS,
+            *_page_sizes(_PREFILL),
+            Feature("cache", "KV caches", "all five input layouts", _PREFILL),
             _CAUSAL,
-            Feature("full", "masks", "no mask (`padding`)", _HOPPER),
-            _WINDOW,
-            Feature("chunked", "masks", "chunked mask", _HOPPER),
-            _SINKS,
-            Feature("alibi", "extras", "ALiBi", _HOPPER),
+            Feature("full", "masks", "no mask (`padding`)", _PREFILL),
+            _window(_PREFILL),
+            Feature("chunked", "masks", "chunked mask", _PREFILL),
+            _sinks(_PREFILL),
+            Feature("alibi", "extras", "ALiBi", _PREFILL),
             Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", _NOWHERE),
-            Feature("soft_cap", "extras", "logits soft cap", _HOPPER),
-            Feature("softmax_stats", "extras", "softmax statistics", _HOPPER),
+            Feature("soft_cap", "extras", "logits soft cap", _PREFILL),
+            Feature("softmax_stats", "extras", "softmax statistics", _PREFILL),
             _SKIP_SOFTMAX,
         ),
     ),
@@ -122,18 +147,18 @@ ENTRIES: dict[str, Entry] = {
         (
             _16BIT,
             Feature("fp8", "data types", "fp8 (e4m3) query and KV", _NOWHERE),
-            *_head_dims(),
-            *_page_sizes(),
-            Feature("cache", "KV caches", "paged and ragged KV, element offsets", _HOPPER),
+            *_PREFILL_HEAD_DIMS,
+            *_page_sizes(_PREFILL),
+            Feature("cache", "KV caches", "paged and ragged KV, element offsets", _PREFILL),
             _CAUSAL,
-            Feature("full", "masks", "no mask", _HOPPER),
-            Feature("lse", "extras", "log-sum-exp, padded or ragged", _HOPPER),
+            Feature("full", "masks", "no mask", _PREFILL),
+            Feature("lse", "extras", "log-sum-exp, padded or ragged", _PREFILL),
         ),
     ),
     XQA: Entry(
         "hopwell.decode",
         (
-            _16BIT,
+            Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _HOPPER),
             Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", _HOPPER),
             Feature("int8_kv", "data types", "int8 KV cache", _HOPPER),
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
@@ -141,13 +166,13 @@ ENTRIES: dict[str, Entry] = {
             Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", _HOPPER),
             Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 128, and 256", _HOPPER),
             Feature("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches", _NOWHERE),
-            Feature("other_head_dim", "head dims", "other head dims", _NOWHERE),
-            *_page_sizes(),
+            _OTHER_HEAD_DIM,
+            *_page_sizes(_HOPPER),
             Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", _HOPPER),
             Feature("speculative", "masks", "several tokens per request with a mask", _HOPPER),
-            _WINDOW,
-            _SINKS,
-            _TENSOR_SCALES,
+            _window(_HOPPER),
+            _sinks(_HOPPER),
+            _tensor_scales(_HOPPER),
         ),
     ),
     MLA: Entry(
@@ -155,14 +180,15 @@ ENTRIES: dict[str, Entry] = {
         (
             Feature("16bit", "data types", "bf16 query and cache", _HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
-            *_head_dims(MLA_HEAD_DIMS),
+            Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", _HOPPER),
+            _OTHER_HEAD_DIM,
             Feature("sparse_head_dim", "head dims", "with sparse top-k head dim 512 as well", _HOPPER),
-            *_page_sizes(),
+            *_page_sizes(_HOPPER),
             Feature("cache", "KV caches", "3-D and 4-D caches", _HOPPER),
             Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", _HOPPER),
             Feature("sparse", "masks", "sparse top-k", _HOPPER),
-            _SINKS,
-            _TENSOR_SCALES,
+            _sinks(_HOPPER),
+            _tensor_scales(_HOPPER),
         ),
     ),
 }
@@ -192,8 +218,17 @@ def require(entry: str, feature: str, detail: str, arch: str) -> None:
         raise refusal(entry, feature, detail, arch)
 
 
+def _mark(row: Feature, arch: str) -> str:
+    if arch not in row.archs:
+        return "-"
+    return "yes" if arch in RUN_ON_HARDWARE else "emulator-verified"
+
+
 def support_matrix() -> str:
-    """The table in Markdown: for each entry its features as rows and the architectures as columns."""
+    """The table in Markdown: for each entry its features as rows and the architectures as columns.
+
+    "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator.
+    """
     sections = []
     for name, entry in ENTRIES.items():
         lines = [
@@ -202,10 +237,7 @@ def support_matrix() -> str:
             "| | " + " | ".join(ARCHS) + " |",
             "|---|" + ":---:|" * len(ARCHS),
         ]
-        lines += [
-            f"| {row.title} | " + " | ".join("yes" if arch in row.archs else "-" for arch in ARCHS) + " |"
-            for row in entry.features
-        ]
+        lines += [f"| {row.title} | " + " | ".join(_mark(row, arch) for arch in ARCHS) + " |" for row in entry.features]
         sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"
 

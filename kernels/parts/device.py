@@ -44,6 +44,12 @@ def global_array(dtype, address):
     return cute.make_tensor(global_pointer(dtype, address), cute.make_layout(1 << 30))
 
 
+def shared_array(dtype, address):
+    """The same in shared memory."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=dtype.width // 8)
+    return cute.make_tensor(pointer, cute.make_layout(1 << 16))
+
+
 def shared_address(pointer):
     """A shared-memory pointer as the 32-bit address that PTX instructions take."""
     return pointer.toint().to(Int32)
@@ -91,9 +97,14 @@ def load_int(address, index, default):
 
 
 @cute.jit
+def load_float(address, index, default):
+    """Float32 at ``address[index]``; ``default`` where no array was given (address 0)."""
+    value = Float32(default)
+    if address != 0:
+        value = global_array(Float32, address)[index]
+    return value
+
+
 def load_scale(address, value):
     """A scale that is either a kernel argument or one float32 in device memory."""
-    scale = Float32(value)
-    if address != 0:
-        scale = global_array(Float32, address)[0]
-    return scale
+    return load_float(address, 0, value)

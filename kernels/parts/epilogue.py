@@ -1,7 +1,7 @@
 """From accumulator registers to the output tensor and the log-sum-exp.
 
-A warp owns 16 rows of the tile from start to end: it rounds them, lays them out in shared memory, and copies whole rows
-to global memory in 16-byte pieces. No other warp's rows are touched, so a warp synchronises only with itself.
+A warp owns its rows of the tile from start to end: it rounds them, lays them out in shared memory, and copies them row
+by row to global memory in 16-byte pieces. No other warp's rows are touched, so a warp synchronises only with itself.
 """
 
 from dataclasses import dataclass
@@ -10,13 +10,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from hopwell.kernels.config import LANES
+from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, global_array
-from hopwell.kernels.parts.softmax import LN_2
+from hopwell.kernels.parts.device import DeviceStruct, global_array, load_float
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.parts.softmax import LN_2, LOG2_E
 
-WARP_ROWS = 16  # rows of an MMA tile that one warp holds
-PASS_COLUMNS = 64  # 16-bit columns that go through shared memory at a time: one swizzled row of 128 bytes
-STAGING_BYTES = WARP_ROWS * copy.SWIZZLE_ROW_BYTES  # of each warp
+WARP_ROWS = RowFragment.warp_rows
+STAGING_BYTES = 2 * WARP_ROWS * RowFragment.pass_columns  # of each warp
 
 
 @dataclass
@@ -26,35 +29,77 @@ class OutputRows(DeviceStruct):
     address: Int64  # of the tile's row 0 and the tile's head
     row_bytes: Int64
     count: Int32
-    columns: int  # of the output; ``output`` may hold up to 15 more
+    columns: int  # of the output; what is stored may have up to 15 more
 
     @cute.jit
-    def store(self, output, factors, staging, first_row, dtype: cutlass.Constexpr) -> None:
-        """Round ``output`` (a RowFragment) times ``factors`` to ``dtype`` and write this warp's valid rows.
+    def store(self, output, factors, staging, first_row, dtype: cutlass.Constexpr, first_column: cutlass.Constexpr = 0):
+        """Round ``output`` (a fragment, from column ``first_column`` of the output on) times ``factors`` to ``dtype``
+        and write this warp's valid rows.
 
-        ``staging`` is the warp's own STAGING_BYTES of shared memory; ``first_row`` is its first row in the tile.
+        ``staging`` is the warp's own shared memory; ``first_row`` is its first row in the tile.
         """
         lane = cute.arch.lane_idx()
-        rows_at_once = 32 // copy.CHUNKS_PER_ROW
-        for first_column in cutlass.range_constexpr(0, output.columns * output.lanes_per_row, PASS_COLUMNS):
-            rest = min(output.columns * output.lanes_per_row - first_column, PASS_COLUMNS)
-            for block16 in cutlass.range_constexpr(rest // 16):
-                words = []
-                for half in cutlass.range_constexpr(2):
-                    for r in cutlass.range_constexpr(2):
-                        c = first_column // output.lanes_per_row + 4 * block16 + 2 * half
-                        low, high = output.get(r, c) * factors[r], output.get(r, c + 1) * factors[r]
-                        words.append(copy.pack_x2(dtype, low, high))
-                copy.store_matrix_x4(copy.swizzled_chunk(staging, lane % 16, 2 * block16 + lane // 16), words)
+        chunks = output.pass_columns // 8  # of 16 bytes
+        rows_at_once = LANES // chunks
+        width = output.columns * output.lanes_per_row
+        for begin in cutlass.range_constexpr(0, width, output.pass_columns):
+            rest = min(width - begin, output.pass_columns)
+            output.stage(staging, factors, begin, rest, dtype)
             cute.arch.sync_warp()
-            for step in cutlass.range_constexpr(WARP_ROWS // rows_at_once):
-                row, chunk = step * rows_at_once + lane // copy.CHUNKS_PER_ROW, lane % copy.CHUNKS_PER_ROW
+            for step in cutlass.range_constexpr(output.warp_rows // rows_at_once):
+                row, chunk = step * rows_at_once + lane // chunks, lane % chunks
                 # Lanes past the last column, which store nothing, read what is there.
-                words = copy.load_shared_x4(copy.swizzled_chunk(staging, row, cutlass.min(chunk, rest // 8 - 1)))
-                if first_row + row < self.count and first_column + chunk * 8 < self.columns:
-                    offset = (first_row + row) * self.row_bytes + first_column * 2 + chunk * copy.CHUNK_BYTES
-                    copy.store_global_x4(self.address + offset, words)
+                words = copy.load_shared_x4(output.staged_chunk(staging, row, cutlass.min(chunk, rest // 8 - 1)))
+                column = first_column + begin + chunk * 8
+                if first_row + row < self.count and column < self.columns:
+                    copy.store_global_x4(self.address + (first_row + row) * self.row_bytes + column * 2, words)
             cute.arch.sync_warp()
+
+
+@dataclass
+class RowResults(DeviceStruct):
+    """What a query tile's rows end with besides the output: their normalisation, log-sum-exp and statistics."""
+
+    score: ScoreMap
+    sink: Float32  # natural logit
+    slope: Float32
+    first_position: Int32  # of the tile's row 0
+    head_dim: int
+    lse_rows: "LseRows"
+    statistics: "StatisticsRows"
+
+    @staticmethod
+    def create(tile, count, score: ScoreMap, head_dim: int, a: Addresses, g: Geometry) -> "RowResults":
+        """Of ``tile``, whose first ``count`` rows are valid."""
+        request = tile.request
+        lse_rows = LseRows(
+            address=a.lse,
+            offset=Int64(request.lse_start + tile.first_row) * g.lse_row + tile.head * g.lse_head,
+            row=g.lse_row,
+            natural=Int32(g.lse_natural),
+            count=count,
+        )
+        statistics = StatisticsRows(
+            address=a.statistics,
+            first=Int64(request.o_start + tile.first_row) * g.heads + tile.head,
+            row=g.heads,
+            count=count,
+        )
+        sink, slope = load_float(a.sinks, tile.head, -Float32.inf), score.slope(tile.head)
+        position = request.first_position + tile.first_row
+        return RowResults(score, sink, slope, position, head_dim, lse_rows, statistics)
+
+    @cute.jit
+    def finish(self, softmax, r: cutlass.Constexpr[int], row, lanes_per_row: cutlass.Constexpr[int]):
+        """Write what there is to say of row ``row`` of the tile, r of this lane; returns what normalises its output."""
+        shift = self.score.shift(self.slope, self.first_position + row)
+        factor, lse = softmax.finish(r, self.sink - shift, lanes_per_row)
+        total = softmax.sum_of_largest(r, lanes_per_row)
+        largest = self.score.largest_logit(softmax.largest[r], shift)
+        if cute.arch.lane_idx() % lanes_per_row == 0:
+            self.lse_rows.store(row, lse + shift * LOG2_E)
+            self.statistics.store(row, largest * self.head_dim**-0.5, total)
+        return factor
 
 
 @dataclass

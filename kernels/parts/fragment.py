@@ -1,8 +1,9 @@
-"""Accumulator registers of a warp-level or warpgroup-level MMA, seen as rows.
+"""A tile's elements in registers, seen as rows: which rows and columns a lane holds, and how it lays them out to store.
 
 wgmma and mma.sync leave the same picture in a thread's registers: of every 8-column block it holds two adjacent
 columns in each of two rows that are 8 apart, and the four lanes of a quad share a row (PTX ISA, "wgmma register
-fragment D"). Row r of the view, column c: register 4 * (c // 2) + 2 * r + c % 2.
+fragment D"). Row r of the view, column c: register 4 * (c // 2) + 2 * r + c % 2. That is a
+:class:`RowFragment`. Tensor memory is read and written by rows, one lane a row: a :class:`LaneRow`.
 """
 
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 
 import cutlass.cute as cute
 
+from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct
 
 
@@ -20,6 +22,8 @@ class RowFragment(DeviceStruct):
 
     rows = 2
     lanes_per_row = 4
+    warp_rows = 16  # of a warp
+    pass_columns = 64  # that go through shared memory at a time
 
     @staticmethod
     def index(r: int, c: int) -> int:
@@ -49,3 +53,73 @@ class RowFragment(DeviceStruct):
     def first_row():
         """The lane's first row within the 16 rows of its warp."""
         return cute.arch.lane_idx() // 4
+
+    def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
+        """Tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory in ``dtype``."""
+        lane = cute.arch.lane_idx()
+        for block in range(columns // 16):
+            words = []
+            for half in range(2):
+                c = begin // self.lanes_per_row + 4 * block + 2 * half
+                for r in range(self.rows):
+                    pair = (self.get(r, c) * factors[r], self.get(r, c + 1) * factors[r])
+                    words.append(copy.pack_x2(dtype, *pair))
+            copy.store_matrix_x4(self.staged_chunk(staging, lane % 16, 2 * block + lane // 16), words)
+
+    @staticmethod
+    def staged_chunk(staging, row, chunk):
+        """Where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
+        return copy.swizzled_chunk(staging, row, chunk)
+
+
+@dataclass
+class LaneRow(DeviceStruct):
+    registers: Any  # rmem tensor of float32 values
+    columns: int
+
+    rows = 1
+    lanes_per_row = 1
+    warp_rows = 32
+    pass_columns = 32
+
+    def get(self, r: int, c: int):
+        return self.registers[c]
+
+    def set(self, r: int, c: int, value) -> None:
+        self.registers[c] = value
+
+    @staticmethod
+    def column_offset(c: int) -> int:
+        return c
+
+    @staticmethod
+    def first_column() -> int:
+        return 0
+
+    @staticmethod
+    def row_offset(r: int) -> int:
+        return 0
+
+    @staticmethod
+    def first_row():
+        """The lane's row within the 32 rows of its warp."""
+        return cute.arch.lane_idx()
+
+    def words(self, begin: int, columns: int, dtype, factor=None) -> list:
+        """Columns [begin, begin + columns), times ``factor`` if given, in 16 bits, two in a word."""
+        values = [
+            self.registers[begin + c] if factor is None else self.registers[begin + c] * factor for c in range(columns)
+        ]
+        return [copy.pack_x2(dtype, values[c], values[c + 1]) for c in range(0, columns, 2)]
+
+    def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
+        """As :meth:`RowFragment.stage`."""
+        words = self.words(begin, columns, dtype, factors[0])
+        for chunk in range(columns // 8):
+            address = self.staged_chunk(staging, cute.arch.lane_idx(), chunk)
+            copy.store_shared_x4(address, words[4 * chunk : 4 * chunk + 4])
+
+    @staticmethod
+    def staged_chunk(staging, row, chunk):
+        """Two rows share a swizzled one of 128 bytes."""
+        return copy.swizzled_chunk(staging, row // 2, row % 2 * 4 + chunk)

@@ -102,10 +102,14 @@ class TileSchedule(DeviceStruct):
             tile = self._work_tile(place)
             if tile.first_row < tile.request.q_len:
                 board.post(step, tile)
+                self.published(tile, step)
                 step += 1
             place = following
         board.post_end(step)
         self._hand_back_tickets()
+
+    def published(self, tile: WorkTile, step) -> None:
+        """Called by the same warp for each tile that it has posted: nothing, unless it has more to do with it."""
 
 
 @dataclass

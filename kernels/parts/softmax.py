@@ -66,31 +66,41 @@ class OnlineSoftmax(DeviceStruct):
             chains[0] = cute.arch.fmax(chains[0], chains[c])
         return cute.arch.warp_reduction_max(chains[0], threads_in_group=scores.lanes_per_row)
 
-    @cute.jit
-    def accumulate(self, scores, r: cutlass.Constexpr[int], row_max) -> None:
+    def accumulate(self, scores, r: int, row_max) -> None:
         """Replace the scores of row r, the largest of which is ``row_max``, by their exponentials."""
+        self.choose_reference(r, row_max)
+        self.exponentials(scores, r)
+
+    @cute.jit
+    def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
+        """Move the reference of row r, if it has to, before scores up to ``row_max``."""
         before = self.reference[r]
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
         # A row that has seen no key yet has the reference -inf, which any logit exceeds.
         reference = row_max if row_max * self.scale > before * self.scale + SLACK else before
         self.reference[r] = reference
-        # Still without a key: subtract 0, because -inf - -inf is NaN.
-        safe = Float32(0.0) if reference == -Float32.inf else reference
-        offset = safe * self.scale
-        rescale = cute.math.exp2((before - safe) * self.scale, fastmath=True)
-        self.rescale[r] = rescale
+        self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
+
+    @cute.jit
+    def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
+        """Replace the scores of row r by their exponentials relative to its reference, and add them up."""
+        offset = self._safe(self.reference[r]) * self.scale
         sums = [Float32(0.0)] * CHAINS
         for c in cutlass.range_constexpr(scores.columns):
             p = cute.math.exp2(scores.get(r, c) * self.scale - offset, fastmath=True)
             scores.set(r, c, p)
             sums[c % CHAINS] = p if const_expr(c < CHAINS) else sums[c % CHAINS] + p
-        self.row_sum[r] = self.row_sum[r] * rescale + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+        self.row_sum[r] = self.row_sum[r] * self.rescale[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+
+    @cute.jit
+    def _safe(self, reference):
+        """Of a row still without a key 0, because -inf - -inf is NaN."""
+        return Float32(0.0) if reference == -Float32.inf else reference
 
     @cute.jit
     def follow(self, r: cutlass.Constexpr[int], reference) -> None:
         """Go over to a reference that was chosen elsewhere."""
-        safe = Float32(0.0) if reference == -Float32.inf else reference
-        self.rescale[r] = cute.math.exp2((self.reference[r] - safe) * self.scale, fastmath=True)
+        self.rescale[r] = cute.math.exp2((self.reference[r] - self._safe(reference)) * self.scale, fastmath=True)
         self.row_sum[r] = self.row_sum[r] * self.rescale[r]
         self.reference[r] = reference
 

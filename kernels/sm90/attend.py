@@ -12,30 +12,18 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, global_array, shared_address
-from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, LseRows, OutputRows, StatisticsRows
+from hopwell.kernels.parts.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, OutputRows, RowResults
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import IntervalMask, LogitRow
 from hopwell.kernels.parts.scheduler import Board, WorkTile
 from hopwell.kernels.parts.score import ScoreMap
-from hopwell.kernels.parts.softmax import LOG2_E, OnlineSoftmax
+from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.skeleton import SharedTiles
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
 TURN_BARRIER = 1  # named barriers 1.. give the consumer warpgroups turns at the tensor cores
 GROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
-
-
-@dataclass
-class SharedTiles(DeviceStruct):
-    """Tiles in shared memory: Q [tile.m, dim, stages], K and V [tile.n, dim, stages], staging for the output, and K and
-    V as they are in memory."""
-
-    q: Any
-    k: Any
-    v: Any
-    staging: Any
-    raw_k: Any = None
-    raw_v: Any = None
 
 
 @dataclass
@@ -155,37 +143,14 @@ class Attend(DeviceStruct):
         """Normalise this warp's rows; write them and their log-sum-exp."""
         request = tile.request
         count = request.q_len - tile.first_row
-        sink = -Float32.inf
-        if addresses.sinks != 0:
-            sink = global_array(Float32, addresses.sinks)[tile.head]
         # Warpgroups that share rows all know what there is to say of them; the first says it.
         count_once = count if column_group == 0 else Int32(0)
-        lse_rows = LseRows(
-            address=addresses.lse,
-            offset=Int64(request.lse_start + tile.first_row) * geometry.lse_row + tile.head * geometry.lse_head,
-            row=geometry.lse_row,
-            natural=Int32(geometry.lse_natural),
-            count=count_once,
-        )
-        statistics = StatisticsRows(
-            address=addresses.statistics,
-            first=Int64(request.o_start + tile.first_row) * geometry.heads + tile.head,
-            row=geometry.heads,
-            count=count_once,
-        )
-        slope = self.score.slope(tile.head)
+        results = RowResults.create(tile, count_once, self.score, self.kernel.config.head_dim_qk, addresses, geometry)
         output = operands.output()
         factors = []
         for r in cutlass.range_constexpr(output.rows):
             row = warp_row + output.first_row() + output.row_offset(r)
-            shift = self.score.shift(slope, request.first_position + tile.first_row + row)
-            factor, lse = self.softmax.finish(r, sink - shift, output.lanes_per_row)
-            factors.append(factor * self.output_scale)
-            total = self.softmax.sum_of_largest(r, output.lanes_per_row)
-            largest = self.score.largest_logit(self.softmax.largest[r], shift)
-            if cute.arch.lane_idx() % output.lanes_per_row == 0:
-                lse_rows.store(row, lse + shift * LOG2_E)
-                statistics.store(row, largest * self.kernel.config.head_dim_qk**-0.5, total)
+            factors.append(results.finish(self.softmax, r, row, output.lanes_per_row) * self.output_scale)
         first = Int64(request.o_start + tile.first_row) * geometry.o_token + tile.head * geometry.o_head
         first += column_group * operands.depth_v
         columns = self.kernel.config.head_dim_v // self.kernel.config.v_parts

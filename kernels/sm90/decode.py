@@ -24,8 +24,9 @@ from hopwell.kernels.parts.split import SplitSchedule, SplitTile
 from hopwell.kernels.parts.widen import Widen
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import Attend
-from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90, example_arguments
+from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
 
 MERGE_BARRIER = 7  # named barrier of the merge warpgroup
 

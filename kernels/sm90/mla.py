@@ -20,9 +20,9 @@ from hopwell.kernels.parts.mask import IntervalMask, ListMask, ListRow, LogitRow
 from hopwell.kernels.parts.partial import Slots
 from hopwell.kernels.parts.shares import NO_SHARE, SharedMerge
 from hopwell.kernels.parts.split import ListSchedule, SplitSchedule, SplitTile
+from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
 from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeAttend, DecodeSm90
-from hopwell.kernels.sm90.kernel import example_arguments
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
 STATE_BYTES = LANES * RowFragment.rows * 2 * 4  # of a warp: references and sums of each lane's rows

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import BLOCK_COLUMNS, WARPGROUP, PrefillConfig
+from hopwell.kernels.config import WARPGROUP, PrefillConfig
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_scale, shared_address
@@ -18,15 +18,9 @@ from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.scheduler import TileSchedule
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import Attend
-from hopwell.kernels.sm90.kernel import (
-    K_WARP,
-    Q_WARP,
-    SCHEDULE_WARP,
-    V_WARP,
-    AttentionSm90,
-    example_arguments,
-)
+from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
 from hopwell.kernels.sm90.skip import SkippingAttend, SkipRule
 
 
@@ -136,16 +130,7 @@ class PrefillSm90(AttentionSm90):
         step = Int32(0)
         tile = board.read(step)
         while tile.exists:
-            ring.wait_empty(step)
-            destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
-            with cute.arch.elect_one():
-                barrier = ring.full_barrier(step)
-                columns = self.config.q_columns
-                cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile.m * columns * 2)
-                for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
-                    coordinates = (block * BLOCK_COLUMNS, tile.request.q_start + tile.first_row, tile.head)
-                    offset = block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
-                    copy.tma_load(descriptor, destination + offset, barrier, coordinates)
+            self.fetch_q(descriptor, tiles, ring, step, tile.request.q_start + tile.first_row, tile.head)
             step += 1
             tile = board.read(step)
 

@@ -1,0 +1,256 @@
+"""What the kernels of all architectures have in common: tiles in shared memory, their edges, the warps that load."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from hopwell.kernels.config import (
+    BLOCK_COLUMNS,
+    LANES,
+    REGISTERS,
+    SHARED_BYTES,
+    WARPGROUP,
+    WORK_STAGES,
+    KernelConfig,
+    KvFetch,
+    KvType,
+)
+from hopwell.kernels.launch import Addresses
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.device import DeviceStruct, global_pointer, shared_address
+from hopwell.kernels.parts.kv_source import (
+    ContiguousBoxes,
+    KvOperand,
+    ListedRows,
+    PageBoxes,
+    PageColumnBoxes,
+    PageRows,
+    RawPageBoxes,
+)
+from hopwell.kernels.parts.scheduler import Board, WorkTile
+from hopwell.kernels.pipeline import Edge, barrier_count, create_rings
+
+DTYPES = {"e4m3": cutlass.Float8E4M3FN, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+SOURCES = {
+    KvFetch.CONTIGUOUS: ContiguousBoxes,
+    KvFetch.PAGE_BOXES: PageBoxes,
+    KvFetch.PAGE_ROWS: PageRows,
+    KvFetch.LISTED_ROWS: ListedRows,
+}
+LOADERS = 2  # warps that load K and V
+
+
+@dataclass
+class SharedTiles(DeviceStruct):
+    """Tiles in shared memory: Q [query rows, dim, stages], K and V [tile.n, dim, stages], staging for the output, and K
+    and V as they are in memory."""
+
+    q: Any
+    k: Any
+    v: Any
+    staging: Any
+    raw_k: Any = None
+    raw_v: Any = None
+
+
+class AttentionKernel:
+    """Warps of their own load tiles of Q, K and V for those that multiply them."""
+
+    work_tile: type[WorkTile] = WorkTile  # what the scheduler publishes
+    work_stages = WORK_STAGES  # units of work in hand
+    staging_bytes = 0  # shared memory of each warp that stores, for itself
+    step_tiles = 1  # K and V tiles of a step
+
+    def __init__(self, config: KernelConfig):
+        self.config = config
+        self.tile = config.tile
+        self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
+        self.source = SOURCES[config.kv_fetch]
+        self.is_raw = config.kv_type is not KvType.WIDE
+        if self.source is PageBoxes and self.is_raw:
+            self.source = RawPageBoxes
+        if self.source is PageBoxes and config.columns != config.kv_dims:
+            self.source = PageColumnBoxes
+        self.edges = self._edges()
+        if self.shared_bytes > SHARED_BYTES:
+            raise ValueError(
+                f"{config.name} needs {self.shared_bytes} bytes of shared memory, {SHARED_BYTES} are there"
+            )
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA: the stages of every edge, staging for the output, barriers."""
+        stages = sum(edge.stages * edge.stage_bytes for edge in self.edges)
+        return stages + self.storing_warps * self.staging_bytes + 8 * self._barriers
+
+    @property
+    def _barriers(self) -> int:
+        return barrier_count(self.edges) + LOADERS  # one more each, for tiles that need zeroed rows
+
+    @property
+    def q_rows(self) -> int:
+        """Query rows of a stage of Q."""
+        return self.tile.m
+
+    @property
+    def storing_warps(self) -> int:
+        """Warps that write results."""
+        raise NotImplementedError
+
+    def _edges(self) -> tuple[Edge, ...]:
+        """Q, K, V, work, and what else a kernel has."""
+        raise NotImplementedError
+
+    def _work_edge(self, warps: int) -> Edge:
+        """The board's: from the scheduler to ``warps`` others."""
+        size = board_stride(self.work_tile.INTS) * 4
+        return Edge("work", "schedule", "all others", self.work_stages, 1, warps, size, consumer_lanes=LANES)
+
+    def _kv_atom(self, address, head_dim, heads, sizes, strides):
+        """The TMA atom that the KV source issues, None where it issues none."""
+        (pages, rows), (page, head, row) = sizes, strides
+        if const_expr(self.source is ContiguousBoxes):
+            return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
+        if const_expr(issubclass(self.source, PageRows)):
+            return None
+        slots = pages * (page // head)
+        if const_expr(self.source is RawPageBoxes):
+            layout = cute.make_layout((Int32(rows), head_dim, Int32(slots)), stride=(row, 1, head))
+            box = cute.make_layout((self.config.box_rows, head_dim), stride=(head_dim, 1))
+            return self._tma_atom(address, layout, box, (self.config.box_rows, head_dim), cutlass.Uint8)
+        if const_expr(self.source is PageColumnBoxes):
+            return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows)
+        blocks, groups = head_dim // BLOCK_COLUMNS, self.config.box_rows // GROUP_ROWS
+        row, head = cute.assume(row, divby=8), cute.assume(head, divby=8)
+        columns, steps = ((BLOCK_COLUMNS, blocks), (1, BLOCK_COLUMNS)) if blocks > 1 else (BLOCK_COLUMNS, 1)
+        shape = ((GROUP_ROWS, Int32(rows) // GROUP_ROWS), columns, Int32(slots))
+        layout = cute.make_layout(shape, stride=((row, GROUP_ROWS * row), steps, head))
+        box = copy.swizzled_layout(self.dtype, self.config.box_rows, head_dim, columns_first=True)
+        return self._tma_atom(address, layout, box, ((GROUP_ROWS, groups), columns))
+
+    def _row_boxes(self, address, shape, strides, box_rows):
+        """TMA boxes of box_rows x 64 columns over [rows, head_dim, heads]; strides (row, head) in elements."""
+        rows, head_dim, heads = shape
+        row, head = (cute.assume(stride, divby=8) for stride in strides)
+        layout = cute.make_layout((Int32(rows), head_dim, Int32(heads)), stride=(row, 1, head))
+        box = copy.swizzled_layout(self.dtype, box_rows, BLOCK_COLUMNS)
+        return self._tma_atom(address, layout, box, (box_rows, BLOCK_COLUMNS))
+
+    def _tma_atom(self, address, layout, box, tiler, dtype=None):
+        tensor = cute.make_tensor(global_pointer(dtype or self.dtype, address, copy.CHUNK_BYTES), layout)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, tiler)[0]
+
+    def _kv_atoms(self, a: Addresses, g):
+        """The TMA atoms of K and V."""
+        c = self.config
+        k = self._kv_atom(a.key, c.head_dim_qk, g.kv_heads, (g.k_pages, g.k_rows), (g.k_page, g.k_head, g.k_row))
+        v = self._kv_atom(a.value, c.head_dim_v, g.kv_heads, (g.v_pages, g.v_rows), (g.v_page, g.v_head, g.v_row))
+        return k, v
+
+    def _allocate(self, smem):
+        """Tiles, the rings of all edges but the board's, the board, the loaders' barriers for zeroed rows."""
+        tiles = self._allocate_tiles(smem)
+        slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
+        barriers = smem.allocate_array(Int64, self._barriers)
+        rings = dict(zip([edge.name for edge in self.edges], create_rings(barriers, self.edges), strict=True))
+        board = Board(slots, rings.pop("work"), self.work_tile)
+        return tiles, tuple(rings.values()), board, barriers + barrier_count(self.edges)
+
+    def _board_layout(self):
+        """Slots begin on 16 bytes, so that a vector load of one never touches the next."""
+        ints = self.work_tile.INTS
+        return cute.make_layout((ints, self.work_stages), stride=(1, board_stride(ints)))
+
+    def _allocate_tiles(self, smem) -> SharedTiles:
+        c, t = self.config, self.tile
+        columns_first = self.source.columns_first
+        layouts = (
+            copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns, t.q_stages),
+            copy.swizzled_layout(self.dtype, t.n, c.columns[0], t.kv_stages, columns_first=columns_first),
+            copy.swizzled_layout(self.dtype, t.n, c.columns[1], t.kv_stages, columns_first=columns_first),
+        )
+        tensors = [smem.allocate_tensor(self.dtype, l.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=l.inner) for l in layouts]
+        staging = None
+        if const_expr(self.staging_bytes > 0):
+            staging = smem.allocate(self.storing_warps * self.staging_bytes, copy.SWIZZLE_ROW_BYTES)
+        return SharedTiles(*tensors, staging, *self._allocate_raw(smem))
+
+    def _allocate_raw(self, smem) -> tuple:
+        """Room for K and V as they are in memory."""
+        if const_expr(not self.is_raw):
+            return None, None
+        sizes = [edge.stages * edge.stage_bytes for edge in self.edges if edge.name.startswith("raw")]
+        return tuple(smem.allocate(size, copy.SWIZZLE_ATOM_BYTES) for size in sizes)
+
+    def set_registers(self, wanted: int) -> None:
+        """Give the threads of this warpgroup ``wanted`` registers."""
+        launched = REGISTERS // (WARPGROUP * len(self.config.registers)) // 8 * 8
+        change = cute.arch.setmaxregister_increase if wanted > launched else cute.arch.setmaxregister_decrease
+        change(wanted)
+
+    @cute.jit
+    def begin(self, warp, atoms, partial_barriers) -> None:
+        """What every kernel does first: the loaders' barriers, TMA descriptors, and waiting for the grid before it."""
+        if cute.arch.thread_idx()[0] == 0:
+            for loader in cutlass.range_constexpr(LOADERS):
+                cute.arch.mbarrier_init(partial_barriers + loader, 1)
+            cute.arch.mbarrier_init_fence()
+        for index, atom in atoms:
+            if const_expr(atom is not None):
+                if warp == index:
+                    cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+        # Nothing above reads global memory: with PDL the grid before this one may still be writing it.
+        cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def fetch_q(self, descriptor, tiles, ring, step, row, head):
+        """Fill stage ``step`` of Q with the rows from ``row`` on, once it is free. Called by a whole warp."""
+        ring.wait_empty(step)
+        destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
+        with cute.arch.elect_one():
+            barrier = ring.full_barrier(step)
+            columns = self.config.q_columns
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.q_rows * columns * 2)
+            for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
+                offset = block * (self.q_rows * copy.SWIZZLE_ROW_BYTES)
+                copy.tma_load(descriptor, destination + offset, barrier, (block * BLOCK_COLUMNS, row, head))
+
+    @cute.jit
+    def load_kv(self, atom, shared, ring, partial_barrier, board, operand: KvOperand):
+        """Fill the stages of K or V, the first of which is at ``shared``, for every work tile. A tile that needs zeroed
+        rows uses ``partial_barrier``."""
+        descriptor = copy.tma_descriptor(atom) if const_expr(atom is not None) else None
+        step, work, partials = Int32(0), Int32(0), Int32(0)
+        tile = board.read(work)
+        while tile.exists:
+            source = self.source.create(operand, tile, descriptor, shared, self.tile.n, self.config.box_rows)
+            first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
+            for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
+                location = source.locate(n)
+                ring.wait_empty(step)
+                partials = source.fill(location, n, ring, step, partial_barrier, partials)
+                step += 1
+            work += 1
+            tile = board.read(work)
+
+
+def board_stride(ints: int) -> int:
+    """From one slot of the board to the next, in Int32."""
+    return -(-ints * 4 // copy.CHUNK_BYTES) * copy.CHUNK_BYTES // 4
+
+
+def example_arguments(out_dtype, integers: tuple, floats: int) -> tuple[Any, ...]:
+    """Arguments to compile a launch function with: the anchor, tuples of integers like these types, floats, the PDL
+    flag, the stream."""
+    sizes = [cute.sym_int() for _ in range(3)]
+    strides = (cute.sym_int64(), cute.sym_int64(), 1)
+    anchor = cute.runtime.make_fake_tensor(out_dtype, sizes, stride=strides, assumed_align=copy.CHUNK_BYTES)
+    numbers = [kind(*[Int64(0)] * len(kind._fields)) for kind in integers]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return (anchor, *numbers, *[Float32(0)] * floats, Int32(0), stream)

@@ -1,0 +1,114 @@
+"""The warpgroup that looks after O in tensor memory: it follows the softmax's references, normalises and stores."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts.device import DeviceStruct, shared_array
+from hopwell.kernels.parts.epilogue import OutputRows
+from hopwell.kernels.parts.fragment import LaneRow
+from hopwell.kernels.parts.scheduler import Board, WorkTile
+from hopwell.kernels.sm100 import tmem
+from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES
+
+COLUMNS_AT_ONCE = LaneRow.pass_columns
+
+
+@dataclass(frozen=True)
+class Correction(DeviceStruct):
+    kernel: Any  # the PrefillSm100: configuration only
+    factor_ring: Any
+    o_ring: Any
+    factors: Int32  # shared memory, as in Softmax
+    staging: Int32
+    board: Board
+    tensor_memory: Int32
+
+    @cute.jit
+    def run(self, addresses: Addresses, geometry: Geometry):
+        row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
+        posted, kv_step, stored, work = Int32(0), Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range_constexpr(Q_TILES):
+            self.o_ring.release(index)
+        tile = self.board.read(work)
+        while tile.exists:
+            steps = tile.keys.end - tile.keys.begin
+            for _ in cutlass.range(1, steps, unroll=1):
+                kv_step += 1
+                for index in cutlass.range_constexpr(Q_TILES):
+                    self.correct(index, Q_TILES * posted + index, row)
+                    self.o_ring.release(Q_TILES * kv_step + index)
+                posted += 1
+            if steps > 0:
+                kv_step += 1
+            for index in cutlass.range_constexpr(Q_TILES):
+                factor = self.take(Q_TILES * posted + index, row)
+                rows = self.output_rows(tile, addresses, geometry)
+                if steps > 0:
+                    self.o_ring.wait_full(Q_TILES * stored + index)
+                    tmem.after_signal()
+                    self.store(rows, index, factor, True)
+                    self.o_ring.release(Q_TILES * kv_step + index)
+                else:
+                    self.store(rows, index, factor, False)
+            if steps > 0:
+                stored += 1
+            posted += 1
+            work += 1
+            tile = self.board.read(work)
+
+    @cute.jit
+    def take(self, step, row):
+        """This thread's factor of ``step``."""
+        ring = self.factor_ring
+        ring.wait_full(step)
+        factor = shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row]
+        ring.release(step)
+        return factor
+
+    def output(self, index: int) -> Int32:
+        """This thread's row of O of a query tile."""
+        c = self.kernel.config
+        return tmem.row_address(self.tensor_memory, c.o_column + index * c.head_dim_v)
+
+    @cute.jit
+    def correct(self, index: cutlass.Constexpr[int], step, row):
+        """Multiply O by the factors of ``step``. Most are 1, and a warp whose rows all have that leaves O alone.
+
+        S of the step was issued after the product before, so O has no product under way.
+        """
+        factor = self.take(step, row)
+        if cute.arch.vote_any_sync(factor != 1.0):
+            tmem.after_signal()
+            for first in cutlass.range_constexpr(0, self.kernel.config.head_dim_v, COLUMNS_AT_ONCE):
+                place = self.output(index) + first
+                values = tmem.load_row(place, COLUMNS_AT_ONCE)
+                tmem.store_words(place, [values.get(0, c) * factor for c in range(COLUMNS_AT_ONCE)])
+            tmem.wait_stores()
+        tmem.before_signal()
+        cute.arch.sync_warp()
+
+    def output_rows(self, tile: WorkTile, a: Addresses, g: Geometry) -> OutputRows:
+        first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head
+        count, columns = tile.request.q_len - tile.first_row, self.kernel.config.head_dim_v
+        return OutputRows(a.out + 2 * first, 2 * g.o_token, count, columns)
+
+    @cute.jit
+    def store(self, rows: OutputRows, index: cutlass.Constexpr[int], factor, has_keys: cutlass.Constexpr[bool]):
+        """O times ``factor``, or zeros where no row has a key, to this warp's rows of the output."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        first_row = index * Q_TILE_ROWS + warp * LaneRow.warp_rows
+        staging = self.staging + warp * self.kernel.staging_bytes
+        for first in cutlass.range_constexpr(0, rows.columns, COLUMNS_AT_ONCE):
+            if const_expr(has_keys):
+                values = tmem.load_row(self.output(index) + first, COLUMNS_AT_ONCE)
+            else:
+                values = LaneRow(cute.make_rmem_tensor(COLUMNS_AT_ONCE, Float32), COLUMNS_AT_ONCE)
+                values.registers.fill(0.0)
+            rows.store(values, [factor], staging, first_row, self.kernel.out_dtype, first)
+        tmem.before_signal()
+        cute.arch.sync_warp()

@@ -1,0 +1,191 @@
+"""Blackwell prefill: TMA, specialised warps, tcgen05; scores and output in tensor memory; ragged and paged KV."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from hopwell.kernels.config import LANES, WARPGROUP
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import load_scale, shared_address
+from hopwell.kernels.parts.fragment import LaneRow
+from hopwell.kernels.parts.kv_source import KvOperand
+from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.scheduler import TileSchedule, WorkTile
+from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.pipeline import Edge, check_arrivals
+from hopwell.kernels.skeleton import AttentionKernel, example_arguments
+from hopwell.kernels.sm100 import tmem
+from hopwell.kernels.sm100.correction import Correction
+from hopwell.kernels.sm100.products import Products
+from hopwell.kernels.sm100.softmax import PackedSoftmax, Softmax
+from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
+
+CORRECTION_WARP, MMA_WARP, K_WARP, V_WARP, Q_WARP = 8, 12, 13, 14, 15
+FACTOR_BYTES = 4 * Q_TILE_ROWS
+
+
+class PrefillSm100(AttentionKernel):
+    """Attention over two query tiles of 128 rows, in steps of ``tile.n`` keys from right to left.
+
+    Warp roles
+        warps 0..3, 4..7  softmax     of query tile 0 and 1: a thread has a row, from S to P, and its log-sum-exp
+        warps 8..11       correction  O: multiplied when a row's reference moves; in the end normalised and stored
+        warp 12           mma         issues all products, and allocates tensor memory
+        warp 13           load_k      K tiles, as the KV source says
+        warp 14           load_v      V tiles; rows past the visible keys become zeros
+        warp 15           load_q      work tiles: which query rows, which keys, where they are; and their Q tiles
+
+    Edges (``PrefillSm100(config).edges``); those of query tiles have a stage for each of them
+        Q       load_q -> mma            released when the last S of the work tile has been computed
+        K       load_k -> mma            released when both S have been computed
+        V       load_v -> mma            released when both products have been added to O
+        work    load_q -> all others     released as soon as it has been read
+        S       mma -> softmax           released when P stands in its place
+        factor  softmax -> correction    what rows of O are to be multiplied by, step by step; at last what normalises
+                                         them
+        O       mma -> correction        full when it is complete; released, for every product anew, when it may be
+                                         added to: it has been corrected, or stored
+
+    Steady state: one step of both query tiles, 0 and 1. A product of one tile runs while the other's softmax does.
+
+        tensor cores   |  O0 += P0 V(i+1)  |  S0 = Q0 K(i)^T  |  O1 += P1 V(i+1)  |  S1 = Q1 K(i)^T  |
+        softmax 0      |      waits        |                  | maximum, 2^(S0 - reference), P0, sums |  waits ...
+        softmax 1      | maximum, 2^(S1 - reference), P1, sums|      waits        |                  | maximum ...
+        correction     |                                      | O0 *= factor, if any row's is not 1 | O1 ...
+        load_k, load_v | fill the stages that the step before has released
+    """
+
+    q_rows = Q_TILE_ROWS
+    storing_warps = WARPGROUP // LANES
+    staging_bytes = 2 * LaneRow.warp_rows * LaneRow.pass_columns
+
+    @property
+    def shared_bytes(self) -> int:
+        """With the slot that tensor memory's address comes into."""
+        return super().shared_bytes + copy.CHUNK_BYTES
+
+    def _edges(self) -> tuple[Edge, ...]:
+        c, t = self.config, self.tile
+        roles = {"load_k": 1, "load_v": 1, "load_q": 1, "mma": 1, "softmax": 4, "correction": 4, "all others": 15}
+        edges = (
+            Edge("Q", "load_q", "mma", t.q_stages, 1, 1, self.q_rows * c.q_columns * 2),
+            Edge("K", "load_k", "mma", t.kv_stages, 1, 1, t.n * c.columns[0] * 2),
+            Edge("V", "load_v", "mma", t.kv_stages, 1, 1, t.n * c.columns[1] * 2),
+            self._work_edge(15),
+            Edge("S", "mma", "softmax", Q_TILES, 1, 4, 0),
+            Edge("factor", "softmax", "correction", 2 * Q_TILES, 4, 4, FACTOR_BYTES, LANES, LANES),
+            Edge("O", "mma", "correction", Q_TILES, 1, 4, 0),
+        )
+        check_arrivals(edges, {**roles, "schedule": 1})
+        return edges
+
+    @cute.jit
+    def __call__(
+        self,
+        anchor: cute.Tensor,
+        addresses: Addresses,
+        geometry: Geometry,
+        softmax_scale: Float32,
+        output_scale: Float32,
+        soft_cap: Float32,
+        skip_softmax: Float32,
+        programmatic_launch: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Build the TMA descriptors and launch. ``anchor`` is the output: it names the device, whose stream is used."""
+        c, g, a = self.config, geometry, addresses
+        q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.q_rows)
+        k, v = self._kv_atoms(a, g)
+        self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
+            grid=[Int32(geometry.grid), 1, 1],
+            block=[WARPGROUP * len(c.registers), 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=programmatic_launch,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        k_atom: cute.CopyAtom | None,
+        v_atom: cute.CopyAtom | None,
+        addresses: Addresses,
+        geometry: Geometry,
+        softmax_scale: Float32,
+        output_scale: Float32,
+        soft_cap: Float32,
+        skip_softmax: Float32,
+    ):
+        smem = cutlass.memory.SmemAllocator()
+        tiles, rings, board, partial_barriers = self._allocate(smem)
+        q_ring, k_ring, v_ring, s_ring, factor_ring, o_ring = rings
+        factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.CHUNK_BYTES))
+        slot = smem.allocate_array(Int32, 1)
+        mask = IntervalMask(self.config.mask, Int32(geometry.window_left), Int32(geometry.chunk))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == MMA_WARP:
+            tmem.allocate(shared_address(slot))
+        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
+        tmem.after_signal()
+        tensor_memory = slot[0]
+        registers = self.config.registers
+
+        if warp < CORRECTION_WARP:
+            self.set_registers(registers[0])
+            scale = load_scale(addresses.softmax_scale, softmax_scale)
+            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
+            state = PackedSoftmax.of(score.softmax_scale, self.config.polynomial_eighths)
+            scale = load_scale(addresses.output_scale, output_scale)
+            softmax = Softmax(self, s_ring, factor_ring, factors, board, mask, score, state, scale, tensor_memory)
+            softmax.run(addresses, geometry)
+        elif warp < MMA_WARP:
+            self.set_registers(registers[2])
+            staging = shared_address(tiles.staging)
+            Correction(self, factor_ring, o_ring, factors, staging, board, tensor_memory).run(addresses, geometry)
+        else:
+            self.set_registers(registers[3])
+            if warp == MMA_WARP:
+                Products.create(self, tiles, (q_ring, k_ring, v_ring, s_ring, o_ring), tensor_memory).run(board)
+            if warp == K_WARP:
+                key = KvOperand.key(addresses, geometry, self.config)
+                self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barriers, board, key)
+            if warp == V_WARP:
+                value = KvOperand.value(addresses, geometry, self.config)
+                self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barriers + 1, board, value)
+            if warp == Q_WARP:
+                parts = (geometry, addresses, mask, self.tile.m, self.tile.n)
+                LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, q_ring).publish(board)
+            cute.arch.griddepcontrol_launch_dependents()
+        tmem.before_signal()
+        cute.arch.sync_threads()
+        if warp == MMA_WARP:
+            tmem.free(tensor_memory)
+
+
+@dataclass
+class LoadingSchedule(TileSchedule):
+    """Whoever publishes a work tile loads its query tiles as well: there is no warp left for that."""
+
+    kernel: Any  # the PrefillSm100: configuration only
+    descriptor: Any
+    tiles: Any
+    ring: Any
+
+    def published(self, tile: WorkTile, step) -> None:
+        row = tile.request.q_start + tile.first_row
+        for index in range(Q_TILES):
+            first = row + index * Q_TILE_ROWS
+            self.kernel.fetch_q(self.descriptor, self.tiles, self.ring, Q_TILES * step + index, first, tile.head)
+
+
+def build(config: Sm100PrefillConfig) -> Any:
+    """The traceable launch function of a config and example arguments to compile it with."""
+    kernel = PrefillSm100(config)
+    return kernel, example_arguments(kernel.out_dtype, (Addresses, Geometry), floats=4)

@@ -1,0 +1,125 @@
+"""The warp that issues all products of Blackwell prefill."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from hopwell.kernels.parts.device import DeviceStruct, shared_address
+from hopwell.kernels.sm100 import mma, tmem
+from hopwell.kernels.sm100.mma import SharedOperand
+from hopwell.kernels.sm100_config import Q_TILES
+
+
+@dataclass(frozen=True)
+class Products(DeviceStruct):
+    kernel: Any  # the PrefillSm100: configuration only
+    rings: tuple  # Q, K, V, S, O
+    q: SharedOperand
+    k: SharedOperand
+    v: SharedOperand
+    tensor_memory: Int32
+
+    @staticmethod
+    def create(kernel, tiles, rings: tuple, tensor_memory) -> "Products":
+        c, n, columns_first = kernel.config, kernel.tile.n, kernel.source.columns_first
+        q = SharedOperand.of(tiles.q, kernel.q_rows, c.q_columns, columns_first=False)
+        k = SharedOperand.of(tiles.k, n, c.columns[0], columns_first)
+        v = SharedOperand.of(tiles.v, n, c.columns[1], columns_first, reduces_rows=True)
+        return Products(kernel, rings, q, k, v, tensor_memory)
+
+    @cute.jit
+    def run(self, board):
+        q_ring, *_ = self.rings
+        kv_step, work, stored = Int32(0), Int32(0), Int32(0)
+        tile = board.read(work)
+        while tile.exists:
+            for index in cutlass.range_constexpr(Q_TILES):
+                q_ring.wait_full(Q_TILES * work + index)
+            steps = tile.keys.end - tile.keys.begin
+            if steps > 0:
+                self.first_step(work, kv_step)
+                for i in cutlass.range(1, steps, unroll=1):
+                    self.next_step(work, kv_step, (i > 1).to(Int32))
+                    kv_step += 1
+            # Nothing more is read from Q than what has been issued.
+            with cute.arch.elect_one():
+                for index in cutlass.range_constexpr(Q_TILES):
+                    self._release(q_ring, Q_TILES * work + index)
+            if steps > 0:
+                self.last_step(kv_step, stored, (steps > 1).to(Int32))
+                kv_step += 1
+                stored += 1
+            work += 1
+            tile = board.read(work)
+
+    @cute.jit
+    def first_step(self, work, kv_step):
+        """S of both query tiles for the rightmost keys."""
+        _, k_ring, *_ = self.rings
+        k_ring.wait_full(kv_step)
+        tmem.after_signal()
+        with cute.arch.elect_one():
+            for index in cutlass.range_constexpr(Q_TILES):
+                self._issue_s(index, work, kv_step)
+            self._release(k_ring, kv_step)
+
+    @cute.jit
+    def next_step(self, work, kv_step, accumulate):
+        """For each query tile O += P V of the keys of ``kv_step``, then S for the next."""
+        _, k_ring, v_ring, *_ = self.rings
+        k_ring.wait_full(kv_step + 1)
+        v_ring.wait_full(kv_step)
+        for index in cutlass.range_constexpr(Q_TILES):
+            self._wait_p(index, kv_step)
+            with cute.arch.elect_one():
+                self._issue_o(index, kv_step, accumulate)
+                self._issue_s(index, work, kv_step + 1)
+        with cute.arch.elect_one():
+            self._release(v_ring, kv_step)
+            self._release(k_ring, kv_step + 1)
+
+    @cute.jit
+    def last_step(self, kv_step, stored, accumulate):
+        """The products with V of the leftmost keys, which complete O."""
+        _, _, v_ring, _, o_ring = self.rings
+        v_ring.wait_full(kv_step)
+        for index in cutlass.range_constexpr(Q_TILES):
+            self._wait_p(index, kv_step)
+            with cute.arch.elect_one():
+                self._issue_o(index, kv_step, accumulate)
+                tmem.commit(shared_address(o_ring.full_barrier(Q_TILES * stored + index)))
+        with cute.arch.elect_one():
+            self._release(v_ring, kv_step)
+
+    def _wait_p(self, index: int, kv_step) -> None:
+        """Until P is there, and O may be added to."""
+        *_, s_ring, o_ring = self.rings
+        s_ring.wait_released(Q_TILES * kv_step + index)
+        o_ring.wait_released(Q_TILES * kv_step + index)
+        tmem.after_signal()
+
+    def _release(self, ring, step) -> None:
+        """Give a stage back once all products issued so far have read it."""
+        tmem.commit(shared_address(ring.empty + ring.stage(step)))
+
+    def _scores(self, index: int):
+        return self.tensor_memory + (self.kernel.config.s_column + index * self.kernel.tile.n)
+
+    def _issue_s(self, index: int, work, kv_step) -> None:
+        _, k_ring, _, s_ring, _ = self.rings
+        c, n = self.kernel.config, self.kernel.tile.n
+        kind = mma.instruction_descriptor(self.kernel.dtype, n, n_major_b=False)
+        q_stage, k_stage = Int32(index), k_ring.stage(kv_step)
+        mma.issue_shared(self._scores(index), self.q, q_stage, self.k, k_stage, c.depth[0], kind)
+        tmem.commit(shared_address(s_ring.full_barrier(Q_TILES * kv_step + index)))
+
+    def _issue_o(self, index: int, kv_step, accumulate) -> None:
+        _, _, v_ring, *_ = self.rings
+        c = self.kernel.config
+        kind = mma.instruction_descriptor(self.kernel.dtype, c.head_dim_v, n_major_b=True)
+        output = self.tensor_memory + (c.o_column + index * c.head_dim_v)
+        p, v_stage = self._scores(index), v_ring.stage(kv_step)
+        mma.issue_tensor(output, p, self.v, v_stage, self.kernel.tile.n, kind, accumulate)

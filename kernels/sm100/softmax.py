@@ -1,0 +1,187 @@
+"""Softmax of Blackwell prefill: a thread has a row of scores, and half of its arithmetic works on pairs."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts.device import DeviceStruct, shared_array
+from hopwell.kernels.parts.epilogue import RowResults
+from hopwell.kernels.parts.fragment import LaneRow
+from hopwell.kernels.parts.mask import IntervalMask, LogitRow
+from hopwell.kernels.parts.scheduler import Board
+from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.sm100 import tmem
+from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES
+
+WORDS_AT_ONCE = 16  # of P
+
+# 2^f for -1/2 <= f <= 1/2: 1 + f * (these, from the lowest power on), off by 3e-6 of the value at most. A power of two
+# is exact.
+_POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.009582852013409138)
+# Added to a number up to 2^22, it leaves the nearest integer in the lowest bits.
+_ROUNDING = float(3 << 22)
+_LEAST_EXPONENT = -127.0  # of what is not 0; at exactly this the polynomial is 0
+
+
+@dataclass
+class PackedSoftmax(OnlineSoftmax):
+    """Two columns at a time where instructions allow it, and some exponentials as polynomials."""
+
+    polynomial_eighths: int
+
+    @staticmethod
+    def of(scale, polynomial_eighths: int) -> "PackedSoftmax":
+        common = OnlineSoftmax.create(scale, LaneRow.rows)
+        return PackedSoftmax(**vars(common), polynomial_eighths=polynomial_eighths)
+
+    @cute.jit
+    def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
+        offset = -(self._safe(self.reference[r]) * self.scale)
+        scale, offset = (self.scale, self.scale), (offset, offset)
+        sums = [(Float32(0.0), Float32(0.0))] * 2
+        for pair in cutlass.range_constexpr(scores.columns // 2):
+            values = (scores.get(r, 2 * pair), scores.get(r, 2 * pair + 1))
+            exponents = cute.arch.fma_packed_f32x2(values, scale, offset)
+            powers = self._powers(exponents, pair)
+            scores.set(r, 2 * pair, powers[0])
+            scores.set(r, 2 * pair + 1, powers[1])
+            sums[pair % 2] = cute.arch.add_packed_f32x2(sums[pair % 2], powers)
+        even, odd = cute.arch.add_packed_f32x2(*sums)
+        self.row_sum[r] = self.row_sum[r] * self.rescale[r] + (even + odd)
+
+    def _powers(self, exponents: tuple, pair: int) -> tuple:
+        # Spread evenly, so that both kinds are under way all the time.
+        if pair % 8 * self.polynomial_eighths % 8 >= self.polynomial_eighths:
+            return tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+        return polynomial_powers(exponents)
+
+
+def polynomial_powers(exponents: tuple) -> tuple:
+    """2^x of two x up to 128, on the pipes for multiplication and integers."""
+    exponents = tuple(cute.arch.fmax(exponent, Float32(_LEAST_EXPONENT)) for exponent in exponents)
+
+    def both(value: float) -> tuple:
+        return (Float32(value), Float32(value))
+
+    shifted = cute.arch.add_packed_f32x2(exponents, both(_ROUNDING))
+    rounded = cute.arch.add_packed_f32x2(shifted, both(-_ROUNDING))
+    fractions = cute.arch.fma_packed_f32x2(rounded, both(-1.0), exponents)
+    powers = both(_POWERS[-1])
+    for factor in (*_POWERS[-2::-1], 1.0):
+        powers = cute.arch.fma_packed_f32x2(powers, fractions, both(factor))
+    return tuple(_add_exponent(power, integer) for power, integer in zip(powers, shifted, strict=True))
+
+
+@dsl_user_op
+def _add_exponent(power, integer, *, loc=None, ip=None):
+    """``power`` times 2 to the integer in the lowest bits of ``integer``."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a, b; mov.b32 a, {$r1}; mov.b32 b, {$r0}; shl.b32 a, a, 23; add.s32 b, a, b; mov.b32 {$w0}, b; }",
+        write_only_types=[Float32],
+        read_only_args=[power, integer],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dataclass(frozen=True)
+class Softmax(DeviceStruct):
+    """The two softmax warpgroups."""
+
+    kernel: Any  # the PrefillSm100: configuration only
+    s_ring: Any
+    factor_ring: Any
+    factors: Int32  # shared memory for a factor of each row, one array for each stage of the ring
+    board: Board
+    mask: IntervalMask
+    score: ScoreMap
+    state: PackedSoftmax
+    output_scale: Float32
+    tensor_memory: Int32
+
+    @cute.jit
+    def run(self, addresses: Addresses, geometry: Geometry):
+        index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
+        column = self.kernel.config.s_column + index * self.kernel.tile.n
+        scores = tmem.row_address(self.tensor_memory, column)
+        kv_step, posted, work = Int32(0), Int32(0), Int32(0)
+        tile = self.board.read(work)
+        while tile.exists:
+            keys, request = tile.keys, tile.request
+            tile_row = index * Q_TILE_ROWS + row
+            position = request.first_position + tile.first_row + tile_row
+            logit_row = LogitRow((position,), request.kv_len, self.score.slope(tile.head))
+            self.state.reset()
+            if keys.begin < keys.end:
+                step = partial(self.step, Steps(scores, index, row, kv_step, posted, keys.end - 1), logit_row)
+                step(keys.end - 1, True, True)
+                if const_expr(self.mask.has_diagonal):
+                    for n in cutlass.range(keys.end - 2, keys.full_end - 1, -1, unroll=1):
+                        step(n, True, False)
+                for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
+                    step(n, False, False)
+                if const_expr(self.mask.has_left_edge):
+                    for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
+                        step(n, True, False)
+                kv_step += keys.end - keys.begin
+                posted += keys.end - keys.begin - 1
+            count = request.q_len - tile.first_row
+            head_dim = self.kernel.config.head_dim_qk
+            results = RowResults.create(tile, count, self.score, head_dim, addresses, geometry)
+            factor = results.finish(self.state, 0, tile_row, LaneRow.lanes_per_row) * self.output_scale
+            self.post(Q_TILES * posted + index, row, factor)
+            posted += 1
+            work += 1
+            tile = self.board.read(work)
+
+    @cute.jit
+    def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr, first: cutlass.Constexpr):
+        """From S to P of tile ``n``, and what O is to be multiplied by before P V is added."""
+        done = steps.last - n
+        s_step = Q_TILES * (steps.kv_step + done) + steps.index
+        columns, tile_start = self.kernel.tile.n, n * self.kernel.tile.n
+        self.s_ring.wait_full(s_step)
+        tmem.after_signal()
+        scores = tmem.load_row(steps.scores, columns)
+        self.score.apply(scores, row.slope, tile_start, row.positions)
+        if const_expr(masked):
+            self.mask.apply(scores, tile_start, row)
+        self.state.choose_reference(0, self.state.maximum(scores, 0))
+        if const_expr(not first):
+            self.post(Q_TILES * (steps.posted + done - 1) + steps.index, steps.row, self.state.rescale[0])
+        self.state.exponentials(scores, 0)
+        for word in cutlass.range_constexpr(0, columns // 2, WORDS_AT_ONCE):
+            words = scores.words(2 * word, 2 * WORDS_AT_ONCE, self.kernel.dtype)
+            tmem.store_words(steps.scores + word, words)
+        tmem.wait_stores()
+        tmem.before_signal()
+        cute.arch.sync_warp()
+        self.s_ring.release(s_step)
+
+    @cute.jit
+    def post(self, step, row, factor):
+        """Tell correction what to multiply this thread's row of O by."""
+        ring = self.factor_ring
+        ring.wait_empty(step)
+        shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row] = factor
+        cute.arch.mbarrier_arrive(ring.full_barrier(step))
+
+
+@dataclass(frozen=True)
+class Steps(DeviceStruct):
+    """Where a thread is in the steps of all work tiles."""
+
+    scores: Int32  # its row in tensor memory
+    index: Int32  # of the query tile
+    row: Int32  # within it
+    kv_step: Int32  # steps before this work tile
+    posted: Int32  # factors before this work tile
+    last: Int32  # the rightmost tile of keys, which comes first

@@ -1,0 +1,115 @@
+"""Tensor memory: 128 lanes by 512 columns of 32 bits. A warp reaches the 32 lanes of its place in its warpgroup.
+
+An address has the lane in its upper and the column in its lower 16 bits.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.config import LANES
+from hopwell.kernels.parts.fragment import LaneRow
+from hopwell.kernels.sm100_config import TENSOR_MEMORY_COLUMNS
+
+COLUMNS_AT_ONCE = 32  # of one instruction: with 512 threads none may take more than 128 registers
+
+
+@dsl_user_op
+def allocate(slot, *, loc=None, ip=None) -> None:
+    """All columns; their address comes into shared memory at ``slot``. Called by a whole warp."""
+    cute.arch.inline_ptx(
+        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {TENSOR_MEMORY_COLUMNS}; "
+        "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+        read_only_args=[slot],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def free(address, *, loc=None, ip=None) -> None:
+    """Called by the warp that has allocated."""
+    cute.arch.inline_ptx(
+        f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {TENSOR_MEMORY_COLUMNS};",
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def warp_lanes(address):
+    """``address`` in the lanes that this warp reaches."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+    return address + (warp * LANES << 16)
+
+
+@cute.jit
+def load_row(address, columns: cutlass.Constexpr[int]) -> LaneRow:
+    """A lane's row, ``columns`` from ``address`` on."""
+    registers = cute.make_rmem_tensor(columns, Float32)
+    values = _load(address, columns)
+    for c in cutlass.range_constexpr(columns):
+        registers[c] = values[c]
+    return LaneRow(registers, columns)
+
+
+@dsl_user_op
+def _load(address, columns: int, *, loc=None, ip=None):
+    # Loads and the wait for them in one piece: nothing tells the compiler that values are not there before.
+    text = ""
+    for first in range(0, columns, COLUMNS_AT_ONCE):
+        outputs = ", ".join(f"{{$w{first + c}}}" for c in range(COLUMNS_AT_ONCE))
+        text += f"tcgen05.ld.sync.aligned.32x32b.x{COLUMNS_AT_ONCE}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
+    return cute.arch.inline_ptx(
+        text + "tcgen05.wait::ld.sync.aligned;",
+        write_only_types=[Float32] * columns,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_words(address, words, *, loc=None, ip=None) -> None:
+    """32-bit values to a lane's columns from ``address`` on; :func:`wait_stores` before anyone else reads them."""
+    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
+    cute.arch.inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}], {{{operands}}};",
+        read_only_args=[address, *words],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def wait_stores(*, loc=None, ip=None) -> None:
+    cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def before_signal(*, loc=None, ip=None) -> None:
+    """Orders this thread's accesses before the barrier that it arrives at next."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def after_signal(*, loc=None, ip=None) -> None:
+    """Orders this thread's accesses, and products that it issues, after the barrier that it has waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def commit(barrier, *, loc=None, ip=None) -> None:
+    """An arrival at ``barrier`` once all products that this thread has issued are done."""
+    cute.arch.inline_ptx(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
+        read_only_args=[barrier],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def row_address(tensor_memory, column) -> Int32:
+    """Column ``column`` in the lanes of this warp."""
+    return warp_lanes(tensor_memory) + column

@@ -1,0 +1,70 @@
+"""Which prefill kernel serves a problem on Blackwell (sm_100a, sm_103a): tiles and resources."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hopwell.kernels.config import PrefillConfig, Tile
+from hopwell.kernels.problem import ScoreKind
+
+Q_TILES = 2  # of a CTA: the softmax of one runs under the products of the other
+Q_TILE_ROWS = 128  # lanes of tensor memory
+TENSOR_MEMORY_COLUMNS = 512
+
+# Two warpgroups compute softmax, a row of scores in each thread's registers; one corrects and stores O, 32 columns at a
+# time; the last is the warps that load, schedule and issue products. Together what 512 threads have at launch.
+SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 192, 80, 48
+
+
+def _tile(n: int, kv_stages: int) -> Tile:
+    rows = Q_TILES * Q_TILE_ROWS
+    return Tile(rows, n, Q_TILES, kv_stages, producer_registers=OTHER_REGISTERS, consumer_registers=SOFTMAX_REGISTERS)
+
+
+# S takes a column for each key, O one for each column of V, both for each of the two query tiles: 256 columns of V are
+# more than tensor memory has. With 128 keys at 192/128, shared memory has no second stage of V.
+TILES = {(64, 64): _tile(128, 4), (128, 128): _tile(128, 2), (192, 128): _tile(96, 2)}
+
+
+@dataclass(frozen=True)
+class Sm100PrefillConfig(PrefillConfig):
+    """A prefill kernel whose scores and output are in tensor memory."""
+
+    tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+
+    @classmethod
+    def tile_of(cls, dims: tuple[int, int], score: ScoreKind, skip_softmax: bool) -> Tile:
+        return TILES[dims]
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        return (*[SOFTMAX_REGISTERS] * Q_TILES, CORRECTION_REGISTERS, OTHER_REGISTERS)
+
+    @property
+    def s_column(self) -> int:
+        """First column in tensor memory of the scores of query tile 0, in whose place P comes; then those of tile 1."""
+        return 0
+
+    @property
+    def o_column(self) -> int:
+        """The same of the output."""
+        return Q_TILES * self.tile.n
+
+    @property
+    def polynomial_eighths(self) -> int:
+        """Eighths of the exponentials that are computed as polynomials, so that the function units, which have 16 a
+        cycle for 128 lanes, do not limit: they have as much to do for a tile as products of 128 columns take."""
+        return 2 if self.head_dim_qk >= 128 else 3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        columns = self.o_column + Q_TILES * self.head_dim_v
+        if columns > TENSOR_MEMORY_COLUMNS:
+            raise ValueError(f"{self.name} needs {columns} columns of tensor memory, {TENSOR_MEMORY_COLUMNS} are there")
+
+    def build(self) -> tuple[Any, tuple[Any, ...]]:
+        from hopwell.kernels.sm100.prefill import build
+
+        return build(self)
