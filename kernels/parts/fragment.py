@@ -76,6 +76,7 @@ class RowFragment(DeviceStruct):
 class LaneRow(DeviceStruct):
     registers: Any  # rmem tensor of float32 values
     columns: int
+    first: int = 0  # register of column 0
 
     rows = 1
     lanes_per_row = 1
@@ -83,10 +84,10 @@ class LaneRow(DeviceStruct):
     pass_columns = 32
 
     def get(self, r: int, c: int):
-        return self.registers[c]
+        return self.registers[self.first + c]
 
     def set(self, r: int, c: int, value) -> None:
-        self.registers[c] = value
+        self.registers[self.first + c] = value
 
     @staticmethod
     def column_offset(c: int) -> int:
@@ -105,11 +106,15 @@ class LaneRow(DeviceStruct):
         """The lane's row within the 32 rows of its warp."""
         return cute.arch.lane_idx()
 
+    def part(self, begin: int, columns: int) -> "LaneRow":
+        """Columns [begin, begin + columns) by themselves."""
+        return LaneRow(self.registers, columns, self.first + begin)
+
     def words(self, begin: int, columns: int, dtype, factor=None) -> list:
         """Columns [begin, begin + columns), times ``factor`` if given, in 16 bits, two in a word."""
-        values = [
-            self.registers[begin + c] if factor is None else self.registers[begin + c] * factor for c in range(columns)
-        ]
+        values = [self.get(0, begin + c) for c in range(columns)]
+        if factor is not None:
+            values = [value * factor for value in values]
         return [copy.pack_x2(dtype, values[c], values[c + 1]) for c in range(0, columns, 2)]
 
     def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:

@@ -80,6 +80,7 @@ class OnlineSoftmax(DeviceStruct):
         reference = row_max if row_max * self.scale > before * self.scale + SLACK else before
         self.reference[r] = reference
         self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
+        self.row_sum[r] = self.row_sum[r] * self.rescale[r]
 
     @cute.jit
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
@@ -90,7 +91,7 @@ class OnlineSoftmax(DeviceStruct):
             p = cute.math.exp2(scores.get(r, c) * self.scale - offset, fastmath=True)
             scores.set(r, c, p)
             sums[c % CHAINS] = p if const_expr(c < CHAINS) else sums[c % CHAINS] + p
-        self.row_sum[r] = self.row_sum[r] * self.rescale[r] + ((sums[0] + sums[1]) + (sums[2] + sums[3]))
+        self.row_sum[r] += (sums[0] + sums[1]) + (sums[2] + sums[3])
 
     @cute.jit
     def _safe(self, reference):

@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts.device import DeviceStruct, shared_array
@@ -39,22 +39,21 @@ class Correction(DeviceStruct):
             steps = tile.keys.end - tile.keys.begin
             for _ in cutlass.range(1, steps, unroll=1):
                 kv_step += 1
-                for index in cutlass.range_constexpr(Q_TILES):
+                for index in cutlass.range(Q_TILES, unroll=1):
                     self.correct(index, Q_TILES * posted + index, row)
                     self.o_ring.release(Q_TILES * kv_step + index)
                 posted += 1
             if steps > 0:
                 kv_step += 1
-            for index in cutlass.range_constexpr(Q_TILES):
+            rows = self.output_rows(tile, addresses, geometry)
+            for index in cutlass.range(Q_TILES, unroll=1):
                 factor = self.take(Q_TILES * posted + index, row)
-                rows = self.output_rows(tile, addresses, geometry)
                 if steps > 0:
                     self.o_ring.wait_full(Q_TILES * stored + index)
                     tmem.after_signal()
-                    self.store(rows, index, factor, True)
+                self.store(rows, index, factor, steps > 0)
+                if steps > 0:
                     self.o_ring.release(Q_TILES * kv_step + index)
-                else:
-                    self.store(rows, index, factor, False)
             if steps > 0:
                 stored += 1
             posted += 1
@@ -70,13 +69,13 @@ class Correction(DeviceStruct):
         ring.release(step)
         return factor
 
-    def output(self, index: int) -> Int32:
+    def output(self, index) -> Int32:
         """This thread's row of O of a query tile."""
         c = self.kernel.config
         return tmem.row_address(self.tensor_memory, c.o_column + index * c.head_dim_v)
 
     @cute.jit
-    def correct(self, index: cutlass.Constexpr[int], step, row):
+    def correct(self, index, step, row):
         """Multiply O by the factors of ``step``. Most are 1, and a warp whose rows all have that leaves O alone.
 
         S of the step was issued after the product before, so O has no product under way.
@@ -98,17 +97,16 @@ class Correction(DeviceStruct):
         return OutputRows(a.out + 2 * first, 2 * g.o_token, count, columns)
 
     @cute.jit
-    def store(self, rows: OutputRows, index: cutlass.Constexpr[int], factor, has_keys: cutlass.Constexpr[bool]):
+    def store(self, rows: OutputRows, index, factor, has_keys):
         """O times ``factor``, or zeros where no row has a key, to this warp's rows of the output."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         first_row = index * Q_TILE_ROWS + warp * LaneRow.warp_rows
         staging = self.staging + warp * self.kernel.staging_bytes
         for first in cutlass.range_constexpr(0, rows.columns, COLUMNS_AT_ONCE):
-            if const_expr(has_keys):
-                values = tmem.load_row(self.output(index) + first, COLUMNS_AT_ONCE)
-            else:
-                values = LaneRow(cute.make_rmem_tensor(COLUMNS_AT_ONCE, Float32), COLUMNS_AT_ONCE)
-                values.registers.fill(0.0)
+            values = LaneRow(cute.make_rmem_tensor(COLUMNS_AT_ONCE, Float32), COLUMNS_AT_ONCE)
+            values.registers.fill(0.0)
+            if has_keys:
+                tmem.load(self.output(index) + first, values)
             rows.store(values, [factor], staging, first_row, self.kernel.out_dtype, first)
         tmem.before_signal()
         cute.arch.sync_warp()

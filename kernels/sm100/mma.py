@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Int32, Int64, const_expr
+from cutlass import BFloat16, Float16, Int32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MMA_COLUMNS
@@ -19,8 +19,9 @@ ROWS = 128  # of an accumulator: lanes of tensor memory
 _FLOAT32_ACCUMULATOR, _N_MAJOR_B = 1 << 4, 1 << 16
 _A_TYPE, _B_TYPE, _N, _M = 7, 10, 17, 24
 _TYPES = {Float16: 0, BFloat16: 1}
-# PTX ISA, "Shared memory descriptor": strides in units of 16 bytes, the version of tcgen05, the 128-byte swizzle.
-_LEADING, _STRIDE, _VERSION, _SWIZZLE_128 = 16, 32, 1 << 46, 2 << 61
+# PTX ISA, "Shared memory descriptor", in two words: address and strides in units of 16 bytes, in the upper word the
+# version of tcgen05 and the 128-byte swizzle.
+_LEADING, _VERSION, _SWIZZLE_128 = 16, 1 << 14, 2 << 29
 
 
 def instruction_descriptor(dtype, columns: int, n_major_b: bool) -> int:
@@ -50,16 +51,18 @@ class SharedOperand(DeviceStruct):
         line = copy.block_row(row, column // BLOCK_COLUMNS, self.rows, self.columns, self.columns_first)
         return line * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * 2
 
-    def descriptor(self, stage):
-        """Of the first 16 elements to reduce over. The leading stride is that between column blocks, which only counts
-        where they are not what is reduced over."""
-        leading, stride = self._offset(0, BLOCK_COLUMNS), self._offset(GROUP_ROWS, 0)
-        fixed = leading // 16 << _LEADING | stride // 16 << _STRIDE | _VERSION | _SWIZZLE_128
+    def low_word(self, stage):
+        """Of the descriptor of the first 16 elements to reduce over: where they are, and the stride between column
+        blocks, which only counts where those are not what is reduced over."""
         address = self.start + stage * (self.rows * self.columns * 2)
-        return (address >> 4).to(Int64) | Int64(fixed)
+        return (address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING)
+
+    @property
+    def high_word(self) -> int:
+        return self._offset(GROUP_ROWS, 0) // 16 | _VERSION | _SWIZZLE_128
 
     def step(self, k: int) -> int:
-        """What descriptors of the k-th 16 elements have more than that of the first."""
+        """What the descriptor of the k-th 16 elements has more than that of the first."""
         offset = self._offset(MMA_COLUMNS * k, 0) if self.reduces_rows else self._offset(0, MMA_COLUMNS * k)
         return offset // 16
 
@@ -67,9 +70,10 @@ class SharedOperand(DeviceStruct):
 @cute.jit
 def issue_shared(d, a, a_stage, b, b_stage, depth: cutlass.Constexpr[int], instruction: cutlass.Constexpr[int]):
     """D = A B over ``depth`` elements, both in shared memory, D in tensor memory. Called by one thread."""
-    first_a, first_b = a.descriptor(a_stage), b.descriptor(b_stage)
+    low_a, low_b = a.low_word(a_stage), b.low_word(b_stage)
     for k in cutlass.range_constexpr(depth // MMA_COLUMNS):
-        _mma_shared(d, first_a + a.step(k), first_b + b.step(k), instruction, Int32(const_expr(k > 0)))
+        descriptors = _descriptor("a", "{$r1}", a, k) + _descriptor("b", "{$r2}", b, k)
+        _mma(f"{descriptors} setp.ne.b32 p, {int(k > 0)}, 0;", "a", instruction, [d, low_a, low_b])
 
 
 @cute.jit
@@ -77,27 +81,23 @@ def issue_tensor(
     d, a, b, b_stage, depth: cutlass.Constexpr[int], instruction: cutlass.Constexpr[int], accumulate
 ) -> None:
     """D (+)= A B over ``depth`` elements, A in tensor memory, two 16-bit elements in a column. Called by one thread."""
-    first_b = b.descriptor(b_stage)
+    low_b = b.low_word(b_stage)
     for k in cutlass.range_constexpr(depth // MMA_COLUMNS):
         adds = Int32(1) if const_expr(k > 0) else accumulate
-        _mma_tensor(d, a + k * (MMA_COLUMNS // 2), first_b + b.step(k), instruction, adds)
+        place = f"[{{$r1}} + {k * MMA_COLUMNS // 2}]"
+        _mma(f"{_descriptor('b', '{$r2}', b, k)} setp.ne.b32 p, {{$r3}}, 0;", place, instruction, [d, a, low_b, adds])
+
+
+def _descriptor(register: str, low_word: str, operand: SharedOperand, k: int) -> str:
+    return f"add.s32 low, {low_word}, {operand.step(k)}; mov.b64 {register}, {{low, {operand.high_word}}};"
 
 
 @dsl_user_op
-def _mma_shared(d, a, b, instruction, accumulate, *, loc=None, ip=None) -> None:
-    _mma("{$r1}", d, a, b, instruction, accumulate, loc, ip)
-
-
-@dsl_user_op
-def _mma_tensor(d, a, b, instruction, accumulate, *, loc=None, ip=None) -> None:
-    _mma("[{$r1}]", d, a, b, instruction, accumulate, loc, ip)
-
-
-def _mma(a_operand: str, d, a, b, instruction: int, accumulate, loc, ip) -> None:
+def _mma(prepare: str, a: str, instruction: int, arguments: list, *, loc=None, ip=None) -> None:
     cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.b32 p, {$r4}, 0; "
-        f"tcgen05.mma.cta_group::1.kind::f16 [{{$r0}}], {a_operand}, {{$r2}}, {{$r3}}, p; }}",
-        read_only_args=[d, a, b, Int32(instruction), accumulate],
+        f"{{ .reg .pred p; .reg .b32 low; .reg .b64 a, b; {prepare} "
+        f"tcgen05.mma.cta_group::1.kind::f16 [{{$r0}}], {a}, b, {instruction}, p; }}",
+        read_only_args=arguments,
         loc=loc,
         ip=ip,
     )

@@ -6,27 +6,30 @@ from typing import Any
 import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import load_scale, shared_address
+from hopwell.kernels.parts.device import load_scale, shared_address, shared_array
 from hopwell.kernels.parts.fragment import LaneRow
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.scheduler import TileSchedule, WorkTile
 from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.pipeline import Edge, check_arrivals
 from hopwell.kernels.skeleton import AttentionKernel, example_arguments
 from hopwell.kernels.sm100 import tmem
 from hopwell.kernels.sm100.correction import Correction
 from hopwell.kernels.sm100.products import Products
+from hopwell.kernels.sm100.skip import SkippingSoftmax
 from hopwell.kernels.sm100.softmax import PackedSoftmax, Softmax
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
 
 CORRECTION_WARP, MMA_WARP, K_WARP, V_WARP, Q_WARP = 8, 12, 13, 14, 15
 FACTOR_BYTES = 4 * Q_TILE_ROWS
+SKIP_ROWS = 64  # that left-out tiles are counted by
 
 
 class PrefillSm100(AttentionKernel):
@@ -66,7 +69,7 @@ class PrefillSm100(AttentionKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """With the slot that tensor memory's address comes into."""
+        """With the slot that tensor memory's address comes into, and what a query tile says of its P."""
         return super().shared_bytes + copy.CHUNK_BYTES
 
     def _edges(self) -> tuple[Edge, ...]:
@@ -127,14 +130,15 @@ class PrefillSm100(AttentionKernel):
         tiles, rings, board, partial_barriers = self._allocate(smem)
         q_ring, k_ring, v_ring, s_ring, factor_ring, o_ring = rings
         factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.CHUNK_BYTES))
-        slot = smem.allocate_array(Int32, 1)
+        words = shared_address(smem.allocate(copy.CHUNK_BYTES, copy.CHUNK_BYTES))
+        slot, pending = words, words + 4
         mask = IntervalMask(self.config.mask, Int32(geometry.window_left), Int32(geometry.chunk))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == MMA_WARP:
-            tmem.allocate(shared_address(slot))
+            tmem.allocate(slot)
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
         tmem.after_signal()
-        tensor_memory = slot[0]
+        tensor_memory = shared_array(Int32, slot)[0]
         registers = self.config.registers
 
         if warp < CORRECTION_WARP:
@@ -143,8 +147,14 @@ class PrefillSm100(AttentionKernel):
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
             state = PackedSoftmax.of(score.softmax_scale, self.config.polynomial_eighths)
             scale = load_scale(addresses.output_scale, output_scale)
-            softmax = Softmax(self, s_ring, factor_ring, factors, board, mask, score, state, scale, tensor_memory)
-            softmax.run(addresses, geometry)
+            parts = (self, s_ring, factor_ring, factors, board, mask, score, state, scale, tensor_memory)
+            if const_expr(self.config.skip_softmax):
+                skip = SkipRule.create(skip_softmax, state.scale)
+                SkippingSoftmax(*parts, skip, pending).run(addresses, geometry)
+                is_first = cute.arch.thread_idx()[0] % Q_TILE_ROWS == 0
+                skip.report(addresses.skipped, is_first, Q_TILE_ROWS // SKIP_ROWS)
+            else:
+                Softmax(*parts).run(addresses, geometry)
         elif warp < MMA_WARP:
             self.set_registers(registers[2])
             staging = shared_address(tiles.staging)
@@ -152,7 +162,8 @@ class PrefillSm100(AttentionKernel):
         else:
             self.set_registers(registers[3])
             if warp == MMA_WARP:
-                Products.create(self, tiles, (q_ring, k_ring, v_ring, s_ring, o_ring), tensor_memory).run(board)
+                mma_rings = (q_ring, k_ring, v_ring, s_ring, o_ring)
+                Products.create(self, tiles, mma_rings, tensor_memory, pending).run(board)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
                 self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barriers, board, key)

@@ -5,9 +5,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
-from hopwell.kernels.parts.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.device import DeviceStruct, shared_address, shared_array
 from hopwell.kernels.sm100 import mma, tmem
 from hopwell.kernels.sm100.mma import SharedOperand
 from hopwell.kernels.sm100_config import Q_TILES
@@ -21,14 +21,15 @@ class Products(DeviceStruct):
     k: SharedOperand
     v: SharedOperand
     tensor_memory: Int32
+    pending: Int32  # as in SkippingSoftmax
 
     @staticmethod
-    def create(kernel, tiles, rings: tuple, tensor_memory) -> "Products":
+    def create(kernel, tiles, rings: tuple, tensor_memory, pending) -> "Products":
         c, n, columns_first = kernel.config, kernel.tile.n, kernel.source.columns_first
         q = SharedOperand.of(tiles.q, kernel.q_rows, c.q_columns, columns_first=False)
         k = SharedOperand.of(tiles.k, n, c.columns[0], columns_first)
         v = SharedOperand.of(tiles.v, n, c.columns[1], columns_first, reduces_rows=True)
-        return Products(kernel, rings, q, k, v, tensor_memory)
+        return Products(kernel, rings, q, k, v, tensor_memory, pending)
 
     @cute.jit
     def run(self, board):
@@ -61,9 +62,10 @@ class Products(DeviceStruct):
         _, k_ring, *_ = self.rings
         k_ring.wait_full(kv_step)
         tmem.after_signal()
-        with cute.arch.elect_one():
-            for index in cutlass.range_constexpr(Q_TILES):
+        for index in cutlass.range(Q_TILES, unroll=1):
+            with cute.arch.elect_one():
                 self._issue_s(index, work, kv_step)
+        with cute.arch.elect_one():
             self._release(k_ring, kv_step)
 
     @cute.jit
@@ -72,7 +74,8 @@ class Products(DeviceStruct):
         _, k_ring, v_ring, *_ = self.rings
         k_ring.wait_full(kv_step + 1)
         v_ring.wait_full(kv_step)
-        for index in cutlass.range_constexpr(Q_TILES):
+        # Not unrolled: the compiler would make all descriptors of Q before the loop and run out of uniform registers.
+        for index in cutlass.range(Q_TILES, unroll=1):
             self._wait_p(index, kv_step)
             with cute.arch.elect_one():
                 self._issue_o(index, kv_step, accumulate)
@@ -86,7 +89,7 @@ class Products(DeviceStruct):
         """The products with V of the leftmost keys, which complete O."""
         _, _, v_ring, _, o_ring = self.rings
         v_ring.wait_full(kv_step)
-        for index in cutlass.range_constexpr(Q_TILES):
+        for index in cutlass.range(Q_TILES, unroll=1):
             self._wait_p(index, kv_step)
             with cute.arch.elect_one():
                 self._issue_o(index, kv_step, accumulate)
@@ -94,7 +97,7 @@ class Products(DeviceStruct):
         with cute.arch.elect_one():
             self._release(v_ring, kv_step)
 
-    def _wait_p(self, index: int, kv_step) -> None:
+    def _wait_p(self, index, kv_step) -> None:
         """Until P is there, and O may be added to."""
         *_, s_ring, o_ring = self.rings
         s_ring.wait_released(Q_TILES * kv_step + index)
@@ -105,21 +108,26 @@ class Products(DeviceStruct):
         """Give a stage back once all products issued so far have read it."""
         tmem.commit(shared_address(ring.empty + ring.stage(step)))
 
-    def _scores(self, index: int):
+    def _scores(self, index):
         return self.tensor_memory + (self.kernel.config.s_column + index * self.kernel.tile.n)
 
-    def _issue_s(self, index: int, work, kv_step) -> None:
+    def _issue_s(self, index, work, kv_step) -> None:
         _, k_ring, _, s_ring, _ = self.rings
         c, n = self.kernel.config, self.kernel.tile.n
         kind = mma.instruction_descriptor(self.kernel.dtype, n, n_major_b=False)
-        q_stage, k_stage = Int32(index), k_ring.stage(kv_step)
+        q_stage, k_stage = index, k_ring.stage(kv_step)
         mma.issue_shared(self._scores(index), self.q, q_stage, self.k, k_stage, c.depth[0], kind)
         tmem.commit(shared_address(s_ring.full_barrier(Q_TILES * kv_step + index)))
 
-    def _issue_o(self, index: int, kv_step, accumulate) -> None:
+    @cute.jit
+    def _issue_o(self, index, kv_step, accumulate) -> None:
         _, _, v_ring, *_ = self.rings
         c = self.kernel.config
         kind = mma.instruction_descriptor(self.kernel.dtype, c.head_dim_v, n_major_b=True)
         output = self.tensor_memory + (c.o_column + index * c.head_dim_v)
-        p, v_stage = self._scores(index), v_ring.stage(kv_step)
-        mma.issue_tensor(output, p, self.v, v_stage, self.kernel.tile.n, kind, accumulate)
+        product = (output, self._scores(index), self.v, v_ring.stage(kv_step), self.kernel.tile.n, kind, accumulate)
+        if const_expr(c.skip_softmax):
+            if shared_array(Int32, self.pending)[index] != 0:
+                mma.issue_tensor(*product)
+        else:
+            mma.issue_tensor(*product)

@@ -20,7 +20,7 @@ from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.sm100 import tmem
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES
 
-WORDS_AT_ONCE = 16  # of P
+COLUMNS_AT_ONCE = 32  # of P
 
 # 2^f for -1/2 <= f <= 1/2: 1 + f * (these, from the lowest power on), off by 3e-6 of the value at most. A power of two
 # is exact.
@@ -54,7 +54,7 @@ class PackedSoftmax(OnlineSoftmax):
             scores.set(r, 2 * pair + 1, powers[1])
             sums[pair % 2] = cute.arch.add_packed_f32x2(sums[pair % 2], powers)
         even, odd = cute.arch.add_packed_f32x2(*sums)
-        self.row_sum[r] = self.row_sum[r] * self.rescale[r] + (even + odd)
+        self.row_sum[r] += even + odd
 
     def _powers(self, exponents: tuple, pair: int) -> tuple:
         # Spread evenly, so that both kinds are under way all the time.
@@ -122,15 +122,13 @@ class Softmax(DeviceStruct):
             self.state.reset()
             if keys.begin < keys.end:
                 step = partial(self.step, Steps(scores, index, row, kv_step, posted, keys.end - 1), logit_row)
-                step(keys.end - 1, True, True)
-                if const_expr(self.mask.has_diagonal):
-                    for n in cutlass.range(keys.end - 2, keys.full_end - 1, -1, unroll=1):
-                        step(n, True, False)
+                for n in cutlass.range(keys.end - 1, keys.full_end - 1, -1, unroll=1):
+                    step(n, True)
                 for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
-                    step(n, False, False)
+                    step(n, False)
                 if const_expr(self.mask.has_left_edge):
                     for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
-                        step(n, True, False)
+                        step(n, True)
                 kv_step += keys.end - keys.begin
                 posted += keys.end - keys.begin - 1
             count = request.q_len - tile.first_row
@@ -143,7 +141,7 @@ class Softmax(DeviceStruct):
             tile = self.board.read(work)
 
     @cute.jit
-    def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr, first: cutlass.Constexpr):
+    def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
         """From S to P of tile ``n``, and what O is to be multiplied by before P V is added."""
         done = steps.last - n
         s_step = Q_TILES * (steps.kv_step + done) + steps.index
@@ -154,17 +152,30 @@ class Softmax(DeviceStruct):
         self.score.apply(scores, row.slope, tile_start, row.positions)
         if const_expr(masked):
             self.mask.apply(scores, tile_start, row)
-        self.state.choose_reference(0, self.state.maximum(scores, 0))
-        if const_expr(not first):
-            self.post(Q_TILES * (steps.posted + done - 1) + steps.index, steps.row, self.state.rescale[0])
-        self.state.exponentials(scores, 0)
-        for word in cutlass.range_constexpr(0, columns // 2, WORDS_AT_ONCE):
-            words = scores.words(2 * word, 2 * WORDS_AT_ONCE, self.kernel.dtype)
-            tmem.store_words(steps.scores + word, words)
+        self.weigh(steps, scores, row, done)
         tmem.wait_stores()
         tmem.before_signal()
         cute.arch.sync_warp()
         self.s_ring.release(s_step)
+
+    @cute.jit
+    def weigh(self, steps: "Steps", scores, row: LogitRow, done):
+        """From logits to P, after ``done`` steps of the work tile."""
+        self.state.choose_reference(0, self.state.maximum(scores, 0))
+        self.post_rescale(steps, done)
+        self.write_p(steps, scores)
+
+    @cute.jit
+    def post_rescale(self, steps: "Steps", done):
+        if done > 0:
+            self.post(Q_TILES * (steps.posted + done - 1) + steps.index, steps.row, self.state.rescale[0])
+
+    @cute.jit
+    def write_p(self, steps: "Steps", scores):
+        for first in cutlass.range_constexpr(0, scores.columns, COLUMNS_AT_ONCE):
+            part = scores.part(first, COLUMNS_AT_ONCE)
+            self.state.exponentials(part, 0)
+            tmem.store_words(steps.scores + first // 2, part.words(0, COLUMNS_AT_ONCE, self.kernel.dtype))
 
     @cute.jit
     def post(self, step, row, factor):

@@ -3,7 +3,6 @@
 An address has the lane in its upper and the column in its lower 16 bits.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
@@ -44,14 +43,17 @@ def warp_lanes(address):
     return address + (warp * LANES << 16)
 
 
-@cute.jit
-def load_row(address, columns: cutlass.Constexpr[int]) -> LaneRow:
+def load_row(address, columns: int) -> LaneRow:
     """A lane's row, ``columns`` from ``address`` on."""
-    registers = cute.make_rmem_tensor(columns, Float32)
-    values = _load(address, columns)
-    for c in cutlass.range_constexpr(columns):
-        registers[c] = values[c]
-    return LaneRow(registers, columns)
+    row = LaneRow(cute.make_rmem_tensor(columns, Float32), columns)
+    load(address, row)
+    return row
+
+
+def load(address, row: LaneRow) -> None:
+    """The columns of ``row`` from ``address`` on."""
+    for c, value in enumerate(_load(address, row.columns)):
+        row.set(0, c, value)
 
 
 @dsl_user_op

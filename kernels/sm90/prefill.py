@@ -17,11 +17,12 @@ from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.scheduler import TileSchedule
 from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import Attend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
-from hopwell.kernels.sm90.skip import SkippingAttend, SkipRule
+from hopwell.kernels.sm90.skip import SkippingAttend
 
 
 class PrefillSm90(AttentionSm90):
@@ -120,7 +121,10 @@ class PrefillSm90(AttentionSm90):
                 skip = SkipRule.create(skip_softmax, softmax.scale)
                 attend = SkippingAttend(*parts, skip)
                 attend.run(addresses, geometry)
-                skip.report(addresses, self.config.v_parts)
+                # Of warpgroups that share rows the first one reports.
+                sharing = WARPGROUP * self.config.v_parts
+                first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
+                skip.report(addresses.skipped, first, 1)
             else:
                 Attend(*parts).run(addresses, geometry)
 

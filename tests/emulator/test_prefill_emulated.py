@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-import torch
-from config_cases import MAIN_DIMS, check_config
+from config_cases import MAIN_DIMS
+from emulated_prefill import check, page_sizes
 
-from hopwell import emulator
 from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
 from hopwell.kernels.problem import MaskKind, ScoreKind
 
@@ -47,16 +46,6 @@ def feature_configs() -> Iterator[PrefillConfig]:
 FEATURES = list(feature_configs())
 
 
-def page_sizes(config: PrefillConfig) -> list[int | None]:
-    if config.kv_fetch is KvFetch.CONTIGUOUS:
-        return [None]
-    if config.kv_fetch is KvFetch.PAGE_ROWS:
-        return [1, 4]
-    # Pages beyond the tallest box are several boxes.
-    tallest = max(c.box_rows for c in BF16 if c.head_dim_qk == config.head_dim_qk)
-    return [config.box_rows, 128] if config.box_rows == tallest else [config.box_rows]
-
-
 def cases() -> Iterator[object]:
     for config in CONFIGS:
         for size in page_sizes(config):
@@ -75,17 +64,6 @@ def fp16_configs() -> Iterator[PrefillConfig]:
         which = (config.mask, config.kv_fetch, config.box_rows)
         if config.dtype == "fp16" and wanted.get((config.head_dim_qk, config.head_dim_v)) == which:
             yield config
-
-
-def check(config: PrefillConfig, page_size: int | None, heads: int, kv_heads: int, **settings: object) -> None:
-    """Requests of none to two tiles of queries and none to four tiles of keys, some rows with nothing to see."""
-    m, n = config.tile.m, config.tile.n
-    requests = [(5, 9), (0, 3), (1, 0), (7, 3), (m, 3 * n + 1), (m + 3, n + 5)]
-    sinks = torch.linspace(-1.0, 1.0, heads).tolist()
-    lengths = tuple(zip(*requests, strict=True))
-    with emulator.use(config.arch, race=True, proxy=True, strict=True, **settings):
-        check_config(config, lengths, page_size, sinks, kv_heads, device="cpu")
-    assert not emulator.report().warnings
 
 
 @pytest.mark.parametrize(("config", "page_size"), cases())

@@ -6,10 +6,11 @@ import itertools
 from dataclasses import replace
 
 from hopwell.kernels import support
-from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile, shipped_configs, tile_of
+from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile, shipped_configs
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.sm100_config import Sm100PrefillConfig
 
 # What models have, and what differs most: three consumer warpgroups with few registers each, two of them, different
 # widths of K and V, and the widest output of a warpgroup.
@@ -28,7 +29,7 @@ def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
 def every_tile(dims: tuple[int, int]) -> list[Tile]:
     """The tiles of all kernels of ``dims``: scores and skip-softmax may change them."""
     features = itertools.product(ScoreKind, (False, True))
-    return list(dict.fromkeys(tile_of(dims, score, skip) for score, skip in features))
+    return list(dict.fromkeys(PrefillConfig.tile_of(dims, score, skip) for score, skip in features))
 
 
 def with_features(config: PrefillConfig) -> list[PrefillConfig]:
@@ -38,7 +39,7 @@ def with_features(config: PrefillConfig) -> list[PrefillConfig]:
     return [
         replace(config, score=score, skip_softmax=skip)
         for score, skip in features
-        if not config.box_rows or tile_of(dims, score, skip).n % config.box_rows == 0
+        if not config.box_rows or PrefillConfig.tile_of(dims, score, skip).n % config.box_rows == 0
     ]
 
 
@@ -82,6 +83,31 @@ def covering_configs() -> list[PrefillConfig]:
         if dims not in MAIN_DIMS:
             for fetch in (CONTIGUOUS, ROWS, PAGES16):
                 add(dims, MaskKind.CAUSAL, fetch)
+    return list(found)
+
+
+def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig]:
+    """Blackwell prefill kernels that stand for all, on the same grounds as :func:`covering_configs`."""
+    found: dict[Sm100PrefillConfig, None] = {}
+
+    def add(dims: tuple[int, int], mask: MaskKind, fetch: tuple[KvFetch, int], dtype: str = "bf16", **kind) -> None:
+        found[Sm100PrefillConfig(arch, dtype, dtype, *dims, mask, *fetch, **kind)] = None
+
+    narrow, middle, uneven = (64, 64), (128, 128), (192, 128)
+    for fetch in (CONTIGUOUS, ROWS, PAGES16, PAGES64):
+        add(middle, MaskKind.CAUSAL, fetch)
+    for dims, fetch in ((narrow, PAGES16), (middle, CONTIGUOUS), (uneven, PAGES16)):
+        add(dims, MaskKind.SLIDING_WINDOW, fetch)
+    for dims, fetch in ((narrow, CONTIGUOUS), (middle, PAGES16)):
+        add(dims, MaskKind.FULL, fetch)
+        add(dims, MaskKind.CHUNKED, fetch)
+        add(dims, MaskKind.CAUSAL, fetch, score=ScoreKind.ALIBI)
+        add(dims, MaskKind.CAUSAL, fetch, score=ScoreKind.SOFT_CAP)
+        add(dims, MaskKind.CAUSAL, fetch, skip_softmax=True)
+    for fetch in (CONTIGUOUS, ROWS):
+        add(uneven, MaskKind.CAUSAL, fetch)
+    add(narrow, MaskKind.CAUSAL, ROWS)
+    add(middle, MaskKind.CAUSAL, PAGES16, "fp16")
     return list(found)
 
 

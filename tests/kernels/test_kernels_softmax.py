@@ -19,10 +19,10 @@ from host_math import INF, Fragment, Registers, number
 
 from hopwell.kernels.parts import softmax as softmax_module
 from hopwell.kernels.parts.score import ScoreMap
+from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import SLACK, OnlineSoftmax
 from hopwell.kernels.problem import ScoreKind
 from hopwell.kernels.sm90 import skip as skip_module
-from hopwell.kernels.sm90.skip import SkipRule
 
 # The DSL warns of weights too small for float32, which are zero on the device.
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("ignore::cutlass.base_dsl.common.DSLWarning")]

@@ -1,0 +1,39 @@
+"""Skip-softmax on Blackwell: a tile that is left out costs its query tile one product and the tile's maximum."""
+
+from dataclasses import dataclass
+
+import cutlass.cute as cute
+from cutlass import Int32
+
+from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.parts.device import barrier_all, shared_array
+from hopwell.kernels.parts.mask import LogitRow
+from hopwell.kernels.parts.skip import SkipRule
+from hopwell.kernels.sm100.softmax import Softmax, Steps
+
+TILE_BARRIER = 1  # named barriers 1 and 2 belong to a softmax warpgroup each
+
+
+@dataclass(frozen=True)
+class SkippingSoftmax(Softmax):
+    skip: SkipRule
+    pending: Int32  # shared memory: for each query tile whether its P is there to be multiplied
+
+    @cute.jit
+    def weigh(self, steps: Steps, scores, row: LogitRow, done):
+        maximum = self.state.maximum(scores, 0)
+        unneeded = self.skip.unneeded(self.state.largest, [maximum], row.kv_len)
+        if done == 0:
+            unneeded = Int32(0)
+        left_out = barrier_all(unneeded, TILE_BARRIER + steps.index, WARPGROUP)
+        if left_out:
+            self.skip.note(False)
+            self.state.rescale[0] = 1.0
+        else:
+            self.skip.note(True)
+            self.state.choose_reference(0, maximum)
+        self.post_rescale(steps, done)
+        if not left_out:
+            self.write_p(steps, scores)
+        if steps.row == 0:
+            shared_array(Int32, self.pending)[steps.index] = self.skip.pending[0]
