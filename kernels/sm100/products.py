@@ -55,6 +55,14 @@ class Products(DeviceStruct):
                 stored += 1
             work += 1
             tile = board.read(work)
+        self.drain(work, kv_step)
+
+    def drain(self, work, kv_step) -> None:
+        """Until all stages have been released: a CTA whose shared memory is gone cannot take the arrivals."""
+        q_ring, k_ring, v_ring, *_ = self.rings
+        for ring, step in ((q_ring, Q_TILES * work), (k_ring, kv_step), (v_ring, kv_step)):
+            for stage in range(ring.stages):
+                ring.wait_empty(step + stage)
 
     @cute.jit
     def first_step(self, work, kv_step):
