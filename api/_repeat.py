@@ -167,9 +167,10 @@ def _conditions(plain: Arguments, variables: dict[str, Any]) -> list[str]:
             variables[f"value{i}"] = value
             single.append(f"a{i} is value{i}")
         else:
-            # Types count: 1, 1.0 and True are equal. They come first because comparing a tensor would wait for the GPU.
+            # Types count: 1, 1.0 and True are equal. They come before values because comparing a tensor would wait for
+            # the GPU; most calls give the very object of the call before, which is the quickest to see.
             variables[f"type{i}"], variables[f"value{i}"] = type(value), value
-            equal.append(f"type(a{i}) is type{i} and a{i} == value{i}")
+            equal.append(f"(a{i} is value{i} or type(a{i}) is type{i} and a{i} == value{i})")
     return [*single, *equal, f"check({', '.join(tensors)})"]
 
 
