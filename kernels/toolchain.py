@@ -1,7 +1,7 @@
 """Compile, keep and load kernels: the only module that knows how the DSL turns a kernel into a callable.
 
 A kernel is compiled once for each (config, source code, toolchain versions): its host function and cubin become one
-object file in a cache directory, next to its PTX and cubin for inspection. Loading that file takes a few milliseconds,
+object file in a cache directory, next to its PTX and cubin for inspection. Loading that file takes about a millisecond,
 and some tens the first one in a process.
 
 Environment:
