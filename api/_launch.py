@@ -11,7 +11,7 @@ and over. So the latest calls are recognised without one, see :mod:`hopwell._rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -70,17 +70,23 @@ class Calls:
             self._recent = (found.latest, *self._recent[: RECENT - 1])
         return results
 
-    def run(self, arguments: Arguments, problem: AttentionProblem, stats: torch.Tensor | None = None) -> Results:
+    def run(
+        self, arguments: Arguments, problem: AttentionProblem, out: Any, stats: Any = None, rows: Sequence[int] = ()
+    ) -> Results:
         """Launch a problem that has just been checked, and remember it for calls with arguments like these.
 
-        ``stats`` is the log-sum-exp or the statistics as they are returned.
+        ``out`` and ``stats`` are the results as they are returned: the output if given, and the log-sum-exp or the
+        statistics if asked for. An output allocated here has the problem's rows in dimensions of sizes ``rows``.
         """
         plan = Plan(problem)
+        result = plan.execute(problem)
+        if out is None:
+            out = result.unflatten(0, rows) if rows else result
         device = problem.query.device
         # What lies elsewhere was copied or read, and has to be in each call.
         here = all(argument.device == device for argument in arguments if isinstance(argument, torch.Tensor))
         if plan.has_work and plan.repeatable and here:
             if len(self._checked) >= CAPACITY:
                 self._checked.clear()
-            self._checked[_key(arguments)] = Repeat(Checked(arguments, problem, plan, stats), self.sources)
-        return plan.execute(problem), stats
+            self._checked[_key(arguments)] = Repeat(Checked(arguments, problem, plan, out, stats), self.sources)
+        return out, stats

@@ -50,7 +50,7 @@ def make({variables}):
         q, k, v, o = {inputs}, address(out)
         if (q | k | v | o) & {mask} or {overlaps}:
             return None
-        function(out, (q, k, v, o, {others}, ticket()), {constants})
+        function(anchor, (q, k, v, o, {others}, ticket()), {constants})
         return out, stats
     return launch
 """
@@ -64,7 +64,8 @@ class Checked(NamedTuple):
     arguments: Arguments
     problem: AttentionProblem
     plan: Plan
-    stats: torch.Tensor | None  # as it is returned
+    out: torch.Tensor  # this and the next as they are returned
+    stats: torch.Tensor | None
 
 
 class Repeat:
@@ -74,14 +75,15 @@ class Repeat:
 
     def __init__(self, call: Checked, sources: Callable[[Arguments], Sources]):
         problem, plan, stats = call.problem, call.plan, call.stats
-        views = operands(problem, problem.out)
+        views = operands(problem, call.out)
         self._variables: dict[str, Any] = dict(
             address=torch.Tensor.data_ptr,
             empty_like=torch.empty_like,
             function=plan.function,
+            anchor=plan.anchor,
             ticket=plan.tickets.address,
-            output_like=_like(plan.output_shape, plan.output_dtype, problem.query.device),
-            stats_like=None if stats is None else _like(stats.shape, stats.dtype, stats.device),
+            output_like=_like(call.out),
+            stats_like=None if stats is None else _like(stats),
         )
         for name, view in zip("qkvo", views, strict=False):
             self._variables[f"{name}_bytes"] = _extent_bytes(view)
@@ -165,15 +167,16 @@ def _conditions(plain: Arguments, variables: dict[str, Any]) -> list[str]:
             variables[f"value{i}"] = value
             single.append(f"a{i} is value{i}")
         else:
-            # Types count: 1, 1.0 and True are equal. They come first because comparing a tensor would wait for the GPU.
+            # Types count: 1, 1.0 and True are equal. They come before values because comparing a tensor would wait for
+            # the GPU; most calls give the very object of the call before, which is the quickest to see.
             variables[f"type{i}"], variables[f"value{i}"] = type(value), value
-            equal.append(f"type(a{i}) is type{i} and a{i} == value{i}")
+            equal.append(f"(a{i} is value{i} or type(a{i}) is type{i} and a{i} == value{i})")
     return [*single, *equal, f"check({', '.join(tensors)})"]
 
 
-def _like(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """What torch.empty_like makes contiguous tensors from, in half the time of torch.empty."""
-    return _element(dtype, device).expand(*shape)
+def _like(result: torch.Tensor) -> torch.Tensor:
+    """What torch.empty_like makes contiguous tensors of this shape from, in half the time of torch.empty."""
+    return _element(result.dtype, result.device).expand(result.shape)
 
 
 @functools.cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import decode_sources, flat_tokens
+from hopwell._decoding import decode_sources
 from hopwell._launch import Calls, halves
 from hopwell._xqa import xqa_problem, xqa_workspace_bytes
 
@@ -108,7 +108,7 @@ def xqa_batch_decode_with_kv_cache(
         q_len_per_req,
         kv_cache_sf,
     )
-    done = _XQA.repeat(arguments, flat_tokens(out))
+    done = _XQA.repeat(arguments, out)
     if done is None:
         problem = xqa_problem(
             query,
@@ -129,8 +129,6 @@ def xqa_batch_decode_with_kv_cache(
             mask,
             kv_cache_sf,
         )
-        done = _XQA.run(arguments, problem)
-    if out is not None:
-        return out
-    result, _ = done
-    return result if q_len_per_req in (None, 1) else result.unflatten(0, (-1, q_len_per_req))
+        rows = (problem.batch, problem.max_q_len) if problem.max_q_len > 1 else ()
+        done = _XQA.run(arguments, problem, out, rows=rows)
+    return done[0]

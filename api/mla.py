@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import decode_sources, flat_tokens
+from hopwell._decoding import decode_sources
 from hopwell._launch import Calls, single
 from hopwell._mla import mla_problem, mla_workspace_bytes
 
@@ -97,7 +97,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         enable_pdl,
         backend,
     )
-    done = _MLA.repeat(arguments, flat_tokens(out))
+    done = _MLA.repeat(arguments, out)
     if done is None:
         problem = mla_problem(
             query,
@@ -117,8 +117,5 @@ def trtllm_batch_decode_with_kv_cache_mla(
             enable_pdl,
             backend,
         )
-        done = _MLA.run(arguments, problem)
-    if out is not None:
-        return out
-    result, _ = done
-    return result.unflatten(0, query.shape[:2])
+        done = _MLA.run(arguments, problem, out, rows=query.shape[:2])
+    return done[0]

@@ -161,7 +161,7 @@ def trtllm_batch_context_with_kv_cache(
         skip_softmax_threshold_scale_factor,
         uses_shared_paged_kv_idx,
     )
-    return _CONTEXT.run(arguments, problem)[0]
+    return _CONTEXT.run(arguments, problem, out)[0]
 
 
 def trtllm_fmha_v2_prefill(
@@ -301,7 +301,7 @@ def trtllm_fmha_v2_prefill(
         save_softmax_stats,
         skip_softmax_threshold_scale_factor,
     )
-    results = _FMHA_V2.run(arguments, problem, problem.statistics)
+    results = _FMHA_V2.run(arguments, problem, out, problem.statistics)
     return results if save_softmax_stats else results[0]
 
 
@@ -432,4 +432,4 @@ def cudnn_batch_prefill_with_kv_cache(
     if problem.lse is not None:
         # A ragged log-sum-exp was viewed as rows for the kernel.
         stats = problem.lse.tensor.view(problem.batch, max_token_per_sequence, q.shape[1]) if lse is None else lse
-    return _CUDNN.run(arguments, problem, stats)
+    return _CUDNN.run(arguments, problem, out, stats)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -41,8 +42,6 @@ class Plan:
         query = problem.query
         family = PREFILL if problem.scratch is None else MLA if problem.is_latent else DECODE
         self.config = family.resolve(problem, support.arch_of(query.device))
-        self.output_shape = (*query.shape[:2], problem.value.shape[3])
-        self.output_dtype = query.dtype if problem.out is None else problem.out.dtype
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
         # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
         self.repeatable = query.device.type == "cuda"
@@ -54,30 +53,32 @@ class Plan:
             self.tickets = tickets(query.device, family.counters(sizes, self.config))
             self.tickets.reserve()
             self.function = _bind(self.config, query.device)
+            self.anchor = _anchor(query.device)
             # Handed over as one object: converting 30 integers in each call would cost more than the launch.
             self._geometry = tvm_ffi.convert(tuple(sizes))
 
-    def launch(self, out: torch.Tensor, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
-        """Launch on the current stream of the device of ``out``.
+    def launch(self, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
+        """Launch on the current stream of the plan's device.
 
         ``addresses`` are those of :class:`Addresses` up to the tickets. A scale counts where its address is 0.
         """
-        self.function(out, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
+        self.function(self.anchor, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
 
     def constants(self, softmax_scale: float, output_scale: float) -> tuple[Any, ...]:
-        """What ``function`` takes after the output and its addresses."""
+        """What ``function`` takes after the anchor and the addresses."""
         return self._geometry, softmax_scale, output_scale, *self._options
 
     def execute(self, problem: AttentionProblem) -> torch.Tensor:
         """Compute the problem that the plan was made for; allocates the output where the problem has none."""
         out = problem.out
         if out is None:
-            out = torch.empty(self.output_shape, dtype=self.output_dtype, device=problem.query.device)
+            query = problem.query
+            out = torch.empty((*query.shape[:2], problem.value.shape[3]), dtype=query.dtype, device=query.device)
         if self.has_work:
             views = operands(problem, out)
             addresses = [0 if view is None else view.data_ptr() for view in views]
             with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views):
-                self.launch(out, addresses, *host_scales(problem))
+                self.launch(addresses, *host_scales(problem))
         return out
 
     @contextlib.contextmanager
@@ -99,6 +100,13 @@ class Plan:
         except emulator.EmulatorError:
             ctypes.memset(counters, 0, size)  # a kernel that was stopped has not done it
             raise
+
+
+@functools.cache
+def _anchor(device: torch.device) -> torch.Tensor:
+    """A tensor without elements: TVM-FFI takes the device of a launch, and with it the stream, from a tensor, and any
+    other would have to be of the dimensions that the kernel was compiled for."""
+    return torch.empty(0, dtype=torch.int32, device=device)
 
 
 def _bind(config: KernelConfig, device: torch.device) -> Any:

@@ -1,7 +1,8 @@
 """Compile, keep and load kernels: the only module that knows how the DSL turns a kernel into a callable.
 
 A kernel is compiled once for each (config, source code, toolchain versions): its host function and cubin become one
-object file in a cache directory, next to its PTX and cubin for inspection. Loading that file takes about a millisecond.
+object file in a cache directory, next to its PTX and cubin for inspection. Loading that file takes about a millisecond,
+and some tens the first one in a process.
 
 Environment:
     HOPWELL_CACHE_DIR   where compiled kernels are kept; default: the user's cache directory
@@ -11,6 +12,7 @@ Environment:
 from __future__ import annotations
 
 import concurrent.futures
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -40,6 +42,7 @@ logger = logging.getLogger("hopwell")
 TOOLCHAIN = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
 LOCK_POLL_SECONDS = 0.05
+RUNTIME = "libcute_dsl_runtime.so"
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,50 @@ def _compile(config: KernelConfig, target: Artifact) -> None:
 
 
 def _load(built: Artifact, name: str) -> Callable[..., None]:
-    from cutlass.cute.runtime import load_module
+    """The function of a compiled kernel. The DSL, which would load it too, takes ten times as long to import."""
+    import tvm_ffi_orcjit
 
-    return load_module(str(built.object_file), enable_tvm_ffi=True)[name]
+    _load_runtime()
+    module = tvm_ffi_orcjit.default_session().load_module(
+        built.object_file,
+        cxx=os.devnull,  # or it would run a compiler, to ask for a C++ runtime that the object does not need
+        keep_module_alive=True,  # or its destructors would call CUDA while the process ends
+    )
+    return module.get_function(name)
+
+
+@functools.cache
+def _load_runtime() -> None:
+    """Load what host functions call. They find it among the symbols of the process."""
+    import nvidia_cutlass_dsl
+
+    ctypes.CDLL(str(runtime_library(nvidia_cutlass_dsl.__path__, _driver_cuda())), mode=ctypes.RTLD_GLOBAL)
+
+
+def runtime_library(folders: Iterable[str], driver_cuda: int | None) -> pathlib.Path:
+    """The DSL's runtime, built for the newest CUDA that the driver can run, as the DSL itself chooses it.
+
+    Without a driver nothing is launched, and any will do.
+    """
+    found = [path for folder in folders for path in pathlib.Path(folder).glob(f"cu[0-9]*/lib/{RUNTIME}")]
+    builds = {int(path.parts[-3].removeprefix("cu")): path for path in found}
+    usable = [major for major in builds if driver_cuda is None or major <= driver_cuda]
+    if not usable:
+        raise RuntimeError(
+            f"no {RUNTIME} for a driver of CUDA {driver_cuda} in {[*folders]}, only for CUDA {sorted(builds)}; "
+            "install another extra of nvidia-cutlass-dsl, or update the driver"
+        )
+    return builds[max(usable)]
+
+
+def _driver_cuda() -> int | None:
+    """The major version of CUDA that the driver can run, if there is a driver.
+
+    Asked by hand: to import cuda.bindings takes longer than all of a kernel's loading.
+    """
+    version = ctypes.c_int()
+    try:
+        status = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return version.value // 1000 if status == 0 else None

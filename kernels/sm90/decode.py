@@ -108,7 +108,7 @@ class DecodeSm90(AttentionSm90):
         programmatic_launch: Int32,
         stream: cuda.CUstream,
     ):
-        """Build the TMA descriptors and launch. ``anchor`` is the output: it names the device, whose stream is used."""
+        """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
         k, v = self._kv_atoms(addresses, geometry)
         self.kernel(k, v, addresses, geometry, softmax_scale, output_scale, output_factor).launch(
             grid=[Int32(geometry.grid), 1, 1],
@@ -319,4 +319,4 @@ class DecodeAttend(Attend):
 def build(config: DecodeConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
     kernel = DecodeSm90(config)
-    return kernel, example_arguments(kernel.out_dtype, (Addresses, DecodeGeometry), floats=3)
+    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -323,4 +323,4 @@ class MlaAttend(DecodeAttend):
 def build(config: MlaConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
     kernel = MlaSm90(config)
-    return kernel, example_arguments(kernel.out_dtype, (Addresses, DecodeGeometry), floats=3)
+    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)

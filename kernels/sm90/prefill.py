@@ -65,7 +65,7 @@ class PrefillSm90(AttentionSm90):
         programmatic_launch: Int32,
         stream: cuda.CUstream,
     ):
-        """Build the TMA descriptors and launch. ``anchor`` is the output: it names the device, whose stream is used."""
+        """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
         c, g, a = self.config, geometry, addresses
         q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.tile.m)
         k, v = self._kv_atoms(a, g)
@@ -142,4 +142,4 @@ class PrefillSm90(AttentionSm90):
 def build(config: PrefillConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
     kernel = PrefillSm90(config)
-    return kernel, example_arguments(kernel.out_dtype, (Addresses, Geometry), floats=4)
+    return kernel, example_arguments((Addresses, Geometry), floats=4)

@@ -22,24 +22,24 @@ class RecordingPlan:
     addresses: ClassVar[list[tuple[int, ...]]] = []  # of every launch, those of Addresses up to the tickets
     has_work = repeatable = True
     tickets = SimpleNamespace(address=lambda: TICKETS)
+    anchor = object()
 
     def __init__(self, problem: AttentionProblem):
         self.problems.append(problem)
-        self.output_shape = (*problem.query.shape[:-1], problem.value.shape[-1])
-        self.output_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
 
     def execute(self, problem: AttentionProblem) -> torch.Tensor:
         out = problem.out
         if out is None:
-            out = problem.query.new_empty(self.output_shape)
-        self.function(out, (*(0 if view is None else view.data_ptr() for view in operands(problem, out)), TICKETS))
+            out = problem.query.new_empty((*problem.query.shape[:-1], problem.value.shape[-1]))
+        addresses = [0 if view is None else view.data_ptr() for view in operands(problem, out)]
+        self.function(self.anchor, (*addresses, TICKETS))
         return out
 
     def constants(self, softmax_scale: float, output_scale: float) -> tuple[float, float]:
         return softmax_scale, output_scale
 
-    def function(self, out: torch.Tensor, addresses: Sequence[int], *constants: float) -> None:
-        assert out.dim() == 3
+    def function(self, anchor: object, addresses: Sequence[int], *constants: float) -> None:
+        assert anchor is self.anchor
         *operands_of_call, tickets = addresses
         assert tickets == TICKETS
         self.addresses.append(tuple(operands_of_call))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import api_calls
 import pytest
 import torch
 from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, Form, form
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopwell import _launch, _repeat
 
@@ -29,6 +31,44 @@ def test_a_warm_call_has_the_addresses_that_a_checked_call_has(case: Form, recor
     case.function(**arguments)
     assert len(recorded.problems) == 1, "an output given where there was none is another call"
     assert recorded.addresses[-1] == warm
+
+
+class Operations(TorchDispatchMode):
+    """Records what is done with tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+    def of_a_warm_call(self, function: Callable[..., Any], arguments: dict[str, Any]) -> list[str]:
+        for _ in range(3):
+            function(**arguments)
+        self.names.clear()
+        function(**arguments)
+        return self.names
+
+
+@pytest.mark.parametrize("case", [case for case in FORMS if case.runs], ids=str)
+def test_a_warm_call_makes_no_tensors_but_its_results(case: Form) -> None:
+    """Not even a view of one, which takes about as long as all the rest."""
+    arguments = case.build()
+    results = case.function(**arguments)
+    out, *stats = results if isinstance(results, tuple) else (results,)
+    with Operations() as operations:
+        assert operations.of_a_warm_call(case.function, arguments) == ["empty_like"] * (1 + len(stats))
+        assert operations.of_a_warm_call(case.function, {**arguments, "out": out}) == ["empty_like"] * len(stats)
+
+
+@pytest.mark.parametrize("case", RUNNING, ids=str)
+def test_results_of_warm_calls_are_alike_and_apart(case: Form) -> None:
+    results = [case.function(**case.build()) for _ in range(4)]
+    assert len({(one.shape, one.stride(), one.dtype, one.device) for one in results}) == 1
+    assert len({one.data_ptr() for one in results}) == len(results)
+    assert all(one._base is None for one in results[1:])
 
 
 def test_warm_cudnn_lse(recorded: Any) -> None:

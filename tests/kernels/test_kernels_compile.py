@@ -9,6 +9,7 @@ import importlib.metadata
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -116,6 +117,37 @@ def test_loads_from_disk(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) 
     function = toolchain.function(config)
     assert callable(function)
     assert toolchain.function(config) is function
+
+
+CALL = """
+import sys
+import torch
+import hopwell
+from hopwell.kernels import toolchain
+from hopwell.kernels.config import shipped_configs
+
+config = next(config for config in shipped_configs() if config.name == sys.argv[1])
+function = toolchain.function(config)
+try:
+    function(torch.empty(0, dtype=torch.int32), (0,) * 23, (0,) * 40, 1.0, 1.0, 0.0, 0.0, 0)
+except ValueError as error:
+    print(error)
+print("cutlass" in sys.modules)
+"""
+
+
+def test_a_compiled_kernel_is_called_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that finds its kernel on disk never imports the DSL. Of a call on the CPU the function itself says that
+    it does not run there."""
+    artifact(PREFILL[0])
+    monkeypatch.setenv("HOPWELL_JIT", "forbid")
+    command = [sys.executable, "-c", CALL, PREFILL[0].name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    said, imported = done.stdout.rsplit(maxsplit=1)
+    assert "expected device_type=cuda" in said
+    assert "argument #0" in said
+    assert imported == "False"
+    assert done.stderr == ""
 
 
 def test_output_of_the_other_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

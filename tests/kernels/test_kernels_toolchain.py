@@ -27,7 +27,18 @@ from fake_dsl import Compiler
 
 from hopwell.kernels import compile_ahead, toolchain
 from hopwell.kernels.config import PrefillConfig, shipped_configs
-from hopwell.kernels.toolchain import CUBIN, META, OBJECT, PTX, Artifact, artifact, cache_dir, fingerprint
+from hopwell.kernels.toolchain import (
+    CUBIN,
+    META,
+    OBJECT,
+    PTX,
+    RUNTIME,
+    Artifact,
+    artifact,
+    cache_dir,
+    fingerprint,
+    runtime_library,
+)
 
 FORK = multiprocessing.get_context("fork")  # children have the stand-in, and need no time to start
 CONFIGS = list(shipped_configs())[:3]
@@ -339,6 +350,31 @@ class TestProcesses:
         built = {str(artifact(config).path) for config in CONFIGS}
         monkeypatch.setenv("HOPWELL_JIT", "forbid")
         assert {str(one.path) for one in compile_ahead(CONFIGS, jobs=2)} == built
+
+
+class TestRuntime:
+    """Which of the DSL's builds host functions are linked with."""
+
+    @pytest.fixture
+    def folder(self, tmp_path: pathlib.Path) -> str:
+        for major in (9, 12, 13):
+            library = tmp_path / f"cu{major}" / "lib" / RUNTIME
+            library.parent.mkdir(parents=True)
+            library.touch()
+        (tmp_path / "cu14" / "lib").mkdir(parents=True)
+        return str(tmp_path)
+
+    @pytest.mark.parametrize(("driver", "chosen"), [(None, 13), (15, 13), (13, 13), (12, 12), (11, 9)])
+    def test_newest_that_the_driver_can_run(self, driver: int | None, chosen: int, folder: str) -> None:
+        assert runtime_library([folder], driver) == pathlib.Path(folder, f"cu{chosen}", "lib", RUNTIME)
+
+    @pytest.mark.parametrize(("folders", "driver"), [([], None), (["/nowhere"], 13), (None, 8)])
+    def test_none(self, folders: list[str] | None, driver: int | None, folder: str) -> None:
+        with pytest.raises(RuntimeError, match=f"for a driver of CUDA {driver} "):
+            runtime_library([folder] if folders is None else folders, driver)
+
+    def test_the_installed_one_is_found(self) -> None:
+        toolchain._load_runtime()
 
 
 class TestFingerprint:
