@@ -44,14 +44,7 @@ PIECES_AT_ONCE, QUADS_AT_ONCE = 8, 2  # whose loads a thread has under way
 class SharedMerge(Merge):
     """The threads that look after a CTA's pieces and shares."""
 
-    message: Int32  # shared memory for three words from the first thread to all
-
-    def prepare(self, tile) -> None:
-        """Nothing: a piece's slot is free since before its unit was computed."""
-
-    def complete(self, tile, rows: PackedRows, out_dtype) -> None:
-        """Nothing yet: to tell others takes until the piece is in the L2 cache. A share may be merged meanwhile, see
-        :meth:`help`."""
+    message: Int32  # shared memory for four words from the first thread to all
 
     @cute.jit
     def _announce(self, tile, of_chunk, group) -> None:
@@ -93,7 +86,9 @@ class SharedMerge(Merge):
     def help(self, share, done, tile, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr):
         """Between the unit that is ``done`` and the next, ``tile``: merge the share in hand if it is ready, announce
         the piece, and merge on until the next one's slot is free; after the last unit, until all shares have been
-        handed out. Takes the share in hand, returns the one that is in hand then."""
+        handed out. Takes the share in hand, returns the one that is in hand then.
+
+        The piece is announced second because that takes until it is in the L2 cache."""
         waits, has_piece = Boolean(True), done.chunks > 1
         while waits:
             share, is_ready, waits = self._look(share, tile)
@@ -110,7 +105,7 @@ class SharedMerge(Merge):
         """The share in hand, a new one where there is none; whether it is ready; and whether to look again."""
         slots = self.slots
         words = cute.make_tensor(
-            cute.make_ptr(Int32, self.message, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(3)
+            cute.make_ptr(Int32, self.message, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(4)
         )
         if self._thread == 0:
             mine, waits = share, Int32(0)
@@ -127,6 +122,7 @@ class SharedMerge(Merge):
             words[0] = mine
             words[1] = (found == slots.generation(mine) + 1).to(Int32)
             words[2] = waits
+            words[3] = Int32(0)  # the others are loaded together with it
         self.meet()
         share, is_ready, waits = words[0], words[1] != 0, words[2] != 0
         self.meet()

@@ -153,9 +153,11 @@ class DecodeSm90(AttentionSm90):
                 self.schedule_type(geometry, addresses, mask, *sizes).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         elif warp >= 4 * (len(self.config.registers) - self.config.has_merge_role):
-            self.set_registers(MERGE_REGISTERS)
-            scale = self._output_scale(addresses, output_scale, output_factor)
-            self._merge(addresses, geometry, tiles).run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
+            if const_expr(self.config.has_merge_role):
+                self.set_registers(MERGE_REGISTERS)
+                scale = self._output_scale(addresses, output_scale, output_factor)
+                merge = self._merge(addresses, geometry, tiles)
+                merge.run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
         elif warp >= 4 * (1 + self.warpgroups):
             self.set_registers(WIDEN_REGISTERS)
             self.widen(tiles, rings, board)

@@ -22,7 +22,7 @@ class AttentionSm90(AttentionKernel):
         c, t, consumers = self.config, self.tile, 4 * self.warpgroups
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers, **self.more_roles}
         k_from, v_from, from_warps = ("widen", "widen", 4) if self.is_raw else ("load_k", "load_v", 1)
-        others = roles["all others"] = sum(roles.values()) - 1
+        others = roles["all others"] = 4 * len(c.registers) - 1
         edges = (
             Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2),
             Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2),

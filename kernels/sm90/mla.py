@@ -1,6 +1,6 @@
 """Hopper MLA decode: heads that share one latent key, whose first columns are the value as well."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -17,9 +17,11 @@ from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import IntervalMask, ListMask, ListRow, LogitRow
+from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Slots
 from hopwell.kernels.parts.shares import NO_SHARE, SharedMerge
 from hopwell.kernels.parts.split import ListSchedule, SplitSchedule, SplitTile
+from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
 from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeAttend, DecodeSm90
@@ -27,7 +29,6 @@ from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
 STATE_BYTES = LANES * RowFragment.rows * 2 * 4  # of a warp: references and sums of each lane's rows
 MESSAGE_PLACE = 8 * STATE_BYTES  # behind those of both warpgroups
-LEFT_P_BARRIER, RIGHT_P_BARRIER, SUMS_BARRIER = 1, 2, 3  # named barriers of both consumer warpgroups
 
 
 class MlaSm90(DecodeSm90):
@@ -45,6 +46,8 @@ class MlaSm90(DecodeSm90):
         warp 3 schedule    units of work
         warps 4..7 left    S and P of tile A; left half of O
         warps 8..11 right  S and P of tile B; right half of O
+        Left and right are attend. Only their steps are code of their own: where they meet, synccheck wants all threads
+        at the same instruction, and there is less code to fetch when a unit begins.
 
     Edges
         Q       load_q -> attend      released when the last S of the unit has been computed
@@ -52,7 +55,8 @@ class MlaSm90(DecodeSm90):
                                       added to O, by right as soon as it does not need it
         V       load_v -> attend      right parts: released when P has been read from it
         work    schedule -> all       released as soon as it has been read
-        named barriers hand over P: of A from left to right, of B from right to left, with the references of its rows
+        P       left -> right         they take turns: full when P of A has been written, with the references of its
+                                      rows, released when P of B has been
 
     Steady state: the warpgroups are half a step apart, so that one's softmax runs under the other's products. "S" are
     9 products of 64 columns, "O" one of 256.
@@ -73,6 +77,14 @@ class MlaSm90(DecodeSm90):
     @property
     def mask_type(self) -> type[IntervalMask]:
         return ListMask if self.config.sparse else IntervalMask
+
+    @property
+    def more_roles(self) -> dict[str, int]:
+        """The halves of attend."""
+        return {"left": 4, "right": 4}
+
+    def _more_edges(self) -> tuple[Edge, ...]:
+        return (Edge("P", "left", "right", 1, 4, 4, 0, LANES, LANES),)
 
     def consumer(self, *parts: Any) -> "MlaAttend":
         return MlaAttend(*parts)
@@ -112,22 +124,23 @@ class MlaOperands(Operands):
     p_shared: Any
 
     @staticmethod
-    def of(kernel: MlaSm90, tiles, is_left: bool) -> "MlaOperands":
+    def of_both(kernel: MlaSm90, tiles) -> tuple["MlaOperands", "MlaOperands"]:
+        """Those of left and of right, in the same registers: what comes after the steps is the same code for both."""
         t, half, columns = kernel.tile, kernel.config.depth[1], kernel.config.columns
-        value = (tiles.k, columns[0]) if const_expr(is_left) else (tiles.v, columns[1])
-        common = Operands.of_value(kernel, tiles, 0, *value)
+        common, right = (Operands.of_value(kernel, tiles, 0, *v) for v in zip((tiles.k, tiles.v), columns, strict=True))
         source = warpgroup.OperandSource.SMEM
         shape = (WARPGROUP_ROWS, half)
         other_mma = make_mma(kernel.dtype, shape, a_source=source, b_major=OperandMajorMode.MN, warpgroups=1)
         qk, other = common.qk_mma.get_slice(0), other_mma.get_slice(0)
         last_block = cute.make_layout((t.m, t.n, t.kv_stages), stride=(1, t.n, t.n * columns[1]))
         p_tiles = cute.make_tensor(tiles.v.iterator + cute.crd2idx((0, half, 0), tiles.v.layout), tiles.v.layout)
-        return MlaOperands(
+        left = MlaOperands(
             **vars(common),
             other_mma=other_mma,
             k_right=qk.make_fragment_B(qk.partition_B(tiles.v)),
             p_shared=other.make_fragment_A(other.partition_A(cute.composition(p_tiles, last_block))),
         )
+        return left, replace(left, v=right.v)
 
     def issue_qk_left(self, q_stage, stage) -> None:
         q, k = self.q[None, None, None, q_stage], self.k[None, None, None, stage]
@@ -149,18 +162,11 @@ class MlaAttend(DecodeAttend):
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
-        if cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) == 1:
-            self.attend(addresses, geometry, True)
-        else:
-            self.attend(addresses, geometry, False)
-
-    @cute.jit
-    def attend(self, addresses, geometry, is_left: cutlass.Constexpr[bool]):
         q_ring, *_ = self.rings
-        operands = MlaOperands.of(self.kernel, self.tiles, is_left)
-        step_function = self.left_step if const_expr(is_left) else self.right_step
+        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
+        left, right = MlaOperands.of_both(self.kernel, self.tiles)
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
-        kv_step, work, share = Int32(0), Int32(0), Int32(NO_SHARE)
+        step, work, share = Int32(0), Int32(0), Int32(NO_SHARE)
         rest = (Int32(geometry.row_tiles), addresses, geometry, self.output_scale, self.kernel.out_dtype)
         exists, done = True, SplitTile.nothing()
         while exists:
@@ -170,19 +176,23 @@ class MlaAttend(DecodeAttend):
             if exists:
                 keys = tile.keys
                 # As in Attend.run: tells the compiler that the warps have converged.
-                cute.arch.barrier(barrier_id=GROUP_BARRIER + 1 - is_left, number_of_threads=WARPGROUP)
+                cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
                 self.softmax.reset()
-                operands.o.fill(0.0)
+                left.o.fill(0.0)
                 q_ring.wait_full(work)
                 if keys.begin < keys.end:
-                    row = self.logit_row(tile, warp_row)
-                    for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                        step_function(operands, q_ring.stage(work), row, kv_step, n, n >= keys.full_end)
-                        kv_step += 2
+                    row, q_stage = self.logit_row(tile, warp_row), q_ring.stage(work)
+                    if group == 0:
+                        for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+                            self.left_step(left, q_stage, row, step, n, n >= keys.full_end)
+                            step += 1
+                    else:
+                        for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+                            self.right_step(right, q_stage, row, step, n, n >= keys.full_end)
+                            step += 1
                 q_ring.release(work)
-                if keys.begin < keys.end:
-                    self.add_sums()
-                self.store(operands, tile, work, warp_row, Int32(1 - is_left), addresses, geometry)
+                self.add_sums()
+                self.store(left, tile, warp_row, group, addresses, geometry)
             done = tile
             work += 1
 
@@ -202,17 +212,18 @@ class MlaAttend(DecodeAttend):
     # product is under way: ptxas serialises all products where one of them meets a branch.
 
     @cute.jit
-    def left_step(self, operands, q_stage, row, a, n, masked):
-        """Tiles A and B of step ``n``, ``a`` and a + 1 of the loads."""
-        _, left, right, *_ = self.rings
-        b = a + 1
+    def left_step(self, operands, q_stage, row, step, n, masked):
+        """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
+        _, left, right, turns = self.rings
+        a, b = 2 * step, 2 * step + 1
         self.scores(operands, q_stage, a)
         warpgroup.wait_group(0)
         if masked:
             self.to_logits(operands.scores(), 2 * n + 1, row, True)
         self.softmax.step(operands.scores())
         operands.round_scores()
-        self.hand_over(operands, right.stage(a), LEFT_P_BARRIER)
+        self.hand_over(operands, right.stage(a))
+        cute.arch.mbarrier_arrive(turns.full_barrier(step))
         right.release(a)
         self.rescale(operands)
         operands.issue_pv(left.stage(a))
@@ -220,7 +231,7 @@ class MlaAttend(DecodeAttend):
         left.release(a)
         left.wait_full(b)
         right.wait_full(b)
-        cute.arch.barrier(barrier_id=RIGHT_P_BARRIER, number_of_threads=2 * WARPGROUP)
+        turns.wait_released(step)
         self.follow_other()
         self.rescale(operands)
         operands.issue_other(left.stage(b))
@@ -229,14 +240,14 @@ class MlaAttend(DecodeAttend):
         right.release(b)
 
     @cute.jit
-    def right_step(self, operands, q_stage, row, a, n, masked):
-        """Tiles A and B of step ``n``, ``a`` and a + 1 of the loads."""
-        _, left, right, *_ = self.rings
-        b = a + 1
+    def right_step(self, operands, q_stage, row, step, n, masked):
+        """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
+        _, left, right, turns = self.rings
+        a, b = 2 * step, 2 * step + 1
         self.scores(operands, q_stage, b)
         left.wait_full(a)
         right.wait_full(a)
-        cute.arch.barrier(barrier_id=LEFT_P_BARRIER, number_of_threads=2 * WARPGROUP)
+        turns.wait_full(step)
         left.release(a)
         self.follow_other()
         warpgroup.wait_group(0)
@@ -247,7 +258,8 @@ class MlaAttend(DecodeAttend):
         operands.issue_other(left.stage(a))
         self.softmax.step(operands.scores())
         operands.round_scores()
-        self.hand_over(operands, right.stage(b), RIGHT_P_BARRIER)
+        self.hand_over(operands, right.stage(b))
+        turns.release(step)
         warpgroup.wait_group(0)
         right.release(a)
         self.rescale(operands)
@@ -264,7 +276,17 @@ class MlaAttend(DecodeAttend):
         operands.issue_qk_right(q_stage, right.stage(step))
 
     @cute.jit
-    def store_piece(self, operands, rows, piece, warp_row, column_group) -> None:
+    def store(self, operands, tile, warp_row, column_group, addresses, geometry):
+        """Write this warp's rows, or leave them as a piece in a slot that is free since before its unit was computed.
+        :meth:`SharedMerge.help` announces it."""
+        if tile.chunks == 1:
+            rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
+            self.store_rows(operands, rows, warp_row, column_group)
+        else:
+            self.store_piece(operands, tile.piece, warp_row, column_group)
+
+    @cute.jit
+    def store_piece(self, operands, piece, warp_row, column_group) -> None:
         output = operands.output()
         if warp_row < self.merge.slots.rows:
             for r in cutlass.range_constexpr(output.rows):
@@ -275,8 +297,9 @@ class MlaAttend(DecodeAttend):
             self.merge.store_output(piece, output, warp_row, column_group)
 
     @cute.jit
-    def hand_over(self, operands, stage, barrier: cutlass.Constexpr[int]) -> None:
-        """Give P and the references that it is relative to to the other warpgroup."""
+    def hand_over(self, operands, stage) -> None:
+        """Write P and the references that it is relative to, before this lane's arrival gives the other warpgroup its
+        turn."""
         t, columns = self.kernel.tile, self.kernel.config.columns[1]
         warp_row = cute.arch.warp_idx() % 4 * WARP_ROWS
         lane = cute.arch.lane_idx()
@@ -292,7 +315,6 @@ class MlaAttend(DecodeAttend):
         for r in cutlass.range_constexpr(RowFragment.rows):
             mine[r] = self.softmax.reference[r]
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier_arrive(barrier_id=barrier, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def follow_other(self) -> None:
@@ -307,12 +329,16 @@ class MlaAttend(DecodeAttend):
         mine, its = self._state(1, 0), self._state(1, 1)
         for r in cutlass.range_constexpr(RowFragment.rows):
             mine[r] = self.softmax.row_sum[r]
-        cute.arch.barrier(barrier_id=SUMS_BARRIER, number_of_threads=2 * WARPGROUP)
+        self.merge.meet()
         for r in cutlass.range_constexpr(RowFragment.rows):
             self.softmax.row_sum[r] = self.softmax.row_sum[r] + its[r]
 
     def _state(self, kind: int, other: int):
-        """What a thread, or its like in the other warpgroup, tells of its rows: references (0) or sums (1)."""
+        """What a thread, or its like in the other warpgroup, tells of its rows: references (0) or sums (1).
+
+        Nobody writes what the other may still read: references are written after the other's turn, which comes after
+        its reading, and between the sums of two units the warpgroups meet in :meth:`SharedMerge.help`.
+        """
         threads = 2 * WARPGROUP
         thread = (cute.arch.thread_idx()[0] - WARPGROUP) ^ (other * WARPGROUP)
         pointer = cute.recast_ptr(self.tiles.staging, dtype=Float32)

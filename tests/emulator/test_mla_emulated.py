@@ -1,7 +1,7 @@
 """The latent attention kernels on the emulator, against float64, in one ordinary and two adverse schedules.
 
-All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN,
-and so is the scratch at first; what one launch leaves there the next one finds.
+All of them run under the race detector, the proxy check and strict mode. What a kernel must not read or must not leave
+out is NaN, and so is the scratch at first; what one launch leaves there the next one finds.
 """
 
 from __future__ import annotations
@@ -91,6 +91,13 @@ def test_slots_are_used_again(heads: int, q_len: int) -> None:
     chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
     kv_lens = [n * chunk_tokens(MAIN) - 5 for n in chunks]
     check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)
+
+
+@pytest.mark.usefixtures("few_slots")
+def test_slots_are_used_again_by_lists() -> None:
+    """Of more tokens than there are slots, each with two chunks."""
+    chunk = chunk_tokens(MAIN)
+    check(Case([9, 2], [chunk + 40, chunk], heads=2, top_k=chunk + 68, ragged=True), 64, adverse=1)
 
 
 @pytest.mark.parametrize("top_k", [0, 64])
