@@ -87,10 +87,12 @@ class AttentionSm90:
         k_from, v_from, from_warps = ("widen", "widen", 4) if self.is_raw else ("load_k", "load_v", 1)
         board_bytes = board_stride(self.work_tile.INTS) * 4
         others = roles["all others"] = sum(roles.values()) - 1
+        by_lanes = issubclass(self.source, PageRows) and not self.is_raw
+        how = dict(producer_lanes=LANES, consumer_fences=True) if by_lanes else {}
         edges = (
             Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2),
-            Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2),
-            Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2),
+            Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2, **how),
+            Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2, **how),
             Edge("work", "schedule", "all others", self.work_stages, 1, others, board_bytes, consumer_lanes=LANES),
             *self._more_edges(),
         )
@@ -212,11 +214,7 @@ class AttentionSm90:
         while tile.exists:
             source = self.source.create(operand, tile, descriptor, shared, self.tile.n, self.config.box_rows)
             first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
-            for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
-                location = source.locate(n)
-                ring.wait_empty(step)
-                partials = source.fill(location, n, ring, step, partial_barrier, partials)
-                step += 1
+            step, partials = source.load(first, end, ring, step, partial_barrier, partials)
             work += 1
             tile = board.read(work)
 
