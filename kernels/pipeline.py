@@ -20,8 +20,9 @@ class Edge:
 
     Arrivals are counted in threads. One for each warp is enough, because a warp meets before it arrives. It is every
     lane where lanes read or write the stage with instructions of their own: compute-sanitizer takes no notice of the
-    meeting and would report all but the arriving lane. TMA completes the rest of a full barrier's phase by bytes. An
-    edge of 0 bytes is nothing but a signal: what it is about lies elsewhere.
+    meeting and would report all but the arriving lane, and cp.async arrives for the lane that issued it. TMA completes
+    the rest of a full barrier's phase by bytes. An edge of 0 bytes is nothing but a signal: what it is about lies
+    elsewhere.
     """
 
     name: str
@@ -33,6 +34,9 @@ class Edge:
     stage_bytes: int
     producer_lanes: int = 1  # of each warp that arrive
     consumer_lanes: int = 1
+    # cp.async writes through the generic proxy, and its producer has gone on when the writes are done: where the tensor
+    # cores read the stage, it is for the consumer to fence.
+    consumer_fences: bool = False
 
     def __post_init__(self) -> None:
         for field, least in (("stages", 1), ("producer_warps", 1), ("consumer_warps", 1), ("stage_bytes", 0)):
@@ -77,6 +81,7 @@ class Ring(DeviceStruct):
     empty: Any
     stages: int
     consumer_lanes: int = 1
+    consumer_fences: bool = False
 
     def stage(self, step):
         return step & (self.stages - 1)
@@ -89,6 +94,8 @@ class Ring(DeviceStruct):
 
     def wait_full(self, step) -> None:
         cute.arch.mbarrier_wait(self.full_barrier(step), self._parity(step))
+        if self.consumer_fences:
+            cute.arch.fence_proxy("async.shared", space="cta")
 
     def wait_empty(self, step) -> None:
         """Returns at once for the first ``stages`` steps: a fresh barrier counts as having completed phase 1."""
@@ -117,7 +124,8 @@ def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
     """Initialise the barriers (one thread of the CTA does) and return one Ring an edge. The caller synchronises."""
     rings, offset = [], 0
     for edge in edges:
-        rings.append(Ring(barriers + offset, barriers + (offset + edge.stages), edge.stages, edge.consumer_lanes))
+        full, empty = barriers + offset, barriers + (offset + edge.stages)
+        rings.append(Ring(full, empty, edge.stages, edge.consumer_lanes, edge.consumer_fences))
         offset += edge.barriers
     if cute.arch.thread_idx()[0] == 0:
         for edge, ring in zip(edges, rings, strict=True):

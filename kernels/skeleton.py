@@ -106,6 +106,12 @@ class AttentionKernel:
         """Q, K, V, work, and what else a kernel has."""
         raise NotImplementedError
 
+    @property
+    def kv_arrivals(self) -> dict[str, Any]:
+        """How edges of tiles that are multiplied as they were loaded differ where lanes copy rows."""
+        by_lanes = issubclass(self.source, PageRows) and not self.is_raw
+        return dict(producer_lanes=LANES, consumer_fences=True) if by_lanes else {}
+
     def _work_edge(self, warps: int) -> Edge:
         """The board's: from the scheduler to ``warps`` others."""
         size = board_stride(self.work_tile.INTS) * 4
@@ -231,11 +237,7 @@ class AttentionKernel:
         while tile.exists:
             source = self.source.create(operand, tile, descriptor, shared, self.tile.n, self.config.box_rows)
             first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
-            for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
-                location = source.locate(n)
-                ring.wait_empty(step)
-                partials = source.fill(location, n, ring, step, partial_barrier, partials)
-                step += 1
+            step, partials = source.load(first, end, ring, step, partial_barrier, partials)
             work += 1
             tile = board.read(work)
 

@@ -22,6 +22,7 @@ class Copy:
     """The copies of one executed instruction; ``run`` does them, and is None once they are done."""
 
     run: Callable[[], None] | None
+    lanes: int  # whose copies no mbarrier has been told of
     agent: int = 0
     clock: int = 0
 
@@ -48,9 +49,10 @@ def copy(c: Context, i: Instr) -> Op:
         at = jobs.ctypes.data
         count = m.core.core_copy_jobs(m.address, w.address, pc, mask, at)
         m.check(count < 0)
-        op = Copy(None)
+        op = Copy(None, mask)
         if m.tracked:
-            # Non-bulk copies belong to the generic proxy (PTX ISA, "cp.async"): no proxy fence is needed.
+            # Non-bulk copies belong to the generic proxy (PTX ISA, "cp.async"): they need no proxy fence themselves,
+            # but the asynchronous proxy sees what they wrote only behind one.
             stamp, op.agent, op.clock = stream(m, w, "cp.async")
             vc = stamp.ctypes.data
             m.check(m.core.core_copy_track(m.address, w.address, pc, at, count, op.agent, op.clock, vc))
@@ -111,7 +113,11 @@ def wait(c: Context, i: Instr) -> Op:
 @decodes("cp.async.mbarrier")
 def arrive(c: Context, i: Instr) -> Op:
     """An arrival on an mbarrier when all prior cp.async of the lane are complete; without .noinc the pending count
-    rises first, so that it does not consume one of the expected arrivals."""
+    rises first, so that it does not consume one of the expected arrivals.
+
+    PTX ISA, "cp.async.mbarrier.arrive": it tracks the copies that the executing thread initiated. Those of an
+    instruction are ordered before the barrier's phase when all lanes that took part have arrived.
+    """
     from .bulk import clock_copy, mbarrier
     from .tma import address_operand
 
@@ -119,7 +125,11 @@ def arrive(c: Context, i: Instr) -> Op:
 
     def run(m: Machine, w: Warp, frag: int, mask: int) -> None:
         todo = [op for group in w.cp_groups for op in group] + w.cp_async
-        w.cp_async, w.cp_groups = [], []
+        for op in todo:
+            op.lanes &= ~mask
+        arrived = [op for op in todo if not op.lanes]
+        w.cp_groups = [[op for op in group if op.lanes] for group in w.cp_groups]
+        w.cp_async = [op for op in w.cp_async if op.lanes]
         addresses = [bar.of(w, lane) & 0xFFFFFFFF for lane in lanes_of(mask)]
         if not noinc:
             for a in addresses:
@@ -127,11 +137,12 @@ def arrive(c: Context, i: Instr) -> Op:
         stamp = None
         if m.tracked:
             stamp = clock_copy(m, w)
-            for op in todo:
+            m.core.core_clock_cut(m.address, w.address, mask, stamp.ctypes.data)
+            for op in arrived:
                 stamp[op.agent] = max(int(stamp[op.agent]), op.clock)
 
         def finish() -> None:
-            for op in todo:
+            for op in arrived:
                 if op.run is not None:
                     op.run()
             for a in addresses:

@@ -81,6 +81,7 @@ REMOVALS = {
     "drop bulk commit_group": "cp.async.bulk.commit_group",
     "drop bulk wait_group": "cp.async.bulk.wait_group",
     "drop cp.async wait": "cp.async.wait",
+    "drop cp.async arrival": "cp.async.mbarrier",
     "drop wgmma.wait_group": "wgmma.wait_group",
     "drop wgmma.commit_group": "wgmma.commit_group",
     "drop wgmma.fence": "wgmma.fence",

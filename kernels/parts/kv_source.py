@@ -11,7 +11,8 @@ the tokens are (the address stream) and what fetches them (the issue):
 Elements of 8 bits are fetched as they are, row by row and unswizzled; ``widen.py`` turns them into a tile.
 
 Paged sources look page ids up, one box or row per lane, before they wait for a free stage, so that the table's latency
-is hidden. Consumers see nothing of this: a full barrier means that the tile is there.
+is hidden. Loads arrive at the full barrier by themselves, so that as many tiles are under way as there are stages.
+Consumers see nothing of this: a full barrier means that the tile is there.
 """
 
 import math
@@ -102,15 +103,29 @@ class KvSource(DeviceStruct):
 
     def chunk_address(self, stage, row, block, chunk):
         """Address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""
+        return self.chunk_place(self.stage_address(stage), row, block, chunk)
+
+    def chunk_place(self, base, row, block, chunk):
+        """The same for a stage that begins at ``base``."""
         if const_expr(self.raw_bytes):
-            offset = block * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
-            return self.stage_address(stage) + row * self.raw_bytes + offset
+            return base + row * self.raw_bytes + (block * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES)
         row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
-        return self.stage_address(stage) + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
+        return base + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
+
+    @cute.jit
+    def load(self, first, end, ring, step, partial_barrier, partials):
+        """Fill stages with tiles [first, end), from right to left; called by a whole warp. ``step`` and ``partials``,
+        the counts of all tiles and of partial ones, are returned as they are afterwards."""
+        for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
+            location = self.locate(n)
+            ring.wait_empty(step)
+            partials = self.fill(location, n, ring, step, partial_barrier, partials)
+            step += 1
+        return step, partials
 
     @cute.jit
     def fill(self, location, tile, ring, step, partial_barrier, partials):
-        """Fill the ring's stage with ``tile``; called by a whole warp. Returns the count of partial tiles so far.
+        """Fill the ring's stage with ``tile``. Returns the count of partial tiles so far.
 
         A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
         before some of them are overwritten, and consumers must not see the tile before that.
@@ -275,81 +290,122 @@ class RawPageBoxes(PageBoxes):
 
 @dataclass
 class PageRows(PagedSource):
-    """A token's row is copied by as many lanes as divide both its 16-byte chunks and the warp."""
+    """Eight lanes copy 128 bytes of a row side by side, and then those of its other column blocks, whose addresses
+    differ by constants: all that is computed is computed once a row.
+
+    Rows that are not needed, and the chunks that a row does not have, become zeros by copies like any others.
+    """
 
     head: Int64  # address of the head's elements in page 0
     page_bytes: Int64
     row_bytes: Int64
     chunks: int  # in a row
-    used_chunks: int  # in a row of the tile; those that the row does not have become zeros
+    tile_chunks: int  # in a row of the tile: whole column blocks, or a row of 8-bit elements
 
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageRows":
+        chunks = operand.head_dim * operand.element_bytes // copy.CHUNK_BYTES
+        blocks = -(-operand.depth // BLOCK_COLUMNS)
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
             head=operand.address + operand.element_bytes * operand.head * tile.kv_head,
             page_bytes=operand.element_bytes * operand.page,
             row_bytes=operand.element_bytes * operand.row,
-            chunks=operand.head_dim * operand.element_bytes // copy.CHUNK_BYTES,
-            used_chunks=(operand.depth * 2 if operand.element_bytes == 2 else operand.head_dim) // copy.CHUNK_BYTES,
+            chunks=chunks,
+            tile_chunks=blocks * copy.CHUNKS_PER_ROW if operand.element_bytes == 2 else chunks,
         )
 
     @property
-    def _lanes_per_row(self) -> int:
-        return math.gcd(LANES, self.used_chunks)
-
-    def locate(self, tile):
-        """Address of row 32 * i + lane of the tile, for each i; 0 where the row is not needed."""
-        return [self._row_address(tile * self.tile_n + i + cute.arch.lane_idx()) for i in range(0, self.tile_n, 32)]
+    def lanes_per_row(self) -> int:
+        return math.gcd(copy.CHUNKS_PER_ROW, self.tile_chunks)
 
     @cute.jit
-    def _row_address(self, key):
-        address = Int64(0)
+    def load(self, first, end, ring, step, partial_barrier, partials):
+        # The table is read a tile ahead: what it says comes while the copies of the tile before are issued.
+        entries = self.read_table(end - 1)
+        for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
+            addresses = self.locate(n, entries)
+            entries = self.read_table(n - 1)
+            ring.wait_empty(step)
+            self.copy_rows(addresses, ring.stage(step), ring.full_barrier(step))
+            step += 1
+        return step, partials
+
+    def _keys(self, tile) -> list:
+        """Row 32 * i + lane of the tile, for each i."""
+        return [tile * self.tile_n + i + cute.arch.lane_idx() for i in range(0, self.tile_n, LANES)]
+
+    def read_table(self, tile) -> list:
+        """The table's entries for :meth:`_keys`; -1 where the row is not needed."""
+        return [self._entry(key) for key in self._keys(tile)]
+
+    @cute.jit
+    def _entry(self, key):
+        entry = Int32(-1)
         if key >= self.first_key and key < self.end_key:
-            address = self._address(*self.lookup(key))
+            entry = global_array(Int32, self.table)[self._index(key)]
+        return entry
+
+    def _index(self, key):
+        """Where the table says where a token is."""
+        return key >> self.page_shift
+
+    def locate(self, tile, entries) -> list:
+        """Addresses of the rows of :meth:`_keys`; 0 where the row is not needed."""
+        return [self._address(entry, key) for entry, key in zip(entries, self._keys(tile), strict=True)]
+
+    @cute.jit
+    def _address(self, entry, key):
+        address = Int64(0)
+        if entry >= 0:
+            page, row = self._place(entry, key)
+            address = self.head + page * self.page_bytes + row * self.row_bytes
         return address
 
-    def _address(self, page, row):
-        return self.head + page * self.page_bytes + row * self.row_bytes
+    def _place(self, entry, key):
+        """(page, row within it) of a token."""
+        return entry, self.in_page(key)[1]
 
     @cute.jit
-    def fill(self, location, tile, ring, step, partial_barrier, partials):
-        stage = ring.stage(step)
-        lane = cute.arch.lane_idx()
-        rows_at_once = LANES // self._lanes_per_row
-        for i in cutlass.range_constexpr(len(location)):
-            for first in cutlass.range(0, min(LANES, self.tile_n - LANES * i), rows_at_once, unroll=4):
-                owner = first + lane // self._lanes_per_row
-                source = cute.arch.shuffle_sync(location[i], owner)
-                row, column = 32 * i + owner, lane % self._lanes_per_row
-                for c in cutlass.range_constexpr(0, self.used_chunks, self._lanes_per_row):
-                    block, chunk = (column + c) // copy.CHUNKS_PER_ROW, (column + c) % copy.CHUNKS_PER_ROW
-                    stored = chunk if const_expr(self.raw_bytes) else chunk ^ (row % GROUP_ROWS)
-                    destination = self.chunk_address(stage, row, block, stored)
-                    wanted = source != 0 and column + c < self.chunks
-                    copy.async_copy_or_zero(destination, source + (column + c) * copy.CHUNK_BYTES, wanted)
-        cute.arch.cp_async_commit_group()
-        cute.arch.cp_async_wait_group(0)
-        if const_expr(self.raw_bytes):  # read by lanes, and so each lane says that its part is there
-            cute.arch.mbarrier_arrive(ring.full_barrier(step))
-        else:
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(ring.full_barrier(step))
-        return partials
+    def copy_rows(self, addresses, stage, barrier) -> None:
+        """Fill a stage; ``barrier`` hears of it from every lane once its copies are there."""
+        rows_at_once = LANES // self.lanes_per_row
+        lane_row, chunk = cute.arch.lane_idx() // self.lanes_per_row, cute.arch.lane_idx() % self.lanes_per_row
+        # The swizzle repeats after GROUP_ROWS: whatever lies that many rows further on lies at a constant distance.
+        targets = [self._target(stage, first + lane_row, chunk) for first in range(0, GROUP_ROWS, rows_at_once)]
+        stride = len(targets) * rows_at_once
+        for i in cutlass.range_constexpr(len(addresses)):
+            for first in cutlass.range(0, LANES, stride, unroll=2):
+                offset = self.chunk_place(0, LANES * i + first, 0, 0)
+                for k in cutlass.range_constexpr(len(targets)):
+                    row = cute.arch.shuffle_sync(addresses[i], first + k * rows_at_once + lane_row)
+                    self._copy_row(row, targets[k] + offset, chunk)
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+    def _target(self, stage, row, chunk):
+        """Where a chunk of a row's first column block goes."""
+        stored = chunk if self.raw_bytes else chunk ^ (row % GROUP_ROWS)
+        return self.chunk_address(stage, row, 0, stored)
+
+    @cute.jit
+    def _copy_row(self, row, target, chunk) -> None:
+        """Chunks ``chunk``, ``chunk + lanes_per_row``... of the row at address ``row``."""
+        source = row + chunk * copy.CHUNK_BYTES
+        for c in cutlass.range_constexpr(0, self.tile_chunks, self.lanes_per_row):
+            wanted = row != 0
+            if const_expr(c + self.lanes_per_row > self.chunks):
+                wanted = wanted and chunk < self.chunks - c
+            offset = self.chunk_place(0, 0, c // copy.CHUNKS_PER_ROW, c % copy.CHUNKS_PER_ROW)
+            copy.async_copy_or_zero(target + offset, source + c * copy.CHUNK_BYTES, wanted)
 
 
 @dataclass
 class ListedRows(PageRows):
     """The table holds tokens instead of pages. A negative one is none."""
 
-    @cute.jit
-    def _row_address(self, key):
-        address = Int64(0)
-        if key >= self.first_key and key < self.end_key:
-            token = global_array(Int32, self.table)[key]
-            if token >= 0:
-                address = self._address(*self.in_page(token))
-        return address
+    def _index(self, key):
+        return key
+
+    def _place(self, entry, key):
+        return self.in_page(entry)

@@ -77,8 +77,8 @@ class PrefillSm100(AttentionKernel):
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "mma": 1, "softmax": 4, "correction": 4, "all others": 15}
         edges = (
             Edge("Q", "load_q", "mma", t.q_stages, 1, 1, self.q_rows * c.q_columns * 2),
-            Edge("K", "load_k", "mma", t.kv_stages, 1, 1, t.n * c.columns[0] * 2),
-            Edge("V", "load_v", "mma", t.kv_stages, 1, 1, t.n * c.columns[1] * 2),
+            Edge("K", "load_k", "mma", t.kv_stages, 1, 1, t.n * c.columns[0] * 2, **self.kv_arrivals),
+            Edge("V", "load_v", "mma", t.kv_stages, 1, 1, t.n * c.columns[1] * 2, **self.kv_arrivals),
             self._work_edge(15),
             Edge("S", "mma", "softmax", Q_TILES, 1, 4, 0),
             Edge("factor", "softmax", "correction", 2 * Q_TILES, 4, 4, FACTOR_BYTES, LANES, LANES),

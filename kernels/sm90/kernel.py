@@ -25,8 +25,8 @@ class AttentionSm90(AttentionKernel):
         others = roles["all others"] = 4 * len(c.registers) - 1
         edges = (
             Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2),
-            Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2),
-            Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2),
+            Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2, **self.kv_arrivals),
+            Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2, **self.kv_arrivals),
             self._work_edge(others),
             *self._more_edges(),
         )

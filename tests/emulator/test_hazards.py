@@ -100,6 +100,45 @@ def test_asynchronous_reads_of_generic_writes_need_a_proxy_fence():
         run_ptx(body.format(fence=""), y, shared=128, race=True, proxy=True)
 
 
+# Warp 0 copies 512 bytes to shared memory and does not wait; warp 1 waits for the copies' own arrivals.
+GATHER = """
+    mov.u32 %r1, smem; {barrier}
+    shl.b32 %r2, %lane, 4; add.u32 %r3, %r1, %r2; cvt.u64.u32 %d1, %r2; add.u64 %d2, %a0, %d1;
+    setp.eq.u32 %p3, %warp, 0; setp.eq.u32 %p4, %lane, 0; @!%p3 bra CONSUME;
+    cp.async.cg.shared.global [%r3], [%d2], 16;
+    {arrive} bra DONE;
+    CONSUME: {wait} {consume} DONE:
+"""
+ARRIVAL = "cp.async.mbarrier.arrive.noinc.shared.b64 [%r1+512];"
+FENCE = "fence.proxy.async.shared::cta;"
+BULK_STORE = (
+    "@%p4 cp.async.bulk.global.shared::cta.bulk_group [%a1], [%r1], 512;\n"
+    "@%p4 cp.async.bulk.commit_group; @%p4 cp.async.bulk.wait_group 0;"
+)
+
+
+def gather(arrive: str, consume: str, count: int = 32, schedule: str = "eager") -> None:
+    x, y = torch.arange(128, dtype=torch.int32), empty(128)
+    body = GATHER.format(barrier=BARRIER.format(count=count), arrive=arrive, wait=WAIT, consume=consume)
+    run_ptx(body, x, y, block=64, shared=520, race=True, proxy=True, schedule=schedule)
+    assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("schedule", ["eager", "late", "random", "priority"])
+def test_asynchronous_reads_of_copies_need_a_fence_where_their_arrival_is_seen(schedule):
+    """Copies that complete on an mbarrier are generic writes that their producer cannot fence: the consumer does."""
+    gather(ARRIVAL, FENCE + BULK_STORE, schedule=schedule)
+    for arrive, consume in ((ARRIVAL, BULK_STORE), (FENCE + ARRIVAL, BULK_STORE), (ARRIVAL, BULK_STORE + FENCE)):
+        with pytest.raises(Hazard, match=r"proxy: asynchronous read of a generic write without fence\.proxy\.async"):
+            gather(arrive, consume, schedule=schedule)
+
+
+def test_an_arrival_covers_the_copies_of_its_own_lane():
+    with pytest.raises(Hazard, match="read is not ordered after write"):
+        gather(f"@%p4 {ARRIVAL}", FENCE + BULK_STORE, count=1)
+    gather(f"@%p4 {ARRIVAL} @!%p4 {ARRIVAL}", FENCE + BULK_STORE)
+
+
 def test_source_of_a_bulk_store_is_reused_before_it_was_read():
     y = empty(32)
     body = (

@@ -17,21 +17,25 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32
 
-from hopwell.kernels.config import BLOCK_COLUMNS, KernelConfig, KvType, shipped_configs
+from hopwell.kernels.config import BLOCK_COLUMNS, KernelConfig, KvFetch, KvType, shipped_configs
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.mla_config import shipped_mla_configs
 from hopwell.kernels.parts import copy, kv_source
 from hopwell.kernels.parts.kv_source import (
     GROUP_ROWS,
     ContiguousBoxes,
     KvOperand,
     KvSource,
+    ListedRows,
     PageBoxes,
     PageColumnBoxes,
     PageRows,
 )
+from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.prefill import PrefillSm90
+from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
 
@@ -143,7 +147,10 @@ class Warp:
 
 
 class Ring:
-    """Stages and barriers by step."""
+    """Stages and barriers by step; ``waits`` are the steps that waited for an empty stage."""
+
+    def __init__(self) -> None:
+        self.waits: list[int] = []
 
     @staticmethod
     def stage(step: int) -> int:
@@ -152,6 +159,9 @@ class Ring:
     @staticmethod
     def full_barrier(step: int) -> str:
         return f"full {step % 2}"
+
+    def wait_empty(self, step: int) -> None:
+        self.waits.append(step)
 
 
 @pytest.fixture
@@ -164,8 +174,7 @@ def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
     for name, event in (
         ("fence_proxy", "fence"),
         ("sync_warp", "sync"),
-        ("cp_async_commit_group", "commit"),
-        ("cp_async_wait_group", "wait copies"),
+        ("cp_async_mbarrier_arrive_noinc", "arrive when copied"),
         ("mbarrier_arrive", "arrive"),
         ("mbarrier_arrive_and_expect_tx", "expect"),
         ("mbarrier_wait", "wait"),
@@ -176,7 +185,7 @@ def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
     for name in ("range", "range_constexpr"):
         monkeypatch.setattr(cutlass, name, lambda *bounds, **unrolled: range(*bounds))
     for kind in (KvSource, ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows):
-        for name in ("fill", "fetch", "zero_rows", "_row_address"):
+        for name in ("load", "fill", "fetch", "zero_rows", "_entry", "_address", "copy_rows", "_copy_row"):
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, vars(kind)[name].__wrapped__)
     return warp
@@ -231,7 +240,7 @@ class TestLocate:
             for tile in range(first // tile_n, -(-end // tile_n)):
                 found = {}
                 for warp.lane in range(32):
-                    for i, address in enumerate(source.locate(tile)):
+                    for i, address in enumerate(source.locate(tile, source.read_table(tile))):
                         found[tile * tile_n + 32 * i + warp.lane] = host(address)
                 keys = range(tile * tile_n, (tile + 1) * tile_n)
                 assert set(keys) <= set(found), "every row of the tile has a lane"
@@ -240,6 +249,25 @@ class TestLocate:
                     page = table.ids[key // page_size] if wanted else 0
                     place = head + page * page_bytes + key % page_size * row_bytes
                     assert found[key] == (place if wanted else 0), key
+
+    @pytest.mark.parametrize("page_size", [1, 16])
+    def test_rows_of_lists(self, page_size: int, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Tokens as they are listed, wherever their pages are; none for negative ones, and none past the list."""
+        config = next(config for config in shipped_mla_configs() if config.sparse)
+        operand = one_for_each(PageRows)[0].operand(page_size)
+        request = SimpleNamespace(index=REQUEST, kv_len=70)
+        tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request)
+        source = ListedRows.create(operand, tile, None, SHARED, config.tile.n, 0)
+        tokens = [-1 if i % 7 == 3 else 97 * i % 200 for i in range(70)]
+        monkeypatch.setattr(kv_source, "global_array", lambda dtype, address: tokens)
+        found = {}
+        for n, warp.lane in itertools.product(range(2), range(32)):
+            for i, address in enumerate(source.locate(n, source.read_table(n))):
+                found[n * config.tile.n + 32 * i + warp.lane] = host(address)
+        for key, address in found.items():
+            token = tokens[key] if key < 70 else -1
+            place = token // page_size * source.page_bytes + token % page_size * source.row_bytes
+            assert address == (source.head + place if token >= 0 else 0), key
 
     @pytest.mark.parametrize("case", one_for_each(ContiguousBoxes), ids=str)
     def test_contiguous_rows(self, case: Case) -> None:
@@ -353,7 +381,7 @@ class TestBoxes:
                 warp.events.clear()
                 source = value.source(first, end, case.box_rows or 16)
                 location = ([0] * 32, [0] * 32) if case.box_rows else 0
-                assert source.fill(location, 0, Ring, step, "partial", 5) == (5 if whole else 6)
+                assert source.fill(location, 0, Ring(), step, "partial", 5) == (5 if whole else 6)
                 barrier = "full 1" if whole else "partial"
                 assert warp.named("expect") == [(barrier, source.tile_bytes)]
                 assert {event[2] for event in warp.named("box")} == {barrier}
@@ -375,46 +403,76 @@ class TestBoxes:
         put_table(monkeypatch, case.box_rows or 16, 0, case.tile_n)
         source = case._replace(is_value=False).source(3, 9, case.box_rows or 16)
         location = ([0] * 32, [0] * 32) if case.box_rows else 0
-        assert source.fill(location, 0, Ring, 0, "partial", 5) == 5
+        assert source.fill(location, 0, Ring(), 0, "partial", 5) == 5
         assert warp.named("expect") == [("full 0", source.tile_bytes)]
         assert warp.order == ["expect", "box"]
 
 
+def copies(source: Any, rows: list[int], stage: int, warp: Warp) -> dict[int, int | None]:
+    """What a warp copies to each 16 bytes of a stage, None for zeros; row i is at address ``rows[i]``."""
+    of_groups = [rows[i : i + 32] for i in range(0, len(rows), 32)]
+    for warp.lane in range(32):
+        before = len(warp.events)
+        source.copy_rows(of_groups, stage, "full")
+        order = [name for name, _ in itertools.groupby(event[0] for event in warp.events[before:])]
+        assert order == ["copy", "arrive when copied"]
+    assert warp.named("arrive when copied") == [("full",)] * 32
+    written: dict[int, int | None] = {}
+    for destination, address, wanted in warp.named("copy"):
+        assert destination not in written, "written twice"
+        written[destination] = address if wanted else None
+    return written
+
+
+def row_addresses(tile_n: int) -> list[int]:
+    """Some of them not needed."""
+    return [0 if row % 5 == 2 else (1 << 40) + 4096 * row for row in range(tile_n)]
+
+
 class TestRows:
     @cases(PageRows)
-    def test_every_chunk_that_is_used_is_copied_or_zeroed_once(self, case: Case, warp: Warp) -> None:
-        """A row's own chunks come from the row; those up to the depth, and rows not needed, become zeros."""
-        stage, step = 1, 3
-        rows = [0 if row % 5 == 2 else (1 << 40) + 4096 * row for row in range(case.tile_n)]
-        of_groups = [(rows + [-1] * 32)[i : i + 32] for i in range(0, case.tile_n, 32)]
-        source = case.source()
-        for warp.lane in range(32):
-            before = len(warp.events)
-            assert source.fill(of_groups, 0, Ring, step, "partial", 5) == 5
-            order = [name for name, _ in itertools.groupby(event[0] for event in warp.events[before:])]
-            assert order == ["copy", "commit", "wait copies", "fence", "sync", "arrive"]
-        assert warp.named("wait copies") == [(0,)] * 32
-        assert warp.named("arrive") == [(Ring.full_barrier(step),)] * 32
-
-        written = {}
-        for destination, address, wanted in warp.named("copy"):
-            assert destination not in written, "written twice"
-            written[destination] = address if wanted else None
-        chunks = range(case.depth * 2 // copy.CHUNK_BYTES)
-        assert len(written) == case.tile_n * len(chunks)
-        for row, chunk in itertools.product(range(case.tile_n), chunks):
-            block, stored = chunk // copy.CHUNKS_PER_ROW, chunk % copy.CHUNKS_PER_ROW ^ row % 8
+    def test_every_chunk_is_copied_or_zeroed_once(self, case: Case, warp: Warp) -> None:
+        """A row's own chunks come from the row; the rest of its column blocks, and rows not needed, become zeros."""
+        stage, rows, source = 1, row_addresses(case.tile_n), case.source()
+        written = copies(source, rows, stage, warp)
+        assert set(written) == set(places(source, stage).values())
+        for (row, block, stored), address in places(source, stage).items():
+            chunk = block * copy.CHUNKS_PER_ROW + (stored ^ row % GROUP_ROWS)
             has_chunk = rows[row] != 0 and chunk * copy.CHUNK_BYTES < case.head_dim * 2
             want = rows[row] + chunk * copy.CHUNK_BYTES if has_chunk else None
-            assert written[source.chunk_address(stage, row, block, stored)] == want, (row, chunk)
+            assert written[address] == want, (row, chunk)
 
-    @cases(PageRows)
-    def test_lanes_share_out_a_row(self, case: Case) -> None:
-        """16 bytes to a lane: the lanes of a row divide the warp and the row's chunks."""
-        source = case.source()
-        assert source.chunks * copy.CHUNK_BYTES == case.head_dim * 2
-        assert source.used_chunks * copy.CHUNK_BYTES == case.depth * 2
-        assert 32 % source._lanes_per_row == source.used_chunks % source._lanes_per_row == 0
+    @pytest.mark.parametrize("head_dim", DECODE_8BIT_HEAD_DIMS)
+    def test_rows_of_8_bits_lie_one_after_the_other(self, head_dim: int, warp: Warp) -> None:
+        config = DecodeConfig(
+            "sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_ROWS, 0, KvType.E4M3
+        )
+        case = CASES[0]._replace(kind=PageRows, tile_n=config.tile.n, config=config)
+        stage, rows, source = 1, row_addresses(config.tile.n), case.source()
+        begin = SHARED + stage * config.tile.n * head_dim
+        assert copies(source, rows, stage, warp) == {
+            begin + row * head_dim + byte: rows[row] + byte if rows[row] else None
+            for row, byte in itertools.product(range(config.tile.n), range(0, head_dim, copy.CHUNK_BYTES))
+        }
+
+    def test_the_table_is_read_a_tile_ahead(self, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Its latency passes behind the copies of the tile before; stages are filled from the last tile on."""
+        case = one_for_each(PageRows)[0]
+        source, ring, events = case.source(end_key=3 * case.tile_n), Ring(), []
+        monkeypatch.setattr(PageRows, "read_table", lambda self, tile: events.append(("read", tile)) or tile)
+        monkeypatch.setattr(PageRows, "locate", lambda self, tile, entries: (tile, entries))
+        monkeypatch.setattr(PageRows, "copy_rows", lambda self, *what: events.append(("fill", *what)))
+        assert source.load(0, 3, ring, 5, "partial", 9) == (8, 9)
+        assert ring.waits == [5, 6, 7]
+        assert events == [
+            ("read", 2),
+            ("read", 1),
+            ("fill", (2, 2), 1, "full 1"),
+            ("read", 0),
+            ("fill", (1, 1), 0, "full 0"),
+            ("read", -1),
+            ("fill", (0, 0), 1, "full 1"),
+        ]
 
 
 class TestOperands:

@@ -132,21 +132,35 @@ class TestRing:
             barriers.completed[full] = step // stages + 1
             assert not waits(ring.wait_full, step)
 
+    @pytest.mark.parametrize("fences", [False, True])
+    def test_a_consumer_that_fences_does_so_behind_its_wait(
+        self, fences: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        events: list[tuple[Any, ...]] = []
+        monkeypatch.setattr(cute.arch, "mbarrier_wait", lambda barrier, parity: events.append(("wait", barrier)))
+        monkeypatch.setattr(cute.arch, "fence_proxy", lambda kind, space: events.append((kind, space)))
+        ring = Ring(0, 2, 2, consumer_fences=fences)
+        ring.wait_empty(1)
+        ring.wait_full(1)
+        assert events == [("wait", 3), ("wait", 1), *[("async.shared", "cta")] * fences]
+
     def test_created_barriers_are_those_that_were_counted(self, monkeypatch: pytest.MonkeyPatch) -> None:
         barriers, fences = Barriers(), []
         monkeypatch.setattr(cutlass, "range_constexpr", range)
         monkeypatch.setattr(cute.arch, "thread_idx", lambda: (0, 0, 0))
         monkeypatch.setattr(cute.arch, "mbarrier_init", barriers.init)
         monkeypatch.setattr(cute.arch, "mbarrier_init_fence", lambda: fences.append(len(barriers.counts)))
-        edges = [EDGE, Edge("work", "schedule", "others", 1, 2, 11, 64), replace(EDGE, stages=4)]
+        by_lanes = replace(EDGE, stages=4, producer_lanes=32, consumer_lanes=2, consumer_fences=True)
+        edges = [EDGE, Edge("work", "schedule", "others", 1, 2, 11, 64), by_lanes]
         rings = create_rings.__wrapped__(0, edges)
         assert set(barriers.counts) == set(range(barrier_count(edges)))
         assert fences == [barrier_count(edges)], "the fence comes after all of them"
         for edge, ring in zip(edges, rings, strict=True):
             assert ring.stages == edge.stages
+            assert ring.consumer_fences == edge.consumer_fences
             for stage in range(edge.stages):
-                assert barriers.counts[ring.full + stage] == edge.producer_warps
-                assert barriers.counts[ring.empty + stage] == edge.consumer_warps
+                assert barriers.counts[ring.full + stage] == edge.producer_warps * edge.producer_lanes
+                assert barriers.counts[ring.empty + stage] == edge.consumer_warps * edge.consumer_lanes
 
     def test_other_threads_leave_barriers_alone(self, monkeypatch: pytest.MonkeyPatch) -> None:
         barriers = Barriers()
@@ -185,6 +199,10 @@ class TestPrefill:
             assert edges["work"].stage_bytes == board_stride(WorkTile.INTS) * 4
             assert all(edge.producer_warps == 1 for edge in kernel.edges)
             assert all(edges[name].consumer_warps == consumers for name in "QKV")
+            # Copies of rows arrive for every lane, and nobody but the consumer can fence them.
+            rows = kernel.config.kv_fetch is KvFetch.PAGE_ROWS
+            assert all((edges[name].producer_lanes, edges[name].consumer_fences) == (32, True) for name in "KV" if rows)
+            assert all(e.producer_lanes == 1 and not e.consumer_fences for e in kernel.edges if not rows)
             assert edges["work"].consumer_warps == consumers + 3
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
