@@ -16,6 +16,7 @@ from emulated_prefill import check, page_sizes
 from hopwell.kernels.config import PrefillConfig, shipped_configs
 
 CONFIGS = covering_blackwell_configs()
+ADVERSE = ("late", "random", "priority")
 REST = [config for config in shipped_configs("sm_100a") if config not in CONFIGS]
 
 
@@ -26,15 +27,17 @@ def cases(configs: list[PrefillConfig]) -> Iterator[object]:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("schedule", ["eager", "random", "late"])
+@pytest.mark.parametrize("is_adverse", [False, True], ids=["eager", "adverse"])
 @pytest.mark.parametrize(("config", "page_size"), cases(CONFIGS))
-def test_prefill(config: PrefillConfig, page_size: int | None, schedule: str) -> None:
-    """The seed goes with the kernel, so that the kernels together see many schedules."""
-    check(config, page_size, heads=2, kv_heads=1, schedule=schedule, seed=CONFIGS.index(config))
+def test_prefill(config: PrefillConfig, page_size: int | None, is_adverse: bool) -> None:
+    """Schedule and seed go with the kernel, so that the kernels together see many of both."""
+    seed = CONFIGS.index(config)
+    schedule = ADVERSE[seed % len(ADVERSE)] if is_adverse else "eager"
+    check(config, page_size, heads=2, kv_heads=1, schedule=schedule, seed=seed)
 
 
 @pytest.mark.slow_emulator
-@pytest.mark.parametrize("schedule", ["eager", "random", "late", "priority"])
+@pytest.mark.parametrize("schedule", ["eager", *ADVERSE])
 @pytest.mark.parametrize(("config", "page_size"), cases(REST))
 def test_other_configs(config: PrefillConfig, page_size: int | None, schedule: str) -> None:
     check(config, page_size, heads=4, kv_heads=2, schedule=schedule, seed=REST.index(config))
