@@ -22,7 +22,7 @@ WARP_ROWS = RowFragment.warp_rows
 STAGING_BYTES = 2 * WARP_ROWS * RowFragment.pass_columns  # of each warp
 
 
-@dataclass
+@dataclass(frozen=True)
 class OutputRows(DeviceStruct):
     """The rows of ``out`` that a query tile writes: row t of the tile is valid for t < ``count``."""
 
@@ -56,7 +56,7 @@ class OutputRows(DeviceStruct):
             cute.arch.sync_warp()
 
 
-@dataclass
+@dataclass(frozen=True)
 class RowResults(DeviceStruct):
     """What a query tile's rows end with besides the output: their normalisation, log-sum-exp and statistics."""
 
@@ -102,7 +102,7 @@ class RowResults(DeviceStruct):
         return factor
 
 
-@dataclass
+@dataclass(frozen=True)
 class StatisticsRows(DeviceStruct):
     """Where a query tile's largest logits and sums go. Nothing is written where ``address`` is 0."""
 
@@ -119,7 +119,7 @@ class StatisticsRows(DeviceStruct):
             global_array(Float32, self.address)[pair + 1] = total
 
 
-@dataclass
+@dataclass(frozen=True)
 class LseRows(DeviceStruct):
     """Where a query tile's log-sum-exp goes. Nothing is written where ``address`` is 0."""
 

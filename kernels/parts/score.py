@@ -15,7 +15,7 @@ from hopwell.kernels.parts.softmax import LOG2_E
 from hopwell.kernels.problem import ScoreKind
 
 
-@dataclass
+@dataclass(frozen=True)
 class ScoreMap(DeviceStruct):
     kind: ScoreKind
     scale: Float32  # natural scale of q k^T
