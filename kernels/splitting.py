@@ -50,16 +50,23 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int,
     Those of one request and some for what is under way besides are a must. More of them save looking whether they are
     free.
     """
-    chunks = min(-(-max(capacity, 1) // chunk_tokens(columns, latent)) + 1, MAX_CHUNKS)
-    needed = chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
+    needed = _needed_slots(rows, kv_heads, columns, capacity, ctas, latent)
     return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns))
+
+
+def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool) -> int:
+    chunks = min(-(-max(capacity, 1) // chunk_tokens(columns, latent)) + 1, MAX_CHUNKS)
+    return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
 
 
 def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
     """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
-    at most, on ``ctas`` multiprocessors."""
-    slots = slot_count(rows, kv_heads, columns, capacity, ctas, latent)
-    return slots * slot_bytes(slot_rows(rows, latent), columns) + ALIGNMENT
+    at most, on ``ctas`` multiprocessors.
+
+    What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
+    """
+    needed = _needed_slots(rows, kv_heads, columns, capacity, ctas, latent)
+    return max(needed * slot_bytes(slot_rows(rows, latent), columns), COMFORTABLE_BYTES) + ALIGNMENT
 
 
 def counter_ints(slots: int) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hopwell.kernels.splitting import (
     COMFORTABLE_BYTES,
@@ -69,6 +71,17 @@ def test_scratch_holds_outputs_and_statistics(rows: int) -> None:
         floats = slots * min(rows, ROWS) * (columns + STATISTICS)
         assert scratch_bytes(rows, 2, columns, capacity, 132) >= 4 * floats + 15
         assert floats < 2**31, "elements are counted in 32 bits"
+
+
+@given(
+    st.tuples(*[st.tuples(st.integers(1, most), st.integers(0, most)) for most in (300, 16, 512, 1 << 19)]),
+    st.booleans(),
+)
+def test_scratch_for_more_is_enough_for_less(sizes: tuple[tuple[int, int], ...], latent: bool) -> None:
+    """Of rows, heads, columns and keys: callers allocate it once, for the largest of their launches."""
+    fewer = [size for size, _ in sizes]
+    more = [size + additional for size, additional in sizes]
+    assert scratch_bytes(*fewer, 132, latent) <= scratch_bytes(*more, 132, latent)
 
 
 def test_counters() -> None:
