@@ -44,7 +44,7 @@ class DecodeGeometry(NamedTuple):
     batch: int
     group: int  # query heads of a KV head
     q_len: int  # new tokens of a request, of the longest where they differ
-    row_tiles: int
+    row_tiles: int  # of rows that have the same keys
     grid: int
     q_token: int
     q_head: int

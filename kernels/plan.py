@@ -194,9 +194,8 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
     query, lse, left = problem.query, problem.lse, problem.mask.window_left
     group = query.shape[1] // problem.key.shape[1]
     rows = group * problem.max_q_len
-    row_tiles = -(-rows // config.tile.m)
-    if problem.token_table is not None:  # rows of different tokens have different keys
-        row_tiles = problem.max_q_len * -(-group // config.tile.m)
+    # Rows of different tokens have different keys where each has a list.
+    row_tiles = -(-(rows if problem.token_table is None else group) // config.tile.m)
     ctas = multiprocessors(query.device)
     slots = slot_count(
         max(rows, 1), problem.key.shape[1], config.head_dim_v, problem.max_kv_len, ctas, problem.is_latent

@@ -73,7 +73,13 @@ class SplitSchedule(DeviceStruct):
 
     @property
     def _units_of_chunk(self):
+        """Units that have the same keys, and lie side by side."""
         return Int32(self.geometry.kv_heads) * Int32(self.geometry.row_tiles)
+
+    @property
+    def _lists(self):
+        """Lists of keys in a request."""
+        return Int32(1)
 
     @cute.jit
     def _span(self, index):
@@ -99,18 +105,18 @@ class SplitSchedule(DeviceStruct):
     def _tile(self, span: RequestSpan, unit, pieces) -> SplitTile:
         """The unit of a request; ``pieces`` are those of all requests before."""
         of_chunk = self._units_of_chunk
-        chunk = unit // of_chunk
-        place = unit - chunk * of_chunk
-        kv_head, first_row, request = self._rows(span, place)
+        chunk, kv_head, first_row, request = self._rows(span, unit)
         keys = self._keys(request, first_row, (span.first_chunk + chunk) * span.chunk_tokens, span.chunk_tokens)
-        first_piece = pieces + place
+        first_piece = pieces + unit - chunk * of_chunk
         group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
         numbers = (chunk, span.chunks, pieces + unit, first_piece, group_piece, of_chunk)
         return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
 
-    def _rows(self, span: RequestSpan, place):
-        """(KV head, first row, request) of a place among the units of a chunk."""
+    def _rows(self, span: RequestSpan, unit):
+        """(chunk, KV head, first row, request) of a unit."""
         row_tiles = Int32(self.geometry.row_tiles)
+        chunk = unit // self._units_of_chunk
+        place = unit - chunk * self._units_of_chunk
         kv_head = place // row_tiles
         first_row = (place - kv_head * row_tiles) * self.tile_m
         request = Request(
@@ -123,7 +129,7 @@ class SplitSchedule(DeviceStruct):
             q_len=span.q_len,
             kv_len=span.kv_len,
         )
-        return kv_head, first_row, request
+        return chunk, kv_head, first_row, request
 
     def _seen(self, kv_len):
         """The most keys that a row of a request sees."""
@@ -155,7 +161,7 @@ class SplitSchedule(DeviceStruct):
     @cute.jit
     def publish(self, board) -> None:
         """Post every unit that this CTA gets, then the end. Called by one warp."""
-        batch, of_chunk = Int32(self.geometry.batch), self._units_of_chunk
+        batch, of_chunk = Int32(self.geometry.batch), self._units_of_chunk * self._lists
         step, first, units, pieces = Int32(0), Int32(0), Int32(0), Int32(0)
         ticket = self._ticket()
         span = self._span(cute.arch.lane_idx())
@@ -186,23 +192,29 @@ class SplitSchedule(DeviceStruct):
 @dataclass
 class ListSchedule(SplitSchedule):
     """Every query token has a list of tokens: to the other parts it is a request of its own, with its list's entries as
-    keys. One KV head."""
+    keys. One KV head. A token's units follow those of the token before, so that slots are needed for the pieces of one
+    token at a time."""
+
+    @property
+    def _lists(self):
+        return Int32(self.geometry.q_len)
 
     def _seen(self, kv_len):
         return cutlass.min(kv_len, Int32(self.geometry.listed))
 
-    def _rows(self, span: RequestSpan, place):
-        group = Int32(self.geometry.group)
-        head_tiles = (group + (self.tile_m - 1)) // self.tile_m
-        token = place // head_tiles
+    def _rows(self, span: RequestSpan, unit):
+        head_tiles = self._units_of_chunk
+        token = unit // (span.chunks * head_tiles)
+        unit -= token * span.chunks * head_tiles
+        chunk = unit // head_tiles
         # A token that the request does not have has no rows.
         missing = (token >= span.q_len).to(Int32)
-        first_row = (place - token * head_tiles) * self.tile_m + missing * group
+        first_row = (unit - chunk * head_tiles) * self.tile_m + missing * Int32(self.geometry.group)
         position = span.kv_len - span.q_len + token
         seen = cutlass.max(cutlass.min(position + 1, Int32(self.geometry.listed)), 0) * (1 - missing)
         index = span.q_start + token
         zero = Int32(0)
-        return zero, first_row, Request(index, index, index, zero, zero, index, Int32(1), seen)
+        return chunk, zero, first_row, Request(index, index, index, zero, zero, index, Int32(1), seen)
 
 
 def split_units(chunks, of_chunk):

@@ -93,6 +93,13 @@ def test_slots_are_used_again(heads: int, q_len: int) -> None:
     check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)
 
 
+@pytest.mark.usefixtures("few_slots")
+def test_slots_are_used_again_by_lists() -> None:
+    """Of more tokens than there are slots, each with two chunks."""
+    chunk = chunk_tokens(MAIN)
+    check(Case([9, 2], [chunk + 40, chunk], heads=2, top_k=chunk + 68, ragged=True), 64, adverse=1)
+
+
 @pytest.mark.parametrize("top_k", [0, 64])
 def test_more_requests_than_lanes(top_k: int) -> None:
     """Requests of many are found in the right order."""
