@@ -15,7 +15,7 @@ def setting(schedule: str, seed: int = 0, **more: int) -> Setting:
     return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, **detectors, **more)
 
 
-def schedules(seed: int, adverse: int = 2) -> Sequence[Setting]:
+def schedules(seed: int, adverse: int = 2, **more: int) -> Sequence[Setting]:
     """The seed goes with the case, so that the cases together see many schedules."""
-    drawn = [setting(("random", "priority")[(seed + i) % 2], seed + i) for i in range(adverse)]
-    return setting("eager"), *drawn
+    drawn = [setting(("random", "priority")[(seed + i) % 2], seed + i, **more) for i in range(adverse)]
+    return setting("eager", **more), *drawn

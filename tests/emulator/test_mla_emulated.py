@@ -29,7 +29,7 @@ def page_size(config: MlaConfig) -> int:
 def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None = None) -> None:
     """The seed goes with the case, so that the cases together see many schedules."""
     seed = zlib.crc32(repr((case, size)).encode()) % 10**6
-    check_case(case, size, "cpu", schedules(seed, adverse), config)
+    check_case(case, size, "cpu", schedules(seed, adverse, strict=True), config)
     assert not emulator.report().warnings
 
 
@@ -74,7 +74,7 @@ def test_many_pieces() -> None:
 def test_late_work_beside_polling() -> None:
     """CTAs that have nothing left to do look for shares over and over, and write what they see: a schedule that does
     late work only when nobody gets on would never come to the loads of the others."""
-    check_case(Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=8), 64, "cpu", [setting("late", 710860)])
+    check_case(Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=8), 64, "cpu", [setting("late", 710860, strict=True)])
 
 
 # Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
