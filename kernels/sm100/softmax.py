@@ -135,6 +135,7 @@ class Softmax(DeviceStruct):
             head_dim = self.kernel.config.head_dim_qk
             results = RowResults.create(tile, count, self.score, head_dim, addresses, geometry)
             factor = results.finish(self.state, 0, tile_row, LaneRow.lanes_per_row) * self.output_scale
+            cute.arch.sync_warp()  # rows without results have parted the lanes
             self.post(Q_TILES * posted + index, row, factor)
             posted += 1
             work += 1
