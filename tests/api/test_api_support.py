@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from api_calls import FORMS, Form
 
 from hopwell import emulator
 from hopwell.kernels import support
+from hopwell.kernels.config import config_type
 
 
 def test_keys_are_unique_and_archs_known() -> None:
@@ -33,16 +35,19 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     for part in (support.FMHA_V2, "ALiBi together", "logits_soft_cap_scale=30.0", "sm_90a", "attention sinks"):
         assert part in message
 
-    with pytest.raises(NotImplementedError, match=r"on sm_100a.*architectures that support .*: sm_90a"):
-        support.require(support.CONTEXT, "16bit", "query.dtype=torch.bfloat16", "sm_100a")
+    with pytest.raises(
+        NotImplementedError, match=r"on sm_120a.*architectures that support .*: sm_90a, sm_100a, sm_103a$"
+    ):
+        support.require(support.CONTEXT, "16bit", "query.dtype=torch.bfloat16", "sm_120a")
 
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
     text = support.support_matrix()
+    kernels = {"sm_90a": "yes", "sm_100a": "emulator-verified", "sm_103a": "emulator-verified"}
     for name, entry in support.ENTRIES.items():
         assert f"`{entry.module}.{name}`" in text
         for feature in entry.features:
-            cells = " | ".join("yes" if arch in feature.archs else "-" for arch in support.ARCHS)
+            cells = " | ".join(kernels[arch] if arch in feature.archs else "-" for arch in support.ARCHS)
             assert f"| {feature.title} | {cells} |\n" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert {line.count("|") for line in rows} == {len(support.ARCHS) + 2}
@@ -89,11 +94,38 @@ def test_pdl_by_arch() -> None:
     assert not support.has_pdl("sm_80a")
 
 
-@pytest.mark.parametrize("form", FORMS, ids=str)
-def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
-    monkeypatch.setattr(support, "arch_of", lambda device: "sm_103a")
-    with pytest.raises(NotImplementedError, match=f"{form.function.__name__}.*sm_103a"):
+PREFILL = (support.CONTEXT, support.FMHA_V2, support.CUDNN)
+
+
+@pytest.mark.parametrize(
+    ("form", "arch"),
+    [
+        (form, arch)
+        for arch in ("sm_100a", "sm_103a", "sm_120a")
+        for form in FORMS
+        if arch == "sm_120a" or form.function.__name__ not in PREFILL
+    ],
+    ids=str,
+)
+def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyPatch, form: Form, arch: str) -> None:
+    monkeypatch.setattr(support, "arch_of", lambda device: arch)
+    with pytest.raises(NotImplementedError, match=f"{form.function.__name__}.*{arch}"):
         form.function(**form.build())
+
+
+@pytest.mark.parametrize("entry", PREFILL)
+def test_blackwell_prefill_has_what_hopper_prefill_has_but_some_head_dims(entry: str) -> None:
+    for feature in support.ENTRIES[entry].features:
+        hopper, *blackwell = (arch in feature.archs for arch in ("sm_90a", "sm_100a", "sm_103a"))
+        assert blackwell == [hopper and feature.key != "hopper_head_dim"] * 2, feature.key
+
+
+def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
+    context = support.ENTRIES[support.CONTEXT]
+    for arch in ("sm_90a", "sm_100a", "sm_103a"):
+        dims = itertools.product(range(8, 601, 8), repeat=2)
+        served = {one for one in dims if arch in context.feature(support.prefill_head_dim(one)).archs}
+        assert served == set(config_type(arch).tiles)
 
 
 @pytest.mark.parametrize(

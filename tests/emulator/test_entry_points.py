@@ -53,13 +53,20 @@ def test_switched_off(batch, monkeypatch, switch):
         context(batch)
 
 
-@pytest.mark.parametrize("arch", ["sm_100a", "sm_103a", "sm_120a"])
-def test_an_architecture_without_kernels_is_refused_by_name(batch, monkeypatch, arch):
-    with emulator.use(arch), pytest.raises(NotImplementedError, match=arch):
+def test_an_architecture_without_kernels_is_refused_by_name(batch, monkeypatch):
+    with emulator.use("sm_120a"), pytest.raises(NotImplementedError, match="sm_120a"):
         context(batch)
-    monkeypatch.setenv("HOPWELL_EMULATE", arch)
-    with pytest.raises(NotImplementedError, match=arch):
+    monkeypatch.setenv("HOPWELL_EMULATE", "sm_120a")
+    with pytest.raises(NotImplementedError, match="sm_120a"):
         context(batch)
+
+
+def test_another_architecture_runs_its_own_kernels(batch):
+    with emulator.use("sm_100a"):
+        batch.expected(CAUSAL).check(context(batch))
+    report = emulator.report()
+    assert "PrefillSm100" in report.kernel
+    assert report.block == (512, 1, 1)
 
 
 def test_unknown_settings_are_refused(monkeypatch):

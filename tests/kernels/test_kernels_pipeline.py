@@ -17,7 +17,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
-from hopwell.kernels.sm90.kernel import SOURCES, board_stride
+from hopwell.kernels.skeleton import SOURCES, board_stride
 from hopwell.kernels.sm90.prefill import PrefillSm90
 
 pytestmark = pytest.mark.traced
@@ -131,6 +131,11 @@ class TestRing:
             assert waits(ring.wait_full, step)
             barriers.completed[full] = step // stages + 1
             assert not waits(ring.wait_full, step)
+            # Whoever gets the stage back by its release waits for that of this very step, the first ones included.
+            assert waits(ring.wait_released, step)
+            barriers.completed[empty] = step // stages + 1
+            assert not waits(ring.wait_released, step)
+            barriers.completed[empty] = step // stages
 
     @pytest.mark.parametrize("fences", [False, True])
     def test_a_consumer_that_fences_does_so_behind_its_wait(

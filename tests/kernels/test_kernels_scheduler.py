@@ -163,6 +163,41 @@ def test_tiles_cover_every_row_of_every_head(kind: MaskKind, monkeypatch: pytest
     assert sorted(rows) == [(i, h, row) for i, q in enumerate(q_lens) for h in range(heads) for row in range(q)]
 
 
+def test_every_tile_is_published_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is posted, whoever publishes may do more for it; places without rows are passed over."""
+    q_lens = [200, 0, 5]
+    lengths = [Request(*map(Int32, (i, 0, 0, 0, 0, 0, q, 100))) for i, q in enumerate(q_lens)]
+    monkeypatch.setattr(scheduler, "load_request", lambda index, addresses, geometry: lengths[host(index)])
+    monkeypatch.setattr(cute.arch, "block_idx", lambda: (0, 0, 0))
+    events: list[tuple[Any, ...]] = []
+
+    def told(what: str, tile: WorkTile, step: Any) -> None:
+        events.append((what, host(tile.request.index), host(tile.head), host(tile.first_row), host(step)))
+
+    class Told(TileSchedule):
+        def _next_place(self) -> Int32:
+            self.place = getattr(self, "place", 0) + 1
+            return Int32(self.place)
+
+        def _hand_back_tickets(self) -> None:
+            events.append(("done",))
+
+        def published(self, tile: WorkTile, step: Any) -> None:
+            told("published", tile, step)
+
+    class Slots:
+        def post(self, step: Any, tile: WorkTile) -> None:
+            told("posted", tile, step)
+
+        def post_end(self, step: Any) -> None:
+            events.append(("end", host(step)))
+
+    TileSchedule.publish.__wrapped__(Told(**vars(schedule(2, 1, 3, 2))), Slots())
+    tiles = [(0, 0, 128), (0, 1, 128), (0, 0, 0), (0, 1, 0), (2, 0, 0), (2, 1, 0)]
+    want = [(what, *tile, step) for step, tile in enumerate(tiles) for what in ("posted", "published")]
+    assert events == [*want, ("end", len(tiles)), ("done",)]
+
+
 def leaves(kind: type) -> Iterator[str]:
     """Names of the integers in a tile, in the order in which the DSL takes it apart."""
     for field in fields(kind):
