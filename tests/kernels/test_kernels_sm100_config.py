@@ -1,0 +1,207 @@
+"""Blackwell's prefill kernels: which serves which problem, and what their tiles, registers and edges must satisfy."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from covering import covering_blackwell_configs
+from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
+
+from hopwell.kernels import sm100_config
+from hopwell.kernels.config import (
+    DTYPES,
+    REGISTERS,
+    SHARED_BYTES,
+    WARPGROUP,
+    WORK_STAGES,
+    KvFetch,
+    kv_fetch,
+    resolve,
+    shipped_configs,
+)
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.scheduler import WorkTile
+from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.skeleton import board_stride
+from hopwell.kernels.sm100.prefill import PrefillSm100
+from hopwell.kernels.sm100_config import Q_TILES, TILES, Sm100PrefillConfig
+from hopwell.kernels.support import COMMON_HEAD_DIMS, MAX_PAGE_SIZE
+
+pytestmark = pytest.mark.traced
+
+ARCHS = ("sm_100a", "sm_103a")
+SHIPPED = {arch: list(shipped_configs(arch)) for arch in ARCHS}
+PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
+
+
+def config(dims: tuple[int, int] = (128, 128), arch: str = "sm_100a") -> Sm100PrefillConfig:
+    return Sm100PrefillConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0)
+
+
+class TestShipped:
+    def test_all_that_the_support_table_lists(self) -> None:
+        assert set(TILES) == set(COMMON_HEAD_DIMS)
+        fetches = set(KvFetch) - {KvFetch.LISTED_ROWS}
+        wanted = set(itertools.product(DTYPES.values(), TILES, MASKS, fetches))
+        for arch, configs in SHIPPED.items():
+            assert {(c.dtype, (c.head_dim_qk, c.head_dim_v), c.mask, c.kv_fetch) for c in configs} == wanted
+            assert all(isinstance(c, Sm100PrefillConfig) and c.arch == arch for c in configs)
+
+    def test_names_are_unique_among_all_archs(self) -> None:
+        configs = [*shipped_configs(), *itertools.chain(*SHIPPED.values())]
+        assert len({c.name for c in configs}) == len(set(configs)) == len(configs)
+
+    def test_covering_ones_stand_for_all(self) -> None:
+        covering = covering_blackwell_configs()
+        assert len(set(covering)) == len(covering)
+
+        def pairs(configs: list[Sm100PrefillConfig]) -> set[tuple[int, int, KvFetch]]:
+            return {(c.head_dim_qk, c.head_dim_v, c.kv_fetch) for c in configs}
+
+        assert pairs(covering) == pairs(SHIPPED["sm_100a"])
+        for dims in ((64, 64), (128, 128)):
+            here = [c for c in covering if (c.head_dim_qk, c.head_dim_v) == dims]
+            assert {(c.mask, c.score, c.skip_softmax) for c in here} == {
+                *((mask, ScoreKind.SCALED, False) for mask in MASKS),
+                *((MaskKind.CAUSAL, score, False) for score in ScoreKind),
+                (MaskKind.CAUSAL, ScoreKind.SCALED, True),
+            }
+        assert {c.dtype for c in covering} == set(DTYPES.values())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+class TestResolve:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_every_cache_has_a_shipped_kernel(self, dims: tuple[int, int], arch: str) -> None:
+        shipped = set(SHIPPED[arch])
+        for dtype, form, page_size in itertools.product(DTYPES, CACHES, PAGE_SIZES):
+            found = resolve(paged(*cache(form, page_size, dims, dtype=dtype)), arch)
+            assert found in shipped, (form, page_size)
+            assert (found.dtype, found.head_dim_qk, found.head_dim_v) == (DTYPES[dtype], *dims)
+        key, value = (empty(640, 2, dim).transpose(0, 1)[None] for dim in dims)
+        assert resolve(contiguous(key, value), arch) == config(dims, arch)
+
+    def test_masks_and_scores(self, arch: str) -> None:
+        """No feature changes a tile, so boxes stay too."""
+        problem = paged(*cache("tuple-HND", 16, (128, 128)))
+        plain = resolve(problem, arch)
+        for mask, score, skip in itertools.product(MASKS, ScoreKind, (0.0, 500.0)):
+            found = resolve(replace(problem, mask=MASKS[mask], score=SCORES[score], skip_softmax=skip), arch)
+            assert found == replace(plain, mask=mask, score=score, skip_softmax=skip > 0)
+            assert found.tile == plain.tile
+
+    @pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 192), (256, 256), (512, 512), (128, 64)], ids=str)
+    def test_other_head_dims_are_refused(self, dims: tuple[int, int], arch: str) -> None:
+        message = rf"{dims[0]}/{dims[1]} have no kernel on {arch}; supported: 64/64, 128/128, 192/128$"
+        with pytest.raises(NotImplementedError, match=message):
+            resolve(paged(*cache("tuple-HND", 16, dims)), arch)
+
+    def test_other_dtypes_and_page_sizes_are_refused(self, arch: str) -> None:
+        narrow = cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn)
+        with pytest.raises(NotImplementedError, match=f"dtype torch.float8_e4m3fn has no kernel on {arch}"):
+            resolve(paged(*narrow), arch)
+        with pytest.raises(NotImplementedError, match=f"page size 24 has no kernel on {arch}"):
+            resolve(paged(*cache("tuple-HND", 24, (128, 128))), arch)
+
+
+class TestKvFetch:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    @pytest.mark.parametrize("page_size", PAGE_SIZES)
+    def test_pages(self, page_size: int, dims: tuple[int, int]) -> None:
+        """Pages of fewer tokens than a swizzle atom has rows are fetched row by row; others as the tallest boxes that
+        divide a page and a tile."""
+        fetch = kv_fetch(paged(*cache("tuple-HND", page_size, dims)), TILES[dims].n)
+        boxes = [n for n in (8, 16, 32, 64) if page_size % n == 0 and TILES[dims].n % n == 0]
+        assert fetch == ((KvFetch.PAGE_BOXES, max(boxes)) if boxes else (KvFetch.PAGE_ROWS, 0))
+        assert (page_size in (1, 2, 4)) == (not boxes)
+
+
+class TestResources:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_tensor_memory(self, dims: tuple[int, int]) -> None:
+        """S of both query tiles, then O of both: 512 columns."""
+        c = config(dims)
+        assert c.s_column == 0
+        assert c.o_column == 2 * c.tile.n
+        assert c.o_column + 2 * c.head_dim_v <= 512
+
+    def test_more_columns_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert config().o_column + 2 * 128 == 512, "at the limit"
+        monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], n=144))
+        with pytest.raises(ValueError, match=r"_d128_causal_contiguous needs 544 columns of tensor memory, 512 are"):
+            config()
+
+    def test_registers_add_up(self) -> None:
+        """setmaxnreg takes multiples of 8 from 24 to 256, and can only hand out what all have at launch."""
+        registers = config().registers
+        launched = REGISTERS // (WARPGROUP * len(registers))
+        assert sum(registers) == launched * len(registers)
+        assert all(count % 8 == 0 and 24 <= count <= 256 for count in registers)
+        assert registers[0] == registers[1] > launched > max(registers[2:])
+
+    def test_more_registers_than_there_are_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(sm100_config, "SOFTMAX_REGISTERS", sm100_config.SOFTMAX_REGISTERS + 8)
+        with pytest.raises(ValueError, match="67584 registers asked for, 65536 at launch: the kernel would hang"):
+            config()
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_tiles_fit_the_instructions(self, dims: tuple[int, int]) -> None:
+        tile = TILES[dims]
+        assert tile.m == Q_TILES * 128, "an accumulator has a row in each lane of tensor memory"
+        assert tile.q_stages == Q_TILES
+        assert all(columns % 16 == 0 and columns <= 256 for columns in (tile.n, dims[1])), "tcgen05.mma with 128 rows"
+        assert dims[0] % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"
+        assert tile.n % 32 == dims[1] % 32 == 0, "tensor memory is read and written 32 columns at a time"
+        for row in (columns * copy.SWIZZLE_ROW_BYTES for columns in (128, tile.n)):
+            assert row % copy.SWIZZLE_ATOM_BYTES == 0, "column blocks start where the swizzle does"
+        # A thread has its row of S, half of it rounded to P; the correction 32 columns of O.
+        assert tile.n < config(dims).registers[0]
+
+
+class TestEdges:
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_stages_and_bytes(self, dims: tuple[int, int]) -> None:
+        qk, v = dims
+        for c in SHIPPED["sm_100a"]:
+            if (c.head_dim_qk, c.head_dim_v) != dims:
+                continue
+            edges, tile = {edge.name: edge for edge in PrefillSm100(c).edges}, c.tile
+            found = {name: (edge.stages, edge.stage_bytes) for name, edge in edges.items()}
+            assert found == {
+                "Q": (2, 128 * qk * 2),
+                "K": (tile.kv_stages, tile.n * qk * 2),
+                "V": (tile.kv_stages, tile.n * v * 2),
+                "work": (WORK_STAGES, board_stride(WorkTile.INTS) * 4),
+                "S": (2, 0),
+                "factor": (4, 128 * 4),
+                "O": (2, 0),
+            }
+            # A tile of queries has a softmax warpgroup of its own; the correction looks after both.
+            arrivals = {name: (edge.producer_warps, edge.consumer_warps) for name, edge in edges.items()}
+            assert arrivals == dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15), S=(1, 4), factor=(4, 4), O=(1, 4))
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_shared_memory(self, dims: tuple[int, int]) -> None:
+        kernel = PrefillSm100(config(dims))
+        tile = kernel.tile
+        operands = 2 * 128 * dims[0] * 2 + tile.kv_stages * tile.n * sum(dims) * 2
+        staging, factors, words = 4 * 32 * 64, 4 * 128 * 4, 16
+        board = WORK_STAGES * board_stride(WorkTile.INTS) * 4
+        # A full and an empty one for each stage of seven edges, and the loaders' for tiles that need zeroed rows.
+        barriers = 8 * (2 * (2 + 2 * tile.kv_stages + WORK_STAGES + 2 + 4 + 2) + 2)
+        assert kernel.shared_bytes == operands + staging + factors + words + board + barriers
+        assert kernel.shared_bytes <= SHARED_BYTES
+
+    def test_another_stage_would_be_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], kv_stages=4))
+        with pytest.raises(ValueError, match=rf"needs \d+ bytes of shared memory, {SHARED_BYTES} are there"):
+            PrefillSm100(config())
+
+    def test_they_are_in_the_docstring(self) -> None:
+        document = PrefillSm100.__doc__ or ""
+        for edge in PrefillSm100(config()).edges:
+            assert f"\n        {edge.name} " in document
+            assert edge.name == "work" or f"{edge.producer} -> {edge.consumer}" in document
