@@ -9,6 +9,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import numpy as np
 import pytest
 
 INF = math.inf
@@ -38,6 +39,16 @@ def reciprocal(value: Any) -> float:
     return 1.0 / number(value) if number(value) else INF
 
 
+def add_packed(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[float, float]:
+    """In float32: that rounding makes integers is what some sums are for."""
+    return fma_packed(a, (1.0, 1.0), b)
+
+
+def fma_packed(a: tuple[Any, Any], b: tuple[Any, Any], c: tuple[Any, Any]) -> tuple[float, float]:
+    low, high = (float(np.float32(number(x) * number(y) + number(z))) for x, y, z in zip(a, b, c, strict=True))
+    return low, high
+
+
 def use(monkeypatch: pytest.MonkeyPatch, *kinds: type | ModuleType) -> None:
     """Run the code of ``kinds``, classes or modules, on the host. A row belongs to one lane, so reductions over its
     lanes are done."""
@@ -46,6 +57,8 @@ def use(monkeypatch: pytest.MonkeyPatch, *kinds: type | ModuleType) -> None:
     for name in ("warp_reduction_max", "warp_reduction_sum"):
         monkeypatch.setattr(cute.arch, name, lambda value, threads_in_group: value)
     monkeypatch.setattr(cute.arch, "fmax", fmax)
+    monkeypatch.setattr(cute.arch, "add_packed_f32x2", add_packed)
+    monkeypatch.setattr(cute.arch, "fma_packed_f32x2", fma_packed)
     monkeypatch.setattr(cute.arch, "rcp_approx", reciprocal)
     monkeypatch.setattr(cute, "make_rmem_tensor", lambda size, dtype: Registers(size))
     monkeypatch.setattr(cutlass, "range_constexpr", range)

@@ -6,21 +6,27 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+import host_math
 import pytest
+from host_math import number
 
 from hopwell.kernels.config import shipped_configs
+from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, epilogue
-from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, LseRows, OutputRows, StatisticsRows
-from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.epilogue import STAGING_BYTES, LseRows, OutputRows, RowResults, StatisticsRows
+from hopwell.kernels.parts.fragment import LaneRow, RowFragment
 
 pytestmark = pytest.mark.traced
 
-# Columns of the output that a warp writes, and those that it holds.
+# What a warp holds its rows in, the columns of the output that it writes, and those that it holds at a time.
 WIDTHS = sorted({(c.head_dim_v // c.v_parts, c.depth[1]) for c in shipped_configs()})
+LANE_WIDTHS = sorted({(c.head_dim_v, LaneRow.pass_columns) for c in shipped_configs("sm_100a")})
+CASES = [*((RowFragment, *width) for width in WIDTHS), *((LaneRow, *width) for width in LANE_WIDTHS)]
 STAGING = 5 * STAGING_BYTES  # the warp's own, among those of others
 
 
@@ -38,11 +44,12 @@ class Warp:
         self._words: dict[int, Any] = {}
         self._written: dict[int, int] = {}
         self._read: dict[int, int] = {}
-        self._loads: list[list[int]] = [[] for _ in range(32)]
+        self._accesses: list[list[int]] = [[] for _ in range(32)]
         monkeypatch.setattr(cute.arch, "lane_idx", lambda: self._own.lane)
         monkeypatch.setattr(cute.arch, "sync_warp", self._sync)
         monkeypatch.setattr(cutlass, "range_constexpr", range)
         monkeypatch.setattr(copy, "store_matrix_x4", self._store_matrices)
+        monkeypatch.setattr(copy, "store_shared_x4", self._store)
         monkeypatch.setattr(copy, "load_shared_x4", self._load)
 
     def _sync(self) -> None:
@@ -58,17 +65,27 @@ class Warp:
         for i, word in enumerate(words):
             of_matrix = self._sent[8 * i : 8 * i + 8]
             assert_no_bank_conflict(of_matrix)
-            place = of_matrix[lane // 4] + 4 * (lane % 4)
-            assert STAGING <= place < STAGING + STAGING_BYTES
-            assert self._read.get(place) != self._own.phase, "overwritten while it is read"
-            self._words[place], self._written[place] = word, self._own.phase
+            self._write(of_matrix[lane // 4] + 4 * (lane % 4), word)
         self._meet.wait()
 
-    def _load(self, address: int) -> list[Any]:
+    def _write(self, place: int, word: Any) -> None:
+        assert STAGING <= place < STAGING + STAGING_BYTES
+        assert self._read.get(place) != self._own.phase, "overwritten while it is read"
+        self._words[place], self._written[place] = word, self._own.phase
+
+    def _chunk(self, address: int) -> list[int]:
+        """The places of the four words at an address that this lane reads or writes."""
         assert address % copy.CHUNK_BYTES == 0
         assert STAGING <= address < STAGING + STAGING_BYTES
-        self._loads[self._own.lane].append(address)
-        places = [address + 4 * i for i in range(4)]
+        self._accesses[self._own.lane].append(address)
+        return [address + 4 * i for i in range(4)]
+
+    def _store(self, address: int, words: list[Any]) -> None:
+        for place, word in zip(self._chunk(address), words, strict=True):
+            self._write(place, word)
+
+    def _load(self, address: int) -> list[Any]:
+        places = self._chunk(address)
         for place in places:
             assert self._written.get(place) != self._own.phase, "read while it is written"
             self._read[place] = self._own.phase
@@ -95,7 +112,7 @@ class Warp:
         for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
             raise error
         # 16-byte accesses are served eight lanes at a time.
-        for addresses in zip(*self._loads, strict=True):
+        for addresses in zip(*self._accesses, strict=True):
             for first in range(0, 32, 8):
                 assert_no_bank_conflict(addresses[first : first + 8])
 
@@ -112,31 +129,31 @@ def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
 
 
 @pytest.mark.parametrize("count", [1, 9, 16, 100])
-@pytest.mark.parametrize(("columns", "held"), WIDTHS)
+@pytest.mark.parametrize(("kind", "columns", "held"), CASES)
 def test_rows_are_written_once(
-    columns: int, held: int, count: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
+    kind: Any, columns: int, held: int, count: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Elements are numbered; a row's factor depends on the row. 16 bytes go out at a time, aligned."""
     stored: list[tuple[int, list[tuple[float, float]]]] = []
     monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
     monkeypatch.setattr(copy, "store_global_x4", lambda address, words: stored.append((address, words)))
-    first_row, row_bytes = (0 if count < 100 else 48), 2 * (columns + 24)
+    first_row, row_bytes = (0 if count < 100 else 96 - kind.warp_rows), 2 * (columns + 24)
     bases = (1 << 20, 2 << 20)  # of two tiles, one after the other through the same staging
 
     def value(row: int, column: int) -> float:
         return 1000.0 * row + column
 
     def work() -> None:
-        per_row = held // RowFragment.lanes_per_row
-        registers = [math.nan] * (RowFragment.rows * per_row)
-        rows = [RowFragment.first_row() + RowFragment.row_offset(r) for r in range(RowFragment.rows)]
-        for r, c in itertools.product(range(RowFragment.rows), range(per_row)):
-            column = RowFragment.first_column() + RowFragment.column_offset(c)
-            registers[RowFragment.index(r, c)] = value(rows[r], column)
-        fragment = RowFragment(registers, per_row)
-        for tile in bases:
+        per_row = held // kind.lanes_per_row
+        rows = [kind.first_row() + kind.row_offset(r) for r in range(kind.rows)]
+        for tile, first_column in itertools.product(bases, range(0, columns, held)):
+            fragment = kind([math.nan] * (kind.rows * per_row), per_row)
+            for r, c in itertools.product(range(kind.rows), range(per_row)):
+                column = first_column + kind.first_column() + kind.column_offset(c)
+                fragment.set(r, c, value(rows[r], column))
             rows_out = OutputRows(tile, row_bytes, count, columns)
-            OutputRows.store.__wrapped__(rows_out, fragment, [2.0**row for row in rows], STAGING, first_row, "dtype")
+            factors = [2.0**row for row in rows]
+            OutputRows.store.__wrapped__(rows_out, fragment, factors, STAGING, first_row, "dtype", first_column)
 
     warp.run(work)
     found = {}
@@ -145,11 +162,29 @@ def test_rows_are_written_once(
         for i, element in enumerate(itertools.chain(*words)):
             assert address + 2 * i not in found, "written twice"
             found[address + 2 * i] = element
-    valid = [row for row in range(WARP_ROWS) if first_row + row < count]
+    valid = [row for row in range(kind.warp_rows) if first_row + row < count]
     assert found == {
         base + (first_row + row) * row_bytes + 2 * column: value(row, column) * 2.0**row
         for base, row, column in itertools.product(bases, valid, range(columns))
     }
+
+
+class TestLaneRow:
+    def test_a_part_is_the_row_itself(self) -> None:
+        """What is written to a part of a part is the row's."""
+        row = LaneRow([float(c) for c in range(64)], 64)
+        part = row.part(8, 32).part(4, 16)
+        assert part.columns == 16
+        assert [part.get(0, c) for c in range(16)] == [12.0 + c for c in range(16)]
+        part.set(0, 3, -1.0)
+        assert [c for c in range(64) if row.get(0, c) != c] == [15]
+
+    def test_words(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Two columns in each, the left one in the lower half; times a factor for the output, as they are for P."""
+        monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (dtype, low, high))
+        part = LaneRow([float(c) for c in range(64)], 64).part(32, 32)
+        assert part.words(8, 4, "bf16") == [("bf16", 40.0, 41.0), ("bf16", 42.0, 43.0)]
+        assert part.words(8, 4, "fp16", 0.5) == [("fp16", 20.0, 20.5), ("fp16", 21.0, 21.5)]
 
 
 class Memory(dict[int, float]):
@@ -187,3 +222,55 @@ def test_nothing_is_written_without_a_tensor(memory: dict[int, Memory]) -> None:
     StatisticsRows.store.__wrapped__(StatisticsRows(address=0, first=0, row=1, count=9), 0, 1.0, 1.0)
     LseRows.store.__wrapped__(LseRows(address=0, offset=0, row=1, natural=1, count=9), 0, 1.0)
     assert not memory
+
+
+class TestRowResults:
+    """A row's end: slope 0.5, position 100 + row, so a shift of half of that."""
+
+    def results(self) -> RowResults:
+        score = SimpleNamespace(
+            shift=lambda slope, position: slope * position, largest_logit=lambda largest, shift: largest + shift
+        )
+        lse = LseRows(address=4096, offset=0, row=1, natural=0, count=9)
+        statistics = StatisticsRows(address=8192, first=0, row=1, count=9)
+        return RowResults(
+            score, sink=3.0, slope=0.5, first_position=100, head_dim=64, lse_rows=lse, statistics=statistics
+        )
+
+    @pytest.mark.parametrize(("lane", "lanes_per_row", "writes"), [(0, 4, 1), (3, 4, 0), (8, 4, 1), (3, 1, 1)])
+    def test_finish(
+        self, lane: int, lanes_per_row: int, writes: int, memory: dict[int, Memory], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One lane of a row writes; all get the factor. Logits of a row are relative to its shift, the sink is not."""
+        host_math.use(monkeypatch, RowResults, LseRows, StatisticsRows)
+        monkeypatch.setattr(cute.arch, "lane_idx", lambda: lane)
+        asked: list[tuple[Any, ...]] = []
+
+        def finish(r: int, sink: float, lanes: int) -> tuple[float, float]:
+            asked.append((r, sink, lanes))
+            return 0.25, 10.0
+
+        softmax = SimpleNamespace(finish=finish, sum_of_largest=lambda r, lanes: 5.0, largest=[7.0, 8.0])
+        row, shift = 6, 53.0
+        assert self.results().finish(softmax, 1, row, lanes_per_row) == 0.25
+        assert asked == [(1, 3.0 - shift, lanes_per_row)]
+        lse, statistics = {row: 10.0 + shift / math.log(2)}, {2 * row: (8.0 + shift) / 8, 2 * row + 1: 5.0}
+        assert memory == ({4096: pytest.approx(lse), 8192: statistics} if writes else {})
+
+    def test_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Of a tile from row 256 of its request on, of head 2 of 6."""
+        monkeypatch.setattr(epilogue, "load_float", lambda address, index, default: (address, index, default))
+        request = SimpleNamespace(lse_start=1000, o_start=2000, first_position=-3)
+        tile = SimpleNamespace(request=request, first_row=256, head=2)
+        score = SimpleNamespace(slope=lambda head: 0.1 * head)
+        a = Addresses(*[0] * len(Addresses._fields))._replace(lse=4096, statistics=8192, sinks=77)
+        g = Geometry(*[0] * len(Geometry._fields))._replace(heads=6, lse_row=6, lse_head=1, lse_natural=1)
+        found = RowResults.create(tile, 9, score, 64, a, g)
+        assert (number(found.lse_rows.offset), found.lse_rows.row) == (1256 * 6 + 2, 6)
+        assert (number(found.statistics.first), found.statistics.row) == (2256 * 6 + 2, 6)
+        assert (found.lse_rows.address, found.statistics.address) == (4096, 8192)
+        assert found.lse_rows.count == found.statistics.count == 9
+        assert number(found.lse_rows.natural) == 1
+        assert found.sink[:2] == (77, 2)
+        assert number(found.sink[2]) == -math.inf
+        assert (found.slope, found.first_position) == (0.2, 253)

@@ -8,21 +8,23 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from types import SimpleNamespace
 from typing import Any
 
 import cutlass.cute as cute
 import host_math
+import numpy as np
 import pytest
 from cutlass import Float32, Int32
 from host_math import INF, Fragment, Registers, number
 
+from hopwell.kernels.parts import skip as skip_module
 from hopwell.kernels.parts import softmax as softmax_module
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import SLACK, OnlineSoftmax
 from hopwell.kernels.problem import ScoreKind
-from hopwell.kernels.sm90 import skip as skip_module
+from hopwell.kernels.sm100 import softmax as packed_module
+from hopwell.kernels.sm100.softmax import PackedSoftmax, polynomial_powers
 
 # The DSL warns of weights too small for float32, which are zero on the device.
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("ignore::cutlass.base_dsl.common.DSLWarning")]
@@ -33,13 +35,25 @@ CLOSE = dict(rel=1e-5, abs=1e-30)  # constants are float32
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    host_math.use(monkeypatch, OnlineSoftmax, ScoreMap, SkipRule, softmax_module)
+    host_math.use(monkeypatch, OnlineSoftmax, PackedSoftmax, ScoreMap, SkipRule, softmax_module)
+    monkeypatch.setattr(packed_module, "_add_exponent", add_exponent)
+
+
+def add_exponent(power: float, integer: float) -> float:
+    """On the bits of float32, in 32-bit integers."""
+    one, other = (np.array(value, np.float32).view(np.int32) for value in (power, integer))
+    with np.errstate(over="ignore"):
+        return float((one + (other << 23)).view(np.float32))
 
 
 def softmax(scale: float) -> OnlineSoftmax:
     state = OnlineSoftmax.create(scale, ROWS)
     state.reset()
     return state
+
+
+def packed_softmax(scale: float, polynomial_eighths: int = 3) -> PackedSoftmax:
+    return PackedSoftmax(**vars(softmax(scale)), polynomial_eighths=polynomial_eighths)
 
 
 def scores(*, tiles: int = 5, spread: float = 20.0, seed: int = 0) -> list[list[list[float]]]:
@@ -88,13 +102,16 @@ MASKS = {
 
 
 class TestOnlineSoftmax:
+    @pytest.mark.parametrize("kind", [softmax, packed_softmax])
     @pytest.mark.parametrize("sink", [-INF, -3.0, 0.5, 40.0, 3000.0])
     @pytest.mark.parametrize("mask", MASKS)
     @pytest.mark.parametrize("scale", [0.0, 1e-3, 0.11, 4.0])
-    def test_against_the_definition(self, scale: float, mask: str, sink: float) -> None:
+    def test_against_the_definition(self, scale: float, mask: str, sink: float, kind: Any) -> None:
         tiles = masked(scores(), MASKS[mask])
-        state = softmax(scale)
+        state = kind(scale)
         rows = run(state, tiles)
+        # Packed exponentials are computed in float32, as multiples of the score rather than of its distance.
+        close = CLOSE if kind is softmax else dict(rel=3e-5, abs=1e-30)
         for r, row in enumerate(rows):
             logits = [scale * s if s > -INF else -INF for tile in tiles for s in tile[r]]
             top = max([*logits, sink])
@@ -106,12 +123,12 @@ class TestOnlineSoftmax:
                 weights = [math.exp(x - top) for x in logits]
                 both = sum(weights) + math.exp(sink - top)
                 want = sum(w * (i + 1) for i, w in enumerate(weights)) / both
-                assert row.output * factor == pytest.approx(want, **CLOSE)
-                assert lse * math.log(2) == pytest.approx(top + math.log(both), **CLOSE)
+                assert row.output * factor == pytest.approx(want, **close)
+                assert lse * math.log(2) == pytest.approx(top + math.log(both), **close)
             # Statistics do not know the sink.
             seen = [x for x in logits if x > -INF]
             assert largest == max(s for tile in tiles for s in tile[r])
-            assert total == pytest.approx(sum(math.exp(x - max(seen)) for x in seen) if seen else 0.0, **CLOSE)
+            assert total == pytest.approx(sum(math.exp(x - max(seen)) for x in seen) if seen else 0.0, **close)
 
     def test_the_reference_stays_while_it_can(self) -> None:
         """Rescaling the output is what a step can do without, and each row decides for itself."""
@@ -145,6 +162,73 @@ class TestOnlineSoftmax:
             fragment = Fragment([row, [-INF] * TILE])
             assert number(state.maximum(fragment, 0)) == 100.0
             assert number(state.maximum(fragment, 1)) == -INF
+
+    @pytest.mark.parametrize("kind", [softmax, packed_softmax])
+    def test_columns_in_parts(self, kind: Any) -> None:
+        """Once the reference is chosen, exponentials of a row may come a part at a time."""
+        (tile,) = scores(tiles=1, spread=3.0)
+        whole, parted = kind(0.7), kind(0.7)
+        at_once = Fragment(tile)
+        whole.step(at_once)
+        halves = [Fragment([row[begin : begin + 4] for row in tile]) for begin in (0, 4)]
+        for r in range(ROWS):
+            parted.choose_reference(r, max(tile[r]))
+            for half in halves:
+                parted.exponentials(half, r)
+            # The second half begins with the kind of exponential that any part begins with.
+            joined = [weight for half in halves for weight in half.values[r]]
+            assert joined == pytest.approx(at_once.values[r], rel=1e-5)
+            assert number(parted.row_sum[r]) == pytest.approx(sum(joined), rel=1e-6)
+            assert number(whole.row_sum[r]) == pytest.approx(sum(at_once.values[r]), rel=1e-6)
+
+
+class TestPolynomials:
+    """2^x without the function unit."""
+
+    @staticmethod
+    def powers(exponents: Any) -> np.ndarray[Any, Any]:
+        pairs = np.asarray(exponents, np.float32).astype(float).reshape(-1, 2)
+        return np.array([polynomial_powers((Float32(low), Float32(high))) for low, high in pairs]).ravel()
+
+    def test_error(self) -> None:
+        exponents = np.random.default_rng(0).uniform(-126, 10, 4000).astype(np.float32)
+        # The fraction is largest half-way between integers, where the polynomial is worst.
+        halves = np.arange(-126, 10, dtype=np.float32) + np.float32(0.5)
+        around = np.concatenate((halves, np.nextafter(halves, -INF), np.nextafter(halves, INF)))
+        for tested in (exponents, around.astype(np.float32)):
+            want = np.exp2(tested.astype(float))
+            assert np.abs(self.powers(tested) / want - 1).max() <= 4e-6
+
+    def test_integers_are_exact(self) -> None:
+        """A row's largest score has the weight 1 where it is the reference, as from the function unit."""
+        exponents = np.arange(-126, 10)
+        assert (self.powers(exponents) == np.exp2(exponents.astype(float))).all()
+        assert self.powers([0.0, -0.0]).tolist() == [1.0, 1.0]
+
+    def test_nothing_below_the_least_exponent(self) -> None:
+        assert self.powers([-INF, -127.0, -127.5, -128.0, -1e30, -150.0]).tolist() == [0.0] * 6
+
+    def test_they_grow(self) -> None:
+        """Also where the nearest integer changes."""
+        powers = self.powers(np.linspace(-20, 10, 6000, dtype=np.float32))
+        assert (np.diff(powers) > 0).all()
+
+    def test_halves_of_a_pair_do_not_mix(self) -> None:
+        exponents = [-3.3, 2.1, -INF, 0.25]
+        alone = [self.powers([exponent, 1.0])[0] for exponent in exponents]
+        assert self.powers(exponents).tolist() == alone
+
+    @pytest.mark.parametrize("eighths", range(9))
+    def test_as_many_as_asked_for(self, eighths: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """And never more of a kind in a row than there have to be."""
+        monkeypatch.setattr(packed_module, "polynomial_powers", lambda exponents: "polynomial")
+        state = packed_softmax(1.0, eighths)
+        kinds = [state._powers((0.0, 0.0), pair) == "polynomial" for pair in range(16)]
+        assert kinds[:8] == kinds[8:]
+        assert sum(kinds[:8]) == eighths
+        for kind, count in ((True, eighths), (False, 8 - eighths)):
+            longest = max((len(list(run)) for is_it, run in itertools.groupby(kinds) if is_it is kind), default=0)
+            assert count in (0, 8) or longest <= -(-count // (8 - count))
 
 
 class TestPieces:
@@ -283,19 +367,17 @@ class TestSkipRule:
         assert rule.skipped[0] == 3
         assert isinstance(rule.skipped, Registers)
 
-    @pytest.mark.parametrize(
-        ("address", "thread", "v_parts", "adds"),
-        [(4096, 128, 1, 1), (4096, 129, 1, 0), (4096, 256, 1, 1), (0, 128, 1, 0), (4096, 128, 2, 1), (4096, 256, 2, 0)],
-    )
+    @pytest.mark.parametrize(("address", "reports", "adds"), [(4096, True, 1), (4096, False, 0), (0, True, 0)])
+    @pytest.mark.parametrize("groups", [1, 2])
     def test_rows_are_reported_once(
-        self, address: int, thread: int, v_parts: int, adds: int, monkeypatch: pytest.MonkeyPatch
+        self, groups: int, address: int, reports: bool, adds: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        """By one thread, in groups of 64 rows, where there is a counter."""
         added: list[tuple[Any, Any]] = []
-        monkeypatch.setattr(cute.arch, "thread_idx", lambda: (thread, 0, 0))
         monkeypatch.setattr(cute.arch, "atomic_add", lambda pointer, value: added.append((pointer, value)))
         monkeypatch.setattr(skip_module, "global_pointer", lambda dtype, address: (dtype, address))
         rule = SkipRule.create(1.0, 1.0)
         for _ in range(7):
             rule.note(False)
-        rule.report(SimpleNamespace(skipped=address), v_parts)
-        assert added == [((Int32, address), 7)] * adds
+        rule.report(address, reports, groups)
+        assert added == [((Int32, address), 7 * groups)] * adds
