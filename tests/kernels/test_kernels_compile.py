@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from covering import COVERING_DECODE, COVERING_MLA, covering_configs
+from covering import COVERING_DECODE, COVERING_MLA, covering_blackwell_configs, covering_configs
 
 from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.config import REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, PrefillConfig
+from hopwell.kernels.config import MMA_COLUMNS, REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, KvFetch, PrefillConfig
+from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact
 
 pytestmark = pytest.mark.compile
@@ -25,7 +26,14 @@ pytestmark = pytest.mark.compile
 CUOBJDUMP = "nvidia-cuda-cuobjdump"
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
 PREFILL = covering_configs()
-CONFIGS: list[KernelConfig] = [*PREFILL, *COVERING_DECODE, *COVERING_MLA]
+# Of the same code for sm_103a one of each head dim, and one of those with most to keep in registers.
+SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
+BLACKWELL = [
+    *covering_blackwell_configs("sm_100a"),
+    *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix("prefill_sm_103a_bf16_") in SM_103A),
+]
+CONFIGS: list[KernelConfig] = [*PREFILL, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
+FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 
 def cuobjdump() -> str:
@@ -90,6 +98,7 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
     assert used.registers * threads <= REGISTERS
     assert WARPGROUP * sum(config.registers) <= used.registers * threads
     assert (used.stack, used.local) == (0, 0), "registers are spilled"
+    assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"
 
     # All shared memory is asked for at the launch, but for what the system keeps.
     assert used.shared <= SYSTEM_SHARED_BYTES
@@ -97,6 +106,43 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
     assert kernel.shared_bytes <= SHARED_BYTES
     # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
     assert b"exceed" not in built.object_file.read_bytes()
+
+
+@pytest.mark.parametrize("config", BLACKWELL, ids=lambda config: config.name)
+def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> None:
+    """What the PTX has of each kind; loops over steps and query tiles are not unrolled."""
+    ptx, tile = artifact(config).ptx.read_text(), config.tile
+    assert "wgmma" not in ptx
+
+    # All of tensor memory is taken, once, and given back.
+    for instruction in ("alloc", "dealloc"):
+        assert re.findall(rf"\btcgen05\.{instruction}\b.*, (\d+);", ptx) == [str(TENSOR_MEMORY_COLUMNS)], instruction
+        assert len(re.findall(rf"\btcgen05\.{instruction}\b", ptx)) == 1
+    assert config.o_column + Q_TILES * config.head_dim_v <= TENSOR_MEMORY_COLUMNS
+
+    # An instruction for 16 elements. Q K^T is in the first step and in those that follow, P V in these and in the last.
+    kinds = re.findall(r"\btcgen05\.mma\.cta_group::1\.kind::f16 \[%r\d+\], (\w+|\[%r\d+ \+ \d+\]), b, (\d+), p;", ptx)
+    assert len(kinds) == ptx.count("tcgen05.mma")
+    for a_in_tensor_memory, depth, columns in (
+        (False, config.head_dim_qk, tile.n),
+        (True, tile.n, config.head_dim_v),
+    ):
+        found = [int(kind) for a, kind in kinds if a.startswith("[") == a_in_tensor_memory]
+        assert len(found) == 2 * depth // MMA_COLUMNS
+        # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
+        assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
+
+    # TMA takes a box for each column block of 64, of pages all of them at once.
+    copies = (
+        Q_TILES * config.q_columns // 64
+        + {
+            KvFetch.CONTIGUOUS: sum(config.columns) // 64,
+            KvFetch.PAGE_BOXES: 2,
+            KvFetch.PAGE_ROWS: 0,
+        }[config.kv_fetch]
+    )
+    assert len(re.findall(r"\bcp\.async\.bulk\.tensor\b", ptx)) == copies
+    assert bool(re.search(r"\bcp\.async\.cg\b", ptx)) == (config.kv_fetch is KvFetch.PAGE_ROWS)
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
@@ -108,7 +154,7 @@ def test_touches_no_memory_before_the_grid_in_front_is_done(config: KernelConfig
     assert not re.search(r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async", before)
 
 
-@pytest.mark.parametrize("config", [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0]], ids=lambda config: config.name)
+@pytest.mark.parametrize("config", FIRST, ids=lambda config: config.name)
 def test_loads_from_disk(config: KernelConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """The object file alone gives the launch function; neither needs a GPU."""
     artifact(config)
