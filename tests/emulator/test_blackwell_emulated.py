@@ -7,13 +7,21 @@ with ``-m slow_emulator``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
+import test_prefill_context_entry as context_entry
+import test_prefill_cudnn_entry as cudnn_entry
+import test_prefill_fmha_v2_entry as fmha_v2_entry
+import torch
+from batches import CAUSAL, FULL, Batch, chunked, same, window
 from covering import covering_blackwell_configs
 from emulated_prefill import check, page_sizes
 
+from hopwell import emulator
+from hopwell.kernels import execute
 from hopwell.kernels.config import PrefillConfig, shipped_configs
+from hopwell.kernels.problem import Mask, PageTable
 
 CONFIGS = covering_blackwell_configs()
 ADVERSE = ("late", "random", "priority")
@@ -34,6 +42,74 @@ def test_prefill(config: PrefillConfig, page_size: int | None, is_adverse: bool)
     seed = CONFIGS.index(config)
     schedule = ADVERSE[seed % len(ADVERSE)] if is_adverse else "eager"
     check(config, page_size, heads=2, kv_heads=1, schedule=schedule, seed=seed)
+
+
+# Around tiles of 64 and 128 rows and of 128 keys; requests without queries or keys, and rows without keys.
+Q_LENS, KV_LENS = [257, 0, 128, 65, 3, 129, 1], [385, 3, 256, 0, 129, 127, 128]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("mask", "page_size"),
+    [(CAUSAL, 16), (window(70), None), (chunked(64), 16), (FULL, 16)],
+    ids=lambda value: value.kind.value if isinstance(value, Mask) else None,
+)
+def test_counts_of_keys_are_those_of_hopper(mask: Mask, page_size: int | None) -> None:
+    """Equal keys and one-hot values: a row's output counts the keys that it sees, and both architectures divide the
+    same integers."""
+    data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+    for k, v in zip(data.k, data.v, strict=True):
+        k.zero_()
+        v.zero_()
+        index = torch.arange(v.shape[0])
+        v[index, :, index % 128] = 1.0
+    expected, outs, sums = data.expected(mask), [], []
+    for arch in ("sm_90a", "sm_100a"):
+        lse = data.ragged_lse()
+        with emulator.use(arch):
+            out = execute(data.problem(page_size, mask, lse=lse))
+        expected.check(out)
+        expected.check_lse(lse.tensor)
+        outs.append(out)
+        sums.append(lse.tensor)
+    assert torch.equal(*outs)
+    assert torch.equal(*sums)
+
+
+@pytest.mark.emulator
+def test_requests_alone_are_what_they_are_in_a_batch() -> None:
+    data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+    with emulator.use("sm_100a", schedule="random"):
+        together = execute(data.problem(16))
+        alone = [execute(data.request(index).problem(16)) for index in range(data.size)]
+    assert not together.isnan().any()
+    assert torch.equal(together, torch.cat(alone))
+
+
+@pytest.mark.emulator
+def test_order_of_pages_does_not_matter() -> None:
+    data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
+    key, value, table = data.pages(16, order=1)
+    with emulator.use("sm_100a", schedule="random"):
+        same(data.problem(16), key=key, value=value, page_table=PageTable(table, table))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("test", "arguments"),
+    [
+        (context_entry.test_separate_page_ids, (16, "NHD")),
+        (context_entry.test_strides_of_query_and_output, ()),
+        (fmha_v2_entry.test_layouts, (dict(mask_mode="causal"), CAUSAL)),
+        (cudnn_entry.test_log_sum_exp, (False, True)),
+        (cudnn_entry.test_log_sum_exp, (True, False)),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_entries(test: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    """What the entries' own tests ask of other architectures: caches, strides, statistics, log-sum-exp."""
+    with emulator.use("sm_100a"):
+        test(*arguments, "cpu")
 
 
 @pytest.mark.slow_emulator

@@ -1,4 +1,4 @@
-"""The count of tiles that skip-softmax leaves out."""
+"""The count of tiles that skip-softmax leaves out: pairs of 64 rows and a tile of keys."""
 
 from __future__ import annotations
 
@@ -6,23 +6,59 @@ import pytest
 import torch
 from batches import CAUSAL, Batch
 
+from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.config import TILES
+from hopwell.kernels.config import config_type
+from hopwell.kernels.problem import ScoreKind
 
 pytestmark = pytest.mark.emulator
 
+TILES = 4  # of keys
 
-@pytest.mark.parametrize("head_dim", [128, 512])
-def test_every_pair_of_rows_and_keys_counts_once(head_dim):
-    """Zero keys in all but the last tile of each row: next to a logit of 64 they weigh nothing."""
-    n = TILES[head_dim, head_dim].n
-    data = Batch([64], [4 * n], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
+
+def tile_n(arch: str, head_dim: int) -> int:
+    return config_type(arch).tile_of((head_dim, head_dim), ScoreKind.SCALED, True).n
+
+
+def batch(arch: str, head_dim: int, rows: int) -> Batch:
+    """Keys that weigh nothing but for the last ``rows`` ones, of which each row sees one at least: a logit of 64."""
+    data = Batch([rows], [TILES * tile_n(arch, head_dim)], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
     data.q.zero_()
     data.q[..., 0] = 8.0
     data.k[0].zero_()
-    data.k[0][-64:, 0, 0] = 8.0
+    data.k[0][-rows:, 0, 0] = 8.0
+    return data
+
+
+def skipped(arch: str, data: Batch, page_size: int | None) -> int:
+    """How many tiles are left out, without a difference to the output."""
     count = torch.zeros(1, dtype=torch.int32)
-    out = execute(data.problem(None, softmax_scale=1.0, skip_softmax=1.0, skipped_tiles=count))
+    with emulator.use(arch):
+        out = execute(data.problem(page_size, softmax_scale=1.0, skip_softmax=1.0, skipped_tiles=count))
     data.expected(CAUSAL, scale=1.0).check(out)
-    tiles_with_weight = -(-64 // n)
-    assert int(count) == 2 * (4 - tiles_with_weight)
+    return int(count)
+
+
+@pytest.mark.parametrize(
+    ("arch", "head_dim", "page_size", "rows"),
+    [
+        ("sm_90a", 128, None, 64),
+        ("sm_90a", 512, None, 64),
+        ("sm_100a", 64, None, 128),
+        ("sm_100a", 128, 16, 128),
+        ("sm_100a", 128, 16, 256),
+    ],
+)
+def test_every_pair_of_rows_and_keys_counts_once(arch: str, head_dim: int, page_size: int | None, rows: int) -> None:
+    tiles_with_weight = -(-rows // tile_n(arch, head_dim))
+    data = batch(arch, head_dim, rows)
+    assert skipped(arch, data, page_size) == data.heads * rows // 64 * (TILES - tiles_with_weight)
+
+
+@pytest.mark.parametrize(("arch", "page_size", "without"), [("sm_90a", None, 1), ("sm_100a", 16, 2)])
+def test_rows_that_decide_together(arch: str, page_size: int | None, without: int) -> None:
+    """A tile that one row needs is computed for its 64 rows on Hopper, for the 128 of its query tile on Blackwell."""
+    data = batch(arch, 128, 128)
+    data.q[100, :, 1] = 8.0
+    data.k[0][5, 0, 1] = 8.0
+    assert skipped(arch, data, page_size) == data.heads * (2 * (TILES - 1) - without)
