@@ -54,9 +54,9 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def polynomial_eighths(self) -> int:
-        """Eighths of the exponentials that are computed as polynomials, so that the function units, which have 16 a
-        cycle for 128 lanes, do not limit: they have as much to do for a tile as products of 128 columns take."""
-        return 2 if self.head_dim_qk >= 128 else 3
+        """Eighths of the exponentials that are computed as polynomials, beside the function units, which have 16 a
+        cycle for 128 lanes. With more, registers do not suffice for a row (``python -m hopwell.perf model``)."""
+        return 2
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -44,6 +44,21 @@ def show(path: Annotated[Path, typer.Argument(help="JSON file of a run")]) -> No
     Run.load(path).save(path)
 
 
+@app.command()
+def model(
+    arch: Annotated[str, typer.Option(help="architecture that kernels are compiled for")] = "sm_100a",
+    out: Annotated[Path | None, typer.Option(help="folder for the tables in Markdown")] = None,
+) -> None:
+    """Predict prefill on a B200 from the compiled kernels; needs no GPU. Compiles what is not in the cache: minutes."""
+    from hopwell.perf.model_report import report
+
+    text = report(arch)
+    typer.echo(text)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "prefill.md").write_text(text)
+
+
 def _families() -> Sequence[Family]:
     from hopwell.perf.decode import DECODE
     from hopwell.perf.mla import MLA

@@ -1,0 +1,214 @@
+"""What a Blackwell prefill kernel does in a step of its loop, read from its PTX and its machine code.
+
+A step is both query tiles of 128 rows against one tile of keys.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from hopwell.emulator.ptx import Imm, Instr, Kernel, Mem, Vec, parse_module
+from hopwell.kernels.config import BLOCK_COLUMNS, MMA_COLUMNS
+from hopwell.kernels.sm100_config import Q_TILES, Sm100PrefillConfig
+from hopwell.kernels.toolchain import Artifact
+from hopwell.perf.loops import Loop, around, innermost, natural_loops
+from hopwell.perf.sass import Sass, disassemble, sass_loops
+
+ELEMENT_BYTES = 2  # of Q, K, V and P
+
+# Units of a lane, and what they are called in the two languages.
+MUFU, FMA, ALU, CONVERSION = "MUFU", "FMA", "ALU", "conversion"
+_PTX_UNITS = {
+    **dict.fromkeys(("ex2", "lg2", "rcp", "rsqrt", "sqrt"), MUFU),
+    **dict.fromkeys(("fma", "add", "sub", "mul"), FMA),  # of float32; of integers ALU
+    **dict.fromkeys(("max", "min", "selp", "setp", "and", "or", "xor", "not", "shl", "shr", "mad"), ALU),
+}
+_SASS_UNITS = {
+    "MUFU": MUFU,
+    **dict.fromkeys(("FFMA", "FADD", "FMUL", "FFMA2", "FADD2", "FMUL2"), FMA),
+    **dict.fromkeys(("FMNMX", "FMNMX3", "FSEL", "FSETP", "SEL", "ISETP", "IADD3", "VIADD", "VIMNMX"), ALU),
+    **dict.fromkeys(("LEA", "LOP3", "SHF", "PLOP3", "IMAD"), ALU),
+    "F2FP": CONVERSION,
+}
+
+
+@dataclass(frozen=True)
+class Product:
+    """One tcgen05.mma."""
+
+    rows: int
+    columns: int
+    a_in_shared: bool
+
+    @property
+    def flop(self) -> int:
+        return 2 * self.rows * self.columns * MMA_COLUMNS
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of the operands that it reads from shared memory."""
+        return ELEMENT_BYTES * MMA_COLUMNS * (self.columns + self.rows * self.a_in_shared)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Code that a warp runs through: what it asks of the units of a lane, and its machine code."""
+
+    ptx: Mapping[str, float]  # results of a lane, by unit
+    sass: Mapping[str, float]  # the same
+    code: Sequence[Sass]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A kernel's steady-state loops. Those of softmax and correction are one warp's, for one query tile."""
+
+    softmax: Stretch
+    masked_softmax: Stretch
+    correction: Stretch  # with the rescaling of O
+    calm_correction: Stretch  # without
+    store: Stretch  # of a query tile's output
+    products: tuple[Product, ...]  # of a query tile
+    mma_issue: int  # instructions of the warp that issues products, a step
+    tensor_load: int  # bytes of a lane's tensor memory, by softmax, for a query tile
+    tensor_store: int
+    rescale_bytes: int  # that correction loads, and stores, where it rescales
+    loaded_bytes: int  # of K and V by TMA, a step
+
+
+def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
+    """What the kernel of ``config`` does."""
+    (kernel,) = parse_module(built.ptx.read_text()).values()
+    code = disassemble(built.cubin)
+    ptx, sass = PtxLoops(kernel), SassLoops(code)
+    rescaling = skipped(ptx.correction.path, kernel.instrs, "tcgen05.ld")
+    sass_rescaling = skipped(sass.correction.path, code, "LDTM")
+
+    def stretch(path: Iterable[int], sass_path: Iterable[int]) -> Stretch:
+        instructions = [code[i] for i in sass_path]
+        return Stretch(ptx_results(kernel.instrs[i] for i in path), sass_results(instructions), instructions)
+
+    def rest(loop: Loop, left_out: Collection[int]) -> list[int]:
+        return [i for i in loop.path if i not in left_out]
+
+    softmax = [kernel.instrs[i] for i in ptx.softmax.path]
+    rescale = [kernel.instrs[i] for i in rescaling]
+    copies = sum(kernel.instrs[i].op.startswith("cp.async.bulk.tensor") for i in ptx.loads)
+    steps = around(sass.loops, sass.products)
+    assert steps is not None
+    return Work(
+        softmax=stretch(ptx.softmax.path, sass.softmax.path),
+        masked_softmax=stretch(ptx.masked_softmax.path, sass.masked_softmax.path),
+        correction=stretch(ptx.correction.path, sass.correction.path),
+        calm_correction=stretch(rest(ptx.correction, rescaling), rest(sass.correction, sass_rescaling)),
+        store=stretch(ptx.store.path, sass.store.path),
+        products=tuple(product(kernel.instrs[i]) for i in ptx.products.path if _is_product(kernel.instrs[i])),
+        mma_issue=Q_TILES * len(sass.products.path) + len(steps.without(sass.products)),
+        tensor_load=_tensor_bytes(softmax, "ld"),
+        tensor_store=_tensor_bytes(softmax, "st"),
+        rescale_bytes=_tensor_bytes(rescale, "ld"),
+        loaded_bytes=copies * BLOCK_COLUMNS * config.tile.n * ELEMENT_BYTES,
+    )
+
+
+class PtxLoops:
+    """The loops of the roles in PTX."""
+
+    def __init__(self, kernel: Kernel):
+        code = self.code = kernel.instrs
+        self.loops = natural_loops([_ptx_successors(one, len(code)) for one in code])
+        softmax = self._having("ex2", "tcgen05.ld")
+        # Masking compares and selects, once for each column.
+        softmax.sort(key=lambda loop: sum(code[i].parts[0] in ("setp", "selp") for i in loop.path))
+        self.softmax, *_, self.masked_softmax = softmax
+        (self.correction,) = (loop for loop in self._having("tcgen05.ld", "tcgen05.st") if not self._has(loop, "ex2"))
+        (self.store,) = (loop for loop in self._having("tcgen05.ld", "st.global") if not self._has(loop, "tcgen05.st"))
+        (self.products,) = innermost(self.loops, self._has_both_products)
+        # Those of K and V run inside the loop over work tiles; Q is loaded once in each.
+        loads = [loop for loop in self._having("cp.async.bulk.tensor") if around(self.loops, loop)]
+        self.loads = [i for loop in loads for i in loop.path]
+
+    def _has(self, loop: Loop, prefix: str) -> bool:
+        return any(self.code[i].op.startswith(prefix) for i in loop.path)
+
+    def _having(self, *prefixes: str) -> list[Loop]:
+        return innermost(self.loops, lambda loop: all(self._has(loop, prefix) for prefix in prefixes))
+
+    def _has_both_products(self, loop: Loop) -> bool:
+        kinds = {product(self.code[i]).a_in_shared for i in loop.path if _is_product(self.code[i])}
+        return len(kinds) == 2
+
+
+class SassLoops:
+    """The same loops in machine code."""
+
+    def __init__(self, code: Sequence[Sass]):
+        self.code, self.loops = code, sass_loops(code)
+        softmax = self._having("MUFU.EX2", "LDTM")
+        softmax.sort(key=lambda loop: sum(code[i].root in ("FSEL", "ISETP") for i in loop.path))
+        self.softmax, *_, self.masked_softmax = softmax
+        (self.correction,) = (loop for loop in self._having("LDTM", "STTM") if not self._has(loop, "MUFU.EX2"))
+        (self.store,) = (loop for loop in self._having("LDTM", "STG") if not self._has(loop, "STTM"))
+        (self.products,) = self._having("UTCHMMA tmem", "UTCHMMA gdesc")
+
+    def _has(self, loop: Loop, text: str) -> bool:
+        return any(text in self.code[i].text for i in loop.path)
+
+    def _having(self, *texts: str) -> list[Loop]:
+        return innermost(self.loops, lambda loop: all(self._has(loop, text) for text in texts))
+
+
+def _ptx_successors(one: Instr, end: int) -> list[int]:
+    follows = [one.pc + 1] if one.pc + 1 < end else []
+    if one.parts[0] == "bra":
+        return [one.target, *(follows if one.guard else [])]
+    return follows if one.guard or one.parts[0] not in ("ret", "exit") else []
+
+
+def skipped(path: Sequence[int], code: Sequence[Instr] | Sequence[Sass], op: str) -> set[int]:
+    """What a forward branch of ``path`` jumps over that has ``op`` in it: the smallest such piece."""
+    pieces = [{j for j in path if i < j < code[i].target} for i in path if code[i].target > i]
+    return min((piece for piece in pieces if any(code[j].op.startswith(op) for j in piece)), key=len)
+
+
+def ptx_results(code: Iterable[Instr]) -> Counter[str]:
+    """Results of a lane, by unit."""
+    results: Counter[str] = Counter()
+    for one in code:
+        name, kind = one.parts[0], one.parts[-1]
+        if name == "cvt" and one.parts[-2] in ("bf16x2", "f16x2"):
+            results[CONVERSION] += 1
+        elif name in _PTX_UNITS:
+            unit = _PTX_UNITS[name]
+            results[ALU if unit == FMA and not kind.startswith("f32") else unit] += 2 if kind == "f32x2" else 1
+    return results
+
+
+def sass_results(code: Iterable[Sass]) -> Counter[str]:
+    """As :func:`ptx_results`."""
+    results: Counter[str] = Counter()
+    for one in code:
+        if one.root in _SASS_UNITS:
+            results[_SASS_UNITS[one.root]] += 2 if one.root in ("FFMA2", "FADD2", "FMUL2") else 1
+    return results
+
+
+def _is_product(one: Instr) -> bool:
+    return one.op.startswith("tcgen05.mma")
+
+
+def product(one: Instr) -> Product:
+    """A tcgen05.mma as its instruction descriptor has it (PTX ISA, "Instruction descriptor": N / 8 and M / 16)."""
+    a, descriptor = one.args[1], one.args[3]
+    if not isinstance(descriptor, Imm):
+        raise ValueError(f"no constant instruction descriptor: {one.text}")
+    bits = descriptor.bits
+    return Product(rows=(bits >> 24 & 31) * 16, columns=(bits >> 17 & 63) * 8, a_in_shared=not isinstance(a, Mem))
+
+
+def _tensor_bytes(code: Iterable[Instr], direction: str) -> int:
+    """Bytes of a lane that tcgen05.ld or tcgen05.st moves."""
+    moves = [one for one in code if one.op.startswith(f"tcgen05.{direction}.")]
+    return sum(4 * len(arg.items) for one in moves for arg in one.args if isinstance(arg, Vec))

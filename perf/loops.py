@@ -1,0 +1,72 @@
+"""Loops in a kernel's code, which may be PTX or SASS: instructions are numbers, and an edge leads to each successor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Loop:
+    header: int
+    latch: int  # the last instruction that jumps back to the header
+    body: frozenset[int]
+
+    @property
+    def path(self) -> list[int]:
+        """The body as it lies in the code. What lies behind the latch are retries of waits, which a step that is not
+        late does not come to."""
+        return sorted(i for i in self.body if i <= self.latch)
+
+    def without(self, inner: Loop) -> list[int]:
+        """The path around an inner loop."""
+        return [i for i in self.path if i not in inner.body]
+
+
+def natural_loops(successors: Sequence[Sequence[int]]) -> list[Loop]:
+    """The loop of each target of a back edge, inner loops before those around them. Instruction 0 is the entry."""
+    latches: dict[int, list[int]] = {}
+    for source, target in _back_edges(successors):
+        latches.setdefault(target, []).append(source)
+    predecessors: list[list[int]] = [[] for _ in successors]
+    for source, targets in enumerate(successors):
+        for target in targets:
+            predecessors[target].append(source)
+    loops = []
+    for header, sources in latches.items():
+        body, open_ends = {header}, list(sources)
+        while open_ends:
+            node = open_ends.pop()
+            if node not in body:
+                body.add(node)
+                open_ends += predecessors[node]
+        loops.append(Loop(header, max(sources), frozenset(body)))
+    return sorted(loops, key=lambda loop: len(loop.body))
+
+
+def _back_edges(successors: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]]:
+    """Edges to an instruction that the depth-first search has not left yet."""
+    entered, left = {0}, set()
+    stack = [(0, iter(successors[0]))]
+    while stack:
+        node, targets = stack[-1]
+        target = next(targets, None)
+        if target is None:
+            left.add(node)
+            stack.pop()
+        elif target not in entered:
+            entered.add(target)
+            stack.append((target, iter(successors[target])))
+        elif target not in left:
+            yield node, target
+
+
+def innermost(loops: Sequence[Loop], is_wanted: Callable[[Loop], bool]) -> list[Loop]:
+    """The wanted loops that have no other wanted one inside."""
+    wanted = [loop for loop in loops if is_wanted(loop)]
+    return [loop for loop in wanted if not any(other.body < loop.body for other in wanted)]
+
+
+def around(loops: Sequence[Loop], inner: Loop) -> Loop | None:
+    """The next loop around ``inner``, of :func:`natural_loops`."""
+    return next((loop for loop in loops if inner.body < loop.body), None)

@@ -1,0 +1,156 @@
+"""Machine code of a cubin, and how long one warp takes for a stretch of it.
+
+A SASS instruction says itself how it was scheduled: the upper bits of its 128 have the cycles until the next may issue,
+and which of six scoreboards it sets and waits for. That layout is not documented by NVIDIA; it is the one that
+CuAssembler and others have found for Volta to Ampere, and what ptxas 13 writes for sm_100a reads sensibly with it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hopwell.perf.loops import Loop, natural_loops
+
+NVDISASM = "nvidia-cuda-nvdisasm"
+
+_LINE = re.compile(
+    r"^(?P<label>\.L_\w+):"
+    r"|^\s+/\*[0-9a-f]{4,}\*/\s+(?P<text>.*?);?\s+(?:\(\*.*?\*\);)?\s*/\* (?P<low>0x[0-9a-f]{16}) \*/"
+    r"|^\s+/\* (?P<high>0x[0-9a-f]{16}) \*/",
+    re.M,
+)
+_STATEMENT = re.compile(r"(?:@(?P<guard>\S+)\s+)?(?P<op>\S+)\s*(?P<operands>.*)")
+_TARGET = re.compile(r"`\((\.L_\w+)\)")
+_NO_SCOREBOARD = 7
+_CONTROL_BIT = 41  # of the upper 64
+
+
+@dataclass(frozen=True)
+class Sass:
+    text: str
+    control: int
+    target: int = -1
+
+    @property
+    def _parts(self) -> re.Match[str]:
+        found = _STATEMENT.match(self.text)
+        assert found is not None, self.text
+        return found
+
+    @property
+    def op(self) -> str:
+        return self._parts["op"]
+
+    @property
+    def root(self) -> str:
+        """The opcode without its modifiers."""
+        return self.op.partition(".")[0]
+
+    @property
+    def falls_through(self) -> bool:
+        """Whether the next instruction may be the next one in the code."""
+        if self._parts["guard"] is not None:
+            return True
+        # A branch on a uniform predicate names it among its operands.
+        always = self.root == "BRA" and not re.match(r"!?UP\d", self._parts["operands"])
+        return not (always or self.root in ("EXIT", "RET"))
+
+    @property
+    def stall(self) -> int:
+        return max(self.control & 15, 1)
+
+    @property
+    def sets(self) -> int | None:
+        """The scoreboard that tells when the result is there."""
+        return self._scoreboard(5)
+
+    @property
+    def reads(self) -> int | None:
+        """The scoreboard that tells when the operands have been read."""
+        return self._scoreboard(8)
+
+    @property
+    def waits(self) -> list[int]:
+        return [board for board in range(6) if self.control >> (11 + board) & 1]
+
+    def _scoreboard(self, bit: int) -> int | None:
+        board = self.control >> bit & 7
+        return None if board == _NO_SCOREBOARD else board
+
+
+def disassemble(cubin: Path) -> list[Sass]:
+    """The instructions of the one kernel in ``cubin``."""
+    run = subprocess.run([_nvdisasm(), "-hex", str(cubin)], check=True, capture_output=True, text=True)
+    return parse(run.stdout)
+
+
+def _nvdisasm() -> str:
+    """The disassembler of the pip package, or else of an installed CUDA toolkit."""
+    try:
+        files = importlib.metadata.files(NVDISASM) or []
+    except importlib.metadata.PackageNotFoundError:
+        files = []
+    found = next((str(file.locate()) for file in files if file.name == "nvdisasm"), None) or shutil.which("nvdisasm")
+    if found is None:
+        raise FileNotFoundError(f"nvdisasm is needed: pip install {NVDISASM}")
+    return found
+
+
+def parse(listing: str) -> list[Sass]:
+    """Instructions of what ``nvdisasm -hex`` prints for one kernel."""
+    labels: dict[str, int] = {}
+    texts: list[str] = []
+    controls: list[int] = []
+    for line in _LINE.finditer(listing):
+        if line["label"]:
+            labels[line["label"]] = len(texts)
+        elif line["high"]:
+            controls.append(int(line["high"], 16) >> _CONTROL_BIT)
+        else:
+            texts.append(" ".join(line["text"].split()))
+    return [Sass(text, control, _target(text, labels)) for text, control in zip(texts, controls, strict=True)]
+
+
+def _target(text: str, labels: Mapping[str, int]) -> int:
+    """Where a branch goes. Warps that wait for each other, and calls, come back to the next instruction."""
+    named = _TARGET.search(text) if re.search(r"\bBRA\b", text) else None
+    return labels[named[1]] if named else -1
+
+
+def sass_loops(code: Sequence[Sass]) -> list[Loop]:
+    successors = []
+    for i, one in enumerate(code):
+        follows = [i + 1] if one.falls_through and i + 1 < len(code) else []
+        successors.append([*follows, *([one.target] if one.target >= 0 else [])])
+    return natural_loops(successors)
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Of an instruction whose duration ptxas leaves to a scoreboard, in cycles of one warp."""
+
+    latency: float  # until its result is there
+    busy: float = 1.0  # until its unit takes the next one
+
+
+def issue_times(code: Iterable[Sass], timings: Mapping[str, Timing], otherwise: Timing) -> list[float]:
+    """When each instruction issues if one warp executes ``code`` in order, alone on its scheduler."""
+    ready, free = [0.0] * 6, dict.fromkeys(timings, 0.0)
+    now, times = 0.0, []
+    for one in code:
+        timing = timings.get(one.root, otherwise)
+        now = max([now, free.get(one.root, 0.0), *(ready[board] for board in one.waits)])
+        times.append(now)
+        free[one.root] = now + timing.busy
+        if one.sets is not None:
+            ready[one.sets] = max(ready[one.sets], now + timing.latency)
+        if one.reads is not None:
+            ready[one.reads] = max(ready[one.reads], now + timing.busy)
+        now += one.stall
+    return times
