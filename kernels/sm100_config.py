@@ -53,6 +53,11 @@ class Sm100PrefillConfig(PrefillConfig):
         return Q_TILES * self.tile.n
 
     @property
+    def early_keys(self) -> int:
+        """Keys of a step whose P is multiplied before the rest is there: as many as 32 leave."""
+        return self.tile.n - 32
+
+    @property
     def polynomial_eighths(self) -> int:
         """Eighths of the exponentials that are computed as polynomials, beside the function units, which have 16 a
         cycle for 128 lanes. With more, registers do not suffice for a row (``python -m hopwell.perf model``)."""

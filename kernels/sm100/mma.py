@@ -77,12 +77,12 @@ def issue_shared(d, a, a_stage, b, b_stage, depth: cutlass.Constexpr[int], instr
 
 
 @cute.jit
-def issue_tensor(
-    d, a, b, b_stage, depth: cutlass.Constexpr[int], instruction: cutlass.Constexpr[int], accumulate
-) -> None:
-    """D (+)= A B over ``depth`` elements, A in tensor memory, two 16-bit elements in a column. Called by one thread."""
+def issue_tensor(d, a, b, b_stage, part: cutlass.Constexpr, instruction: cutlass.Constexpr[int], accumulate) -> None:
+    """D (+)= A B over the elements of ``part`` (begin, end), A in tensor memory, two 16-bit elements in a column.
+    Called by one thread."""
     low_b = b.low_word(b_stage)
-    for k in cutlass.range_constexpr(depth // MMA_COLUMNS):
+    begin, end = part
+    for k in cutlass.range_constexpr(begin // MMA_COLUMNS, end // MMA_COLUMNS):
         adds = Int32(1) if const_expr(k > 0) else accumulate
         place = f"[{{$r1}} + {k * MMA_COLUMNS // 2}]"
         _mma(f"{_descriptor('b', '{$r2}', b, k)} setp.ne.b32 p, {{$r3}}, 0;", place, instruction, [d, a, low_b, adds])

@@ -48,7 +48,8 @@ class PrefillSm100(AttentionKernel):
         K       load_k -> mma            released when both S have been computed
         V       load_v -> mma            released when both products have been added to O
         work    load_q -> all others     released as soon as it has been read
-        S       mma -> softmax           released when P stands in its place
+        S       mma -> softmax           released when the first columns of P stand in its place
+        P       softmax -> mma           full when all of it does
         factor  softmax -> correction    what rows of O are to be multiplied by, step by step; at last what normalises
                                          them
         O       mma -> correction        full when it is complete; released, for every product anew, when it may be
@@ -81,6 +82,7 @@ class PrefillSm100(AttentionKernel):
             Edge("V", "load_v", "mma", t.kv_stages, 1, 1, t.n * c.columns[1] * 2, **self.kv_arrivals),
             self._work_edge(15),
             Edge("S", "mma", "softmax", Q_TILES, 1, 4, 0),
+            Edge("P", "softmax", "mma", Q_TILES, 4, 1, 0),
             Edge("factor", "softmax", "correction", 2 * Q_TILES, 4, 4, FACTOR_BYTES, LANES, LANES),
             Edge("O", "mma", "correction", Q_TILES, 1, 4, 0),
         )
@@ -128,7 +130,7 @@ class PrefillSm100(AttentionKernel):
     ):
         smem = cutlass.memory.SmemAllocator()
         tiles, rings, board, partial_barriers = self._allocate(smem)
-        q_ring, k_ring, v_ring, s_ring, factor_ring, o_ring = rings
+        q_ring, k_ring, v_ring, s_ring, p_ring, factor_ring, o_ring = rings
         factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.CHUNK_BYTES))
         words = shared_address(smem.allocate(copy.CHUNK_BYTES, copy.CHUNK_BYTES))
         slot, pending = words, words + 4
@@ -147,7 +149,7 @@ class PrefillSm100(AttentionKernel):
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
             state = PackedSoftmax.of(score.softmax_scale, self.config.polynomial_eighths)
             scale = load_scale(addresses.output_scale, output_scale)
-            parts = (self, s_ring, factor_ring, factors, board, mask, score, state, scale, tensor_memory)
+            parts = (self, s_ring, p_ring, factor_ring, factors, board, mask, score, state, scale, tensor_memory)
             if const_expr(self.config.skip_softmax):
                 skip = SkipRule.create(skip_softmax, state.scale)
                 SkippingSoftmax(*parts, skip, pending).run(addresses, geometry)
@@ -162,7 +164,7 @@ class PrefillSm100(AttentionKernel):
         else:
             self.set_registers(registers[3])
             if warp == MMA_WARP:
-                mma_rings = (q_ring, k_ring, v_ring, s_ring, o_ring)
+                mma_rings = (q_ring, k_ring, v_ring, s_ring, p_ring, o_ring)
                 Products.create(self, tiles, mma_rings, tensor_memory, pending).run(board)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)

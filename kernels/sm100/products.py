@@ -16,7 +16,7 @@ from hopwell.kernels.sm100_config import Q_TILES
 @dataclass(frozen=True)
 class Products(DeviceStruct):
     kernel: Any  # the PrefillSm100: configuration only
-    rings: tuple  # Q, K, V, S, O
+    rings: tuple  # Q, K, V, S, P, O
     q: SharedOperand
     k: SharedOperand
     v: SharedOperand
@@ -84,9 +84,8 @@ class Products(DeviceStruct):
         v_ring.wait_full(kv_step)
         # Not unrolled: the compiler would make all descriptors of Q before the loop and run out of uniform registers.
         for index in cutlass.range(Q_TILES, unroll=1):
-            self._wait_p(index, kv_step)
+            self._issue_o(index, kv_step, accumulate)
             with cute.arch.elect_one():
-                self._issue_o(index, kv_step, accumulate)
                 self._issue_s(index, work, kv_step + 1)
         with cute.arch.elect_one():
             self._release(v_ring, kv_step)
@@ -95,22 +94,14 @@ class Products(DeviceStruct):
     @cute.jit
     def last_step(self, kv_step, stored, accumulate):
         """The products with V of the leftmost keys, which complete O."""
-        _, _, v_ring, _, o_ring = self.rings
+        _, _, v_ring, *_, o_ring = self.rings
         v_ring.wait_full(kv_step)
         for index in cutlass.range(Q_TILES, unroll=1):
-            self._wait_p(index, kv_step)
+            self._issue_o(index, kv_step, accumulate)
             with cute.arch.elect_one():
-                self._issue_o(index, kv_step, accumulate)
                 tmem.commit(shared_address(o_ring.full_barrier(Q_TILES * stored + index)))
         with cute.arch.elect_one():
             self._release(v_ring, kv_step)
-
-    def _wait_p(self, index, kv_step) -> None:
-        """Until P is there, and O may be added to."""
-        *_, s_ring, o_ring = self.rings
-        s_ring.wait_released(Q_TILES * kv_step + index)
-        o_ring.wait_released(Q_TILES * kv_step + index)
-        tmem.after_signal()
 
     def _release(self, ring, step) -> None:
         """Give a stage back once all products issued so far have read it."""
@@ -120,7 +111,7 @@ class Products(DeviceStruct):
         return self.tensor_memory + (self.kernel.config.s_column + index * self.kernel.tile.n)
 
     def _issue_s(self, index, work, kv_step) -> None:
-        _, k_ring, _, s_ring, _ = self.rings
+        _, k_ring, _, s_ring, *_ = self.rings
         c, n = self.kernel.config, self.kernel.tile.n
         kind = mma.instruction_descriptor(self.kernel.dtype, n, n_major_b=False)
         q_stage, k_stage = index, k_ring.stage(kv_step)
@@ -129,13 +120,28 @@ class Products(DeviceStruct):
 
     @cute.jit
     def _issue_o(self, index, kv_step, accumulate) -> None:
+        """O += P V, in two parts: as soon as the first columns of P are there and O may be added to, and then the rest.
+        Called by the whole warp."""
+        *_, s_ring, p_ring, o_ring = self.rings
+        step, early, keys = Q_TILES * kv_step + index, self.kernel.config.early_keys, self.kernel.tile.n
+        s_ring.wait_released(step)
+        o_ring.wait_released(step)
+        tmem.after_signal()
+        self._issue_part(index, kv_step, (0, early), accumulate)
+        p_ring.wait_full(step)
+        tmem.after_signal()
+        self._issue_part(index, kv_step, (early, keys), accumulate)
+
+    @cute.jit
+    def _issue_part(self, index, kv_step, part: cutlass.Constexpr, accumulate) -> None:
         _, _, v_ring, *_ = self.rings
         c = self.kernel.config
         kind = mma.instruction_descriptor(self.kernel.dtype, c.head_dim_v, n_major_b=True)
         output = self.tensor_memory + (c.o_column + index * c.head_dim_v)
-        product = (output, self._scores(index), self.v, v_ring.stage(kv_step), self.kernel.tile.n, kind, accumulate)
-        if const_expr(c.skip_softmax):
-            if shared_array(Int32, self.pending)[index] != 0:
+        product = (output, self._scores(index), self.v, v_ring.stage(kv_step), part, kind, accumulate)
+        with cute.arch.elect_one():
+            if const_expr(c.skip_softmax):
+                if shared_array(Int32, self.pending)[index] != 0:
+                    mma.issue_tensor(*product)
+            else:
                 mma.issue_tensor(*product)
-        else:
-            mma.issue_tensor(*product)

@@ -33,7 +33,10 @@ class SkippingSoftmax(Softmax):
             self.skip.note(True)
             self.state.choose_reference(0, maximum)
         self.post_rescale(steps, done)
-        if not left_out:
-            self.write_p(steps, scores)
         if steps.row == 0:
             shared_array(Int32, self.pending)[steps.index] = self.skip.pending[0]
+        if left_out:
+            self.give_early_p(steps, done)
+            self.give_late_p(steps, done)
+        else:
+            self.write_p(steps, scores, done)

@@ -97,6 +97,7 @@ class Softmax(DeviceStruct):
 
     kernel: Any  # the PrefillSm100: configuration only
     s_ring: Any
+    p_ring: Any
     factor_ring: Any
     factors: Int32  # shared memory for a factor of each row, one array for each stage of the ring
     board: Board
@@ -145,38 +146,51 @@ class Softmax(DeviceStruct):
     def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
         """From S to P of tile ``n``, and what O is to be multiplied by before P V is added."""
         done = steps.last - n
-        s_step = Q_TILES * (steps.kv_step + done) + steps.index
         columns, tile_start = self.kernel.tile.n, n * self.kernel.tile.n
-        self.s_ring.wait_full(s_step)
+        self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
         scores = tmem.load_row(steps.scores, columns)
         self.score.apply(scores, row.slope, tile_start, row.positions)
         if const_expr(masked):
             self.mask.apply(scores, tile_start, row)
         self.weigh(steps, scores, row, done)
-        tmem.wait_stores()
-        tmem.before_signal()
-        cute.arch.sync_warp()
-        self.s_ring.release(s_step)
 
     @cute.jit
     def weigh(self, steps: "Steps", scores, row: LogitRow, done):
         """From logits to P, after ``done`` steps of the work tile."""
         self.state.choose_reference(0, self.state.maximum(scores, 0))
         self.post_rescale(steps, done)
-        self.write_p(steps, scores)
+        self.write_p(steps, scores, done)
 
     @cute.jit
     def post_rescale(self, steps: "Steps", done):
         if done > 0:
-            self.post(Q_TILES * (steps.posted + done - 1) + steps.index, steps.row, self.state.rescale[0])
+            self.post(steps.of_tile(steps.posted + done - 1), steps.row, self.state.rescale[0])
 
     @cute.jit
-    def write_p(self, steps: "Steps", scores):
+    def write_p(self, steps: "Steps", scores, done):
         for first in cutlass.range_constexpr(0, scores.columns, COLUMNS_AT_ONCE):
+            if const_expr(first == self.kernel.config.early_keys):
+                self.give_early_p(steps, done)
             part = scores.part(first, COLUMNS_AT_ONCE)
             self.state.exponentials(part, 0)
             tmem.store_words(steps.scores + first // 2, part.words(0, COLUMNS_AT_ONCE, self.kernel.dtype))
+        self.give_late_p(steps, done)
+
+    @cute.jit
+    def give_early_p(self, steps: "Steps", done):
+        """The first columns of P stand in the place of S. Their product runs under the rest of the exponentials."""
+        tmem.wait_stores()
+        tmem.before_signal()
+        cute.arch.sync_warp()
+        self.s_ring.release(steps.of_tile(steps.kv_step + done))
+
+    @cute.jit
+    def give_late_p(self, steps: "Steps", done):
+        """All of them do."""
+        tmem.wait_stores()
+        tmem.before_signal()
+        self.p_ring.fill(steps.of_tile(steps.kv_step + done))
 
     @cute.jit
     def post(self, step, row, factor):
@@ -197,3 +211,7 @@ class Steps(DeviceStruct):
     kv_step: Int32  # steps before this work tile
     posted: Int32  # factors before this work tile
     last: Int32  # the rightmost tile of keys, which comes first
+
+    def of_tile(self, step):
+        """A step in rings with a stage for each query tile."""
+        return Q_TILES * step + self.index
