@@ -54,8 +54,8 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def early_keys(self) -> int:
-        """Keys of a step whose P is multiplied before the rest is there: as many as 32 leave."""
-        return self.tile.n - 32
+        """Keys of a step whose P is multiplied before the rest is there: a half, in whole parts of 32."""
+        return self.tile.n // 64 * 32
 
     @property
     def polynomial_eighths(self) -> int:

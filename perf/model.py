@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -135,11 +135,9 @@ def model_of(config: Sm100PrefillConfig, rates: Rates = B200) -> KernelModel:
 
 def kernel_model(does: Work, config: Sm100PrefillConfig, rates: Rates) -> KernelModel:
     """From what a kernel does to how long it takes."""
-    steady = _step(does, does.softmax, rates)
-    masked = _step(does, does.masked_softmax, rates)
-    handshakes = 2 * rates.signal + rates.mma_latency
-    drain = softmax_cycles(does.masked_softmax.code, rates) + handshakes
-    score, value = (sum(_fed(one, rates) for one in does.products if one.a_in_shared is kind) for kind in (True, False))
+    steady, masked = (_step(does, stretch, config, rates) for stretch in (does.softmax, does.masked_softmax))
+    drain = softmax_times(does.masked_softmax.code, rates).early + _handshakes(rates)
+    score, value = _score_and_value(does, rates)
     # The next Q is loaded from the last S on, and needed after the last softmax and one product with V.
     q_bytes = Q_TILES * Q_TILE_ROWS * config.q_columns * ELEMENT_BYTES
     q_wait = rates.load_latency + q_bytes / rates.l2_bytes - (drain + value)
@@ -154,7 +152,19 @@ def _fed(product: Product, rates: Rates) -> float:
     return max(product.flop / rates.mma_flop, product.shared_bytes / rates.shared_bytes)
 
 
-def _step(does: Work, softmax: Stretch, rates: Rates) -> Step:
+def _score_and_value(does: Work, rates: Rates) -> tuple[float, float]:
+    """Cycles of S and of P V of a query tile."""
+    kinds = [[one for one in does.products if one.a_in_shared is kind] for kind in (True, False)]
+    score, value = (sum(_fed(one, rates) for one in products) for products in kinds)
+    return score, value
+
+
+def _handshakes(rates: Rates) -> float:
+    """From the products to the softmax and back."""
+    return 2 * rates.signal + rates.mma_latency
+
+
+def _step(does: Work, softmax: Stretch, config: Sm100PrefillConfig, rates: Rates) -> Step:
     lanes = Q_TILES * WARPGROUP
     rescaling = rates.rescaling
 
@@ -170,7 +180,9 @@ def _step(does: Work, softmax: Stretch, rates: Rates) -> Step:
     operands = Q_TILES * sum(one.shared_bytes for one in does.products)
     factors = 2 * lanes * 4  # written and read
     loads, stores = (moved + rescaling * does.rescale_bytes for moved in (does.tensor_load, does.tensor_store))
-    chain = products / Q_TILES + softmax_cycles(softmax.code, rates) + 2 * rates.signal + rates.mma_latency
+    score, value = _score_and_value(does, rates)
+    times, late = softmax_times(softmax.code, rates), value * (1 - config.early_keys / config.tile.n)
+    chain = score + max(times.early + value, times.late + late) + _handshakes(rates)
     units = {
         MMA: products,
         SHARED: (operands + does.loaded_bytes + factors) / rates.shared_bytes,
@@ -187,10 +199,16 @@ def _step(does: Work, softmax: Stretch, rates: Rates) -> Step:
     return Step(units)
 
 
-def softmax_cycles(code: Sequence[Sass], rates: Rates) -> float:
-    """From the wait for S to the arrival that says that P is there."""
+class SoftmaxTimes(NamedTuple):
+    """Cycles from the wait for S to the arrivals that say that P is there: the early part, and all of it."""
+
+    early: float
+    late: float
+
+
+def softmax_times(code: Sequence[Sass], rates: Rates) -> SoftmaxTimes:
     times = [time for time, one in zip(_times(code, rates), code, strict=True) if one.root == "SYNCS"]
-    return times[-1] - times[0]
+    return SoftmaxTimes(times[-2] - times[0], times[-1] - times[0])
 
 
 def _cycles(code: Sequence[Sass], rates: Rates) -> float:

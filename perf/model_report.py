@@ -19,7 +19,7 @@ from hopwell.perf.model import (
     config_of,
     kernel_model,
     predict,
-    softmax_cycles,
+    softmax_times,
 )
 from hopwell.perf.prefill_workloads import Prefill
 
@@ -139,7 +139,7 @@ def _counts(known: dict[str, Work], rates: Rates) -> str:
     rows = []
     for name, does in known.items():
         for what, stretch in (("softmax", does.softmax), ("with a mask", does.masked_softmax)):
-            rows.append([name, what, *_counted(stretch), f"{softmax_cycles(stretch.code, rates):.0f}"])
+            rows.append([name, what, *_counted(stretch), f"{softmax_times(stretch.code, rates).late:.0f}"])
         for what, stretch in (("rescaling", does.correction), ("no rescaling", does.calm_correction)):
             rows.append([name, what, *_counted(stretch), "-"])
     units = [MUFU, FMA, ALU, CONVERSION]
@@ -161,7 +161,7 @@ def _shares(chosen: Sequence[Prefill], arch: str, rates: Rates) -> str:
             does = work(other, artifact(other))
             share = predict(case, kernel_model(does, other, rates), rates).fraction
             spills = "*" if any(one.root in ("LDL", "STL") for one in does.softmax.code) else ""
-            cells.append(f"{share:.1%} ({softmax_cycles(does.softmax.code, rates):.0f}{spills})")
+            cells.append(f"{share:.1%} ({softmax_times(does.softmax.code, rates).late:.0f}{spills})")
         rows.append([case.name, config.polynomial_eighths, *cells])
     return _table(rows, ["shape", "in the kernel", *map(str, SHARES)])
 

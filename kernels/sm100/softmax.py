@@ -57,8 +57,8 @@ class PackedSoftmax(OnlineSoftmax):
         self.row_sum[r] += even + odd
 
     def _powers(self, exponents: tuple, pair: int) -> tuple:
-        # Spread evenly, so that both kinds are under way all the time.
-        if pair % 8 * self.polynomial_eighths % 8 >= self.polynomial_eighths:
+        # Spread evenly, so that both kinds are under way all the time, the one that takes longer first.
+        if (pair + 2) * self.polynomial_eighths % 8 >= self.polynomial_eighths:
             return tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
         return polynomial_powers(exponents)
 
