@@ -2,8 +2,8 @@
 
 A case is a Python function that launches the kernel once, through hopwell's public API or an emulated function. The
 launch is recorded with a copy of all memory it may touch; every fault then runs on that copy, first under the race
-detector in the eager schedule, then in late, random and priority schedules, until something notices: an error, a
-deadlock, a race or proxy report, or results that differ from the unaltered kernel's.
+detector and in strict mode in the eager schedule, then in late, random and priority schedules, until something notices:
+an error, a deadlock, a race or proxy report, or results that differ from the unaltered kernel's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..ptx import Kernel
 from .faults import Fault, faults
 
 SCHEDULES: list[dict[str, Any]] = [
-    {"schedule": "eager", "race": True, "proxy": True},
+    {"schedule": "eager", "race": True, "proxy": True, "strict": True},
     {"schedule": "late"},
     {"schedule": "random", "seed": 1},
     *({"schedule": "priority", "seed": k} for k in range(1, 4)),

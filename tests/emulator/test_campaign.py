@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import campaign_blackwell
 import campaign_prefill
 import pytest
 import torch
@@ -86,3 +87,16 @@ def test_prefill_kernel():
     campaign = run_campaign(campaign_prefill.case, say=lambda _: None, equivalent=campaign_prefill.equivalent)
     assert len(campaign.effective()) > 100
     assert campaign.rate >= 0.99, "\n".join(summary(campaign))
+
+
+@pytest.mark.emulator
+def test_blackwell_kernel():
+    """Faults of what only Blackwell has; all of them take minutes."""
+    kinds = ["drop tcgen05.wait", "drop tcgen05.commit", "drop tcgen05.dealloc"]
+    with emulator.use("sm_100a"):
+        campaign = run_campaign(
+            campaign_blackwell.case, kinds=kinds, say=lambda _: None, equivalent=campaign_blackwell.equivalent
+        )
+    assert set(outcomes(campaign)) == set(kinds)
+    assert len(campaign.effective()) > 15
+    assert campaign.rate == 1, "\n".join(summary(campaign))

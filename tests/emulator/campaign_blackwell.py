@@ -1,0 +1,60 @@
+"""Blackwell's prefill kernel for ``python -m hopwell.emulator campaign --arch sm_100a``, and why some faults cannot
+change what it does."""
+
+from __future__ import annotations
+
+import pathlib
+import sys
+from unittest import mock
+
+import torch
+
+sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "prefill")]
+
+import campaign_prefill
+from batches import Batch
+from campaign_prefill import next_warp_barrier
+
+from hopwell.emulator.ptx import Kernel
+from hopwell.emulator.tools.faults import Fault, waits
+from hopwell.kernels import execute, plan
+
+
+def case() -> None:
+    """Two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is short,
+    and there are many."""
+    data = Batch([260, 3, 130, 2], [300, 10, 150, 0], heads=1, kv_heads=1, device="cpu")
+    with mock.patch.object(plan, "EMULATED_SMS", 1):
+        execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
+
+
+def equivalent(fault: Fault, kernel: Kernel) -> str:
+    """Why an undetected fault changes nothing, or ""."""
+    return campaign_prefill.equivalent(fault, kernel) or _own_reason(fault, kernel)
+
+
+def places(kernel: Kernel, start: str, part: str = "") -> list[int]:
+    return [i.pc for i in kernel.instrs if i.op.startswith(start) and part in i.op]
+
+
+def _own_reason(fault: Fault, kernel: Kernel) -> str:
+    pc = fault.sites[0]
+    if fault.kind == "drop bar.warp.sync":
+        rows = places(kernel, "st.global", ".v4")
+        results = [store for store in places(kernel, "st.global") if store < rows[0]]
+        if kernel.instrs[pc - 1].op.startswith("tcgen05.fence::before"):
+            return "the warp has met in its last access to tensor memory, or in a vote; fences are not modelled"
+        if pc == next_warp_barrier(kernel, results[-1]):
+            return "every lane hands on its own factor; the warp meets again when it reads its next tile"
+        if pc == next_warp_barrier(kernel, rows[-1]):
+            return "the same again follows before O is given back"
+    if fault.kind == "drop tcgen05.wait" and "wait::ld" in fault.text:
+        return "ptxas itself waits for registers of a load; that they are only moved is no fault in strict mode"
+    if fault.kind == "drop mbarrier wait":
+        every, last_copy = [group[0].pc for group in waits(kernel)], places(kernel, "cp.async.bulk.tensor")[-1]
+        _, first_drained, *_ = [wait for wait in every if wait > places(kernel, "tcgen05.commit")[-1]]
+        if pc == first_drained:
+            return "what the waits behind it are for was committed later"
+        if pc == max(wait for wait in every if wait < last_copy):
+            return "both stages of Q are given back behind the same products, and the first has been waited for"
+    return ""
