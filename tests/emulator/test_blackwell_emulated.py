@@ -21,11 +21,16 @@ from emulated_prefill import check, page_sizes
 from hopwell import emulator
 from hopwell.kernels import execute
 from hopwell.kernels.config import PrefillConfig, shipped_configs
-from hopwell.kernels.problem import Mask, PageTable
+from hopwell.kernels.problem import Mask, MaskKind, PageTable
 
 CONFIGS = covering_blackwell_configs()
 ADVERSE = ("late", "random", "priority")
-REST = [config for config in shipped_configs("sm_100a") if config not in CONFIGS]
+# Another dtype changes no loop, so of fp16 one mask is enough.
+REST = [
+    config
+    for config in shipped_configs("sm_100a")
+    if config not in CONFIGS and (config.dtype == "bf16" or config.mask is MaskKind.CAUSAL)
+]
 
 
 def cases(configs: list[PrefillConfig]) -> Iterator[object]:
@@ -113,7 +118,8 @@ def test_entries(test: Callable[..., None], arguments: tuple[object, ...]) -> No
 
 
 @pytest.mark.slow_emulator
-@pytest.mark.parametrize("schedule", ["eager", *ADVERSE])
 @pytest.mark.parametrize(("config", "page_size"), cases(REST))
-def test_other_configs(config: PrefillConfig, page_size: int | None, schedule: str) -> None:
-    check(config, page_size, heads=4, kv_heads=2, schedule=schedule, seed=REST.index(config))
+def test_other_configs(config: PrefillConfig, page_size: int | None) -> None:
+    seed = REST.index(config)
+    for schedule in ("eager", ADVERSE[seed % len(ADVERSE)]):
+        check(config, page_size, heads=2, kv_heads=1, schedule=schedule, seed=seed)
