@@ -176,12 +176,14 @@ class TestEdges:
                 "V": (tile.kv_stages, tile.n * v * 2),
                 "work": (WORK_STAGES, board_stride(WorkTile.INTS) * 4),
                 "S": (2, 0),
+                "P": (2, 0),
                 "factor": (4, 128 * 4),
                 "O": (2, 0),
             }
             # A tile of queries has a softmax warpgroup of its own; the correction looks after both.
             arrivals = {name: (edge.producer_warps, edge.consumer_warps) for name, edge in edges.items()}
-            assert arrivals == dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15), S=(1, 4), factor=(4, 4), O=(1, 4))
+            tiles = dict(S=(1, 4), P=(4, 1), factor=(4, 4), O=(1, 4))
+            assert arrivals == dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15), **tiles)
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_shared_memory(self, dims: tuple[int, int]) -> None:
@@ -190,8 +192,8 @@ class TestEdges:
         operands = 2 * 128 * dims[0] * 2 + tile.kv_stages * tile.n * sum(dims) * 2
         staging, factors, words = 4 * 32 * 64, 4 * 128 * 4, 16
         board = WORK_STAGES * board_stride(WorkTile.INTS) * 4
-        # A full and an empty one for each stage of seven edges, and the loaders' for tiles that need zeroed rows.
-        barriers = 8 * (2 * (2 + 2 * tile.kv_stages + WORK_STAGES + 2 + 4 + 2) + 2)
+        # A full and an empty one for each stage of eight edges, and the loaders' for tiles that need zeroed rows.
+        barriers = 8 * (2 * (2 + 2 * tile.kv_stages + WORK_STAGES + 2 + 2 + 4 + 2) + 2)
         assert kernel.shared_bytes == operands + staging + factors + words + board + barriers
         assert kernel.shared_bytes <= SHARED_BYTES
 
