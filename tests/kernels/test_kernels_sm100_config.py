@@ -155,6 +155,9 @@ class TestResources:
         assert all(columns % 16 == 0 and columns <= 256 for columns in (tile.n, dims[1])), "tcgen05.mma with 128 rows"
         assert dims[0] % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"
         assert tile.n % 32 == dims[1] % 32 == 0, "tensor memory is read and written 32 columns at a time"
+        # The early part of P is stored, and multiplied, in whole pieces; there is a late one.
+        assert 0 < config(dims).early_keys < tile.n
+        assert config(dims).early_keys % 32 == 0
         for row in (columns * copy.SWIZZLE_ROW_BYTES for columns in (128, tile.n)):
             assert row % copy.SWIZZLE_ATOM_BYTES == 0, "column blocks start where the swizzle does"
         # A thread has its row of S, half of it rounded to P; the correction 32 columns of O.
@@ -176,12 +179,19 @@ class TestEdges:
                 "V": (tile.kv_stages, tile.n * v * 2),
                 "work": (WORK_STAGES, board_stride(WorkTile.INTS) * 4),
                 "S": (2, 0),
+                "P": (2, 0),
                 "factor": (4, 128 * 4),
                 "O": (2, 0),
             }
             # A tile of queries has a softmax warpgroup of its own; the correction looks after both.
             arrivals = {name: (edge.producer_warps, edge.consumer_warps) for name, edge in edges.items()}
-            assert arrivals == dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15), S=(1, 4), factor=(4, 4), O=(1, 4))
+            loads = dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15))
+            assert arrivals == dict(**loads, S=(1, 4), P=(4, 1), factor=(4, 4), O=(1, 4))
+            # Copies of rows arrive for every lane, and nobody but the tensor cores' warp can fence them.
+            rows = c.kv_fetch is KvFetch.PAGE_ROWS
+            fences = {name for name, edge in edges.items() if edge.consumer_fences}
+            assert fences == ({"K", "V"} if rows else set())
+            assert all(edges[name].producer_lanes == (32 if rows else 1) for name in "KV")
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_shared_memory(self, dims: tuple[int, int]) -> None:
@@ -190,8 +200,8 @@ class TestEdges:
         operands = 2 * 128 * dims[0] * 2 + tile.kv_stages * tile.n * sum(dims) * 2
         staging, factors, words = 4 * 32 * 64, 4 * 128 * 4, 16
         board = WORK_STAGES * board_stride(WorkTile.INTS) * 4
-        # A full and an empty one for each stage of seven edges, and the loaders' for tiles that need zeroed rows.
-        barriers = 8 * (2 * (2 + 2 * tile.kv_stages + WORK_STAGES + 2 + 4 + 2) + 2)
+        # A full and an empty one for each stage of eight edges, and the loaders' for tiles that need zeroed rows.
+        barriers = 8 * (2 * (2 + 2 * tile.kv_stages + WORK_STAGES + 2 + 2 + 4 + 2) + 2)
         assert kernel.shared_bytes == operands + staging + factors + words + board + barriers
         assert kernel.shared_bytes <= SHARED_BYTES
 
