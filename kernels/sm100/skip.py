@@ -7,9 +7,8 @@ from cutlass import Int32
 
 from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.parts.device import barrier_all, shared_array
-from hopwell.kernels.parts.mask import LogitRow
 from hopwell.kernels.parts.skip import SkipRule
-from hopwell.kernels.sm100.softmax import Softmax, Steps
+from hopwell.kernels.sm100.softmax import Logits, Softmax, Steps
 
 TILE_BARRIER = 1  # named barriers 1 and 2 belong to a softmax warpgroup each
 
@@ -20,9 +19,8 @@ class SkippingSoftmax(Softmax):
     pending: Int32  # shared memory: for each query tile whether its P is there to be multiplied
 
     @cute.jit
-    def weigh(self, steps: Steps, scores, row: LogitRow, done):
-        maximum = self.state.maximum(scores, 0)
-        unneeded = self.skip.unneeded(self.state.largest, [maximum], row.kv_len)
+    def weigh(self, steps: Steps, first, logits: Logits, maximum, done):
+        unneeded = self.skip.unneeded(self.state.largest, [maximum], logits.row.kv_len)
         if done == 0:
             unneeded = Int32(0)
         left_out = barrier_all(unneeded, TILE_BARRIER + steps.index, WARPGROUP)
@@ -39,4 +37,4 @@ class SkippingSoftmax(Softmax):
             self.give_early_p(steps, done)
             self.give_late_p(steps, done)
         else:
-            self.write_p(steps, scores, done)
+            self.write_p(steps, first, logits, done)

@@ -146,21 +146,23 @@ class Softmax(DeviceStruct):
     def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
         """From S to P of tile ``n``, and what O is to be multiplied by before P V is added."""
         done = steps.last - n
-        columns, tile_start = self.kernel.tile.n, n * self.kernel.tile.n
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
-        scores = tmem.load_row(steps.scores, columns)
-        self.score.apply(scores, row.slope, tile_start, row.positions)
-        if const_expr(masked):
-            self.mask.apply(scores, tile_start, row)
-        self.weigh(steps, scores, row, done)
+        logits = Logits(self, steps.scores, row, n * self.kernel.tile.n, masked)
+        # The last columns are read again when their turn comes: all columns and the rest are more registers than a
+        # thread has.
+        held = self.kernel.tile.n - COLUMNS_AT_ONCE
+        last_maximum = self.state.maximum(logits.load(held, COLUMNS_AT_ONCE), 0)
+        first = logits.load(0, held)
+        maximum = cute.arch.fmax(self.state.maximum(first, 0), last_maximum)
+        self.weigh(steps, first, logits, maximum, done)
 
     @cute.jit
-    def weigh(self, steps: "Steps", scores, row: LogitRow, done):
-        """From logits to P, after ``done`` steps of the work tile."""
-        self.state.choose_reference(0, self.state.maximum(scores, 0))
+    def weigh(self, steps: "Steps", first, logits: "Logits", maximum, done):
+        """From logits, of which the ``first`` columns are at hand, to P, after ``done`` steps of the work tile."""
+        self.state.choose_reference(0, maximum)
         self.post_rescale(steps, done)
-        self.write_p(steps, scores, done)
+        self.write_p(steps, first, logits, done)
 
     @cute.jit
     def post_rescale(self, steps: "Steps", done):
@@ -168,13 +170,17 @@ class Softmax(DeviceStruct):
             self.post(steps.of_tile(steps.posted + done - 1), steps.row, self.state.rescale[0])
 
     @cute.jit
-    def write_p(self, steps: "Steps", scores, done):
-        for first in cutlass.range_constexpr(0, scores.columns, COLUMNS_AT_ONCE):
-            if const_expr(first == self.kernel.config.early_keys):
+    def write_p(self, steps: "Steps", first, logits: "Logits", done):
+        for column in cutlass.range_constexpr(0, self.kernel.tile.n, COLUMNS_AT_ONCE):
+            if const_expr(column == self.kernel.config.early_keys):
                 self.give_early_p(steps, done)
-            part = scores.part(first, COLUMNS_AT_ONCE)
+            if const_expr(column < first.columns):
+                part = first.part(column, COLUMNS_AT_ONCE)
+            else:
+                part = logits.load(column, COLUMNS_AT_ONCE)
             self.state.exponentials(part, 0)
-            tmem.store_words(steps.scores + first // 2, part.words(0, COLUMNS_AT_ONCE, self.kernel.dtype))
+            # Two keys in a column: nothing is written over that is still to be read.
+            tmem.store_words(steps.scores + column // 2, part.words(0, COLUMNS_AT_ONCE, self.kernel.dtype))
         self.give_late_p(steps, done)
 
     @cute.jit
@@ -199,6 +205,25 @@ class Softmax(DeviceStruct):
         ring.wait_empty(step)
         shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row] = factor
         cute.arch.mbarrier_arrive(ring.full_barrier(step))
+
+
+@dataclass(frozen=True)
+class Logits(DeviceStruct):
+    """A thread's row of S, as logits."""
+
+    softmax: Softmax
+    scores: Int32  # in tensor memory
+    row: LogitRow
+    tile_start: Int32  # the key of column 0
+    masked: bool
+
+    @cute.jit
+    def load(self, column: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]):
+        part, start = tmem.load_row(self.scores + column, columns), self.tile_start + column
+        self.softmax.score.apply(part, self.row.slope, start, self.row.positions)
+        if const_expr(self.masked):
+            self.softmax.mask.apply(part, start, self.row)
+        return part
 
 
 @dataclass(frozen=True)

@@ -155,6 +155,9 @@ class TestResources:
         assert all(columns % 16 == 0 and columns <= 256 for columns in (tile.n, dims[1])), "tcgen05.mma with 128 rows"
         assert dims[0] % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"
         assert tile.n % 32 == dims[1] % 32 == 0, "tensor memory is read and written 32 columns at a time"
+        # The early part of P is stored, and multiplied, in whole pieces; there is a late one.
+        assert 0 < config(dims).early_keys < tile.n
+        assert config(dims).early_keys % 32 == 0
         for row in (columns * copy.SWIZZLE_ROW_BYTES for columns in (128, tile.n)):
             assert row % copy.SWIZZLE_ATOM_BYTES == 0, "column blocks start where the swizzle does"
         # A thread has its row of S, half of it rounded to P; the correction 32 columns of O.
@@ -182,8 +185,13 @@ class TestEdges:
             }
             # A tile of queries has a softmax warpgroup of its own; the correction looks after both.
             arrivals = {name: (edge.producer_warps, edge.consumer_warps) for name, edge in edges.items()}
-            tiles = dict(S=(1, 4), P=(4, 1), factor=(4, 4), O=(1, 4))
-            assert arrivals == dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15), **tiles)
+            loads = dict(Q=(1, 1), K=(1, 1), V=(1, 1), work=(1, 15))
+            assert arrivals == dict(**loads, S=(1, 4), P=(4, 1), factor=(4, 4), O=(1, 4))
+            # Copies of rows arrive for every lane, and nobody but the tensor cores' warp can fence them.
+            rows = c.kv_fetch is KvFetch.PAGE_ROWS
+            fences = {name for name, edge in edges.items() if edge.consumer_fences}
+            assert fences == ({"K", "V"} if rows else set())
+            assert all(edges[name].producer_lanes == (32 if rows else 1) for name in "KV")
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_shared_memory(self, dims: tuple[int, int]) -> None:
