@@ -15,7 +15,7 @@ TENSOR_MEMORY_COLUMNS = 512
 
 # Two warpgroups compute softmax, a row of scores in each thread's registers; one corrects and stores O, 32 columns at a
 # time; the last is the warps that load, schedule and issue products. Together what 512 threads have at launch.
-SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 192, 64, 64
+SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 200, 64, 48
 
 
 def _tile(n: int, kv_stages: int) -> Tile:

@@ -149,12 +149,12 @@ class Softmax(DeviceStruct):
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
         logits = Logits(self, steps.scores, row, n * self.kernel.tile.n, masked)
-        # The last columns are read again when their turn comes: all columns and the rest are more registers than a
-        # thread has.
-        held = self.kernel.tile.n - COLUMNS_AT_ONCE
-        last_maximum = self.state.maximum(logits.load(held, COLUMNS_AT_ONCE), 0)
+        # The columns of late P are read again when their turn comes: with more than a half of S at hand, the masks of
+        # windows and chunks would spill.
+        held, rest = self.kernel.config.early_keys, self.kernel.tile.n - self.kernel.config.early_keys
+        late_maximum = self.state.maximum(logits.load(held, rest), 0)
         first = logits.load(0, held)
-        maximum = cute.arch.fmax(self.state.maximum(first, 0), last_maximum)
+        maximum = cute.arch.fmax(self.state.maximum(first, 0), late_maximum)
         self.weigh(steps, first, logits, maximum, done)
 
     @cute.jit
