@@ -141,10 +141,18 @@ class Board(DeviceStruct):
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
     def read(self, step) -> WorkTile:
-        """The tile of ``step``. Called by every reading warp. Its lanes meet: merging may have parted them."""
+        """The tile of ``step``. Called by every reading warp."""
+        tile = self.look(step)
+        self.release(step)
+        return tile
+
+    def look(self, step) -> WorkTile:
+        """The tile of ``step``, which stays there until :meth:`release`."""
         self.ring.wait_full(step)
         slot = self.slots[None, self.ring.stage(step)]
-        tile = self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])
+        return self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])
+
+    def release(self, step) -> None:
+        """The warp's lanes meet: merging may have parted them."""
         cute.arch.sync_warp()
         self.ring.release(step)
-        return tile

@@ -114,7 +114,7 @@ class Softmax(DeviceStruct):
         column = self.kernel.config.s_column + index * self.kernel.tile.n
         scores = tmem.row_address(self.tensor_memory, column)
         kv_step, posted, work = Int32(0), Int32(0), Int32(0)
-        tile = self.board.read(work)
+        tile = self.board.look(work)
         while tile.exists:
             keys, request = tile.keys, tile.request
             tile_row = index * Q_TILE_ROWS + row
@@ -132,7 +132,11 @@ class Softmax(DeviceStruct):
                         step(n, True)
                 kv_step += keys.end - keys.begin
                 posted += keys.end - keys.begin - 1
-            count = request.q_len - tile.first_row
+            # Looked at again, so that the steps need no registers for what is written about rows.
+            tile = self.board.look(work)
+            self.board.release(work)
+            tile_row = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
+            count = tile.request.q_len - tile.first_row
             head_dim = self.kernel.config.head_dim_qk
             results = RowResults.create(tile, count, self.score, head_dim, addresses, geometry)
             factor = results.finish(self.state, 0, tile_row, LaneRow.lanes_per_row) * self.output_scale
@@ -140,7 +144,8 @@ class Softmax(DeviceStruct):
             self.post(Q_TILES * posted + index, row, factor)
             posted += 1
             work += 1
-            tile = self.board.read(work)
+            tile = self.board.look(work)
+        self.board.release(work)
 
     @cute.jit
     def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
