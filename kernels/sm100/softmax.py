@@ -154,9 +154,10 @@ class Softmax(DeviceStruct):
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
         logits = Logits(self, steps.scores, row, n * self.kernel.tile.n, masked)
-        # The columns of late P are read again when their turn comes: with more than a half of S at hand, the masks of
-        # windows and chunks would spill.
-        held, rest = self.kernel.config.early_keys, self.kernel.tile.n - self.kernel.config.early_keys
+        # The other columns are read again when their turn comes: with more of S at hand there would be spills, with masks
+        # that have two edges sooner.
+        held = COLUMNS_AT_ONCE if self.mask.has_left_edge else self.kernel.config.early_keys
+        rest = self.kernel.tile.n - held
         late_maximum = self.state.maximum(logits.load(held, rest), 0)
         first = logits.load(0, held)
         maximum = cute.arch.fmax(self.state.maximum(first, 0), late_maximum)
