@@ -154,8 +154,8 @@ class Softmax(DeviceStruct):
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
         logits = Logits(self, steps.scores, row, n * self.kernel.tile.n, masked)
-        # The other columns are read again when their turn comes: with more of S at hand there would be spills, sooner with
-        # masks that have two edges.
+        # The other columns are read again when their turn comes. With more of S at hand there would be spills, sooner
+        # with masks that have two edges.
         held = COLUMNS_AT_ONCE if self.mask.has_left_edge else self.kernel.config.early_keys
         rest = self.kernel.tile.n - held
         late_maximum = self.state.maximum(logits.load(held, rest), 0)
