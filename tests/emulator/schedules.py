@@ -11,8 +11,7 @@ from hopwell import emulator
 
 
 def setting(schedule: str, seed: int = 0, **more: int) -> Setting:
-    detectors = dict(race=True, proxy=True, strict=True)
-    return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, **detectors, **more)
+    return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, race=True, proxy=True, **more)
 
 
 def schedules(seed: int, adverse: int = 2, **more: int) -> Sequence[Setting]:

@@ -1,7 +1,7 @@
 """The decode kernels on the emulator, against float64, in one ordinary and two adverse schedules.
 
-All of them run under the race detector, the proxy check and strict mode. What a kernel must not read or must not leave
-out is NaN, and so is the scratch at first; what one launch leaves there the next one finds.
+All of them run under the race detector and the proxy check. What a kernel must not read or must not leave out is NaN,
+and so is the scratch at first; what one launch leaves there the next one finds.
 """
 
 from __future__ import annotations
