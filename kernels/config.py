@@ -17,9 +17,8 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
+from hopwell.kernels.support import BLACKWELL, HOPPER
 
-HOPPER = ("sm_90a",)
-BLACKWELL = ("sm_100a", "sm_103a")
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 

@@ -12,7 +12,6 @@ import torch
 from hopwell.kernels import support
 from hopwell.kernels.config import (
     DTYPES,
-    HOPPER,
     KernelConfig,
     KvType,
     Tile,
@@ -96,8 +95,8 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     head_dim = problem.query.shape[2]
-    if arch not in HOPPER:
-        raise NotImplementedError(f"there is no decode kernel for {arch}; supported: {', '.join(HOPPER)}")
+    if arch not in support.HOPPER:
+        raise NotImplementedError(f"there is no decode kernel for {arch}; supported: {', '.join(support.HOPPER)}")
     if head_dim not in HEAD_DIMS or problem.value.shape[3] != head_dim:
         raise NotImplementedError(
             f"head dims (QK/V) {head_dim}/{problem.value.shape[3]} have no decode kernel on {arch}; supported: equal "
@@ -121,7 +120,7 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
     """The decode kernels that are compiled ahead."""
-    if arch not in HOPPER:
+    if arch not in support.HOPPER:
         return
     for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KvType):
         if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:

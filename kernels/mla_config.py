@@ -11,7 +11,6 @@ from hopwell.kernels import support
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
     DTYPES,
-    HOPPER,
     KvFetch,
     Tile,
     kv_fetch,
@@ -77,8 +76,8 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
-    if arch not in HOPPER:
-        raise NotImplementedError(f"there is no MLA decode kernel for {arch}; supported: {', '.join(HOPPER)}")
+    if arch not in support.HOPPER:
+        raise NotImplementedError(f"there is no MLA decode kernel for {arch}; supported: {', '.join(support.HOPPER)}")
     known = support.MLA_HEAD_DIMS if problem.token_table is None else support.SPARSE_MLA_HEAD_DIMS
     if dims not in known:
         listed = ", ".join(f"{qk}/{v}" for qk, v in known)
@@ -94,7 +93,7 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
 
 def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
     """The MLA kernels that are compiled ahead."""
-    if arch not in HOPPER:
+    if arch not in support.HOPPER:
         return
     dense = itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))
     sparse = itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.LISTED_ROWS, 0)])

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -19,7 +20,7 @@ from hopwell.kernels.config import (
     KvFetch,
     KvType,
 )
-from hopwell.kernels.launch import Addresses
+from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, global_pointer, shared_address
@@ -240,6 +241,36 @@ class AttentionKernel:
             step, partials = source.load(first, end, ring, step, partial_barrier, partials)
             work += 1
             tile = board.read(work)
+
+
+class PrefillLaunch:
+    """How prefill kernels are launched, whatever they are made of: a base beside :class:`AttentionKernel`."""
+
+    @cute.jit
+    def __call__(
+        self,
+        anchor: cute.Tensor,
+        addresses: Addresses,
+        geometry: Geometry,
+        softmax_scale: Float32,
+        output_scale: Float32,
+        soft_cap: Float32,
+        skip_softmax: Float32,
+        programmatic_launch: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
+        c, g, a = self.config, geometry, addresses
+        q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.q_rows)
+        k, v = self._kv_atoms(a, g)
+        self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
+            grid=[Int32(geometry.grid), 1, 1],
+            block=[WARPGROUP * len(c.registers), 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=programmatic_launch,
+        )
 
 
 def board_stride(ints: int) -> int:

@@ -30,12 +30,13 @@ MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 MAX_PAGE_SIZE = 1024
 
-_HOPPER = ("sm_90a",)
-_PREFILL = ("sm_90a", "sm_100a", "sm_103a")
+HOPPER = ("sm_90a",)
+BLACKWELL = ("sm_100a", "sm_103a")
+_PREFILL = (*HOPPER, *BLACKWELL)
 _NOWHERE: tuple[str, ...] = ()
 
 # Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator only.
-RUN_ON_HARDWARE = ("sm_90a",)
+RUN_ON_HARDWARE = HOPPER
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def _listed(dims: tuple[tuple[int, int], ...]) -> str:
 _OTHER_HEAD_DIM = Feature("other_head_dim", "head dims", "other head dims", _NOWHERE)
 _PREFILL_HEAD_DIMS = (
     Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
-    Feature("hopper_head_dim", "head dims", _listed(HOPPER_HEAD_DIMS), _HOPPER),
+    Feature("hopper_head_dim", "head dims", _listed(HOPPER_HEAD_DIMS), HOPPER),
     _OTHER_HEAD_DIM,
 )
 
@@ -158,37 +159,37 @@ ENTRIES: dict[str, Entry] = {
     XQA: Entry(
         "hopwell.decode",
         (
-            Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _HOPPER),
-            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", _HOPPER),
-            Feature("int8_kv", "data types", "int8 KV cache", _HOPPER),
+            Feature("16bit", "data types", "bf16 or fp16 query, KV and output", HOPPER),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", HOPPER),
+            Feature("int8_kv", "data types", "int8 KV cache", HOPPER),
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
-            Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 KV cache", _HOPPER),
-            Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", _HOPPER),
-            Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 128, and 256", _HOPPER),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 KV cache", HOPPER),
+            Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", HOPPER),
+            Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 128, and 256", HOPPER),
             Feature("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches", _NOWHERE),
             _OTHER_HEAD_DIM,
-            *_page_sizes(_HOPPER),
-            Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", _HOPPER),
-            Feature("speculative", "masks", "several tokens per request with a mask", _HOPPER),
-            _window(_HOPPER),
-            _sinks(_HOPPER),
-            _tensor_scales(_HOPPER),
+            *_page_sizes(HOPPER),
+            Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", HOPPER),
+            Feature("speculative", "masks", "several tokens per request with a mask", HOPPER),
+            _window(HOPPER),
+            _sinks(HOPPER),
+            _tensor_scales(HOPPER),
         ),
     ),
     MLA: Entry(
         "hopwell.mla",
         (
-            Feature("16bit", "data types", "bf16 query and cache", _HOPPER),
+            Feature("16bit", "data types", "bf16 query and cache", HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
-            Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", _HOPPER),
+            Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", HOPPER),
             _OTHER_HEAD_DIM,
-            Feature("sparse_head_dim", "head dims", "with sparse top-k head dim 512 as well", _HOPPER),
-            *_page_sizes(_HOPPER),
-            Feature("cache", "KV caches", "3-D and 4-D caches", _HOPPER),
-            Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", _HOPPER),
-            Feature("sparse", "masks", "sparse top-k", _HOPPER),
-            _sinks(_HOPPER),
-            _tensor_scales(_HOPPER),
+            Feature("sparse_head_dim", "head dims", "with sparse top-k head dim 512 as well", HOPPER),
+            *_page_sizes(HOPPER),
+            Feature("cache", "KV caches", "3-D and 4-D caches", HOPPER),
+            Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", HOPPER),
+            Feature("sparse", "masks", "sparse top-k", HOPPER),
+            _sinks(HOPPER),
+            _tensor_scales(HOPPER),
         ),
     ),
 }

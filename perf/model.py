@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell.kernels.config import BLACKWELL, DTYPES, LANES, WARPGROUP, KvFetch
+from hopwell.kernels.config import DTYPES, LANES, WARPGROUP, KvFetch
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
+from hopwell.kernels.support import BLACKWELL
 from hopwell.kernels.toolchain import artifact
 from hopwell.perf.kernel_work import ALU, CONVERSION, ELEMENT_BYTES, FMA, MUFU, Product, Stretch, Work, work
 from hopwell.perf.prefill_workloads import PREFILL, Prefill

@@ -17,8 +17,6 @@ from pathlib import Path
 
 from hopwell.perf.loops import Loop, natural_loops
 
-NVDISASM = "nvidia-cuda-nvdisasm"
-
 _LINE = re.compile(
     r"^(?P<label>\.L_\w+):"
     r"|^\s+/\*[0-9a-f]{4,}\*/\s+(?P<text>.*?);?\s+(?:\(\*.*?\*\);)?\s*/\* (?P<low>0x[0-9a-f]{16}) \*/"
@@ -86,19 +84,20 @@ class Sass:
 
 def disassemble(cubin: Path) -> list[Sass]:
     """The instructions of the one kernel in ``cubin``."""
-    run = subprocess.run([_nvdisasm(), "-hex", str(cubin)], check=True, capture_output=True, text=True)
+    run = subprocess.run([cuda_tool("nvdisasm"), "-hex", str(cubin)], check=True, capture_output=True, text=True)
     return parse(run.stdout)
 
 
-def _nvdisasm() -> str:
-    """The disassembler of the pip package, or else of an installed CUDA toolkit."""
+def cuda_tool(name: str) -> str:
+    """A disassembler, of its pip package or else of an installed CUDA toolkit."""
+    package = f"nvidia-cuda-{name}"
     try:
-        files = importlib.metadata.files(NVDISASM) or []
+        files = importlib.metadata.files(package) or []
     except importlib.metadata.PackageNotFoundError:
         files = []
-    found = next((str(file.locate()) for file in files if file.name == "nvdisasm"), None) or shutil.which("nvdisasm")
+    found = next((str(file.locate()) for file in files if file.name == name), None) or shutil.which(name)
     if found is None:
-        raise FileNotFoundError(f"nvdisasm is needed: pip install {NVDISASM}")
+        raise FileNotFoundError(f"{name} is needed: pip install {package}")
     return found
 
 

@@ -31,6 +31,12 @@ class OutputRows(DeviceStruct):
     count: Int32
     columns: int  # of the output; what is stored may have up to 15 more
 
+    @staticmethod
+    def of(tile, columns: int, a: Addresses, g: Geometry, first_column=0) -> "OutputRows":
+        """Of ``tile``, ``columns`` from ``first_column`` on."""
+        first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head + first_column
+        return OutputRows(a.out + 2 * first, 2 * g.o_token, tile.request.q_len - tile.first_row, columns)
+
     @cute.jit
     def store(self, output, factors, staging, first_row, dtype: cutlass.Constexpr, first_column: cutlass.Constexpr = 0):
         """Round ``output`` (a fragment, from column ``first_column`` of the output on) times ``factors`` to ``dtype``

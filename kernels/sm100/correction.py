@@ -5,17 +5,15 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32
 
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts.device import DeviceStruct, shared_array
 from hopwell.kernels.parts.epilogue import OutputRows
 from hopwell.kernels.parts.fragment import LaneRow
-from hopwell.kernels.parts.scheduler import Board, WorkTile
+from hopwell.kernels.parts.scheduler import Board
 from hopwell.kernels.sm100 import tmem
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES
-
-COLUMNS_AT_ONCE = LaneRow.pass_columns
 
 
 @dataclass(frozen=True)
@@ -45,7 +43,7 @@ class Correction(DeviceStruct):
                 posted += 1
             if steps > 0:
                 kv_step += 1
-            rows = self.output_rows(tile, addresses, geometry)
+            rows = OutputRows.of(tile, self.kernel.config.head_dim_v, addresses, geometry)
             for index in cutlass.range(Q_TILES, unroll=1):
                 factor = self.take(Q_TILES * posted + index, row)
                 if steps > 0:
@@ -83,18 +81,13 @@ class Correction(DeviceStruct):
         factor = self.take(step, row)
         if cute.arch.vote_any_sync(factor != 1.0):
             tmem.after_signal()
-            for first in cutlass.range_constexpr(0, self.kernel.config.head_dim_v, COLUMNS_AT_ONCE):
+            for first in cutlass.range_constexpr(0, self.kernel.config.head_dim_v, tmem.COLUMNS_AT_ONCE):
                 place = self.output(index) + first
-                values = tmem.load_row(place, COLUMNS_AT_ONCE)
-                tmem.store_words(place, [values.get(0, c) * factor for c in range(COLUMNS_AT_ONCE)])
+                values = tmem.load_row(place, tmem.COLUMNS_AT_ONCE)
+                tmem.store_words(place, [values.get(0, c) * factor for c in range(tmem.COLUMNS_AT_ONCE)])
             tmem.wait_stores()
         tmem.before_signal()
         cute.arch.sync_warp()
-
-    def output_rows(self, tile: WorkTile, a: Addresses, g: Geometry) -> OutputRows:
-        first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head
-        count, columns = tile.request.q_len - tile.first_row, self.kernel.config.head_dim_v
-        return OutputRows(a.out + 2 * first, 2 * g.o_token, count, columns)
 
     @cute.jit
     def store(self, rows: OutputRows, index, factor, has_keys):
@@ -102,8 +95,8 @@ class Correction(DeviceStruct):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         first_row = index * Q_TILE_ROWS + warp * LaneRow.warp_rows
         staging = self.staging + warp * self.kernel.staging_bytes
-        for first in cutlass.range_constexpr(0, rows.columns, COLUMNS_AT_ONCE):
-            values = LaneRow(cute.make_rmem_tensor(COLUMNS_AT_ONCE, Float32), COLUMNS_AT_ONCE)
+        for first in cutlass.range_constexpr(0, rows.columns, tmem.COLUMNS_AT_ONCE):
+            values = LaneRow(cute.make_rmem_tensor(tmem.COLUMNS_AT_ONCE, Float32), tmem.COLUMNS_AT_ONCE)
             values.registers.fill(0.0)
             if has_keys:
                 tmem.load(self.output(index) + first, values)

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -19,7 +18,7 @@ from hopwell.kernels.parts.scheduler import TileSchedule, WorkTile
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.pipeline import Edge, check_arrivals
-from hopwell.kernels.skeleton import AttentionKernel, example_arguments
+from hopwell.kernels.skeleton import AttentionKernel, PrefillLaunch, example_arguments
 from hopwell.kernels.sm100 import tmem
 from hopwell.kernels.sm100.correction import Correction
 from hopwell.kernels.sm100.products import Products
@@ -32,7 +31,7 @@ FACTOR_BYTES = 4 * Q_TILE_ROWS
 SKIP_ROWS = 64  # that left-out tiles are counted by
 
 
-class PrefillSm100(AttentionKernel):
+class PrefillSm100(PrefillLaunch, AttentionKernel):
     """Attention over two query tiles of 128 rows, in steps of ``tile.n`` keys from right to left.
 
     Warp roles
@@ -88,32 +87,6 @@ class PrefillSm100(AttentionKernel):
         )
         check_arrivals(edges, {**roles, "schedule": 1})
         return edges
-
-    @cute.jit
-    def __call__(
-        self,
-        anchor: cute.Tensor,
-        addresses: Addresses,
-        geometry: Geometry,
-        softmax_scale: Float32,
-        output_scale: Float32,
-        soft_cap: Float32,
-        skip_softmax: Float32,
-        programmatic_launch: Int32,
-        stream: cuda.CUstream,
-    ):
-        """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
-        c, g, a = self.config, geometry, addresses
-        q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.q_rows)
-        k, v = self._kv_atoms(a, g)
-        self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
-            grid=[Int32(geometry.grid), 1, 1],
-            block=[WARPGROUP * len(c.registers), 1, 1],
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=programmatic_launch,
-        )
 
     @cute.kernel
     def kernel(

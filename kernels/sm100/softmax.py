@@ -20,8 +20,6 @@ from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.sm100 import tmem
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES
 
-COLUMNS_AT_ONCE = 32  # of P
-
 # 2^f for -1/2 <= f <= 1/2: 1 + f * (these, from the lowest power on), off by 3e-6 of the value at most. A power of two
 # is exact.
 _POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.009582852013409138)
@@ -156,7 +154,7 @@ class Softmax(DeviceStruct):
         logits = Logits(self, steps.scores, row, n * self.kernel.tile.n, masked)
         # The other columns are read again when their turn comes. With more of S at hand there would be spills, sooner
         # with masks that have two edges.
-        held = COLUMNS_AT_ONCE if self.mask.has_left_edge else self.kernel.config.early_keys
+        held = tmem.COLUMNS_AT_ONCE if self.mask.has_left_edge else self.kernel.config.early_keys
         rest = self.kernel.tile.n - held
         late_maximum = self.state.maximum(logits.load(held, rest), 0)
         first = logits.load(0, held)
@@ -177,16 +175,16 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def write_p(self, steps: "Steps", first, logits: "Logits", done):
-        for column in cutlass.range_constexpr(0, self.kernel.tile.n, COLUMNS_AT_ONCE):
+        for column in cutlass.range_constexpr(0, self.kernel.tile.n, tmem.COLUMNS_AT_ONCE):
             if const_expr(column == self.kernel.config.early_keys):
                 self.give_early_p(steps, done)
             if const_expr(column < first.columns):
-                part = first.part(column, COLUMNS_AT_ONCE)
+                part = first.part(column, tmem.COLUMNS_AT_ONCE)
             else:
-                part = logits.load(column, COLUMNS_AT_ONCE)
+                part = logits.load(column, tmem.COLUMNS_AT_ONCE)
             self.state.exponentials(part, 0)
             # Two keys in a column: nothing is written over that is still to be read.
-            tmem.store_words(steps.scores + column // 2, part.words(0, COLUMNS_AT_ONCE, self.kernel.dtype))
+            tmem.store_words(steps.scores + column // 2, part.words(0, tmem.COLUMNS_AT_ONCE, self.kernel.dtype))
         self.give_late_p(steps, done)
 
     @cute.jit

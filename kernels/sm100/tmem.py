@@ -37,10 +37,10 @@ def free(address, *, loc=None, ip=None) -> None:
     )
 
 
-def warp_lanes(address):
-    """``address`` in the lanes that this warp reaches."""
+def row_address(tensor_memory, column) -> Int32:
+    """Column ``column`` in the lanes that this warp reaches."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-    return address + (warp * LANES << 16)
+    return tensor_memory + (warp * LANES << 16) + column
 
 
 def load_row(address, columns: int) -> LaneRow:
@@ -110,8 +110,3 @@ def commit(barrier, *, loc=None, ip=None) -> None:
         loc=loc,
         ip=ip,
     )
-
-
-def row_address(tensor_memory, column) -> Int32:
-    """Column ``column`` in the lanes of this warp."""
-    return warp_lanes(tensor_memory) + column

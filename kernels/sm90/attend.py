@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, const_expr
+from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config import WARPGROUP
@@ -141,22 +141,18 @@ class Attend(DeviceStruct):
     @cute.jit
     def store(self, operands, tile: WorkTile, work, warp_row, column_group, addresses: Addresses, geometry: Geometry):
         """Normalise this warp's rows; write them and their log-sum-exp."""
-        request = tile.request
-        count = request.q_len - tile.first_row
+        columns = self.kernel.config.head_dim_v // self.kernel.config.v_parts
+        rows = OutputRows.of(tile, columns, addresses, geometry, column_group * operands.depth_v)
         # Warpgroups that share rows all know what there is to say of them; the first says it.
-        count_once = count if column_group == 0 else Int32(0)
+        count_once = rows.count if column_group == 0 else Int32(0)
         results = RowResults.create(tile, count_once, self.score, self.kernel.config.head_dim_qk, addresses, geometry)
         output = operands.output()
         factors = []
         for r in cutlass.range_constexpr(output.rows):
             row = warp_row + output.first_row() + output.row_offset(r)
             factors.append(results.finish(self.softmax, r, row, output.lanes_per_row) * self.output_scale)
-        first = Int64(request.o_start + tile.first_row) * geometry.o_token + tile.head * geometry.o_head
-        first += column_group * operands.depth_v
-        columns = self.kernel.config.head_dim_v // self.kernel.config.v_parts
         consumer_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
         staging = shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
-        rows = OutputRows(addresses.out + 2 * first, 2 * geometry.o_token, count, columns)
         rows.store(output, factors, staging, warp_row, self.kernel.out_dtype)
 
 

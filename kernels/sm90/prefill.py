@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import cuda.bindings.driver as cuda
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -19,13 +18,13 @@ from hopwell.kernels.parts.scheduler import TileSchedule
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import OnlineSoftmax
-from hopwell.kernels.skeleton import example_arguments
+from hopwell.kernels.skeleton import PrefillLaunch, example_arguments
 from hopwell.kernels.sm90.attend import Attend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
 from hopwell.kernels.sm90.skip import SkippingAttend
 
 
-class PrefillSm90(AttentionSm90):
+class PrefillSm90(PrefillLaunch, AttentionSm90):
     """Attention over query tiles of ``tile.m`` rows, in steps of ``tile.n`` keys from right to left.
 
     Warp roles
@@ -51,32 +50,6 @@ class PrefillSm90(AttentionSm90):
     """
 
     staging_bytes = STAGING_BYTES
-
-    @cute.jit
-    def __call__(
-        self,
-        anchor: cute.Tensor,
-        addresses: Addresses,
-        geometry: Geometry,
-        softmax_scale: Float32,
-        output_scale: Float32,
-        soft_cap: Float32,
-        skip_softmax: Float32,
-        programmatic_launch: Int32,
-        stream: cuda.CUstream,
-    ):
-        """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
-        c, g, a = self.config, geometry, addresses
-        q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.tile.m)
-        k, v = self._kv_atoms(a, g)
-        self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
-            grid=[Int32(geometry.grid), 1, 1],
-            block=[WARPGROUP * (self.warpgroups + 1), 1, 1],
-            smem=self.shared_bytes,
-            stream=stream,
-            min_blocks_per_mp=1,
-            use_pdl=programmatic_launch,
-        )
 
     @cute.kernel
     def kernel(

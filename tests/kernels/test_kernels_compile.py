@@ -5,9 +5,7 @@ Kernels come from the usual cache, so a second run only reads the reports.
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -20,10 +18,10 @@ from hopwell.kernels import compile_ahead, toolchain
 from hopwell.kernels.config import MMA_COLUMNS, REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, KvFetch, PrefillConfig
 from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact
+from hopwell.perf.sass import cuda_tool
 
 pytestmark = pytest.mark.compile
 
-CUOBJDUMP = "nvidia-cuda-cuobjdump"
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
 PREFILL = covering_configs()
 # Of the same code for sm_103a one of each head dim, and one of those with most to keep in registers.
@@ -36,19 +34,6 @@ CONFIGS: list[KernelConfig] = [*PREFILL, *COVERING_DECODE, *COVERING_MLA, *BLACK
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 
-def cuobjdump() -> str:
-    """The disassembler of the pip package, or else of an installed CUDA toolkit."""
-    try:
-        files = importlib.metadata.files(CUOBJDUMP) or []
-    except importlib.metadata.PackageNotFoundError:
-        files = []
-    # Not skipped where it is missing: nothing else looks for spills.
-    found = next((str(file.locate()) for file in files if file.name == "cuobjdump"), None) or shutil.which("cuobjdump")
-    if found is None:
-        pytest.fail(f"cuobjdump is needed: pip install {CUOBJDUMP}")
-    return found
-
-
 class Usage(NamedTuple):
     """What the assembler reports for a kernel: registers of a thread, and bytes."""
 
@@ -59,7 +44,9 @@ class Usage(NamedTuple):
 
 
 def usage(cubin: Path) -> Usage:
-    report = subprocess.run([cuobjdump(), "-res-usage", str(cubin)], check=True, capture_output=True, text=True).stdout
+    # Not skipped where the tool is missing: nothing else looks for spills.
+    command = [cuda_tool("cuobjdump"), "-res-usage", str(cubin)]
+    report = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", report)
     return Usage(*map(int, found))
 
