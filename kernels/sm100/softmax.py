@@ -63,7 +63,8 @@ class PackedSoftmax(OnlineSoftmax):
 
 def polynomial_powers(exponents: tuple) -> tuple:
     """2^x of two x up to 128, on the pipes for multiplication and integers."""
-    exponents = tuple(cute.arch.fmax(exponent, Float32(_LEAST_EXPONENT)) for exponent in exponents)
+    # With ``nan``, what is not a number becomes a number near 2^128, which is infinity in P, instead of 0.
+    exponents = tuple(cute.arch.fmax(exponent, Float32(_LEAST_EXPONENT), nan=True) for exponent in exponents)
 
     def both(value: float) -> tuple:
         return (Float32(value), Float32(value))

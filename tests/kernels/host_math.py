@@ -19,11 +19,11 @@ def number(value: Any) -> float:
     return float(getattr(value, "value", value))
 
 
-def fmax(a: Any, b: Any) -> float:
-    """Of a NaN and a number the number (PTX ISA, max.f32)."""
+def fmax(a: Any, b: Any, nan: bool = False) -> float:
+    """Of a NaN and a number the number, or with ``nan`` the NaN (PTX ISA, max.f32 and max.NaN.f32)."""
     first, second = number(a), number(b)
     if math.isnan(first) or math.isnan(second):
-        return second if math.isnan(first) else first
+        return second if math.isnan(first) != nan else first
     return max(first, second)
 
 
