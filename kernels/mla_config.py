@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hopwell.kernels import support
@@ -20,10 +20,12 @@ from hopwell.kernels.config import (
 )
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.problem import AttentionProblem, MaskKind
-from hopwell.kernels.splitting import ROWS, chunk_tokens
+from hopwell.kernels.splitting import LISTED_CHUNK_TOKENS, ROWS, chunk_tokens
 
-# Q and two tiles of keys fill shared memory; a step takes both.
-_TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True)
+# Q and two tiles of keys fill shared memory; a step takes both. Warps of the producers merge pieces, and the registers
+# that attend can spare are loads that they have under way. With lists it can spare fewer.
+_TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=88, consumer_registers=208, splits_v=True)
+_LIST_TILE = replace(_TILE, producer_registers=72, consumer_registers=216)
 
 
 @dataclass(frozen=True)
@@ -32,11 +34,16 @@ class MlaConfig(DecodeConfig):
 
     @property
     def tile(self) -> Tile:
-        return _TILE
+        return _LIST_TILE if self.sparse else _TILE
 
     @property
     def chunk_tokens(self) -> int:
-        return chunk_tokens(self.head_dim_v, latent=True)
+        return LISTED_CHUNK_TOKENS if self.sparse else chunk_tokens(self.head_dim_v, latent=True)
+
+    @property
+    def merge_loads(self) -> tuple[int, int]:
+        """Pieces, and items of each, that a producer warp that merges has under way."""
+        return (4, 1) if self.sparse else (4, 2)
 
     @property
     def kv_dims(self) -> tuple[int, int]:

@@ -242,6 +242,26 @@ class AttentionKernel:
             work += 1
             tile = board.read(work)
 
+    @cute.jit
+    def load_keys_and_values(self, atoms, shared, rings, partial_barriers, board, operands):
+        """:meth:`load_kv` of K and V by one warp, where TMA does the work: each argument is one of both."""
+        descriptors = [copy.tma_descriptor(atom) for atom in atoms]
+        step, work, partials = Int32(0), Int32(0), [Int32(0), Int32(0)]
+        tile = board.read(work)
+        while tile.exists:
+            rest = (self.tile.n, self.config.box_rows)
+            sources = [self.source.create(operands[i], tile, descriptors[i], shared[i], *rest) for i in range(2)]
+            first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
+            for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
+                locations = [source.locate(n) for source in sources]
+                for i in cutlass.range_constexpr(2):
+                    rings[i].wait_empty(step)
+                    barrier = partial_barriers + i
+                    partials[i] = sources[i].fill(locations[i], n, rings[i], step, barrier, partials[i])
+                step += 1
+            work += 1
+            tile = board.read(work)
+
 
 class PrefillLaunch:
     """How prefill kernels are launched, whatever they are made of: a base beside :class:`AttentionKernel`."""

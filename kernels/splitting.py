@@ -18,9 +18,16 @@ UNDER_WAY = 8
 # Of MLA. Twice as many tokens are 12 % faster at 32 x 8192 tokens and 128 heads, and take 78 instead of 45 us for a
 # single request of 4096 (H200, 2026-11-21).
 LATENT_CHUNK_TOKENS = 1024
+# Of lists. The usual 2048 entries are one chunk: 64 requests take 91 us, with two chunks 121 to 187 (H200, 2026-11-22).
+LISTED_CHUNK_TOKENS = 2048
 LATENT_UNDER_WAY = 3
-STATISTICS = 4  # float32 of a row and piece: (reference, sum) of the piece, (reference, sum) of its group
-TICKETS = 3  # int32: units handed out, CTAs done, shares of merges handed out
+# Of an element of a piece of MLA: float16, each half row times a power of two of its own. Its error is an eighth of
+# that of a bfloat16 result, and half as many bytes are stored and merged.
+LATENT_PIECE_BYTES = 2
+SHARES = 8  # of MLA, that a piece comes with: what is left to merge at the end goes to all warps in parts so small
+# float32 of a row and piece: (reference, sum) of the piece, then those of its group, or of MLA inverse scales
+STATISTICS = 4
+TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out
 # int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done;
 # of a share when it may be merged, and which it is: output token, first row, rows, chunk, chunks
 SLOT_COUNTERS = 9
@@ -38,9 +45,9 @@ def slot_rows(rows: int, latent: bool = False) -> int:
     return min(-(-rows // WARP_ROWS) * WARP_ROWS if latent else rows, ROWS)
 
 
-def slot_bytes(rows: int, columns: int) -> int:
-    """Scratch of a piece of ``rows``: float32 output and their statistics."""
-    return 4 * rows * (columns + STATISTICS)
+def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
+    """Scratch of a piece of ``rows``: output, and float32 statistics."""
+    return rows * (columns * (LATENT_PIECE_BYTES if latent else 4) + 4 * STATISTICS)
 
 
 def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
@@ -51,7 +58,7 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int,
     free.
     """
     needed = _needed_slots(rows, kv_heads, columns, capacity, ctas, latent)
-    return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns))
+    return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns, latent))
 
 
 def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool) -> int:
@@ -66,7 +73,7 @@ def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: i
     What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
     """
     needed = _needed_slots(rows, kv_heads, columns, capacity, ctas, latent)
-    return max(needed * slot_bytes(slot_rows(rows, latent), columns), COMFORTABLE_BYTES) + ALIGNMENT
+    return max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES) + ALIGNMENT
 
 
 def counter_ints(slots: int) -> int:

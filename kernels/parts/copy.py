@@ -179,6 +179,30 @@ def store_global_f32(address, values, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
+def load_global_x4(address, *, loc=None, ip=None):
+    """Four words that another SM may have written, as :func:`load_global_f32`."""
+    return cute.arch.inline_ptx(
+        "ld.global.cg.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Int32] * 4,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def unpack_f16_x2(word, *, loc=None, ip=None):
+    """(low, high) of a word of two float16 as float32."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def load_global_f32(address, count: int, *, loc=None, ip=None):
     """Two or four float32 that another SM may have written: past the L1 cache, which does not know of that."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))

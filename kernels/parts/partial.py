@@ -46,11 +46,12 @@ class Slots(DeviceStruct):
     slots: Int32
     rows: Int32  # of a slot
     columns: int
+    element_bytes: int  # of output
 
     @staticmethod
-    def create(a: Addresses, g: DecodeGeometry, columns: int) -> "Slots":
+    def create(a: Addresses, g: DecodeGeometry, columns: int, element_bytes: int = 4) -> "Slots":
         aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
-        return Slots(aligned, a.tickets, Int32(g.slots), Int32(g.slot_rows), columns)
+        return Slots(aligned, a.tickets, Int32(g.slots), Int32(g.slot_rows), columns, element_bytes)
 
     def place(self, piece):
         """Where a piece's rows begin among those of all slots."""
@@ -67,11 +68,11 @@ class Slots(DeviceStruct):
 
     def output(self, row, column):
         """Address of an element of a row, counted over all slots. The scratch has fewer than 2^31 elements."""
-        return self.scratch + Int64(row * self.columns + column) * 4
+        return self.scratch + Int64(row * self.columns + column) * self.element_bytes
 
     def statistics(self, row, level: int):
         """Address of (reference, sum) of a row."""
-        return self.scratch + Int64((self.slots * self.rows) * self.columns + row * STATISTICS + level) * 4
+        return self.output(self.slots * self.rows, 0) + Int64(row * STATISTICS + level) * 4
 
     def counter(self, kind: int, piece):
         """Address of one of the counters of the piece's slot."""
@@ -169,7 +170,7 @@ class Merge(DeviceStruct):
         is zero again."""
         last = Int32(1)
         if self._thread == 0:
-            last = _count(self.slots.counter(kind, first), count)
+            last = count_one(self.slots.counter(kind, first), count)
             if last != 0:
                 global_array(Int32, self.slots.counter(kind, first))[0] = 0
         return barrier_all(last != 0, self.barrier, self.threads)
@@ -212,7 +213,7 @@ class Merge(DeviceStruct):
         self.meet()
         last = Int32(1)
         if self._thread == 0:
-            last = _count(self.slots.tickets + 4, grid)
+            last = count_one(self.slots.tickets + 4, grid)
         return barrier_all(last != 0, self.barrier, self.threads)
 
     @cute.jit
@@ -224,7 +225,7 @@ class Merge(DeviceStruct):
                 counters[i] = 0
 
 
-def _count(address, count):
+def count_one(address, count):
     """One more: 1 if ``count`` are there now, and then all that the others did before is visible."""
     before = cute.arch.atomic_add(global_pointer(Int32, address), Int32(1), sem="acq_rel", scope="gpu")
     return (before == count - 1).to(Int32)

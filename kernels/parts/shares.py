@@ -1,203 +1,255 @@
-"""Merging large pieces of decode: every CTA merges a share of the rows of a request.
+"""Merging large pieces of decode: warps merge shares of the rows of a request while others compute the next pieces.
 
-A piece of MLA is 130 KB. When the last CTA of a request merged all of its pieces, as ``partial.py`` has it, it spent
-85000 cycles on four of them while all others waited (H200, 2026-11-21). So the rows of a request have as many shares
-as it has pieces, share p being that of piece p, and shares are handed out by a ticket of their own. A CTA holds one
-of them at a time. Between units of work it looks whether its share's pieces are all there; after its last unit it
-waits for them. The pieces are added up in the order of the keys, whoever does it.
+A piece of MLA is large: 64 rows of 512 columns. When the last CTA of a request merged all of its pieces, as
+``partial.py`` has it, it spent 85000 cycles on four of them while all others waited; with a share for every CTA, merged
+between its units, a quarter of the time passed between units (H200, 2026-11-22). So a warp or two of each CTA do
+nothing else, and those that attend merge what is left when there are no more units. Pieces are float16, each half row
+times a power of two of its own: the largest element has 11 bits then, and one 2^-29 as large still has them.
 
-Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged. A CTA waits for a
-slot before it computes a piece, and merges meanwhile: so whoever waits never holds back what it waits for.
+Piece p comes with SHARES shares of the rows that it belongs to: all shares of all pieces are one list, and a warp that
+has merged one takes a ticket for the next. It waits until all pieces of those rows have been announced, and adds them
+up in the order of the keys: which warp it is never changes a bit.
+
+Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged. Nobody waits in a
+circle: units and shares are handed out in the order of their lists, a share waits for pieces that come before those of
+the next rows, and a piece for a slot of rows that come before its own, because the ring holds more than the pieces of
+one request and of one round of all CTAs: those of the last round wait for shares that are merged beside units.
 """
 
 from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float16, Float32, Int32, Int64
+from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import (
-    global_array,
-    global_pointer,
-    load_relaxed,
-    store_release,
-)
+from hopwell.kernels.parts.device import DeviceStruct, global_array, global_pointer, load_relaxed, store_release
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Merge
+from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Slots, count_one
 from hopwell.kernels.parts.softmax import merged
-from hopwell.kernels.splitting import SLOT_COUNTERS, TICKETS, WARP_ROWS
+from hopwell.kernels.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
-QUAD = 4  # elements that a thread stores and loads at a time
-QUAD_BYTES = 4 * QUAD
-BLOCK_COLUMNS = 8  # of an accumulator, of which a quad is two elements in two rows
+EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
+CHUNK_BYTES = 16
+ITEM_BYTES, ITEM_COLUMNS = LANES * CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
 READY = SHARE[0]
-NO_SHARE = -1
-SHARES_TICKET = 8  # bytes from the first ticket
-PIECES_AT_ONCE, QUADS_AT_ONCE = 8, 2  # whose loads a thread has under way
+NO_SHARE = (1 << 31) - 1
+SCALES = 2  # where the inverse scales of the halves of a row lie in its statistics
+WARPS_TICKET, SHARES_TICKET = 4, 8  # bytes from the first ticket
 
 
 @dataclass(frozen=True)
-class SharedMerge(Merge):
-    """The threads that look after a CTA's pieces and shares."""
+class Shares(DeviceStruct):
+    """The pieces of all CTAs and how they are merged. Called by whole warps."""
 
-    message: Int32  # shared memory for four words from the first thread to all
-
-    @cute.jit
-    def _announce(self, tile, of_chunk, group) -> None:
-        """A piece has been written, visibly to all threads here: when it was the last, all shares are ready."""
-        slots, piece = self.slots, tile.piece
-        first = piece - tile.chunk * of_chunk  # not the tile's, which would take a register all the time
-        if self._thread == 0:
-            rows = tile.request.q_len * Int32(group) - tile.first_row
-            share = (tile.request.o_start, tile.first_row, rows, tile.chunk, tile.chunks)
-            for kind, value in zip(SHARE[1:], share, strict=True):
-                global_array(Int32, slots.counter(kind, piece))[0] = value
-        if self._is_last(PIECES_THERE, first, tile.chunks):
-            for i in cutlass.range(self._thread, tile.chunks, self.threads, unroll=1):
-                each = first + i * of_chunk
-                store_release(slots.counter(READY, each), slots.generation(each) + 1)
-
-    def store_statistics(self, piece, row, reference, total) -> None:
-        copy.store_global_f32(self.slots.statistics(self.slots.place(piece) + row, PIECE), (reference, total))
+    slots: Slots
+    of_chunk: Int32  # from a piece to that of the next chunk
+    pieces_at_once: int  # whose loads a lane has under way, for each of
+    items_at_once: int
 
     @cute.jit
-    def store_output(self, piece, output, warp_row, column_group) -> None:
-        """A warp's accumulators, as they lie in its registers: :meth:`_quad` says where an element is."""
-        blocks = self.slots.columns // (2 * BLOCK_COLUMNS)
-        first = ((warp_row // WARP_ROWS * 2 + column_group) * blocks) * LANES + cute.arch.lane_idx()
-        address = self.slots.output(self.slots.place(piece), 0) + Int64(first * QUAD_BYTES)
-        for block in cutlass.range_constexpr(blocks):
-            values = [output.registers[4 * block + i] for i in range(4)]
-            copy.store_global_f32(address + block * (LANES * QUAD_BYTES), values)
-
-    def _quad(self, item):
-        """(row, column) of the first of a quad's elements: two columns of this row and of the one 8 below."""
-        blocks = self.slots.columns // (2 * BLOCK_COLUMNS)
-        lane, block, rest = item % LANES, item // LANES % blocks, item // (LANES * blocks)
-        half, warp = rest % 2, rest // 2
-        row = warp * WARP_ROWS + lane // RowFragment.lanes_per_row
-        return row, (half * blocks + block) * BLOCK_COLUMNS + 2 * (lane % RowFragment.lanes_per_row)
+    def wait_free(self, tile) -> None:
+        """Return when the unit's piece, if it is one, may be written."""
+        # In their first generation all slots are free.
+        if tile.piece >= self.slots.slots and tile.chunks > 1 and cute.arch.lane_idx() == 0:
+            self.slots.wait_free((tile.piece, tile.first_piece))
+        cute.arch.sync_warp()
 
     @cute.jit
-    def help(self, share, done, tile, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr):
-        """Between the unit that is ``done`` and the next, ``tile``: merge the share in hand if it is ready, announce
-        the piece, and merge on until the next one's slot is free; after the last unit, until all shares have been
-        handed out. Takes the share in hand, returns the one that is in hand then.
-
-        The piece is announced second because that takes until it is in the L2 cache."""
-        waits, has_piece = Boolean(True), done.chunks > 1
-        while waits:
-            share, is_ready, waits = self._look(share, tile)
-            if is_ready:
-                self._merge_share(share, of_chunk, a, g, scale, dtype)
-                share = Int32(NO_SHARE)
-            if has_piece:
-                self._announce(done, of_chunk, g.group)
-            has_piece = Boolean(False)
-        return share
+    def announce(self, tile, group) -> None:
+        """The unit's piece, if it is one, has been written, visibly to this warp: when it was the last of its rows,
+        all of their shares are ready."""
+        if tile.chunks > 1:
+            slots, first = self.slots, tile.first_piece
+            if cute.arch.lane_idx() == 0:
+                rows = tile.request.q_len * Int32(group) - tile.first_row
+                share = (tile.request.o_start, tile.first_row, rows, tile.chunk, tile.chunks)
+                for kind, value in zip(SHARE[1:], share, strict=True):
+                    global_array(Int32, slots.counter(kind, tile.piece))[0] = value
+            if self._is_last(PIECES_THERE, first, tile.chunks):
+                for i in cutlass.range(cute.arch.lane_idx(), tile.chunks, LANES, unroll=1):
+                    each = first + i * self.of_chunk
+                    store_release(slots.counter(READY, each), slots.generation(each) + 1)
 
     @cute.jit
-    def _look(self, share, tile):
-        """The share in hand, a new one where there is none; whether it is ready; and whether to look again."""
-        slots = self.slots
-        words = cute.make_tensor(
-            cute.make_ptr(Int32, self.message, cute.AddressSpace.smem, assumed_align=4), cute.make_layout(4)
+    def store(self, piece, output, r: cutlass.Constexpr[int], reference, total, warp_row, half) -> None:
+        """Row r of a warp's accumulators, which are half of a piece's columns: in 16 bits, as they lie in registers.
+        :meth:`_merge_line` says where an element is."""
+        largest = output.get(r, 0)
+        for c in cutlass.range_constexpr(1, output.columns):
+            largest = cute.arch.fmax(largest, output.get(r, c), abs=True)
+        largest = cute.arch.warp_reduction_max(_magnitude(largest), threads_in_group=output.lanes_per_row)
+        scale, inverse = _power_of_two(largest)
+        items = self._items_of_line
+        first = self.slots.output(self.slots.place(piece), 0) + Int64(
+            self._line(warp_row, r, half) * items * ITEM_BYTES
         )
-        if self._thread == 0:
-            mine, waits = share, Int32(0)
-            if mine == NO_SHARE:
-                mine = cute.arch.atomic_add(global_pointer(Int32, slots.tickets + SHARES_TICKET), Int32(1))
-            found = load_relaxed(slots.counter(READY, mine))
-            if not tile.exists:
-                waits = (mine < tile.piece).to(Int32)
-            elif tile.chunks > 1 and tile.piece >= slots.slots:
-                for piece in (tile.piece, tile.first_piece):
-                    generation = load_relaxed(slots.counter(GENERATION, piece))
-                    waits = waits | (generation != slots.generation(piece)).to(Int32)
-            cute.arch.fence_acq_rel_gpu()
-            words[0] = mine
-            words[1] = (found == slots.generation(mine) + 1).to(Int32)
-            words[2] = waits
-            words[3] = Int32(0)  # the others are loaded together with it
-        self.meet()
-        share, is_ready, waits = words[0], words[1] != 0, words[2] != 0
-        self.meet()
-        return share, is_ready, waits
+        for item in cutlass.range_constexpr(items):
+            values = [output.get(r, item * EIGHT + c) * scale for c in range(EIGHT)]
+            words = [copy.pack_x2(Float16, *values[c : c + 2]) for c in range(0, EIGHT, 2)]
+            copy.store_global_x4(first + item * ITEM_BYTES + cute.arch.lane_idx() * CHUNK_BYTES, words)
+        if output.first_column() == 0:
+            row = self.slots.place(piece) + warp_row + output.first_row() + output.row_offset(r)
+            if half == 0:
+                copy.store_global_f32(self.slots.statistics(row, PIECE), (reference, total))
+            global_array(Float32, self.slots.statistics(row, SCALES))[half] = inverse
+
+    @property
+    def _items_of_line(self) -> int:
+        return self.slots.columns // (2 * ITEM_COLUMNS)
+
+    def _line(self, warp_row, r, half):
+        """The number of a line among those of a piece."""
+        return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
-    def _merge_share(self, share, of_chunk, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
+    def run(self, pieces, others, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
+        """Merge shares until those of all ``pieces`` have been handed out, but leave the last ``others`` pieces to
+        warps that merge faster."""
+        own_end = (pieces - others) * SHARES
+        share = self._ticket(own_end)
+        while share < pieces * SHARES:
+            piece = share // SHARES
+            self._wait_ready(piece)
+            self._merge(piece, share - piece * SHARES, a, g, scale, dtype)
+            share = self._ticket(own_end)
+
+    @cute.jit
+    def _ticket(self, end):
+        """The next place in the list of shares; past all of them where it is ``end`` already."""
+        ticket = Int32(NO_SHARE)
+        if cute.arch.lane_idx() == 0 and end > 0:
+            tickets = self.slots.tickets + SHARES_TICKET
+            if load_relaxed(tickets) < end:
+                ticket = cute.arch.atomic_add(global_pointer(Int32, tickets), Int32(1))
+        return cute.arch.shuffle_sync(ticket, 0)
+
+    @cute.jit
+    def _wait_ready(self, piece) -> None:
+        if cute.arch.lane_idx() == 0:
+            wanted = self.slots.generation(piece) + 1
+            found = load_relaxed(self.slots.counter(READY, piece))
+            while found != wanted:
+                found = load_relaxed(self.slots.counter(READY, piece))
+            cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _merge(self, piece, part, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
+        """Share ``part`` of those that come with a piece."""
         slots = self.slots
-        token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, share)) for kind in SHARE[1:])
+        token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, piece)) for kind in SHARE[1:])
         count = cutlass.min(count, slots.rows)
         rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8)
-        first = share - chunk * of_chunk
-        warps = (count + (WARP_ROWS - 1)) // WARP_ROWS
-        items = warps * (WARP_ROWS * slots.columns // QUAD)
-        begin, end = items * chunk // chunks, items * (chunk + 1) // chunks
-        self._merge_items(begin, end, first, of_chunk, chunks, rows, dtype)
-        self.meet()  # all threads have read
-        if self._is_last(GROUPS_THERE, first, chunks):
-            self._release(first, of_chunk, chunks)
+        first = piece - chunk * self.of_chunk
+        of_line = self._items_of_line
+        items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_line)
+        shares = chunks * SHARES
+        begin, end = (items * (chunk * SHARES + part + i) // shares for i in range(2))
+        for line in cutlass.range(begin // of_line, (end + (of_line - 1)) // of_line, unroll=1):
+            low, high = cutlass.max(begin, line * of_line), cutlass.min(end, (line + 1) * of_line)
+            self._merge_line(line, low - line * of_line, high - line * of_line, first, chunks, rows, dtype)
+        cute.arch.sync_warp()  # all lanes have read
+        if self._is_last(GROUPS_THERE, first, shares):
+            for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
+                each = first + i * self.of_chunk
+                store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)
 
     @cute.jit
-    def _merge_items(self, begin, end, first, step, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
-        """Merge quads, [begin, end) of those of all rows."""
-        per_warp = WARP_ROWS * self.slots.columns // QUAD
-        for warp in cutlass.range(begin // per_warp, (end + (per_warp - 1)) // per_warp, unroll=1):
-            low = cutlass.max(begin, warp * per_warp) + self._thread
-            high = cutlass.min(end, (warp + 1) * per_warp)
-            for item in cutlass.range(low, high, self.threads * QUADS_AT_ONCE, unroll=1):
-                self._merge_quads(item, high, first, step, chunks, rows, dtype)
+    def _merge_line(self, line, begin, end, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+        """Merge items [begin, end) of a line. A line is 8 rows of half of the columns, an item 32 columns of it: a row
+        for four lanes, two columns each of four accumulator blocks for a lane."""
+        slots, lane, lanes = self.slots, cute.arch.lane_idx(), RowFragment.lanes_per_row
+        half, r, warp = line % 2, line // 2 % RowFragment.rows, line // (2 * RowFragment.rows)
+        row = warp * WARP_ROWS + RowFragment.row_offset(r) + RowFragment.first_row()
+        mine_in_line = line * (self._items_of_line * ITEM_BYTES) + lane * CHUNK_BYTES
+        for item in cutlass.range(begin, end, self.items_at_once, unroll=1):
+            items = [cutlass.min(item + k, end - 1) for k in range(self.items_at_once)]
+            values = [[Float32(0.0)] * EIGHT for _ in items]
+            reference, total = -Float32.inf, Float32(0.0)  # the sum over this lane's pieces
+            for chunk in cutlass.range(0, chunks, self.pieces_at_once, unroll=1):
+                # Each of the lanes of a row knows some of the pieces. Past the last that again, which counts nothing.
+                mine = [chunk + lane % lanes + i for i in range(0, self.pieces_at_once, lanes)]
+                places = [slots.place(first + cutlass.min(each, chunks - 1) * self.of_chunk) for each in mine]
+                loaded = []
+                for i in cutlass.range_constexpr(self.pieces_at_once):
+                    piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_line
+                    loaded.append([copy.load_global_x4(piece + each * ITEM_BYTES) for each in items])
+                found = [copy.load_global_f32(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
+                # As many at a time as there are lanes, however many are under way: other sums would be other bits.
+                for group in cutlass.range_constexpr(len(mine)):
+                    if chunk + group * lanes < chunks:
+                        mine_of_group, (seen, its_total, *scales) = mine[group], found[group]
+                        seen = seen if mine_of_group < chunks else -Float32.inf
+                        largest = cute.arch.warp_reduction_max(seen, threads_in_group=lanes)
+                        weights, reference, _ = merged([reference, largest, seen], [Float32(0.0)] * 3)
+                        kept, _, weight = weights
+                        total = total * kept + weight * its_total
+                        weight = weight * (scales[0] if half == 0 else scales[1])
+                        for k in cutlass.range_constexpr(self.items_at_once):
+                            values[k] = [value * kept for value in values[k]]
+                        for i in cutlass.range_constexpr(lanes):
+                            its_weight = cute.arch.shuffle_sync(weight, lane // lanes * lanes + i)
+                            for k in cutlass.range_constexpr(self.items_at_once):
+                                for c in cutlass.range_constexpr(EIGHT // 2):
+                                    low, high = copy.unpack_f16_x2(loaded[group * lanes + i][k][c])
+                                    values[k][2 * c] += its_weight * low
+                                    values[k][2 * c + 1] += its_weight * high
+            total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
+            if row < rows.count:
+                factor = rows.finish(row, reference, total, line % 2 == 0 and item == 0 and lane % lanes == 0)
+                for k in cutlass.range_constexpr(self.items_at_once):
+                    if item + k < end:
+                        column = half * (slots.columns // 2) + items[k] * ITEM_COLUMNS + RowFragment.first_column()
+                        for c in cutlass.range_constexpr(0, EIGHT, 2):
+                            scaled = [values[k][c] * factor, values[k][c + 1] * factor]
+                            copy.store_rounded(rows.output(row, column + RowFragment.column_offset(c)), scaled, dtype)
 
     @cute.jit
-    def _merge_quads(self, item, end, first, step, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
-        """Merge a thread's next quads before ``end``: all in the same two rows, because they are whole warps apart."""
-        row, _ = self._quad(item)
-        items = [cutlass.min(item + self.threads * k, end - 1) for k in range(QUADS_AT_ONCE)]
-        values = [[Float32(0.0)] * QUAD for _ in items]
-        references, totals = [-Float32.inf] * 2, [Float32(0.0)] * 2
-        for chunk in cutlass.range(0, chunks, PIECES_AT_ONCE, unroll=1):
-            places = [self.slots.place(piece) for piece in self._pieces(first, step, chunk, chunks)]
-            statistics = [[self._load_statistics(place, row + 8 * r) for place in places] for r in range(2)]
-            loaded = [[self._load(place, each) for each in items] for place in places]
-            for r in cutlass.range_constexpr(2):
-                # What is there again counts for nothing.
-                seen = [statistics[r][i][0] if chunk + i < chunks else -Float32.inf for i in range(PIECES_AT_ONCE)]
-                sums = [each[1] for each in statistics[r]]
-                weights, references[r], totals[r] = merged([references[r], *seen], [totals[r], *sums])
-                for k in cutlass.range_constexpr(QUADS_AT_ONCE):
-                    for c in cutlass.range_constexpr(2 * r, 2 * r + 2):
-                        values[k][c] = values[k][c] * weights[0]
-                        for i in cutlass.range_constexpr(PIECES_AT_ONCE):
-                            values[k][c] += weights[1 + i] * loaded[i][k][c]
-        for r in cutlass.range_constexpr(2):
-            if row + 8 * r < rows.count:
-                _, first_column = self._quad(item)
-                factor = rows.finish(row + 8 * r, references[r], totals[r], first_column == 0)
-                for k in cutlass.range_constexpr(QUADS_AT_ONCE):
-                    if item + self.threads * k < end:
-                        _, column = self._quad(item + self.threads * k)
-                        scaled = [values[k][c] * factor for c in range(2 * r, 2 * r + 2)]
-                        copy.store_rounded(rows.output(row + 8 * r, column), scaled, dtype)
-
-    def _pieces(self, first, step, chunk, chunks) -> list:
-        """The next pieces from ``chunk`` on; past the last one that again."""
-        return [first + cutlass.min(chunk + i, chunks - 1) * step for i in range(PIECES_AT_ONCE)]
-
-    def _load_statistics(self, place, row) -> list:
-        return copy.load_global_f32(self.slots.statistics(place + row, PIECE), 2)
-
-    def _load(self, place, item) -> list:
-        return copy.load_global_f32(self.slots.output(place, 0) + Int64(item * QUAD_BYTES), QUAD)
+    def _is_last(self, kind: cutlass.Constexpr[int], first, count):
+        """Count one more of ``count`` in the slot of their ``first``, and say whether it was the last; then the counter
+        is zero again, and what the others did before is visible."""
+        last = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            last = count_one(self.slots.counter(kind, first), count)
+            if last != 0:
+                global_array(Int32, self.slots.counter(kind, first))[0] = 0
+        cute.arch.sync_warp()
+        return cute.arch.shuffle_sync(last, 0) != 0
 
     @cute.jit
-    def hand_back(self, grid) -> None:
-        """The last CTA leaves every counter at zero, as the next launch wants to find it."""
-        if self._is_last_cta(grid):
+    def hand_back(self, warps) -> None:
+        """The last of all ``warps`` that merge leaves every counter at zero, as the next launch wants to find it."""
+        last = Int32(0)
+        if cute.arch.lane_idx() == 0:
+            last = count_one(self.slots.tickets + WARPS_TICKET, warps)
+        cute.arch.sync_warp()
+        if cute.arch.shuffle_sync(last, 0) != 0:
             counters = global_array(Int32, self.slots.tickets)
-            for i in cutlass.range(self._thread, TICKETS + SLOT_COUNTERS * self.slots.slots, self.threads, unroll=1):
+            for i in cutlass.range(cute.arch.lane_idx(), TICKETS + SLOT_COUNTERS * self.slots.slots, LANES, unroll=1):
                 counters[i] = 0
+
+
+@dsl_user_op
+def _magnitude(value, *, loc=None, ip=None):
+    return cute.arch.inline_ptx(
+        "abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def _power_of_two(largest, *, loc=None, ip=None):
+    """The power of two that brings ``largest`` between 2^14 and 2^15, and its inverse; 1 for infinity."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 e; .reg .pred p; mov.b32 e, {$r0}; and.b32 e, e, 0x7f800000; setp.eq.b32 p, e, 0x7f800000; "
+        f"selp.b32 e, {141 << 23}, e, p; max.u32 e, e, {15 << 23}; "
+        f"sub.u32 e, {(14 + 254) << 23}, e; mov.b32 {{$w0}}, e; sub.u32 e, {254 << 23}, e; mov.b32 {{$w1}}, e; }}",
+        write_only_types=[Float32, Float32],
+        read_only_args=[largest],
+        loc=loc,
+        ip=ip,
+    )

@@ -63,6 +63,17 @@ class RequestSpan(DeviceStruct):
 
 
 @dataclass
+class UnitKeeper(DeviceStruct):
+    """What the warp that schedules does for units beyond posting them: nothing, unless a kernel has more to do."""
+
+    def posted(self, step, unit: SplitTile, before: SplitTile) -> None:
+        """A unit has been posted, ``before`` is the one before it, at first :meth:`SplitTile.nothing`."""
+
+    def ended(self, step, last: SplitTile) -> None:
+        """``step`` units have been posted, ``last`` was the last."""
+
+
+@dataclass
 class SplitSchedule(DeviceStruct):
     geometry: DecodeGeometry
     addresses: Addresses
@@ -70,6 +81,7 @@ class SplitSchedule(DeviceStruct):
     tile_m: int
     tile_n: int
     chunk_tokens: int  # of short requests
+    keeper: UnitKeeper
 
     @property
     def _units_of_chunk(self):
@@ -158,34 +170,56 @@ class SplitSchedule(DeviceStruct):
             ticket = cute.arch.atomic_add(global_pointer(Int32, self.addresses.tickets), Int32(1))
         return ticket
 
+    @property
+    def _of_chunk(self):
+        """Units of a request that have the same chunk."""
+        return self._units_of_chunk * self._lists
+
+    @cute.jit
+    def _requests(self, first):
+        """A lane's request among those from ``first`` on; the units, and the pieces, of all up to it."""
+        span = self._span(first + cute.arch.lane_idx())
+        pieces = split_units(span.chunks, self._of_chunk)
+        return span, running_sum(span.chunks * self._of_chunk), running_sum(pieces)
+
+    @cute.jit
+    def pieces(self):
+        """All pieces that there will be. Called by a warp."""
+        first, pieces = Int32(0), Int32(0)
+        while first < Int32(self.geometry.batch):
+            _, _, last_piece = self._requests(first)
+            pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
+            first += LANES
+        return pieces
+
     @cute.jit
     def publish(self, board) -> None:
         """Post every unit that this CTA gets, then the end. Called by one warp."""
-        batch, of_chunk = Int32(self.geometry.batch), self._units_of_chunk * self._lists
+        batch, of_chunk = Int32(self.geometry.batch), self._of_chunk
         step, first, units, pieces = Int32(0), Int32(0), Int32(0), Int32(0)
         ticket = self._ticket()
-        span = self._span(cute.arch.lane_idx())
-        last_unit = running_sum(span.chunks * of_chunk)
-        last_piece = running_sum(split_units(span.chunks, of_chunk))
-        place = cute.arch.shuffle_sync(ticket, 0)
+        span, last_unit, last_piece = self._requests(first)
+        place, latest = cute.arch.shuffle_sync(ticket, 0), SplitTile.nothing()
         while first < batch:
             if place >= units + cute.arch.shuffle_sync(last_unit, LANES - 1):
                 units += cute.arch.shuffle_sync(last_unit, LANES - 1)
                 pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
                 first += LANES
-                span = self._span(first + cute.arch.lane_idx())
-                last_unit = running_sum(span.chunks * of_chunk)
-                last_piece = running_sum(split_units(span.chunks, of_chunk))
+                span, last_unit, last_piece = self._requests(first)
             else:
                 lane = cute.arch.popc(cute.arch.vote_ballot_sync(units + last_unit <= place))
                 mine = from_lane(span, lane)
                 before = cute.arch.shuffle_sync(last_unit, lane) - mine.chunks * of_chunk
                 pieces_before = cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, of_chunk)
-                board.post(step, self._tile(mine, place - units - before, pieces + pieces_before))
+                unit = self._tile(mine, place - units - before, pieces + pieces_before)
+                board.post(step, unit)
+                self.keeper.posted(step, unit, latest)
+                latest = unit
                 step += 1
                 # Not before there is room: a unit that waits here may be one that another CTA could begin with.
                 board.ring.wait_empty(step)
                 place = cute.arch.shuffle_sync(self._ticket(), 0)
+        self.keeper.ended(step, latest)
         board.post_end(step, pieces)
 
 

@@ -20,7 +20,7 @@ from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge, Slots
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import OnlineSoftmax
-from hopwell.kernels.parts.split import SplitSchedule, SplitTile
+from hopwell.kernels.parts.split import SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.parts.widen import Widen
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.problem import MaskKind, ScoreKind
@@ -131,26 +131,20 @@ class DecodeSm90(AttentionSm90):
         output_factor: Float32,
     ):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
-        q_ring, k_ring, v_ring = rings[:3]
-        raw_rings = rings[3:5] if const_expr(self.is_raw) else (None, None)
         mask = self.mask_type(self.config.mask, Int32(geometry.window_left), Int32(1))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom)), partial_barriers)
 
         if warp < 4:
             self.set_registers(self.tile.producer_registers)
-            if warp == K_WARP:
-                shared, ring = self._loaded(tiles.k, k_ring, tiles.raw_k, raw_rings[0])
-                self.load_kv(k_atom, shared, ring, partial_barriers, board, self.loads(addresses, geometry)[0])
-            if warp == V_WARP:
-                shared, ring = self._loaded(tiles.v, v_ring, tiles.raw_v, raw_rings[1])
-                self.load_kv(v_atom, shared, ring, partial_barriers + 1, board, self.loads(addresses, geometry)[1])
-            if warp == Q_WARP:
-                self.load_q(addresses, geometry, tiles.q, q_ring, board)
+            schedule = self._schedule(addresses, geometry, mask, tiles, rings)
             if warp == SCHEDULE_WARP:
-                step_keys = self.tile.n * self.step_tiles
-                sizes = (self.tile.m, step_keys, self.config.chunk_tokens)
-                self.schedule_type(geometry, addresses, mask, *sizes).publish(board)
+                schedule.publish(board)
+            else:
+                scale = self._output_scale(addresses, output_scale, output_factor)
+                self.load(
+                    warp, (k_atom, v_atom), addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale
+                )
             cute.arch.griddepcontrol_launch_dependents()
         elif warp >= 4 * (len(self.config.registers) - self.config.has_merge_role):
             if const_expr(self.config.has_merge_role):
@@ -170,12 +164,39 @@ class DecodeSm90(AttentionSm90):
             merge = self._merge(addresses, geometry, tiles)
             parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
             self.consumer(*parts).run(addresses, geometry)
-            if const_expr(not self.config.has_merge_role):
-                merge.hand_back(Int32(geometry.grid))
 
     def consumer(self, *parts: Any) -> "DecodeAttend":
         """What the consumer warpgroups run."""
         return DecodeAttend(*parts)
+
+    def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, tiles, rings) -> SplitSchedule:
+        sizes = (self.tile.m, self.tile.n * self.step_tiles, self.config.chunk_tokens)
+        return self.schedule_type(geometry, addresses, mask, *sizes, self.keeper(addresses, geometry, tiles, rings))
+
+    def keeper(self, addresses: Addresses, geometry: DecodeGeometry, tiles, rings) -> UnitKeeper:
+        """What the warp that schedules does besides."""
+        return UnitKeeper()
+
+    @cute.jit
+    def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
+        """The other warps of the first warpgroup: K, V and Q."""
+        operands = self.loads(addresses, geometry)
+        if warp == K_WARP:
+            self.load_part(0, atoms, operands, tiles, rings, partial_barriers, board)
+        if warp == V_WARP:
+            self.load_part(1, atoms, operands, tiles, rings, partial_barriers, board)
+        if warp == Q_WARP:
+            step = Int32(0)
+            tile = board.read(step)
+            while tile.exists:
+                self.load_q(addresses, geometry, tile, tiles.q, rings[0], step)
+                step += 1
+                tile = board.read(step)
+
+    def load_part(self, part: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
+        """K (0) or V (1)."""
+        shared, ring = self._loaded(part, tiles, rings)
+        self.load_kv(atoms[part], shared, ring, partial_barriers + part, board, operands[part])
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
         """What the two loading warps fetch."""
@@ -184,11 +205,11 @@ class DecodeSm90(AttentionSm90):
     def _output_scale(self, addresses: Addresses, output_scale, output_factor):
         return load_scale(addresses.output_scale, output_scale) * load_scale(addresses.output_factor, output_factor)
 
-    def _loaded(self, tiles, ring, raw, raw_ring):
-        """Where the loads of K or V go, and the ring of its stages."""
-        if const_expr(self.is_raw):
-            return shared_address(raw), raw_ring
-        return shared_address(tiles.iterator), ring
+    def _loaded(self, part: int, tiles, rings):
+        """Where the loads of K (0) or V (1) go, and the ring of its stages."""
+        if self.is_raw:
+            return shared_address((tiles.raw_k, tiles.raw_v)[part]), rings[3 + part]
+        return shared_address((tiles.k, tiles.v)[part].iterator), rings[1 + part]
 
     @cute.jit
     def widen(self, tiles, rings, board):
@@ -217,35 +238,30 @@ class DecodeSm90(AttentionSm90):
                 tile = board.read(work)
 
     @cute.jit
-    def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tiles, ring, board):
+    def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tile, tiles, ring, step):
         """Rows by 16-byte copies: a row is a head of a token, and the next one may be anywhere. Rows that no token has
         become zeros."""
         blocks, rows_at_once = self.config.q_columns // BLOCK_COLUMNS, LANES // copy.CHUNKS_PER_ROW
         chunk = cute.arch.lane_idx() % copy.CHUNKS_PER_ROW
-        step = Int32(0)
-        tile = board.read(step)
-        while tile.exists:
-            ring.wait_empty(step)
-            destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
-            rows = PackedRows.create(addresses, geometry, tile, Float32(1.0), 2)
-            for first in cutlass.range(0, self.tile.m, rows_at_once, unroll=4):
-                row = first + cute.arch.lane_idx() // copy.CHUNKS_PER_ROW
-                source = rows.query(cutlass.min(row, cutlass.max(rows.count - 1, 0)), tile.request.q_start)
-                source += chunk * copy.CHUNK_BYTES
-                target = copy.swizzled_chunk(destination, row, chunk)
-                for block in cutlass.range_constexpr(blocks):
-                    wanted = row < rows.count and block * BLOCK_COLUMNS + chunk * 8 < self.config.head_dim_qk
-                    from_block = source + block * copy.SWIZZLE_ROW_BYTES
-                    to_block = target + block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
-                    copy.async_copy_or_zero(to_block, from_block, wanted)
-            cute.arch.cp_async_commit_group()
-            cute.arch.cp_async_wait_group(0)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.sync_warp()
-            with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive(ring.full_barrier(step))
-            step += 1
-            tile = board.read(step)
+        ring.wait_empty(step)
+        destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
+        rows = PackedRows.create(addresses, geometry, tile, Float32(1.0), 2)
+        for first in cutlass.range(0, self.tile.m, rows_at_once, unroll=4):
+            row = first + cute.arch.lane_idx() // copy.CHUNKS_PER_ROW
+            source = rows.query(cutlass.min(row, cutlass.max(rows.count - 1, 0)), tile.request.q_start)
+            source += chunk * copy.CHUNK_BYTES
+            target = copy.swizzled_chunk(destination, row, chunk)
+            for block in cutlass.range_constexpr(blocks):
+                wanted = row < rows.count and block * BLOCK_COLUMNS + chunk * 8 < self.config.head_dim_qk
+                from_block = source + block * copy.SWIZZLE_ROW_BYTES
+                to_block = target + block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
+                copy.async_copy_or_zero(to_block, from_block, wanted)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive(ring.full_barrier(step))
 
 
 @dataclass
@@ -253,6 +269,11 @@ class DecodeAttend(Attend):
     merge: Merge
     addresses: Addresses
     geometry: DecodeGeometry
+
+    def run(self, addresses: Addresses, geometry: DecodeGeometry):
+        super().run(addresses, geometry)
+        if not self.kernel.config.has_merge_role:
+            self.merge.hand_back(Int32(geometry.grid))
 
     def logit_row(self, tile: SplitTile, warp_row) -> LogitRow:
         request = tile.request

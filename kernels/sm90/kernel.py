@@ -14,6 +14,9 @@ class AttentionSm90(AttentionKernel):
         self.warpgroups = config.consumer_warpgroups
         super().__init__(config)
 
+    q_role = "load_q"  # who fetches Q
+    warps_without_work = 0  # that do not read the board
+
     @property
     def storing_warps(self) -> int:
         return 4 * self.warpgroups
@@ -22,9 +25,9 @@ class AttentionSm90(AttentionKernel):
         c, t, consumers = self.config, self.tile, 4 * self.warpgroups
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers, **self.more_roles}
         k_from, v_from, from_warps = ("widen", "widen", 4) if self.is_raw else ("load_k", "load_v", 1)
-        others = roles["all others"] = 4 * len(c.registers) - 1
+        others = roles["all others"] = 4 * len(c.registers) - 1 - self.warps_without_work
         edges = (
-            Edge("Q", "load_q", "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2),
+            Edge("Q", self.q_role, "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2),
             Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2, **self.kv_arrivals),
             Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2, **self.kv_arrivals),
             self._work_edge(others),

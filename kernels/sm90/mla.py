@@ -15,20 +15,22 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand
+from hopwell.kernels.parts.kv_source import KvOperand, PageRows
 from hopwell.kernels.parts.mask import IntervalMask, ListMask, ListRow, LogitRow
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Slots
-from hopwell.kernels.parts.shares import NO_SHARE, SharedMerge
-from hopwell.kernels.parts.split import ListSchedule, SplitSchedule, SplitTile
+from hopwell.kernels.parts.shares import Shares
+from hopwell.kernels.parts.split import ListSchedule, SplitSchedule, UnitKeeper
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
 from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeAttend, DecodeSm90
+from hopwell.kernels.sm90.kernel import K_WARP, SCHEDULE_WARP
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.splitting import LATENT_PIECE_BYTES
 
+ATTEND_LOADS = (8, 2)  # pieces, and items of each, that a warp of attend has under way when it merges
 STATE_BYTES = LANES * RowFragment.rows * 2 * 4  # of a warp: references and sums of each lane's rows
-MESSAGE_PLACE = 8 * STATE_BYTES  # behind those of both warpgroups
 
 
 class MlaSm90(DecodeSm90):
@@ -40,21 +42,22 @@ class MlaSm90(DecodeSm90):
     last 64 columns of the right part, which belong to the key alone: that is where P goes.
 
     Warp roles
-        warp 0 load_k      left parts of the keys
-        warp 1 load_v      right parts
-        warp 2 load_q      the packed rows of Q
-        warp 3 schedule    units of work
+        warp 0 load_k      left parts of the keys; right parts as well where TMA does the work
+        warp 1 load_v      right parts, or merge
+        warp 2 merge       shares of rows of which all pieces are there, see parts/shares.py
+        warp 3 schedule    units of work; their rows of Q, slots for their pieces; announces pieces
         warps 4..7 left    S and P of tile A; left half of O
         warps 8..11 right  S and P of tile B; right half of O
         Left and right are attend. Only their steps are code of their own: where they meet, synccheck wants all threads
         at the same instruction, and there is less code to fetch when a unit begins.
 
     Edges
-        Q       load_q -> attend      released when the last S of the unit has been computed
+        Q       schedule -> attend    released when the last S of the unit has been computed
         K       load_k -> attend      left parts, tiles A and B by turns: released by left when its product has been
                                       added to O, by right as soon as it does not need it
         V       load_v -> attend      right parts: released when P has been read from it
-        work    schedule -> all       released as soon as it has been read
+        work    schedule -> all       released as soon as it has been read; merge does not need it
+        piece   attend -> schedule    released once for each unit when its slot may be written; full when it is
         P       left -> right         they take turns: full when P of A has been written, with the references of its
                                       rows, released when P of B has been
 
@@ -67,8 +70,9 @@ class MlaSm90(DecodeSm90):
         loads          |                          | A', left part      | A', right part | B' |
     """
 
-    staging_bytes = STATE_BYTES + 16  # and the merge's message
+    staging_bytes = STATE_BYTES
     step_tiles = 2
+    q_role = "schedule"
 
     @property
     def schedule_type(self) -> type[SplitSchedule]:
@@ -84,7 +88,11 @@ class MlaSm90(DecodeSm90):
         return {"left": 4, "right": 4}
 
     def _more_edges(self) -> tuple[Edge, ...]:
-        return (Edge("P", "left", "right", 1, 4, 4, 0, LANES, LANES),)
+        attend = 4 * self.warpgroups
+        return (
+            Edge("P", "left", "right", 1, 4, 4, 0, LANES, LANES),
+            Edge("piece", "attend", "schedule", 1, attend, 1, 0),
+        )
 
     def consumer(self, *parts: Any) -> "MlaAttend":
         return MlaAttend(*parts)
@@ -98,20 +106,78 @@ class MlaSm90(DecodeSm90):
         right = KvOperand(a.key + 2 * dims[0], *strides, *table, dims[1], columns[1], dims[1], **kind)
         return left, right
 
-    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> SharedMerge:
-        slots = Slots.create(addresses, geometry, self.config.head_dim_v)
-        return SharedMerge(
-            slots,
-            WARPGROUP,
-            2 * WARPGROUP,
-            MERGE_BARRIER,
-            shared_address(tiles.staging) + MESSAGE_PLACE,
-        )
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, at_once=ATTEND_LOADS) -> Shares:
+        slots = Slots.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
+        return Shares(slots, Int32(geometry.row_tiles), *at_once)
+
+    def keeper(self, addresses: Addresses, geometry: DecodeGeometry, tiles, rings) -> "LatentUnits":
+        return LatentUnits(self, tiles, rings, self._merge(addresses, geometry), addresses, geometry)
+
+    @cute.jit
+    def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
+        """The other warps of the first warpgroup: keys, and merging."""
+        operands = self.loads(addresses, geometry)
+        if warp < self.loading_warps:
+            if const_expr(self.loading_warps == 1):
+                shared = [self._loaded(part, tiles, rings)[0] for part in range(2)]
+                self.load_keys_and_values(atoms, shared, rings[1:3], partial_barriers, board, operands)
+            elif warp == K_WARP:
+                self.load_part(0, atoms, operands, tiles, rings, partial_barriers, board)
+            else:
+                self.load_part(1, atoms, operands, tiles, rings, partial_barriers, board)
+        else:
+            merge = self._merge(addresses, geometry, at_once=self.config.merge_loads)
+            merge.run(schedule.pieces(), Int32(geometry.grid), addresses, geometry, scale, self.out_dtype)
+            merge.hand_back(self.merging_warps(geometry))
+
+    @property
+    def loading_warps(self) -> int:
+        """Of keys: one where TMA does the work, two where lanes copy rows."""
+        return 2 if issubclass(self.source, PageRows) else 1
+
+    @property
+    def warps_without_work(self) -> int:
+        """Those that merge do not read the board."""
+        return SCHEDULE_WARP - self.loading_warps
+
+    def merging_warps(self, geometry: DecodeGeometry):
+        """Of all CTAs."""
+        return Int32(geometry.grid) * (self.warps_without_work + 4 * self.warpgroups)
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
         left, right = self.config.kv_dims
         rest = (g.kv_heads, (g.k_pages, g.k_rows), (g.k_page, g.k_head, g.k_row))
         return self._kv_atom(a.key, left, *rest), self._kv_atom(a.key + 2 * left, right, *rest)
+
+
+@dataclass
+class LatentUnits(UnitKeeper):
+    """What a unit needs besides its keys: rows of Q, a slot for its piece, and that others learn of the piece."""
+
+    kernel: MlaSm90
+    tiles: Any
+    rings: tuple
+    merge: Shares
+    addresses: Addresses
+    geometry: DecodeGeometry
+
+    @cute.jit
+    def posted(self, step, unit, before) -> None:
+        q_ring, *_, piece_ring = self.rings
+        self.kernel.load_q(self.addresses, self.geometry, unit, self.tiles.q, q_ring, step)
+        if step > 0:
+            self._announce(step - 1, before)
+        self.merge.wait_free(unit)
+        piece_ring.release(step)
+
+    @cute.jit
+    def ended(self, step, last) -> None:
+        if step > 0:
+            self._announce(step - 1, last)
+
+    def _announce(self, step, unit) -> None:
+        self.rings[-1].wait_full(step)
+        self.merge.announce(unit, self.geometry.group)
 
 
 @dataclass
@@ -166,35 +232,33 @@ class MlaAttend(DecodeAttend):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
         left, right = MlaOperands.of_both(self.kernel, self.tiles)
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
-        step, work, share = Int32(0), Int32(0), Int32(NO_SHARE)
-        rest = (Int32(geometry.row_tiles), addresses, geometry, self.output_scale, self.kernel.out_dtype)
-        exists, done = True, SplitTile.nothing()
-        while exists:
-            tile = self.board.read(work)
-            share = self.merge.help(share, done, tile, *rest)
-            exists = tile.exists
-            if exists:
-                keys = tile.keys
-                # As in Attend.run: tells the compiler that the warps have converged.
-                cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
-                self.softmax.reset()
-                left.o.fill(0.0)
-                q_ring.wait_full(work)
-                if keys.begin < keys.end:
-                    row, q_stage = self.logit_row(tile, warp_row), q_ring.stage(work)
-                    if group == 0:
-                        for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                            self.left_step(left, q_stage, row, step, n, n >= keys.full_end)
-                            step += 1
-                    else:
-                        for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                            self.right_step(right, q_stage, row, step, n, n >= keys.full_end)
-                            step += 1
-                q_ring.release(work)
-                self.add_sums()
-                self.store(left, tile, warp_row, group, addresses, geometry)
-            done = tile
+        step, work = Int32(0), Int32(0)
+        tile = self.board.read(work)
+        while tile.exists:
+            keys = tile.keys
+            # As in Attend.run: tells the compiler that the warps have converged.
+            cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
+            self.softmax.reset()
+            left.o.fill(0.0)
+            q_ring.wait_full(work)
+            if keys.begin < keys.end:
+                row, q_stage = self.logit_row(tile, warp_row), q_ring.stage(work)
+                if group == 0:
+                    for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+                        self.left_step(left, q_stage, row, step, n, n >= keys.full_end)
+                        step += 1
+                else:
+                    for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+                        self.right_step(right, q_stage, row, step, n, n >= keys.full_end)
+                        step += 1
+            q_ring.release(work)
+            self.add_sums()
+            self.store(left, tile, work, warp_row, group, addresses, geometry)
             work += 1
+            tile = self.board.read(work)
+        # Of the tile after the last one: how many pieces there are.
+        self.merge.run(tile.piece, Int32(0), addresses, geometry, self.output_scale, self.kernel.out_dtype)
+        self.merge.hand_back(self.kernel.merging_warps(geometry))
 
     def logit_row(self, tile, warp_row) -> LogitRow:
         request, group = tile.request, Int32(self.geometry.group)
@@ -214,7 +278,7 @@ class MlaAttend(DecodeAttend):
     @cute.jit
     def left_step(self, operands, q_stage, row, step, n, masked):
         """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
-        _, left, right, turns = self.rings
+        _, left, right, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
         self.scores(operands, q_stage, a)
         warpgroup.wait_group(0)
@@ -242,7 +306,7 @@ class MlaAttend(DecodeAttend):
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked):
         """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
-        _, left, right, turns = self.rings
+        _, left, right, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
         self.scores(operands, q_stage, b)
         left.wait_full(a)
@@ -276,14 +340,16 @@ class MlaAttend(DecodeAttend):
         operands.issue_qk_right(q_stage, right.stage(step))
 
     @cute.jit
-    def store(self, operands, tile, warp_row, column_group, addresses, geometry):
-        """Write this warp's rows, or leave them as a piece in a slot that is free since before its unit was computed.
-        :meth:`SharedMerge.help` announces it."""
+    def store(self, operands, tile, work, warp_row, column_group, addresses, geometry):
+        """Write this warp's rows, or leave them as a piece."""
+        piece_ring = self.rings[-1]
+        piece_ring.wait_released(work)
         if tile.chunks == 1:
             rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
             self.store_rows(operands, rows, warp_row, column_group)
         else:
             self.store_piece(operands, tile.piece, warp_row, column_group)
+        piece_ring.fill(work)
 
     @cute.jit
     def store_piece(self, operands, piece, warp_row, column_group) -> None:
@@ -291,10 +357,7 @@ class MlaAttend(DecodeAttend):
         if warp_row < self.merge.slots.rows:
             for r in cutlass.range_constexpr(output.rows):
                 reference, total = self.softmax.partial(r, output.lanes_per_row)
-                if output.first_column() + column_group == 0:
-                    row = warp_row + output.first_row() + output.row_offset(r)
-                    self.merge.store_statistics(piece, row, reference, total)
-            self.merge.store_output(piece, output, warp_row, column_group)
+                self.merge.store(piece, output, r, reference, total, warp_row, column_group)
 
     @cute.jit
     def hand_over(self, operands, stage) -> None:
@@ -329,15 +392,20 @@ class MlaAttend(DecodeAttend):
         mine, its = self._state(1, 0), self._state(1, 1)
         for r in cutlass.range_constexpr(RowFragment.rows):
             mine[r] = self.softmax.row_sum[r]
-        self.merge.meet()
+        self.meet()
         for r in cutlass.range_constexpr(RowFragment.rows):
             self.softmax.row_sum[r] = self.softmax.row_sum[r] + its[r]
+        self.meet()
+
+    def meet(self) -> None:
+        """Both warpgroups."""
+        cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=2 * WARPGROUP)
 
     def _state(self, kind: int, other: int):
         """What a thread, or its like in the other warpgroup, tells of its rows: references (0) or sums (1).
 
         Nobody writes what the other may still read: references are written after the other's turn, which comes after
-        its reading, and between the sums of two units the warpgroups meet in :meth:`SharedMerge.help`.
+        its reading, and the warpgroups meet before and after they read the sums.
         """
         threads = 2 * WARPGROUP
         thread = (cute.arch.thread_idx()[0] - WARPGROUP) ^ (other * WARPGROUP)

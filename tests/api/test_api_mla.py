@@ -30,7 +30,7 @@ from api_calls import (
 from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.plan import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
-from hopwell.kernels.splitting import ALIGNMENT, STATISTICS
+from hopwell.kernels.splitting import ALIGNMENT, slot_bytes
 from hopwell.mla import mla_workspace_bytes
 
 Problems = list[AttentionProblem]
@@ -159,7 +159,7 @@ class TestWorkspace:
             mla(**changes, workspace_buffer=workspace)
             problem = launched.pop()
             g = decode_geometry(problem, resolve_mla(problem, "sm_90a"))
-            assert g.slots * g.slot_rows * (rank + STATISTICS) * 4 + ALIGNMENT - 1 <= size
+            assert g.slots * slot_bytes(g.slot_rows, rank, latent=True) + ALIGNMENT - 1 <= size
             with pytest.raises(ValueError, match=f"at least {size} bytes .* got {size - 1}$"):
                 mla(**changes, workspace_buffer=workspace[1:])
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import zlib
 
 import pytest
+import torch
 from covering import COVERING_MLA
-from mla_cases import Case, check_case, chunk_tokens
+from mla_batches import MlaBatch
+from mla_cases import Case, check_case, check_column_sizes, chunk_tokens
 from schedules import schedules, setting
 
 from hopwell import emulator
-from hopwell.kernels import splitting
+from hopwell.kernels import execute, plan, splitting
 from hopwell.kernels.mla_config import MlaConfig
+from hopwell.kernels.problem import LogSumExp, LseLayout
 
 pytestmark = pytest.mark.emulator
 
@@ -62,13 +65,19 @@ def test_lists(dims: tuple[int, int], kind: str) -> None:
 @pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
 def test_pieces_are_merged(dims: tuple[int, int], sparse: bool) -> None:
     """Of one piece, two whole ones, and some, with more work than CTAs."""
-    chunk = chunk_tokens(dims)
+    chunk = chunk_tokens(dims, sparse)
     kv_lens = [chunk - 1, 2 * chunk, 4 * chunk + 77, 3]
     check(Case([1] * 4, kv_lens, heads=8, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
 
 
 def test_many_pieces() -> None:
     check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads=2), 64, adverse=1)
+
+
+@pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
+def test_columns_of_all_sizes(largest: float) -> None:
+    with emulator.use("sm_90a"):
+        check_column_sizes(largest, "cpu")
 
 
 def test_late_work_beside_polling() -> None:
@@ -96,7 +105,7 @@ def test_slots_are_used_again(heads: int, q_len: int) -> None:
 @pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_lists() -> None:
     """Of more tokens than there are slots, each with two chunks."""
-    chunk = chunk_tokens(MAIN)
+    chunk = chunk_tokens(MAIN, sparse=True)
     check(Case([9, 2], [chunk + 40, chunk], heads=2, top_k=chunk + 68, ragged=True), 64, adverse=1)
 
 
@@ -110,3 +119,16 @@ def test_more_requests_than_lanes(top_k: int) -> None:
 @pytest.mark.parametrize("top_k", [0, 64])
 def test_scales_on_the_device(top_k: int) -> None:
     check(Case([2, 2], [90, 300], heads=16, top_k=top_k, tensor_scales=True, sinks=False), 64, adverse=1)
+
+
+def test_whoever_merges_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Alone a request's pieces are merged by the warps that attend, in a batch beside the units that come after it."""
+    kv_lens = [9 * chunk_tokens(MAIN) - 100, *[2 * chunk_tokens(MAIN)] * 7]
+    data, found = MlaBatch([1] * 8, kv_lens, heads=3, device="cpu"), []
+    for ctas, batch in ((4, data), (16, data.request(0))):
+        monkeypatch.setattr(plan, "EMULATED_SMS", ctas)
+        lse = torch.empty(batch.tokens, batch.heads)
+        with emulator.use("sm_90a"):
+            out = execute(batch.decode(64, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False)))
+        found.append((out[0], lse[0]))
+    assert all(torch.equal(*both) for both in zip(*found, strict=True))

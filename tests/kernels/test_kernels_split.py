@@ -23,7 +23,7 @@ from hopwell.kernels.parts import partial, split
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
 from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
-from hopwell.kernels.parts.split import LANES, RequestSpan, SplitSchedule, SplitTile
+from hopwell.kernels.parts.split import LANES, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.splitting import GROUP_PIECES, MAX_CHUNKS, ROWS, TICKETS
@@ -75,7 +75,7 @@ class Requests:
             **{name: Int64(size) for name, size in (sizes | dict(row_tiles=self.row_tiles)).items()}
         )
         mask = IntervalMask(self.kind, Int32(self.window), Int32(1))
-        return SplitSchedule(g, a, mask, ROWS, self.tile_n, CHUNK)
+        return SplitSchedule(g, a, mask, ROWS, self.tile_n, CHUNK, UnitKeeper())
 
     def visible(self, request: int, row: int) -> range:
         """Keys that a packed row may see: of drafts all new ones, whichever their bits leave."""
@@ -187,6 +187,7 @@ class Warp:
         ):
             monkeypatch.setattr(cute.arch, name, function)
         monkeypatch.setattr(split, "running_sum", split.running_sum.__wrapped__)
+        monkeypatch.setattr(SplitSchedule, "_requests", SplitSchedule._requests.__wrapped__)
         monkeypatch.setattr(split, "from_lane", lambda value, lane: self.exchange(value)[host(lane)])
         draw = lambda schedule: Int32(next(tickets) if self._own.lane == 0 else 0)  # noqa: E731
         monkeypatch.setattr(SplitSchedule, "_ticket", draw)
@@ -227,6 +228,16 @@ def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.M
     *tiles, end = warp.posted
     assert end is None
     return tiles
+
+
+def counted_pieces(schedule: SplitSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
+    """As every lane counts them."""
+    warp, counts = Warp([]), []
+    with monkeypatch.context() as patches:
+        warp.use(patches)
+        warp.run(lambda _: counts.append(host(SplitSchedule.pieces.__wrapped__(schedule))))
+    (count,) = set(counts)
+    return count
 
 
 def place(tile: SplitTile) -> tuple[int, int, int, int]:
@@ -278,6 +289,7 @@ def test_units_and_pieces(requests: Requests, ctas: int, memory: Memory, monkeyp
         assert host(tile.first_piece) == start + rows
         assert host(tile.group_piece) == start + rows + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
         number += 1
+    assert counted_pieces(schedule, monkeypatch) == number
 
 
 @exact
@@ -351,7 +363,7 @@ class TestSlots:
 
     def prepare(self, chunk: int, base: int = 2 * SLOTS, chunks: int = CHUNKS) -> None:
         """For the piece of the second row tile in a request whose pieces begin at ``base``."""
-        slots = Slots(Int64(0), Int64(0), Int32(self.SLOTS), Int32(8), 64)
+        slots = Slots(Int64(0), Int64(0), Int32(self.SLOTS), Int32(8), 64, 4)
         first = base + 1
         group = first + chunk // GROUP_PIECES * GROUP_PIECES * self.OF_CHUNK
         numbers = dict(piece=first + chunk * self.OF_CHUNK, first_piece=first, group_piece=group, chunks=chunks)

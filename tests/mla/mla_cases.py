@@ -10,6 +10,7 @@ import torch
 from decode_cases import PLAIN, Setting, check_problem
 from mla_batches import MlaBatch, listing
 
+from hopwell.kernels import execute
 from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.problem import LogSumExp, LseLayout
 
@@ -36,9 +37,24 @@ class Case:
     magnitude: float = 1.0
 
 
-def chunk_tokens(dims: tuple[int, int]) -> int:
+def chunk_tokens(dims: tuple[int, int], sparse: bool = False) -> int:
     """Keys of a unit of work."""
-    return next(c.chunk_tokens for c in shipped_mla_configs(ARCH) if (c.head_dim_qk, c.head_dim_v) == dims)
+    found = (c for c in shipped_mla_configs(ARCH) if (c.head_dim_qk, c.head_dim_v) == dims and c.sparse == sparse)
+    return next(found).chunk_tokens
+
+
+def check_column_sizes(largest: float, device: str = "cuda", q_len: int = 1) -> None:
+    """Pieces hold columns of very different sizes, up to ``largest``: of uniform attention each is its mean."""
+    chunk = chunk_tokens(DIMS[0])
+    data = MlaBatch([q_len] * 2, [3 * chunk + 5, chunk + 1], heads=2, device=device)
+    data.q.zero_()
+    sizes = largest * 2.0 ** -(torch.arange(576, device=device) % 25)
+    for k in data.k:
+        k.copy_(((k.float().abs() + 1) * sizes).to(k.dtype))
+    out = execute(data.decode(64))
+    for request, v in enumerate(data.v):
+        mean = v[: len(v) - q_len + 1, 0].double().mean(dim=0)  # of the first new token
+        assert ((out[request * q_len] / mean - 1).abs() < 2**-7).all()
 
 
 def lengths(chunk: int, page: int) -> list[int]:

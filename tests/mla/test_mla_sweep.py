@@ -6,7 +6,7 @@ import pytest
 import torch
 from batches import Expected
 from mla_batches import MlaBatch, listing
-from mla_cases import DIMS, LISTINGS, SPARSE_DIMS, Case, check_case, chunk_tokens, lengths
+from mla_cases import DIMS, LISTINGS, SPARSE_DIMS, Case, check_case, check_column_sizes, chunk_tokens, lengths
 
 from hopwell.kernels import execute
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.gpu
 
 PAGE_SIZES = [1 << i for i in range(11)]
 HEADS = [1, 2, 6, 8, 12, 16, 24, 48, 63, 64, 65, 127, 128, 192, 256]
-TOP_KS = [4, 60, 64, 68, 128, 132, 512, 1024, 2048]
+TOP_KS = [4, 60, 64, 68, 128, 132, 512, 2048, 4160]
 
 
 def name(dims: tuple[int, int]) -> str:
@@ -59,12 +59,18 @@ def test_uneven_numbers_of_new_tokens(top_k: int, page_size: int, heads: int) ->
     check_case(Case(q_lens, kv_lens, heads, top_k=top_k, ragged=True), page_size)
 
 
+@pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_columns_of_all_sizes(q_len: int, largest: float) -> None:
+    check_column_sizes(largest, q_len=q_len)
+
+
 @pytest.mark.parametrize("top_k", [0, 64])
 @pytest.mark.parametrize("magnitude", [0.0, 1e-3, 8.0])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 def test_magnitudes(dims: tuple[int, int], magnitude: float, top_k: int) -> None:
     """From uniform attention to rows that see few keys."""
-    kv_lens = lengths(chunk_tokens(dims), 64)[-4:]
+    kv_lens = lengths(chunk_tokens(dims, top_k > 0), 64)[-4:]
     check_case(Case([2] * 4, kv_lens, dims=dims, top_k=top_k, magnitude=magnitude, sinks=False), 64)
 
 
