@@ -70,6 +70,19 @@ def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def fma(a, b, c, *, loc=None, ip=None):
+    """a b + c rounded once. Of ``a * b + c * d`` the compiler may round either product, and decides anew wherever code
+    is inlined; this leaves it no choice."""
+    return cute.arch.inline_ptx(
+        "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Float32],
+        read_only_args=[a, b, c],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def load_relaxed(address, *, loc=None, ip=None):
     """Int32 in global memory that other SMs write; a fence behind it makes visible what they released with it."""
     return cute.arch.inline_ptx(

@@ -26,7 +26,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, global_array, global_pointer, load_relaxed, store_release
+from hopwell.kernels.parts.device import DeviceStruct, fma, global_array, global_pointer, load_relaxed, store_release
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Slots, count_one
@@ -180,7 +180,8 @@ class Shares(DeviceStruct):
                     piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_line
                     loaded.append([copy.load_global_x4(piece + each * ITEM_BYTES) for each in items])
                 found = [copy.load_global_f32(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
-                # As many at a time as there are lanes, however many are under way: other sums would be other bits.
+                # As many at a time as there are lanes, however many are under way, and with roundings that are spelled
+                # out: another warp would find other bits.
                 for group in cutlass.range_constexpr(len(mine)):
                     if chunk + group * lanes < chunks:
                         mine_of_group, (seen, its_total, *scales) = mine[group], found[group]
@@ -188,7 +189,7 @@ class Shares(DeviceStruct):
                         largest = cute.arch.warp_reduction_max(seen, threads_in_group=lanes)
                         weights, reference, _ = merged([reference, largest, seen], [Float32(0.0)] * 3)
                         kept, _, weight = weights
-                        total = total * kept + weight * its_total
+                        total = fma(weight, its_total, total * kept)
                         weight = weight * (scales[0] if half == 0 else scales[1])
                         for k in cutlass.range_constexpr(self.items_at_once):
                             values[k] = [value * kept for value in values[k]]
@@ -197,8 +198,8 @@ class Shares(DeviceStruct):
                             for k in cutlass.range_constexpr(self.items_at_once):
                                 for c in cutlass.range_constexpr(EIGHT // 2):
                                     low, high = copy.unpack_f16_x2(loaded[group * lanes + i][k][c])
-                                    values[k][2 * c] += its_weight * low
-                                    values[k][2 * c + 1] += its_weight * high
+                                    values[k][2 * c] = fma(its_weight, low, values[k][2 * c])
+                                    values[k][2 * c + 1] = fma(its_weight, high, values[k][2 * c + 1])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if row < rows.count:
                 factor = rows.finish(row, reference, total, line % 2 == 0 and item == 0 and lane % lanes == 0)

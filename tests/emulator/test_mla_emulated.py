@@ -124,7 +124,7 @@ def test_scales_on_the_device(top_k: int) -> None:
 def test_whoever_merges_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone a request's pieces are merged by the warps that attend, in a batch beside the units that come after it."""
     kv_lens = [9 * chunk_tokens(MAIN) - 100, *[2 * chunk_tokens(MAIN)] * 7]
-    data, found = MlaBatch([1] * 8, kv_lens, heads=3, device="cpu"), []
+    data, found = MlaBatch([1] * 8, kv_lens, heads=64, device="cpu"), []
     for ctas, batch in ((4, data), (16, data.request(0))):
         monkeypatch.setattr(plan, "EMULATED_SMS", ctas)
         lse = torch.empty(batch.tokens, batch.heads)
