@@ -154,15 +154,19 @@ class DecodeTensors:
         for request in sorted({0, longest, work.batch - 1}):
             rows = slice(request * work.q_len, (request + 1) * work.q_len)
             keys = slice(ends[request] - work.kv_lens[request], ends[request])
-            exact.append(self._attention(self.q[rows], self.k[keys], self.v[keys]))
+            exact.append(self._attention(request, self.q[rows], self.k[keys], self.v[keys]))
             given.append(out.view(-1, work.heads, work.v_head_dim)[rows].double())
         want = torch.cat(exact)
         return ((torch.cat(given) - want).norm() / want.norm()).item()
 
-    def _attention(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attention(self, request: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """One request in float64."""
         rows = q.double().unflatten(1, (self.work.kv_heads, -1))
         scores = torch.einsum("qhgd,nhd->hgqn", rows, k.double()) * self.work.scale
-        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(len(k) - len(q) + 1)
-        weights = scores.masked_fill(hidden, -math.inf).softmax(-1)
+        weights = scores.masked_fill(self._hidden(request, scores.shape[-1]), -math.inf).softmax(-1)
         return torch.einsum("hgqn,nhd->qhgd", weights, v.double()).flatten(1, 2)
+
+    def _hidden(self, request: int, tokens: int) -> torch.Tensor:
+        """Boolean [q_len, tokens]: which of the request's tokens a new one does not see."""
+        q_len = self.work.q_len
+        return torch.ones(q_len, tokens, dtype=torch.bool, device=self.device).triu(tokens - q_len + 1)

@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hopwell.perf import mla_candidates as known
-from hopwell.perf.decode_workloads import DecodeTensors
 from hopwell.perf.family import Call, Family
 from hopwell.perf.mla_workloads import MLA as CASES
-from hopwell.perf.mla_workloads import Mla
+from hopwell.perf.mla_workloads import Mla, MlaTensors
 from hopwell.perf.prefill_candidates import MATMUL_FLOP
 from hopwell.perf.results import Labels
 
 
 def _host_calls() -> Mapping[str, Call]:
-    small = DecodeTensors(Mla("host", "1 x 64", (64,), heads=16))
+    small = MlaTensors(Mla("host", "1 x 64", (64,), heads=16))
     return {"hopwell.trtllm_batch_decode_with_kv_cache_mla": known.hopwell_paged(64)(small)}
 
 
@@ -26,7 +25,7 @@ MLA = Family(
     Labels("MLA", "TFLOP/s", "visible keys only", "keys of a request", known.CEILING),
     unit_size=1e12,
     cases=CASES,
-    inputs=DecodeTensors,
+    inputs=MlaTensors,
     candidates=known.MLA,
     ceiling_work=MATMUL_FLOP,
     host_calls=_host_calls,

@@ -7,8 +7,8 @@ import torch
 import hopwell
 from hopwell.mla import mla_workspace_bytes
 from hopwell.perf.decode_candidates import flashinfer, for_pages, peer_workspace
-from hopwell.perf.decode_workloads import DecodeTensors
 from hopwell.perf.family import Call, Candidate
+from hopwell.perf.mla_workloads import MlaTensors
 from hopwell.perf.paging import page_starts
 from hopwell.perf.prefill_candidates import CEILING, matmul
 
@@ -16,13 +16,14 @@ NOPE_HEAD_DIM = 128  # before absorption; it enters no computation
 
 
 def hopwell_paged(page_size: int) -> Candidate:
-    def prepare(t: DecodeTensors) -> Call:
+    def prepare(t: MlaTensors) -> Call:
         work, pages = t.work, t.pages(page_size)
         query, out = (tokens.unflatten(0, (work.batch, work.q_len)) for tokens in (t.q, t.output()))
-        rank, capacity = work.v_head_dim, pages.table.shape[1] * page_size
+        rank, capacity = work.v_head_dim, work.top_k or pages.table.shape[1] * page_size
         workspace_bytes = mla_workspace_bytes(work.heads, capacity, work.q_len, rank, t.q.device)
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=t.device)
         cache = pages.key.squeeze(2)
+        table = t.token_table(page_size) if work.top_k else pages.table
         return lambda: hopwell.trtllm_batch_decode_with_kv_cache_mla(
             query,
             cache,
@@ -30,9 +31,10 @@ def hopwell_paged(page_size: int) -> Candidate:
             NOPE_HEAD_DIM,
             rank,
             work.head_dim - rank,
-            pages.table,
+            table,
             t.kv_lens,
             max(work.kv_lens),
+            sparse_mla_top_k=work.top_k,
             out=out,
             bmm1_scale=work.scale,
         )
@@ -43,7 +45,9 @@ def hopwell_paged(page_size: int) -> Candidate:
 def flashinfer_fa3(page_size: int) -> Candidate:
     """Planned once. Queries come in two tensors, latent and rotary; the cache is one that is looked at as two."""
 
-    def prepare(t: DecodeTensors) -> Call:
+    def prepare(t: MlaTensors) -> Call:
+        if t.work.top_k:
+            raise NotImplementedError("dense attention only")
         flashinfer()
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 

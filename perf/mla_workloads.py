@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from hopwell.perf.decode_workloads import LENGTHS, MOST_TOKENS, Decode
+import torch
+
+from hopwell.perf.decode_workloads import LENGTHS, MOST_TOKENS, Decode, DecodeTensors
 
 
 @dataclass(frozen=True)
@@ -16,6 +18,7 @@ class Mla(Decode):
     kv_heads: int = 1
     head_dim: int = 576
     kv_lora_rank: int = 512
+    top_k: int = 0  # tokens that each new token lists, of sparse attention; 0 for dense
 
     @property
     def v_head_dim(self) -> int:
@@ -24,7 +27,7 @@ class Mla(Decode):
     @property
     def sizes(self) -> str:
         """With the bytes of the keys: few heads are limited by memory, and bytes over time tell how much."""
-        keys = f"{self.cache_bytes / 1e6:.0f} MB of keys"
+        keys = f"{self.cache_bytes / 1e6:.0f} MB of keys" + (f", {self.top_k} listed" if self.top_k else "")
         return f"{self.heads} heads, d{self.head_dim}/{self.v_head_dim}, {keys}"
 
     @property
@@ -35,7 +38,7 @@ class Mla(Decode):
     def work(self) -> float:
         """FLOP of both matrix products, visible keys only."""
         hidden = self.q_len * (self.q_len - 1) // 2  # of a request: row t does not see the q_len - 1 - t last keys
-        visible = sum(self.q_len * kv_len - hidden for kv_len in self.kv_lens)
+        visible = sum(self.q_len * (self.top_k or kv_len) - (0 if self.top_k else hidden) for kv_len in self.kv_lens)
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * visible
 
 
@@ -61,5 +64,36 @@ MLA = (
     _uniform("M3-q2", 1, 65536, q_len=2),
     _uniform("H16", 32, 8192, heads=16),
     _uniform("H16-long", 1, 65536, heads=16),
+    _uniform("S1", 64, 32768, top_k=2048),
+    _uniform("S1-q2", 64, 32768, q_len=2, top_k=2048),
     *(case for batch in BATCHES for case in _lengths(batch)),
 )
+
+
+class MlaTensors(DecodeTensors):
+    """``lists`` are [batch, q_len, top_k] tokens that each new token attends to, in random order and all different."""
+
+    work: Mla
+
+    def __init__(self, work: Mla, device: str = "cuda"):
+        super().__init__(work, device)
+        generator = torch.Generator(device).manual_seed(1)
+        rows = [self._draw(kv_len, generator) for kv_len in work.kv_lens for _ in range(work.q_len)]
+        self.lists = torch.stack(rows).view(work.batch, work.q_len, work.top_k)
+
+    def _draw(self, kv_len: int, generator: torch.Generator) -> torch.Tensor:
+        """Of tokens that the first new token sees as well."""
+        seen = kv_len - self.work.q_len + 1
+        return torch.randperm(seen, generator=generator, device=self.device)[: self.work.top_k]
+
+    def token_table(self, page_size: int) -> torch.Tensor:
+        """int32 like ``lists``: where in the pages the tokens are."""
+        table = self.pages(page_size).table.long()
+        pages = table.gather(1, (self.lists // page_size).flatten(1)).view_as(self.lists)
+        return (pages * page_size + self.lists % page_size).int()
+
+    def _hidden(self, request: int, tokens: int) -> torch.Tensor:
+        if not self.work.top_k:
+            return super()._hidden(request, tokens)
+        hidden = torch.ones(self.work.q_len, tokens, dtype=torch.bool, device=self.device)
+        return hidden.scatter(1, self.lists[request], False)

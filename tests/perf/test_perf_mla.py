@@ -15,10 +15,9 @@ pytest.importorskip("tabulate")
 from typer.testing import CliRunner
 
 from hopwell.perf import __main__ as command
-from hopwell.perf.decode_workloads import DecodeTensors
 from hopwell.perf.mla import MLA
 from hopwell.perf.mla_candidates import hopwell_paged
-from hopwell.perf.mla_workloads import BATCHES, Mla
+from hopwell.perf.mla_workloads import BATCHES, Mla, MlaTensors
 from hopwell.perf.results import Run
 
 CASES: dict[str, Any] = {case.name: case for case in MLA.cases}
@@ -26,7 +25,7 @@ SMALL = Mla("small", "3 requests", (70, 200, 33), heads=4)
 
 
 def test_cases() -> None:
-    assert {"M1", "M1-q2", "M2", "M2-q2", "M3", "M3-q2", "H16", "H16-long"} <= set(CASES)
+    assert {"M1", "M1-q2", "M2", "M2-q2", "M3", "M3-q2", "H16", "H16-long", "S1", "S1-q2"} <= set(CASES)
     lines = [case for case in CASES.values() if case.series]
     assert {case.batch for case in lines} == set(BATCHES)
     assert len({case.series for case in lines}) == len(BATCHES)
@@ -38,18 +37,21 @@ def test_work_counts_visible_keys(q_len: int) -> None:
     case = replace(SMALL, q_len=q_len)
     visible = sum(length - q_len + row + 1 for length in case.kv_lens for row in range(q_len))
     assert case.work == 2 * 4 * (576 + 512) * visible
+    assert replace(case, top_k=16).work == 2 * 4 * (576 + 512) * 3 * q_len * 16
 
 
 def test_titles_tell_the_bytes() -> None:
-    assert SMALL.cache_bytes == DecodeTensors(SMALL, "cpu").k.nbytes
+    assert SMALL.cache_bytes == MlaTensors(SMALL, "cpu").k.nbytes
     assert CASES["H16"].title == "H16: 32 x 8192, 16 heads, d576/512, 302 MB of keys"
+    assert CASES["S1"].title == "S1: 64 x 32768, 128 heads, d576/512, 2416 MB of keys, 2048 listed"
     assert CASES["M3-q2"].title == "M3-q2: 1 x 65536, 2 new tokens, 128 heads, d576/512, 75 MB of keys"
 
 
 @pytest.mark.emulator
+@pytest.mark.parametrize("top_k", [0, 16])
 @pytest.mark.parametrize("q_len", [1, 2])
-def test_candidates_compute_the_case(q_len: int) -> None:
-    t = DecodeTensors(replace(SMALL, q_len=q_len), "cpu")
+def test_candidates_compute_the_case(q_len: int, top_k: int) -> None:
+    t = MlaTensors(replace(SMALL, q_len=q_len, top_k=top_k), "cpu")
     assert t.error(hopwell_paged(64)(t)()) < SMALL.max_error
 
 
