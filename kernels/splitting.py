@@ -15,8 +15,8 @@ COMFORTABLE_BYTES = 8 << 20
 # Slots for each CTA besides those of one request: with 2 of them, requests waited for the merge of those before. 32 x
 # 8192 tokens and 32 rows took 498 us; with 8, cache hints and dependent launches together 313 (H200, 2026-11-21).
 UNDER_WAY = 8
-# Of MLA. Twice as many tokens are 12 % faster at 32 x 8192 tokens and 128 heads, and take 78 instead of 45 us for a
-# single request of 4096 (H200, 2026-11-21).
+# Of MLA. Twice as many tokens are 7 % faster at 32 x 8192 tokens and 128 heads, and take 70 instead of 43 us for a
+# single request of 4096 (H200, 2026-11-22).
 LATENT_CHUNK_TOKENS = 1024
 # Of lists. The usual 2048 entries are one chunk: 64 requests take 91 us, with two chunks 121 to 187 (H200, 2026-11-22).
 LISTED_CHUNK_TOKENS = 2048

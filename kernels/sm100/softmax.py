@@ -144,7 +144,6 @@ class Softmax(DeviceStruct):
             posted += 1
             work += 1
             tile = self.board.look(work)
-        self.board.release(work)
 
     @cute.jit
     def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
