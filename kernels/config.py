@@ -63,7 +63,6 @@ class Tile:
     kv_stages: int
     producer_registers: int
     consumer_registers: int
-    raw_stages: int = 0  # of K and V as they are in memory, where that is not what is multiplied
     splits_v: bool = False  # two consumer warpgroups share 64 rows, each for half of V's columns
 
 
@@ -161,8 +160,12 @@ class KernelConfig:
 
     @property
     def kv_dims(self) -> tuple[int, int]:
-        """Elements of a row of what the two loading warps fetch: of K and of V."""
-        return self.head_dim_qk, self.head_dim_v
+        """Of a row of what the two loading warps fetch, of K and of V, in units of 16 bits."""
+        return self.head_dim_qk * self.kv_bytes // 2, self.head_dim_v * self.kv_bytes // 2
+
+    def kv_strides(self, *strides: Any) -> tuple[Any, ...]:
+        """Strides of K or V, given in elements, in units of 16 bits."""
+        return tuple(stride * self.kv_bytes // 2 for stride in strides) if self.kv_bytes < 2 else strides
 
     @property
     def columns(self) -> tuple[int, int]:

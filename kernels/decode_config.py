@@ -37,15 +37,12 @@ _TILES = {
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
-# For caches of 8 bits: what is under way are the raw stages, and a tile is widened while another is multiplied. With
-# 512 threads ptxas compiles no instruction that takes more than 128 registers, so that O is split at 256 columns.
-_RAW_TILES = {
-    64: Tile(ROWS, 128, 1, kv_stages=2, raw_stages=8, producer_registers=40, consumer_registers=184),
-    128: Tile(ROWS, 64, 1, kv_stages=2, raw_stages=8, producer_registers=40, consumer_registers=184),
-    256: Tile(ROWS, 64, 1, kv_stages=2, raw_stages=2, producer_registers=40, consumer_registers=184, splits_v=True),
+# For caches of 8 bits: each of eight warps has keys of its own.
+_BYTE_TILES = {
+    128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
+    256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
 }
-WIDEN_REGISTERS = 96
-MERGE_REGISTERS = 168  # all loads of a merge under way at a time
+MERGE_REGISTERS = 88
 
 
 @dataclass(frozen=True)
@@ -56,13 +53,13 @@ class DecodeConfig(KernelConfig):
 
     @property
     def tile(self) -> Tile:
-        tiles = _TILES if self.kv_type is KvType.WIDE else _RAW_TILES
+        tiles = _TILES if self.kv_type is KvType.WIDE else _BYTE_TILES
         return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
 
     @property
     def chunk_tokens(self) -> int:
         """Keys of a unit of work, as long as requests are not very long."""
-        return chunk_tokens(self.head_dim_v)
+        return chunk_tokens(self.head_dim_v) * 2 // self.kv_bytes
 
     @property
     def streams_kv(self) -> bool:
@@ -70,13 +67,20 @@ class DecodeConfig(KernelConfig):
 
     @property
     def has_merge_role(self) -> bool:
-        """Whether a warpgroup of its own merges. Beside two that attend there are not registers enough."""
+        """Whether a warpgroup of its own merges. Beside two that share V there are not registers enough."""
         return not self.tile.splits_v
 
     @property
+    def consumer_warpgroups(self) -> int:
+        return 2 if self.kv_bytes == 1 else super().consumer_warpgroups
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        return self.kv_dims if self.kv_bytes == 1 else super().depth
+
+    @property
     def registers(self) -> tuple[int, ...]:
-        widen = [WIDEN_REGISTERS] * (self.kv_type is not KvType.WIDE)
-        return (*super().registers, *widen, *[MERGE_REGISTERS] * self.has_merge_role)
+        return (*super().registers, *[MERGE_REGISTERS] * self.has_merge_role)
 
     @property
     def name(self) -> str:

@@ -18,7 +18,6 @@ from hopwell.kernels.config import (
     WORK_STAGES,
     KernelConfig,
     KvFetch,
-    KvType,
 )
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
@@ -31,7 +30,6 @@ from hopwell.kernels.parts.kv_source import (
     PageBoxes,
     PageColumnBoxes,
     PageRows,
-    RawPageBoxes,
 )
 from hopwell.kernels.parts.scheduler import Board, WorkTile
 from hopwell.kernels.pipeline import Edge, barrier_count, create_rings
@@ -48,15 +46,12 @@ LOADERS = 2  # warps that load K and V
 
 @dataclass
 class SharedTiles(DeviceStruct):
-    """Tiles in shared memory: Q [query rows, dim, stages], K and V [tile.n, dim, stages], staging for the output, and K
-    and V as they are in memory."""
+    """Tiles in shared memory: Q [query rows, dim, stages], K and V [tile.n, dim, stages], staging for the output."""
 
     q: Any
     k: Any
     v: Any
     staging: Any
-    raw_k: Any = None
-    raw_v: Any = None
 
 
 class AttentionKernel:
@@ -72,9 +67,6 @@ class AttentionKernel:
         self.tile = config.tile
         self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
         self.source = SOURCES[config.kv_fetch]
-        self.is_raw = config.kv_type is not KvType.WIDE
-        if self.source is PageBoxes and self.is_raw:
-            self.source = RawPageBoxes
         if self.source is PageBoxes and config.columns != config.kv_dims:
             self.source = PageColumnBoxes
         self.edges = self._edges()
@@ -110,8 +102,7 @@ class AttentionKernel:
     @property
     def kv_arrivals(self) -> dict[str, Any]:
         """How edges of tiles that are multiplied as they were loaded differ where lanes copy rows."""
-        by_lanes = issubclass(self.source, PageRows) and not self.is_raw
-        return dict(producer_lanes=LANES, consumer_fences=True) if by_lanes else {}
+        return dict(producer_lanes=LANES, consumer_fences=True) if issubclass(self.source, PageRows) else {}
 
     def _work_edge(self, warps: int) -> Edge:
         """The board's: from the scheduler to ``warps`` others."""
@@ -126,10 +117,6 @@ class AttentionKernel:
         if const_expr(issubclass(self.source, PageRows)):
             return None
         slots = pages * (page // head)
-        if const_expr(self.source is RawPageBoxes):
-            layout = cute.make_layout((Int32(rows), head_dim, Int32(slots)), stride=(row, 1, head))
-            box = cute.make_layout((self.config.box_rows, head_dim), stride=(head_dim, 1))
-            return self._tma_atom(address, layout, box, (self.config.box_rows, head_dim), cutlass.Uint8)
         if const_expr(self.source is PageColumnBoxes):
             return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows)
         blocks, groups = head_dim // BLOCK_COLUMNS, self.config.box_rows // GROUP_ROWS
@@ -148,15 +135,16 @@ class AttentionKernel:
         box = copy.swizzled_layout(self.dtype, box_rows, BLOCK_COLUMNS)
         return self._tma_atom(address, layout, box, (box_rows, BLOCK_COLUMNS))
 
-    def _tma_atom(self, address, layout, box, tiler, dtype=None):
-        tensor = cute.make_tensor(global_pointer(dtype or self.dtype, address, copy.CHUNK_BYTES), layout)
+    def _tma_atom(self, address, layout, box, tiler):
+        tensor = cute.make_tensor(global_pointer(self.dtype, address, copy.CHUNK_BYTES), layout)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, tiler)[0]
 
     def _kv_atoms(self, a: Addresses, g):
         """The TMA atoms of K and V."""
-        c = self.config
-        k = self._kv_atom(a.key, c.head_dim_qk, g.kv_heads, (g.k_pages, g.k_rows), (g.k_page, g.k_head, g.k_row))
-        v = self._kv_atom(a.value, c.head_dim_v, g.kv_heads, (g.v_pages, g.v_rows), (g.v_page, g.v_head, g.v_row))
+        c, (k_dim, v_dim) = self.config, self.config.kv_dims
+        k_strides, v_strides = c.kv_strides(g.k_page, g.k_head, g.k_row), c.kv_strides(g.v_page, g.v_head, g.v_row)
+        k = self._kv_atom(a.key, k_dim, g.kv_heads, (g.k_pages, g.k_rows), k_strides)
+        v = self._kv_atom(a.value, v_dim, g.kv_heads, (g.v_pages, g.v_rows), v_strides)
         return k, v
 
     def _allocate(self, smem):
@@ -185,14 +173,7 @@ class AttentionKernel:
         staging = None
         if const_expr(self.staging_bytes > 0):
             staging = smem.allocate(self.storing_warps * self.staging_bytes, copy.SWIZZLE_ROW_BYTES)
-        return SharedTiles(*tensors, staging, *self._allocate_raw(smem))
-
-    def _allocate_raw(self, smem) -> tuple:
-        """Room for K and V as they are in memory."""
-        if const_expr(not self.is_raw):
-            return None, None
-        sizes = [edge.stages * edge.stage_bytes for edge in self.edges if edge.name.startswith("raw")]
-        return tuple(smem.allocate(size, copy.SWIZZLE_ATOM_BYTES) for size in sizes)
+        return SharedTiles(*tensors, staging)
 
     def set_registers(self, wanted: int) -> None:
         """Give the threads of this warpgroup ``wanted`` registers."""

@@ -106,10 +106,12 @@ def swizzled_chunk(rows, row, chunk):
 
 
 @dsl_user_op
-def load_shared_x4(address, *, loc=None, ip=None):
+def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
+    """Two or four words."""
+    operands = ", ".join(f"{{$w{i}}}" for i in range(count))
     return cute.arch.inline_ptx(
-        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Uint32] * 4,
+        f"ld.shared.v{count}.b32 {{{operands}}}, [{{$r0}}];",
+        write_only_types=[dtype] * count,
         read_only_args=[address],
         loc=loc,
         ip=ip,
@@ -117,9 +119,11 @@ def load_shared_x4(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def store_shared_x4(address, words, *, loc=None, ip=None) -> None:
+def store_shared(address, words, *, loc=None, ip=None) -> None:
+    """Two or four words."""
+    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
-        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words], loc=loc, ip=ip
+        f"st.shared.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
     )
 
 
@@ -195,6 +199,19 @@ def unpack_f16_x2(word, *, loc=None, ip=None):
     """(low, high) of a word of two float16 as float32."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def unpack_bf16_x2(word, *, loc=None, ip=None):
+    """(low, high) of a word of two bfloat16 as float32."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 half; shl.b32 half, {$r0}, 16; mov.b32 {$w0}, half; "
+        "and.b32 half, {$r0}, 0xffff0000; mov.b32 {$w1}, half; }",
         write_only_types=[Float32, Float32],
         read_only_args=[word],
         loc=loc,

@@ -55,7 +55,7 @@ class OutputRows(DeviceStruct):
             for step in cutlass.range_constexpr(output.warp_rows // rows_at_once):
                 row, chunk = step * rows_at_once + lane // chunks, lane % chunks
                 # Lanes past the last column, which store nothing, read what is there.
-                words = copy.load_shared_x4(output.staged_chunk(staging, row, cutlass.min(chunk, rest // 8 - 1)))
+                words = copy.load_shared(output.staged_chunk(staging, row, cutlass.min(chunk, rest // 8 - 1)), 4)
                 column = first_column + begin + chunk * 8
                 if first_row + row < self.count and column < self.columns:
                     copy.store_global_x4(self.address + (first_row + row) * self.row_bytes + column * 2, words)

@@ -3,7 +3,8 @@
 wgmma and mma.sync leave the same picture in a thread's registers: of every 8-column block it holds two adjacent
 columns in each of two rows that are 8 apart, and the four lanes of a quad share a row (PTX ISA, "wgmma register
 fragment D"). Row r of the view, column c: register 4 * (c // 2) + 2 * r + c % 2. That is a
-:class:`RowFragment`. Tensor memory is read and written by rows, one lane a row: a :class:`LaneRow`.
+:class:`RowFragment`; of a transposed product, whose columns are the rows, a :class:`ColumnFragment`. Tensor memory is
+read and written by rows, one lane a row: a :class:`LaneRow`.
 """
 
 from dataclasses import dataclass
@@ -73,6 +74,47 @@ class RowFragment(DeviceStruct):
 
 
 @dataclass
+class ColumnFragment(DeviceStruct):
+    """Rows as the columns of 16 x 8 products of mma.sync, the tile's columns as their rows: registers of product (i, p)
+    begin at 4 * (i * products + p), for columns 16 i to 16 i + 15 of rows 8 p to 8 p + 7."""
+
+    registers: Any
+    columns: int  # that this lane holds of each row
+    products: int  # side by side
+
+    lanes_per_row = 8  # 4 apart
+
+    @property
+    def rows(self) -> int:
+        return 2 * self.products
+
+    def index(self, r: int, c: int) -> int:
+        return 4 * (c // 2 * self.products + r // 2) + 2 * (c % 2) + r % 2
+
+    def get(self, r: int, c: int):
+        return self.registers[self.index(r, c)]
+
+    def set(self, r: int, c: int, value) -> None:
+        self.registers[self.index(r, c)] = value
+
+    @staticmethod
+    def column_offset(c: int) -> int:
+        return 8 * c
+
+    @staticmethod
+    def first_column():
+        return cute.arch.lane_idx() // 4
+
+    @staticmethod
+    def row_offset(r: int) -> int:
+        return 8 * (r // 2) + r % 2
+
+    @staticmethod
+    def first_row():
+        return 2 * (cute.arch.lane_idx() % 4)
+
+
+@dataclass
 class LaneRow(DeviceStruct):
     registers: Any  # rmem tensor of float32 values
     columns: int
@@ -122,7 +164,7 @@ class LaneRow(DeviceStruct):
         words = self.words(begin, columns, dtype, factors[0])
         for chunk in range(columns // 8):
             address = self.staged_chunk(staging, cute.arch.lane_idx(), chunk)
-            copy.store_shared_x4(address, words[4 * chunk : 4 * chunk + 4])
+            copy.store_shared(address, words[4 * chunk : 4 * chunk + 4])
 
     @staticmethod
     def staged_chunk(staging, row, chunk):

@@ -8,7 +8,7 @@ the tokens are (the address stream) and what fetches them (the issue):
     PageRows          pages below 8 tokens     16-byte cp.async by all lanes of the warp
     ListedRows        a list of tokens         the same
 
-Elements of 8 bits are fetched as they are, row by row and unswizzled; ``widen.py`` turns them into a tile.
+Elements of 8 bits are fetched two by two, as if they were 16-bit ones of half as many columns.
 
 Paged sources look page ids up, one box or row per lane, before they wait for a free stage, so that the table's latency
 is hidden. Loads arrive at the full barrier by themselves, so that as many tiles are under way as there are stages.
@@ -32,7 +32,7 @@ from hopwell.kernels.parts.device import DeviceStruct, global_array
 
 @dataclass
 class KvOperand(DeviceStruct):
-    """K or V in global memory: addresses in bytes, strides in elements."""
+    """K or V in global memory: addresses in bytes, strides and columns in units of 16 bits."""
 
     address: Int64
     page: Int64
@@ -46,20 +46,19 @@ class KvOperand(DeviceStruct):
     depth: int  # of them used
     is_value: bool
     streams: bool  # read once: see copy.tma_load
-    element_bytes: int
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
-        rest = (a.key_table, g.key_table_row, g.page_shift, config.head_dim_qk, config.columns[0], config.depth[0])
-        kind = dict(is_value=False, streams=config.streams_kv, element_bytes=config.kv_bytes)
-        return KvOperand(a.key, g.k_page, g.k_head, g.k_row, *rest, **kind)
+        strides = config.kv_strides(g.k_page, g.k_head, g.k_row)
+        rest = (a.key_table, g.key_table_row, g.page_shift, config.kv_dims[0], config.columns[0], config.depth[0])
+        return KvOperand(a.key, *strides, *rest, is_value=False, streams=config.streams_kv)
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
+        strides = config.kv_strides(g.v_page, g.v_head, g.v_row)
         used = config.depth[1] * config.v_parts
-        rest = (a.value_table, g.value_table_row, g.page_shift, config.head_dim_v, config.columns[1], used)
-        kind = dict(is_value=True, streams=config.streams_kv, element_bytes=config.kv_bytes)
-        return KvOperand(a.value, g.v_page, g.v_head, g.v_row, *rest, **kind)
+        rest = (a.value_table, g.value_table_row, g.page_shift, config.kv_dims[1], config.columns[1], used)
+        return KvOperand(a.value, *strides, *rest, is_value=True, streams=config.streams_kv)
 
 
 @dataclass
@@ -75,7 +74,6 @@ class KvSource(DeviceStruct):
     # may be NaN; not for K, whose scores are masked.
     zero_outside: bool
     streams: bool
-    raw_bytes: int  # of a row of 8-bit elements; 0 for 16-bit ones, whose rows are swizzled
 
     columns_first = False  # see copy.swizzled_layout
 
@@ -89,14 +87,13 @@ class KvSource(DeviceStruct):
             end_key=tile.request.kv_len,
             tile_n=tile_n,
             columns=operand.columns,
-            zero_outside=operand.is_value and operand.element_bytes == 2,
+            zero_outside=operand.is_value,
             streams=operand.streams,
-            raw_bytes=operand.head_dim if operand.element_bytes == 1 else 0,
         )
 
     @property
     def tile_bytes(self) -> int:
-        return self.tile_n * (self.raw_bytes or self.columns * 2)
+        return self.tile_n * self.columns * 2
 
     def stage_address(self, stage):
         return self.shared + stage * self.tile_bytes
@@ -107,8 +104,6 @@ class KvSource(DeviceStruct):
 
     def chunk_place(self, base, row, block, chunk):
         """The same for a stage that begins at ``base``."""
-        if const_expr(self.raw_bytes):
-            return base + row * self.raw_bytes + (block * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES)
         row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
         return base + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
 
@@ -244,7 +239,7 @@ class PageBoxes(PagedSource):
     @property
     def box_bytes(self) -> int:
         """From one box to the next in shared memory."""
-        return self.box_rows * (self.raw_bytes or self.columns * 2)
+        return self.box_rows * self.columns * 2
 
     @cute.jit
     def fetch(self, location, stage, barrier):
@@ -279,16 +274,6 @@ class PageColumnBoxes(PageBoxes):
 
 
 @dataclass
-class RawPageBoxes(PageBoxes):
-    """For elements of 8 bits: a box holds whole rows. TMA takes 256 elements in one dimension, which is the widest."""
-
-    columns_first = False
-
-    def load_box(self, box, slot, group, barrier) -> None:
-        copy.tma_load(self.descriptor, box, barrier, (0, group * GROUP_ROWS, slot), self.streams)
-
-
-@dataclass
 class PageRows(PagedSource):
     """Eight lanes copy 128 bytes of a row side by side, and then those of its other column blocks, whose addresses
     differ by constants: all that is computed is computed once a row.
@@ -300,20 +285,20 @@ class PageRows(PagedSource):
     page_bytes: Int64
     row_bytes: Int64
     chunks: int  # in a row
-    tile_chunks: int  # in a row of the tile: whole column blocks, or a row of 8-bit elements
+    tile_chunks: int  # in a row of the tile: whole column blocks
 
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageRows":
-        chunks = operand.head_dim * operand.element_bytes // copy.CHUNK_BYTES
+        chunks = operand.head_dim * 2 // copy.CHUNK_BYTES
         blocks = -(-operand.depth // BLOCK_COLUMNS)
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
-            head=operand.address + operand.element_bytes * operand.head * tile.kv_head,
-            page_bytes=operand.element_bytes * operand.page,
-            row_bytes=operand.element_bytes * operand.row,
+            head=operand.address + 2 * operand.head * tile.kv_head,
+            page_bytes=2 * operand.page,
+            row_bytes=2 * operand.row,
             chunks=chunks,
-            tile_chunks=blocks * copy.CHUNKS_PER_ROW if operand.element_bytes == 2 else chunks,
+            tile_chunks=blocks * copy.CHUNKS_PER_ROW,
         )
 
     @property
@@ -385,8 +370,7 @@ class PageRows(PagedSource):
 
     def _target(self, stage, row, chunk):
         """Where a chunk of a row's first column block goes."""
-        stored = chunk if self.raw_bytes else chunk ^ (row % GROUP_ROWS)
-        return self.chunk_address(stage, row, 0, stored)
+        return self.chunk_address(stage, row, 0, chunk ^ (row % GROUP_ROWS))
 
     @cute.jit
     def _copy_row(self, row, target, chunk) -> None:

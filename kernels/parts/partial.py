@@ -35,6 +35,7 @@ from hopwell.kernels.splitting import ALIGNMENT, GROUP_PIECES, SLOT_COUNTERS, ST
 PIECE, GROUP = 0, 2  # where the statistics of a piece, and of a merged group, lie in a row's
 GENERATION, PIECES_THERE, GROUPS_THERE, *SHARE = range(SLOT_COUNTERS)
 COLUMNS_AT_ONCE = 4  # float32 of 16 bytes
+PARTS_AT_ONCE = 8  # pieces whose loads are under way
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ class Slots(DeviceStruct):
 
     @cute.jit
     def places(self, first, step, count) -> list:
-        """The places of ``count`` pieces, ``step`` apart, and of the last one again up to GROUP_PIECES."""
+        """The places of ``count`` pieces, ``step`` apart, and of the last one again up to PARTS_AT_ONCE."""
         slots = [first % self.slots]
-        for i in cutlass.range_constexpr(1, GROUP_PIECES):
+        for i in cutlass.range_constexpr(1, PARTS_AT_ONCE):
             following = slots[-1] + (step if i < count else Int32(0))
             slots.append(following - (self.slots if following >= self.slots else Int32(0)))
         return [slot * self.rows for slot in slots]
@@ -105,6 +106,39 @@ class Slots(DeviceStruct):
         if first_column + column_group == 0:
             copy.store_global_f32(self.statistics(row, PIECE), (reference, total))
 
+    @cute.jit
+    def store_quad(self, piece, row, column, total: "WeightedSum", level: cutlass.Constexpr[int]) -> None:
+        """Four columns of a row of a piece."""
+        row += self.place(piece)
+        copy.store_global_f32(self.output(row, column), total.values)
+        if column == 0:
+            copy.store_global_f32(self.statistics(row, level), (total.reference, total.sum))
+
+
+@dataclass(frozen=True)
+class WeightedSum(DeviceStruct):
+    """Four columns of a row, relative to its reference, and its sum of exponentials."""
+
+    values: tuple
+    reference: Float32
+    sum: Float32
+
+    @staticmethod
+    def nothing() -> "WeightedSum":
+        return WeightedSum((Float32(0.0),) * COLUMNS_AT_ONCE, Float32(-Float32.inf), Float32(0.0))
+
+    @cute.jit
+    def plus(self, statistics, columns, count) -> "WeightedSum":
+        """With the first ``count`` of up to PARTS_AT_ONCE more parts of the row."""
+        references = [each[0] if i < count else -Float32.inf for i, each in enumerate(statistics)]
+        sums = [each[1] for each in statistics]
+        weights, reference, total = merged([self.reference, *references], [self.sum, *sums])
+        values = [weights[0] * value for value in self.values]
+        for i in cutlass.range_constexpr(len(columns)):
+            for c in cutlass.range_constexpr(COLUMNS_AT_ONCE):
+                values[c] += weights[i + 1] * (columns[i][c] if i < count else Float32(0.0))
+        return WeightedSum(tuple(values), reference, total)
+
 
 @dataclass(frozen=True)
 class Merge(DeviceStruct):
@@ -116,7 +150,7 @@ class Merge(DeviceStruct):
     barrier: int  # their named barrier
 
     @property
-    def _thread(self):
+    def thread(self):
         return cute.arch.thread_idx()[0] - self.first_thread
 
     def meet(self) -> None:
@@ -131,18 +165,22 @@ class Merge(DeviceStruct):
             self.prepare(tile)
             ring.release(work)
             ring.wait_full(work)
+            rows = PackedRows.create(addresses, geometry, tile, scale, out_dtype.width // 8)
+            self.gather(tile, rows, out_dtype)
             if tile.chunks > 1:
-                rows = PackedRows.create(addresses, geometry, tile, scale, out_dtype.width // 8)
                 self.complete(tile, rows, out_dtype)
             work += 1
             tile = board.read(work)
         self.hand_back(Int32(geometry.grid))
 
+    def gather(self, tile, rows: PackedRows, out_dtype) -> None:
+        """What comes between the unit and its piece: nothing where attend stores it."""
+
     @cute.jit
     def prepare(self, tile) -> None:
         """In the first thread, return when the unit's piece, if it is one, may be written."""
         # In their first generation all slots are free.
-        if tile.piece >= self.slots.slots and tile.chunks > 1 and self._thread == 0:
+        if tile.piece >= self.slots.slots and tile.chunks > 1 and self.thread == 0:
             # Its own slot, and those that keep count for it: their pieces may not have come that far.
             self.slots.wait_free((tile.piece, tile.first_piece, tile.group_piece))
         cute.arch.sync_warp()
@@ -169,7 +207,7 @@ class Merge(DeviceStruct):
         """Count one more of ``count`` in the slot of their ``first``, and say whether it was the last; then the counter
         is zero again."""
         last = Int32(1)
-        if self._thread == 0:
+        if self.thread == 0:
             last = count_one(self.slots.counter(kind, first), count)
             if last != 0:
                 global_array(Int32, self.slots.counter(kind, first))[0] = 0
@@ -179,8 +217,8 @@ class Merge(DeviceStruct):
     def _release(self, first, step, count) -> None:
         """``count`` pieces have been read: their slots may be written again."""
         self.meet()
-        if self._thread < count:
-            piece = first + self._thread * step
+        if self.thread < count:
+            piece = first + self.thread * step
             store_release(self.slots.counter(GENERATION, piece), self.slots.generation(piece) + 1)
 
     @cute.jit
@@ -188,31 +226,28 @@ class Merge(DeviceStruct):
         """Merge ``count`` pieces: into the output, or, without ``out_dtype``, into the first of them as a group."""
         slots = self.slots
         quads = slots.columns // COLUMNS_AT_ONCE
-        places = slots.places(first, step, count)
-        for item in cutlass.range(self._thread, cutlass.min(rows.count, slots.rows) * quads, self.threads, unroll=1):
+        rounds = (count + (PARTS_AT_ONCE - 1)) // PARTS_AT_ONCE
+        for item in cutlass.range(self.thread, cutlass.min(rows.count, slots.rows) * quads, self.threads, unroll=1):
             row = item // quads
             column = (item - row * quads) * COLUMNS_AT_ONCE
-            statistics = [copy.load_global_f32(slots.statistics(place + row, level), 2) for place in places]
-            outputs = [copy.load_global_f32(slots.output(place + row, column), COLUMNS_AT_ONCE) for place in places]
-            references = [statistics[i][0] if i < count else -Float32.inf for i in range(GROUP_PIECES)]
-            weights, reference, total = merged(references, [each[1] for each in statistics])
-            values = [Float32(0.0)] * COLUMNS_AT_ONCE
-            for i in cutlass.range_constexpr(GROUP_PIECES):
-                for c in cutlass.range_constexpr(COLUMNS_AT_ONCE):
-                    values[c] += weights[i] * (outputs[i][c] if i < count else Float32(0.0))
+            total = WeightedSum.nothing()
+            for k in cutlass.range(rounds, unroll=1):
+                there = count - k * PARTS_AT_ONCE
+                places = slots.places(first + k * PARTS_AT_ONCE * step, step, there)
+                statistics = [copy.load_global_f32(slots.statistics(place + row, level), 2) for place in places]
+                outputs = [copy.load_global_f32(slots.output(place + row, column), COLUMNS_AT_ONCE) for place in places]
+                total = total.plus(statistics, outputs, there)
             if const_expr(out_dtype is None):
-                copy.store_global_f32(slots.output(places[0] + row, column), values)
-                if column == 0:
-                    copy.store_global_f32(slots.statistics(places[0] + row, GROUP), (reference, total))
+                slots.store_quad(first, row, column, total, GROUP)
             else:
-                factor = rows.finish(row, reference, total, column == 0)
-                copy.store_rounded(rows.output(row, column), [value * factor for value in values], out_dtype)
+                factor = rows.finish(row, total.reference, total.sum, column == 0)
+                copy.store_rounded(rows.output(row, column), [value * factor for value in total.values], out_dtype)
 
     @cute.jit
     def _is_last_cta(self, grid):
         self.meet()
         last = Int32(1)
-        if self._thread == 0:
+        if self.thread == 0:
             last = count_one(self.slots.tickets + 4, grid)
         return barrier_all(last != 0, self.barrier, self.threads)
 
@@ -221,7 +256,7 @@ class Merge(DeviceStruct):
         """The last CTA leaves every counter at zero, as the next launch wants to find it."""
         if self._is_last_cta(grid):
             counters = global_array(Int32, self.slots.tickets)
-            for i in cutlass.range(self._thread, TICKETS + self.slots.slots, self.threads, unroll=1):
+            for i in cutlass.range(self.thread, TICKETS + self.slots.slots, self.threads, unroll=1):
                 counters[i] = 0
 
 

@@ -64,7 +64,14 @@ class OnlineSoftmax(DeviceStruct):
             chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores.get(r, c))
         for c in cutlass.range_constexpr(1, CHAINS):
             chains[0] = cute.arch.fmax(chains[0], chains[c])
-        return cute.arch.warp_reduction_max(chains[0], threads_in_group=scores.lanes_per_row)
+        return self.largest_of_lanes(chains[0], scores.lanes_per_row)
+
+    def largest_of_lanes(self, value, lanes: int):
+        """Of the lanes that share a row."""
+        return cute.arch.warp_reduction_max(value, threads_in_group=lanes)
+
+    def sum_of_lanes(self, value, lanes: int):
+        return cute.arch.warp_reduction_sum(value, threads_in_group=lanes)
 
     def accumulate(self, scores, r: int, row_max) -> None:
         """Replace the scores of row r, the largest of which is ``row_max``, by their exponentials."""
@@ -116,14 +123,14 @@ class OnlineSoftmax(DeviceStruct):
     @cute.jit
     def sum_of_largest(self, r: int, lanes_per_row: int):
         """Sum of the exponentials of row r relative to its largest logit; 0 where it saw no key."""
-        seen = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=lanes_per_row)
+        seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
         moved = cute.math.exp2((self.reference[r] - self.largest[r]) * self.scale, fastmath=True)
         return seen * moved if self.largest[r] > -Float32.inf else Float32(0.0)
 
     @cute.jit
     def partial(self, r: int, lanes_per_row: int):
         """(reference, sum) of row r over the keys so far, the reference as an exponent of 2."""
-        seen = cute.arch.warp_reduction_sum(self.row_sum[r], threads_in_group=lanes_per_row)
+        seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
         reference = -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
         return reference, seen
 

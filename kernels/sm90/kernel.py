@@ -24,12 +24,11 @@ class AttentionSm90(AttentionKernel):
     def _edges(self) -> tuple[Edge, ...]:
         c, t, consumers = self.config, self.tile, 4 * self.warpgroups
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers, **self.more_roles}
-        k_from, v_from, from_warps = ("widen", "widen", 4) if self.is_raw else ("load_k", "load_v", 1)
         others = roles["all others"] = 4 * len(c.registers) - 1 - self.warps_without_work
         edges = (
             Edge("Q", self.q_role, "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2),
-            Edge("K", k_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[0] * 2, **self.kv_arrivals),
-            Edge("V", v_from, "attend", t.kv_stages, from_warps, consumers, t.n * c.columns[1] * 2, **self.kv_arrivals),
+            Edge("K", "load_k", "attend", t.kv_stages, 1, consumers, t.n * c.columns[0] * 2, **self.kv_arrivals),
+            Edge("V", "load_v", "attend", t.kv_stages, 1, consumers, t.n * c.columns[1] * 2, **self.kv_arrivals),
             self._work_edge(others),
             *self._more_edges(),
         )

@@ -24,7 +24,8 @@ from hopwell.kernels.parts.split import ListSchedule, SplitSchedule, UnitKeeper
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
-from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeAttend, DecodeSm90
+from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeSm90
+from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.kernel import K_WARP, SCHEDULE_WARP
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.splitting import LATENT_PIECE_BYTES
@@ -101,7 +102,7 @@ class MlaSm90(DecodeSm90):
         c, a, g = self.config, addresses, geometry
         strides, table = (g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, g.page_shift)
         dims, columns = c.kv_dims, c.columns
-        kind = dict(is_value=True, streams=c.streams_kv, element_bytes=c.kv_bytes)
+        kind = dict(is_value=True, streams=c.streams_kv)
         left = KvOperand(a.key, *strides, *table, dims[0], columns[0], dims[0], **kind)
         right = KvOperand(a.key + 2 * dims[0], *strides, *table, dims[1], columns[1], dims[1], **kind)
         return left, right
@@ -119,7 +120,7 @@ class MlaSm90(DecodeSm90):
         operands = self.loads(addresses, geometry)
         if warp < self.loading_warps:
             if const_expr(self.loading_warps == 1):
-                shared = [self._loaded(part, tiles, rings)[0] for part in range(2)]
+                shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
                 self.load_keys_and_values(atoms, shared, rings[1:3], partial_barriers, board, operands)
             elif warp == K_WARP:
                 self.load_part(0, atoms, operands, tiles, rings, partial_barriers, board)

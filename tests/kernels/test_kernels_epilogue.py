@@ -49,8 +49,8 @@ class Warp:
         monkeypatch.setattr(cute.arch, "sync_warp", self._sync)
         monkeypatch.setattr(cutlass, "range_constexpr", range)
         monkeypatch.setattr(copy, "store_matrix_x4", self._store_matrices)
-        monkeypatch.setattr(copy, "store_shared_x4", self._store)
-        monkeypatch.setattr(copy, "load_shared_x4", self._load)
+        monkeypatch.setattr(copy, "store_shared", self._store)
+        monkeypatch.setattr(copy, "load_shared", self._load)
 
     def _sync(self) -> None:
         self._own.phase += 1
@@ -84,7 +84,8 @@ class Warp:
         for place, word in zip(self._chunk(address), words, strict=True):
             self._write(place, word)
 
-    def _load(self, address: int) -> list[Any]:
+    def _load(self, address: int, count: int) -> list[Any]:
+        assert count * 4 == copy.CHUNK_BYTES
         places = self._chunk(address)
         for place in places:
             assert self._written.get(place) != self._own.phase, "read while it is written"

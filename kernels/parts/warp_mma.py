@@ -1,0 +1,50 @@
+"""Matrix products of one warp: mma.sync of 16 x 16 by 16 x 8 float16.
+
+Lane 4 g + t holds (PTX ISA, "matrix fragments for mma.m16n8k16"), two float16 a word:
+
+    A   elements 2 t and 2 t + 1 of rows g and g + 8, then elements 2 t + 8 and 2 t + 9 of both
+    B   elements 2 t and 2 t + 1 of column g, then elements 2 t + 8 and 2 t + 9
+    D   columns 2 t and 2 t + 1 of row g, then of row g + 8
+
+Which element of a row of A has which number is free, as long as it has the same one in B: operands whose elements lie
+side by side in memory are read 16 bytes at a time, which are several fragments' worth.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
+
+MMA_ROWS = 16
+MMA_COLUMNS = 8
+QUAD = 4  # lanes with the same g
+
+
+def place_in_warp() -> tuple:
+    """(g, t) of this lane."""
+    lane = cute.arch.lane_idx()
+    return lane // QUAD, lane % QUAD
+
+
+@dsl_user_op
+def multiply(d, a, b, *, loc=None, ip=None) -> tuple:
+    """d + a b, of four, four and two registers."""
+    return cute.arch.inline_ptx(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *d],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def transposed(word, *, loc=None, ip=None):
+    """An 8 x 8 matrix of 16-bit elements, of which this lane has elements 2 t and 2 t + 1 of row g."""
+    return cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
+        write_only_types=[Uint32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )

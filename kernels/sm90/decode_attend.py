@@ -1,0 +1,107 @@
+"""The consumer warpgroups of Hopper decode: what becomes of their rows."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.mask import DraftRow, LogitRow
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.partial import Merge
+from hopwell.kernels.parts.split import SplitTile
+from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.sm90.attend import Attend
+
+
+@dataclass
+class DecodeAttend(Attend):
+    merge: Merge
+    addresses: Addresses
+    geometry: DecodeGeometry
+
+    def run(self, addresses: Addresses, geometry: DecodeGeometry):
+        self.attend(addresses, geometry)
+        if not self.kernel.config.has_merge_role:
+            self.merge.hand_back(Int32(geometry.grid))
+
+    def attend(self, addresses: Addresses, geometry: DecodeGeometry):
+        """All units."""
+        super().run(addresses, geometry)
+
+    def logit_row(self, tile: SplitTile, warp_row, fragment: Any = RowFragment) -> LogitRow:
+        """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores."""
+        request = tile.request
+        first = tile.first_row + warp_row + fragment.first_row()
+        if const_expr(self.mask.kind is not MaskKind.DRAFT):
+            return LogitRow((request.first_position,) * fragment.rows, request.kv_len, Float32(0.0))
+        tokens = []
+        for r in range(fragment.rows):
+            token = (first + fragment.row_offset(r)) // Int32(self.geometry.group)
+            tokens.append(cutlass.max(cutlass.min(token, request.q_len - 1), 0))
+        return DraftRow.create(request, tokens, self.addresses, self.geometry)
+
+    @cute.jit
+    def store(self, operands, tile: SplitTile, work, warp_row, column_group, addresses, geometry):
+        """Write this warp's rows, or leave them as a piece."""
+        rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
+        self.open_piece(tile, work)
+        if tile.chunks == 1:
+            self.store_rows(operands, rows, warp_row, column_group)
+        else:
+            self.store_piece(operands, rows, tile.piece, warp_row, column_group)
+        self.close_piece(tile, rows, work)
+
+    @cute.jit
+    def open_piece(self, tile: SplitTile, work) -> None:
+        """Return when the unit's piece, if it is one, may be written."""
+        if const_expr(self.kernel.config.has_merge_role):
+            self.rings[-1].wait_released(work)
+        else:
+            self.merge.prepare(tile)
+            self.merge.meet()
+
+    @cute.jit
+    def close_piece(self, tile: SplitTile, rows: PackedRows, work) -> None:
+        """The unit's results have been written."""
+        if const_expr(self.kernel.config.has_merge_role):
+            self.rings[-1].fill(work)
+        else:
+            self.merge.meet()
+            if tile.chunks > 1:
+                self.merge.complete(tile, rows, self.kernel.out_dtype)
+
+    @cute.jit
+    def store_rows(self, operands, rows: PackedRows, warp_row, column_group) -> None:
+        output = operands.output()
+        for r in cutlass.range_constexpr(output.rows):
+            row = warp_row + output.first_row() + output.row_offset(r)
+            reference, total = self.softmax.partial(r, output.lanes_per_row)
+            if row < rows.count:
+                first_column = output.first_column()
+                factor = rows.finish(row, reference, total, first_column == 0 and column_group == 0)
+                for c in cutlass.range_constexpr(0, self.columns // output.lanes_per_row, 2):
+                    column = column_group * self.columns + first_column + output.column_offset(c)
+                    scaled = [output.get(r, c) * factor, output.get(r, c + 1) * factor]
+                    copy.store_rounded(rows.output(row, column), scaled, self.kernel.out_dtype)
+
+    @cute.jit
+    def store_piece(self, operands, rows: PackedRows, piece, warp_row, column_group) -> None:
+        output = operands.output()
+        for r in cutlass.range_constexpr(output.rows):
+            row = warp_row + output.first_row() + output.row_offset(r)
+            pairs = [
+                (output.get(r, c), output.get(r, c + 1)) for c in range(0, self.columns // output.lanes_per_row, 2)
+            ]
+            reference, total = self.softmax.partial(r, output.lanes_per_row)
+            if row < rows.count:
+                self.merge.slots.store(piece, row, pairs, reference, total, output.first_column(), column_group)
+
+    @property
+    def columns(self) -> int:
+        """Of the output, in this warpgroup."""
+        return self.kernel.config.head_dim_v // self.kernel.config.v_parts
