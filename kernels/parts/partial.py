@@ -165,16 +165,12 @@ class Merge(DeviceStruct):
             self.prepare(tile)
             ring.release(work)
             ring.wait_full(work)
-            rows = PackedRows.create(addresses, geometry, tile, scale, out_dtype.width // 8)
-            self.gather(tile, rows, out_dtype)
             if tile.chunks > 1:
+                rows = PackedRows.create(addresses, geometry, tile, scale, out_dtype.width // 8)
                 self.complete(tile, rows, out_dtype)
             work += 1
             tile = board.read(work)
         self.hand_back(Int32(geometry.grid))
-
-    def gather(self, tile, rows: PackedRows, out_dtype) -> None:
-        """What comes between the unit and its piece: nothing where attend stores it."""
 
     @cute.jit
     def prepare(self, tile) -> None:

@@ -424,10 +424,30 @@ class ByteAttend(DecodeAttend):
 
 @dataclass(frozen=True)
 class ByteMerge(Merge):
-    """Adds up what the warps of attend have found of a unit before it merges the unit with others."""
+    """Adds up what the warps of attend have found of a unit before it merges the unit with others. What attend waits
+    for is not a free slot but the exchange."""
 
     exchange: Exchange
     kernel: Any  # configuration only
+
+    @cute.jit
+    def run(self, board, ring, addresses, geometry, scale, out_dtype: cutlass.Constexpr) -> None:
+        work = Int32(0)
+        ring.release(work)
+        tile = board.read(work)
+        while tile.exists:
+            rows = PackedRows.create(addresses, geometry, tile, scale, out_dtype.width // 8)
+            ring.wait_full(work)
+            self.prepare(tile)
+            self.meet()
+            self.gather(tile, rows, out_dtype)
+            work += 1
+            # Before the merge, for which attend has no reason to wait.
+            ring.release(work)
+            if tile.chunks > 1:
+                self.complete(tile, rows, out_dtype)
+            tile = board.read(work)
+        self.hand_back(Int32(geometry.grid))
 
     @cute.jit
     def gather(self, tile: SplitTile, rows: PackedRows, out_dtype: cutlass.Constexpr) -> None:

@@ -109,13 +109,33 @@ def test_scales_sinks_and_window(device: str) -> None:
 
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 def test_caches_of_8_bits(kv_dtype: torch.dtype, device: str) -> None:
-    """Over the same values the result is that of a 16-bit cache, to the bit."""
     data = batch(device, kv_dtype=kv_dtype)
+    data.expected_decode().check(xqa(data, data.decode(16)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_caches_of_8_bits_agree(dtype: torch.dtype, device: str) -> None:
+    """Over numbers that both types have the results are the same, to the bit."""
+    data = batch(device, kv_dtype=torch.float8_e4m3fn, dtype=dtype)
+    problem = data.decode(16)
+    generator = torch.Generator().manual_seed(0)
+    numbers = [torch.randint(-8, 9, pool.shape, generator=generator) for pool in (problem.key, problem.value)]
+    caches = [tuple(pool.to(kv).to(device) for pool in numbers) for kv in (torch.float8_e4m3fn, torch.int8)]
+    first, second = (xqa(data, problem, kv_cache=cache, bmm1_scale=data.scale / 64) for cache in caches)
+    assert first.isfinite().all()
+    assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("magnitude", [2.0**-100, 2.0**18], ids=["small", "large"])
+def test_queries_beyond_float16_over_8_bits(magnitude: float, device: str) -> None:
+    """bfloat16 has exponents that float16, in which such caches are multiplied, has not; rows have their own."""
+    data = batch(device, kv_dtype=torch.float8_e4m3fn)
     problem = data.decode(16)
     out = xqa(data, problem)
-    data.expected_decode().check(out)
-    wide = [pool.to(data.dtype) for pool in (problem.key, problem.value)]
-    assert torch.equal(out, xqa(data, problem, kv_cache=tuple(wide)))
+    data.q = data.q * torch.tensor([1.0, magnitude], device=device).repeat(data.heads // 2).view(-1, 1).bfloat16()
+    scaled = xqa(data, problem)
+    assert torch.equal(scaled[:, ::2], out[:, ::2])
+    data.expected_decode().check(scaled)
 
 
 def test_fp8_output(device: str) -> None:
