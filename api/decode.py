@@ -53,8 +53,8 @@ def xqa_batch_decode_with_kv_cache(
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
             e2m1 values a byte, head_dim / 2 wide). page_size is a power of two, num_heads a multiple of num_kv_heads.
-            8-bit values are widened before they are multiplied: the result is that of a 16-bit cache with the same
-            values.
+            8-bit values are widened to float16 before they are multiplied, which holds all of them: the result is at
+            least as accurate as that of a 16-bit cache with the same values.
         workspace_buffer: contiguous memory of any dtype for partial results, ``xqa_workspace_bytes`` bytes or more. It
             may hold anything. Calls that may run at the same time need one each.
         block_tables: int32 or uint32 page ids [batch, pages_per_request]; entries past a request's last page are not

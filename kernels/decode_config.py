@@ -37,7 +37,7 @@ _TILES = {
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
-# For caches of 8 bits: each of eight warps has keys of its own.
+# For caches of 8 bits: eight warps with keys of their own. With more registers for those that merge, these would spill.
 _BYTE_TILES = {
     128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
     256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
@@ -59,7 +59,12 @@ class DecodeConfig(KernelConfig):
     @property
     def chunk_tokens(self) -> int:
         """Keys of a unit of work, as long as requests are not very long."""
-        return chunk_tokens(self.head_dim_v) * 2 // self.kv_bytes
+        return chunk_tokens(self.head_dim_v, element_bytes=self.kv_bytes)
+
+    @property
+    def halves_chunks(self) -> bool:
+        """Whether requests of middle length have chunks of half of that."""
+        return True
 
     @property
     def streams_kv(self) -> bool:

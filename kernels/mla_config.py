@@ -41,6 +41,10 @@ class MlaConfig(DecodeConfig):
         return LISTED_CHUNK_TOKENS if self.sparse else chunk_tokens(self.head_dim_v, latent=True)
 
     @property
+    def halves_chunks(self) -> bool:
+        return False
+
+    @property
     def merge_loads(self) -> tuple[int, int]:
         """Pieces, and items of each, that a producer warp that merges has under way."""
         return (4, 1) if self.sparse else (4, 2)

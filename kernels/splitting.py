@@ -1,9 +1,13 @@
 """How decode cuts the keys of a request, and the memory that the pieces need. Plain numbers, host and device."""
 
-# A chunk takes about 8 us of a CTA: short enough to spread few requests over all SMs, long enough that a piece (4 KiB
-# at 8 rows and 128 columns) is little beside its keys and values (256 KiB).
-CHUNK_ELEMENTS = 512 * 128  # of K, for narrow heads
-MIN_CHUNK_TOKENS = 512  # half of it brought nothing at 256 columns, see perf/NOTES.md
+# A chunk takes about 16 us of a CTA: a piece (4 KiB at 8 rows and 128 columns) is little beside its keys and values
+# (512 KiB), and 1024 tokens are one chunk without a piece. Requests of middle length have chunks of half of it, without
+# which there would not be enough of them for all SMs. bf16, 64/8 heads, us with halves and with whole chunks (H200,
+# 2026-11-22): 256 x 1024 tokens 258 and 238, 1 x 1024 14.3 and 15.7; 1 x 4096 15.4 and 19.2, 128 x 2048 253 and 258;
+# 4 x 16384 78 and 72, 32 x 8192 253 and 250.
+CHUNK_ELEMENTS = 1024 * 128  # of 16 bits of K, for narrow heads
+MIN_CHUNK_TOKENS = 1024
+LONG_TOKENS = 8192  # from here on, and up to one chunk, chunks are whole
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
 DOUBLINGS = 17  # 2^31 tokens in no more than MAX_CHUNKS
 GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
@@ -33,11 +37,11 @@ TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges han
 SLOT_COUNTERS = 9
 
 
-def chunk_tokens(columns: int, latent: bool = False) -> int:
-    """Keys of a chunk of a short request, a power of two. ``latent`` as in MLA, where the value is part of the key."""
+def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = 2) -> int:
+    """Keys of a whole chunk, a power of two. ``latent`` as in MLA, where the value is part of the key."""
     if latent:
         return LATENT_CHUNK_TOKENS
-    return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS)
+    return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS) * 2 // element_bytes
 
 
 def slot_rows(rows: int, latent: bool = False) -> int:
@@ -62,7 +66,9 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int,
 
 
 def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool) -> int:
-    chunks = min(-(-max(capacity, 1) // chunk_tokens(columns, latent)) + 1, MAX_CHUNKS)
+    # Chunks of 16-bit keys are the shortest.
+    least = chunk_tokens(columns, latent) // (1 if latent else 2)
+    chunks = min(-(-max(capacity, 1) // least) + 1, MAX_CHUNKS)
     return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
 
 

@@ -26,7 +26,7 @@ from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, MAX_CHUNKS
+from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, LONG_TOKENS, MAX_CHUNKS
 
 
 @dataclass
@@ -81,6 +81,7 @@ class SplitSchedule(DeviceStruct):
     tile_m: int
     tile_n: int
     chunk_tokens: int  # of short requests
+    halves: bool  # whether they are half as long in requests of middle length
     keeper: UnitKeeper
 
     @property
@@ -107,6 +108,8 @@ class SplitSchedule(DeviceStruct):
             begin, _ = self.mask.keys(kv_len - q_len, kv_len)
             begin = cutlass.max(cutlass.min(begin, seen - 1), 0)
         shift = Int32(self.chunk_tokens.bit_length() - 1)
+        if const_expr(self.halves):
+            shift -= (seen > self.chunk_tokens and seen < LONG_TOKENS).to(Int32)
         for _ in cutlass.range_constexpr(DOUBLINGS):
             shift += (((seen - 1) >> shift) - (begin >> shift) >= MAX_CHUNKS).to(Int32)
         first = begin >> shift

@@ -340,7 +340,14 @@ class Exchange(DeviceStruct):
 
 @dataclass
 class ByteAttend(DecodeAttend):
-    """The warps of attend, which only attend: what they find is added up by the warpgroup that merges."""
+    """The warps of attend, which do nothing but attend: what they find is added up by the warpgroup that merges.
+
+    With up to 8 rows, each of 8 warps has 32 of the 128 keys of every other tile:
+
+        memory       |  K(i-2), V(i-2)  |  K(i-3), V(i-3)  |  K(i-4), V(i-4)  | ...
+        warps 0..3   | S(i), softmax, O += P V  |  waits   | S(i-2), softmax, O += P V | ...
+        warps 4..7   |   waits  | S(i-1), softmax, O += P V  |   waits   | S(i-3), ...
+    """
 
     @cute.jit
     def attend(self, addresses: Addresses, geometry: DecodeGeometry):

@@ -39,7 +39,7 @@ class DecodeSm90(AttentionSm90):
         warp 2 load_q      the packed rows of Q
         warp 3 schedule    units of work: which rows, which chunk of which request's keys
         warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
-                           piece of it. Over 8-bit caches eight warps, see byte_attend.py
+                           piece of it. Over 8-bit caches eight warps by themselves, see byte_attend.py
         last four merge    gives units their slots and merges pieces, so that its atomics and reads cost attend nothing;
                            where attend is two warpgroups, they do it themselves
 
@@ -48,7 +48,8 @@ class DecodeSm90(AttentionSm90):
         K       load_k -> attend      released when S has been computed
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
-        piece   attend -> merge       released once for each unit when its slot may be written; full when it is
+        piece   attend -> merge       released once for each unit when its slot may be written, over 8-bit caches when the
+                                      exchange may be; full when it is
 
     Steady state: memory is the limit, and all that attend does for a step of keys has to take less time than their
     loads. Between units, loads run ahead by as many tiles as there are stages.
@@ -58,6 +59,7 @@ class DecodeSm90(AttentionSm90):
     """
 
     work_tile = SplitTile
+    work_stages = 1  # a unit that waits in hand is one that another CTA could begin with
 
     @property
     def schedule_type(self) -> type[SplitSchedule]:
@@ -66,12 +68,6 @@ class DecodeSm90(AttentionSm90):
     @property
     def mask_type(self) -> type[IntervalMask]:
         return DraftMask if self.config.mask is MaskKind.DRAFT else IntervalMask
-
-    @property
-    def work_stages(self) -> int:
-        """Units in hand. Loads of 8-bit caches run more than a unit ahead; otherwise a unit that waits in hand is one
-        that another CTA could begin with. What that saves could not be told from noise (H200, 2026-11-21)."""
-        return 2 if self.config.kv_bytes == 1 else 1
 
     @property
     def staging_bytes(self) -> int:
@@ -164,7 +160,8 @@ class DecodeSm90(AttentionSm90):
         return (ByteAttend if self.config.kv_bytes == 1 else DecodeAttend)(*parts)
 
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, tiles, rings) -> SplitSchedule:
-        sizes = (self.tile.m, self.tile.n * self.step_tiles, self.config.chunk_tokens)
+        c = self.config
+        sizes = (self.tile.m, self.tile.n * self.step_tiles, c.chunk_tokens, c.halves_chunks)
         return self.schedule_type(geometry, addresses, mask, *sizes, self.keeper(addresses, geometry, tiles, rings))
 
     def keeper(self, addresses: Addresses, geometry: DecodeGeometry, tiles, rings) -> UnitKeeper:

@@ -107,8 +107,7 @@ class TestResources:
             assert kernel.shared_bytes <= SHARED_BYTES
             assert config.tile.m == ROWS
             assert WARPGROUP * sum(config.registers) <= REGISTERS
-            more = (kv_type is not KvType.WIDE) + config.has_merge_role
-            assert len(config.registers) == 1 + config.consumer_warpgroups + more
+            assert len(config.registers) == 1 + config.consumer_warpgroups + config.has_merge_role
             assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in config.registers)
 
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)

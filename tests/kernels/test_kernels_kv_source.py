@@ -429,6 +429,19 @@ def row_addresses(tile_n: int) -> list[int]:
     return [0 if row % 5 == 2 else (1 << 40) + 4096 * row for row in range(tile_n)]
 
 
+@pytest.mark.parametrize("head_dim", DECODE_8BIT_HEAD_DIMS)
+def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
+    """As 16-bit ones of half as many columns, with half the strides."""
+    of = ("sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_ROWS, 0)
+    g = geometry(16)
+    for make in (KvOperand.key, KvOperand.value):
+        wide, narrow = (make(ADDRESSES, g, DecodeConfig(*of, kind)) for kind in (KvType.WIDE, KvType.E4M3))
+        strides = [[int(s) for s in (operand.page, operand.head, operand.row)] for operand in (wide, narrow)]
+        assert strides[1] == [stride // 2 for stride in strides[0]]
+        assert narrow.head_dim == head_dim // 2 == narrow.depth
+        assert narrow.columns == -(-head_dim // 128) * 64
+
+
 class TestRows:
     @cases(PageRows)
     def test_every_chunk_is_copied_or_zeroed_once(self, case: Case, warp: Warp) -> None:
@@ -441,19 +454,6 @@ class TestRows:
             has_chunk = rows[row] != 0 and chunk * copy.CHUNK_BYTES < case.head_dim * 2
             want = rows[row] + chunk * copy.CHUNK_BYTES if has_chunk else None
             assert written[address] == want, (row, chunk)
-
-    @pytest.mark.parametrize("head_dim", DECODE_8BIT_HEAD_DIMS)
-    def test_rows_of_8_bits_lie_one_after_the_other(self, head_dim: int, warp: Warp) -> None:
-        config = DecodeConfig(
-            "sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_ROWS, 0, KvType.E4M3
-        )
-        case = CASES[0]._replace(kind=PageRows, tile_n=config.tile.n, config=config)
-        stage, rows, source = 1, row_addresses(config.tile.n), case.source()
-        begin = SHARED + stage * config.tile.n * head_dim
-        assert copies(source, rows, stage, warp) == {
-            begin + row * head_dim + byte: rows[row] + byte if rows[row] else None
-            for row, byte in itertools.product(range(config.tile.n), range(0, head_dim, copy.CHUNK_BYTES))
-        }
 
     def test_the_table_is_read_a_tile_ahead(self, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its latency passes behind the copies of the tile before; stages are filled from the last tile on."""

@@ -26,7 +26,7 @@ from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
 from hopwell.kernels.parts.split import LANES, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import GROUP_PIECES, MAX_CHUNKS, ROWS, TICKETS
+from hopwell.kernels.splitting import GROUP_PIECES, LONG_TOKENS, MAX_CHUNKS, ROWS, TICKETS
 
 pytestmark = pytest.mark.traced
 # The DSL warns where a value does not fit its type and would wrap around on the device.
@@ -65,7 +65,7 @@ class Requests:
     def row_tiles(self) -> int:
         return -(-self.group * max(self.q_lens) // ROWS)
 
-    def schedule(self, memory: Memory) -> SplitSchedule:
+    def schedule(self, memory: Memory, halves: bool = False) -> SplitSchedule:
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(
             kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts) if self.ragged else Int64(0)
@@ -75,7 +75,7 @@ class Requests:
             **{name: Int64(size) for name, size in (sizes | dict(row_tiles=self.row_tiles)).items()}
         )
         mask = IntervalMask(self.kind, Int32(self.window), Int32(1))
-        return SplitSchedule(g, a, mask, ROWS, self.tile_n, CHUNK, UnitKeeper())
+        return SplitSchedule(g, a, mask, ROWS, self.tile_n, CHUNK, halves, UnitKeeper())
 
     def visible(self, request: int, row: int) -> range:
         """Keys that a packed row may see: of drafts all new ones, whichever their bits leave."""
@@ -122,6 +122,15 @@ class TestSpan:
 
             tokens = next(CHUNK << i for i in range(20) if chunks(CHUNK << i) <= MAX_CHUNKS)
             assert (found.chunk_tokens, found.chunks, found.first_chunk) == (tokens, chunks(tokens), first // tokens)
+
+    def test_half_chunks(self, memory: Memory) -> None:
+        """Of requests that are more than one chunk, until they are long."""
+        lengths = [0, CHUNK, CHUNK + 1, 3 * CHUNK, LONG_TOKENS - 1, LONG_TOKENS, 2**31 - 1]
+        schedule = Requests([1] * len(lengths), lengths).schedule(memory, halves=True)
+        found = [span(schedule, index) for index in range(len(lengths))]
+        halves = [one.chunk_tokens * 2 == CHUNK for one in found]
+        assert halves == [False, False, True, True, True, False, False]
+        assert [one.chunks for one in found[:-1]] == [1, 1, 3, 6, LONG_TOKENS // CHUNK * 2, LONG_TOKENS // CHUNK]
 
     def test_lanes_without_a_request_have_no_chunks(self, memory: Memory) -> None:
         schedule = Requests([1, 1], [5, 700]).schedule(memory)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hopwell.kernels.splitting import (
+    CHUNK_ELEMENTS,
     COMFORTABLE_BYTES,
     DOUBLINGS,
     GROUP_PIECES,
@@ -37,11 +38,12 @@ def test_longest_chunks_are_long_enough() -> None:
 
 def test_chunks_have_equal_bytes() -> None:
     """As equal as powers of two can be, so that they take equal times; wide heads have no shorter ones than others."""
-    assert [chunk_tokens(columns) for columns in (64, 128, 256, 512)] == [1024, 512, 512, 512]
+    assert [chunk_tokens(columns) for columns in (64, 128, 256, 512)] == [2048, 1024, 1024, 1024]
     for columns in range(16, 513, 16):
         tokens = chunk_tokens(columns)
         assert tokens & (tokens - 1) == 0
-        assert 512 * 128 / 2 < tokens * min(columns, 128) <= 512 * 128
+        assert CHUNK_ELEMENTS / 2 < tokens * min(columns, 128) <= CHUNK_ELEMENTS
+        assert chunk_tokens(columns, element_bytes=1) == 2 * tokens
 
 
 def test_two_levels_of_merges_are_enough() -> None:
@@ -53,8 +55,9 @@ def test_two_levels_of_merges_are_enough() -> None:
 def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
     """Else a piece would wait for a slot whose turn comes only after its own."""
     for rows, kv_heads, columns in itertools.product((1, 16, 64, 65, 2048), (1, 8, 64), COLUMNS):
-        # Chunks begin at whole multiples of their length, so that the keys of a window may touch one more.
-        chunks = min(-(-capacity // chunk_tokens(columns)) + 1, MAX_CHUNKS)
+        # Chunks begin at whole multiples of their length, so that the keys of a window may touch one more. Half chunks
+        # are the shortest.
+        chunks = min(-(-capacity // (chunk_tokens(columns) // 2)) + 1, MAX_CHUNKS)
         of_request = chunks * kv_heads * -(-rows // ROWS)
         assert slot_count(rows, kv_heads, columns, capacity, ctas) >= of_request + UNDER_WAY * ctas
 
