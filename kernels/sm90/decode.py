@@ -13,7 +13,7 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_scale, shared_address
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand
+from hopwell.kernels.parts.kv_source import KvOperand, PageRows
 from hopwell.kernels.parts.mask import DraftMask, IntervalMask
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge, Slots
@@ -48,8 +48,8 @@ class DecodeSm90(AttentionSm90):
         K       load_k -> attend      released when S has been computed
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
-        piece   attend -> merge       released once for each unit when its slot may be written, over 8-bit caches when the
-                                      exchange may be; full when it is
+        piece   attend -> merge       released once for each unit when its slot may be written, over 8-bit caches the
+                                      exchange; full when it is
 
     Steady state: memory is the limit, and all that attend does for a step of keys has to take less time than their
     loads. Between units, loads run ahead by as many tiles as there are stages.
@@ -68,6 +68,21 @@ class DecodeSm90(AttentionSm90):
     @property
     def mask_type(self) -> type[IntervalMask]:
         return DraftMask if self.config.mask is MaskKind.DRAFT else IntervalMask
+
+    @property
+    def q_arrivals(self) -> dict[str, int]:
+        return dict(producer_lanes=LANES, **self._reading_lanes)
+
+    @property
+    def kv_arrivals(self) -> dict[str, Any]:
+        if self.config.kv_bytes == 1 and issubclass(self.source, PageRows):
+            return dict(producer_lanes=LANES, **self._reading_lanes)
+        return super().kv_arrivals
+
+    @property
+    def _reading_lanes(self) -> dict[str, int]:
+        """Of 8-bit caches lanes read the tiles, Q as well, with instructions of their own."""
+        return dict(consumer_lanes=LANES) if self.config.kv_bytes == 1 else {}
 
     @property
     def staging_bytes(self) -> int:
@@ -218,9 +233,7 @@ class DecodeSm90(AttentionSm90):
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_warp()
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive(ring.full_barrier(step))
+        cute.arch.mbarrier_arrive(ring.full_barrier(step))
 
 
 def build(config: DecodeConfig) -> Any:

@@ -26,7 +26,7 @@ class AttentionSm90(AttentionKernel):
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers, **self.more_roles}
         others = roles["all others"] = 4 * len(c.registers) - 1 - self.warps_without_work
         edges = (
-            Edge("Q", self.q_role, "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2),
+            Edge("Q", self.q_role, "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2, **self.q_arrivals),
             Edge("K", "load_k", "attend", t.kv_stages, 1, consumers, t.n * c.columns[0] * 2, **self.kv_arrivals),
             Edge("V", "load_v", "attend", t.kv_stages, 1, consumers, t.n * c.columns[1] * 2, **self.kv_arrivals),
             self._work_edge(others),
@@ -34,6 +34,11 @@ class AttentionSm90(AttentionKernel):
         )
         check_arrivals(edges, roles)
         return edges
+
+    @property
+    def q_arrivals(self) -> dict[str, int]:
+        """How Q's edge differs where TMA does not fetch it."""
+        return {}
 
     @property
     def more_roles(self) -> dict[str, int]:
