@@ -64,6 +64,7 @@ class Tile:
     producer_registers: int
     consumer_registers: int
     splits_v: bool = False  # two consumer warpgroups share 64 rows, each for half of V's columns
+    merge_registers: int = 88  # where a warpgroup of decode merges
 
 
 # Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out

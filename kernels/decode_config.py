@@ -37,12 +37,13 @@ _TILES = {
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
-# For caches of 8 bits: eight warps with keys of their own. With more registers for those that merge, these would spill.
+# For caches of 8 bits: eight warps with keys of their own, and a warpgroup that merges with what registers they leave:
+# other widths than powers of two take it some more.
 _BYTE_TILES = {
+    112: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=184, merge_registers=104),
     128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
     256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
 }
-MERGE_REGISTERS = 88
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class DecodeConfig(KernelConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        return (*super().registers, *[MERGE_REGISTERS] * self.has_merge_role)
+        return (*super().registers, *[self.tile.merge_registers] * self.has_merge_role)
 
     @property
     def name(self) -> str:
