@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -71,15 +72,14 @@ MLA = (
 
 
 class MlaTensors(DecodeTensors):
-    """``lists`` are [batch, q_len, top_k] tokens that each new token attends to, in random order and all different."""
-
     work: Mla
 
-    def __init__(self, work: Mla, device: str = "cuda"):
-        super().__init__(work, device)
-        generator = torch.Generator(device).manual_seed(1)
+    @cached_property
+    def lists(self) -> torch.Tensor:
+        """[batch, q_len, top_k] tokens that each new token attends to, in random order and all different."""
+        work, generator = self.work, torch.Generator(self.device).manual_seed(1)
         rows = [self._draw(kv_len, generator) for kv_len in work.kv_lens for _ in range(work.q_len)]
-        self.lists = torch.stack(rows).view(work.batch, work.q_len, work.top_k)
+        return torch.stack(rows).view(work.batch, work.q_len, work.top_k)
 
     def _draw(self, kv_len: int, generator: torch.Generator) -> torch.Tensor:
         """Of tokens that the first new token sees as well."""

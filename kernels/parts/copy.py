@@ -183,18 +183,6 @@ def store_global_f32(address, values, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def load_global_x4(address, *, loc=None, ip=None):
-    """Four words that another SM may have written, as :func:`load_global_f32`."""
-    return cute.arch.inline_ptx(
-        "ld.global.cg.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
-        write_only_types=[Int32] * 4,
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
 def unpack_f16_x2(word, *, loc=None, ip=None):
     """(low, high) of a word of two float16 as float32."""
     return cute.arch.inline_ptx(
@@ -220,12 +208,12 @@ def unpack_bf16_x2(word, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def load_global_f32(address, count: int, *, loc=None, ip=None):
-    """Two or four float32 that another SM may have written: past the L1 cache, which does not know of that."""
+def load_global(address, count: int, dtype=Float32, *, loc=None, ip=None):
+    """Two or four words that another SM may have written: past the L1 cache, which does not know of that."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))
     return cute.arch.inline_ptx(
-        f"ld.global.cg.v{count}.f32 {{{operands}}}, [{{$r0}}];",
-        write_only_types=[Float32] * count,
+        f"ld.global.cg.v{count}.b32 {{{operands}}}, [{{$r0}}];",
+        write_only_types=[dtype] * count,
         read_only_args=[address],
         loc=loc,
         ip=ip,

@@ -17,10 +17,23 @@ from hopwell.kernels.parts.device import DeviceStruct
 
 
 @dataclass
-class RowFragment(DeviceStruct):
-    registers: Any  # rmem tensor of columns_of_tile / 2 float32 values
-    columns: int  # columns of each row that this lane holds: a quarter of the tile's
+class Fragment(DeviceStruct):
+    registers: Any  # rmem tensor of float32 values
+    columns: int  # of each row that this lane holds
 
+    def index(self, r: int, c: int) -> int:
+        """The register of row r of the view, column c."""
+        raise NotImplementedError
+
+    def get(self, r: int, c: int):
+        return self.registers[self.index(r, c)]
+
+    def set(self, r: int, c: int, value) -> None:
+        self.registers[self.index(r, c)] = value
+
+
+@dataclass
+class RowFragment(Fragment):
     rows = 2
     lanes_per_row = 4
     warp_rows = 16  # of a warp
@@ -29,12 +42,6 @@ class RowFragment(DeviceStruct):
     @staticmethod
     def index(r: int, c: int) -> int:
         return 4 * (c // 2) + 2 * r + c % 2
-
-    def get(self, r: int, c: int):
-        return self.registers[self.index(r, c)]
-
-    def set(self, r: int, c: int, value) -> None:
-        self.registers[self.index(r, c)] = value
 
     @staticmethod
     def column_offset(c: int) -> int:
@@ -74,12 +81,10 @@ class RowFragment(DeviceStruct):
 
 
 @dataclass
-class ColumnFragment(DeviceStruct):
+class ColumnFragment(Fragment):
     """Rows as the columns of 16 x 8 products of mma.sync, the tile's columns as their rows: registers of product (i, p)
     begin at 4 * (i * products + p), for columns 16 i to 16 i + 15 of rows 8 p to 8 p + 7."""
 
-    registers: Any
-    columns: int  # that this lane holds of each row
     products: int  # side by side
 
     lanes_per_row = 8  # 4 apart
@@ -90,12 +95,6 @@ class ColumnFragment(DeviceStruct):
 
     def index(self, r: int, c: int) -> int:
         return 4 * (c // 2 * self.products + r // 2) + 2 * (c % 2) + r % 2
-
-    def get(self, r: int, c: int):
-        return self.registers[self.index(r, c)]
-
-    def set(self, r: int, c: int, value) -> None:
-        self.registers[self.index(r, c)] = value
 
     @staticmethod
     def column_offset(c: int) -> int:
@@ -115,9 +114,7 @@ class ColumnFragment(DeviceStruct):
 
 
 @dataclass
-class LaneRow(DeviceStruct):
-    registers: Any  # rmem tensor of float32 values
-    columns: int
+class LaneRow(Fragment):
     first: int = 0  # register of column 0
 
     rows = 1
@@ -125,11 +122,8 @@ class LaneRow(DeviceStruct):
     warp_rows = 32
     pass_columns = 32
 
-    def get(self, r: int, c: int):
-        return self.registers[self.first + c]
-
-    def set(self, r: int, c: int, value) -> None:
-        self.registers[self.first + c] = value
+    def index(self, r: int, c: int) -> int:
+        return self.first + c
 
     @staticmethod
     def column_offset(c: int) -> int:

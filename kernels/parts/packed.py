@@ -29,8 +29,8 @@ class PackedRows(DeviceStruct):
     @staticmethod
     def create(a: Addresses, g: DecodeGeometry, tile, scale, out_bytes: int) -> "PackedRows":
         group = Int32(g.group)
-        count = tile.request.q_len * group - tile.first_row
-        return PackedRows(a, g, tile.request.o_start, tile.kv_head * group, tile.first_row, count, scale, out_bytes)
+        first = (tile.request.o_start, tile.kv_head * group, tile.first_row)
+        return PackedRows(a, g, *first, tile.rows(group), scale, out_bytes)
 
     def _place(self, row):
         """(token, head) of a row of the tile."""

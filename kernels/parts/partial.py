@@ -230,8 +230,8 @@ class Merge(DeviceStruct):
             for k in cutlass.range(rounds, unroll=1):
                 there = count - k * PARTS_AT_ONCE
                 places = slots.places(first + k * PARTS_AT_ONCE * step, step, there)
-                statistics = [copy.load_global_f32(slots.statistics(place + row, level), 2) for place in places]
-                outputs = [copy.load_global_f32(slots.output(place + row, column), COLUMNS_AT_ONCE) for place in places]
+                statistics = [copy.load_global(slots.statistics(place + row, level), 2) for place in places]
+                outputs = [copy.load_global(slots.output(place + row, column), COLUMNS_AT_ONCE) for place in places]
                 total = total.plus(statistics, outputs, there)
             if const_expr(out_dtype is None):
                 slots.store_quad(first, row, column, total, GROUP)

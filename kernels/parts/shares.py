@@ -34,8 +34,7 @@ from hopwell.kernels.parts.softmax import merged
 from hopwell.kernels.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
 EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
-CHUNK_BYTES = 16
-ITEM_BYTES, ITEM_COLUMNS = LANES * CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
+ITEM_BYTES, ITEM_COLUMNS = LANES * copy.CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
 READY = SHARE[0]
 NO_SHARE = (1 << 31) - 1
 SCALES = 2  # where the inverse scales of the halves of a row lie in its statistics
@@ -66,8 +65,7 @@ class Shares(DeviceStruct):
         if tile.chunks > 1:
             slots, first = self.slots, tile.first_piece
             if cute.arch.lane_idx() == 0:
-                rows = tile.request.q_len * Int32(group) - tile.first_row
-                share = (tile.request.o_start, tile.first_row, rows, tile.chunk, tile.chunks)
+                share = (tile.request.o_start, tile.first_row, tile.rows(group), tile.chunk, tile.chunks)
                 for kind, value in zip(SHARE[1:], share, strict=True):
                     global_array(Int32, slots.counter(kind, tile.piece))[0] = value
             if self._is_last(PIECES_THERE, first, tile.chunks):
@@ -91,7 +89,7 @@ class Shares(DeviceStruct):
         for item in cutlass.range_constexpr(items):
             values = [output.get(r, item * EIGHT + c) * scale for c in range(EIGHT)]
             words = [copy.pack_x2(Float16, *values[c : c + 2]) for c in range(0, EIGHT, 2)]
-            copy.store_global_x4(first + item * ITEM_BYTES + cute.arch.lane_idx() * CHUNK_BYTES, words)
+            copy.store_global_x4(first + item * ITEM_BYTES + cute.arch.lane_idx() * copy.CHUNK_BYTES, words)
         if output.first_column() == 0:
             row = self.slots.place(piece) + warp_row + output.first_row() + output.row_offset(r)
             if half == 0:
@@ -166,7 +164,7 @@ class Shares(DeviceStruct):
         slots, lane, lanes = self.slots, cute.arch.lane_idx(), RowFragment.lanes_per_row
         half, r, warp = line % 2, line // 2 % RowFragment.rows, line // (2 * RowFragment.rows)
         row = warp * WARP_ROWS + RowFragment.row_offset(r) + RowFragment.first_row()
-        mine_in_line = line * (self._items_of_line * ITEM_BYTES) + lane * CHUNK_BYTES
+        mine_in_line = line * (self._items_of_line * ITEM_BYTES) + lane * copy.CHUNK_BYTES
         for item in cutlass.range(begin, end, self.items_at_once, unroll=1):
             items = [cutlass.min(item + k, end - 1) for k in range(self.items_at_once)]
             values = [[Float32(0.0)] * EIGHT for _ in items]
@@ -178,8 +176,8 @@ class Shares(DeviceStruct):
                 loaded = []
                 for i in cutlass.range_constexpr(self.pieces_at_once):
                     piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_line
-                    loaded.append([copy.load_global_x4(piece + each * ITEM_BYTES) for each in items])
-                found = [copy.load_global_f32(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
+                    loaded.append([copy.load_global(piece + each * ITEM_BYTES, 4, Int32) for each in items])
+                found = [copy.load_global(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
                 # As many at a time as there are lanes, however many are under way, and with roundings that are spelled
                 # out: another warp would find other bits.
                 for group in cutlass.range_constexpr(len(mine)):

@@ -43,6 +43,10 @@ class SplitTile(WorkTile):
     group_piece: Int32  # of the first chunk in its group of GROUP_PIECES
     units_of_chunk: Int32  # of a chunk: from a piece to that of the next chunk
 
+    def rows(self, group):
+        """Packed rows from the first one on; a tile has so many of them as fit."""
+        return self.request.q_len * Int32(group) - self.first_row
+
     @classmethod
     def nothing(cls) -> "SplitTile":
         """A unit without any chunk."""

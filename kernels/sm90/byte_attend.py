@@ -354,7 +354,7 @@ class ByteAttend(DecodeAttend):
         kv_step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
-            count = cutlass.min(tile.request.q_len * Int32(geometry.group) - tile.first_row, ROWS)
+            count = cutlass.min(tile.rows(geometry.group), ROWS)
             most = most_products(self.kernel.config.head_dim_v)
             if const_expr(most > 1):
                 if count <= MMA_COLUMNS:
