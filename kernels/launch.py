@@ -111,3 +111,4 @@ class Geometry(NamedTuple):
     window_left: int
     chunk: int
     alibi_heads: int
+    section: int  # heads of a request whose tiles come before those of its other heads; divides ``heads``

@@ -22,6 +22,9 @@ from hopwell.kernels.tickets import tickets
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits; no cache is longer.
 MAX_WINDOW = 1 << 30
+# CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
+# heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
+SHARING = 4
 EMULATED_SMS = 4  # CTAs of an emulated persistent grid
 
 
@@ -193,8 +196,17 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
         window_left=min(max(problem.mask.window_left, 0), MAX_WINDOW),
         chunk=min(max(problem.mask.chunk, 1), MAX_WINDOW),
         alibi_heads=1 << (query.shape[1].bit_length() - 1),
+        section=section(problem),
         **_lse_geometry(problem),
     )
+
+
+def section(problem: AttentionProblem) -> int:
+    """Query heads of a section, see ``parts/scheduler.py``. All sections have the same size: a short one at the end of
+    the list would have long tiles and none to go beside them."""
+    kv_heads, most = problem.key.shape[1], max(multiprocessors(problem.query.device) // SHARING, 1)
+    together = max(heads for heads in range(1, most + 1) if kv_heads % heads == 0)
+    return together * (problem.query.shape[1] // kv_heads)
 
 
 def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGeometry:

@@ -1,8 +1,9 @@
 """Which query tile a CTA works on next.
 
-A persistent grid: tiles form one list, longest first within a request where causality makes them unequal, and a CTA
-that needs work takes a ticket for the next place in it (the first place is the CTA's own number). Which CTA computes a
-tile never changes the result, only when it is ready.
+A persistent grid: tiles form one list, longest first within a section of a request's heads where causality makes them
+unequal, and a CTA that needs work takes a ticket for the next place in it (the first place is the CTA's own number).
+Which CTA computes a tile never changes the result, only when it is ready. A section has as few heads as it takes for
+several CTAs to read the same K and V at a time, which then come from the L2 cache.
 
 One warp walks the list ahead of all others and publishes each tile with everything the others need to know of it, so
 that tickets, divisions and the dependent loads of lengths and offsets cost the others nothing.
@@ -57,12 +58,16 @@ class TileSchedule(DeviceStruct):
     tile_n: int
 
     def _coordinates(self, place):
-        """(query tile, head, request) at a place of the list: for each request its tiles from last to first, each for
-        all heads, so that heads that share K and V run side by side."""
-        heads, q_tiles = Int32(self.geometry.heads), Int32(self.geometry.q_tiles)
-        row = place // heads
-        request = row // q_tiles
-        return q_tiles - 1 - (row - request * q_tiles), place - row * heads, request
+        """(query tile, head, request) at a place of the list: for each request and section of its heads the tiles from
+        last to first, each for all of these heads, so that heads that share K and V run side by side."""
+        g = self.geometry
+        heads, q_tiles, section = Int32(g.heads), Int32(g.q_tiles), Int32(g.section)
+        request = place // (heads * q_tiles)
+        place -= request * (heads * q_tiles)
+        first = place // (section * q_tiles) * section
+        place -= first * q_tiles
+        row = place // section
+        return q_tiles - 1 - row, first + place - row * section, request
 
     def _work_tile(self, place) -> WorkTile:
         """The tile at a place. Where ``first_row >= q_len`` the request has no such tile."""
@@ -98,13 +103,14 @@ class TileSchedule(DeviceStruct):
         total = Int32(g.batch) * Int32(g.heads) * Int32(g.q_tiles)
         step, place = Int32(0), cute.arch.block_idx()[0]
         while place < total:
-            following = self._next_place()
             tile = self._work_tile(place)
             if tile.first_row < tile.request.q_len:
                 board.post(step, tile)
                 self.published(tile, step)
                 step += 1
-            place = following
+                # Not before there is room: a tile that waits here may be one that another CTA could begin with.
+                board.ring.wait_empty(step)
+            place = self._next_place()
         board.post_end(step)
         self._hand_back_tickets()
 

@@ -144,6 +144,20 @@ class TestGeometry:
             views = cache("tuple-HND", 16, (128, 128), heads=1)
             assert self.of(paged(*views, query=empty(60, heads, 128))).alibi_heads == power
 
+    @pytest.mark.parametrize(
+        ("kv_heads", "group", "section"),
+        [(1, 8, 8), (8, 4, 32), (32, 1, 32), (40, 1, 20), (36, 2, 36), (37, 1, 1), (128, 1, 32)],
+    )
+    def test_sections(self, monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, section: int) -> None:
+        """Up to 33 KV heads for 132 SMs, in sections of one size."""
+        monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
+        views = cache("tuple-HND", 16, (128, 128), heads=kv_heads)
+        assert self.of(paged(*views, query=empty(60, kv_heads * group, 128))).section == section
+
+    def test_a_device_with_few_multiprocessors(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(plan, "multiprocessors", lambda device: 1)
+        assert self.of(paged(*cache("tuple-HND", 16, (128, 128), heads=2))).section == 2
+
     def test_log_sum_exp(self) -> None:
         problem = paged(*cache("tuple-HND", 16, (128, 128)))
         names = ("lse_unit", "lse_request", "lse_ragged", "lse_row", "lse_head", "lse_natural")

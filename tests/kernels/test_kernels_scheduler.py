@@ -121,22 +121,24 @@ class TestRequest:
         assert isinstance(Int32(-1).to(Uint32), Uint32)
 
 
-def schedule(heads: int, kv_heads: int, batch: int, q_tiles: int, kind: MaskKind = MaskKind.CAUSAL) -> TileSchedule:
-    sizes = dict(heads=heads, kv_heads=kv_heads, batch=batch, q_tiles=q_tiles)
+def schedule(
+    heads: int, kv_heads: int, batch: int, q_tiles: int, kind: MaskKind = MaskKind.CAUSAL, section: int = 0
+) -> TileSchedule:
+    sizes = dict(heads=heads, kv_heads=kv_heads, batch=batch, q_tiles=q_tiles, section=section or heads)
     g = GEOMETRY._replace(**{name: Int64(size) for name, size in sizes.items()})
     return TileSchedule(g, ADDRESSES, IntervalMask(kind, Int32(0), Int32(32)), 128, 64)
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "batch", "q_tiles"), [(1, 1, 1, 1), (8, 2, 3, 5), (6, 6, 2, 3), (12, 4, 1, 4), (5, 1, 4, 2)]
+    ("heads", "section", "batch", "q_tiles"), [(1, 1, 1, 1), (8, 8, 3, 5), (6, 2, 2, 3), (12, 4, 1, 4), (5, 1, 4, 2)]
 )
-def test_the_list_of_tiles(heads: int, kv_heads: int, batch: int, q_tiles: int) -> None:
-    work = schedule(heads, kv_heads, batch, q_tiles)
+def test_the_list_of_tiles(heads: int, section: int, batch: int, q_tiles: int) -> None:
+    work = schedule(heads, 1, batch, q_tiles, section=section)
     listed = [tuple(map(host, work._coordinates(Int32(place)))) for place in range(heads * batch * q_tiles)]
-    # Requests one after the other; a request's later tiles, which see more keys, come first; all heads of a tile run
-    # side by side.
-    tiles = range(q_tiles)[::-1]
-    assert listed == [(t, h, i) for i, t, h in itertools.product(range(batch), tiles, range(heads))]
+    # Requests one after the other, and sections of a request's heads; later tiles, which see more keys, come first; the
+    # heads of a section run side by side.
+    order = itertools.product(range(batch), range(0, heads, section), range(q_tiles)[::-1], range(section))
+    assert listed == [(t, first + h, i) for i, first, t, h in order]
 
 
 @pytest.mark.parametrize("kind", MaskKind)
@@ -164,7 +166,8 @@ def test_tiles_cover_every_row_of_every_head(kind: MaskKind, monkeypatch: pytest
 
 
 def test_every_tile_is_published_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is posted, whoever publishes may do more for it; places without rows are passed over."""
+    """Once it is posted, whoever publishes may do more for it; then there has to be room before the next is taken.
+    Places without rows are passed over."""
     q_lens = [200, 0, 5]
     lengths = [Request(*map(Int32, (i, 0, 0, 0, 0, 0, q, 100))) for i, q in enumerate(q_lens)]
     monkeypatch.setattr(scheduler, "load_request", lambda index, addresses, geometry: lengths[host(index)])
@@ -177,6 +180,7 @@ def test_every_tile_is_published_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
     class Told(TileSchedule):
         def _next_place(self) -> Int32:
             self.place = getattr(self, "place", 0) + 1
+            events.append(("ticket",))
             return Int32(self.place)
 
         def _hand_back_tickets(self) -> None:
@@ -186,6 +190,13 @@ def test_every_tile_is_published_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
             told("published", tile, step)
 
     class Slots:
+        @property
+        def ring(self) -> Slots:
+            return self
+
+        def wait_empty(self, step: Any) -> None:
+            events.append(("room", host(step)))
+
         def post(self, step: Any, tile: WorkTile) -> None:
             told("posted", tile, step)
 
@@ -193,9 +204,15 @@ def test_every_tile_is_published_in_turn(monkeypatch: pytest.MonkeyPatch) -> Non
             events.append(("end", host(step)))
 
     TileSchedule.publish.__wrapped__(Told(**vars(schedule(2, 1, 3, 2))), Slots())
-    tiles = [(0, 0, 128), (0, 1, 128), (0, 0, 0), (0, 1, 0), (2, 0, 0), (2, 1, 0)]
-    want = [(what, *tile, step) for step, tile in enumerate(tiles) for what in ("posted", "published")]
-    assert events == [*want, ("end", len(tiles)), ("done",)]
+    tiles = [(0, 0, 128), (0, 1, 128), (0, 0, 0), (0, 1, 0), None, None, None, None, None, None, (2, 0, 0), (2, 1, 0)]
+    want: list[tuple[Any, ...]] = []
+    step = 0
+    for tile in tiles:
+        if tile is not None:
+            want += [("posted", *tile, step), ("published", *tile, step), ("room", step + 1)]
+            step += 1
+        want.append(("ticket",))
+    assert events == [*want, ("end", step), ("done",)]
 
 
 def leaves(kind: type) -> Iterator[str]:
