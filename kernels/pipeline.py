@@ -80,6 +80,7 @@ class Ring(DeviceStruct):
     full: Any
     empty: Any
     stages: int
+    producer_lanes: int = 1
     consumer_lanes: int = 1
     consumer_fences: bool = False
 
@@ -125,7 +126,8 @@ def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
     rings, offset = [], 0
     for edge in edges:
         full, empty = barriers + offset, barriers + (offset + edge.stages)
-        rings.append(Ring(full, empty, edge.stages, edge.consumer_lanes, edge.consumer_fences))
+        lanes = (edge.producer_lanes, edge.consumer_lanes)
+        rings.append(Ring(full, empty, edge.stages, *lanes, edge.consumer_fences))
         offset += edge.barriers
     if cute.arch.thread_idx()[0] == 0:
         for edge, ring in zip(edges, rings, strict=True):

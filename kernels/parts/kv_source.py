@@ -139,8 +139,12 @@ class KvSource(DeviceStruct):
             partials += 1
             self.zero_rows(ring.stage(step), 0, before)
             self.zero_rows(ring.stage(step), end, self.tile_n)
-            with cute.arch.elect_one():
+            if cute.arch.lane_idx() < ring.producer_lanes:
                 cute.arch.mbarrier_arrive(ring.full_barrier(step))
+        else:
+            if const_expr(ring.producer_lanes > 1):
+                with cute.arch.elect_one():
+                    cute.arch.mbarrier_arrive(barrier, arrive_count=ring.producer_lanes - 1)
         return partials
 
     @cute.jit

@@ -77,8 +77,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "mma": 1, "softmax": 4, "correction": 4, "all others": 15}
         edges = (
             Edge("Q", "load_q", "mma", t.q_stages, 1, 1, self.q_rows * c.q_columns * 2),
-            Edge("K", "load_k", "mma", t.kv_stages, 1, 1, t.n * c.columns[0] * 2, **self.kv_arrivals),
-            Edge("V", "load_v", "mma", t.kv_stages, 1, 1, t.n * c.columns[1] * 2, **self.kv_arrivals),
+            *self._kv_edges("mma", 1),
             self._work_edge(15),
             Edge("S", "mma", "softmax", Q_TILES, 1, 4, 0),
             Edge("P", "softmax", "mma", Q_TILES, 4, 1, 0),

@@ -59,7 +59,6 @@ class DecodeSm90(AttentionSm90):
     """
 
     work_tile = SplitTile
-    work_stages = 1  # a unit that waits in hand is one that another CTA could begin with
 
     @property
     def schedule_type(self) -> type[SplitSchedule]:
@@ -71,18 +70,14 @@ class DecodeSm90(AttentionSm90):
 
     @property
     def q_arrivals(self) -> dict[str, int]:
-        return dict(producer_lanes=LANES, **self._reading_lanes)
+        return dict(producer_lanes=LANES, consumer_lanes=LANES if self.config.kv_bytes == 1 else 1)
 
-    @property
-    def kv_arrivals(self) -> dict[str, Any]:
-        if self.config.kv_bytes == 1 and issubclass(self.source, PageRows):
-            return dict(producer_lanes=LANES, **self._reading_lanes)
-        return super().kv_arrivals
-
-    @property
-    def _reading_lanes(self) -> dict[str, int]:
-        """Of 8-bit caches lanes read the tiles, Q as well, with instructions of their own."""
-        return dict(consumer_lanes=LANES) if self.config.kv_bytes == 1 else {}
+    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
+        """Of 8-bit caches lanes read the tiles, and write them: copies of rows, or zeros into V."""
+        if self.config.kv_bytes == 1:
+            written = is_value or issubclass(self.source, PageRows)
+            return dict(producer_lanes=LANES, consumer_lanes=LANES) if written else {}
+        return super().kv_arrivals(is_value)
 
     @property
     def staging_bytes(self) -> int:

@@ -27,8 +27,7 @@ class AttentionSm90(AttentionKernel):
         others = roles["all others"] = 4 * len(c.registers) - 1 - self.warps_without_work
         edges = (
             Edge("Q", self.q_role, "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2, **self.q_arrivals),
-            Edge("K", "load_k", "attend", t.kv_stages, 1, consumers, t.n * c.columns[0] * 2, **self.kv_arrivals),
-            Edge("V", "load_v", "attend", t.kv_stages, 1, consumers, t.n * c.columns[1] * 2, **self.kv_arrivals),
+            *self._kv_edges("attend", consumers),
             self._work_edge(others),
             *self._more_edges(),
         )

@@ -135,7 +135,7 @@ class Warp:
         self.events: list[tuple[Any, ...]] = []
 
     def note(self, name: str) -> Callable[..., None]:
-        return lambda *values, **options: self.events.append((name, *values))
+        return lambda *values, arrive_count=1, **options: self.events.extend([(name, *values)] * arrive_count)
 
     def named(self, name: str) -> list[tuple[Any, ...]]:
         return [event[1:] for event in self.events if event[0] == name]
@@ -149,8 +149,9 @@ class Warp:
 class Ring:
     """Stages and barriers by step; ``waits`` are the steps that waited for an empty stage."""
 
-    def __init__(self) -> None:
+    def __init__(self, producer_lanes: int = 1) -> None:
         self.waits: list[int] = []
+        self.producer_lanes = producer_lanes
 
     @staticmethod
     def stage(step: int) -> int:
@@ -368,10 +369,12 @@ class TestBoxes:
             assert want.column < case.head_dim, "a box must not lie outside the tensor altogether"
 
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
+    @pytest.mark.parametrize("lanes", [1, 32])
     def test_rows_that_are_not_needed_become_zeros(
-        self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch
+        self, case: Case, lanes: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In V only, and in that order: the boxes have arrived, zeros are written, consumers may read."""
+        """In V only, and in that order: the boxes have arrived, zeros are written, consumers may read. As many lanes
+        arrive as the edge counts."""
         tile_n, step = case.tile_n, 3
         value = case._replace(is_value=True)
         for first, end in ((0, tile_n), (0, 1), (0, tile_n - 1), (3, tile_n), (9, 10), (tile_n - 1, 2 * tile_n)):
@@ -381,18 +384,20 @@ class TestBoxes:
                 warp.events.clear()
                 source = value.source(first, end, case.box_rows or 16)
                 location = ([0] * 32, [0] * 32) if case.box_rows else 0
-                assert source.fill(location, 0, Ring(), step, "partial", 5) == (5 if whole else 6)
+                assert source.fill(location, 0, Ring(lanes), step, "partial", 5) == (5 if whole else 6)
                 barrier = "full 1" if whole else "partial"
                 assert warp.named("expect") == [(barrier, source.tile_bytes)]
                 assert {event[2] for event in warp.named("box")} == {barrier}
                 assert warp.named("wait") == ([] if whole else [("partial", 5 & 1)])
-                assert warp.named("arrive") == ([] if whole else [("full 1",)])
+                # The lane that expects the bytes of whole tiles arrives thereby, and for all others.
+                arrivals = lanes - 1 if whole else int(warp.lane < lanes)
+                assert warp.named("arrive") == [("full 1",)] * arrivals
                 if not whole:
-                    order = [name for name in warp.order if name not in ("zero", "sync", "fence")]
-                    assert order == ["expect", "box", "wait", "arrive"]
+                    order = [name for name in warp.order if name not in ("zero", "sync", "fence", "arrive")]
+                    assert order == ["expect", "box", "wait"]
                     # Zeros come after the wait and are fenced off before the arrival.
                     assert "zero" not in warp.order[: warp.order.index("wait")]
-                    assert warp.order[-3:] == ["fence", "sync", "arrive"]
+                    assert warp.order[-3:] == ["fence", "sync", "arrive"] or not arrivals
                 zeroed += [address for (address,) in warp.named("zero")]
             expected = [place for (row, _, _), place in places(source, 1).items() if not first <= row < end]
             assert sorted(zeroed) == sorted(expected), (first, end)

@@ -163,6 +163,7 @@ class TestRing:
         for edge, ring in zip(edges, rings, strict=True):
             assert ring.stages == edge.stages
             assert ring.consumer_fences == edge.consumer_fences
+            assert (ring.producer_lanes, ring.consumer_lanes) == (edge.producer_lanes, edge.consumer_lanes)
             for stage in range(edge.stages):
                 assert barriers.counts[ring.full + stage] == edge.producer_warps * edge.producer_lanes
                 assert barriers.counts[ring.empty + stage] == edge.consumer_warps * edge.consumer_lanes
