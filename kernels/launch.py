@@ -79,7 +79,6 @@ class Geometry(NamedTuple):
     heads: int
     kv_heads: int
     batch: int
-    q_tiles: int  # query tiles of the longest request the caller allows
     grid: int
     q_token: int
     q_head: int

@@ -186,7 +186,6 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
         tokens=query.shape[0],
         heads=query.shape[1],
         batch=problem.batch,
-        q_tiles=q_tiles,
         grid=min(problem.batch * query.shape[1] * q_tiles, multiprocessors(query.device)),
         **_strides(problem),
         q_unit=_unit(problem.q_offsets),

@@ -121,3 +121,18 @@ def load_float(address, index, default):
 def load_scale(address, value):
     """A scale that is either a kernel argument or one float32 in device memory."""
     return load_float(address, 0, value)
+
+
+def from_lane(values: Any, lane) -> Any:
+    """A struct of Int32 as another lane has it."""
+    return type(values)(*[cute.arch.shuffle_sync(Int32(v), lane) for v in cutlass.extract_mlir_values(values)])
+
+
+@cute.jit
+def running_sum(value):
+    """The sum over this lane and all lanes before it."""
+    lane = cute.arch.lane_idx()
+    for k in cutlass.range_constexpr(5):
+        below = cute.arch.shuffle_sync_up(value, 1 << k, mask_and_clamp=0)
+        value += below if lane >= (1 << k) else Int32(0)
+    return value

@@ -1,9 +1,9 @@
 """Which query tile a CTA works on next.
 
-A persistent grid: tiles form one list, longest first within a section of a request's heads where causality makes them
-unequal, and a CTA that needs work takes a ticket for the next place in it (the first place is the CTA's own number).
-Which CTA computes a tile never changes the result, only when it is ready. A section has as few heads as it takes for
-several CTAs to read the same K and V at a time, which then come from the L2 cache.
+A persistent grid: tiles form one list, request by request, longest first within a section of a request's heads where
+causality makes them unequal. A CTA that needs work takes a ticket for the next place in it, the first place is its own
+number. Which CTA computes a tile never changes the result, only when it is ready. A section has as few heads as it
+takes for several CTAs to read the same K and V at a time, which then come from the L2 cache.
 
 One warp walks the list ahead of all others and publishes each tile with everything the others need to know of it, so
 that tickets, divisions and the dependent loads of lengths and offsets cost the others nothing.
@@ -16,8 +16,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, Geometry
-from hopwell.kernels.parts.device import DeviceStruct, global_array, global_pointer
+from hopwell.kernels.parts.device import DeviceStruct, from_lane, global_array, global_pointer, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.sequence import Request, load_request
 
@@ -57,22 +58,30 @@ class TileSchedule(DeviceStruct):
     tile_m: int
     tile_n: int
 
-    def _coordinates(self, place):
-        """(query tile, head, request) at a place of the list: for each request and section of its heads the tiles from
-        last to first, each for all of these heads, so that heads that share K and V run side by side."""
-        g = self.geometry
-        heads, q_tiles, section = Int32(g.heads), Int32(g.q_tiles), Int32(g.section)
-        request = place // (heads * q_tiles)
-        place -= request * (heads * q_tiles)
+    @cute.jit
+    def _requests(self, first):
+        """A lane's request among those from ``first`` on; the tiles of all of them up to it."""
+        index, tiles = first + cute.arch.lane_idx(), Int32(0)
+        request = load_request(cutlass.min(index, Int32(self.geometry.batch) - 1), self.addresses, self.geometry)
+        if index < Int32(self.geometry.batch):
+            tiles = self._q_tiles(request) * Int32(self.geometry.heads)
+        return request, running_sum(tiles)
+
+    def _q_tiles(self, request: Request):
+        return (request.q_len + (self.tile_m - 1)) // self.tile_m
+
+    def _coordinates(self, q_tiles, place):
+        """(query tile, head) at a place of a request's list: for each section of heads the tiles from last to first,
+        each for all of these heads, so that heads that share K and V run side by side."""
+        section = Int32(self.geometry.section)
         first = place // (section * q_tiles) * section
         place -= first * q_tiles
         row = place // section
-        return q_tiles - 1 - row, first + place - row * section, request
+        return q_tiles - 1 - row, first + place - row * section
 
-    def _work_tile(self, place) -> WorkTile:
-        """The tile at a place. Where ``first_row >= q_len`` the request has no such tile."""
-        q_tile, head, index = self._coordinates(place)
-        request = load_request(index, self.addresses, self.geometry)
+    def _work_tile(self, request: Request, place) -> WorkTile:
+        """The tile at a place of the request's list."""
+        q_tile, head = self._coordinates(self._q_tiles(request), place)
         first_row = q_tile * self.tile_m
         last_row = cutlass.min(first_row + self.tile_m, request.q_len) - 1
         position = request.first_position
@@ -99,18 +108,25 @@ class TileSchedule(DeviceStruct):
     @cute.jit
     def publish(self, board) -> None:
         """Post every tile this CTA gets, then the end. Called by one warp."""
-        g = self.geometry
-        total = Int32(g.batch) * Int32(g.heads) * Int32(g.q_tiles)
-        step, place = Int32(0), cute.arch.block_idx()[0]
-        while place < total:
-            tile = self._work_tile(place)
-            if tile.first_row < tile.request.q_len:
+        step, first, tiles, place = Int32(0), Int32(0), Int32(0), cute.arch.block_idx()[0]
+        request, last_tile = self._requests(first)
+        while first < Int32(self.geometry.batch):
+            if place >= tiles + cute.arch.shuffle_sync(last_tile, LANES - 1):
+                tiles += cute.arch.shuffle_sync(last_tile, LANES - 1)
+                first += LANES
+                request, last_tile = self._requests(first)
+            else:
+                lane = cute.arch.popc(cute.arch.vote_ballot_sync(tiles + last_tile <= place))
+                mine = from_lane(request, lane)
+                of_mine = self._q_tiles(mine) * Int32(self.geometry.heads)
+                before = tiles + cute.arch.shuffle_sync(last_tile, lane) - of_mine
+                tile = self._work_tile(mine, place - before)
                 board.post(step, tile)
                 self.published(tile, step)
                 step += 1
                 # Not before there is room: a tile that waits here may be one that another CTA could begin with.
                 board.ring.wait_empty(step)
-            place = self._next_place()
+                place = self._next_place()
         board.post_end(step)
         self._hand_back_tickets()
 

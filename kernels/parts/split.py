@@ -13,7 +13,7 @@ numbering of their own in the order of the list.
 """
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -21,7 +21,7 @@ from cutlass import Int32, const_expr
 
 from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
-from hopwell.kernels.parts.device import DeviceStruct, global_pointer, load_int
+from hopwell.kernels.parts.device import DeviceStruct, from_lane, global_pointer, load_int, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.sequence import Request
@@ -261,18 +261,3 @@ class ListSchedule(SplitSchedule):
 def split_units(chunks, of_chunk):
     """The pieces among the units of a request."""
     return chunks * of_chunk * (chunks > 1).to(Int32)
-
-
-def from_lane(values: Any, lane) -> Any:
-    """A struct of Int32 as another lane has it."""
-    return type(values)(*[cute.arch.shuffle_sync(Int32(v), lane) for v in cutlass.extract_mlir_values(values)])
-
-
-@cute.jit
-def running_sum(value):
-    """The sum over this lane and all lanes before it."""
-    lane = cute.arch.lane_idx()
-    for k in cutlass.range_constexpr(5):
-        below = cute.arch.shuffle_sync_up(value, 1 << k, mask_and_clamp=0)
-        value += below if lane >= (1 << k) else Int32(0)
-    return value

@@ -15,7 +15,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
 from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, OutputRows, RowResults
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.mask import IntervalMask, LogitRow
+from hopwell.kernels.parts.mask import IntervalMask, LogitRow, TileRange
 from hopwell.kernels.parts.scheduler import Board, WorkTile
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import OnlineSoftmax
@@ -50,17 +50,18 @@ class Attend(DeviceStruct):
         kv_step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
-            keys = tile.keys
+            keys = self.own_keys(tile, row_group * WARPGROUP_ROWS)
             # The warps meet in the matrix products anyway. Meeting here tells the compiler that they have converged;
             # without it matrix descriptors lose their uniform registers, 20 % more instructions in the loop.
             cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
             self.softmax.reset()
             operands.o.fill(0.0)
             q_ring.wait_full(work)
+            kv_step = self.pass_over(turns, kv_step, tile.keys.end - keys.end)
             if keys.begin < keys.end:
                 row = self.logit_row(tile, warp_row)
                 q_stage = q_ring.stage(work)
-                self.first_step(operands, q_stage, kv_step, keys.end - 1, row)
+                self.first_step(operands, turns, q_stage, kv_step, keys.end - 1, row)
                 step = partial(self.next_step, operands, turns, q_stage, row)
                 if const_expr(self.mask.has_diagonal):
                     for n in cutlass.range(keys.end - 2, keys.full_end - 1, -1, unroll=1):
@@ -77,6 +78,7 @@ class Attend(DeviceStruct):
             if keys.begin < keys.end:
                 self.last_step(operands, kv_step)
                 kv_step += 1
+            kv_step = self.pass_over(turns, kv_step, keys.begin - tile.keys.begin)
             self.store(operands, tile, work, warp_row, column_group, addresses, geometry)
             work += 1
             tile = self.board.read(work)
@@ -87,11 +89,38 @@ class Attend(DeviceStruct):
         return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
 
     @cute.jit
-    def first_step(self, operands, q_stage, kv_step, n, row):
+    def own_keys(self, tile: WorkTile, row) -> TileRange:
+        """Of the tile's keys those that a warpgroup's rows see, from ``row`` of the tile on."""
+        request, first = tile.request, tile.first_row + row
+        last = cutlass.min(first + WARPGROUP_ROWS, request.q_len) - 1
+        position = request.first_position
+        keys = self.mask.tiles(position + first, position + last, request.kv_len, self.kernel.tile.n)
+        keys.begin = keys.begin if first <= last else tile.keys.begin
+        keys.end = keys.end if first <= last else tile.keys.begin
+        return keys
+
+    @cute.jit
+    def pass_over(self, turns, kv_step, tiles):
+        """Give back tiles that only other warpgroups need. Returns the step after them."""
+        _, k_ring, v_ring, *_ = self.rings
+        for _ in cutlass.range(tiles, unroll=1):
+            k_ring.wait_full(kv_step)
+            turns.wait()
+            turns.pass_on()
+            k_ring.release(kv_step)
+            v_ring.wait_full(kv_step)
+            v_ring.release(kv_step)
+            kv_step += 1
+        return kv_step
+
+    @cute.jit
+    def first_step(self, operands, turns, q_stage, kv_step, n, row):
         """S and P of the rightmost keys. Their P V is issued together with the next step's Q K^T."""
         _, k_ring, *_ = self.rings
         k_ring.wait_full(kv_step)
+        turns.wait()
         operands.issue_qk(q_stage, k_ring.stage(kv_step))
+        turns.pass_on()
         warpgroup.wait_group(0)
         k_ring.release(kv_step)
         self.to_logits(operands.scores(), n, row, True)

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.mask import DraftRow, LogitRow
+from hopwell.kernels.parts.mask import DraftRow, LogitRow, TileRange
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge
 from hopwell.kernels.parts.split import SplitTile
@@ -32,6 +32,10 @@ class DecodeAttend(Attend):
     def attend(self, addresses: Addresses, geometry: DecodeGeometry):
         """All units."""
         super().run(addresses, geometry)
+
+    def own_keys(self, tile: SplitTile, row) -> TileRange:
+        """All rows see keys up to the same one, or nearly so."""
+        return tile.keys
 
     def logit_row(self, tile: SplitTile, warp_row, fragment: Any = RowFragment) -> LogitRow:
         """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores."""

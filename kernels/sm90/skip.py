@@ -17,8 +17,8 @@ class SkippingAttend(Attend):
     skip: SkipRule
 
     @cute.jit
-    def first_step(self, operands, q_stage, kv_step, n, row):
-        Attend.first_step(self, operands, q_stage, kv_step, n, row)
+    def first_step(self, operands, turns, q_stage, kv_step, n, row):
+        Attend.first_step(self, operands, turns, q_stage, kv_step, n, row)
         self.skip.pending[0] = 1
 
     @cute.jit

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +13,7 @@ import cutlass.cute as cute
 import host_math
 import pytest
 from host_math import number
+from lane_threads import Lanes
 
 from hopwell.kernels.config import shipped_configs
 from hopwell.kernels.launch import Addresses, Geometry
@@ -30,22 +30,20 @@ CASES = [*((RowFragment, *width) for width in WIDTHS), *((LaneRow, *width) for w
 STAGING = 5 * STAGING_BYTES  # the warp's own, among those of others
 
 
-class Warp:
-    """The 32 lanes of a warp as threads, which meet where the warp synchronises, and its staging.
+class Warp(Lanes):
+    """Lanes that meet where the warp synchronises, and their staging.
 
     Between two meetings no lane may read what another one writes; a plain dict would hide such a race most of the time,
     so each word remembers the phase in which it was written or read last.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self._own = threading.local()
-        self._sent: list[Any] = [None] * 32
-        self._meet = threading.Barrier(32, timeout=60)
+        super().__init__()
         self._words: dict[int, Any] = {}
         self._written: dict[int, int] = {}
         self._read: dict[int, int] = {}
         self._accesses: list[list[int]] = [[] for _ in range(32)]
-        monkeypatch.setattr(cute.arch, "lane_idx", lambda: self._own.lane)
+        monkeypatch.setattr(cute.arch, "lane_idx", lambda: self.own.lane)
         monkeypatch.setattr(cute.arch, "sync_warp", self._sync)
         monkeypatch.setattr(cutlass, "range_constexpr", range)
         monkeypatch.setattr(copy, "store_matrix_x4", self._store_matrices)
@@ -53,31 +51,29 @@ class Warp:
         monkeypatch.setattr(copy, "load_shared", self._load)
 
     def _sync(self) -> None:
-        self._own.phase += 1
-        self._meet.wait()
+        self.own.phase += 1
+        self.meet()
 
     def _store_matrices(self, address: int, words: list[Any]) -> None:
         """A lane's i-th word belongs to row lane // 4 of the i-th matrix, whose row addresses lanes 8 i ... give."""
         assert address % copy.CHUNK_BYTES == 0
-        lane = self._own.lane
-        self._sent[lane] = address
-        self._meet.wait()
+        lane, sent = self.own.lane, self.exchange(address)
         for i, word in enumerate(words):
-            of_matrix = self._sent[8 * i : 8 * i + 8]
+            of_matrix = sent[8 * i : 8 * i + 8]
             assert_no_bank_conflict(of_matrix)
             self._write(of_matrix[lane // 4] + 4 * (lane % 4), word)
-        self._meet.wait()
+        self.meet()
 
     def _write(self, place: int, word: Any) -> None:
         assert STAGING <= place < STAGING + STAGING_BYTES
-        assert self._read.get(place) != self._own.phase, "overwritten while it is read"
-        self._words[place], self._written[place] = word, self._own.phase
+        assert self._read.get(place) != self.own.phase, "overwritten while it is read"
+        self._words[place], self._written[place] = word, self.own.phase
 
     def _chunk(self, address: int) -> list[int]:
         """The places of the four words at an address that this lane reads or writes."""
         assert address % copy.CHUNK_BYTES == 0
         assert STAGING <= address < STAGING + STAGING_BYTES
-        self._accesses[self._own.lane].append(address)
+        self._accesses[self.own.lane].append(address)
         return [address + 4 * i for i in range(4)]
 
     def _store(self, address: int, words: list[Any]) -> None:
@@ -88,30 +84,18 @@ class Warp:
         assert count * 4 == copy.CHUNK_BYTES
         places = self._chunk(address)
         for place in places:
-            assert self._written.get(place) != self._own.phase, "read while it is written"
-            self._read[place] = self._own.phase
+            assert self._written.get(place) != self.own.phase, "read while it is written"
+            self._read[place] = self.own.phase
         return [self._words[place] for place in places]
 
     def run(self, work: Callable[[], None]) -> None:
         """``work`` in every lane."""
-        errors: list[BaseException] = []
 
-        def of_lane(lane: int) -> None:
-            self._own.lane, self._own.phase = lane, 0
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
-                self._meet.abort()
+        def of_lane() -> None:
+            self.own.phase = 0
+            work()
 
-        threads = [threading.Thread(target=of_lane, args=(lane,)) for lane in range(32)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        # A lane that fails takes the others along; its own error says why.
-        for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
-            raise error
+        super().run(of_lane)
         # 16-byte accesses are served eight lanes at a time.
         for addresses in zip(*self._accesses, strict=True):
             for first in range(0, 32, 8):

@@ -112,7 +112,6 @@ class TestGeometry:
         assert (g.v_pages, g.v_rows) == (5, 16)
         assert (g.v_page, g.v_head, g.v_row) == (2 * 16 * dim_v, 16 * dim_v, dim_v)
         assert (g.key_table_row, g.value_table_row) == (8, 8)
-        assert g.q_tiles == -(-20 // TILES[dims].m)
 
     def test_room_between_heads(self) -> None:
         wide = [empty(60, 4, 48)[..., :40], empty(60, 4, 64)[..., :40]]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64, Uint32
+from lane_threads import SchedulingWarp, host
 
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import scheduler, sequence
@@ -24,10 +25,6 @@ GEOMETRY = Geometry(*[Int64(0)] * len(Geometry._fields))._replace(
     q_unit=Int64(1), o_unit=Int64(1), k_unit=Int64(1), v_unit=Int64(1), lse_unit=Int64(1)
 )
 ADDRESSES = Addresses(*[Int64(0)] * len(Addresses._fields))
-
-
-def host(value: Any) -> int:
-    return int(getattr(value, "value", value))
 
 
 class Memory:
@@ -121,98 +118,124 @@ class TestRequest:
         assert isinstance(Int32(-1).to(Uint32), Uint32)
 
 
-def schedule(
-    heads: int, kv_heads: int, batch: int, q_tiles: int, kind: MaskKind = MaskKind.CAUSAL, section: int = 0
-) -> TileSchedule:
-    sizes = dict(heads=heads, kv_heads=kv_heads, batch=batch, q_tiles=q_tiles, section=section or heads)
-    g = GEOMETRY._replace(**{name: Int64(size) for name, size in sizes.items()})
-    return TileSchedule(g, ADDRESSES, IntervalMask(kind, Int32(0), Int32(32)), 128, 64)
+@dataclass
+class Requests:
+    """A batch as the host sees it, for kernels with 128 query rows and 64 keys."""
+
+    q_lens: list[int]
+    kv_lens: list[int]
+    heads: int = 1
+    kv_heads: int = 1
+    section: int = 0  # 0: all heads
+    kind: MaskKind = MaskKind.CAUSAL
+
+    def schedule(self, memory: Memory) -> TileSchedule:
+        sizes = dict(batch=len(self.q_lens), heads=self.heads, kv_heads=self.kv_heads)
+        sizes["section"] = self.section or self.heads
+        g = GEOMETRY._replace(**{name: Int64(size) for name, size in sizes.items()})
+        starts = list(itertools.accumulate(self.q_lens, initial=0))
+        a = ADDRESSES._replace(q_offsets=memory.put(starts), kv_lens=memory.put(self.kv_lens))
+        return TileSchedule(g, a, IntervalMask(self.kind, Int32(0), Int32(32)), 128, 64)
+
+    def listed(self) -> list[tuple[int, int, int]]:
+        """(request, head, first row) of every tile. Requests one after the other, and sections of a request's heads;
+        later tiles, which see more keys, come first; the heads of a section run side by side."""
+        section = self.section or self.heads
+        return [
+            (index, first + head, row)
+            for index, q_len in enumerate(self.q_lens)
+            for first in range(0, self.heads, section)
+            for row in range(0, q_len, 128)[::-1]
+            for head in range(section)
+        ]
 
 
+def place(tile: WorkTile) -> tuple[int, int, int]:
+    return host(tile.request.index), host(tile.head), host(tile.first_row)
+
+
+def published(
+    requests: Requests, tickets: list[int], memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Any, ...]]:
+    """What the warp of a CTA does whose places in the list are these."""
+    warp, first = SchedulingWarp(tickets[1:]), Int32(tickets[0])
+
+    class Told(TileSchedule):
+        _requests = TileSchedule._requests.__wrapped__
+
+        def _next_place(self) -> Int32:
+            warp.note("ticket")
+            return warp.exchange(warp.draw())[0]
+
+        def _hand_back_tickets(self) -> None:
+            warp.note("done")
+
+        def published(self, tile: WorkTile, step: Any) -> None:
+            warp.note("published", tile, host(step))
+
+    with monkeypatch.context() as patches:
+        warp.use(patches, scheduler)
+        patches.setattr(cute.arch, "block_idx", lambda: (first, 0, 0))
+        told = Told(**vars(requests.schedule(memory)))
+        warp.run(lambda: TileSchedule.publish.__wrapped__(told, warp))
+    return warp.events
+
+
+@pytest.mark.parametrize("ctas", [1, 3])
 @pytest.mark.parametrize(
-    ("heads", "section", "batch", "q_tiles"), [(1, 1, 1, 1), (8, 8, 3, 5), (6, 2, 2, 3), (12, 4, 1, 4), (5, 1, 4, 2)]
+    "requests",
+    [
+        Requests([1], [9]),
+        Requests([0], [0], heads=2),
+        Requests([513, 300], [600, 300], heads=8, kv_heads=2),
+        Requests([129, 0, 257], [500, 9, 257], heads=6, kv_heads=6, section=2),
+        # More requests than lanes, and a warp's worth of them without any query.
+        Requests([5] * 20 + [0] * 44 + [130, 1], [200] * 66, heads=2),
+    ],
+    ids=range(5),
 )
-def test_the_list_of_tiles(heads: int, section: int, batch: int, q_tiles: int) -> None:
-    work = schedule(heads, 1, batch, q_tiles, section=section)
-    listed = [tuple(map(host, work._coordinates(Int32(place)))) for place in range(heads * batch * q_tiles)]
-    # Requests one after the other, and sections of a request's heads; later tiles, which see more keys, come first; the
-    # heads of a section run side by side.
-    order = itertools.product(range(batch), range(0, heads, section), range(q_tiles)[::-1], range(section))
-    assert listed == [(t, first + h, i) for i, first, t, h in order]
+def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile once, in the order of the list."""
+    listed = requests.listed()
+    found = {}
+    for cta in range(ctas):
+        tickets = [*range(cta, len(listed) + ctas, ctas)]
+        events = published(requests, tickets, memory, monkeypatch)
+        tiles = [event[1] for event in events if event[0] == "posted"]
+        found |= dict(zip(tickets, map(place, tiles), strict=False))
+    assert [found[ticket] for ticket in range(len(listed))] == listed
 
 
 @pytest.mark.parametrize("kind", MaskKind)
-def test_tiles_cover_every_row_of_every_head(kind: MaskKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    q_lens, kv_lens, heads, kv_heads, q_tiles = [1, 0, 128, 129, 300], [7, 9, 0, 500, 300], 6, 2, 4
-    pairs = enumerate(zip(q_lens, kv_lens, strict=True))
-    lengths = [Request(*map(Int32, (i, 0, 0, 0, 0, 0, q, kv))) for i, (q, kv) in pairs]
-    monkeypatch.setattr(scheduler, "load_request", lambda index, addresses, geometry: lengths[host(index)])
-    work = schedule(heads, kv_heads, len(q_lens), q_tiles, kind)
-    rows = []
-    for place in range(heads * len(q_lens) * q_tiles):
-        tile = work._work_tile(Int32(place))
-        index, first = host(tile.request.index), host(tile.first_row)
-        if first >= q_lens[index]:
-            continue
+def test_tiles_cover_every_row_of_every_head(kind: MaskKind, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests([1, 0, 128, 129, 300], [7, 9, 0, 500, 300], 6, 2, kind=kind)
+    mask, rows = requests.schedule(memory).mask, []
+    events = published(requests, [*range(len(requests.listed()) + 1)], memory, monkeypatch)
+    for tile in [event[1] for event in events if event[0] == "posted"]:
+        index, head, first = place(tile)
+        q_len, kv_len = requests.q_lens[index], requests.kv_lens[index]
         assert host(tile.exists)
-        assert host(tile.kv_head) == host(tile.head) * kv_heads // heads
-        last = min(first + 128, q_lens[index]) - 1
-        offset = kv_lens[index] - q_lens[index]
-        want = work.mask.tiles(Int32(offset + first), Int32(offset + last), Int32(kv_lens[index]), 64)
+        assert host(tile.kv_head) == head * requests.kv_heads // requests.heads
+        last, offset = min(first + 128, q_len) - 1, kv_len - q_len
+        want = mask.tiles(Int32(offset + first), Int32(offset + last), Int32(kv_len), 64)
         for field in fields(want):
             assert host(getattr(tile.keys, field.name)) == host(getattr(want, field.name))
-        rows += [(index, host(tile.head), row) for row in range(first, last + 1)]
-    assert sorted(rows) == [(i, h, row) for i, q in enumerate(q_lens) for h in range(heads) for row in range(q)]
+        rows += [(index, head, row) for row in range(first, last + 1)]
+    heads = range(requests.heads)
+    assert sorted(rows) == [(i, h, row) for i, q in enumerate(requests.q_lens) for h in heads for row in range(q)]
 
 
-def test_every_tile_is_published_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once it is posted, whoever publishes may do more for it; then there has to be room before the next is taken.
-    Places without rows are passed over."""
-    q_lens = [200, 0, 5]
-    lengths = [Request(*map(Int32, (i, 0, 0, 0, 0, 0, q, 100))) for i, q in enumerate(q_lens)]
-    monkeypatch.setattr(scheduler, "load_request", lambda index, addresses, geometry: lengths[host(index)])
-    monkeypatch.setattr(cute.arch, "block_idx", lambda: (0, 0, 0))
-    events: list[tuple[Any, ...]] = []
-
-    def told(what: str, tile: WorkTile, step: Any) -> None:
-        events.append((what, host(tile.request.index), host(tile.head), host(tile.first_row), host(step)))
-
-    class Told(TileSchedule):
-        def _next_place(self) -> Int32:
-            self.place = getattr(self, "place", 0) + 1
-            events.append(("ticket",))
-            return Int32(self.place)
-
-        def _hand_back_tickets(self) -> None:
-            events.append(("done",))
-
-        def published(self, tile: WorkTile, step: Any) -> None:
-            told("published", tile, step)
-
-    class Slots:
-        @property
-        def ring(self) -> Slots:
-            return self
-
-        def wait_empty(self, step: Any) -> None:
-            events.append(("room", host(step)))
-
-        def post(self, step: Any, tile: WorkTile) -> None:
-            told("posted", tile, step)
-
-        def post_end(self, step: Any) -> None:
-            events.append(("end", host(step)))
-
-    TileSchedule.publish.__wrapped__(Told(**vars(schedule(2, 1, 3, 2))), Slots())
-    tiles = [(0, 0, 128), (0, 1, 128), (0, 0, 0), (0, 1, 0), None, None, None, None, None, None, (2, 0, 0), (2, 1, 0)]
-    want: list[tuple[Any, ...]] = []
-    step = 0
-    for tile in tiles:
-        if tile is not None:
-            want += [("posted", *tile, step), ("published", *tile, step), ("room", step + 1)]
-            step += 1
-        want.append(("ticket",))
-    assert events == [*want, ("end", step), ("done",)]
+def test_every_tile_is_published_in_turn(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once it is posted, whoever publishes may do more for it; then there has to be room before the next is taken."""
+    requests = Requests([200, 0, 5], [200, 0, 5], heads=2)
+    events = published(requests, [*range(7)], memory, monkeypatch)
+    told = [(name, place(rest[0])) if name in ("posted", "published") else (name,) for name, *rest in events]
+    want = [
+        event for tile in requests.listed() for event in (("posted", tile), ("published", tile), ("room",), ("ticket",))
+    ]
+    assert told == [*want, ("end",), ("done",)]
+    assert [rest[-1] for name, *rest in events if name == "published"] == [*range(6)]
+    assert [rest[-1] for name, *rest in events if name == "room"] == [*range(1, 7)]
 
 
 def leaves(kind: type) -> Iterator[str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +13,9 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64
+from lane_threads import SchedulingWarp, host
 from test_kernels_mask import Scores
-from test_kernels_scheduler import Memory, host
+from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import mask as mask_module
@@ -23,7 +23,7 @@ from hopwell.kernels.parts import partial, split
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
 from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
-from hopwell.kernels.parts.split import LANES, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
+from hopwell.kernels.parts.split import RequestSpan, SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.splitting import GROUP_PIECES, LONG_TOKENS, MAX_CHUNKS, ROWS, TICKETS
@@ -160,91 +160,27 @@ def units_of(requests: Requests, schedule: SplitSchedule) -> Iterator[tuple[int,
         )
 
 
-@dataclass
-class Warp:
-    """32 lanes as threads that meet in shuffles and votes, and the warp's way through the tickets."""
-
-    tickets: list[int]
-    posted: list[Any] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self._own = threading.local()
-        self._values: list[Any] = [None] * LANES
-        self._meet = threading.Barrier(LANES, timeout=60)
-        self.ring = SimpleNamespace(wait_empty=lambda step: None)  # there is always room
-
-    def exchange(self, value: Any) -> list[Any]:
-        self._values[self._own.lane] = value
-        self._meet.wait()
-        values = list(self._values)
-        self._meet.wait()
-        return values
-
-    def use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        tickets = iter(self.tickets)
-
-        def below(value: Any, offset: int, mask_and_clamp: int) -> Any:
-            values, lane = self.exchange(value), self._own.lane
-            return values[lane - offset] if lane >= offset else value
-
-        for name, function in (
-            ("lane_idx", lambda: Int32(self._own.lane)),
-            ("shuffle_sync", lambda value, lane: self.exchange(value)[host(lane)]),
-            ("shuffle_sync_up", below),
-            ("vote_ballot_sync", lambda held: sum(bool(v) << i for i, v in enumerate(self.exchange(bool(held))))),
-            ("popc", lambda bits: Int32(bits.bit_count())),
-        ):
-            monkeypatch.setattr(cute.arch, name, function)
-        monkeypatch.setattr(split, "running_sum", split.running_sum.__wrapped__)
-        monkeypatch.setattr(SplitSchedule, "_requests", SplitSchedule._requests.__wrapped__)
-        monkeypatch.setattr(split, "from_lane", lambda value, lane: self.exchange(value)[host(lane)])
-        draw = lambda schedule: Int32(next(tickets) if self._own.lane == 0 else 0)  # noqa: E731
-        monkeypatch.setattr(SplitSchedule, "_ticket", draw)
-
-    def post(self, step: int, tile: Any) -> None:
-        if self._own.lane == 0:
-            assert host(step) == len(self.posted)
-            self.posted.append(tile)
-
-    def post_end(self, step: int, rest: int) -> None:
-        self.post(step, None)
-
-    def run(self, work: Callable[[Any], None]) -> None:
-        failures: list[BaseException] = []
-
-        def of_lane(lane: int) -> None:
-            self._own.lane = lane
-            try:
-                work(self)
-            except BaseException as error:
-                failures.append(error)
-                self._meet.abort()
-
-        threads = [threading.Thread(target=of_lane, args=(lane,)) for lane in range(LANES)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for failure in sorted(failures, key=lambda failure: isinstance(failure, threading.BrokenBarrierError)):
-            raise failure
+def use(warp: SchedulingWarp, patches: pytest.MonkeyPatch) -> None:
+    warp.use(patches, split)
+    patches.setattr(SplitSchedule, "_requests", SplitSchedule._requests.__wrapped__)
+    patches.setattr(SplitSchedule, "_ticket", lambda schedule: warp.draw())
 
 
 def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.MonkeyPatch) -> list[SplitTile]:
-    warp = Warp(tickets)
+    warp = SchedulingWarp(tickets)
     with monkeypatch.context() as patches:
-        warp.use(patches)
-        warp.run(lambda board: SplitSchedule.publish.__wrapped__(schedule, board))
-    *tiles, end = warp.posted
-    assert end is None
-    return tiles
+        use(warp, patches)
+        warp.run(lambda: SplitSchedule.publish.__wrapped__(schedule, warp))
+    assert [event for event in warp.events if event[0] == "end"] == [("end",)] == warp.events[-1:]
+    return warp.posted
 
 
 def counted_pieces(schedule: SplitSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
     """As every lane counts them."""
-    warp, counts = Warp([]), []
+    warp, counts = SchedulingWarp([]), []
     with monkeypatch.context() as patches:
-        warp.use(patches)
-        warp.run(lambda _: counts.append(host(SplitSchedule.pieces.__wrapped__(schedule))))
+        use(warp, patches)
+        warp.run(lambda: counts.append(host(SplitSchedule.pieces.__wrapped__(schedule))))
     (count,) = set(counts)
     return count
 
