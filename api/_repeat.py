@@ -131,8 +131,12 @@ class Repeat:
         """The function that recognises these arguments."""
         variables = dict(self._variables)
         constants = [name for name in variables if name.startswith("constant")]
-        variables["check"] = _guard([argument for argument in arguments if isinstance(argument, torch.Tensor)])
-        conditions = _conditions(self._plain, variables)
+        firsts: dict[int, int] = {}  # by tensor, the place where it is given first
+        for i, argument in enumerate(arguments):
+            if isinstance(argument, torch.Tensor):
+                firsts.setdefault(id(argument), i)
+        variables["check"] = _guard([arguments[i] for i in firsts.values()])
+        conditions = _conditions(self._plain, [firsts.get(id(argument)) for argument in arguments], variables)
         source = SOURCE.format(
             variables=", ".join(variables),
             arguments=", ".join(f"a{i}" for i in range(len(arguments))),
@@ -155,12 +159,15 @@ def _compiled(source: str) -> Callable[..., Launch]:
     return namespace["make"]
 
 
-def _conditions(plain: Arguments, variables: dict[str, Any]) -> list[str]:
-    """What has to hold for other arguments, cheapest first. Values to compare with become variables."""
+def _conditions(plain: Arguments, firsts: Sequence[int | None], variables: dict[str, Any]) -> list[str]:
+    """What has to hold for other arguments, cheapest first. Values to compare with become variables. Tensors are given
+    again where they were before, as torch's guards take each of them once."""
     single, equal, tensors = [], [], []
     for i, value in enumerate(plain):
-        if value is TENSOR:
+        if value is TENSOR and firsts[i] == i:
             tensors.append(f"a{i}")
+        elif value is TENSOR:
+            single.append(f"a{i} is a{firsts[i]}")
         elif value is None or isinstance(value, bool):
             single.append(f"a{i} is {value}")
         elif isinstance(value, (type, torch.dtype)):
@@ -203,20 +210,10 @@ def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     It uses the guards that ``torch.compile`` puts before its compiled code: a tenth of the time of reading shapes and
     strides from Python. They also compare what decides between torch's implementations, such as requires_grad.
     """
-    # A guard of several tensors refuses one that is given twice; then it gets another guard for itself.
-    once = [i for i, tensor in enumerate(tensors) if not any(tensor is other for other in tensors[:i])]
     try:
-        check = _torch_guard(*[tensors[i] for i in once])
-        again = [(i, _torch_guard(tensor)) for i, tensor in enumerate(tensors) if i not in once]
+        return _torch_guard(*tensors)
     except (AttributeError, ImportError, TypeError):  # this torch has others
         return _slow_guard(tensors)
-    if not again:
-        return check
-
-    def check_all(*others: torch.Tensor) -> bool:
-        return check(*[others[i] for i in once]) and all(check_one(others[i]) for i, check_one in again)
-
-    return check_all
 
 
 def _torch_guard(*tensors: torch.Tensor) -> Callable[..., bool]:
