@@ -79,6 +79,7 @@ class Geometry(NamedTuple):
     heads: int
     kv_heads: int
     batch: int
+    section: int  # heads of a request whose tiles come before those of its other heads; divides ``heads``
     grid: int
     q_token: int
     q_head: int
@@ -110,4 +111,3 @@ class Geometry(NamedTuple):
     window_left: int
     chunk: int
     alibi_heads: int
-    section: int  # heads of a request whose tiles come before those of its other heads; divides ``heads``

@@ -58,6 +58,7 @@ class AttentionKernel:
     """Warps of their own load tiles of Q, K and V for those that multiply them."""
 
     work_tile: type[WorkTile] = WorkTile  # what the scheduler publishes
+    work_stages = WORK_STAGES
     staging_bytes = 0  # shared memory of each warp that stores, for itself
     step_tiles = 1  # K and V tiles of a step
 
@@ -113,7 +114,7 @@ class AttentionKernel:
     def _work_edge(self, warps: int) -> Edge:
         """The board's: from the scheduler to ``warps`` others."""
         size = board_stride(self.work_tile.INTS) * 4
-        return Edge("work", "schedule", "all others", WORK_STAGES, 1, warps, size, consumer_lanes=LANES)
+        return Edge("work", "schedule", "all others", self.work_stages, 1, warps, size, consumer_lanes=LANES)
 
     def _kv_atom(self, address, head_dim, heads, sizes, strides):
         """The TMA atom that the KV source issues, None where it issues none."""
@@ -165,7 +166,7 @@ class AttentionKernel:
     def _board_layout(self):
         """Slots begin on 16 bytes, so that a vector load of one never touches the next."""
         ints = self.work_tile.INTS
-        return cute.make_layout((ints, WORK_STAGES), stride=(1, board_stride(ints)))
+        return cute.make_layout((ints, self.work_stages), stride=(1, board_stride(ints)))
 
     def _allocate_tiles(self, smem) -> SharedTiles:
         c, t = self.config, self.tile

@@ -65,6 +65,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
     q_rows = Q_TILE_ROWS
     storing_warps = WARPGROUP // LANES
+    # With one stage ptxas keeps in registers what correction has read of a tile, and spills 8 of 64 at head dim 64.
+    work_stages = 2
     staging_bytes = 2 * LaneRow.warp_rows * LaneRow.pass_columns
 
     @property

@@ -16,7 +16,6 @@ from hopwell.kernels.config import (
     REGISTERS,
     SHARED_BYTES,
     WARPGROUP,
-    WORK_STAGES,
     KvFetch,
     kv_fetch,
     resolve,
@@ -177,7 +176,7 @@ class TestEdges:
                 "Q": (2, 128 * qk * 2),
                 "K": (tile.kv_stages, tile.n * qk * 2),
                 "V": (tile.kv_stages, tile.n * v * 2),
-                "work": (WORK_STAGES, board_stride(WorkTile.INTS) * 4),
+                "work": (PrefillSm100.work_stages, board_stride(WorkTile.INTS) * 4),
                 "S": (2, 0),
                 "P": (2, 0),
                 "factor": (4, 128 * 4),
@@ -199,9 +198,9 @@ class TestEdges:
         tile = kernel.tile
         operands = 2 * 128 * dims[0] * 2 + tile.kv_stages * tile.n * sum(dims) * 2
         staging, factors, words = 4 * 32 * 64, 4 * 128 * 4, 16
-        board = WORK_STAGES * board_stride(WorkTile.INTS) * 4
+        board = kernel.work_stages * board_stride(WorkTile.INTS) * 4
         # A full and an empty one for each stage of eight edges, and the loaders' for tiles that need zeroed rows.
-        barriers = 8 * (2 * (2 + 2 * tile.kv_stages + WORK_STAGES + 2 + 2 + 4 + 2) + 2)
+        barriers = 8 * (2 * (2 + 2 * tile.kv_stages + kernel.work_stages + 2 + 2 + 4 + 2) + 2)
         assert kernel.shared_bytes == operands + staging + factors + words + board + barriers
         assert kernel.shared_bytes <= SHARED_BYTES
 
