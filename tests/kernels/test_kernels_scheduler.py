@@ -203,7 +203,7 @@ def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkey
         events = published(requests, tickets, memory, monkeypatch)
         tiles = [event[1] for event in events if event[0] == "posted"]
         found |= dict(zip(tickets, map(place, tiles), strict=False))
-    assert [found[ticket] for ticket in range(len(listed))] == listed
+    assert found == dict(enumerate(listed)), "a tile for each place of the list and for no other"
 
 
 @pytest.mark.parametrize("kind", MaskKind)

@@ -176,7 +176,7 @@ class TestEdges:
                 "Q": (2, 128 * qk * 2),
                 "K": (tile.kv_stages, tile.n * qk * 2),
                 "V": (tile.kv_stages, tile.n * v * 2),
-                "work": (PrefillSm100.work_stages, board_stride(WorkTile.INTS) * 4),
+                "work": (2, board_stride(WorkTile.INTS) * 4),
                 "S": (2, 0),
                 "P": (2, 0),
                 "factor": (4, 128 * 4),
