@@ -48,6 +48,21 @@ class WorkTile(DeviceStruct):
 END_OF_WORK = -1
 
 
+@cute.jit
+def draw_ticket(addresses):
+    """The next ticket, for lane 0: who needs it asks later, when it has come."""
+    ticket = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        ticket = cute.arch.atomic_add(global_pointer(Int32, addresses.tickets), Int32(1))
+    return ticket
+
+
+def lane_of(place, last_places):
+    """The lane whose request has a place of the list. ``last_places`` is a lane's own: how many places there are up to
+    the end of its request."""
+    return cute.arch.popc(cute.arch.vote_ballot_sync(last_places <= place))
+
+
 @dataclass
 class TileSchedule(DeviceStruct):
     """The list of tiles and this CTA's way through it."""
@@ -64,8 +79,11 @@ class TileSchedule(DeviceStruct):
         index, tiles = first + cute.arch.lane_idx(), Int32(0)
         request = load_request(cutlass.min(index, Int32(self.geometry.batch) - 1), self.addresses, self.geometry)
         if index < Int32(self.geometry.batch):
-            tiles = self._q_tiles(request) * Int32(self.geometry.heads)
+            tiles = self._tiles(request)
         return request, running_sum(tiles)
+
+    def _tiles(self, request: Request):
+        return self._q_tiles(request) * Int32(self.geometry.heads)
 
     def _q_tiles(self, request: Request):
         return (request.q_len + (self.tile_m - 1)) // self.tile_m
@@ -89,12 +107,8 @@ class TileSchedule(DeviceStruct):
         kv_head = head // (Int32(self.geometry.heads) // Int32(self.geometry.kv_heads))
         return WorkTile(request, head, kv_head, first_row, keys)
 
-    @cute.jit
     def _next_place(self):
-        ticket = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            ticket = cute.arch.atomic_add(global_pointer(Int32, self.addresses.tickets), Int32(1))
-        return Int32(self.geometry.grid) + cute.arch.shuffle_sync(ticket, 0)
+        return Int32(self.geometry.grid) + cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
 
     @cute.jit
     def _hand_back_tickets(self) -> None:
@@ -116,10 +130,9 @@ class TileSchedule(DeviceStruct):
                 first += LANES
                 request, last_tile = self._requests(first)
             else:
-                lane = cute.arch.popc(cute.arch.vote_ballot_sync(tiles + last_tile <= place))
+                lane = lane_of(place, tiles + last_tile)
                 mine = from_lane(request, lane)
-                of_mine = self._q_tiles(mine) * Int32(self.geometry.heads)
-                before = tiles + cute.arch.shuffle_sync(last_tile, lane) - of_mine
+                before = tiles + cute.arch.shuffle_sync(last_tile, lane) - self._tiles(mine)
                 tile = self._work_tile(mine, place - before)
                 board.post(step, tile)
                 self.published(tile, step)

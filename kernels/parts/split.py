@@ -21,9 +21,9 @@ from cutlass import Int32, const_expr
 
 from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
-from hopwell.kernels.parts.device import DeviceStruct, from_lane, global_pointer, load_int, running_sum
+from hopwell.kernels.parts.device import DeviceStruct, from_lane, load_int, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
-from hopwell.kernels.parts.scheduler import WorkTile
+from hopwell.kernels.parts.scheduler import WorkTile, draw_ticket, lane_of
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, LONG_TOKENS, MAX_CHUNKS
@@ -169,14 +169,6 @@ class SplitSchedule(DeviceStruct):
         full_begin = cutlass.min(cutlass.max(keys.full_begin, begin), full_end)
         return TileRange(begin, end, full_begin, full_end, keys.first_key)
 
-    @cute.jit
-    def _ticket(self):
-        """The next place in the list, for lane 0: who needs it asks later, when it has come."""
-        ticket = Int32(0)
-        if cute.arch.lane_idx() == 0:
-            ticket = cute.arch.atomic_add(global_pointer(Int32, self.addresses.tickets), Int32(1))
-        return ticket
-
     @property
     def _of_chunk(self):
         """Units of a request that have the same chunk."""
@@ -204,7 +196,7 @@ class SplitSchedule(DeviceStruct):
         """Post every unit that this CTA gets, then the end. Called by one warp."""
         batch, of_chunk = Int32(self.geometry.batch), self._of_chunk
         step, first, units, pieces = Int32(0), Int32(0), Int32(0), Int32(0)
-        ticket = self._ticket()
+        ticket = draw_ticket(self.addresses)
         span, last_unit, last_piece = self._requests(first)
         place, latest = cute.arch.shuffle_sync(ticket, 0), SplitTile.nothing()
         while first < batch:
@@ -214,7 +206,7 @@ class SplitSchedule(DeviceStruct):
                 first += LANES
                 span, last_unit, last_piece = self._requests(first)
             else:
-                lane = cute.arch.popc(cute.arch.vote_ballot_sync(units + last_unit <= place))
+                lane = lane_of(place, units + last_unit)
                 mine = from_lane(span, lane)
                 before = cute.arch.shuffle_sync(last_unit, lane) - mine.chunks * of_chunk
                 pieces_before = cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, of_chunk)
@@ -225,7 +217,7 @@ class SplitSchedule(DeviceStruct):
                 step += 1
                 # Not before there is room: a unit that waits here may be one that another CTA could begin with.
                 board.ring.wait_empty(step)
-                place = cute.arch.shuffle_sync(self._ticket(), 0)
+                place = cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
         self.keeper.ended(step, latest)
         board.post_end(step, pieces)
 

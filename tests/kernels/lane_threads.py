@@ -63,7 +63,7 @@ class Lanes:
 
 class SchedulingWarp(Lanes):
     """A warp that schedules, its way through ``tickets``, and what it does, in order: ("posted", tile), ("end",),
-    ("room", step) where it waits for room, which there always is."""
+    ("ticket",), and ("room", step) where it waits for room, which there always is."""
 
     def __init__(self, tickets: Iterable[int]) -> None:
         super().__init__()
@@ -100,10 +100,12 @@ class SchedulingWarp(Lanes):
             monkeypatch.setattr(cute.arch, name, function)
         monkeypatch.setattr(cutlass, "range_constexpr", range)
         monkeypatch.setattr(module, "running_sum", device.running_sum.__wrapped__)
+        monkeypatch.setattr(module, "draw_ticket", lambda addresses: self.draw())
         monkeypatch.setattr(module, "from_lane", lambda value, lane: self.exchange(value)[host(lane)])
 
     def draw(self) -> Int32:
         """The next ticket, for lane 0."""
+        self.note("ticket")
         return Int32(next(self._drawn) if self.own.lane == 0 else 0)
 
     def wait_empty(self, step: int) -> None:

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.bas
 GEOMETRY = Geometry(*[Int64(0)] * len(Geometry._fields))._replace(
     q_unit=Int64(1), o_unit=Int64(1), k_unit=Int64(1), v_unit=Int64(1), lse_unit=Int64(1)
 )
+GRID = 3  # CTAs, whose first places are taken without a ticket
 ADDRESSES = Addresses(*[Int64(0)] * len(Addresses._fields))
 
 
@@ -130,7 +131,7 @@ class Requests:
     kind: MaskKind = MaskKind.CAUSAL
 
     def schedule(self, memory: Memory) -> TileSchedule:
-        sizes = dict(batch=len(self.q_lens), heads=self.heads, kv_heads=self.kv_heads)
+        sizes = dict(batch=len(self.q_lens), heads=self.heads, kv_heads=self.kv_heads, grid=GRID)
         sizes["section"] = self.section or self.heads
         g = GEOMETRY._replace(**{name: Int64(size) for name, size in sizes.items()})
         starts = list(itertools.accumulate(self.q_lens, initial=0))
@@ -155,17 +156,13 @@ def place(tile: WorkTile) -> tuple[int, int, int]:
 
 
 def published(
-    requests: Requests, tickets: list[int], memory: Memory, monkeypatch: pytest.MonkeyPatch
+    requests: Requests, places: list[int], memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> list[tuple[Any, ...]]:
-    """What the warp of a CTA does whose places in the list are these."""
-    warp, first = SchedulingWarp(tickets[1:]), Int32(tickets[0])
+    """What the warp of a CTA does whose places in the list are these: its own number, and then by ticket."""
+    warp, first = SchedulingWarp([place - GRID for place in places[1:]]), Int32(places[0])
 
     class Told(TileSchedule):
         _requests = TileSchedule._requests.__wrapped__
-
-        def _next_place(self) -> Int32:
-            warp.note("ticket")
-            return warp.exchange(warp.draw())[0]
 
         def _hand_back_tickets(self) -> None:
             warp.note("done")
@@ -199,10 +196,10 @@ def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkey
     listed = requests.listed()
     found = {}
     for cta in range(ctas):
-        tickets = [*range(cta, len(listed) + ctas, ctas)]
-        events = published(requests, tickets, memory, monkeypatch)
+        places = [*range(cta, len(listed) + ctas, ctas)]
+        events = published(requests, places, memory, monkeypatch)
         tiles = [event[1] for event in events if event[0] == "posted"]
-        found |= dict(zip(tickets, map(place, tiles), strict=False))
+        found |= dict(zip(places, map(place, tiles), strict=False))
     assert found == dict(enumerate(listed)), "a tile for each place of the list and for no other"
 
 

@@ -163,7 +163,6 @@ def units_of(requests: Requests, schedule: SplitSchedule) -> Iterator[tuple[int,
 def use(warp: SchedulingWarp, patches: pytest.MonkeyPatch) -> None:
     warp.use(patches, split)
     patches.setattr(SplitSchedule, "_requests", SplitSchedule._requests.__wrapped__)
-    patches.setattr(SplitSchedule, "_ticket", lambda schedule: warp.draw())
 
 
 def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.MonkeyPatch) -> list[SplitTile]:
