@@ -10,6 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
+from cutlass import const_expr
 
 from hopwell.kernels.parts.device import DeviceStruct
 
@@ -108,6 +109,13 @@ class Ring(DeviceStruct):
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.full_barrier(step))
+
+    @cute.jit
+    def fill_rest(self, step) -> None:
+        """Arrive for all lanes of a producer warp but one, which has arrived with the bytes that TMA writes."""
+        if const_expr(self.producer_lanes > 1):
+            with cute.arch.elect_one():
+                cute.arch.mbarrier_arrive(self.full_barrier(step), arrive_count=self.producer_lanes - 1)
 
     def wait_released(self, step) -> None:
         """For a ring whose stages are not the producer's at first: every step waits for a release of its own."""

@@ -11,8 +11,9 @@ the tokens are (the address stream) and what fetches them (the issue):
 Elements of 8 bits are fetched two by two, as if they were 16-bit ones of half as many columns.
 
 Paged sources look page ids up, one box or row per lane, before they wait for a free stage, so that the table's latency
-is hidden. Loads arrive at the full barrier by themselves, so that as many tiles are under way as there are stages.
-Consumers see nothing of this: a full barrier means that the tile is there.
+is hidden; where a tile has fewer boxes than a warp has lanes, those of several tiles at once. Loads arrive at the full
+barrier by themselves, so that as many tiles are under way as there are stages. Consumers see nothing of this: a full
+barrier means that the tile is there.
 """
 
 import math
@@ -23,11 +24,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from hopwell.kernels.config import BLOCK_COLUMNS, LANES
+from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MAX_BOX_ROWS
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, global_array
+
+BOXES_AT_ONCE = 8  # whose corners a lane holds before they are fetched
 
 
 @dataclass
@@ -142,9 +145,7 @@ class KvSource(DeviceStruct):
             if cute.arch.lane_idx() < ring.producer_lanes:
                 cute.arch.mbarrier_arrive(ring.full_barrier(step))
         else:
-            if const_expr(ring.producer_lanes > 1):
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive(barrier, arrive_count=ring.producer_lanes - 1)
+            ring.fill_rest(step)
         return partials
 
     @cute.jit
@@ -229,8 +230,23 @@ class PageBoxes(PagedSource):
     def boxes(self) -> int:
         return self.tile_n // self.box_rows
 
+    @cute.jit
+    def load(self, first, end, ring, step, partial_barrier, partials):
+        # A lookup serves as many tiles as lanes have boxes for. Loaders share schedulers with the warps of softmax, and
+        # each of their instructions makes a step about a cycle longer (H200, 2026-11-22).
+        tiles = LANES // self.boxes
+        for last in cutlass.range(end - 1, first - 1, -tiles, unroll=1):
+            slots, groups = self.locate(last - (tiles - 1))
+            for n in cutlass.range(last, cutlass.max(last - tiles, first - 1), -1, unroll=1):
+                ring.wait_empty(step)
+                lane = cute.arch.lane_idx() + (n - last + (tiles - 1)) * self.boxes
+                location = cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane)
+                partials = self.fill(location, n, ring, step, partial_barrier, partials)
+                step += 1
+        return step, partials
+
     def locate(self, tile):
-        """(slot, row group) of box i in lane i.
+        """(slot, row group) of box i from the tile's first in lane i.
 
         Outside the needed tokens a needed page is fetched again: every tile then has the same number of bytes, and no
         other table entry is read.
@@ -248,12 +264,21 @@ class PageBoxes(PagedSource):
     @cute.jit
     def fetch(self, location, stage, barrier):
         slots, groups = location
-        box = self.stage_address(stage)
-        for lane in cutlass.range(self.boxes, unroll=1):
-            slot, group = cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane)
+        base = self.stage_address(stage)
+        for first in cutlass.range_constexpr(0, self.boxes, BOXES_AT_ONCE):
+            boxes = range(first, min(first + BOXES_AT_ONCE, self.boxes))
+            corners = [(cute.arch.shuffle_sync(slots, i), self._group(groups, i)) for i in boxes]
             with cute.arch.elect_one():
-                self.load_box(box, slot, group, barrier)
-            box += self.box_bytes
+                for i, corner in zip(boxes, corners, strict=True):
+                    self.load_box(base + i * self.box_bytes, *corner, barrier)
+
+    def _group(self, groups, box: int):
+        return Int32(0) if self.whole_pages else cute.arch.shuffle_sync(groups, box)
+
+    @property
+    def whole_pages(self) -> bool:
+        """Whether a box must be a whole page: below the tallest one that tiles are made of, its page is no taller."""
+        return self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
 
     def load_box(self, box, slot, group, barrier) -> None:
         corner = (0, 0) if self.columns == BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a group, all columns
