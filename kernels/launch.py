@@ -40,6 +40,7 @@ class Addresses(NamedTuple):
 class DecodeGeometry(NamedTuple):
     """Sizes, strides in elements, and the grid of decode."""
 
+    tokens: int  # rows of query
     kv_heads: int
     batch: int
     group: int  # query heads of a KV head

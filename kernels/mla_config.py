@@ -57,7 +57,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Where the rest of a key ends with the value, another column block makes room for P."""
+        """Where the rest of a key ends with the value, another column block makes room for P of tile A."""
         left, right = self.kv_dims
         return left, max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would be 30 (H200's host, 2026-11-22)
 
 from hopwell.kernels import support, toolchain
 from hopwell.kernels.config import KernelConfig, PrefillConfig, page_and_head_stride, resolve
@@ -50,8 +51,6 @@ class Plan:
         self.repeatable = query.device.type == "cuda"
         self._options = (*family.numbers(problem), int(problem.programmatic_launch))
         if self.has_work:
-            import tvm_ffi
-
             sizes = family.geometry(problem, self.config)
             self.tickets = tickets(query.device, family.counters(sizes, self.config))
             self.tickets.reserve()
@@ -220,6 +219,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         max(rows, 1), problem.key.shape[1], config.head_dim_v, problem.max_kv_len, ctas, problem.is_latent
     )
     return DecodeGeometry(
+        tokens=query.shape[0],
         batch=problem.batch,
         group=group,
         q_len=problem.max_q_len,

@@ -215,6 +215,7 @@ class AttentionKernel:
             for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
                 offset = block * (self.q_rows * copy.SWIZZLE_ROW_BYTES)
                 copy.tma_load(descriptor, destination + offset, barrier, (block * BLOCK_COLUMNS, row, head))
+        ring.fill_rest(step)
 
     @cute.jit
     def load_kv(self, atom, shared, ring, partial_barrier, board, operand: KvOperand):
@@ -227,26 +228,6 @@ class AttentionKernel:
             source = self.source.create(operand, tile, descriptor, shared, self.tile.n, self.config.box_rows)
             first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
             step, partials = source.load(first, end, ring, step, partial_barrier, partials)
-            work += 1
-            tile = board.read(work)
-
-    @cute.jit
-    def load_keys_and_values(self, atoms, shared, rings, partial_barriers, board, operands):
-        """:meth:`load_kv` of K and V by one warp, where TMA does the work: each argument is one of both."""
-        descriptors = [copy.tma_descriptor(atom) for atom in atoms]
-        step, work, partials = Int32(0), Int32(0), [Int32(0), Int32(0)]
-        tile = board.read(work)
-        while tile.exists:
-            rest = (self.tile.n, self.config.box_rows)
-            sources = [self.source.create(operands[i], tile, descriptors[i], shared[i], *rest) for i in range(2)]
-            first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
-            for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
-                locations = [source.locate(n) for source in sources]
-                for i in cutlass.range_constexpr(2):
-                    rings[i].wait_empty(step)
-                    barrier = partial_barriers + i
-                    partials[i] = sources[i].fill(locations[i], n, rings[i], step, barrier, partials[i])
-                step += 1
             work += 1
             tile = board.read(work)
 

@@ -16,7 +16,7 @@ the next rows, and a piece for a slot of rows that come before its own, because 
 one request and of one round of all CTAs: those of the last round wait for shares that are merged beside units.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -48,7 +48,7 @@ class Shares(DeviceStruct):
     slots: Slots
     of_chunk: Int32  # from a piece to that of the next chunk
     pieces_at_once: int  # whose loads a lane has under way, for each of
-    items_at_once: int
+    items_at_once: int  # (or of more pieces for one item)
 
     @cute.jit
     def wait_free(self, tile) -> None:
@@ -148,9 +148,14 @@ class Shares(DeviceStruct):
         items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_line)
         shares = chunks * SHARES
         begin, end = (items * (chunk * SHARES + part + i) // shares for i in range(2))
+        # The more pieces, the fewer items of each are a share.
+        many = replace(self, pieces_at_once=self.pieces_at_once * self.items_at_once, items_at_once=1)
         for line in cutlass.range(begin // of_line, (end + (of_line - 1)) // of_line, unroll=1):
             low, high = cutlass.max(begin, line * of_line), cutlass.min(end, (line + 1) * of_line)
-            self._merge_line(line, low - line * of_line, high - line * of_line, first, chunks, rows, dtype)
+            if chunks > self.pieces_at_once:
+                many._merge_line(line, low - line * of_line, high - line * of_line, first, chunks, rows, dtype)
+            else:
+                self._merge_line(line, low - line * of_line, high - line * of_line, first, chunks, rows, dtype)
         cute.arch.sync_warp()  # all lanes have read
         if self._is_last(GROUPS_THERE, first, shares):
             for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):

@@ -113,7 +113,8 @@ class DecodeSm90(AttentionSm90):
     ):
         """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
         k, v = self._kv_atoms(addresses, geometry)
-        self.kernel(k, v, addresses, geometry, softmax_scale, output_scale, output_factor).launch(
+        q = self._q_atom(addresses, geometry)
+        self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, output_factor).launch(
             grid=[Int32(geometry.grid), 1, 1],
             block=[WARPGROUP * len(self.config.registers), 1, 1],
             smem=self.shared_bytes,
@@ -125,6 +126,7 @@ class DecodeSm90(AttentionSm90):
     @cute.kernel
     def kernel(
         self,
+        q_atom: cute.CopyAtom | None,
         k_atom: cute.CopyAtom | None,
         v_atom: cute.CopyAtom | None,
         addresses: Addresses,
@@ -136,11 +138,11 @@ class DecodeSm90(AttentionSm90):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
         mask = self.mask_type(self.config.mask, Int32(geometry.window_left), Int32(1))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom)), partial_barriers)
+        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (SCHEDULE_WARP, q_atom)), partial_barriers)
 
         if warp < 4:
             self.set_registers(self.tile.producer_registers)
-            schedule = self._schedule(addresses, geometry, mask, tiles, rings)
+            schedule = self._schedule(addresses, geometry, mask, q_atom, tiles, rings)
             if warp == SCHEDULE_WARP:
                 schedule.publish(board)
             else:
@@ -169,12 +171,13 @@ class DecodeSm90(AttentionSm90):
         """What the consumer warpgroups run."""
         return (ByteAttend if self.config.kv_bytes == 1 else DecodeAttend)(*parts)
 
-    def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, tiles, rings) -> SplitSchedule:
+    def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
         c = self.config
         sizes = (self.tile.m, self.tile.n * self.step_tiles, c.chunk_tokens, c.halves_chunks)
-        return self.schedule_type(geometry, addresses, mask, *sizes, self.keeper(addresses, geometry, tiles, rings))
+        keeper = self.keeper(addresses, geometry, q_atom, tiles, rings)
+        return self.schedule_type(geometry, addresses, mask, *sizes, keeper)
 
-    def keeper(self, addresses: Addresses, geometry: DecodeGeometry, tiles, rings) -> UnitKeeper:
+    def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> UnitKeeper:
         """What the warp that schedules does besides."""
         return UnitKeeper()
 
@@ -198,6 +201,10 @@ class DecodeSm90(AttentionSm90):
         """K (0) or V (1)."""
         shared = shared_address((tiles.k, tiles.v)[part].iterator)
         self.load_kv(atoms[part], shared, rings[1 + part], partial_barriers + part, board, operands[part])
+
+    def _q_atom(self, addresses: Addresses, geometry: DecodeGeometry):
+        """The TMA atom of Q; None where only lanes copy its rows."""
+        return None
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
         """What the two loading warps fetch."""

@@ -21,7 +21,7 @@ before = set(sys.modules)
 start = time.perf_counter()
 import hopwell
 seconds = time.perf_counter() - start
-heavy = [m for m in set(sys.modules) - before if m.split(".")[0] in ("cutlass", "tvm_ffi", "cuda")]
+heavy = [m for m in set(sys.modules) - before if m.split(".")[0] in ("cutlass", "tvm_ffi_orcjit", "cuda")]
 assert not heavy, heavy
 assert seconds < 1.5, seconds
 """
