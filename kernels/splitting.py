@@ -9,7 +9,7 @@ CHUNK_ELEMENTS = 1024 * 128  # of 16 bits of K, for narrow heads
 MIN_CHUNK_TOKENS = 1024
 LONG_TOKENS = 8192  # from here on, and up to one chunk, chunks are whole
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
-DOUBLINGS = 17  # 2^31 tokens in no more than MAX_CHUNKS
+DOUBLINGS = 20  # 2^31 tokens in no more than MAX_CHUNKS, or two latent ones
 GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
 
 ROWS = 64  # packed rows of a tile
@@ -22,6 +22,9 @@ UNDER_WAY = 8
 # Of MLA. Twice as many tokens are 7 % faster at 32 x 8192 tokens and 128 heads, and take 70 instead of 43 us for a
 # single request of 4096 (H200, 2026-11-22).
 LATENT_CHUNK_TOKENS = 1024
+# Of a long request and all of its rows: nearly as many as a GPU has multiprocessors. With more of them, and shorter,
+# 1 x 65536 tokens, 128 heads and two new tokens took 93 to 100 instead of 83 us (H200, 2026-11-22).
+LATENT_UNITS = 128
 # Of lists. The usual 2048 entries are one chunk: 64 requests take 91 us, with two chunks 121 to 187 (H200, 2026-11-22).
 LISTED_CHUNK_TOKENS = 2048
 LATENT_UNDER_WAY = 3
@@ -68,8 +71,10 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int,
 def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool) -> int:
     # Chunks of 16-bit keys are the shortest.
     least = chunk_tokens(columns, latent) // (1 if latent else 2)
-    chunks = min(-(-max(capacity, 1) // least) + 1, MAX_CHUNKS)
-    return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
+    chunks, tiles = min(-(-max(capacity, 1) // least) + 1, MAX_CHUNKS), -(-rows // ROWS)
+    if latent:
+        return min(chunks * tiles, max(LATENT_UNITS, 2 * tiles)) + LATENT_UNDER_WAY * ctas
+    return chunks * kv_heads * tiles + UNDER_WAY * ctas
 
 
 def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:

@@ -61,10 +61,10 @@ def hopwell_paged(page_size: int) -> Candidate:
                 sinks=t.sinks,
             )
         offsets = t.q_starts * work.heads * work.head_dim
+        pages = key.transpose(1, 2), value.transpose(1, 2)
         return lambda: hopwell.cudnn_batch_prefill_with_kv_cache(
             t.q,
-            key.transpose(1, 2),
-            value.transpose(1, 2),
+            *pages,
             work.scale,
             out,
             max_token_per_sequence=max(work.q_lens),

@@ -26,7 +26,7 @@ from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.scheduler import WorkTile, draw_ticket, lane_of
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, LONG_TOKENS, MAX_CHUNKS
+from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, LATENT_UNITS, LONG_TOKENS, MAX_CHUNKS
 
 
 @dataclass
@@ -98,6 +98,10 @@ class SplitSchedule(DeviceStruct):
         """Lists of keys in a request."""
         return Int32(1)
 
+    def _most_chunks(self, q_len):
+        """Of a request of ``q_len`` new tokens."""
+        return Int32(MAX_CHUNKS)
+
     @cute.jit
     def _span(self, index):
         g, a = self.geometry, self.addresses
@@ -114,8 +118,9 @@ class SplitSchedule(DeviceStruct):
         shift = Int32(self.chunk_tokens.bit_length() - 1)
         if const_expr(self.halves):
             shift -= (seen > self.chunk_tokens and seen < LONG_TOKENS).to(Int32)
+        most = self._most_chunks(q_len)
         for _ in cutlass.range_constexpr(DOUBLINGS):
-            shift += (((seen - 1) >> shift) - (begin >> shift) >= MAX_CHUNKS).to(Int32)
+            shift += (((seen - 1) >> shift) - (begin >> shift) >= most).to(Int32)
         first = begin >> shift
         if index < Int32(g.batch):
             chunks = cutlass.max(((seen - 1) >> shift) + 1 - first, 1)
@@ -223,7 +228,16 @@ class SplitSchedule(DeviceStruct):
 
 
 @dataclass
-class ListSchedule(SplitSchedule):
+class LatentSchedule(SplitSchedule):
+    """Pieces of MLA are large: a long request has no more of them than it takes to keep all CTAs busy."""
+
+    def _most_chunks(self, q_len):
+        tiles = (q_len * Int32(self.geometry.group) + (self.tile_m - 1)) // self.tile_m
+        return cutlass.max(Int32(LATENT_UNITS) // cutlass.max(tiles, 1), 2)
+
+
+@dataclass
+class ListSchedule(LatentSchedule):
     """Every query token has a list of tokens: to the other parts it is a request of its own, with its list's entries as
     keys. One KV head. A token's units follow those of the token before, so that slots are needed for the pieces of one
     token at a time."""

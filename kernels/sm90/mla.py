@@ -20,7 +20,7 @@ from hopwell.kernels.parts.mask import IntervalMask, ListMask, ListRow, LogitRow
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Slots
 from hopwell.kernels.parts.shares import Shares
-from hopwell.kernels.parts.split import ListSchedule, SplitSchedule, UnitKeeper
+from hopwell.kernels.parts.split import LatentSchedule, ListSchedule, SplitSchedule, UnitKeeper
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
@@ -88,7 +88,7 @@ class MlaSm90(DecodeSm90):
 
     @property
     def schedule_type(self) -> type[SplitSchedule]:
-        return ListSchedule if self.config.sparse else SplitSchedule
+        return ListSchedule if self.config.sparse else LatentSchedule
 
     @property
     def mask_type(self) -> type[IntervalMask]:

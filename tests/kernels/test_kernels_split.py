@@ -23,10 +23,10 @@ from hopwell.kernels.parts import partial, split
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
 from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
-from hopwell.kernels.parts.split import RequestSpan, SplitSchedule, SplitTile, UnitKeeper
+from hopwell.kernels.parts.split import LatentSchedule, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import GROUP_PIECES, LONG_TOKENS, MAX_CHUNKS, ROWS, TICKETS
+from hopwell.kernels.splitting import GROUP_PIECES, LATENT_UNITS, LONG_TOKENS, MAX_CHUNKS, ROWS, TICKETS
 
 pytestmark = pytest.mark.traced
 # The DSL warns where a value does not fit its type and would wrap around on the device.
@@ -65,7 +65,9 @@ class Requests:
     def row_tiles(self) -> int:
         return -(-self.group * max(self.q_lens) // ROWS)
 
-    def schedule(self, memory: Memory, halves: bool = False) -> SplitSchedule:
+    def schedule(
+        self, memory: Memory, halves: bool = False, kind: type[SplitSchedule] = SplitSchedule
+    ) -> SplitSchedule:
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(
             kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts) if self.ragged else Int64(0)
@@ -75,7 +77,7 @@ class Requests:
             **{name: Int64(size) for name, size in (sizes | dict(row_tiles=self.row_tiles)).items()}
         )
         mask = IntervalMask(self.kind, Int32(self.window), Int32(1))
-        return SplitSchedule(g, a, mask, ROWS, self.tile_n, CHUNK, halves, UnitKeeper())
+        return kind(g, a, mask, ROWS, self.tile_n, CHUNK, halves, UnitKeeper())
 
     def visible(self, request: int, row: int) -> range:
         """Keys that a packed row may see: of drafts all new ones, whichever their bits leave."""
@@ -131,6 +133,19 @@ class TestSpan:
         halves = [one.chunk_tokens * 2 == CHUNK for one in found]
         assert halves == [False, False, True, True, True, False, False]
         assert [one.chunks for one in found[:-1]] == [1, 1, 3, 6, LONG_TOKENS // CHUNK * 2, LONG_TOKENS // CHUNK]
+
+    @pytest.mark.parametrize("group", [1, 16, 64, 128])
+    def test_latent_chunks(self, group: int, memory: Memory) -> None:
+        """Doubled until all rows of a request are no more units than there are CTAs for, or two chunks."""
+        q_lens = [1, 1, 1, 2, 0, 7, 33, 300, 1]
+        kv_lens = [0, CHUNK + 1, 64 * CHUNK, 64 * CHUNK, 5, 64 * CHUNK + 1, 10**6, 2**30, 2**31 - 1]
+        requests = Requests(q_lens, kv_lens, group=group, ragged=True)
+        schedule = requests.schedule(memory, kind=LatentSchedule)
+        for index, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
+            most = max(LATENT_UNITS // max(-(-q_len * group // ROWS), 1), 2)
+            tokens = next(CHUNK << i for i in range(30) if -(-kv_len // (CHUNK << i)) <= most)
+            found = span(schedule, index)
+            assert (found.chunk_tokens, found.chunks) == (tokens, max(-(-kv_len // tokens), 1))
 
     def test_lanes_without_a_request_have_no_chunks(self, memory: Memory) -> None:
         schedule = Requests([1, 1], [5, 700]).schedule(memory)

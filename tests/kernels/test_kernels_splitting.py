@@ -13,6 +13,8 @@ from hopwell.kernels.splitting import (
     COMFORTABLE_BYTES,
     DOUBLINGS,
     GROUP_PIECES,
+    LATENT_UNDER_WAY,
+    LATENT_UNITS,
     MAX_CHUNKS,
     ROWS,
     SLOT_COUNTERS,
@@ -60,6 +62,17 @@ def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
         chunks = min(-(-capacity // (chunk_tokens(columns) // 2)) + 1, MAX_CHUNKS)
         of_request = chunks * kv_heads * -(-rows // ROWS)
         assert slot_count(rows, kv_heads, columns, capacity, ctas) >= of_request + UNDER_WAY * ctas
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+@pytest.mark.parametrize("rows", [1, 16, 64, 128, 256, 1000, 128 * 300])
+def test_the_ring_holds_more_than_one_latent_request(rows: int, capacity: int) -> None:
+    """With all rows, or fewer in a batch of different drafts."""
+    slots = slot_count(rows, 1, 512, capacity, 132, latent=True)
+    for of_request in {1, 16, 64, 65, 128, rows}:
+        tiles = -(-min(of_request, rows) // ROWS)
+        chunks = min(-(-capacity // chunk_tokens(512, latent=True)), max(LATENT_UNITS // tiles, 2))
+        assert slots >= chunks * tiles + LATENT_UNDER_WAY * 132
 
 
 def test_slots_that_cost_little_are_there_anyway() -> None:
