@@ -71,10 +71,9 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int,
 def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool) -> int:
     # Chunks of 16-bit keys are the shortest.
     least = chunk_tokens(columns, latent) // (1 if latent else 2)
-    chunks, tiles = min(-(-max(capacity, 1) // least) + 1, MAX_CHUNKS), -(-rows // ROWS)
-    if latent:
-        return min(chunks * tiles, max(LATENT_UNITS, 2 * tiles)) + LATENT_UNDER_WAY * ctas
-    return chunks * kv_heads * tiles + UNDER_WAY * ctas
+    # Of requests with fewer new tokens than others there are as many units, some of them empty.
+    chunks = min(-(-max(capacity, 1) // least) + 1, LATENT_UNITS if latent else MAX_CHUNKS)
+    return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
 
 
 def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:

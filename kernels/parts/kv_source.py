@@ -246,7 +246,7 @@ class PageBoxes(PagedSource):
         return step, partials
 
     def locate(self, tile):
-        """(slot, row group) of box i from the tile's first in lane i.
+        """In lane i (slot, row group) of box i, counted from the tile's first, past its last those of the next tile.
 
         Outside the needed tokens a needed page is fetched again: every tile then has the same number of bytes, and no
         other table entry is read.

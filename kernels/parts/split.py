@@ -1,7 +1,8 @@
 """Which keys of which request a decode CTA works on next.
 
 The keys of a request are cut into chunks, and a chunk of one KV head and row tile is a unit of work. How long chunks
-are depends on nothing but the request's own keys, so that a result never depends on what else is in the batch. Units
+are depends on nothing but the request's own keys and, of MLA, its new tokens, so that a result never depends on what
+else is in the batch. Units
 form one list, request by request, chunk by chunk, the heads of a chunk side by side because their keys lie side by
 side in memory. A CTA that needs work takes a ticket for the next place in it.
 
@@ -165,7 +166,7 @@ class SplitSchedule(DeviceStruct):
         first = request.first_position + first_row // group
         last = request.first_position + cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1)
         keys = self.mask.tiles(first, last, request.kv_len, self.tile_n)
-        end = cutlass.min(keys.end, (begin + tokens) // self.tile_n)
+        end = cutlass.min(keys.end, begin // self.tile_n + tokens // self.tile_n)
         begin = cutlass.min(cutlass.max(keys.begin, begin // self.tile_n), end)
         full_end = cutlass.min(keys.full_end, end - 1)
         if const_expr(self.mask.kind is MaskKind.DRAFT):

@@ -40,16 +40,16 @@ class MlaSm90(DecodeSm90):
     64 x 512 of O are more registers than a warpgroup has, so two of them share the columns: left and right. Each
     computes S and P of one of a step's tiles and gives P to the other through shared memory. A key is there once, in
     two parts: the left half of the value's columns, and all to the right of them. A step is a chain: S and P of A, P of
-    B relative to that, the product with P of B, and S of the next A. So P of B has a tile of its own, and whatever a
-    part of a key is needed for is done before it is given back and fetched again; P of A goes where the last 64 columns
-    of A's right part were, which belong to the key alone.
+    B relative to that, the product with P of B, and S of the next A. So P of B has a tile of its own, and each part of
+    a key is given back, and fetched again, as soon as one warpgroup's product is done; P of A goes where the last 64
+    columns of A's right part were, which belong to the key alone.
 
     Warp roles
         warp 0 load_k      left parts of the keys; right parts as well where TMA does the work
         warp 1 load_v      right parts, or merge
         warp 2 merge       shares of rows of which all pieces are there, see parts/shares.py
-        warp 3 schedule    units of work; their rows of Q, slots for their pieces; announces pieces
-                           (rows of Q by TMA where they lie at equal distances)
+        warp 3 schedule    units of work; their rows of Q, by TMA where these lie at equal distances; slots for their
+                           pieces; announces pieces
         warps 4..7 left    S and P of tile A; left half of O
         warps 8..11 right  S and P of tile B; right half of O
         Left and right are attend. Only their steps are code of their own: where they meet, synccheck wants all threads
@@ -58,9 +58,9 @@ class MlaSm90(DecodeSm90):
     Edges
         Q       schedule -> attend    released when the last S of the unit has been computed
         K       load_k -> attend      left parts, tiles A and B by turns: released by left when its product has been
-                                      added to O, by right as soon as it has S of B
-        V       load_v -> attend      right parts: those of A released by right when it has P's product, by left when
-                                      P is there; those of B by right alone, left says so as soon as it may
+                                      added to O; by right, which needs B's for S only, of A when P of A is there
+        V       load_v -> attend      right parts: released by right when its product has been added to O; by left of A
+                                      when P of A is there, of B, which it does not need, when P of B is
         work    schedule -> all       released as soon as it has been read; merge does not need it
         piece   attend -> schedule    released once for each unit when its slot may be written; full when it is
         P       left -> right         they take turns: full when P of A has been written, with the references of its
@@ -72,7 +72,7 @@ class MlaSm90(DecodeSm90):
         tensor cores   | left: S(A) | right: S(B) | O += P(A) A  both | O += P(B) B  both | left: S(A') | right: S(B')
         left           |   waits    | softmax of A: P(A) |      waits for P(B)    | waits       | softmax of A'
         right          |        waits             | softmax of B: P(B) |        waits           |
-        loads          |                  | A', left part | A', right part | B', right part | B', left part |
+        loads          |                          | A', left part | A', right part | B', right part | B', left part
     """
 
     staging_bytes = STATE_BYTES
@@ -83,7 +83,7 @@ class MlaSm90(DecodeSm90):
     def part_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
         """The order in which parts, left (0) and right (1), of tiles A and B come. TMA fetches first what is given back
         first. Of rows that two warps copy the left part is there first, with fewer columns: lists of tokens are 4 %
-        faster that way, TMA's tiles 2 % slower (H200, 2026-11-22)."""
+        faster that way, TMA's tiles 3 % slower (H200, 2026-11-22)."""
         return ((0, 1), (1, 0)) if self.loading_warps == 1 else ((0, 1), (0, 1))
 
     @property
@@ -102,6 +102,7 @@ class MlaSm90(DecodeSm90):
     def _more_edges(self) -> tuple[Edge, ...]:
         attend = 4 * self.warpgroups
         return (
+            # The bytes are those of P of B, which goes the other way; P of A lies in V.
             Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * 2, LANES, LANES),
             Edge("piece", "attend", "schedule", 1, attend, 1, 0),
         )
@@ -132,8 +133,9 @@ class MlaSm90(DecodeSm90):
         return MlaTiles(**vars(super()._allocate_tiles(smem)), p=p)
 
     def _q_atom(self, a: Addresses, g: DecodeGeometry):
-        rows = Int64(g.tokens) * g.group
-        return self._row_boxes(a.query, (rows, self.config.head_dim_qk, 1), (g.q_head, g.q_token), self.q_rows)
+        # Heads of a query that is expanded lie at one place, which TMA does not read but has to have a distance for.
+        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(g.q_head), copy.CHUNK_BYTES // 2)
+        return self._row_boxes(a.query, (rows, self.config.head_dim_qk, 1), (distance, distance), self.q_rows)
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
@@ -154,7 +156,8 @@ class MlaSm90(DecodeSm90):
 
     @cute.jit
     def load_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
-        """Of Q: by TMA where they lie at equal distances. What follows those of the request comes to nothing."""
+        """Of Q: by TMA where they lie at equal distances. Behind those of the request it reads the next one's, whose
+        results are not stored."""
         if geometry.q_token == geometry.q_head * geometry.group:
             row = tile.request.q_start * Int32(geometry.group) + tile.first_row
             self.fetch_q(descriptor, tiles, ring, step, row, Int32(0))
@@ -387,7 +390,7 @@ class MlaAttend(DecodeAttend):
         warpgroup.wait_group(0)
         right.release(a)
         self.rescale(operands)
-        operands.issue_pv(left.stage(b))
+        operands.issue_pv(right.stage(b))
         warpgroup.wait_group(0)
         right.release(b)
 
@@ -435,6 +438,7 @@ class MlaAttend(DecodeAttend):
             mine, reference = self._reference(r, 0), self.softmax.reference[r]
             if lane % RowFragment.lanes_per_row == 0:
                 mine[0] = reference
+        cute.arch.sync_warp()
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit

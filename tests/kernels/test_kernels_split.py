@@ -26,7 +26,16 @@ from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
 from hopwell.kernels.parts.split import LatentSchedule, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import GROUP_PIECES, LATENT_UNITS, LONG_TOKENS, MAX_CHUNKS, ROWS, TICKETS
+from hopwell.kernels.splitting import (
+    GROUP_PIECES,
+    LATENT_UNDER_WAY,
+    LATENT_UNITS,
+    LONG_TOKENS,
+    MAX_CHUNKS,
+    ROWS,
+    TICKETS,
+    slot_count,
+)
 
 pytestmark = pytest.mark.traced
 # The DSL warns where a value does not fit its type and would wrap around on the device.
@@ -146,6 +155,8 @@ class TestSpan:
             tokens = next(CHUNK << i for i in range(30) if -(-kv_len // (CHUNK << i)) <= most)
             found = span(schedule, index)
             assert (found.chunk_tokens, found.chunks) == (tokens, max(-(-kv_len // tokens), 1))
+            slots = slot_count(group * max(q_lens), 1, 512, max(kv_lens), 1, latent=True)
+            assert found.chunks * requests.row_tiles <= slots - LATENT_UNDER_WAY
 
     def test_lanes_without_a_request_have_no_chunks(self, memory: Memory) -> None:
         schedule = Requests([1, 1], [5, 700]).schedule(memory)
