@@ -103,6 +103,15 @@ def test_slots_are_used_again(heads: int, q_len: int) -> None:
 
 
 @pytest.mark.usefixtures("few_slots")
+def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request without rows, or with few, has as many row tiles as the others, and may have more chunks."""
+    monkeypatch.setattr(splitting, "LATENT_UNITS", 6)
+    kv_lens = [n * chunk_tokens(MAIN) - 5 for n in (6, 1, 2)]
+    for first in (0, 1):
+        check(Case([first, 4, 1], kv_lens, heads=17, sinks=False, ragged=True), 64, adverse=1)
+
+
+@pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_lists() -> None:
     """Of more tokens than there are slots, each with two chunks."""
     chunk = chunk_tokens(MAIN, sparse=True)
