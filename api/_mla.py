@@ -65,7 +65,7 @@ def mla_workspace_bytes(
     """Size of ``workspace_buffer`` that is enough for ``trtllm_batch_decode_with_kv_cache_mla`` with any batch.
 
     It holds partial results of requests whose keys several multiprocessors share, and is at most 64 MiB on 132
-    multiprocessors unless there are very many keys or rows.
+    multiprocessors for up to 256 rows (heads times new tokens of a request), however many keys there are.
 
     Args:
         num_heads: query heads.

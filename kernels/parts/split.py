@@ -2,9 +2,8 @@
 
 The keys of a request are cut into chunks, and a chunk of one KV head and row tile is a unit of work. How long chunks
 are depends on nothing but the request's own keys and, of MLA, its new tokens, so that a result never depends on what
-else is in the batch. Units
-form one list, request by request, chunk by chunk, the heads of a chunk side by side because their keys lie side by
-side in memory. A CTA that needs work takes a ticket for the next place in it.
+else is in the batch. Units form one list, request by request, chunk by chunk, the heads of a chunk side by side because
+their keys lie side by side in memory. A CTA that needs work takes a ticket for the next place in it.
 
 No one has told the host how long requests are. A warp of each CTA finds the places of its tickets by walking over the
 lengths, a request a lane; tickets only grow, so it walks once.
