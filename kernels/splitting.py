@@ -31,7 +31,7 @@ LATENT_UNDER_WAY = 3
 # Of an element of a piece of MLA: float16, each half row times a power of two of its own. Its error is an eighth of
 # that of a bfloat16 result, and half as many bytes are stored and merged.
 LATENT_PIECE_BYTES = 2
-SHARES = 8  # of MLA, that a piece comes with: what is left to merge at the end goes to all warps in parts so small
+SHARES = 8  # of MLA, that a piece of ROWS comes with: what is left to merge at the end goes to all warps in small parts
 # float32 of a row and piece: (reference, sum) of the piece, then those of its group, or of MLA inverse scales
 STATISTICS = 4
 TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out

@@ -128,10 +128,18 @@ def store_shared(address, words, *, loc=None, ip=None) -> None:
 
 
 @dsl_user_op
-def store_global_x4(address, words, *, loc=None, ip=None) -> None:
+def store_global(address, words, *, loc=None, ip=None) -> None:
+    """Two or four words."""
+    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
-        "st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words], loc=loc, ip=ip
+        f"st.global.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
     )
+
+
+@dsl_user_op
+def store_element(kind, address, word, *, loc=None, ip=None) -> None:
+    """One element of ``kind``, b16 or b32."""
+    cute.arch.inline_ptx(f"st.global.{kind} [{{$r0}}], {{$r1}};", read_only_args=[address, word], loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -163,14 +171,9 @@ def store_rounded(address, values, dtype) -> None:
     """An even number of float32 values as adjacent elements of ``dtype``, two at a time."""
     for i in range(0, len(values), 2):
         if dtype is Float8E4M3FN:
-            _store_global("b16", address + i, pack_e4m3_x2(values[i], values[i + 1]))
+            store_element("b16", address + i, pack_e4m3_x2(values[i], values[i + 1]))
         else:
-            _store_global("b32", address + 2 * i, pack_x2(dtype, values[i], values[i + 1]))
-
-
-@dsl_user_op
-def _store_global(kind, address, word, *, loc=None, ip=None) -> None:
-    cute.arch.inline_ptx(f"st.global.{kind} [{{$r0}}], {{$r1}};", read_only_args=[address, word], loc=loc, ip=ip)
+            store_element("b32", address + 2 * i, pack_x2(dtype, values[i], values[i + 1]))
 
 
 @dsl_user_op

@@ -58,7 +58,7 @@ class OutputRows(DeviceStruct):
                 words = copy.load_shared(output.staged_chunk(staging, row, cutlass.min(chunk, rest // 8 - 1)), 4)
                 column = first_column + begin + chunk * 8
                 if first_row + row < self.count and column < self.columns:
-                    copy.store_global_x4(self.address + (first_row + row) * self.row_bytes + column * 2, words)
+                    copy.store_global(self.address + (first_row + row) * self.row_bytes + column * 2, words)
             cute.arch.sync_warp()
 
 

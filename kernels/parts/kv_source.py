@@ -71,6 +71,8 @@ class KvSource(DeviceStruct):
     kv_head: Int32
     first_key: Int32  # tokens before this one are not needed
     end_key: Int32  # the request's length
+    first_whole: Int32  # tiles from this one on, and before end_whole, lie within [first_key, end_key)
+    end_whole: Int32
     tile_n: int
     columns: int
     # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
@@ -88,6 +90,8 @@ class KvSource(DeviceStruct):
             kv_head=tile.kv_head,
             first_key=tile.keys.first_key,
             end_key=tile.request.kv_len,
+            first_whole=(tile.keys.first_key + (tile_n - 1)) // tile_n,
+            end_whole=tile.request.kv_len // tile_n,
             tile_n=tile_n,
             columns=operand.columns,
             zero_outside=operand.is_value,
@@ -114,12 +118,37 @@ class KvSource(DeviceStruct):
     def load(self, first, end, ring, step, partial_barrier, partials):
         """Fill stages with tiles [first, end), from right to left; called by a whole warp. ``step`` and ``partials``,
         the counts of all tiles and of partial ones, are returned as they are afterwards."""
-        for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
-            location = self.locate(n)
-            ring.wait_empty(step)
-            partials = self.fill(location, n, ring, step, partial_barrier, partials)
-            step += 1
+        return self.fill_down(self.locate, end - 1, first - 1, ring, step, partial_barrier, partials)
+
+    @cute.jit
+    def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, partial_barrier, partials):
+        """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
+        no zeros go round in a loop of their own: with them in one, each tile takes 16 instructions more."""
+        while tile > stop:
+            last = cutlass.max(stop, self.first_whole - 1) if const_expr(self.zero_outside) else stop
+            if self._is_partial(tile):
+                location = locate(tile)
+                ring.wait_empty(step)
+                partials = self.fill(location, tile, ring, step, partial_barrier, partials)
+                step += 1
+                last = tile - 1
+            else:
+                for n in cutlass.range(tile, last, -1, unroll=1):
+                    location = locate(n)
+                    ring.wait_empty(step)
+                    self._fetch_whole(location, ring, step)
+                    step += 1
+            tile = last
         return step, partials
+
+    def _is_partial(self, tile):
+        """Whether some of its rows have to be zeroed."""
+        return self.zero_outside and (tile < self.first_whole) | (tile >= self.end_whole)
+
+    def _fetch_whole(self, location, ring, step) -> None:
+        self._expect(ring.full_barrier(step))
+        self.fetch(location, ring.stage(step), ring.full_barrier(step))
+        ring.fill_rest(step)
 
     @cute.jit
     def fill(self, location, tile, ring, step, partial_barrier, partials):
@@ -128,25 +157,23 @@ class KvSource(DeviceStruct):
         A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
         before some of them are overwritten, and consumers must not see the tile before that.
         """
-        barrier = ring.full_barrier(step)
-        before = cutlass.max(self.first_key - tile * self.tile_n, 0)
-        end = cutlass.max(cutlass.min(self.end_key - tile * self.tile_n, self.tile_n), 0)
-        partial = self.zero_outside and (before > 0 or end < self.tile_n)
-        if partial:
-            barrier = partial_barrier
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_bytes)
-        self.fetch(location, ring.stage(step), barrier)
-        if partial:
+        if self._is_partial(tile):
+            self._expect(partial_barrier)
+            self.fetch(location, ring.stage(step), partial_barrier)
             cute.arch.mbarrier_wait(partial_barrier, partials & 1)
             partials += 1
-            self.zero_rows(ring.stage(step), 0, before)
+            self.zero_rows(ring.stage(step), 0, cutlass.max(self.first_key - tile * self.tile_n, 0))
+            end = cutlass.max(cutlass.min(self.end_key - tile * self.tile_n, self.tile_n), 0)
             self.zero_rows(ring.stage(step), end, self.tile_n)
             if cute.arch.lane_idx() < ring.producer_lanes:
                 cute.arch.mbarrier_arrive(ring.full_barrier(step))
         else:
-            ring.fill_rest(step)
+            self._fetch_whole(location, ring, step)
         return partials
+
+    def _expect(self, barrier) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_bytes)
 
     @cute.jit
     def zero_rows(self, stage, begin, end):
@@ -237,12 +264,13 @@ class PageBoxes(PagedSource):
         tiles = LANES // self.boxes
         for last in cutlass.range(end - 1, first - 1, -tiles, unroll=1):
             slots, groups = self.locate(last - (tiles - 1))
-            for n in cutlass.range(last, cutlass.max(last - tiles, first - 1), -1, unroll=1):
-                ring.wait_empty(step)
+
+            def locate(n, last=last, slots=slots, groups=groups):
                 lane = cute.arch.lane_idx() + (n - last + (tiles - 1)) * self.boxes
-                location = cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane)
-                partials = self.fill(location, n, ring, step, partial_barrier, partials)
-                step += 1
+                return cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane)
+
+            stop = cutlass.max(last - tiles, first - 1)
+            step, partials = self.fill_down(locate, last, stop, ring, step, partial_barrier, partials)
         return step, partials
 
     def locate(self, tile):

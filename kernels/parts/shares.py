@@ -6,7 +6,7 @@ between its units, a quarter of the time passed between units (H200, 2026-11-22)
 nothing else, and those that attend merge what is left when there are no more units. Pieces are float16, each half row
 times a power of two of its own: the largest element has 11 bits then, and one 2^-29 as large still has them.
 
-Piece p comes with SHARES shares of the rows that it belongs to: all shares of all pieces are one list, and a warp that
+Piece p comes with some shares of the rows that it belongs to: all shares of all pieces are one list, and a warp that
 has merged one takes a ticket for the next. It waits until all pieces of those rows have been announced, and adds them
 up in the order of the keys: which warp it is never changes a bit.
 
@@ -31,7 +31,7 @@ from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Slots, count_one
 from hopwell.kernels.parts.softmax import merged
-from hopwell.kernels.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
+from hopwell.kernels.splitting import SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
 EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
 ITEM_BYTES, ITEM_COLUMNS = LANES * copy.CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
@@ -49,6 +49,7 @@ class Shares(DeviceStruct):
     of_chunk: Int32  # from a piece to that of the next chunk
     pieces_at_once: int  # whose loads a lane has under way, for each of
     items_at_once: int  # where there are more pieces than that, for one item of so many times more pieces
+    shares: int  # that a piece comes with
 
     @cute.jit
     def wait_free(self, tile) -> None:
@@ -80,8 +81,8 @@ class Shares(DeviceStruct):
         largest = output.get(r, 0)
         for c in cutlass.range_constexpr(1, output.columns):
             largest = cute.arch.fmax(largest, output.get(r, c), abs=True)
-        largest = cute.arch.warp_reduction_max(_magnitude(largest), threads_in_group=output.lanes_per_row)
-        scale, inverse = _power_of_two(largest)
+        largest = cute.arch.warp_reduction_max(magnitude(largest), threads_in_group=output.lanes_per_row)
+        scale, inverse = piece_scale(largest)
         items = self._items_of_line
         first = self.slots.output(self.slots.place(piece), 0) + Int64(
             self._line(warp_row, r, half) * items * ITEM_BYTES
@@ -89,12 +90,26 @@ class Shares(DeviceStruct):
         for item in cutlass.range_constexpr(items):
             values = [output.get(r, item * EIGHT + c) * scale for c in range(EIGHT)]
             words = [copy.pack_x2(Float16, *values[c : c + 2]) for c in range(0, EIGHT, 2)]
-            copy.store_global_x4(first + item * ITEM_BYTES + cute.arch.lane_idx() * copy.CHUNK_BYTES, words)
+            copy.store_global(first + item * ITEM_BYTES + cute.arch.lane_idx() * copy.CHUNK_BYTES, words)
         if output.first_column() == 0:
-            row = self.slots.place(piece) + warp_row + output.first_row() + output.row_offset(r)
-            if half == 0:
-                copy.store_global_f32(self.slots.statistics(row, PIECE), (reference, total))
-            global_array(Float32, self.slots.statistics(row, SCALES))[half] = inverse
+            row = warp_row + output.first_row() + output.row_offset(r)
+            self.store_statistics(piece, row, reference, total, inverse, half)
+
+    @cute.jit
+    def store_statistics(self, piece, row, reference, total, inverse, half) -> None:
+        """(reference, sum) of a row of a piece, and the inverse of the scale of a half of its columns."""
+        row += self.slots.place(piece)
+        if half == 0:
+            copy.store_global_f32(self.slots.statistics(row, PIECE), (reference, total))
+        global_array(Float32, self.slots.statistics(row, SCALES))[half] = inverse
+
+    def store_block(self, piece, eight: int, block, half, words) -> None:
+        """Of 8 rows, the ``eight``-th of a piece, 16 columns, the ``block``-th of a half: two words of each lane, as
+        :meth:`_merge_line` wants them."""
+        line = self._line(eight // RowFragment.rows * WARP_ROWS, eight % RowFragment.rows, half)
+        item = line * self._items_of_line + block // 2
+        address = self.slots.output(self.slots.place(piece), 0) + Int64(item) * ITEM_BYTES
+        copy.store_global(address + cute.arch.lane_idx() * copy.CHUNK_BYTES + block % 2 * 8, words)
 
     @property
     def _items_of_line(self) -> int:
@@ -108,12 +123,12 @@ class Shares(DeviceStruct):
     def run(self, pieces, others, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
         """Merge shares until those of all ``pieces`` have been handed out, but leave the last ``others`` pieces to
         warps that merge faster."""
-        own_end = (pieces - others) * SHARES
+        own_end = (pieces - others) * self.shares
         share = self._ticket(own_end)
-        while share < pieces * SHARES:
-            piece = share // SHARES
+        while share < pieces * self.shares:
+            piece = share // self.shares
             self._wait_ready(piece)
-            self._merge(piece, share - piece * SHARES, a, g, scale, dtype)
+            self._merge(piece, share - piece * self.shares, pieces, a, g, scale, dtype)
             share = self._ticket(own_end)
 
     @cute.jit
@@ -137,7 +152,7 @@ class Shares(DeviceStruct):
         cute.arch.sync_warp()
 
     @cute.jit
-    def _merge(self, piece, part, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
+    def _merge(self, piece, part, pieces, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
         """Share ``part`` of those that come with a piece."""
         slots = self.slots
         token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, piece)) for kind in SHARE[1:])
@@ -146,8 +161,8 @@ class Shares(DeviceStruct):
         first = piece - chunk * self.of_chunk
         of_line = self._items_of_line
         items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_line)
-        shares = chunks * SHARES
-        begin, end = (items * (chunk * SHARES + part + i) // shares for i in range(2))
+        shares = chunks * self.shares
+        begin, end = (items * (chunk * self.shares + part + i) // shares for i in range(2))
         # Of many pieces a share is one item: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
         many = replace(self, pieces_at_once=self.pieces_at_once * self.items_at_once, items_at_once=1)
         for line in cutlass.range(begin // of_line, (end + (of_line - 1)) // of_line, unroll=1):
@@ -160,10 +175,12 @@ class Shares(DeviceStruct):
             else:
                 self._merge_line(line, *own, first, chunks, rows, dtype)
         cute.arch.sync_warp()  # all lanes have read
-        if self._is_last(GROUPS_THERE, first, shares):
-            for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
-                each = first + i * self.of_chunk
-                store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)
+        # Of the last ones nobody wants the slots again, and to say that they are free takes 1500 cycles.
+        if first + slots.slots < pieces:
+            if self._is_last(GROUPS_THERE, first, shares):
+                for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
+                    each = first + i * self.of_chunk
+                    store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)
 
     @cute.jit
     def _merge_line(self, line, begin, end, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
@@ -229,28 +246,32 @@ class Shares(DeviceStruct):
         return cute.arch.shuffle_sync(last, 0) != 0
 
     @cute.jit
-    def hand_back(self, warps) -> None:
-        """The last of all ``warps`` that merge leaves every counter at zero, as the next launch wants to find it."""
+    def hand_back(self, warps, pieces) -> None:
+        """The last of all ``warps`` that merge leaves every counter at zero, as the next launch wants to find it. There
+        were so many ``pieces``."""
         last = Int32(0)
         if cute.arch.lane_idx() == 0:
             last = count_one(self.slots.tickets + WARPS_TICKET, warps)
         cute.arch.sync_warp()
         if cute.arch.shuffle_sync(last, 0) != 0:
-            counters = global_array(Int32, self.slots.tickets)
-            for i in cutlass.range(cute.arch.lane_idx(), TICKETS + SLOT_COUNTERS * self.slots.slots, LANES, unroll=1):
-                counters[i] = 0
+            counters, slots = global_array(Int32, self.slots.tickets), self.slots.slots
+            if cute.arch.lane_idx() < TICKETS:
+                counters[cute.arch.lane_idx()] = 0
+            for i in cutlass.range(cute.arch.lane_idx(), cutlass.min(slots, pieces), LANES, unroll=1):
+                for kind in cutlass.range_constexpr(SLOT_COUNTERS):
+                    counters[TICKETS + kind * slots + i] = 0
 
 
 @dsl_user_op
-def _magnitude(value, *, loc=None, ip=None):
+def magnitude(value, *, loc=None, ip=None):
     return cute.arch.inline_ptx(
         "abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value], loc=loc, ip=ip
     )
 
 
 @dsl_user_op
-def _power_of_two(largest, *, loc=None, ip=None):
-    """The power of two that brings ``largest`` between 2^14 and 2^15, and its inverse; 1 for infinity."""
+def piece_scale(largest, *, loc=None, ip=None):
+    """The power of two that brings ``largest`` of a half row between 2^14 and 2^15, and its inverse; 1 for infinity."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 e; .reg .pred p; mov.b32 e, {$r0}; and.b32 e, e, 0x7f800000; setp.eq.b32 p, e, 0x7f800000; "
         f"selp.b32 e, {141 << 23}, e, p; max.u32 e, e, {15 << 23}; "

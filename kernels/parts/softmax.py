@@ -39,12 +39,12 @@ class OnlineSoftmax(DeviceStruct):
     row_sum: Any
     rescale: Any  # factor for what was accumulated before the latest step
 
-    @staticmethod
-    def create(scale, rows: int) -> "OnlineSoftmax":
+    @classmethod
+    def create(cls, scale, rows: int) -> "OnlineSoftmax":
         # A scale of zero is legal (uniform attention); the smallest normal number keeps -inf * scale from being NaN.
         scale = cute.arch.fmax(scale * LOG2_E, FLOAT32_TINY)
         state = [cute.make_rmem_tensor(rows, Float32) for _ in range(4)]
-        return OnlineSoftmax(scale, *state)
+        return cls(scale, *state)
 
     def reset(self) -> None:
         self.reference.fill(-Float32.inf)
@@ -59,10 +59,10 @@ class OnlineSoftmax(DeviceStruct):
     @cute.jit
     def maximum(self, scores, r: cutlass.Constexpr[int]):
         """The largest score of row r."""
-        chains = [scores.get(r, c) for c in range(CHAINS)]
+        chains = [scores.get(r, c) for c in range(min(CHAINS, scores.columns))]
         for c in cutlass.range_constexpr(CHAINS, scores.columns):
             chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores.get(r, c))
-        for c in cutlass.range_constexpr(1, CHAINS):
+        for c in cutlass.range_constexpr(1, len(chains)):
             chains[0] = cute.arch.fmax(chains[0], chains[c])
         return self.largest_of_lanes(chains[0], scores.lanes_per_row)
 
@@ -130,9 +130,12 @@ class OnlineSoftmax(DeviceStruct):
     @cute.jit
     def partial(self, r: int, lanes_per_row: int):
         """(reference, sum) of row r over the keys so far, the reference as an exponent of 2."""
-        seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
-        reference = -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
-        return reference, seen
+        return self.exponent(r), self.sum_of_lanes(self.row_sum[r], lanes_per_row)
+
+    @cute.jit
+    def exponent(self, r: int):
+        """The reference of row r as an exponent of 2."""
+        return -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
 
     def finish(self, r: int, sink, lanes_per_row: int):
         """(factor for the accumulated output, base-2 LSE) of row r, see :func:`normalised`."""

@@ -161,11 +161,15 @@ class DecodeSm90(AttentionSm90):
             self.set_registers(self.tile.consumer_registers)
             scale = load_scale(addresses.softmax_scale, softmax_scale)
             score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
-            softmax = OnlineSoftmax.create(scale, RowFragment.rows)
+            softmax = self.softmax(scale)
             scale = self._output_scale(addresses, output_scale, output_factor)
             merge = self._merge(addresses, geometry, tiles)
             parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
             self.consumer(*parts).run(addresses, geometry)
+
+    def softmax(self, scale) -> OnlineSoftmax:
+        """That of a consumer warp's rows."""
+        return OnlineSoftmax.create(scale, RowFragment.rows)
 
     def consumer(self, *parts: Any) -> "DecodeAttend":
         """What the consumer warpgroups run."""

@@ -10,7 +10,6 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MMA_COLUMNS, WARPGROUP
 from hopwell.kernels.launch import Addresses, DecodeGeometry
-from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.epilogue import WARP_ROWS
@@ -28,7 +27,7 @@ from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.kernel import K_WARP, SCHEDULE_WARP
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.splitting import LATENT_PIECE_BYTES
+from hopwell.kernels.splitting import LATENT_PIECE_BYTES, ROWS, SHARES
 
 ATTEND_LOADS = (8, 2)  # pieces, and items of each, that a warp of attend has under way when it merges
 STATE_BYTES = (WARP_ROWS + LANES * RowFragment.rows) * 4  # of a warp: references of its rows, sums of each lane's
@@ -78,13 +77,14 @@ class MlaSm90(DecodeSm90):
     staging_bytes = STATE_BYTES
     step_tiles = 2
     q_role = "schedule"
+    p_tiles = 1  # of shared memory for P alone
 
     @property
     def part_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The order in which parts, left (0) and right (1), of tiles A and B come. TMA fetches first what is given back
-        first. Of rows that two warps copy the left part is there first, with fewer columns: lists of tokens are 4 %
-        faster that way, TMA's tiles 3 % slower (H200, 2026-11-22)."""
-        return ((0, 1), (1, 0)) if self.loading_warps == 1 else ((0, 1), (0, 1))
+        """The order in which parts, left (0) and right (1), of tiles A and B are multiplied. TMA fetches first what is
+        given back first. Of lists the left part is there first, with fewer columns: they are 4 % faster that way, tiles
+        of pages 3 % slower (H200, 2026-11-22). Pages of all sizes have one order, or their sums would differ."""
+        return ((0, 1), (0, 1)) if self.config.sparse else ((0, 1), (1, 0))
 
     @property
     def schedule_type(self) -> type[SplitSchedule]:
@@ -103,7 +103,7 @@ class MlaSm90(DecodeSm90):
         attend = 4 * self.warpgroups
         return (
             # The bytes are those of P of B, which goes the other way; P of A lies in V.
-            Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * 2, LANES, LANES),
+            Edge("P", "left", "right", 1, 4, 4, self.p_tiles * self.tile.m * self.tile.n * 2, LANES, LANES),
             Edge("piece", "attend", "schedule", 1, attend, 1, 0),
         )
 
@@ -121,14 +121,14 @@ class MlaSm90(DecodeSm90):
 
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, at_once=ATTEND_LOADS) -> Shares:
         slots = Slots.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
-        return Shares(slots, Int32(geometry.row_tiles), *at_once)
+        return Shares(slots, Int32(geometry.row_tiles), *at_once, SHARES * self.tile.m // ROWS)
 
     def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "LatentUnits":
         descriptor = copy.tma_descriptor(q_atom)
         return LatentUnits(self, descriptor, tiles, rings, self._merge(addresses, geometry), addresses, geometry)
 
     def _allocate_tiles(self, smem) -> "MlaTiles":
-        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, 1)
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, self.p_tiles)
         p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
         return MlaTiles(**vars(super()._allocate_tiles(smem)), p=p)
 
@@ -151,8 +151,9 @@ class MlaSm90(DecodeSm90):
                 self.load_part(1, atoms, operands, tiles, rings, partial_barriers, board)
         else:
             merge = self._merge(addresses, geometry, at_once=self.config.merge_loads)
-            merge.run(schedule.pieces(), Int32(geometry.grid), addresses, geometry, scale, self.out_dtype)
-            merge.hand_back(self.merging_warps(geometry))
+            pieces = schedule.pieces()
+            merge.run(pieces, Int32(geometry.grid), addresses, geometry, scale, self.out_dtype)
+            merge.hand_back(self.merging_warps(geometry), pieces)
 
     @cute.jit
     def load_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
@@ -207,7 +208,7 @@ class MlaSm90(DecodeSm90):
 
 @dataclass
 class MlaTiles(SharedTiles):
-    p: Any  # P of tile B: [rows, tile.n, 1]
+    p: Any  # P of tile B: [rows, tile.n, p_tiles]
 
 
 @dataclass
@@ -276,7 +277,7 @@ class MlaOperands(Operands):
         """S (+)= Q K^T over the columns of the left (0) or right (1) part."""
         q, k = self.q[None, None, None, q_stage], (self.k, self.k_right)[part][None, None, None, stage]
         depth = (self.depth_v, self.depth_qk - self.depth_v)[part]
-        issue_mma(self.qk_mma, self.s, q, k, depth, accumulate, part * self.depth_v)
+        issue_mma(self.qk_mma, self.s, q, k, depth, accumulate, (part * self.depth_v, 0))
 
     def issue_other(self, stage, p_stage) -> None:
         """O += P V with the other warpgroup's P."""
@@ -288,12 +289,15 @@ class MlaOperands(Operands):
 class MlaAttend(DecodeAttend):
     """The two consumer warpgroups."""
 
+    operands = MlaOperands
+    fragment = RowFragment  # of scores
+
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring, *_ = self.rings
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
-        left, right = MlaOperands.of_both(self.kernel, self.tiles)
-        warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
+        left, right = self.operands.of_both(self.kernel, self.tiles)
+        warp_row = self.warp_row()
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
@@ -320,16 +324,25 @@ class MlaAttend(DecodeAttend):
             tile = self.board.read(work)
         # Of the tile after the last one: how many pieces there are.
         self.merge.run(tile.piece, Int32(0), addresses, geometry, self.output_scale, self.kernel.out_dtype)
-        self.merge.hand_back(self.kernel.merging_warps(geometry))
+        self.merge.hand_back(self.kernel.merging_warps(geometry), tile.piece)
+
+    def warp_row(self):
+        """The first of this warp's rows."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
+
+    @property
+    def lane_rows(self) -> int:
+        """Rows of which a lane has scores."""
+        return cute.size(self.softmax.reference)
 
     def logit_row(self, tile, warp_row) -> LogitRow:
         request, group = tile.request, Int32(self.geometry.group)
         if const_expr(self.kernel.config.sparse):
             table, table_row = self.addresses.key_table, self.geometry.key_table_row
-            positions = (request.first_position,) * RowFragment.rows
+            positions = (request.first_position,) * self.lane_rows
             return ListRow(positions, request.kv_len, Float32(0.0), table, table_row, request.index)
-        first = tile.first_row + warp_row + RowFragment.first_row()
-        tokens = [(first + RowFragment.row_offset(r)) // group for r in range(RowFragment.rows)]
+        first = tile.first_row + warp_row + self.fragment.first_row()
+        tokens = [(first + self.fragment.row_offset(r)) // group for r in range(self.lane_rows)]
         positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
         return LogitRow(positions, request.kv_len, Float32(0.0))
 
@@ -444,7 +457,7 @@ class MlaAttend(DecodeAttend):
     @cute.jit
     def follow_other(self) -> None:
         """Go over to the other warpgroup's references."""
-        for r in cutlass.range_constexpr(RowFragment.rows):
+        for r in cutlass.range_constexpr(self.lane_rows):
             self.softmax.follow(r, self._reference(r, 1)[0])
 
     @cute.jit
@@ -481,7 +494,6 @@ class MlaAttend(DecodeAttend):
         return cute.make_tensor(pointer + place, cute.make_layout(size))
 
 
-def build(config: MlaConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
-    kernel = MlaSm90(config)
+def build(kernel: MlaSm90) -> Any:
+    """The traceable launch function of a kernel and example arguments to compile it with."""
     return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -9,8 +9,8 @@ MMA_DEPTH = 16  # 16-bit elements that one wgmma multiplies
 WARPGROUP_ROWS = 64  # rows of the M dimension that one wgmma computes
 
 
-def make_mma(dtype, shape_mn, *, a_source, b_major, warpgroups: int):
-    op = warpgroup.MmaF16BF16Op(dtype, Float32, (*shape_mn, MMA_DEPTH), a_source, OperandMajorMode.K, b_major)
+def make_mma(dtype, shape_mn, *, a_source, b_major, warpgroups: int, a_major=OperandMajorMode.K):
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (*shape_mn, MMA_DEPTH), a_source, a_major, b_major)
     return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
 
 
@@ -22,14 +22,15 @@ def issue_mma(
     b,
     depth: cutlass.Constexpr[int],
     accumulate: cutlass.Constexpr[bool],
-    first: cutlass.Constexpr[int] = 0,
+    first: cutlass.Constexpr[tuple[int, int]] = (0, 0),
 ) -> None:
-    """Issue accumulator (+)= a b over ``depth`` elements, in ``a`` from element ``first`` on, and commit it as one
-    group; returns at once."""
+    """Issue accumulator (+)= a b over ``depth`` elements, from elements ``first`` of ``a`` and of ``b`` on, and commit
+    it as one group; returns at once."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
+    a_first, b_first = (each // MMA_DEPTH for each in first)
     for k in cutlass.range_constexpr(depth // MMA_DEPTH):
-        cute.gemm(atom, accumulator, a[None, None, first // MMA_DEPTH + k], b[None, None, k], accumulator)
+        cute.gemm(atom, accumulator, a[None, None, a_first + k], b[None, None, b_first + k], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

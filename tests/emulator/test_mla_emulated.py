@@ -12,7 +12,7 @@ import pytest
 import torch
 from covering import COVERING_MLA
 from mla_batches import MlaBatch
-from mla_cases import Case, check_case, check_column_sizes, chunk_tokens
+from mla_cases import Case, check_case, check_column_sizes, chunk_tokens, heads_of
 from schedules import schedules, setting
 
 from hopwell import emulator
@@ -41,7 +41,8 @@ def test_fetches(config: MlaConfig) -> None:
     """Every way to fetch: no keys, fewer than new tokens, the edges of tiles, and two chunks."""
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     kv_lens = [0, 1, 70, config.chunk_tokens + 1]
-    check(Case([2] * 4, kv_lens, heads=5, dims=dims, top_k=top_k), page_size(config), adverse=1, config=config)
+    case = Case([2] * 4, kv_lens, heads=heads_of(config, 2), dims=dims, top_k=top_k)
+    check(case, page_size(config), adverse=1, config=config)
 
 
 @pytest.mark.parametrize(("heads", "q_len"), [(1, 1), (16, 1), (65, 1), (128, 1), (6, 3), (128, 2)])

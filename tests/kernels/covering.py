@@ -130,11 +130,20 @@ def covering_decode_configs() -> list[DecodeConfig]:
 
 
 def covering_mla_configs() -> list[MlaConfig]:
-    """MLA kernels that stand for all: boxes of a whole tile, of parts of it, rows and lists; all widths."""
+    """MLA kernels that stand for all: boxes of a whole tile, of parts of it, rows and lists; all widths; for few rows."""
     wide, narrow = support.MLA_HEAD_DIMS
     *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
-    chosen = [*((wide, fetch) for fetch in (PAGES64, PAGES16, ROWS, LISTED)), (narrow, PAGES64), (unrotated, LISTED)]
-    return [MlaConfig("sm_90a", "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch) for dims, fetch in chosen]
+    chosen = [
+        *((wide, fetch, 64) for fetch in (PAGES64, PAGES16, ROWS, LISTED)),
+        (narrow, PAGES64, 64),
+        (unrotated, LISTED, 64),
+        *((wide, fetch, 16) for fetch in (PAGES64, ROWS, LISTED)),
+        (unrotated, LISTED, 16),
+        (narrow, PAGES64, 16),
+    ]
+    return [
+        MlaConfig("sm_90a", "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows) for dims, fetch, rows in chosen
+    ]
 
 
 COVERING_DECODE = covering_decode_configs()

@@ -43,6 +43,11 @@ def chunk_tokens(dims: tuple[int, int], sparse: bool = False) -> int:
     return next(found).chunk_tokens
 
 
+def heads_of(config: MlaConfig, q_len: int) -> int:
+    """Heads with which a kernel serves ``q_len`` new tokens, nearly all that it takes in one tile."""
+    return config.rows // (1 if config.sparse else q_len) - 3
+
+
 def check_column_sizes(largest: float, device: str = "cuda", q_len: int = 1) -> None:
     """Pieces hold columns of very different sizes, up to ``largest``: of uniform attention each is its mean."""
     chunk = chunk_tokens(DIMS[0])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 
 import pytest
-from mla_cases import Case, check_case
+from mla_cases import Case, check_case, heads_of
 from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
+from hopwell.kernels.splitting import ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -16,12 +17,13 @@ SHIPPED = list(shipped_mla_configs())
 
 
 def small_case(config: MlaConfig) -> None:
-    """From no keys to three chunks, which are merged, with more rows than a tile has; sparse with lists of as many."""
+    """From no keys to three chunks, which are merged, with more rows than a tile has where it has the most; sparse with
+    lists of as many."""
     chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
-    page_size = config.box_rows or 4
+    page_size, heads = config.box_rows or 4, 24 if config.rows == ROWS and not config.sparse else heads_of(config, 3)
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
-        sizes = [3, 0, 7, 1, 5], [1, 9, chunk + 5, 0, 2 * chunk + 70]
-        check_case(Case(*sizes, heads=24, dims=dims, top_k=top_k, ragged=True), page_size, config=config)
+        sizes = [3, 0, 3, 1, 2], [1, 9, chunk + 5, 0, 2 * chunk + 70]
+        check_case(Case(*sizes, heads=heads, dims=dims, top_k=top_k, ragged=True), page_size, config=config)
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)

@@ -1,0 +1,338 @@
+"""Hopper MLA decode of few rows: as in ``mla.py``, with products transposed so that rows waste no room.
+
+With 16 heads, as tensor parallelism leaves of 128, memory is the limit, and what a tile of keys takes from the time at
+which it is there until its place can be filled again has to be short. A matrix instruction has 64 rows at least, but 8
+columns: so keys, and columns of the value, become the rows of a product, S^T = K Q^T and O^T += V^T P^T. A product then
+takes as long as it takes to read the keys from shared memory, a quarter of the time of 64 rows of Q, and Q and P take
+little room.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import DeviceStruct, shared_address, shared_array
+from hopwell.kernels.parts.epilogue import WARP_ROWS
+from hopwell.kernels.parts.fragment import ColumnFragment
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.shares import magnitude, piece_scale
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
+from hopwell.kernels.sm90.attend import GROUP_BARRIER
+from hopwell.kernels.sm90.byte_attend import ColumnSoftmax
+from hopwell.kernels.sm90.mla import MlaAttend, MlaSm90
+from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+
+WARPS = 4  # of a warpgroup
+
+
+class FewRowsMlaSm90(MlaSm90):
+    """Attention of ``tile.m`` packed rows, 16, in the steps of :class:`MlaSm90`, whose warp roles and edges it
+    has. P of both tiles has memory of its own, and Q two stages, so that a unit begins when the one before has ended.
+
+    Steady state: memory is the limit. A tile takes half of the time in which it is fetched, and is then given back;
+    nothing of it waits for the other one.
+
+        memory         | B                                               | A'
+        tensor cores   | left: S(A) |            | O += P(A) A  both     | right: S(B) |      | O += P(B) B  both   |
+        left           |   waits    |    P(A)    |        waits          |        waits       |       waits         |
+        right          |         waits           |        waits          |   waits     | P(B) |       waits         |
+    """
+
+    p_tiles = 2
+
+    @property
+    def staging_bytes(self) -> int:
+        """State of the rows, see :class:`FewRowsAttend`: a float32 of each row for both warpgroups and twice for all
+        warps."""
+        return (2 + 2 * 2 * WARPS) * self.tile.m * 4 // self.storing_warps
+
+    def softmax(self, scale) -> ColumnSoftmax:
+        return ColumnSoftmax.create(scale, self.tile.m // QUAD)
+
+    def consumer(self, *parts: Any) -> "FewRowsAttend":
+        return FewRowsAttend(*parts)
+
+
+@dataclass
+class FewRowsOperands(DeviceStruct):
+    """Matrix operands of one warpgroup: keys and values are A, Q and P are B, all in shared memory; S^T and O^T are in
+    registers. ``p`` is this warpgroup's own, ``p_other`` that of the other one."""
+
+    qk_mma: Any
+    pv_mma: Any
+    q: Any
+    k: Any  # a key's two parts
+    k_right: Any
+    v: Any  # this warpgroup's half of the value
+    p: Any
+    p_other: Any
+    s: Any
+    o: Any
+    depth_qk: int
+    depth_v: int
+    tile_n: int
+    products: int  # of 8 rows, side by side
+
+    @staticmethod
+    def of_both(kernel, tiles) -> tuple["FewRowsOperands", "FewRowsOperands"]:
+        """Those of left and of right."""
+        t, (depth_qk, half), columns = kernel.tile, kernel.config.depth, kernel.config.columns
+        shape, source = (WARPGROUP_ROWS, t.m), warpgroup.OperandSource.SMEM
+        common = dict(a_source=source, b_major=OperandMajorMode.K, warpgroups=1)
+        qk_mma = make_mma(kernel.dtype, shape, **common)
+        pv_mma = make_mma(kernel.dtype, shape, a_major=OperandMajorMode.MN, **common)
+        qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        left_v, right_v = (
+            cute.composition(part, cute.make_layout((half, t.n, t.kv_stages), stride=(t.n, 1, t.n * width)))
+            for part, width in zip((tiles.k, tiles.v), columns, strict=True)
+        )
+        p_of_a, p_of_b = (pv.make_fragment_B(pv.partition_B(tiles.p))[None, None, None, i] for i in range(2))
+        left = FewRowsOperands(
+            qk_mma=qk_mma,
+            pv_mma=pv_mma,
+            q=qk.make_fragment_B(qk.partition_B(tiles.q)),
+            k=qk.make_fragment_A(qk.partition_A(tiles.k)),
+            k_right=qk.make_fragment_A(qk.partition_A(tiles.v)),
+            v=pv.make_fragment_A(pv.partition_A(left_v)),
+            p=p_of_a,
+            p_other=p_of_b,
+            s=cute.make_rmem_tensor(qk.partition_shape_C((t.n, t.m)), Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((half, t.m)), Float32),
+            depth_qk=depth_qk,
+            depth_v=half,
+            tile_n=t.n,
+            products=t.m // MMA_COLUMNS,
+        )
+        return left, replace(left, v=pv.make_fragment_A(pv.partition_A(right_v)), p=p_of_b, p_other=p_of_a)
+
+    def issue_part(self, part: int, q_stage, stage, accumulate: bool) -> None:
+        """S^T (+)= K Q^T over the columns of the left (0) or right (1) part."""
+        q, k = self.q[None, None, None, q_stage], (self.k, self.k_right)[part][None, None, None, stage]
+        depth = (self.depth_v, self.depth_qk - self.depth_v)[part]
+        issue_mma(self.qk_mma, self.s, k, q, depth, accumulate, (0, part * self.depth_v))
+
+    def issue_pv(self, stage) -> None:
+        """O^T += V^T P^T with this warpgroup's P."""
+        issue_mma(self.pv_mma, self.o, self.v[None, None, None, stage], self.p, self.tile_n, True)
+
+    def issue_other(self, stage) -> None:
+        """The same with the other's."""
+        issue_mma(self.pv_mma, self.o, self.v[None, None, None, stage], self.p_other, self.tile_n, True)
+
+    def scores(self) -> ColumnFragment:
+        """A warp has 16 keys of a tile."""
+        return ColumnFragment(self.s, WARP_ROWS // ColumnFragment.lanes_per_row, self.products)
+
+    def output(self) -> ColumnFragment:
+        """Columns 2 i and 2 i + 1 belong to block 4 i + warp of 16."""
+        return ColumnFragment(self.o, self.depth_v // (WARPS * ColumnFragment.lanes_per_row), self.products)
+
+    def rescale_output(self, factors) -> None:
+        output = self.output()
+        for r in range(output.rows):
+            for c in range(output.columns):
+                output.set(r, c, output.get(r, c) * factors[r])
+
+
+@dataclass
+class FewRowsAttend(MlaAttend):
+    """The two consumer warpgroups. Rows are spread over all warps, each with keys and columns of its own, which tell
+    one another what they find through shared memory."""
+
+    operands = FewRowsOperands
+    fragment = ColumnFragment
+
+    def warp_row(self):
+        return 0
+
+    @property
+    def warp(self):
+        """This one in its warpgroup."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+
+    @property
+    def group(self):
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS - 1
+
+    @cute.jit
+    def left_step(self, operands, q_stage, row, step, n, masked):
+        _, left, right, turns, _ = self.rings
+        a, b = 2 * step, 2 * step + 1
+        self.weigh(operands, 0, q_stage, a, 2 * n + 1, row, masked)
+        cute.arch.mbarrier_arrive(turns.full_barrier(step))
+        right.release(a)
+        self.rescale(operands)
+        operands.issue_pv(left.stage(a))
+        warpgroup.wait_group(0)
+        left.release(a)
+        left.wait_full(b)
+        turns.wait_released(step)
+        right.release(b)
+        self.add_other(operands, left, b)
+
+    @cute.jit
+    def right_step(self, operands, q_stage, row, step, n, masked):
+        _, left, right, turns, _ = self.rings
+        a, b = 2 * step, 2 * step + 1
+        right.wait_full(a)
+        turns.wait_full(step)
+        left.release(a)
+        self.add_other(operands, right, a)
+        self.weigh(operands, 1, q_stage, b, 2 * n, row, masked)
+        turns.release(step)
+        left.release(b)
+        self.rescale(operands)
+        operands.issue_pv(right.stage(b))
+        warpgroup.wait_group(0)
+        right.release(b)
+
+    @cute.jit
+    def weigh(self, operands, tile: cutlass.Constexpr[int], q_stage, step, n, row, masked):
+        """P of tile A (0) or B (1), the n-th of the keys."""
+        self.scores(operands, q_stage, step, self.kernel.part_orders[tile])
+        warpgroup.wait_group(0)
+        scores = operands.scores()
+        if masked:
+            self.mask.apply(scores, n * self.kernel.tile.n + self.warp * WARP_ROWS, row)
+        largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
+        for r in cutlass.range_constexpr(scores.rows):
+            self.softmax.accumulate(scores, r, largest[r])
+        self.give_p(operands, tile)
+
+    @cute.jit
+    def add_other(self, operands, ring, step):
+        """O += P V of the tile that the other warpgroup has weighed."""
+        self.follow_other()
+        self.rescale(operands)
+        operands.issue_other(ring.stage(step))
+        warpgroup.wait_group(0)
+        ring.release(step)
+
+    @cute.jit
+    def over_warps(self, values) -> list:
+        """The largest value of each row among those of this warpgroup's warps."""
+        _, t = place_in_warp()
+        for r in cutlass.range_constexpr(len(values)):
+            slot, value = shared_array(Float32, self._maxima(r) + 4 * self.warp), values[r]
+            if cute.arch.lane_idx() == t:
+                slot[0] = value
+        self.meet_group()
+        found = [copy.load_shared(self._maxima(r), WARPS, Float32) for r in range(len(values))]
+        return [cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d)) for a, b, c, d in found]
+
+    @cute.jit
+    def give_p(self, operands, tile: cutlass.Constexpr[int]) -> None:
+        """Write P to shared memory for both warpgroups, and the references for the other one."""
+        scores, (g, t) = operands.scores(), place_in_warp()
+        m, n = self.kernel.tile.m, self.kernel.tile.n
+        base = shared_address(self.tiles.p.iterator) + tile * (m * n * 2)
+        for product in cutlass.range_constexpr(operands.products):
+            for c in cutlass.range_constexpr(scores.columns):
+                pair = scores.get(2 * product, c), scores.get(2 * product + 1, c)
+                word = transposed(copy.pack_x2(self.kernel.dtype, *pair))
+                chunk = copy.swizzled_chunk(base, MMA_COLUMNS * product + g, 2 * self.warp + c)
+                shared_array(Uint32, chunk + 4 * t)[0] = word
+        for r in cutlass.range_constexpr(scores.rows):
+            mine, reference = self._reference(r, 0), self.softmax.reference[r]
+            if self.warp == 0 and cute.arch.lane_idx() == t:
+                mine[0] = reference
+        cute.arch.sync_warp()
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet_group()
+
+    @cute.jit
+    def add_sums(self) -> None:
+        """Add up what all warps have seen: in lane t of a row, and zero in the others."""
+        _, t = place_in_warp()
+        own = [self.softmax.sum_of_lanes(self.softmax.row_sum[r], 0) for r in range(self.lane_rows)]
+        for r in cutlass.range_constexpr(self.lane_rows):
+            mine, value = shared_array(Float32, self._sums(r) + 4 * (WARPS * self.group + self.warp)), own[r]
+            if cute.arch.lane_idx() == t:
+                mine[0] = value
+        self.meet()
+        for r in cutlass.range_constexpr(self.lane_rows):
+            halves = [copy.load_shared(self._sums(r) + 16 * i, WARPS, Float32) for i in range(2)]
+            a, b, c, d = (left + right for left, right in zip(*halves, strict=True))
+            total = (a + b) + (c + d)
+            self.softmax.row_sum[r] = total if cute.arch.lane_idx() == t else Float32(0.0)
+        self.meet()
+
+    @cute.jit
+    def store_rows(self, operands, rows: PackedRows, warp_row, half) -> None:
+        output, (g, t) = operands.output(), place_in_warp()
+        factors = []
+        for r in cutlass.range_constexpr(output.rows):
+            row = output.first_row() + output.row_offset(r)
+            reference, total = self.softmax.partial(r, output.lanes_per_row)
+            factor = Float32(0.0)
+            if row < rows.count:
+                factor = rows.finish(row, reference, total, cute.arch.lane_idx() == t and self.warp + half == 0)
+            factors.append(factor)
+        for eight in cutlass.range_constexpr(operands.products):
+            row = MMA_COLUMNS * eight + g
+            for c in cutlass.range_constexpr(output.columns):
+                word = self._word(output, eight, c, factors, self.kernel.out_dtype)
+                column = half * operands.depth_v + self._block(c) * WARP_ROWS + c % 2 * MMA_COLUMNS + 2 * t
+                if row < rows.count:
+                    copy.store_element("b32", rows.output(row, column), word)
+
+    @cute.jit
+    def store_piece(self, operands, piece, warp_row, half) -> None:
+        output, (_, t) = operands.output(), place_in_warp()
+        largest = []
+        for r in cutlass.range_constexpr(output.rows):
+            value = output.get(r, 0)
+            for c in cutlass.range_constexpr(1, output.columns):
+                value = cute.arch.fmax(value, output.get(r, c), abs=True)
+            largest.append(self.softmax.largest_of_lanes(magnitude(value), 0))
+        scales = []
+        for r, value in enumerate(self.over_warps(largest)):
+            scale, inverse = piece_scale(value)
+            scales.append(scale)
+            row = output.first_row() + output.row_offset(r)
+            reference, total = self.softmax.partial(r, output.lanes_per_row)
+            if self.warp == 0 and cute.arch.lane_idx() == t:
+                self.merge.store_statistics(piece, row, reference, total, inverse, half)
+        for eight in cutlass.range_constexpr(operands.products):
+            for c in cutlass.range_constexpr(0, output.columns, 2):
+                words = [self._word(output, eight, c + i, scales, cutlass.Float16) for i in range(2)]
+                self.merge.store_block(piece, eight, self._block(c), half, words)
+
+    def _word(self, output, eight: int, c: int, factors, dtype):
+        """Two adjacent columns of row g of 8, of which a lane holds one column of two adjacent rows."""
+        rows = (2 * eight, 2 * eight + 1)
+        return transposed(copy.pack_x2(dtype, *[output.get(r, c) * factors[r] for r in rows]))
+
+    def _block(self, c: int):
+        """Which block of 16 columns of the half a column of the output belongs to."""
+        return WARPS * (c // 2) + self.warp
+
+    def meet_group(self) -> None:
+        """This warpgroup."""
+        cute.arch.barrier(barrier_id=GROUP_BARRIER + self.group, number_of_threads=WARPGROUP)
+
+    # State of the rows: references of both warpgroups, largest values of their warps, sums of all warps. Nobody writes
+    # what others may still read: between any two uses of the same place the warpgroup, or both, have met.
+
+    def _row(self, r: int):
+        return self.fragment.first_row() + self.fragment.row_offset(r)
+
+    def _reference(self, r: int, other: int):
+        place = (self.group ^ other) * self.kernel.tile.m + self._row(r)
+        return shared_array(Float32, shared_address(self.tiles.staging) + 4 * place)
+
+    def _maxima(self, r: int):
+        """Address of the values of this warpgroup's warps."""
+        m = self.kernel.tile.m
+        return shared_address(self.tiles.staging) + 4 * (2 * m + (self.group * m + self._row(r)) * WARPS)
+
+    def _sums(self, r: int):
+        """Address of the sums of all warps."""
+        m = self.kernel.tile.m
+        return shared_address(self.tiles.staging) + 4 * (2 * m + 2 * m * WARPS + self._row(r) * 2 * WARPS)
