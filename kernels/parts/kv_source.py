@@ -49,6 +49,12 @@ class KvOperand(DeviceStruct):
     depth: int  # of them used
     is_value: bool
     streams: bool  # read once: see copy.tma_load
+    slots_per_page: Int32 | None = None
+
+    def __post_init__(self):
+        # Here, while no tile is known yet: a division of 64 bits takes as long as a look at memory.
+        if self.slots_per_page is None:
+            self.slots_per_page = Int32(self.page // self.head)
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
@@ -249,7 +255,7 @@ class PageBoxes(PagedSource):
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
-            slots_per_page=Int32(operand.page // operand.head),
+            slots_per_page=operand.slots_per_page,
             box_rows=box_rows,
         )
 
