@@ -30,7 +30,7 @@ from hopwell.kernels.parts.device import DeviceStruct, fma, global_array, global
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Slots, count_one
-from hopwell.kernels.parts.softmax import merged
+from hopwell.kernels.parts.softmax import CHAINS, merged
 from hopwell.kernels.splitting import SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
 EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
@@ -78,10 +78,7 @@ class Shares(DeviceStruct):
     def store(self, piece, output, r: cutlass.Constexpr[int], reference, total, warp_row, half) -> None:
         """Row r of a warp's accumulators, which are half of a piece's columns: in 16 bits, as they lie in registers.
         :meth:`_merge_line` says where an element is."""
-        largest = output.get(r, 0)
-        for c in cutlass.range_constexpr(1, output.columns):
-            largest = cute.arch.fmax(largest, output.get(r, c), abs=True)
-        largest = cute.arch.warp_reduction_max(magnitude(largest), threads_in_group=output.lanes_per_row)
+        largest = cute.arch.warp_reduction_max(largest_magnitude(output, r), threads_in_group=output.lanes_per_row)
         scale, inverse = piece_scale(largest)
         items = self._items_of_line
         first = self.slots.output(self.slots.place(piece), 0) + Int64(
@@ -262,8 +259,19 @@ class Shares(DeviceStruct):
                     counters[TICKETS + kind * slots + i] = 0
 
 
+@cute.jit
+def largest_magnitude(output, r: cutlass.Constexpr[int]):
+    """Of row r of accumulators, in this lane."""
+    chains = [output.get(r, c) for c in range(CHAINS)]
+    for c in cutlass.range_constexpr(CHAINS, output.columns):
+        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], output.get(r, c), abs=True)
+    for c in cutlass.range_constexpr(1, CHAINS):
+        chains[0] = cute.arch.fmax(chains[0], chains[c], abs=True)
+    return _magnitude(chains[0])
+
+
 @dsl_user_op
-def magnitude(value, *, loc=None, ip=None):
+def _magnitude(value, *, loc=None, ip=None):
     return cute.arch.inline_ptx(
         "abs.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[value], loc=loc, ip=ip
     )

@@ -306,9 +306,9 @@ class MlaAttend(DecodeAttend):
             cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
             self.softmax.reset()
             left.o.fill(0.0)
+            row, q_stage = self.logit_row(tile, warp_row), q_ring.stage(work)
             q_ring.wait_full(work)
             if keys.begin < keys.end:
-                row, q_stage = self.logit_row(tile, warp_row), q_ring.stage(work)
                 if group == 0:
                     for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
                         self.left_step(left, q_stage, row, step, n, n >= keys.full_end)

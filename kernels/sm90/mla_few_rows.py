@@ -21,7 +21,7 @@ from hopwell.kernels.parts.device import DeviceStruct, shared_address, shared_ar
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.shares import magnitude, piece_scale
+from hopwell.kernels.parts.shares import largest_magnitude, piece_scale
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
 from hopwell.kernels.sm90.attend import GROUP_BARRIER
 from hopwell.kernels.sm90.byte_attend import ColumnSoftmax
@@ -250,7 +250,10 @@ class FewRowsAttend(MlaAttend):
     def add_sums(self) -> None:
         """Add up what all warps have seen: in lane t of a row, and zero in the others."""
         _, t = place_in_warp()
-        own = [self.softmax.sum_of_lanes(self.softmax.row_sum[r], 0) for r in range(self.lane_rows)]
+        own = [
+            self.softmax.sum_of_lanes(self.softmax.row_sum[r], self.fragment.lanes_per_row)
+            for r in range(self.lane_rows)
+        ]
         for r in cutlass.range_constexpr(self.lane_rows):
             mine, value = shared_array(Float32, self._sums(r) + 4 * (WARPS * self.group + self.warp)), own[r]
             if cute.arch.lane_idx() == t:
@@ -285,12 +288,10 @@ class FewRowsAttend(MlaAttend):
     @cute.jit
     def store_piece(self, operands, piece, warp_row, half) -> None:
         output, (_, t) = operands.output(), place_in_warp()
-        largest = []
-        for r in cutlass.range_constexpr(output.rows):
-            value = output.get(r, 0)
-            for c in cutlass.range_constexpr(1, output.columns):
-                value = cute.arch.fmax(value, output.get(r, c), abs=True)
-            largest.append(self.softmax.largest_of_lanes(magnitude(value), 0))
+        largest = [
+            self.softmax.largest_of_lanes(largest_magnitude(output, r), output.lanes_per_row)
+            for r in range(output.rows)
+        ]
         scales = []
         for r, value in enumerate(self.over_warps(largest)):
             scale, inverse = piece_scale(value)

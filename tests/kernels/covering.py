@@ -130,7 +130,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
 
 
 def covering_mla_configs() -> list[MlaConfig]:
-    """MLA kernels that stand for all: boxes of a whole tile, of parts of it, rows and lists; all widths; for few rows."""
+    """MLA kernels that stand for all: boxes of a whole tile, parts of it, rows and lists; all widths; few rows."""
     wide, narrow = support.MLA_HEAD_DIMS
     *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
     chosen = [

@@ -13,9 +13,11 @@ from kernel_problems import empty, paged
 
 from hopwell.kernels.config import SHARED_BYTES, KvFetch
 from hopwell.kernels.decode_config import resolve_decode
-from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.mla_config import FEW_ROWS, MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.sm90.mla import MlaSm90
+from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90
+from hopwell.kernels.splitting import ROWS
 from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.layouts import mla_kv_views
 
@@ -63,7 +65,8 @@ def test_every_cache_has_a_shipped_kernel(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
 def test_every_kernel_fits(config: MlaConfig) -> None:
-    kernel = MlaSm90(config)
+    kernel, _ = config.build()
+    assert isinstance(kernel, FewRowsMlaSm90) == (config.rows == FEW_ROWS)
     assert kernel.shared_bytes <= SHARED_BYTES
     assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
     assert sum(config.kv_dims) == config.head_dim_qk
@@ -75,7 +78,7 @@ def test_run_time_facts_do_not_make_other_kernels() -> None:
     base = problem()
     changes = dict(
         batch=1,
-        max_q_len=1,
+        max_q_len=100,
         max_kv_len=1 << 20,
         query=empty(3, 128, 576),
         softmax_scale=empty(1, dtype=torch.float32),
@@ -85,6 +88,17 @@ def test_run_time_facts_do_not_make_other_kernels() -> None:
     )
     for field, value in changes.items():
         assert resolve_mla(replace(base, **{field: value}), ARCH) == resolve_mla(base, ARCH), field
+
+
+@pytest.mark.parametrize(
+    ("heads", "q_len", "rows", "listed"),
+    [(16, 1, 16, 16), (8, 2, 16, 16), (1, 1, 16, 16), (17, 1, ROWS, ROWS), (16, 2, ROWS, 16), (3, 6, ROWS, 16)],
+)
+def test_few_rows_have_kernels_of_their_own(heads: int, q_len: int, rows: int, listed: int) -> None:
+    """Those of all new tokens count; with lists of each by itself."""
+    dense = problem(query=empty(60, heads, 576), max_q_len=q_len)
+    sparse = replace(dense, page_table=None, token_table=empty(60, 64, dtype=torch.int32))
+    assert [resolve_mla(of, ARCH).rows for of in (dense, sparse)] == [rows, listed]
 
 
 def test_a_value_inside_the_key_is_what_tells_mla_from_decode() -> None:
