@@ -131,14 +131,17 @@ def test_scales_on_the_device(top_k: int) -> None:
     check(Case([2, 2], [90, 300], heads=16, top_k=top_k, tensor_scales=True, sinks=False), 64, adverse=1)
 
 
-def test_whoever_merges_finds_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone a request's pieces are merged by the warps that attend, in a batch beside the units that come after it."""
-    kv_lens = [9 * chunk_tokens(MAIN) - 100, *[2 * chunk_tokens(MAIN)] * 7]
-    data, found = MlaBatch([1] * 8, kv_lens, heads=64, device="cpu"), []
-    for ctas, batch in ((4, data), (16, data.request(0))):
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("chunks", [6, 9])
+def test_whoever_merges_finds_the_same(monkeypatch: pytest.MonkeyPatch, chunks: int, heads: int) -> None:
+    """Alone a request's pieces are merged by the warps that attend; in a batch by others as well, some of them beside
+    units, who have to agree about what is whose."""
+    kv_lens = [*[2 * chunk_tokens(MAIN)] * 5, chunks * chunk_tokens(MAIN) - 100]
+    data, found = MlaBatch([1] * 6, kv_lens, heads=heads, device="cpu"), []
+    for ctas, batch in ((4, data), (16, data.request(5))):
         monkeypatch.setattr(plan, "EMULATED_SMS", ctas)
         lse = torch.empty(batch.tokens, batch.heads)
         with emulator.use("sm_90a"):
             out = execute(batch.decode(64, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False)))
-        found.append((out[0], lse[0]))
+        found.append((out[-1], lse[-1]))
     assert all(torch.equal(*both) for both in zip(*found, strict=True))
