@@ -57,7 +57,7 @@ class KvType(enum.Enum):
 class Tile:
     """Tile sizes and the resources that go with them."""
 
-    m: int  # query rows of a CTA, 64 for each consumer warpgroup or pair of them
+    m: int  # query rows of a CTA, 64 for each consumer warpgroup or pair of them; fewer in kernels for few rows
     n: int  # keys of a step
     q_stages: int
     kv_stages: int

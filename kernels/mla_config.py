@@ -65,9 +65,10 @@ class MlaConfig(DecodeConfig):
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Where the rest of a key ends with the value, another column block makes room for P of tile A."""
+        """Where the rest of a key ends with the value, another column block makes room for P of tile A, if P of few
+        rows has no memory of its own."""
         left, right = self.kv_dims
-        return left, max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
+        return left, right if self.rows == FEW_ROWS else max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
 
     @property
     def depth(self) -> tuple[int, int]:
@@ -85,11 +86,11 @@ class MlaConfig(DecodeConfig):
     def build(self) -> tuple[Any, tuple[Any, ...]]:
         from hopwell.kernels.sm90 import mla, mla_few_rows
 
-        return mla.build((mla.MlaSm90 if self.rows == ROWS else mla_few_rows.FewRowsMlaSm90)(self))
+        return (mla if self.rows == ROWS else mla_few_rows).build(self)
 
 
 def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
-    """The MLA decode kernel for ``problem`` on ``arch``.
+    """The MLA decode kernel for ``problem`` on ``arch``. ``max_q_len`` and the heads say whether rows are few.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.

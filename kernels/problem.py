@@ -106,7 +106,8 @@ class AttentionProblem:
         value: [pages, Hkv, page_size, Dv], unit last stride; strides independent of ``key``'s.
         out: [T, H, Dv], unit last stride, or None: the launch allocates it like a contiguous [T, H, Dv].
         batch: B.
-        max_q_len, max_kv_len: host upper bounds of the lengths. They size grids; they never change a result.
+        max_q_len, max_kv_len: host upper bounds of the lengths. They size grids; they never change a result, but for
+            roundings of MLA, where kernels differ by the rows that a request may have.
         q_offsets: start of each request's queries; None means that the only request starts at token 0.
         o_offsets: the same in ``out``; None means as ``q_offsets``.
         k_offsets, v_offsets: starts in contiguous K and V; None means 0 (or paged).

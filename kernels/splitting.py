@@ -12,7 +12,7 @@ MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
 DOUBLINGS = 20  # 2^31 tokens in no more than MAX_CHUNKS, or two latent ones
 GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
 
-ROWS = 64  # packed rows of a tile
+ROWS = 64  # packed rows of a tile, at most
 WARP_ROWS = 16  # of which a warp holds
 ALIGNMENT = 16  # bytes
 COMFORTABLE_BYTES = 8 << 20

@@ -177,15 +177,6 @@ def store_rounded(address, values, dtype) -> None:
 
 
 @dsl_user_op
-def store_global_f32(address, values, *, loc=None, ip=None) -> None:
-    """Two or four float32."""
-    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(values)))
-    cute.arch.inline_ptx(
-        f"st.global.v{len(values)}.f32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *values], loc=loc, ip=ip
-    )
-
-
-@dsl_user_op
 def unpack_f16_x2(word, *, loc=None, ip=None):
     """(low, high) of a word of two float16 as float32."""
     return cute.arch.inline_ptx(

@@ -31,6 +31,12 @@ class Fragment(DeviceStruct):
     def set(self, r: int, c: int, value) -> None:
         self.registers[self.index(r, c)] = value
 
+    def scale_rows(self, factors) -> None:
+        """Multiply each row by a factor."""
+        for r in range(self.rows):
+            for c in range(self.columns):
+                self.set(r, c, self.get(r, c) * factors[r])
+
 
 @dataclass
 class RowFragment(Fragment):
@@ -82,8 +88,10 @@ class RowFragment(Fragment):
 
 @dataclass
 class ColumnFragment(Fragment):
-    """Rows as the columns of 16 x 8 products of mma.sync, the tile's columns as their rows: registers of product (i, p)
-    begin at 4 * (i * products + p), for columns 16 i to 16 i + 15 of rows 8 p to 8 p + 7."""
+    """Rows as the columns of 16 x 8 products, of mma.sync or of a warp's part of wgmma, the tile's columns as their
+    rows: registers of product (i, p) begin at 4 * (i * products + p), for rows 8 p to 8 p + 7 and 16 columns. These are
+    16 i to 16 i + 15, as ``column_offset`` says, of mma.sync and of a single wgmma; of several wgmma those of a
+    warpgroup's warps lie between each other."""
 
     products: int  # side by side
 

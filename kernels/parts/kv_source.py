@@ -49,12 +49,6 @@ class KvOperand(DeviceStruct):
     depth: int  # of them used
     is_value: bool
     streams: bool  # read once: see copy.tma_load
-    slots_per_page: Int32 | None = None
-
-    def __post_init__(self):
-        # Here, while no tile is known yet: a division of 64 bits takes as long as a look at memory.
-        if self.slots_per_page is None:
-            self.slots_per_page = Int32(self.page // self.head)
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
@@ -129,13 +123,13 @@ class KvSource(DeviceStruct):
     @cute.jit
     def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, partial_barrier, partials):
         """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
-        no zeros go round in a loop of their own: with them in one, each tile takes 16 instructions more."""
+        no zeros go round in a loop of their own: with them in one, each tile takes 17 instructions more."""
         while tile > stop:
             last = cutlass.max(stop, self.first_whole - 1) if const_expr(self.zero_outside) else stop
             if self._is_partial(tile):
                 location = locate(tile)
                 ring.wait_empty(step)
-                partials = self.fill(location, tile, ring, step, partial_barrier, partials)
+                partials = self._fetch_partial(location, tile, ring, step, partial_barrier, partials)
                 step += 1
                 last = tile - 1
             else:
@@ -158,24 +152,26 @@ class KvSource(DeviceStruct):
 
     @cute.jit
     def fill(self, location, tile, ring, step, partial_barrier, partials):
-        """Fill the ring's stage with ``tile``. Returns the count of partial tiles so far.
-
-        A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
-        before some of them are overwritten, and consumers must not see the tile before that.
-        """
+        """Fill the ring's stage with ``tile``. Returns the count of partial tiles so far."""
         if self._is_partial(tile):
-            self._expect(partial_barrier)
-            self.fetch(location, ring.stage(step), partial_barrier)
-            cute.arch.mbarrier_wait(partial_barrier, partials & 1)
-            partials += 1
-            self.zero_rows(ring.stage(step), 0, cutlass.max(self.first_key - tile * self.tile_n, 0))
-            end = cutlass.max(cutlass.min(self.end_key - tile * self.tile_n, self.tile_n), 0)
-            self.zero_rows(ring.stage(step), end, self.tile_n)
-            if cute.arch.lane_idx() < ring.producer_lanes:
-                cute.arch.mbarrier_arrive(ring.full_barrier(step))
+            partials = self._fetch_partial(location, tile, ring, step, partial_barrier, partials)
         else:
             self._fetch_whole(location, ring, step)
         return partials
+
+    @cute.jit
+    def _fetch_partial(self, location, tile, ring, step, partial_barrier, partials):
+        """A tile with rows that must be zeroed. It completes on a barrier of its own first: TMA's rows have to be there
+        before some of them are overwritten, and consumers must not see the tile before that."""
+        self._expect(partial_barrier)
+        self.fetch(location, ring.stage(step), partial_barrier)
+        cute.arch.mbarrier_wait(partial_barrier, partials & 1)
+        self.zero_rows(ring.stage(step), 0, cutlass.max(self.first_key - tile * self.tile_n, 0))
+        end = cutlass.max(cutlass.min(self.end_key - tile * self.tile_n, self.tile_n), 0)
+        self.zero_rows(ring.stage(step), end, self.tile_n)
+        if cute.arch.lane_idx() < ring.producer_lanes:
+            cute.arch.mbarrier_arrive(ring.full_barrier(step))
+        return partials + 1
 
     def _expect(self, barrier) -> None:
         with cute.arch.elect_one():
@@ -255,7 +251,7 @@ class PageBoxes(PagedSource):
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
-            slots_per_page=operand.slots_per_page,
+            slots_per_page=Int32(operand.page // operand.head),
             box_rows=box_rows,
         )
 

@@ -73,7 +73,7 @@ class IntervalMask(DeviceStruct):
 
     @cute.jit
     def apply(self, scores, tile_start, row):
-        """Put -inf where a score (of a RowFragment) belongs to a key that its row (of a LogitRow) does not see."""
+        """Put -inf where a score (of a fragment) belongs to a key that its row (of a LogitRow) does not see."""
         for r in cutlass.range_constexpr(scores.rows):
             lo, hi = self.keys(row.positions[r], row.kv_len)
             origin = tile_start + scores.first_column()

@@ -102,17 +102,17 @@ class Slots(DeviceStruct):
         row += self.place(piece)
         address = self.output(row, column_group * columns + first_column)
         for i in cutlass.range_constexpr(len(pairs)):
-            copy.store_global_f32(address + 32 * i, pairs[i])
+            copy.store_global(address + 32 * i, pairs[i])
         if first_column + column_group == 0:
-            copy.store_global_f32(self.statistics(row, PIECE), (reference, total))
+            copy.store_global(self.statistics(row, PIECE), (reference, total))
 
     @cute.jit
     def store_quad(self, piece, row, column, total: "WeightedSum", level: cutlass.Constexpr[int]) -> None:
         """Four columns of a row of a piece."""
         row += self.place(piece)
-        copy.store_global_f32(self.output(row, column), total.values)
+        copy.store_global(self.output(row, column), total.values)
         if column == 0:
-            copy.store_global_f32(self.statistics(row, level), (total.reference, total.sum))
+            copy.store_global(self.statistics(row, level), (total.reference, total.sum))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Merging large pieces of decode: warps merge shares of the rows of a request while others compute the next pieces.
 
-A piece of MLA is large: 64 rows of 512 columns. When the last CTA of a request merged all of its pieces, as
+A piece of MLA is large: up to 64 rows of 512 columns. When the last CTA of a request merged all of its pieces, as
 ``partial.py`` has it, it spent 85000 cycles on four of them while all others waited; with a share for every CTA, merged
 between its units, a quarter of the time passed between units (H200, 2026-11-22). So a warp or two of each CTA do
 nothing else, and those that attend merge what is left when there are no more units. Pieces are float16, each half row
@@ -10,7 +10,8 @@ Piece p comes with some shares of the rows that it belongs to: all shares of all
 has merged one takes a ticket for the next. It waits until all pieces of those rows have been announced, and adds them
 up in the order of the keys: which warp it is never changes a bit.
 
-Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged. Nobody waits in a
+Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged, if a later piece
+wants them. Nobody waits in a
 circle: units and shares are handed out in the order of their lists, a share waits for pieces that come before those of
 the next rows, and a piece for a slot of rows that come before its own, because the ring holds more than the pieces of
 one request and of one round of all CTAs: those of the last round wait for shares that are merged beside units.
@@ -30,7 +31,7 @@ from hopwell.kernels.parts.device import DeviceStruct, fma, global_array, global
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Slots, count_one
-from hopwell.kernels.parts.softmax import CHAINS, merged
+from hopwell.kernels.parts.softmax import largest_of_lane, merged
 from hopwell.kernels.splitting import SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
 EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
@@ -78,7 +79,7 @@ class Shares(DeviceStruct):
     def store(self, piece, output, r: cutlass.Constexpr[int], reference, total, warp_row, half) -> None:
         """Row r of a warp's accumulators, which are half of a piece's columns: in 16 bits, as they lie in registers.
         :meth:`_merge_line` says where an element is."""
-        largest = cute.arch.warp_reduction_max(largest_magnitude(output, r), threads_in_group=output.lanes_per_row)
+        largest = cute.arch.warp_reduction_max(largest_size(output, r), threads_in_group=output.lanes_per_row)
         scale, inverse = piece_scale(largest)
         items = self._items_of_line
         first = self.slots.output(self.slots.place(piece), 0) + Int64(
@@ -97,7 +98,7 @@ class Shares(DeviceStruct):
         """(reference, sum) of a row of a piece, and the inverse of the scale of a half of its columns."""
         row += self.slots.place(piece)
         if half == 0:
-            copy.store_global_f32(self.slots.statistics(row, PIECE), (reference, total))
+            copy.store_global(self.slots.statistics(row, PIECE), (reference, total))
         global_array(Float32, self.slots.statistics(row, SCALES))[half] = inverse
 
     def store_block(self, piece, eight: int, block, half, words) -> None:
@@ -171,9 +172,9 @@ class Shares(DeviceStruct):
                 many._merge_line(line, *own, first, chunks, rows, dtype)
             else:
                 self._merge_line(line, *own, first, chunks, rows, dtype)
-        cute.arch.sync_warp()  # all lanes have read
         # Of the last ones nobody wants the slots again, and to say that they are free takes 1500 cycles.
         if first + slots.slots < pieces:
+            cute.arch.sync_warp()  # all lanes have read
             if self._is_last(GROUPS_THERE, first, shares):
                 for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
                     each = first + i * self.of_chunk
@@ -259,15 +260,9 @@ class Shares(DeviceStruct):
                     counters[TICKETS + kind * slots + i] = 0
 
 
-@cute.jit
-def largest_magnitude(output, r: cutlass.Constexpr[int]):
-    """Of row r of accumulators, in this lane."""
-    chains = [output.get(r, c) for c in range(CHAINS)]
-    for c in cutlass.range_constexpr(CHAINS, output.columns):
-        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], output.get(r, c), abs=True)
-    for c in cutlass.range_constexpr(1, CHAINS):
-        chains[0] = cute.arch.fmax(chains[0], chains[c], abs=True)
-    return _magnitude(chains[0])
+def largest_size(output, r: int):
+    """The size of the largest element of row r of accumulators, in this lane."""
+    return _magnitude(largest_of_lane(output, r, True))
 
 
 @dsl_user_op

@@ -59,12 +59,7 @@ class OnlineSoftmax(DeviceStruct):
     @cute.jit
     def maximum(self, scores, r: cutlass.Constexpr[int]):
         """The largest score of row r."""
-        chains = [scores.get(r, c) for c in range(min(CHAINS, scores.columns))]
-        for c in cutlass.range_constexpr(CHAINS, scores.columns):
-            chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], scores.get(r, c))
-        for c in cutlass.range_constexpr(1, len(chains)):
-            chains[0] = cute.arch.fmax(chains[0], chains[c])
-        return self.largest_of_lanes(chains[0], scores.lanes_per_row)
+        return self.largest_of_lanes(largest_of_lane(scores, r), scores.lanes_per_row)
 
     def largest_of_lanes(self, value, lanes: int):
         """Of the lanes that share a row."""
@@ -130,16 +125,47 @@ class OnlineSoftmax(DeviceStruct):
     @cute.jit
     def partial(self, r: int, lanes_per_row: int):
         """(reference, sum) of row r over the keys so far, the reference as an exponent of 2."""
-        return self.exponent(r), self.sum_of_lanes(self.row_sum[r], lanes_per_row)
-
-    @cute.jit
-    def exponent(self, r: int):
-        """The reference of row r as an exponent of 2."""
-        return -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
+        seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
+        reference = -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
+        return reference, seen
 
     def finish(self, r: int, sink, lanes_per_row: int):
         """(factor for the accumulated output, base-2 LSE) of row r, see :func:`normalised`."""
         return normalised(*self.partial(r, lanes_per_row), sink)
+
+
+@dataclass
+class ColumnSoftmax(OnlineSoftmax):
+    """Of a :class:`ColumnFragment`."""
+
+    @staticmethod
+    def over(scale, rows: int) -> "ColumnSoftmax":
+        """``scale`` as that of another one."""
+        return ColumnSoftmax(scale, *[cute.make_rmem_tensor(rows, Float32) for _ in range(4)])
+
+    def largest_of_lanes(self, value, lanes: int):
+        return _over_row(value, cute.arch.fmax)
+
+    def sum_of_lanes(self, value, lanes: int):
+        return _over_row(value, lambda one, other: one + other)
+
+
+def _over_row(value, operation):
+    """Over the lanes that share a row, which are a quad apart."""
+    for k in range(3):
+        value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=4 << k))
+    return value
+
+
+@cute.jit
+def largest_of_lane(fragment, r: cutlass.Constexpr[int], absolute: cutlass.Constexpr[bool] = False):
+    """The largest element of row r in this lane; with ``absolute`` by its size, whatever the sign of what is found."""
+    chains = [fragment.get(r, c) for c in range(min(CHAINS, fragment.columns))]
+    for c in cutlass.range_constexpr(CHAINS, fragment.columns):
+        chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], fragment.get(r, c), abs=absolute)
+    for c in cutlass.range_constexpr(1, len(chains)):
+        chains[0] = cute.arch.fmax(chains[0], chains[c], abs=absolute)
+    return chains[0]
 
 
 @cute.jit

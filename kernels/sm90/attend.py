@@ -255,12 +255,8 @@ class Operands(DeviceStruct):
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = copy.pack_x2(self.dtype, self.s[2 * i], self.s[2 * i + 1])
 
-    @cute.jit
     def rescale_output(self, factors) -> None:
-        output = self.output()
-        for r in cutlass.range_constexpr(output.rows):
-            for c in cutlass.range_constexpr(output.columns):
-                output.set(r, c, output.get(r, c) * factors[r])
+        self.output().scale_rows(factors)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.mask import TileRange
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import COLUMNS_AT_ONCE, PIECE, Merge, WeightedSum
-from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.parts.softmax import ColumnSoftmax
 from hopwell.kernels.parts.split import SplitTile
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, multiply, place_in_warp, transposed
 from hopwell.kernels.parts.widen import interleaved, widened
@@ -124,28 +124,6 @@ class KeyShare(DeviceStruct):
     def place(self, group, row):
         """Where a row of the warp with the keys of a group is among those of all warps."""
         return ((group << self.sharing) + row // self.rows) * self.rows + row % self.rows
-
-
-@dataclass
-class ColumnSoftmax(OnlineSoftmax):
-    """Of a :class:`ColumnFragment`."""
-
-    @staticmethod
-    def over(scale, rows: int) -> "ColumnSoftmax":
-        """``scale`` as that of another one."""
-        return ColumnSoftmax(scale, *[cute.make_rmem_tensor(rows, Float32) for _ in range(4)])
-
-    def largest_of_lanes(self, value, lanes: int):
-        return _over_row(value, cute.arch.fmax)
-
-    def sum_of_lanes(self, value, lanes: int):
-        return _over_row(value, lambda one, other: one + other)
-
-
-def _over_row(value, operation):
-    for k in range(3):
-        value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=QUAD << k))
-    return value
 
 
 @dataclass
@@ -294,10 +272,7 @@ class ByteOperands(DeviceStruct):
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
 
     def rescale_output(self, factors) -> None:
-        output = self._output()
-        for r in range(output.rows):
-            for c in range(output.columns):
-                output.set(r, c, output.get(r, c) * factors[r])
+        self._output().scale_rows(factors)
 
     def columns(self, block: ColumnBlock, r: int) -> list:
         """This lane's part of a column block of row r of O."""

@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MMA_COLUMNS, WARPGROUP
 from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.epilogue import WARP_ROWS
@@ -77,7 +78,7 @@ class MlaSm90(DecodeSm90):
     staging_bytes = STATE_BYTES
     step_tiles = 2
     q_role = "schedule"
-    p_tiles = 1  # of shared memory for P alone
+    p_tiles = 1  # tiles of P with memory of their own: B's
 
     @property
     def part_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -102,7 +103,7 @@ class MlaSm90(DecodeSm90):
     def _more_edges(self) -> tuple[Edge, ...]:
         attend = 4 * self.warpgroups
         return (
-            # The bytes are those of P of B, which goes the other way; P of A lies in V.
+            # The bytes are those of P with memory of its own: that of B, which goes the other way; P of A lies in V.
             Edge("P", "left", "right", 1, 4, 4, self.p_tiles * self.tile.m * self.tile.n * 2, LANES, LANES),
             Edge("piece", "attend", "schedule", 1, attend, 1, 0),
         )
@@ -208,7 +209,7 @@ class MlaSm90(DecodeSm90):
 
 @dataclass
 class MlaTiles(SharedTiles):
-    p: Any  # P of tile B: [rows, tile.n, p_tiles]
+    p: Any  # P of tile B, or of both: [rows, tile.n, p_tiles]
 
 
 @dataclass
@@ -355,13 +356,7 @@ class MlaAttend(DecodeAttend):
         """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
         _, left, right, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
-        self.scores(operands, q_stage, a, self.kernel.part_orders[0])
-        warpgroup.wait_group(0)
-        if masked:
-            self.to_logits(operands.scores(), 2 * n + 1, row, True)
-        self.softmax.step(operands.scores())
-        operands.round_scores()
-        self.write_p(operands, self.tiles.v, right.stage(a), operands.depth_v // BLOCK_COLUMNS)
+        self.weigh_a(operands, q_stage, a, 2 * n + 1, row, masked)
         cute.arch.mbarrier_arrive(turns.full_barrier(step))
         right.release(a)
         self.rescale(operands)
@@ -376,6 +371,18 @@ class MlaAttend(DecodeAttend):
         operands.issue_other(left.stage(b), 0)
         warpgroup.wait_group(0)
         left.release(b)
+
+    @cute.jit
+    def weigh_a(self, operands, q_stage, step, n, row, masked):
+        """P of tile A, the n-th of the keys."""
+        _, _, right, *_ = self.rings
+        self.scores(operands, q_stage, step, self.kernel.part_orders[0])
+        warpgroup.wait_group(0)
+        if masked:
+            self.to_logits(operands.scores(), n, row, True)
+        self.softmax.step(operands.scores())
+        operands.round_scores()
+        self.write_p(operands, self.tiles.v, right.stage(step), operands.depth_v // BLOCK_COLUMNS)
 
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked):
@@ -494,6 +501,6 @@ class MlaAttend(DecodeAttend):
         return cute.make_tensor(pointer + place, cute.make_layout(size))
 
 
-def build(kernel: MlaSm90) -> Any:
-    """The traceable launch function of a kernel and example arguments to compile it with."""
-    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)
+def build(config: MlaConfig, kernel_type: type[MlaSm90] = MlaSm90) -> Any:
+    """The traceable launch function of a config and example arguments to compile it with."""
+    return kernel_type(config), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -1,10 +1,10 @@
 """Hopper MLA decode of few rows: as in ``mla.py``, with products transposed so that rows waste no room.
 
 With 16 heads, as tensor parallelism leaves of 128, memory is the limit, and what a tile of keys takes from the time at
-which it is there until its place can be filled again has to be short. A matrix instruction has 64 rows at least, but 8
-columns: so keys, and columns of the value, become the rows of a product, S^T = K Q^T and O^T += V^T P^T. A product then
-takes as long as it takes to read the keys from shared memory, a quarter of the time of 64 rows of Q, and Q and P take
-little room.
+which it is there until its place can be filled again has to be short. A matrix instruction always has 64 rows, but as
+few as 8 columns: so keys, and columns of the value, become the rows of a product, S^T = K Q^T and O^T += V^T P^T. A
+product then takes as long as it takes to read the keys from shared memory, about half of the time that 64 rows of Q
+take, and Q and P take little room.
 """
 
 from dataclasses import dataclass, replace
@@ -16,15 +16,17 @@ from cutlass import Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address, shared_array
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.shares import largest_magnitude, piece_scale
+from hopwell.kernels.parts.shares import largest_size, piece_scale
+from hopwell.kernels.parts.softmax import ColumnSoftmax
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
+from hopwell.kernels.sm90 import mla
 from hopwell.kernels.sm90.attend import GROUP_BARRIER
-from hopwell.kernels.sm90.byte_attend import ColumnSoftmax
 from hopwell.kernels.sm90.mla import MlaAttend, MlaSm90
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
@@ -35,8 +37,8 @@ class FewRowsMlaSm90(MlaSm90):
     """Attention of ``tile.m`` packed rows, 16, in the steps of :class:`MlaSm90`, whose warp roles and edges it
     has. P of both tiles has memory of its own, and Q two stages, so that a unit begins when the one before has ended.
 
-    Steady state: memory is the limit. A tile takes half of the time in which it is fetched, and is then given back;
-    nothing of it waits for the other one.
+    Steady state: memory is the limit. A tile is done in half of the time that fetching it takes, and then given back
+    without a look at whether the next one is there.
 
         memory         | B                                               | A'
         tensor cores   | left: S(A) |            | O += P(A) A  both     | right: S(B) |      | O += P(B) B  both   |
@@ -119,11 +121,14 @@ class FewRowsOperands(DeviceStruct):
 
     def issue_pv(self, stage) -> None:
         """O^T += V^T P^T with this warpgroup's P."""
-        issue_mma(self.pv_mma, self.o, self.v[None, None, None, stage], self.p, self.tile_n, True)
+        self._issue(stage, self.p)
 
-    def issue_other(self, stage) -> None:
+    def issue_other(self, stage, p_stage) -> None:
         """The same with the other's."""
-        issue_mma(self.pv_mma, self.o, self.v[None, None, None, stage], self.p_other, self.tile_n, True)
+        self._issue(stage, self.p_other)
+
+    def _issue(self, stage, p) -> None:
+        issue_mma(self.pv_mma, self.o, self.v[None, None, None, stage], p, self.tile_n, True)
 
     def scores(self) -> ColumnFragment:
         """A warp has 16 keys of a tile."""
@@ -134,10 +139,7 @@ class FewRowsOperands(DeviceStruct):
         return ColumnFragment(self.o, self.depth_v // (WARPS * ColumnFragment.lanes_per_row), self.products)
 
     def rescale_output(self, factors) -> None:
-        output = self.output()
-        for r in range(output.rows):
-            for c in range(output.columns):
-                output.set(r, c, output.get(r, c) * factors[r])
+        self.output().scale_rows(factors)
 
 
 @dataclass
@@ -161,20 +163,8 @@ class FewRowsAttend(MlaAttend):
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS - 1
 
     @cute.jit
-    def left_step(self, operands, q_stage, row, step, n, masked):
-        _, left, right, turns, _ = self.rings
-        a, b = 2 * step, 2 * step + 1
-        self.weigh(operands, 0, q_stage, a, 2 * n + 1, row, masked)
-        cute.arch.mbarrier_arrive(turns.full_barrier(step))
-        right.release(a)
-        self.rescale(operands)
-        operands.issue_pv(left.stage(a))
-        warpgroup.wait_group(0)
-        left.release(a)
-        left.wait_full(b)
-        turns.wait_released(step)
-        right.release(b)
-        self.add_other(operands, left, b)
+    def weigh_a(self, operands, q_stage, step, n, row, masked):
+        self.weigh(operands, 0, q_stage, step, n, row, masked)
 
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked):
@@ -183,7 +173,11 @@ class FewRowsAttend(MlaAttend):
         right.wait_full(a)
         turns.wait_full(step)
         left.release(a)
-        self.add_other(operands, right, a)
+        self.follow_other()
+        self.rescale(operands)
+        operands.issue_other(right.stage(a), 0)
+        warpgroup.wait_group(0)
+        right.release(a)
         self.weigh(operands, 1, q_stage, b, 2 * n, row, masked)
         turns.release(step)
         left.release(b)
@@ -204,15 +198,6 @@ class FewRowsAttend(MlaAttend):
         for r in cutlass.range_constexpr(scores.rows):
             self.softmax.accumulate(scores, r, largest[r])
         self.give_p(operands, tile)
-
-    @cute.jit
-    def add_other(self, operands, ring, step):
-        """O += P V of the tile that the other warpgroup has weighed."""
-        self.follow_other()
-        self.rescale(operands)
-        operands.issue_other(ring.stage(step))
-        warpgroup.wait_group(0)
-        ring.release(step)
 
     @cute.jit
     def over_warps(self, values) -> list:
@@ -255,12 +240,12 @@ class FewRowsAttend(MlaAttend):
             for r in range(self.lane_rows)
         ]
         for r in cutlass.range_constexpr(self.lane_rows):
-            mine, value = shared_array(Float32, self._sums(r) + 4 * (WARPS * self.group + self.warp)), own[r]
+            mine, value = shared_array(Float32, self._warp_sums(r) + 4 * (WARPS * self.group + self.warp)), own[r]
             if cute.arch.lane_idx() == t:
                 mine[0] = value
         self.meet()
         for r in cutlass.range_constexpr(self.lane_rows):
-            halves = [copy.load_shared(self._sums(r) + 16 * i, WARPS, Float32) for i in range(2)]
+            halves = [copy.load_shared(self._warp_sums(r) + 16 * i, WARPS, Float32) for i in range(2)]
             a, b, c, d = (left + right for left, right in zip(*halves, strict=True))
             total = (a + b) + (c + d)
             self.softmax.row_sum[r] = total if cute.arch.lane_idx() == t else Float32(0.0)
@@ -289,8 +274,7 @@ class FewRowsAttend(MlaAttend):
     def store_piece(self, operands, piece, warp_row, half) -> None:
         output, (_, t) = operands.output(), place_in_warp()
         largest = [
-            self.softmax.largest_of_lanes(largest_magnitude(output, r), output.lanes_per_row)
-            for r in range(output.rows)
+            self.softmax.largest_of_lanes(largest_size(output, r), output.lanes_per_row) for r in range(output.rows)
         ]
         scales = []
         for r, value in enumerate(self.over_warps(largest)):
@@ -319,7 +303,7 @@ class FewRowsAttend(MlaAttend):
         cute.arch.barrier(barrier_id=GROUP_BARRIER + self.group, number_of_threads=WARPGROUP)
 
     # State of the rows: references of both warpgroups, largest values of their warps, sums of all warps. Nobody writes
-    # what others may still read: between any two uses of the same place the warpgroup, or both, have met.
+    # what others may still read: between any two uses of the same place the warpgroups have taken turns, or have met.
 
     def _row(self, r: int):
         return self.fragment.first_row() + self.fragment.row_offset(r)
@@ -333,7 +317,12 @@ class FewRowsAttend(MlaAttend):
         m = self.kernel.tile.m
         return shared_address(self.tiles.staging) + 4 * (2 * m + (self.group * m + self._row(r)) * WARPS)
 
-    def _sums(self, r: int):
+    def _warp_sums(self, r: int):
         """Address of the sums of all warps."""
         m = self.kernel.tile.m
         return shared_address(self.tiles.staging) + 4 * (2 * m + 2 * m * WARPS + self._row(r) * 2 * WARPS)
+
+
+def build(config: MlaConfig) -> Any:
+    """As :func:`mla.build`."""
+    return mla.build(config, FewRowsMlaSm90)

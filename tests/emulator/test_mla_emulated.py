@@ -7,12 +7,13 @@ out is NaN, and so is the scratch at first; what one launch leaves there the nex
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 
 import pytest
 import torch
 from covering import COVERING_MLA
 from mla_batches import MlaBatch
-from mla_cases import Case, check_case, check_column_sizes, chunk_tokens, heads_of
+from mla_cases import Case, check_case, check_column_sizes, check_rising_logits, chunk_tokens, heads_of
 from schedules import schedules, setting
 
 from hopwell import emulator
@@ -63,28 +64,48 @@ def test_lists(dims: tuple[int, int], kind: str) -> None:
     check(Case([2] * 3, [1, 50, 200], heads=16, dims=dims, top_k=68, listing=kind), 16)
 
 
+@pytest.mark.parametrize("heads", [8, 40])
 @pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
-def test_pieces_are_merged(dims: tuple[int, int], sparse: bool) -> None:
+def test_pieces_are_merged(dims: tuple[int, int], sparse: bool, heads: int) -> None:
     """Of one piece, two whole ones, and some, with more work than CTAs."""
     chunk = chunk_tokens(dims, sparse)
     kv_lens = [chunk - 1, 2 * chunk, 4 * chunk + 77, 3]
-    check(Case([1] * 4, kv_lens, heads=8, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
+    check(Case([1] * 4, kv_lens, heads, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
 
 
-def test_many_pieces() -> None:
-    check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads=2), 64, adverse=1)
+@pytest.mark.parametrize("heads", [2, 17])
+def test_many_pieces(heads: int) -> None:
+    check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads), 64, adverse=1)
 
 
+@pytest.mark.parametrize("heads", [2, 33])
 @pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
-def test_columns_of_all_sizes(largest: float) -> None:
+def test_columns_of_all_sizes(largest: float, heads: int) -> None:
     with emulator.use("sm_90a"):
-        check_column_sizes(largest, "cpu")
+        check_column_sizes(largest, "cpu", heads=heads)
+
+
+@pytest.mark.parametrize("heads", [5, 16])
+def test_rising_logits(heads: int) -> None:
+    with emulator.use("sm_90a"):
+        check_rising_logits(heads, 600, device="cpu")
+
+
+@pytest.mark.parametrize("heads", [3, 40])
+def test_query_that_is_expanded_over_heads(heads: int) -> None:
+    """Rows at one place in memory, as ``expand`` leaves them, are like rows side by side."""
+    data = MlaBatch([2, 2], [70, 5], heads=heads, device="cpu")
+    problem = data.decode(64)
+    one = problem.query[:, :1].expand(-1, heads, -1)
+    with emulator.use("sm_90a"):
+        expanded, alike = (execute(replace(problem, query=query)).clone() for query in (one, one.contiguous()))
+    assert torch.equal(expanded, alike)
 
 
 def test_late_work_beside_polling() -> None:
     """CTAs that have nothing left to do look for shares over and over, and write what they see: a schedule that does
     late work only when nobody gets on would never come to the loads of the others."""
-    check_case(Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=8), 64, "cpu", [setting("late", 710860, strict=True)])
+    check_case(Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=20), 64, "cpu", [setting("late", 710860, strict=True)])
 
 
 # Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
@@ -119,11 +140,11 @@ def test_slots_are_used_again_by_lists() -> None:
     check(Case([9, 2], [chunk + 40, chunk], heads=2, top_k=chunk + 68, ragged=True), 64, adverse=1)
 
 
-@pytest.mark.parametrize("top_k", [0, 64])
-def test_more_requests_than_lanes(top_k: int) -> None:
+@pytest.mark.parametrize(("top_k", "heads"), [(0, 4), (0, 17), (64, 4)])
+def test_more_requests_than_lanes(top_k: int, heads: int) -> None:
     """Requests of many are found in the right order."""
     kv_lens = [(0, 3, 40, 130)[i * i % 7 % 4] for i in range(75)]
-    check(Case([1] * 75, kv_lens, heads=4, top_k=top_k, sinks=False), 16, adverse=1)
+    check(Case([1] * 75, kv_lens, heads, top_k=top_k, sinks=False), 16, adverse=1)
 
 
 @pytest.mark.parametrize("top_k", [0, 64])

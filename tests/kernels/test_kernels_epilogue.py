@@ -121,7 +121,7 @@ def test_rows_are_written_once(
     """Elements are numbered; a row's factor depends on the row. 16 bytes go out at a time, aligned."""
     stored: list[tuple[int, list[tuple[float, float]]]] = []
     monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
-    monkeypatch.setattr(copy, "store_global_x4", lambda address, words: stored.append((address, words)))
+    monkeypatch.setattr(copy, "store_global", lambda address, words: stored.append((address, words)))
     first_row, row_bytes = (0 if count < 100 else 96 - kind.warp_rows), 2 * (columns + 24)
     bases = (1 << 20, 2 << 20)  # of two tiles, one after the other through the same staging
 

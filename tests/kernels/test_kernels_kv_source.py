@@ -190,7 +190,8 @@ def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
     for name in ("range", "range_constexpr"):
         monkeypatch.setattr(cutlass, name, lambda *bounds, **unrolled: range(*bounds))
     for kind in (KvSource, ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows):
-        for name in ("load", "fill", "fetch", "zero_rows", "_entry", "_address", "copy_rows", "_copy_row"):
+        loops = ("load", "fill_down", "fill", "_fetch_partial", "fetch", "zero_rows")
+        for name in (*loops, "_entry", "_address", "copy_rows", "_copy_row"):
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, vars(kind)[name].__wrapped__)
     return warp
@@ -411,6 +412,31 @@ class TestBoxes:
                 zeroed += [address for (address,) in warp.named("zero")]
             expected = [place for (row, _, _), place in places(source, 1).items() if not first <= row < end]
             assert sorted(zeroed) == sorted(expected), (first, end)
+
+    @cases(ContiguousBoxes)
+    def test_tiles_come_once_from_right_to_left(self, case: Case, warp: Warp) -> None:
+        """Partial ones, at either end and past the last key, by way of the barrier of their own."""
+        n = case.tile_n
+        for first, end in (
+            (0, 5 * n),
+            (0, 4 * n + 1),
+            (n + 1, 5 * n),
+            (n - 1, 4 * n - 1),
+            (2 * n + 3, 2 * n + 5),
+            (0, n),
+        ):
+            for begin, stop in ((first // n, -(-end // n)), (first // n, -(-end // n) + 2), (first // n + 1, end // n)):
+                warp.events.clear()
+                tiles, ring = [*range(begin, stop)][::-1], Ring()
+                partial = [case.is_value and not first <= tile * n <= (tile + 1) * n <= end for tile in tiles]
+                found = case.source(first, end).load(begin, stop, ring, 7, "partial", 3)
+                assert found == (7 + len(tiles), 3 + sum(partial))
+                assert ring.waits == [7 + i for i in range(len(tiles))]
+                barriers = ["partial" if p else f"full {(7 + i) % 2}" for i, p in enumerate(partial)]
+                assert [barrier for barrier, _ in warp.named("expect")] == barriers
+                start = V_START if case.is_value else K_START
+                rows = [(host(coordinates[1]) - start) // n for _, _, _, coordinates, _ in warp.named("box")]
+                assert [tile for tile, _ in itertools.groupby(rows)] == tiles
 
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
     def test_keys_are_left_alone(self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,14 +45,14 @@ def chunk_tokens(dims: tuple[int, int], sparse: bool = False) -> int:
 
 
 def heads_of(config: MlaConfig, q_len: int) -> int:
-    """Heads with which a kernel serves ``q_len`` new tokens, nearly all that it takes in one tile."""
-    return config.rows // (1 if config.sparse else q_len) - 3
+    """Heads with which a kernel serves up to ``q_len`` new tokens, as many as it takes in one tile, or one fewer."""
+    return (config.rows - 1) // (1 if config.sparse else q_len)
 
 
-def check_column_sizes(largest: float, device: str = "cuda", q_len: int = 1) -> None:
+def check_column_sizes(largest: float, device: str = "cuda", q_len: int = 1, heads: int = 2) -> None:
     """Pieces hold columns of very different sizes, up to ``largest``: of uniform attention each is its mean."""
     chunk = chunk_tokens(DIMS[0])
-    data = MlaBatch([q_len] * 2, [3 * chunk + 5, chunk + 1], heads=2, device=device)
+    data = MlaBatch([q_len] * 2, [3 * chunk + 5, chunk + 1], heads=heads, device=device)
     data.q.zero_()
     sizes = largest * 2.0 ** -(torch.arange(576, device=device) % 25)
     for k in data.k:
@@ -60,6 +61,20 @@ def check_column_sizes(largest: float, device: str = "cuda", q_len: int = 1) -> 
     for request, v in enumerate(data.v):
         mean = v[: len(v) - q_len + 1, 0].double().mean(dim=0)  # of the first new token
         assert ((out[request * q_len] / mean - 1).abs() < 2**-7).all()
+
+
+def check_rising_logits(heads: int, keys: int, dims: tuple[int, int] = DIMS[0], device: str = "cuda") -> None:
+    """The largest logit moves in every step of the second request, by little more than what leaves the output as it is,
+    and values become smaller towards its end: what is not rescaled is seen."""
+    data = MlaBatch([1, 3], [keys, keys], heads=heads, head_dim=dims[0], v_head_dim=dims[1], device=device)
+    data.q.zero_()
+    data.q[..., -1] = 1.0
+    last = 8.5 / 64 * keys / 2 * math.log(2) / data.scale
+    for request, k in enumerate(data.k):
+        k[:, 0, -1] = torch.linspace(-last, last, keys, device=k.device) * (1 - 2 * request)
+    for larger in (64, 128):
+        data.k[1][larger:, 0, : dims[1]] *= 64
+    data.expected_mla().check(execute(data.decode(64, ragged=True)))
 
 
 def lengths(chunk: int, page: int) -> list[int]:

@@ -6,7 +6,17 @@ import pytest
 import torch
 from batches import Expected
 from mla_batches import MlaBatch, listing
-from mla_cases import DIMS, LISTINGS, SPARSE_DIMS, Case, check_case, check_column_sizes, chunk_tokens, lengths
+from mla_cases import (
+    DIMS,
+    LISTINGS,
+    SPARSE_DIMS,
+    Case,
+    check_case,
+    check_column_sizes,
+    check_rising_logits,
+    chunk_tokens,
+    lengths,
+)
 
 from hopwell.kernels import execute
 
@@ -60,29 +70,25 @@ def test_uneven_numbers_of_new_tokens(top_k: int, page_size: int, heads: int) ->
 
 
 @pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_columns_of_all_sizes(q_len: int, largest: float) -> None:
-    check_column_sizes(largest, q_len=q_len)
+@pytest.mark.parametrize(("q_len", "heads"), [(1, 2), (3, 2), (1, 33)])
+def test_columns_of_all_sizes(q_len: int, heads: int, largest: float) -> None:
+    check_column_sizes(largest, q_len=q_len, heads=heads)
 
 
 @pytest.mark.parametrize("top_k", [0, 64])
 @pytest.mark.parametrize("magnitude", [0.0, 1e-3, 8.0])
+@pytest.mark.parametrize("heads", [7, 40])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
-def test_magnitudes(dims: tuple[int, int], magnitude: float, top_k: int) -> None:
+def test_magnitudes(dims: tuple[int, int], heads: int, magnitude: float, top_k: int) -> None:
     """From uniform attention to rows that see few keys."""
     kv_lens = lengths(chunk_tokens(dims, top_k > 0), 64)[-4:]
-    check_case(Case([2] * 4, kv_lens, dims=dims, top_k=top_k, magnitude=magnitude, sinks=False), 64)
+    check_case(Case([2] * 4, kv_lens, heads, dims, top_k=top_k, magnitude=magnitude, sinks=False), 64)
 
 
+@pytest.mark.parametrize("heads", [5, 16])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
-def test_rising_logits(dims: tuple[int, int]) -> None:
-    """The largest logit moves in every step, so that every rescaling happens."""
-    data = MlaBatch([1, 3], [5000, 5000], head_dim=dims[0], v_head_dim=dims[1])
-    data.q.zero_()
-    data.q[..., -1] = 1.0
-    for request, k in enumerate(data.k):
-        k[:, 0, -1] = torch.linspace(-4000, 4000, k.shape[0], device=k.device) * (1 - 2 * request)
-    data.expected_mla().check(execute(data.decode(64, ragged=True)))
+def test_rising_logits(dims: tuple[int, int], heads: int) -> None:
+    check_rising_logits(heads, 5000, dims)
 
 
 @pytest.mark.parametrize("sinks", [False, True])
@@ -124,8 +130,9 @@ def test_heads_with_listed_tokens(dims: tuple[int, int], q_len: int, heads: int)
         check_case(Case([q_len] * len(kv_lens), kv_lens, heads, dims, top_k), 64)
 
 
+@pytest.mark.parametrize("heads", [9, 64])
 @pytest.mark.parametrize("place", ["begin", "middle", "end", "tile", "every other"])
-def test_gaps_in_lists(place: str) -> None:
+def test_gaps_in_lists(place: str, heads: int) -> None:
     """Negative entries wherever they are, a whole tile of them too."""
     top_k = 512
     gaps = {
@@ -138,7 +145,7 @@ def test_gaps_in_lists(place: str) -> None:
     lists = [listing("distinct", 2, kv_len, top_k, seed) for seed, kv_len in enumerate((4000, 600))]
     for index, listed in enumerate(lists):
         listed[:, gaps[place]] = (-1, -(2**31))[index]
-    data = MlaBatch([2, 2], [4000, 600], heads=64, lists=lists)
+    data = MlaBatch([2, 2], [4000, 600], heads=heads, lists=lists)
     data.expected_mla().check(execute(data.decode(64)))
 
 
