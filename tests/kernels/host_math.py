@@ -19,9 +19,10 @@ def number(value: Any) -> float:
     return float(getattr(value, "value", value))
 
 
-def fmax(a: Any, b: Any, nan: bool = False) -> float:
-    """Of a NaN and a number the number, or with ``nan`` the NaN (PTX ISA, max.f32 and max.NaN.f32)."""
-    first, second = number(a), number(b)
+def fmax(a: Any, b: Any, nan: bool = False, abs: bool = False) -> float:
+    """Of a NaN and a number the number, or with ``nan`` the NaN (PTX ISA, max.f32 and max.NaN.f32); with ``abs`` the
+    larger size."""
+    first, second = (math.fabs(number(x)) if abs else number(x) for x in (a, b))
     if math.isnan(first) or math.isnan(second):
         return second if math.isnan(first) != nan else first
     return max(first, second)
@@ -64,7 +65,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *kinds: type | ModuleType) -> None:
     monkeypatch.setattr(cutlass, "range_constexpr", range)
     for kind in kinds:
         for name, member in list(vars(kind).items()):
-            if hasattr(member, "__wrapped__"):
+            if hasattr(member, "__wrapped__") and not isinstance(member, classmethod):
                 monkeypatch.setattr(kind, name, member.__wrapped__)
 
 
