@@ -71,8 +71,6 @@ class KvSource(DeviceStruct):
     kv_head: Int32
     first_key: Int32  # tokens before this one are not needed
     end_key: Int32  # the request's length
-    first_whole: Int32  # tiles from this one on, and before end_whole, lie within [first_key, end_key)
-    end_whole: Int32
     tile_n: int
     columns: int
     # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
@@ -81,6 +79,7 @@ class KvSource(DeviceStruct):
     streams: bool
 
     columns_first = False  # see copy.swizzled_layout
+    one_loop = False  # for all tiles
 
     @staticmethod
     def _common(operand: KvOperand, tile, descriptor, shared, tile_n: int) -> dict[str, Any]:
@@ -90,8 +89,6 @@ class KvSource(DeviceStruct):
             kv_head=tile.kv_head,
             first_key=tile.keys.first_key,
             end_key=tile.request.kv_len,
-            first_whole=(tile.keys.first_key + (tile_n - 1)) // tile_n,
-            end_whole=tile.request.kv_len // tile_n,
             tile_n=tile_n,
             columns=operand.columns,
             zero_outside=operand.is_value,
@@ -124,54 +121,62 @@ class KvSource(DeviceStruct):
     def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, partial_barrier, partials):
         """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
         no zeros go round in a loop of their own: with them in one, each tile takes 17 instructions more."""
-        while tile > stop:
-            last = cutlass.max(stop, self.first_whole - 1) if const_expr(self.zero_outside) else stop
-            if self._is_partial(tile):
-                location = locate(tile)
+        if const_expr(self.one_loop):
+            for n in cutlass.range(tile, stop, -1, unroll=1):
+                location = locate(n)
                 ring.wait_empty(step)
-                partials = self._fetch_partial(location, tile, ring, step, partial_barrier, partials)
+                partials = self.fill(location, n, ring, step, partial_barrier, partials)
                 step += 1
-                last = tile - 1
-            else:
-                for n in cutlass.range(tile, last, -1, unroll=1):
-                    location = locate(n)
+        else:
+            while tile > stop:
+                last = stop
+                if self._is_partial(tile):
+                    location = locate(tile)
                     ring.wait_empty(step)
-                    self._fetch_whole(location, ring, step)
+                    partials = self.fill(location, tile, ring, step, partial_barrier, partials)
                     step += 1
-            tile = last
+                    last = tile - 1
+                else:
+                    if const_expr(self.zero_outside):
+                        last = cutlass.max(stop, (self.first_key + (self.tile_n - 1)) // self.tile_n - 1)
+                    for n in cutlass.range(tile, last, -1, unroll=1):
+                        location = locate(n)
+                        ring.wait_empty(step)
+                        self._expect(ring.full_barrier(step))
+                        self.fetch(location, ring.stage(step), ring.full_barrier(step))
+                        ring.fill_rest(step)
+                        step += 1
+                tile = last
         return step, partials
 
     def _is_partial(self, tile):
         """Whether some of its rows have to be zeroed."""
-        return self.zero_outside and (tile < self.first_whole) | (tile >= self.end_whole)
-
-    def _fetch_whole(self, location, ring, step) -> None:
-        self._expect(ring.full_barrier(step))
-        self.fetch(location, ring.stage(step), ring.full_barrier(step))
-        ring.fill_rest(step)
+        begin = tile * self.tile_n
+        return self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
 
     @cute.jit
     def fill(self, location, tile, ring, step, partial_barrier, partials):
-        """Fill the ring's stage with ``tile``. Returns the count of partial tiles so far."""
-        if self._is_partial(tile):
-            partials = self._fetch_partial(location, tile, ring, step, partial_barrier, partials)
-        else:
-            self._fetch_whole(location, ring, step)
-        return partials
+        """Fill the ring's stage with ``tile``. Returns the count of partial tiles so far.
 
-    @cute.jit
-    def _fetch_partial(self, location, tile, ring, step, partial_barrier, partials):
-        """A tile with rows that must be zeroed. It completes on a barrier of its own first: TMA's rows have to be there
-        before some of them are overwritten, and consumers must not see the tile before that."""
-        self._expect(partial_barrier)
-        self.fetch(location, ring.stage(step), partial_barrier)
-        cute.arch.mbarrier_wait(partial_barrier, partials & 1)
-        self.zero_rows(ring.stage(step), 0, cutlass.max(self.first_key - tile * self.tile_n, 0))
-        end = cutlass.max(cutlass.min(self.end_key - tile * self.tile_n, self.tile_n), 0)
-        self.zero_rows(ring.stage(step), end, self.tile_n)
-        if cute.arch.lane_idx() < ring.producer_lanes:
-            cute.arch.mbarrier_arrive(ring.full_barrier(step))
-        return partials + 1
+        A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
+        before some of them are overwritten, and consumers must not see the tile before that.
+        """
+        barrier, partial = ring.full_barrier(step), self._is_partial(tile)
+        if partial:
+            barrier = partial_barrier
+        self._expect(barrier)
+        self.fetch(location, ring.stage(step), barrier)
+        if partial:
+            cute.arch.mbarrier_wait(partial_barrier, partials & 1)
+            partials += 1
+            self.zero_rows(ring.stage(step), 0, cutlass.max(self.first_key - tile * self.tile_n, 0))
+            end = cutlass.max(cutlass.min(self.end_key - tile * self.tile_n, self.tile_n), 0)
+            self.zero_rows(ring.stage(step), end, self.tile_n)
+            if cute.arch.lane_idx() < ring.producer_lanes:
+                cute.arch.mbarrier_arrive(ring.full_barrier(step))
+        else:
+            ring.fill_rest(step)
+        return partials
 
     def _expect(self, barrier) -> None:
         with cute.arch.elect_one():
@@ -320,6 +325,7 @@ class PageColumnBoxes(PageBoxes):
     """For head dims that do not fill the last column block: a box holds one block, which TMA fills up with zeros."""
 
     columns_first = False
+    one_loop = True  # another copy of so many boxes spills
 
     @property
     def box_bytes(self) -> int:

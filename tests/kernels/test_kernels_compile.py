@@ -119,12 +119,13 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
         # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
         assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
 
-    # TMA takes a box for each column block of 64, of pages one with all of them for each box of rows.
+    # TMA takes a box for each column block of 64, of pages one with all of them for each box of rows. Whole tiles of V
+    # and the others have loops of their own.
     copies = (
         Q_TILES * config.q_columns // 64
         + {
-            KvFetch.CONTIGUOUS: sum(config.columns) // 64,
-            KvFetch.PAGE_BOXES: 2 * tile.n // max(config.box_rows, 1),
+            KvFetch.CONTIGUOUS: (config.columns[0] + 2 * config.columns[1]) // 64,
+            KvFetch.PAGE_BOXES: 3 * tile.n // max(config.box_rows, 1),
             KvFetch.PAGE_ROWS: 0,
         }[config.kv_fetch]
     )
