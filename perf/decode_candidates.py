@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,8 @@ def hopwell_paged(page_size: int) -> Candidate:
         work, out, pages = t.work, t.output(), t.pages(page_size)
         sizes = (work.heads, work.kv_heads, work.head_dim, pages.table.shape[1] * page_size, work.q_len)
         workspace = torch.empty(xqa_workspace_bytes(*sizes, t.q.device), dtype=torch.uint8, device=t.device)
-        return lambda: hopwell.xqa_batch_decode_with_kv_cache(
+        return partial(
+            hopwell.xqa_batch_decode_with_kv_cache,
             t.q,
             (pages.key, pages.value),
             workspace,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 import hopwell
@@ -24,7 +26,8 @@ def hopwell_paged(page_size: int) -> Candidate:
         workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=t.device)
         cache = pages.key.squeeze(2)
         table = t.token_table(page_size) if work.top_k else pages.table
-        return lambda: hopwell.trtllm_batch_decode_with_kv_cache_mla(
+        return partial(
+            hopwell.trtllm_batch_decode_with_kv_cache_mla,
             query,
             cache,
             workspace,

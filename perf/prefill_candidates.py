@@ -7,6 +7,7 @@ A candidate raises where it cannot run a workload; the run records why.
 from __future__ import annotations
 
 import ctypes
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +33,8 @@ def _lengths(t: Tensors) -> Lengths:
 
 def hopwell_dense(t: Tensors) -> Call:
     work, out, lengths = t.work, t.output(), _lengths(t)
-    return lambda: hopwell.trtllm_fmha_v2_prefill(
+    return partial(
+        hopwell.trtllm_fmha_v2_prefill,
         (t.q, t.k, t.v),
         "SEPARATE_Q_K_V",
         out,
@@ -49,7 +51,8 @@ def hopwell_paged(page_size: int) -> Candidate:
         work, out, lengths = t.work, t.output(), _lengths(t)
         key, value, table, _ = t.pages(page_size)
         if work.causal:
-            return lambda: hopwell.trtllm_batch_context_with_kv_cache(
+            return partial(
+                hopwell.trtllm_batch_context_with_kv_cache,
                 t.q,
                 (key, value),
                 out,
@@ -62,7 +65,8 @@ def hopwell_paged(page_size: int) -> Candidate:
             )
         offsets = t.q_starts * work.heads * work.head_dim
         pages = key.transpose(1, 2), value.transpose(1, 2)
-        return lambda: hopwell.cudnn_batch_prefill_with_kv_cache(
+        call = partial(
+            hopwell.cudnn_batch_prefill_with_kv_cache,
             t.q,
             *pages,
             work.scale,
@@ -77,7 +81,8 @@ def hopwell_paged(page_size: int) -> Candidate:
             batch_offsets_q=offsets,
             batch_offsets_o=offsets,
             out=out,
-        )[0]
+        )
+        return lambda: call()[0]  # without the log-sum-exp
 
     return prepare
 

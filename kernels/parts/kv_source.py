@@ -266,8 +266,8 @@ class PageBoxes(PagedSource):
 
     @cute.jit
     def load(self, first, end, ring, step, partial_barrier, partials):
-        # A lookup serves as many tiles as lanes have boxes for. Loaders share schedulers with the warps of softmax, and
-        # each of their instructions makes a step about a cycle longer (H200, 2026-11-22).
+        # A lookup serves as many tiles as lanes have boxes for. Loaders share schedulers with the warps of softmax: 96
+        # instructions less for a tile made steps 1 % shorter (H200, 2026-11-22).
         tiles = LANES // self.boxes
         for last in cutlass.range(end - 1, first - 1, -tiles, unroll=1):
             slots, groups = self.locate(last - (tiles - 1))
