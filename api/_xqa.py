@@ -141,6 +141,8 @@ def xqa_problem(
     known_8bit_dim = "8bit_head_dim" if head_dim in support.DECODE_8BIT_HEAD_DIMS else "other_8bit_head_dim"
     known_page = "page_size" if cache.page_size <= support.MAX_PAGE_SIZE else "other_page_size"
     is_fp8_out = out is not None and out.dtype == checks.FP8
+    scales = (softmax_scale, output_scale, output_factor)
+    tensor_scales = [scale for scale in scales if isinstance(scale, torch.Tensor)]
     needs = (
         (cache.is_nvfp4, "nvfp4_kv", kv),
         (cache.key.dtype == torch.int8, "int8_kv", kv),
@@ -154,6 +156,7 @@ def xqa_problem(
         (q_len > 1, "speculative", f"q_len_per_req={q_len}"),
         (window_left >= 0, "window", f"window_left={window_left}"),
         (sinks is not None, "sinks", "sinks given"),
+        (bool(tensor_scales), "tensor_scales", "scale given as a tensor"),
     )
     features.require_all(support.XQA, arch, needs)
     kind = MaskKind.SLIDING_WINDOW if window_left >= 0 else MaskKind.FULL

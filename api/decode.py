@@ -61,7 +61,7 @@ def xqa_batch_decode_with_kv_cache(
             read.
         seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
-        bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
+        bmm1_scale: factor on q k^T in natural units, a float, 0 or more, or a one-element float32 tensor.
         bmm2_scale: factor on the output, likewise.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,

@@ -57,8 +57,8 @@ def trtllm_batch_context_with_kv_cache(
     Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
 
     Args:
-        query: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn, requests one after the other. Token
-            and head strides are free.
+        query: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn, requests one after the other. Strides
+            are free in multiples of 16 bytes, but for the last, which is 1.
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors whose strides and V head_dim are independent. ``page`` is
             [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype of
@@ -71,9 +71,9 @@ def trtllm_batch_context_with_kv_cache(
         seq_lens: int32 or uint32, ``batch_size`` elements: keys of each request in tokens, new ones included.
         max_q_len: upper bound of the new tokens of a request. It never changes a result.
         max_kv_len: upper bound of ``seq_lens``. It never changes a result.
-        bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, or a one-element float32
-            tensor that the kernel reads, so that it may change under a CUDA graph. A tensor on the host is read during
-            the call, which is slower.
+        bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, 0 or more, or a one-element
+            float32 tensor that the kernel reads, so that it may change under a CUDA graph. A tensor on the host is read
+            during the call, which is slower.
         bmm2_scale: factor on the output, likewise.
         batch_size: number of requests.
         cum_seq_lens_q: int32 or uint32 [batch_size + 1], where each request starts in ``query``, in tokens.
@@ -212,7 +212,7 @@ def trtllm_fmha_v2_prefill(
             ``cum_seq_lens_kv``; this is checked but not read.
         max_q_len: upper bound of the queries of a request. It never changes a result.
         max_kv_len: upper bound of the keys of a request. It never changes a result.
-        bmm1_scale: factor on q k^T, a float in natural units; 0 means 1 / sqrt(head_dim).
+        bmm1_scale: factor on q k^T, a float in natural units, not negative; 0 means 1 / sqrt(head_dim).
         bmm2_scale: factor on the output, a float.
         batch_size: number of requests.
         cum_seq_lens_q: int32 or uint32 [batch_size + 1], where each request starts in Q, in tokens.
@@ -340,10 +340,11 @@ def cudnn_batch_prefill_with_kv_cache(
 
     Args:
         q: [tokens, num_heads, head_dim], bfloat16 or float16.
-        k_cache: paged [pages, num_kv_heads, page_size, head_dim] with any strides, so that NHD storage may come as a
-            transposed view; or, without ``block_tables``, ragged [kv_tokens, num_kv_heads, head_dim]. The dtype of q.
+        k_cache: paged [pages, num_kv_heads, page_size, head_dim], strides free in multiples of 16 bytes but for the
+            last, so that NHD storage may come as a transposed view; or, without ``block_tables``, ragged [kv_tokens,
+            num_kv_heads, head_dim]. The dtype of q.
         v_cache: the same with strides and head_dim of its own.
-        scale: factor on q k^T, a float in natural units, typically 1 / sqrt(head_dim).
+        scale: factor on q k^T, a float in natural units, 0 or more, typically 1 / sqrt(head_dim).
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         max_token_per_sequence: upper bound of ``actual_seq_lens_q``. It shapes ``lse`` and changes no other result.
         max_sequence_kv: upper bound of ``actual_seq_lens_kv``. It never changes a result.
@@ -354,9 +355,9 @@ def cudnn_batch_prefill_with_kv_cache(
             of a request are never read and may be -1. None for ragged K and V.
         causal: whether to mask.
         return_lse: whether to compute and return the log-sum-exp.
-        batch_offsets_q: int32 or uint32, batch + 1 elements in any shape, of which the first batch count: where each
-            request starts in q, in elements (token * num_heads * head_dim). Together with ``batch_offsets_o``; both are
-            required for more than one request, and without them the request starts at token 0.
+        batch_offsets_q: int32 or uint32, contiguous, batch or batch + 1 elements, of which the first batch count: where
+            each request starts in q, in elements (token * num_heads * head_dim). Together with ``batch_offsets_o``;
+            both are required for more than one request, and without them the request starts at token 0.
         batch_offsets_o: the same in the output (token * num_heads * V head_dim).
         batch_offsets_k: the same in ragged K (token * num_kv_heads * head_dim). Together with ``batch_offsets_v``; both
             are required for more than one request with ragged K and V, and refused with pages.

@@ -29,7 +29,7 @@ LANES = 32  # threads of a warp
 
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
-MMA_COLUMNS = 16  # of 16-bit elements: what a matrix instruction multiplies at a time, and what a warp stores at least
+MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time; a warp stores as many columns at least
 
 
 def _up(size: int, multiple: int) -> int:
@@ -69,7 +69,7 @@ class Tile:
 
 # Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
 # what that adds up to: 168 * 384 for two consumer warpgroups, 128 * 512 for three. Ask for more and the kernel hangs.
-# 40 for producers is what they need without spills.
+# 40 for producers, or 32 beside three warpgroups, is what they need without spills.
 #
 # Three consumer warpgroups: with so few columns of O, more rows pay for K and V. 128 keys: 488 TFLOP/s at 2 x 8192
 # tokens, 478 with 96, 403 with two warpgroups and four stages (H200, 2026-11-21).
@@ -185,8 +185,8 @@ class KernelConfig:
     def depth(self) -> tuple[int, int]:
         """Columns of Q and K that a warpgroup multiplies, and of V: what the matrix instructions can take. A product
         with V is one instruction over all columns, which takes whole column blocks where there are several."""
-        value = self.columns[1] if self.columns[1] > BLOCK_COLUMNS else _up(self.head_dim_v, MMA_COLUMNS)
-        return _up(self.head_dim_qk, MMA_COLUMNS), value // self.v_parts
+        value = self.columns[1] if self.columns[1] > BLOCK_COLUMNS else _up(self.head_dim_v, MMA_DEPTH)
+        return _up(self.head_dim_qk, MMA_DEPTH), value // self.v_parts
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -342,7 +342,8 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
 
 
 def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
-    """Every kernel that :func:`resolve` gives for inputs and outputs of one dtype."""
+    """The kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others are
+    compiled when they are first called for."""
     if arch not in (*HOPPER, *BLACKWELL):
         return
     kind = config_type(arch)

@@ -65,8 +65,8 @@ class MlaConfig(DecodeConfig):
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Where the rest of a key ends with the value, another column block makes room for P of tile A, if P of few
-        rows has no memory of its own."""
+        """Where the rest of a key ends with the value, another column block makes room for P of tile A. P of few
+        rows has memory of its own."""
         left, right = self.kv_dims
         return left, right if self.rows == FEW_ROWS else max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
 

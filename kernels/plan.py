@@ -202,9 +202,14 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
 def section(problem: AttentionProblem) -> int:
     """Query heads of a section, see ``parts/scheduler.py``. All sections have the same size: a short one at the end of
     the list would have long tiles and none to go beside them."""
-    kv_heads, most = problem.key.shape[1], max(multiprocessors(problem.query.device) // SHARING, 1)
-    together = max(heads for heads in range(1, most + 1) if kv_heads % heads == 0)
-    return together * (problem.query.shape[1] // kv_heads)
+    return section_heads(problem.query.shape[1], problem.key.shape[1], multiprocessors(problem.query.device))
+
+
+def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
+    """The same from head counts and the size of the grid."""
+    most = max(ctas // SHARING, 1)
+    together = max(count for count in range(1, most + 1) if kv_heads % count == 0)
+    return together * (heads // kv_heads)
 
 
 def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGeometry:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hopwell.emulator.ptx import Imm, Instr, Kernel, Mem, Vec, parse_module
-from hopwell.kernels.config import BLOCK_COLUMNS, MMA_COLUMNS
+from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.sm100_config import Q_TILES, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact
 from hopwell.perf.loops import Loop, around, innermost, natural_loops
@@ -44,12 +44,12 @@ class Product:
 
     @property
     def flop(self) -> int:
-        return 2 * self.rows * self.columns * MMA_COLUMNS
+        return 2 * self.rows * self.columns * MMA_DEPTH
 
     @property
     def shared_bytes(self) -> int:
         """Of the operands that it reads from shared memory."""
-        return ELEMENT_BYTES * MMA_COLUMNS * (self.columns + self.rows * self.a_in_shared)
+        return ELEMENT_BYTES * MMA_DEPTH * (self.columns + self.rows * self.a_in_shared)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ what its first softmax does not overlap with, a launch what its CTAs wait for ea
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -15,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell.kernels.config import DTYPES, LANES, WARPGROUP, KvFetch
+from hopwell.kernels.plan import section_heads
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
 from hopwell.kernels.support import BLACKWELL
-from hopwell.kernels.toolchain import artifact
-from hopwell.perf.kernel_work import ALU, CONVERSION, ELEMENT_BYTES, FMA, MUFU, Product, Stretch, Work, work
+from hopwell.perf.kernel_work import ALU, CONVERSION, ELEMENT_BYTES, FMA, MUFU, Product, Stretch, Work
 from hopwell.perf.prefill_workloads import PREFILL, Prefill
 from hopwell.perf.sass import Sass, Timing, issue_times
 
@@ -129,11 +130,6 @@ class KernelModel:
         return self.drain + self.q_wait + self.store
 
 
-def model_of(config: Sm100PrefillConfig, rates: Rates = B200) -> KernelModel:
-    """The model of the compiled kernel of ``config``; compiles it if it is not in the cache."""
-    return kernel_model(work(config, artifact(config)), config, rates)
-
-
 def kernel_model(does: Work, config: Sm100PrefillConfig, rates: Rates) -> KernelModel:
     """From what a kernel does to how long it takes."""
     steady, masked = (_step(does, stretch, config, rates) for stretch in (does.softmax, does.masked_softmax))
@@ -228,18 +224,19 @@ class WorkTile:
     full: int
 
 
-def work_tiles(case: Prefill, rows: int, keys: int) -> Iterator[WorkTile]:
-    """In the order of the list that CTAs take them from (kernels/parts/scheduler.py)."""
+def work_tiles(case: Prefill, rows: int, keys: int, section: int) -> Iterator[WorkTile]:
+    """In the order of the list that CTAs take them from (kernels/parts/scheduler.py): all tiles of ``section`` heads of
+    a request before those of its next ones."""
     if case.window_left >= 0:
         raise ValueError(f"{case.name}: windows are not modelled")
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
-        for first in reversed(range(0, q_len, rows)):
+        for _, first in itertools.product(range(case.heads // section), reversed(range(0, q_len, rows))):
             last = min(first + rows, q_len) - 1
             position = kv_len - q_len
             first_end, last_end = (position + row + 1 if case.causal else kv_len for row in (first, last))
             steps = -(-last_end // keys)
             full = min(first_end // keys, steps - 1)
-            yield from [WorkTile(steps - full, full)] * case.heads
+            yield from [WorkTile(steps - full, full)] * section
 
 
 @dataclass(frozen=True)
@@ -267,7 +264,8 @@ class Prediction:
 
 def predict(case: Prefill, kernel: KernelModel, rates: Rates = B200) -> Prediction:
     """How long ``case`` takes."""
-    tiles = list(work_tiles(case, Q_TILES * Q_TILE_ROWS, kernel.keys))
+    section = section_heads(case.heads, case.kv_heads, rates.sms)
+    tiles = list(work_tiles(case, Q_TILES * Q_TILE_ROWS, kernel.keys, section))
     masked, full = (sum(getattr(tile, kind) for tile in tiles) for kind in ("masked", "full"))
     in_steps = masked * kernel.masked.cycles + full * kernel.steady.cycles
     busy = in_steps + len(tiles) * kernel.per_work_tile

@@ -163,7 +163,6 @@ class BulkCopyOp:
     multicast: int | None = None
     reduce: int = -1
     format: int = 0
-    byte_mask: bool = False
 
     def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> None:
         for lane in lanes_of(mask):

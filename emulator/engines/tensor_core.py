@@ -236,7 +236,6 @@ class Mma:
     sf_a: Any = None
     sf_b: Any = None
     vector: int | None = None
-    weight_stationary: bool = False
 
     def __call__(self, m: Machine, w: Warp, frag: int, mask: int) -> None:
         if mask & (mask - 1):

@@ -21,7 +21,6 @@ from . import module
 
 # CUtensorMapDataType's order as the hardware field counts it, by DSL type name
 HARDWARE_TYPE = {"Float16": 6, "BFloat16": 10, "Float32": 7, "Uint8": 0, "Float8E4M3FN": 0, "Int32": 3}
-SWIZZLE = {0: 0, 1: 1, 2: 2, 3: 3}
 
 
 @dataclass(frozen=True)

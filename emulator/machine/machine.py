@@ -290,7 +290,6 @@ class Machine:
     # ------------------------------------------------------------------ the loop
     def run(self) -> LaunchReport:
         started = time.perf_counter()
-        self.map_objects: list[Any] = []
         self.core.core_world_reset(self.n_clusters)
         try:
             self.loop(started)

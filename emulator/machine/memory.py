@@ -17,8 +17,6 @@ import numpy as np
 from ..native import core
 from ..native.layout import REGION_FRESH, REGION_READONLY, REGION_TRACK, RegionState
 
-ROLES = ("in", "out", "inout")
-
 
 @dataclass(frozen=True)
 class Span:

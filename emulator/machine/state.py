@@ -67,12 +67,6 @@ class Warp:
     def row32(self, row: int) -> np.ndarray:
         return self.u32[row >> 2 : (row >> 2) + 32]
 
-    def row64(self, row: int) -> np.ndarray:
-        return self.u64[row >> 3 : (row >> 3) + 32]
-
-    def row16(self, row: int) -> np.ndarray:
-        return self.u16[row >> 1 : (row >> 1) + 32]
-
     def get32(self, row: int, lane: int) -> int:
         return int(self.u32[(row >> 2) + lane])
 

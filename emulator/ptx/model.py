@@ -12,7 +12,6 @@ REGISTER_KIND = {
     **dict.fromkeys(("b64", "u64", "s64", "f64", "f32x2"), "d"),
     "b128": "q",
 }
-REGISTER_BYTES = {"h": 2, "r": 4, "d": 8, "q": 16}
 
 
 def type_size(name: str) -> int:

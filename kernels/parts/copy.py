@@ -12,12 +12,11 @@ from hopwell.kernels.parts.device import shared_address
 
 CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
 SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its 16-byte chunks are permuted by the row number mod 8
-# Rows after which the permutation repeats; tiles are aligned to this.
-SWIZZLE_ATOM_BYTES = 8 * SWIZZLE_ROW_BYTES
+GROUP_ROWS = 8  # after which the permutation repeats
+SWIZZLE_ATOM_BYTES = GROUP_ROWS * SWIZZLE_ROW_BYTES  # tiles are aligned to this
 # The cache policy that createpolicy.fractional.L2::evict_first gives, as CUTLASS has it in TMA::CacheHintSm90.
 EVICT_FIRST = 0x12F0000000000000
 CHUNKS_PER_ROW = SWIZZLE_ROW_BYTES // CHUNK_BYTES
-GROUP_ROWS = 8  # rows after which the swizzle pattern repeats
 
 
 def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *, columns_first: bool = False):

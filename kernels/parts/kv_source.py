@@ -4,8 +4,8 @@ A source is one operand (K or V) of one request and KV head, cut into tiles of `
 the tokens are (the address stream) and what fetches them (the issue):
 
     ContiguousBoxes   one run of tokens        TMA boxes of tile_n tokens x 64 columns
-    PageBoxes         pages of 8 tokens up     TMA boxes of whole pages (or tile_n tokens of one)
-    PageRows          pages below 8 tokens     16-byte cp.async by all lanes of the warp
+    PageBoxes         pages of 8 tokens up     TMA boxes of whole pages, or of 64 tokens or fewer of one
+    PageRows          any other pages          16-byte cp.async by all lanes of the warp
     ListedRows        a list of tokens         the same
 
 Elements of 8 bits are fetched two by two, as if they were 16-bit ones of half as many columns.

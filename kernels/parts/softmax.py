@@ -20,8 +20,7 @@ from hopwell.kernels.parts.device import DeviceStruct
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
 
-# Independent chains for the row maximum and sum: FMNMX and FADD have 4 cycles of latency, and two rows of two chains
-# keep the pipe busy with the two warps that a scheduler has.
+# Independent chains for the row maximum and sum: FMNMX and FADD have 4 cycles of latency.
 CHAINS = 4
 
 # How far, in powers of two, an exponential may exceed 1 before the reference moves. Most steps then leave the output as

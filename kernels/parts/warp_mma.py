@@ -14,8 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-MMA_ROWS = 16
-MMA_COLUMNS = 8
+MMA_COLUMNS = 8  # of a product of mma.sync
 QUAD = 4  # lanes with the same g
 
 

@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Int32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.config import BLOCK_COLUMNS, MMA_COLUMNS
+from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
@@ -63,7 +63,7 @@ class SharedOperand(DeviceStruct):
 
     def step(self, k: int) -> int:
         """What the descriptor of the k-th 16 elements has more than that of the first."""
-        offset = self._offset(MMA_COLUMNS * k, 0) if self.reduces_rows else self._offset(0, MMA_COLUMNS * k)
+        offset = self._offset(MMA_DEPTH * k, 0) if self.reduces_rows else self._offset(0, MMA_DEPTH * k)
         return offset // 16
 
 
@@ -71,7 +71,7 @@ class SharedOperand(DeviceStruct):
 def issue_shared(d, a, a_stage, b, b_stage, depth: cutlass.Constexpr[int], instruction: cutlass.Constexpr[int]):
     """D = A B over ``depth`` elements, both in shared memory, D in tensor memory. Called by one thread."""
     low_a, low_b = a.low_word(a_stage), b.low_word(b_stage)
-    for k in cutlass.range_constexpr(depth // MMA_COLUMNS):
+    for k in cutlass.range_constexpr(depth // MMA_DEPTH):
         descriptors = _descriptor("a", "{$r1}", a, k) + _descriptor("b", "{$r2}", b, k)
         _mma(f"{descriptors} setp.ne.b32 p, {int(k > 0)}, 0;", "a", instruction, [d, low_a, low_b])
 
@@ -82,9 +82,9 @@ def issue_tensor(d, a, b, b_stage, part: cutlass.Constexpr, instruction: cutlass
     Called by one thread."""
     low_b = b.low_word(b_stage)
     begin, end = part
-    for k in cutlass.range_constexpr(begin // MMA_COLUMNS, end // MMA_COLUMNS):
+    for k in cutlass.range_constexpr(begin // MMA_DEPTH, end // MMA_DEPTH):
         adds = Int32(1) if const_expr(k > 0) else accumulate
-        place = f"[{{$r1}} + {k * MMA_COLUMNS // 2}]"
+        place = f"[{{$r1}} + {k * MMA_DEPTH // 2}]"
         _mma(f"{_descriptor('b', '{$r2}', b, k)} setp.ne.b32 p, {{$r3}}, 0;", place, instruction, [d, a, low_b, adds])
 
 

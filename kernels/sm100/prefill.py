@@ -42,7 +42,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         warp 14           load_v      V tiles; rows past the visible keys become zeros
         warp 15           load_q      work tiles: which query rows, which keys, where they are; and their Q tiles
 
-    Edges (``PrefillSm100(config).edges``); those of query tiles have a stage for each of them
+    Edges (``PrefillSm100(config).edges``); those of query tiles have a stage for each of them, factor two
         Q       load_q -> mma            released when the last S of the work tile has been computed
         K       load_k -> mma            released when both S have been computed
         V       load_v -> mma            released when both products have been added to O

@@ -41,9 +41,9 @@ class Products(DeviceStruct):
                 q_ring.wait_full(Q_TILES * work + index)
             steps = tile.keys.end - tile.keys.begin
             if steps > 0:
-                self.first_step(work, kv_step)
+                self.first_step(kv_step)
                 for i in cutlass.range(1, steps, unroll=1):
-                    self.next_step(work, kv_step, (i > 1).to(Int32))
+                    self.next_step(kv_step, (i > 1).to(Int32))
                     kv_step += 1
             # Nothing more is read from Q than what has been issued.
             with cute.arch.elect_one():
@@ -65,19 +65,19 @@ class Products(DeviceStruct):
                 ring.wait_empty(step + stage)
 
     @cute.jit
-    def first_step(self, work, kv_step):
+    def first_step(self, kv_step):
         """S of both query tiles for the rightmost keys."""
         _, k_ring, *_ = self.rings
         k_ring.wait_full(kv_step)
         tmem.after_signal()
         for index in cutlass.range(Q_TILES, unroll=1):
             with cute.arch.elect_one():
-                self._issue_s(index, work, kv_step)
+                self._issue_s(index, kv_step)
         with cute.arch.elect_one():
             self._release(k_ring, kv_step)
 
     @cute.jit
-    def next_step(self, work, kv_step, accumulate):
+    def next_step(self, kv_step, accumulate):
         """For each query tile O += P V of the keys of ``kv_step``, then S for the next."""
         _, k_ring, v_ring, *_ = self.rings
         k_ring.wait_full(kv_step + 1)
@@ -86,7 +86,7 @@ class Products(DeviceStruct):
         for index in cutlass.range(Q_TILES, unroll=1):
             self._issue_o(index, kv_step, accumulate)
             with cute.arch.elect_one():
-                self._issue_s(index, work, kv_step + 1)
+                self._issue_s(index, kv_step + 1)
         with cute.arch.elect_one():
             self._release(v_ring, kv_step)
             self._release(k_ring, kv_step + 1)
@@ -110,7 +110,7 @@ class Products(DeviceStruct):
     def _scores(self, index):
         return self.tensor_memory + (self.kernel.config.s_column + index * self.kernel.tile.n)
 
-    def _issue_s(self, index, work, kv_step) -> None:
+    def _issue_s(self, index, kv_step) -> None:
         _, k_ring, _, s_ring, *_ = self.rings
         c, n = self.kernel.config, self.kernel.tile.n
         kind = mma.instruction_descriptor(self.kernel.dtype, n, n_major_b=False)

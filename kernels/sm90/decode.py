@@ -27,7 +27,7 @@ from hopwell.kernels.sm90.byte_attend import ByteAttend, ByteMerge, Exchange
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
 
-MERGE_BARRIER = 7  # named barrier of the merge warpgroup
+MERGE_BARRIER = 7  # named barrier of the warpgroups that merge
 
 
 class DecodeSm90(AttentionSm90):
@@ -41,11 +41,12 @@ class DecodeSm90(AttentionSm90):
         warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
                            piece of it. Over 8-bit caches eight warps by themselves, see byte_attend.py
         last four merge    gives units their slots and merges pieces, so that its atomics and reads cost attend nothing;
-                           where attend is two warpgroups, they do it themselves
+                           where two warpgroups share V's columns, they do it themselves
 
     Edges
-        Q       load_q -> attend      released when the last S of the unit has been computed
-        K       load_k -> attend      released when S has been computed
+        Q       load_q -> attend      released when the last S of the unit has been computed; over 8-bit caches when
+                                      it is in registers
+        K       load_k -> attend      released when S has been computed; over 8-bit caches with V
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
         piece   attend -> merge       released once for each unit when its slot may be written, over 8-bit caches the

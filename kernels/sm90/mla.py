@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MMA_COLUMNS, WARPGROUP
+from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MMA_DEPTH, WARPGROUP
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
@@ -56,7 +56,7 @@ class MlaSm90(DecodeSm90):
         at the same instruction, and there is less code to fetch when a unit begins.
 
     Edges
-        Q       schedule -> attend    released when the last S of the unit has been computed
+        Q       schedule -> attend    released when the unit's last products have been computed
         K       load_k -> attend      left parts, tiles A and B by turns: released by left when its product has been
                                       added to O; by right, which needs B's for S only, of A when P of A is there
         V       load_v -> attend      right parts: released by right when its product has been added to O; by left of A
@@ -451,7 +451,7 @@ class MlaAttend(DecodeAttend):
         base = shared_address(tiles.iterator) + stage * (rows * columns * 2)
         line = copy.block_row(warp_row + lane % WARP_ROWS, block, rows, columns, self.kernel.source.columns_first)
         words = cute.recast_tensor(operands.p, cutlass.Uint32)
-        for k in cutlass.range_constexpr(self.kernel.tile.n // MMA_COLUMNS):
+        for k in cutlass.range_constexpr(self.kernel.tile.n // MMA_DEPTH):
             address = copy.swizzled_chunk(base, line, 2 * k + lane // WARP_ROWS)
             copy.store_matrix_x4(address, [words[4 * k + i] for i in range(4)])
         for r in cutlass.range_constexpr(RowFragment.rows):

@@ -5,7 +5,8 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-MMA_DEPTH = 16  # 16-bit elements that one wgmma multiplies
+from hopwell.kernels.config import MMA_DEPTH
+
 WARPGROUP_ROWS = 64  # rows of the M dimension that one wgmma computes
 
 

@@ -32,7 +32,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      Q tiles
         warp 3 schedule    work tiles: which query rows, which keys, where they are
-        warps 4.. attend   tile.m / 64 consumer warpgroups, each 64 query rows from Q K^T to the output
+        warps 4.. attend   consumer warpgroups, each 64 query rows from Q K^T to the output; at head dim 512 two that
+                           share 64 rows, each for half of V's columns
 
     Edges (``PrefillSm90(config).edges``, printed by ``pipeline.describe``)
         Q       load_q -> attend      released when the last S of the work tile has been computed

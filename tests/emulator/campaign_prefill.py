@@ -73,7 +73,8 @@ def every_lane_arrives(kernel: Kernel, pc: int) -> bool:
 
 def comes_before(kernel: Kernel, pc: int, first: str, other: str) -> bool:
     """Whether the next instruction after ``pc`` that begins with either is the ``first``."""
-    return next(i for i in kernel.instrs[pc + 1 :] if i.op.startswith((first, other))).op.startswith(first)
+    either = (i.op for i in kernel.instrs[pc + 1 :] if i.op.startswith((first, other)))
+    return next(either, other).startswith(first)
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:

@@ -15,7 +15,7 @@ import pytest
 from covering import COVERING_DECODE, COVERING_MLA, covering_blackwell_configs, covering_configs
 
 from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.config import MMA_COLUMNS, REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, KvFetch, PrefillConfig
+from hopwell.kernels.config import MMA_DEPTH, REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, KvFetch, PrefillConfig
 from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact
 from hopwell.perf.sass import cuda_tool
@@ -115,7 +115,7 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
         (True, tile.n, config.head_dim_v),
     ):
         found = [int(kind) for a, kind in kinds if a.startswith("[") == a_in_tensor_memory]
-        assert len(found) == 2 * depth // MMA_COLUMNS
+        assert len(found) == 2 * depth // MMA_DEPTH
         # PTX ISA, "Instruction descriptor": N / 8 in bits 17 to 22, M / 16 in bits 24 to 28.
         assert {(kind >> 17 & 63, kind >> 24 & 31) for kind in found} == {(columns // 8, 128 // 16)}
 

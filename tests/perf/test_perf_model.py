@@ -14,9 +14,10 @@ pytest.importorskip("tabulate")
 from typer.testing import CliRunner
 
 from hopwell.emulator.ptx import parse_module
+from hopwell.kernels.toolchain import artifact
 from hopwell.perf import __main__ as command
 from hopwell.perf import model_report
-from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, Product, product, ptx_results, skipped
+from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, Product, product, ptx_results, skipped, work
 from hopwell.perf.loops import around, innermost, natural_loops
 from hopwell.perf.model import (
     B200,
@@ -29,7 +30,7 @@ from hopwell.perf.model import (
     WorkTile,
     cases,
     config_of,
-    model_of,
+    kernel_model,
     predict,
     work_tiles,
 )
@@ -149,16 +150,21 @@ def test_work_tiles_visit_what_rows_see(q_len: int, kv_len: int, keys: int) -> N
         steps = math.ceil(ends[-1] / keys)
         seen_by_all = [step for step in range(steps - 1) if (step + 1) * keys <= ends[0]]
         expected.append(WorkTile(steps - len(seen_by_all), len(seen_by_all)))
-    assert list(work_tiles(shape(q_len, kv_len, causal=True), 256, keys)) == expected[::-1]
+    assert list(work_tiles(shape(q_len, kv_len, causal=True), 256, keys, 1)) == expected[::-1]
+
+
+def test_all_tiles_of_a_section_come_before_the_next_ones() -> None:
+    tiles = [(each.masked, each.full) for each in work_tiles(shape(512, 512, causal=True, heads=4), 256, 128, 2)]
+    assert tiles == [(2, 2), (2, 2), (2, 0), (2, 0)] * 2
 
 
 def test_the_last_tile_of_keys_is_masked_without_a_mask() -> None:
-    assert list(work_tiles(shape(256, 1024, causal=False, heads=2), 256, 128)) == [WorkTile(1, 7)] * 2
+    assert list(work_tiles(shape(256, 1024, causal=False, heads=2), 256, 128, 2)) == [WorkTile(1, 7)] * 2
 
 
 def test_windows_are_refused() -> None:
     with pytest.raises(ValueError, match="windows"):
-        list(work_tiles(replace(shape(256, 256, causal=True), window_left=5), 256, 128))
+        list(work_tiles(replace(shape(256, 256, causal=True), window_left=5), 256, 128, 1))
 
 
 def test_a_step_is_as_long_as_its_busiest_unit() -> None:
@@ -200,7 +206,8 @@ def test_the_command_writes_its_tables(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.compile
 def test_a_compiled_kernel() -> None:
     p1, *_ = cases()
-    kernel = model_of(config_of(p1, "sm_100a"))
+    config = config_of(p1, "sm_100a")
+    kernel = kernel_model(work(config, artifact(config)), config, B200)
     units = kernel.steady.units
     # Four products of 128 x 128 x 128; their operands, and K and V as they come, through 128 bytes a cycle.
     assert (kernel.mma, units[MMA]) == (2048, 2048)
