@@ -194,19 +194,14 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
         window_left=min(max(problem.mask.window_left, 0), MAX_WINDOW),
         chunk=min(max(problem.mask.chunk, 1), MAX_WINDOW),
         alibi_heads=1 << (query.shape[1].bit_length() - 1),
-        section=section(problem),
+        section=section_heads(query.shape[1], problem.key.shape[1], multiprocessors(query.device)),
         **_lse_geometry(problem),
     )
 
 
-def section(problem: AttentionProblem) -> int:
-    """Query heads of a section, see ``parts/scheduler.py``. All sections have the same size: a short one at the end of
-    the list would have long tiles and none to go beside them."""
-    return section_heads(problem.query.shape[1], problem.key.shape[1], multiprocessors(problem.query.device))
-
-
 def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
-    """The same from head counts and the size of the grid."""
+    """Query heads of a section on ``ctas`` multiprocessors, see ``parts/scheduler.py``. All have the same size: a short
+    one at the end of the list would have long tiles and none to go beside them."""
     most = max(ctas // SHARING, 1)
     together = max(count for count in range(1, most + 1) if kv_heads % count == 0)
     return together * (heads // kv_heads)
