@@ -21,7 +21,7 @@ from hopwell.kernels.config import (
     require_page_size,
 )
 from hopwell.kernels.problem import AttentionProblem, MaskKind
-from hopwell.kernels.splitting import ROWS, chunk_tokens
+from hopwell.kernels.splitting import FEW_ROWS, LEAF_TILE, ROWS, chunk_tokens, leaf_tiles, leaf_tokens, tree_rows
 
 FP8 = {torch.float8_e4m3fn: "e4m3"}
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
@@ -37,6 +37,8 @@ _TILES = {
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
+_FEW_ROWS = dict(producer_registers=104, consumer_registers=240)
+_STAGE_BYTES = 65536  # of K, and of V, of few rows
 # For caches of 8 bits: eight warps with keys of their own, and a warpgroup that merges with what registers they leave:
 # other widths than powers of two take it some more.
 _BYTE_TILES = {
@@ -51,15 +53,30 @@ class DecodeConfig(KernelConfig):
     """A decode kernel."""
 
     kv_type: KvType = KvType.WIDE
+    rows: int = ROWS  # packed rows of a tile
+
+    @property
+    def has_tree(self) -> bool:
+        """Whether leaves of keys are merged as a tree, see ``sm90/decode_few_rows.py``."""
+        return self.rows in FEW_ROWS
+
+    @property
+    def leaf_tiles(self) -> int:
+        return leaf_tiles(self.rows, self.head_dim_v)
 
     @property
     def tile(self) -> Tile:
+        if self.has_tree:
+            stages = _STAGE_BYTES // (LEAF_TILE * 2 * self.columns[0])
+            return Tile(self.rows, LEAF_TILE, q_stages=2, kv_stages=1 << (stages.bit_length() - 1), **_FEW_ROWS)
         tiles = _TILES if self.kv_type is KvType.WIDE else _BYTE_TILES
         return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
 
     @property
     def chunk_tokens(self) -> int:
-        """Keys of a unit of work, as long as requests are not very long."""
+        """Keys of a unit of work, as long as requests are not very long; those of a leaf."""
+        if self.has_tree:
+            return leaf_tokens(self.rows, self.head_dim_v)
         return chunk_tokens(self.head_dim_v, element_bytes=self.kv_bytes)
 
     @property
@@ -74,11 +91,11 @@ class DecodeConfig(KernelConfig):
     @property
     def has_merge_role(self) -> bool:
         """Whether a warpgroup of its own merges. Beside two that share V there are not registers enough."""
-        return not self.tile.splits_v
+        return not self.tile.splits_v and not self.has_tree
 
     @property
     def consumer_warpgroups(self) -> int:
-        return 2 if self.kv_bytes == 1 else super().consumer_warpgroups
+        return 1 if self.has_tree else 2 if self.kv_bytes == 1 else super().consumer_warpgroups
 
     @property
     def depth(self) -> tuple[int, int]:
@@ -90,12 +107,13 @@ class DecodeConfig(KernelConfig):
 
     @property
     def name(self) -> str:
-        return self._named("decode", [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else [])
+        kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
+        return self._named("decode", kind + [f"rows{self.rows}"] * (self.rows != ROWS))
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm90.decode import build
+        from hopwell.kernels.sm90 import decode, decode_few_rows
 
-        return build(self)
+        return (decode_few_rows if self.has_tree else decode).build(self)
 
 
 def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
@@ -124,8 +142,14 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
     require_page_size(problem, arch)
     dtype = DTYPES[problem.query.dtype]
     common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
-    unfetched = DecodeConfig(*common, *paged_fetches(1)[0], kv_type)
-    return DecodeConfig(*common, *kv_fetch(problem, unfetched.tile.n), kv_type)
+    rows = tile_rows(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
+    unfetched = DecodeConfig(*common, *paged_fetches(1)[0], kv_type, rows)
+    return DecodeConfig(*common, *kv_fetch(problem, unfetched.tile.n), kv_type, rows)
+
+
+def tile_rows(rows: int, head_dim: int, kv_type: KvType) -> int:
+    """Of the kernel for so many packed rows of a request."""
+    return min((m for m in tree_rows(head_dim) if m >= rows), default=ROWS) if kv_type is KvType.WIDE else ROWS
 
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
@@ -136,6 +160,7 @@ def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
         if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
             continue
         common = (arch, dtype, dtype, head_dim, head_dim, mask)
-        tile = DecodeConfig(*common, *paged_fetches(1)[0], kv_type).tile
-        for fetch, rows in paged_fetches(tile.n):
-            yield DecodeConfig(*common, fetch, rows, kv_type)
+        for rows in sorted({tile_rows(rows, head_dim, kv_type) for rows in (*FEW_ROWS, ROWS)}):
+            tile = DecodeConfig(*common, *paged_fetches(1)[0], kv_type, rows).tile
+            for fetch, box_rows in paged_fetches(tile.n):
+                yield DecodeConfig(*common, fetch, box_rows, kv_type, rows)

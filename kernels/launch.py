@@ -71,6 +71,7 @@ class DecodeGeometry(NamedTuple):
     lse_head: int
     slots: int  # for partial results
     slot_rows: int
+    tree_levels: int  # of decode with few rows
 
 
 class Geometry(NamedTuple):

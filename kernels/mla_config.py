@@ -33,7 +33,7 @@ FEW_ROWS = 16  # that have kernels of their own: of 32 rows it takes 108 us wher
 class MlaConfig(DecodeConfig):
     """An MLA decode kernel. The first ``head_dim_v`` columns of a key are its value."""
 
-    rows: int = ROWS  # packed rows of a tile
+    has_tree = False
 
     @property
     def tile(self) -> Tile:

@@ -18,7 +18,15 @@ from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
 from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.problem import AttentionProblem, LseLayout, PageTable, TokenOffsets
-from hopwell.kernels.splitting import TICKETS, counter_ints, slot_count, slot_rows
+from hopwell.kernels.splitting import (
+    TICKETS,
+    counter_ints,
+    node_slots,
+    slot_count,
+    slot_rows,
+    tree_counter_ints,
+    tree_levels,
+)
 from hopwell.kernels.tickets import tickets
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits; no cache is longer.
@@ -215,9 +223,11 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
     # Rows of different tokens have different keys where each has a list.
     row_tiles = -(-(rows if problem.token_table is None else group) // config.tile.m)
     ctas = multiprocessors(query.device)
-    slots = slot_count(
-        max(rows, 1), problem.key.shape[1], config.head_dim_v, problem.max_kv_len, ctas, problem.is_latent
-    )
+    kv_heads, columns, capacity = problem.key.shape[1], config.head_dim_v, problem.max_kv_len
+    if config.has_tree:
+        slots = node_slots(config.tile.m, kv_heads, columns, ctas)
+    else:
+        slots = slot_count(max(rows, 1), kv_heads, columns, capacity, ctas, problem.is_latent)
     return DecodeGeometry(
         tokens=query.shape[0],
         batch=problem.batch,
@@ -233,6 +243,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         lse_head=0 if lse is None else lse.tensor.stride(1),
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
+        tree_levels=tree_levels(config.tile.m, columns, capacity),
     )
 
 
@@ -320,6 +331,6 @@ DECODE = Family(
     resolve=resolve_decode,
     geometry=decode_geometry,
     numbers=lambda problem: (_host_value(problem.output_factor),),
-    counters=lambda sizes, config: counter_ints(sizes.slots),
+    counters=lambda sizes, config: tree_counter_ints(sizes.slots) if config.has_tree else counter_ints(sizes.slots),
 )
 MLA = replace(DECODE, resolve=resolve_mla)

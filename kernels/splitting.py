@@ -34,6 +34,23 @@ LATENT_PIECE_BYTES = 2
 SHARES = 8  # of MLA, that a piece of ROWS comes with: what is left to merge at the end goes to all warps in small parts
 # float32 of a row and piece: (reference, sum) of the piece, then those of its group, or of MLA inverse scales
 STATISTICS = 4
+# Of 16-bit decode with few rows: keys are cut into leaves, and what has been computed of them is merged as a binary
+# tree, see parts/tree.py.
+FEW_ROWS = (8, 16, 32)  # of a tile
+MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
+COLUMN_BLOCK = 64  # columns of a tile are a multiple of it
+LEAF_TILE = 64  # keys of a tile in shared memory
+# Of a leaf; more where tiles are small, or where merging leaves of so many rows takes its time: 32 x 8192 tokens with
+# 32 rows take 258 instead of 263 us. With 8 rows it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens
+# (H200, 2026-11-23).
+LEAF_TILES, MORE_LEAF_TILES = 2, 4
+NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
+OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
+WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
+# Blocks of leaves in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
+MOST_BLOCKS, BLOCKS_BYTES = 16, 16 * 8704
+BUNDLE_BITS = 4  # log2 of the nodes in memory that are merged at a time
+TIERS = 4  # of bundles: 16^4 are more than the blocks of all CTAs
 TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out
 # int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done;
 # of a share when it may be merged, and which it is: output token, first row, rows, chunk, chunks
@@ -45,6 +62,68 @@ def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = 2) -> 
     if latent:
         return LATENT_CHUNK_TOKENS
     return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS) * 2 // element_bytes
+
+
+def tree_rows(columns: int) -> tuple[int, ...]:
+    """Rows of tiles for which there are kernels."""
+    return tuple(m for m in FEW_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= MOST_TREE_COLUMNS else ()
+
+
+def leaf_tiles(rows: int, columns: int) -> int:
+    """Tiles of a leaf, of kernels for so many rows."""
+    return MORE_LEAF_TILES if _padded(columns) == COLUMN_BLOCK or rows == FEW_ROWS[-1] else LEAF_TILES
+
+
+def leaf_tokens(rows: int, columns: int) -> int:
+    """Keys of a leaf."""
+    return LEAF_TILE * leaf_tiles(rows, columns)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
+
+
+def node_bytes(rows: int, columns: int) -> int:
+    """Of a node of the tree: float32 of output, and for each of four warps reference and sum of every row."""
+    return rows * (4 * _padded(columns) + 32)
+
+
+def shared_levels(rows: int, columns: int) -> int:
+    """Levels of the tree that are in shared memory."""
+    return NODES_BYTES // node_bytes(rows, columns)
+
+
+def tree_levels(rows: int, columns: int, capacity: int) -> int:
+    """Of requests with up to ``capacity`` keys, which may begin in the middle of a leaf."""
+    return (-(-max(capacity, 1) // leaf_tokens(rows, columns))).bit_length() + 1
+
+
+def share_blocks(rows: int, columns: int) -> int:
+    """Blocks in a CTA's equal share: fewer of larger nodes."""
+    blocks = BLOCKS_BYTES // node_bytes(rows, columns)
+    return min(1 << (blocks.bit_length() - 1), MOST_BLOCKS)
+
+
+def node_slots(rows: int, kv_heads: int, columns: int, ctas: int) -> int:
+    """Places for nodes that several CTAs merge: two for each block, and for where a head's blocks end."""
+    return 2 * ((share_blocks(rows, columns) + 1) * ctas + kv_heads)
+
+
+def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
+    """Scratch of a launch with few rows, or fewer, see :func:`scratch_bytes`."""
+
+    def of(tile: int, columns: int) -> int:
+        spilled = max(tree_levels(tile, columns, capacity) - shared_levels(tile, columns), 0)
+        return (node_slots(tile, kv_heads, columns, ctas) + spilled * ctas) * node_bytes(tile, columns)
+
+    most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
+    widths = range(COLUMN_BLOCK, min(_padded(columns), MOST_TREE_COLUMNS) + 1, COLUMN_BLOCK)
+    return max(of(m, width) for width in widths for m in tree_rows(width) if m <= most)
+
+
+def tree_counter_ints(slots: int) -> int:
+    """As :func:`counter_ints`, of a launch with few rows."""
+    return TICKETS + TIERS * slots
 
 
 def slot_rows(rows: int, latent: bool = False) -> int:
@@ -83,7 +162,8 @@ def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: i
     What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
     """
     needed = _needed_slots(rows, kv_heads, columns, capacity, ctas, latent)
-    return max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES) + ALIGNMENT
+    pieces = max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES)
+    return max(pieces, 0 if latent else tree_bytes(rows, kv_heads, columns, capacity, ctas)) + ALIGNMENT
 
 
 def counter_ints(slots: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -147,17 +148,25 @@ class DecodeTensors:
 
     def error(self, out: torch.Tensor) -> float:
         """Relative error of the first, the last and the longest request against float64."""
-        work = self.work
-        longest = work.kv_lens.index(max(work.kv_lens))
-        exact, given = [], []
-        ends = list(itertools.accumulate(work.kv_lens))
-        for request in sorted({0, longest, work.batch - 1}):
-            rows = slice(request * work.q_len, (request + 1) * work.q_len)
-            keys = slice(ends[request] - work.kv_lens[request], ends[request])
-            exact.append(self._attention(request, self.q[rows], self.k[keys], self.v[keys]))
-            given.append(out.view(-1, work.heads, work.v_head_dim)[rows].double())
-        want = torch.cat(exact)
-        return ((torch.cat(given) - want).norm() / want.norm()).item()
+        found = out.view(-1, self.work.heads, self.work.v_head_dim)
+        given = torch.cat([found[self._rows(request)] for request in self._checked]).double()
+        return ((given - self._exact).norm() / self._exact.norm()).item()
+
+    @property
+    def _checked(self) -> list[int]:
+        lengths = self.work.kv_lens
+        return sorted({0, lengths.index(max(lengths)), self.work.batch - 1})
+
+    def _rows(self, request: int) -> slice:
+        return slice(request * self.work.q_len, (request + 1) * self.work.q_len)
+
+    @functools.cached_property
+    def _exact(self) -> torch.Tensor:
+        ends, exact = list(itertools.accumulate(self.work.kv_lens)), []
+        for request in self._checked:
+            keys = slice(ends[request] - self.work.kv_lens[request], ends[request])
+            exact.append(self._attention(request, self.q[self._rows(request)], self.k[keys], self.v[keys]))
+        return torch.cat(exact)
 
     def _attention(self, request: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """One request in float64."""

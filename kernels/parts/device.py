@@ -128,6 +128,11 @@ def from_lane(values: Any, lane) -> Any:
     return type(values)(*[cute.arch.shuffle_sync(Int32(v), lane) for v in cutlass.extract_mlir_values(values)])
 
 
+def bit_length(value):
+    """Of an Int32 that is not negative, as Python has it."""
+    return 32 - cute.arch.clz(value).to(Int32)
+
+
 @cute.jit
 def running_sum(value):
     """The sum over this lane and all lanes before it."""

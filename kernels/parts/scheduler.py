@@ -57,6 +57,17 @@ def draw_ticket(addresses):
     return ticket
 
 
+@cute.jit
+def hand_back_tickets(addresses, ctas) -> None:
+    """The last CTA leaves both counters as it found them, for the next launch on this stream. Called by one warp of
+    each when it draws no more tickets."""
+    if cute.arch.lane_idx() == 0:
+        done = global_pointer(Int32, addresses.tickets + 4)
+        if cute.arch.atomic_add(done, Int32(1)) == ctas - 1:
+            global_array(Int32, addresses.tickets)[0] = 0
+            global_array(Int32, addresses.tickets)[1] = 0
+
+
 def lane_of(place, last_places):
     """The lane whose request has a place of the list. ``last_places`` is a lane's own: how many places there are up to
     the end of its request."""
@@ -111,15 +122,6 @@ class TileSchedule(DeviceStruct):
         return Int32(self.geometry.grid) + cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
 
     @cute.jit
-    def _hand_back_tickets(self) -> None:
-        """The last CTA leaves both counters as it found them, for the next launch on this stream."""
-        if cute.arch.lane_idx() == 0:
-            done = global_pointer(Int32, self.addresses.tickets + 4)
-            if cute.arch.atomic_add(done, Int32(1)) == Int32(self.geometry.grid) - 1:
-                global_array(Int32, self.addresses.tickets)[0] = 0
-                global_array(Int32, self.addresses.tickets)[1] = 0
-
-    @cute.jit
     def publish(self, board) -> None:
         """Post every tile this CTA gets, then the end. Called by one warp."""
         step, first, tiles, place = Int32(0), Int32(0), Int32(0), cute.arch.block_idx()[0]
@@ -141,7 +143,7 @@ class TileSchedule(DeviceStruct):
                 board.ring.wait_empty(step)
                 place = self._next_place()
         board.post_end(step)
-        self._hand_back_tickets()
+        hand_back_tickets(self.addresses, Int32(self.geometry.grid))
 
     def published(self, tile: WorkTile, step) -> None:
         """Called by the same warp for each tile that it has posted: nothing, unless it has more to do with it."""

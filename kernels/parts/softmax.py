@@ -83,6 +83,11 @@ class OnlineSoftmax(DeviceStruct):
         self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
         self.row_sum[r] = self.row_sum[r] * self.rescale[r]
 
+    def begin_at(self, r: int, reference) -> None:
+        """Row r has seen nothing, and ``reference`` is the largest score that it will see."""
+        self.reference[r] = reference
+        self.row_sum[r] = Float32(0.0)
+
     @cute.jit
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
         """Replace the scores of row r by their exponentials relative to its reference, and add them up."""

@@ -30,9 +30,17 @@ from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, LATENT_UNITS, LON
 
 
 @dataclass
-class SplitTile(WorkTile):
-    """A chunk of the keys of one KV head for one tile of packed rows. ``head`` only says whether there is a tile; after
-    the last one the other fields are the number of all pieces."""
+class PackedTile(WorkTile):
+    """Some keys of one KV head for one tile of packed rows. ``head`` only says whether there is a tile."""
+
+    def rows(self, group):
+        """Packed rows from the first one on; a tile has so many of them as fit."""
+        return self.request.q_len * Int32(group) - self.first_row
+
+
+@dataclass
+class SplitTile(PackedTile):
+    """A chunk. After the last one the fields but ``head`` are the number of all pieces."""
 
     INTS: ClassVar[int] = 22
 
@@ -42,10 +50,6 @@ class SplitTile(WorkTile):
     first_piece: Int32  # of the same rows: that of the first chunk
     group_piece: Int32  # of the first chunk in its group of GROUP_PIECES
     units_of_chunk: Int32  # of a chunk: from a piece to that of the next chunk
-
-    def rows(self, group):
-        """Packed rows from the first one on; a tile has so many of them as fit."""
-        return self.request.q_len * Int32(group) - self.first_row
 
     @classmethod
     def nothing(cls) -> "SplitTile":
@@ -64,6 +68,10 @@ class RequestSpan(DeviceStruct):
     chunk_tokens: Int32
     first_chunk: Int32  # chunks before this one hold no key that a row sees
     chunks: Int32  # 0 where there is no request
+
+    def request(self) -> Request:
+        start, zero = self.q_start, Int32(0)
+        return Request(self.index, start, start, zero, zero, start, self.q_len, self.kv_len)
 
 
 @dataclass
@@ -115,16 +123,22 @@ class SplitSchedule(DeviceStruct):
         if const_expr(self.mask.has_left_edge):
             begin, _ = self.mask.keys(kv_len - q_len, kv_len)
             begin = cutlass.max(cutlass.min(begin, seen - 1), 0)
+        shift = self._shift(begin, seen, q_len)
+        first = begin >> shift
+        if index < Int32(g.batch):
+            chunks = cutlass.max(((seen - 1) >> shift) + 1 - first, 1)
+        return RequestSpan(index, q_start, q_len, kv_len, Int32(1) << shift, first, chunks)
+
+    @cute.jit
+    def _shift(self, begin, seen, q_len):
+        """log2 of the keys of a chunk, of a request's keys [begin, seen)."""
         shift = Int32(self.chunk_tokens.bit_length() - 1)
         if const_expr(self.halves):
             shift -= (seen > self.chunk_tokens and seen < LONG_TOKENS).to(Int32)
         most = self._most_chunks(q_len)
         for _ in cutlass.range_constexpr(DOUBLINGS):
             shift += (((seen - 1) >> shift) - (begin >> shift) >= most).to(Int32)
-        first = begin >> shift
-        if index < Int32(g.batch):
-            chunks = cutlass.max(((seen - 1) >> shift) + 1 - first, 1)
-        return RequestSpan(index, q_start, q_len, kv_len, Int32(1) << shift, first, chunks)
+        return shift
 
     def _tile(self, span: RequestSpan, unit, pieces) -> SplitTile:
         """The unit of a request; ``pieces`` are those of all requests before."""
@@ -138,22 +152,15 @@ class SplitSchedule(DeviceStruct):
 
     def _rows(self, span: RequestSpan, unit):
         """(chunk, KV head, first row, request) of a unit."""
-        row_tiles = Int32(self.geometry.row_tiles)
         chunk = unit // self._units_of_chunk
-        place = unit - chunk * self._units_of_chunk
+        kv_head, first_row = self._head(unit - chunk * self._units_of_chunk)
+        return chunk, kv_head, first_row, span.request()
+
+    def _head(self, place):
+        """(KV head, first row) of one of the units that have the same keys."""
+        row_tiles = Int32(self.geometry.row_tiles)
         kv_head = place // row_tiles
-        first_row = (place - kv_head * row_tiles) * self.tile_m
-        request = Request(
-            index=span.index,
-            q_start=span.q_start,
-            o_start=span.q_start,
-            k_start=Int32(0),
-            v_start=Int32(0),
-            lse_start=span.q_start,
-            q_len=span.q_len,
-            kv_len=span.kv_len,
-        )
-        return chunk, kv_head, first_row, request
+        return kv_head, (place - kv_head * row_tiles) * self.tile_m
 
     def _seen(self, kv_len):
         """The most keys that a row of a request sees."""

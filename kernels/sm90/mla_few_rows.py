@@ -12,10 +12,9 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address, shared_array
@@ -24,13 +23,11 @@ from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.shares import largest_size, piece_scale
 from hopwell.kernels.parts.softmax import ColumnSoftmax
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp
 from hopwell.kernels.sm90 import mla
-from hopwell.kernels.sm90.attend import GROUP_BARRIER
+from hopwell.kernels.sm90.column_rows import WARPS, ColumnRows
 from hopwell.kernels.sm90.mla import MlaAttend, MlaSm90
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
-
-WARPS = 4  # of a warpgroup
 
 
 class FewRowsMlaSm90(MlaSm90):
@@ -135,7 +132,7 @@ class FewRowsOperands(DeviceStruct):
         return ColumnFragment(self.s, WARP_ROWS // ColumnFragment.lanes_per_row, self.products)
 
     def output(self) -> ColumnFragment:
-        """Columns 2 i and 2 i + 1 belong to block 4 i + warp of 16."""
+        """As :meth:`ColumnRows.block` has it."""
         return ColumnFragment(self.o, self.depth_v // (WARPS * ColumnFragment.lanes_per_row), self.products)
 
     def rescale_output(self, factors) -> None:
@@ -143,7 +140,7 @@ class FewRowsOperands(DeviceStruct):
 
 
 @dataclass
-class FewRowsAttend(MlaAttend):
+class FewRowsAttend(ColumnRows, MlaAttend):
     """The two consumer warpgroups. Rows are spread over all warps, each with keys and columns of its own, which tell
     one another what they find through shared memory."""
 
@@ -152,15 +149,6 @@ class FewRowsAttend(MlaAttend):
 
     def warp_row(self):
         return 0
-
-    @property
-    def warp(self):
-        """This one in its warpgroup."""
-        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
-
-    @property
-    def group(self):
-        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS - 1
 
     @cute.jit
     def weigh_a(self, operands, q_stage, step, n, row, masked):
@@ -200,29 +188,10 @@ class FewRowsAttend(MlaAttend):
         self.give_p(operands, tile)
 
     @cute.jit
-    def over_warps(self, values) -> list:
-        """The largest value of each row among those of this warpgroup's warps."""
-        _, t = place_in_warp()
-        for r in cutlass.range_constexpr(len(values)):
-            slot, value = shared_array(Float32, self._maxima(r) + 4 * self.warp), values[r]
-            if cute.arch.lane_idx() == t:
-                slot[0] = value
-        self.meet_group()
-        found = [copy.load_shared(self._maxima(r), WARPS, Float32) for r in range(len(values))]
-        return [cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d)) for a, b, c, d in found]
-
-    @cute.jit
     def give_p(self, operands, tile: cutlass.Constexpr[int]) -> None:
         """Write P to shared memory for both warpgroups, and the references for the other one."""
-        scores, (g, t) = operands.scores(), place_in_warp()
-        m, n = self.kernel.tile.m, self.kernel.tile.n
-        base = shared_address(self.tiles.p.iterator) + tile * (m * n * 2)
-        for product in cutlass.range_constexpr(operands.products):
-            for c in cutlass.range_constexpr(scores.columns):
-                pair = scores.get(2 * product, c), scores.get(2 * product + 1, c)
-                word = transposed(copy.pack_x2(self.kernel.dtype, *pair))
-                chunk = copy.swizzled_chunk(base, MMA_COLUMNS * product + g, 2 * self.warp + c)
-                shared_array(Uint32, chunk + 4 * t)[0] = word
+        scores, (_, t) = operands.scores(), place_in_warp()
+        self.write_weights(scores, tile)
         for r in cutlass.range_constexpr(scores.rows):
             mine, reference = self._reference(r, 0), self.softmax.reference[r]
             if self.warp == 0 and cute.arch.lane_idx() == t:
@@ -253,22 +222,9 @@ class FewRowsAttend(MlaAttend):
 
     @cute.jit
     def store_rows(self, operands, rows: PackedRows, warp_row, half) -> None:
-        output, (g, t) = operands.output(), place_in_warp()
-        factors = []
-        for r in cutlass.range_constexpr(output.rows):
-            row = output.first_row() + output.row_offset(r)
-            reference, total = self.softmax.partial(r, output.lanes_per_row)
-            factor = Float32(0.0)
-            if row < rows.count:
-                factor = rows.finish(row, reference, total, cute.arch.lane_idx() == t and self.warp + half == 0)
-            factors.append(factor)
-        for eight in cutlass.range_constexpr(operands.products):
-            row = MMA_COLUMNS * eight + g
-            for c in cutlass.range_constexpr(output.columns):
-                word = self._word(output, eight, c, factors, self.kernel.out_dtype)
-                column = half * operands.depth_v + self._block(c) * WARP_ROWS + c % 2 * MMA_COLUMNS + 2 * t
-                if row < rows.count:
-                    copy.store_element("b32", rows.output(row, column), word)
+        output = operands.output()
+        statistics = [self.softmax.partial(r, output.lanes_per_row) for r in range(output.rows)]
+        self.store_columns(output, statistics, rows, half * operands.depth_v)
 
     @cute.jit
     def store_piece(self, operands, piece, warp_row, half) -> None:
@@ -286,21 +242,8 @@ class FewRowsAttend(MlaAttend):
                 self.merge.store_statistics(piece, row, reference, total, inverse, half)
         for eight in cutlass.range_constexpr(operands.products):
             for c in cutlass.range_constexpr(0, output.columns, 2):
-                words = [self._word(output, eight, c + i, scales, cutlass.Float16) for i in range(2)]
-                self.merge.store_block(piece, eight, self._block(c), half, words)
-
-    def _word(self, output, eight: int, c: int, factors, dtype):
-        """Two adjacent columns of row g of 8, of which a lane holds one column of two adjacent rows."""
-        rows = (2 * eight, 2 * eight + 1)
-        return transposed(copy.pack_x2(dtype, *[output.get(r, c) * factors[r] for r in rows]))
-
-    def _block(self, c: int):
-        """Which block of 16 columns of the half a column of the output belongs to."""
-        return WARPS * (c // 2) + self.warp
-
-    def meet_group(self) -> None:
-        """This warpgroup."""
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + self.group, number_of_threads=WARPGROUP)
+                words = [self.word(output, eight, c + i, scales, cutlass.Float16) for i in range(2)]
+                self.merge.store_block(piece, eight, self.block(c), half, words)
 
     # State of the rows: references of both warpgroups, largest values of their warps, sums of all warps. Nobody writes
     # what others may still read: between any two uses of the same place the warpgroups have taken turns, or have met.
@@ -312,8 +255,7 @@ class FewRowsAttend(MlaAttend):
         place = (self.group ^ other) * self.kernel.tile.m + self._row(r)
         return shared_array(Float32, shared_address(self.tiles.staging) + 4 * place)
 
-    def _maxima(self, r: int):
-        """Address of the values of this warpgroup's warps."""
+    def maxima(self, r: int):
         m = self.kernel.tile.m
         return shared_address(self.tiles.staging) + 4 * (2 * m + (self.group * m + self._row(r)) * WARPS)
 

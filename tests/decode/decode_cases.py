@@ -13,8 +13,9 @@ from decode_batches import DecodeBatch
 
 from hopwell.kernels import Plan
 from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, KvFetch, KvType
-from hopwell.kernels.decode_config import DTYPES, FP8, KV_TYPES, DecodeConfig, resolve_decode
+from hopwell.kernels.decode_config import DTYPES, FP8, KV_TYPES, DecodeConfig, resolve_decode, tile_rows
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
+from hopwell.kernels.splitting import FEW_ROWS
 
 HEAD_DIMS = (64, 128, 256, 512)
 TORCH_DTYPES = {name: dtype for dtype, name in (DTYPES | FP8).items()}
@@ -42,13 +43,26 @@ class Case:
 
 
 def config_for(
-    head_dim: int, mask: MaskKind, page_size: int, dtype: str = "bf16", kv_type: KvType = KvType.WIDE
+    head_dim: int,
+    mask: MaskKind,
+    page_size: int,
+    dtype: str = "bf16",
+    kv_type: KvType = KvType.WIDE,
+    *,
+    rows: int = 1,
 ) -> DecodeConfig:
-    """The kernel for pages of ``page_size`` tokens that lie one behind the other."""
-    common = ("sm_90a", dtype, dtype, head_dim, head_dim, mask)
-    rows = min(page_size, MAX_BOX_ROWS, DecodeConfig(*common, KvFetch.PAGE_ROWS, 0, kv_type).tile.n)
-    fetch = (KvFetch.PAGE_BOXES, rows) if rows >= MIN_BOX_ROWS else (KvFetch.PAGE_ROWS, 0)
-    return DecodeConfig(*common, *fetch, kv_type)
+    """The kernel for pages of ``page_size`` tokens that lie one behind the other, and so many packed rows of a request:
+    query heads of a KV head times new tokens."""
+    common, kind = ("sm_90a", dtype, dtype, head_dim, head_dim, mask), (kv_type, tile_rows(rows, head_dim, kv_type))
+    box_rows = min(page_size, MAX_BOX_ROWS, DecodeConfig(*common, KvFetch.PAGE_ROWS, 0, *kind).tile.n)
+    fetch = (KvFetch.PAGE_BOXES, box_rows) if box_rows >= MIN_BOX_ROWS else (KvFetch.PAGE_ROWS, 0)
+    return DecodeConfig(*common, *fetch, *kind)
+
+
+def fewest_rows(config: DecodeConfig) -> int:
+    """The fewest packed rows of a request that this kernel is for."""
+    others = (tile_rows(m, config.head_dim_qk, config.kv_type) for m in FEW_ROWS)
+    return 1 + max((m for m in others if m < config.rows), default=0)
 
 
 def draft_bits(kind: str, q_len: int, seed: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from decode_cases import HEAD_DIMS, Case, check_config
+from decode_cases import HEAD_DIMS, Case, check_config, fewest_rows
 from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch
@@ -18,11 +18,12 @@ SHIPPED = list(shipped_decode_configs())
 
 
 def small_case(config: DecodeConfig) -> None:
-    """From no keys to three chunks, which are merged; with drafts two tiles of rows."""
-    chunk = config.chunk_tokens
-    case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group=5, kv_heads=2, window=chunk + 3)
+    """From no keys to three chunks or leaves, which are merged; with drafts all rows of a tile, or two tiles."""
+    chunk, group = config.chunk_tokens, min(fewest_rows(config) + 4, config.rows)
+    case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group, kv_heads=2, window=chunk + 3)
     if config.mask is MaskKind.DRAFT:
-        case = Case([3, 0, 33, 5], [1, 9, chunk + 20, 2 * chunk + 40], group=3, ragged=True)
+        most, group = (8, config.rows // 8) if config.has_tree else (33, 3)
+        case = Case([3, 0, most, 5], [1, 9, chunk + 20, 2 * chunk + 40], group, ragged=True)
     check_config(config, case, 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows)
 
 

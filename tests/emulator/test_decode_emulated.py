@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 from covering import COVERING_DECODE
-from decode_cases import HEAD_DIMS, Case, check_config, config_for
+from decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for, fewest_rows
 from schedules import schedules, setting
 
 from hopwell import emulator
-from hopwell.kernels import splitting
+from hopwell.kernels import execute, splitting
 from hopwell.kernels.config import KvFetch, KvType
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.problem import MaskKind
@@ -59,38 +60,41 @@ def lengths(chunk: int) -> list[int]:
     return [0, 1, 5, chunk - 1, chunk, chunk + 1, 2 * chunk + 77]
 
 
-def drafts(chunk: int) -> list[tuple[int, int]]:
-    """New tokens and keys: fewer keys than tokens, drafts across the end of a chunk, and requests without tokens."""
-    return [(3, 1), (0, 40), (5, 5), (1, chunk), (37, chunk + 9), (2, 0), (33, 2 * chunk + 40)]
+def drafts(chunk: int, most: int) -> list[tuple[int, int]]:
+    """New tokens, up to ``most``, and keys: fewer keys than tokens, drafts across the end of a chunk, and requests
+    without tokens."""
+    return [(3, 1), (0, 40), (5, 5), (1, chunk), (most, chunk + most // 4), (2, 0), (most - 4, 2 * chunk + 40)]
 
 
 @pytest.mark.parametrize(("config", "page_size"), cases())
 def test_decode(config: DecodeConfig, page_size: int) -> None:
-    """A few requests from no keys to three chunks; with drafts more rows than a tile has."""
+    """A few requests from no keys to three chunks or leaves; with drafts all rows of a tile, or more than it has."""
     seed, chunk = CONFIGS.index(config), config.chunk_tokens
-    case = Case([1] * 7, lengths(chunk), group=(1, 3, 4, 7, 16)[seed % 5], kv_heads=2)
+    group = min(fewest_rows(config) + (0, 2, 3, 6, 15)[seed % 5], config.rows)
+    case = Case([1] * 7, lengths(chunk), group, kv_heads=2)
     if config.mask is MaskKind.SLIDING_WINDOW:
         case = replace(case, window=(70, chunk + 3)[seed % 2])
     if config.mask is MaskKind.DRAFT:
-        q_lens, kv_lens = zip(*drafts(chunk), strict=True)
+        most, group = (8, config.rows // 8) if config.has_tree else (37, (3, 4, 1, 6)[seed % 4])
+        q_lens, kv_lens = zip(*drafts(chunk, most), strict=True)
         window = (-1, 100, 0, chunk - 5)[seed % 4]
         kind = ("tree", "any", "full", "linear", "none")[seed % 5]
-        case = Case(q_lens, kv_lens, (3, 4, 1, 6)[seed % 4], window=window, drafts=kind, ragged=True)
+        case = Case(q_lens, kv_lens, group, window=window, drafts=kind, ragged=True)
     check_config(config, case, page_size, "cpu", schedules(10 * seed))
     assert not emulator.report().warnings
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
-def test_scales_on_the_device(head_dim: int) -> None:
-    config = config_for(head_dim, MaskKind.DRAFT, 16)
-    case = Case([2, 2], [90, config.chunk_tokens + 33], group=4, tensor_scales=True, sinks=False)
+@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), *((head_dim, 20) for head_dim in HEAD_DIMS)])
+def test_scales_on_the_device(head_dim: int, group: int) -> None:
+    config = config_for(head_dim, MaskKind.DRAFT, 16, rows=2 * group)
+    case = Case([2, 2], [90, config.chunk_tokens + 33], group, tensor_scales=True, sinks=False)
     check_config(config, case, 16, "cpu", schedules(3, adverse=1))
 
 
-@pytest.mark.parametrize("group", [1, 5])
+@pytest.mark.parametrize("group", [1, 5, 33])
 def test_more_requests_than_lanes(group: int) -> None:
     """And more work than CTAs: units of many requests are found in the right order."""
-    config = config_for(64, MaskKind.FULL, 16)
+    config = config_for(64, MaskKind.FULL, 16, rows=group)
     kv_lens = [(0, 3, 40, config.chunk_tokens + 1)[i * i % 7 % 4] for i in range(75)]
     case = Case([1] * len(kv_lens), kv_lens, group=group, sinks=False)
     check_config(config, case, 16, "cpu", schedules(group, adverse=1))
@@ -99,20 +103,20 @@ def test_more_requests_than_lanes(group: int) -> None:
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 2), (512, 1)])
 def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
     """Chunks of one group and one more, of three groups and of one whole one; and a window that leaves few."""
-    n, chunk = GROUP_PIECES, config_for(head_dim, MaskKind.FULL, 16).chunk_tokens
+    full, windowed = (config_for(head_dim, mask, 16, rows=33) for mask in (MaskKind.FULL, MaskKind.SLIDING_WINDOW))
+    n, chunk = GROUP_PIECES, full.chunk_tokens
     kv_lens = [(n + 1) * chunk, 2 * n * chunk + 1, n * chunk][: 3 if head_dim == 128 else 1]
-    case = Case([1] * len(kv_lens), kv_lens, group=2, kv_heads=kv_heads)
-    check_config(config_for(head_dim, MaskKind.FULL, 16), case, 16, "cpu", schedules(kv_heads, adverse=1))
-    short = replace(case, window=2 * chunk)
-    check_config(config_for(head_dim, MaskKind.SLIDING_WINDOW, 16), short, 16, "cpu", schedules(kv_heads, adverse=1))
+    case = Case([1] * len(kv_lens), kv_lens, group=33, kv_heads=kv_heads)
+    check_config(full, case, 16, "cpu", schedules(kv_heads, adverse=1))
+    check_config(windowed, replace(case, window=2 * chunk), 16, "cpu", schedules(kv_heads, adverse=1))
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_warps_that_have_parted_meet_before_they_hand_work_back(seed: int) -> None:
     """Some lanes of a warp that merges have a store more than the others. Few schedules keep them together."""
-    config = config_for(512, MaskKind.FULL, 64)
+    config = config_for(512, MaskKind.FULL, 64, rows=16)
     kv_lens = [config.chunk_tokens - 1, 2 * config.chunk_tokens, 4 * config.chunk_tokens + 77, 3]
-    check_config(config, Case([1] * 4, kv_lens, group=8), 64, "cpu", [setting("random", seed)])
+    check_config(config, Case([1] * 4, kv_lens, group=16), 64, "cpu", [setting("random", seed)])
 
 
 # Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
@@ -123,10 +127,10 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_slots")
-@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 2, 1), (128, 2, 3, 30), (512, 1, 1, 1)])
+@pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 17, 1), (128, 2, 3, 30), (512, 1, 9, 1)])
 def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: int) -> None:
     """By pieces of requests of one group of pieces and of two."""
-    config = config_for(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL, 16)
+    config = config_for(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL, 16, rows=group * q_len)
     chunks = [18, 2, 3, 1, 17, 2, 2, 5, 18, 4] if q_len == 1 else [4, 2, 3, 1, 2, 4, 2]
     case = Case([q_len] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group, kv_heads, sinks=False)
     check_config(config, case, 16, "cpu", schedules(head_dim))
@@ -137,7 +141,23 @@ def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: i
 def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
     """Ten slots, and requests of four pieces in those of two requests of two: the second may be done before the first,
     which still counts its pieces in the slot where the four are to be counted. One schedule in ten does that."""
-    config = config_for(64, MaskKind.FULL, 16)
+    config = config_for(64, MaskKind.FULL, 16, rows=33)
     chunks = ([2] * 5 + [4, 4, 2]) * 3
-    case = Case([1] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group=1, sinks=False)
+    case = Case([1] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group=33, sinks=False)
     check_config(config, case, 16, "cpu", [setting("priority", seed, resident=4)])
+
+
+# Of one head every CTA has a range of its own, of three heads one CTA has none, and of five all are handed out.
+@pytest.mark.parametrize(("rows", "kv_heads"), [(8, 1), (8, 3), (32, 5), (16, 2)])
+def test_whoever_has_which_leaves(rows: int, kv_heads: int) -> None:
+    """A batch is its requests one by one, bit for bit: each of these is shared out by itself. Long lines leave nodes
+    for merges in two rounds, and of 32 rows more levels wait than there is shared memory for."""
+    config = config_for(128, MaskKind.FULL, 64, rows=rows)
+    leaf = config.chunk_tokens
+    kv_lens = [40 * leaf + 5, 0, 3 * leaf, 1, 17 * leaf - 1, 33 * leaf]
+    case = Case([1] * len(kv_lens), kv_lens, group=rows, kv_heads=kv_heads, sinks=False)
+    check_config(config, case, 64, "cpu", schedules(rows, adverse=1))
+    data = batch_of(config, case, "cpu")
+    out = execute(data.decode(64))
+    for index in range(data.size):
+        assert torch.equal(out[index : index + 1], execute(data.request(index).decode(64)))

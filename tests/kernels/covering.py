@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
-from hopwell.kernels import support
+from hopwell.kernels import splitting, support
 from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile, shipped_configs
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
+from hopwell.kernels.splitting import FEW_ROWS
 
 # What models have, and what differs most: three consumer warpgroups with few registers each, two of them, different
 # widths of K and V, and the widest output of a warpgroup.
@@ -117,14 +118,20 @@ def covering_decode_configs() -> list[DecodeConfig]:
     def stands_for_others(c: DecodeConfig) -> bool:
         plain = c.mask is MaskKind.DRAFT, (c.kv_fetch, c.box_rows) == PAGES16
         # How values are widened goes by both types; masks and fetches know the width alone.
-        return any(plain) if c.dtype == "bf16" and c.kv_type is not KvType.INT8 else all(plain)
+        stands = any(plain) if c.dtype == "bf16" and c.kv_type is not KvType.INT8 else all(plain)
+        if not c.has_tree:
+            return stands
+        # Rows and columns are in all that merges nodes; masks, fetches and dtypes are in what comes before.
+        every_size = c.dtype == "bf16" and c.mask is MaskKind.FULL and plain[1]
+        return every_size or (c.head_dim_qk == 128 and stands and (c.rows == FEW_ROWS[0] or plain[1]))
 
     # Padded columns, in both ways to fetch: boxes, and rows that are filled up. And an output of 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
+    kinds = (KvType.WIDE, splitting.ROWS), (KvType.E4M3, splitting.ROWS), (KvType.WIDE, FEW_ROWS[0])
     narrow = ("sm_90a", "bf16", "e4m3")
     return [
         *filter(stands_for_others, shipped_decode_configs()),
-        *(DecodeConfig(*padded, *fetch, kv) for fetch in (PAGES16, ROWS) for kv in (KvType.WIDE, KvType.E4M3)),
+        *(DecodeConfig(*padded, *fetch, *kind) for fetch in (PAGES16, ROWS) for kind in kinds),
         *(DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3) for dim in (64, 128, 256)),
     ]
 

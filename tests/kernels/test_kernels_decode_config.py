@@ -20,10 +20,12 @@ from hopwell.kernels.decode_config import (
     DecodeConfig,
     resolve_decode,
     shipped_decode_configs,
+    tile_rows,
 )
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.kernels.sm90.decode import DecodeSm90
-from hopwell.kernels.splitting import ROWS
+from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
+from hopwell.kernels.splitting import FEW_ROWS, ROWS
 from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS, MAX_PAGE_SIZE
 
 ARCH = "sm_90a"
@@ -41,11 +43,25 @@ def dims_of(kv_type: KvType) -> tuple[int, ...]:
     return HEAD_DIMS if kv_type is KvType.WIDE else DECODE_8BIT_HEAD_DIMS
 
 
-def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
-    """Every kernel of a head dim with bf16 queries, shipped or not."""
+def rows_of(dim: int, kv_type: KvType) -> list[int]:
+    """Of the tiles of a head dim."""
+    return sorted({tile_rows(rows, dim, kv_type) for rows in (*FEW_ROWS, ROWS)})
+
+
+def of_rows(dim: int, kv_type: KvType, rows: int) -> list[DecodeConfig]:
+    """Every kernel of a head dim and so many rows with bf16 queries, shipped or not."""
     common = (ARCH, "bf16", "bf16", dim, dim)
-    tile_n = DecodeConfig(*common, MaskKind.FULL, *paged_fetches(1)[0], kv_type).tile.n
-    return [DecodeConfig(*common, mask, *fetch, kv_type) for mask in MASKS for fetch in paged_fetches(tile_n)]
+    tile_n = DecodeConfig(*common, MaskKind.FULL, *paged_fetches(1)[0], kv_type, rows).tile.n
+    return [DecodeConfig(*common, mask, *fetch, kv_type, rows) for mask in MASKS for fetch in paged_fetches(tile_n)]
+
+
+def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
+    """The same of all rows."""
+    return [config for rows in rows_of(dim, kv_type) for config in of_rows(dim, kv_type, rows)]
+
+
+def kernel_of(config: DecodeConfig) -> DecodeSm90:
+    return (FewRowsDecodeSm90 if config.has_tree else DecodeSm90)(config)
 
 
 EVERY_DIM = [(dim, kv_type) for kv_type in KvType for dim in dims_of(kv_type)]
@@ -58,6 +74,7 @@ class TestShipped:
         assert all(re.fullmatch(r"decode_[a-z0-9_]{1,90}", name) for name in names)
         config = DecodeConfig(ARCH, "bf16", "fp16", 128, 128, MaskKind.DRAFT, KvFetch.PAGE_BOXES, 32)
         assert config.name == "decode_sm_90a_bf16_to_fp16_d128_draft_pages32"
+        assert replace(config, rows=8).name == "decode_sm_90a_bf16_to_fp16_d128_draft_rows8_pages32"
 
     def test_every_field_is_in_the_name(self) -> None:
         """The name is the key of the compiled kernel: two configs that differ must not share it."""
@@ -72,6 +89,7 @@ class TestShipped:
             kv_fetch=KvFetch.PAGE_ROWS,
             box_rows=16,
             kv_type=KvType.INT8,
+            rows=FEW_ROWS[0],
         )
         assert set(others) == {field.name for field in fields(DecodeConfig)}
         for field, value in others.items():
@@ -80,20 +98,28 @@ class TestShipped:
             assert changed.name != base.name, field
 
     def test_all_combinations(self) -> None:
-        found = {(c.dtype, c.mask, c.head_dim_qk, c.kv_type) for c in SHIPPED}
+        found = {(c.dtype, c.mask, c.head_dim_qk, c.kv_type, c.rows) for c in SHIPPED}
         combinations = itertools.product(DTYPES.values(), MASKS, COMPILED_HEAD_DIMS, KvType)
-        assert found == {(*rest, dim, kv_type) for *rest, dim, kv_type in combinations if dim in dims_of(kv_type)}
+        assert found == {
+            (*rest, dim, kv_type, rows)
+            for *rest, dim, kv_type in combinations
+            if dim in dims_of(kv_type)
+            for rows in rows_of(dim, kv_type)
+        }
         assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
 
     def test_other_archs_have_none(self) -> None:
         assert list(shipped_decode_configs("sm_100a")) == []
 
     def test_what_is_compiled_in_tests_stands_for_all(self) -> None:
-        """Every head dim with every mask and with every way to fetch, and every dtype."""
+        """Every head dim with every mask and with every way to fetch, and every dtype; few rows with each of them."""
         for facts in (
+            lambda c: (c.head_dim_qk, c.rows, c.kv_bytes),
+            lambda c: (c.dtype, c.rows),
+            lambda c: (c.mask, c.rows),
             lambda c: (c.head_dim_qk, c.dtype, c.kv_type),
             lambda c: (c.head_dim_qk, c.mask, c.kv_bytes),
-            lambda c: (c.head_dim_qk, c.kv_fetch, c.box_rows, c.kv_bytes),
+            lambda c: (c.has_tree or c.head_dim_qk, c.kv_fetch, c.box_rows, c.kv_bytes),
         ):
             assert set(map(facts, SHIPPED)) <= set(map(facts, COVERING_DECODE))
 
@@ -103,9 +129,8 @@ class TestResources:
     def test_every_head_dim_fits(self, dim: int, kv_type: KvType) -> None:
         """Shared memory, registers at the launch, and rows of one tile."""
         for config in of_dim(dim, kv_type):
-            kernel = DecodeSm90(config)
-            assert kernel.shared_bytes <= SHARED_BYTES
-            assert config.tile.m == ROWS
+            assert kernel_of(config).shared_bytes <= SHARED_BYTES
+            assert config.tile.m == config.rows
             assert WARPGROUP * sum(config.registers) <= REGISTERS
             assert len(config.registers) == 1 + config.consumer_warpgroups + config.has_merge_role
             assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in config.registers)
@@ -123,32 +148,57 @@ class TestResources:
 
     def test_edges_are_in_the_docstring(self) -> None:
         for dim, kv_type in ((128, KvType.WIDE), (128, KvType.INT8), (512, KvType.WIDE)):
-            for edge in DecodeSm90(of_dim(dim, kv_type)[0]).edges:
-                assert re.search(rf"\b{edge.name}\b", DecodeSm90.__doc__ or "")
-                assert re.search(rf"\b{edge.producer}\b.* -> ", DecodeSm90.__doc__ or "")
+            for rows in rows_of(dim, kv_type):
+                kernel = kernel_of(of_rows(dim, kv_type, rows)[0])
+                for edge in kernel.edges:
+                    assert re.search(rf"\b{edge.name}\b", type(kernel).__doc__ or "")
+                    assert re.search(rf"\b{edge.producer}\b.* -> ", type(kernel).__doc__ or "")
 
 
 class TestResolve:
+    Q_LENS = (1, 8, 16, 20)  # of two query heads each: packed rows for every kernel
+
+    @pytest.mark.parametrize("q_len", Q_LENS)
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
-    def test_every_cache_has_a_shipped_kernel(self, dim: int) -> None:
+    def test_every_cache_has_a_shipped_kernel(self, dim: int, q_len: int) -> None:
         shipped = set(SHIPPED)
         for dtype, form, page_size, mask in itertools.product(DTYPES, CACHES, PAGE_SIZES, MASKS):
-            config = resolve_decode(problem(form, page_size, dim, dtype=dtype, mask=Mask(mask)), ARCH)
+            config = resolve_decode(problem(form, page_size, dim, dtype=dtype, mask=Mask(mask), max_q_len=q_len), ARCH)
             assert config in shipped, (form, page_size)
             assert (config.dtype, config.head_dim_qk, config.mask) == (DTYPES[dtype], dim, mask)
             assert (config.kv_fetch is KvFetch.PAGE_ROWS) == (page_size < 8)
 
     @pytest.mark.parametrize("dim", HEAD_DIMS)
     def test_other_head_dims(self, dim: int) -> None:
-        for page_size in PAGE_SIZES:
-            assert resolve_decode(problem(page_size=page_size, dim=dim), ARCH) in of_dim(dim)
+        for page_size, q_len in itertools.product(PAGE_SIZES, self.Q_LENS):
+            config = resolve_decode(problem(page_size=page_size, dim=dim, max_q_len=q_len), ARCH)
+            assert config in of_rows(dim, KvType.WIDE, config.rows)
 
-    def test_run_time_facts_do_not_make_other_kernels(self) -> None:
-        base = problem()
+    @pytest.mark.parametrize(
+        ("dim", "rows", "want"),
+        [
+            *((128, 1, 8), (128, 8, 8), (128, 9, 16), (128, 16, 16), (128, 17, 32), (128, 32, 32)),
+            *((128, 33, 64), (128, 64, 64), (128, 65, 64), (128, 2048, 64)),
+            *((16, 1, 8), (64, 32, 32), (80, 32, 32), (80, 33, 64)),
+            # Q of wider heads takes too much shared memory, and K and V of the widest have too few stages.
+            *((144, 16, 16), (144, 17, 64), (256, 8, 8), (256, 16, 16), (256, 17, 64), (512, 1, 64), (512, 8, 64)),
+        ],
+    )
+    def test_few_rows(self, dim: int, rows: int, want: int) -> None:
+        """Of a request and KV head, whether of query heads or of new tokens."""
+        for group, q_len in {(rows, 1), (1, rows)}:
+            shape = dict(page_size=16, dim=dim, query=empty(60, 2 * group, dim), max_q_len=q_len)
+            assert resolve_decode(problem(**shape), ARCH).rows == want
+            if dim in DECODE_8BIT_HEAD_DIMS:
+                assert resolve_decode(problem(**shape, dtype=torch.int8), ARCH).rows == ROWS
+
+    @pytest.mark.parametrize("q_lens", [(3, 1), (20, 17)], ids=["few-rows", "many-rows"])
+    def test_run_time_facts_do_not_make_other_kernels(self, q_lens: tuple[int, int]) -> None:
+        base = problem(max_q_len=q_lens[0])
         want = resolve_decode(base, ARCH)
         changes = dict(
             batch=1,
-            max_q_len=1,
+            max_q_len=q_lens[1],
             max_kv_len=1 << 20,
             softmax_scale=empty(1, dtype=torch.float32),
             output_factor=2.0,

@@ -388,7 +388,8 @@ class TestBoxes:
         arrive as the edge counts."""
         tile_n, step = case.tile_n, 3
         value = case._replace(is_value=True)
-        for first, end in ((0, tile_n), (0, 1), (0, tile_n - 1), (3, tile_n), (9, 10), (tile_n - 1, 2 * tile_n)):
+        after = ((tile_n - 1, 2 * tile_n), (tile_n + 5, 2 * tile_n))
+        for first, end in ((0, tile_n), (0, 1), (0, tile_n - 1), (3, tile_n), (9, 10), *after):
             put_table(monkeypatch, case.box_rows or 16, 0, 2 * tile_n)
             whole, zeroed = (first, end) == (0, tile_n), []
             for warp.lane in range(32):

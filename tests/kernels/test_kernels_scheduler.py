@@ -164,15 +164,13 @@ def published(
     class Told(TileSchedule):
         _requests = TileSchedule._requests.__wrapped__
 
-        def _hand_back_tickets(self) -> None:
-            warp.note("done")
-
         def published(self, tile: WorkTile, step: Any) -> None:
             warp.note("published", tile, host(step))
 
     with monkeypatch.context() as patches:
         warp.use(patches, scheduler)
         patches.setattr(cute.arch, "block_idx", lambda: (first, 0, 0))
+        patches.setattr(scheduler, "hand_back_tickets", lambda addresses, ctas: warp.note("done", host(ctas)))
         told = Told(**vars(requests.schedule(memory)))
         warp.run(lambda: TileSchedule.publish.__wrapped__(told, warp))
     return warp.events
@@ -233,6 +231,7 @@ def test_every_tile_is_published_in_turn(memory: Memory, monkeypatch: pytest.Mon
     assert told == [*want, ("end",), ("done",)]
     assert [rest[-1] for name, *rest in events if name == "published"] == [*range(6)]
     assert [rest[-1] for name, *rest in events if name == "room"] == [*range(1, 7)]
+    assert events[-1] == ("done", GRID)
 
 
 def leaves(kind: type) -> Iterator[str]:

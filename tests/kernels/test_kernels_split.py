@@ -53,7 +53,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
     monkeypatch.setattr(split, "load_int", memory.load_int)
     monkeypatch.setattr(cutlass, "range_constexpr", range)
-    monkeypatch.setattr(SplitSchedule, "_span", SplitSchedule._span.__wrapped__)
+    for name in ("_span", "_shift"):
+        monkeypatch.setattr(SplitSchedule, name, getattr(SplitSchedule, name).__wrapped__)
     return memory
 
 

@@ -1,0 +1,177 @@
+"""Which leaves of which request a CTA of decode with few rows works on next.
+
+A *line* is what one KV head's rows of a request attend to, cut into leaves of so many keys, counted from right to left.
+The lines of a head, request after request, are a *column*. Columns are cut into ranges: one of its own for every CTA,
+and at the end short ones, one block each, for those that are done, handed out by tickets. Ranges of all heads that have
+the same leaves go to neighbouring CTAs at the same time, because their keys are neighbours in memory: where each
+CTA began with the first leaves of a head where another one's ended, 1 x 131072 tokens took 166 instead of 136 us (H200,
+2026-11-23). What a range has of a line is a *part*.
+
+What is computed of leaves is merged as a tree in which every leaf has its place, see ``tree.py``, so that it never
+changes a bit where ranges begin. They begin at blocks, which are 2^shift leaves of a line, for few nodes to be left.
+
+No one has told the host how long requests are: a warp of each CTA adds up their leaves, and then walks over them to the
+places of its ranges.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from hopwell.kernels.config import LANES
+from hopwell.kernels.parts.device import DeviceStruct, bit_length, from_lane, running_sum
+from hopwell.kernels.parts.scheduler import draw_ticket, hand_back_tickets, lane_of
+from hopwell.kernels.parts.split import PackedTile, RequestSpan, SplitSchedule
+from hopwell.kernels.splitting import OWN_SHARE, WASTE
+
+
+@dataclass(frozen=True)
+class Ranges(DeviceStruct):
+    """How columns are cut."""
+
+    columns: Int32
+    leaves: Int32  # of a column
+    ctas: Int32
+    own: Int32  # leaves of a CTA's own range
+    shift: Int32  # log2 of the leaves of a block
+
+    @staticmethod
+    @cute.jit
+    def of(columns, leaves, requests, ctas, most_blocks: cutlass.Constexpr[int]) -> "Ranges":
+        """With at most so many blocks in a CTA's equal share. What is handed out has to be merged, unless lines are as
+        short as blocks: 32 x 8192 tokens take 247 us where every CTA has its share, 251 where an eighth is handed out,
+        256 x 1024 tokens 251 and 247 (H200, 2026-11-23)."""
+        share = columns * leaves // ctas
+        shift = cutlass.max(bit_length(share) - (most_blocks.bit_length() - 1), 0)
+        groups = ctas // columns
+        own = cutlass.max(share - share // OWN_SHARE, 1)
+        if groups > 0:
+            all_own = (leaves + (groups - 1)) // groups
+            if ((all_own - share) * WASTE <= cutlass.max(share, WASTE)) & (leaves > requests << shift):
+                own = all_own
+        return Ranges(columns, leaves, ctas, own, shift)
+
+    @property
+    def _groups(self):
+        """CTAs with a range of their own in a column."""
+        return self.ctas // self.columns
+
+    @property
+    def _owners(self):
+        return self._groups * self.columns
+
+    @cute.jit
+    def numbered(self, number):
+        """(column, first leaf, end) of a range. Those from ``ctas`` on are the tickets'; some CTAs may have none."""
+        is_own = number < self.ctas
+        place = number if is_own else number - self.ctas
+        row = place // self.columns
+        size = self.own if is_own else Int32(1) << self.shift
+        first = row * size + (0 if is_own else self._groups * self.own)
+        first = self.leaves if is_own & (number >= self._owners) else cutlass.min(first, self.leaves)
+        return place - row * self.columns, first, cutlass.min(first + size, self.leaves)
+
+    @property
+    def has_tickets(self):
+        return self._groups * self.own < self.leaves
+
+    def block(self, leaf):
+        """The first leaf of the block of a leaf, counted in its line."""
+        return (leaf >> self.shift) << self.shift
+
+    @property
+    def column_slots(self):
+        """Places for nodes of a column."""
+        return 2 * (self.leaves >> self.shift) + 2
+
+
+@dataclass
+class RangeTile(PackedTile):
+    """A part of a line."""
+
+    INTS: ClassVar[int] = 22
+
+    leaves: Int32  # of the line
+    line_start: Int32  # leaves before it in the column
+    first_leaf: Int32  # of the part
+    end_leaf: Int32
+    shift: Int32  # as in Ranges
+    first_slot: Int32  # of the column
+
+
+@dataclass
+class RangeSchedule(SplitSchedule):
+    """``chunk_tokens`` are the keys of a leaf."""
+
+    most_blocks: int  # in a CTA's equal share
+
+    def _shift(self, begin, seen, q_len):
+        return Int32(self.chunk_tokens.bit_length() - 1)
+
+    @cute.jit
+    def _leaves(self, first):
+        """In a column, of the requests from ``first`` on. Called by a warp."""
+        chunks = Int32(0)
+        for each in cutlass.range(first, Int32(self.geometry.batch), LANES, unroll=4):
+            chunks += self._span(each + cute.arch.lane_idx()).chunks
+        return cute.arch.shuffle_sync(running_sum(chunks), LANES - 1)
+
+    @cute.jit
+    def _requests(self, first):
+        """A lane's request among those from ``first`` on; the leaves in a column of all up to it."""
+        span = self._span(first + cute.arch.lane_idx())
+        return span, running_sum(span.chunks)
+
+    def _part(self, span: RequestSpan, column, line_start, begin, end, ranges: Ranges) -> RangeTile:
+        """Leaves [begin, end) of a request's line."""
+        kv_head, first_row = self._head(column)
+        request, tokens = span.request(), span.chunk_tokens
+        # Leaves are counted from right to left.
+        first = span.first_chunk + span.chunks - end
+        keys = self._keys(request, first_row, first * tokens, (end - begin) * tokens)
+        numbers = (span.chunks, line_start, begin, end, ranges.shift, column * ranges.column_slots)
+        return RangeTile(request, kv_head, kv_head, first_row, keys, *numbers)
+
+    @cute.jit
+    def publish(self, board) -> None:
+        """Post every part that this CTA gets, then the end. Called by one warp."""
+        ctas = Int32(self.geometry.grid)
+        step, first, before = Int32(0), Int32(0), Int32(0)
+        span, last_leaf = self._requests(first)
+        leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
+        if Int32(self.geometry.batch) > LANES:
+            leaves += self._leaves(first + LANES)
+        ranges = Ranges.of(self._units_of_chunk, leaves, Int32(self.geometry.batch), ctas, self.most_blocks)
+        number = Int32(cute.arch.block_idx()[0])
+        column, leaf, end = ranges.numbered(number)
+        goes_on = (leaf < ranges.leaves) | ranges.has_tickets
+        while goes_on:
+            in_requests = before + cute.arch.shuffle_sync(last_leaf, LANES - 1)
+            if leaf >= end:
+                # Not before there is room: a range that waits here may be one that another CTA could begin with.
+                board.ring.wait_empty(step)
+                column, leaf, end = ranges.numbered(ctas + cute.arch.shuffle_sync(draw_ticket(self.addresses), 0))
+                goes_on = leaf < ranges.leaves
+            elif (leaf < before) | (leaf >= in_requests):
+                # The next ticket may be for the same leaves of another head: back to the beginning then.
+                first = Int32(0) if leaf < before else first + LANES
+                before = Int32(0) if leaf < before else in_requests
+                span, last_leaf = self._requests(first)
+            else:
+                lane = lane_of(leaf, before + last_leaf)
+                mine = from_lane(span, lane)
+                line_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.chunks
+                part_begin, part_end = ranges.block(leaf - line_start), ranges.block(end - line_start)
+                if end >= line_start + mine.chunks:
+                    part_end = mine.chunks
+                if part_begin < part_end:
+                    board.post(step, self._part(mine, column, line_start, part_begin, part_end, ranges))
+                    step += 1
+                leaf = line_start + mine.chunks
+                goes_on = (leaf < end) | ranges.has_tickets
+        board.post_end(step)
+        if ranges.has_tickets:
+            hand_back_tickets(self.addresses, ctas)

@@ -1,0 +1,401 @@
+"""What decode with few rows has computed of a line's leaves, merged as a binary tree.
+
+Sums of floating-point numbers depend on their order. So that no result depends on which CTA computed which leaves, a
+line's leaves are merged as a tree in which every leaf has its place: the node at level k and index i is the merge of
+nodes 2 i and 2 i + 1 at level k - 1; where the line has no right one it is the left one alone. The last leaf's node
+rises to the root, and that is the result.
+
+A CTA merges from left to right: a node waits at its level until the one to its right has come. What has to wait for a
+leaf that another CTA has is left in memory, at most two nodes of each level of a range.
+
+These are merged sixteen at a time. A bundle has sixteen slots, one for each of as many blocks of a line (see
+``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills the last one merges
+them, in the order of the tree, and fills a slot of the tier above: so merging goes on beside all else, and after the
+last leaf of a long line it takes two rounds or three.
+
+A warpgroup holds a node in registers, each thread the same elements of every node, and writes it as it lies in them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from hopwell.kernels.config import LANES, WARPGROUP
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import (
+    DeviceStruct,
+    bit_length,
+    fma,
+    global_array,
+    global_pointer,
+    shared_array,
+)
+from hopwell.kernels.parts.ranges import RangeTile
+from hopwell.kernels.parts.warp_mma import QUAD
+from hopwell.kernels.splitting import ALIGNMENT, BUNDLE_BITS, TICKETS, node_bytes, shared_levels
+
+QUAD_BYTES = 16  # of what a thread moves at a time: four elements, or reference and sum of two rows
+WARPS = WARPGROUP // LANES
+SLOTS = 1 << BUNDLE_BITS  # of a bundle
+COUNT_BITS = 8  # of a bundle's counter; those above say in which slots nodes begin
+NODES_AT_ONCE = 8  # that a warpgroup loads, while a thread has few quads of each; half as many of larger ones
+FEW_QUADS = 4
+
+
+@dataclass(frozen=True)
+class Node(DeviceStruct):
+    """A thread's part, in registers. Those of the output are as :class:`ColumnFragment` has them: four at a time belong
+    to two rows by turns, and the next four to the next two."""
+
+    output: Any  # float32 in registers
+    reference: Any  # of each row, an exponent of 2; -inf without any key
+    total: Any  # of each row: the sum of exponentials of this warp's keys
+
+    @property
+    def rows(self) -> int:
+        return cute.size(self.reference)
+
+    def clear(self) -> None:
+        """A node of no keys."""
+        self.output.fill(0.0)
+        self.reference.fill(-Float32.inf)
+        self.total.fill(0.0)
+
+    def quads(self) -> list:
+        """What this thread stores of it: four elements at a time, then (references, sums) of two rows."""
+        quads = [[self.output[i + c] for c in range(4)] for i in range(0, cute.size(self.output), 4)]
+        return quads + [[part[r + c] for part in (self.reference, self.total) for c in range(2)] for r in self._pairs()]
+
+    def assign(self, quads: list) -> None:
+        for i, quad in enumerate(quads[: cute.size(self.output) // 4]):
+            for c in range(4):
+                self.output[4 * i + c] = quad[c]
+        for r, (*references, first, second) in zip(self._pairs(), quads[-self.rows // 2 :], strict=True):
+            self.reference[r], self.reference[r + 1] = references
+            self.total[r], self.total[r + 1] = first, second
+
+    def _pairs(self) -> range:
+        return range(0, self.rows, 2)
+
+    def add_left(self, quads: list) -> None:
+        """Merge with the node to the left."""
+        self.assign(joined(quads, self.quads(), len(self._pairs())))
+
+
+@cute.jit
+def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -> list:
+    """The merge of two nodes as :meth:`Node.quads` has them, with ``pairs`` of rows; the left one where the right one
+    is not ``there``. Roundings are spelled out: the compiler would choose them anew for each copy of this code."""
+    outputs = len(left) - pairs
+    statistics, weights = [], []
+    for p in cutlass.range_constexpr(pairs):
+        its, mine = left[outputs + p], right[outputs + p]
+        references, sums = [], []
+        for c in cutlass.range_constexpr(2):
+            largest = cute.arch.fmax(its[c], mine[c])
+            safe = Float32(0.0) if largest == -Float32.inf else largest
+            kept = cute.math.exp2(its[c] - safe, fastmath=True)
+            weight = cute.math.exp2(mine[c] - safe, fastmath=True)
+            total = fma(weight, mine[2 + c], kept * its[2 + c])
+            references.append(largest if there else its[c])
+            sums.append(total if there else its[2 + c])
+            weights.append((kept, weight))
+        statistics.append([*references, *sums])
+    output = []
+    for i in cutlass.range_constexpr(outputs):
+        quad = []
+        for c in cutlass.range_constexpr(4):
+            kept, weight = weights[2 * (i % pairs) + c % 2]
+            value = fma(weight, right[i][c], kept * left[i][c])
+            quad.append(value if there else left[i][c])
+        output.append(quad)
+    return output + statistics
+
+
+@dataclass(frozen=True)
+class LeftNodes(DeviceStruct):
+    """The nodes that a CTA has left of a part: lane i of each warp knows the i-th."""
+
+    count: Int32
+    level: Int32
+    leaf: Int32  # the first one, in the line
+
+    @staticmethod
+    def none() -> "LeftNodes":
+        return LeftNodes(Int32(0), Int32(0), Int32(0))
+
+    @cute.jit
+    def plus(self, level, leaf) -> "LeftNodes":
+        mine = cute.arch.lane_idx() == self.count
+        return LeftNodes(self.count + 1, level if mine else self.level, leaf if mine else self.leaf)
+
+
+@dataclass(frozen=True)
+class Bundle(DeviceStruct):
+    """Sixteen slots, or fewer at the end of a line."""
+
+    line: RangeTile  # a part of it
+    tier: Int32
+    first: Int32  # block
+
+    @staticmethod
+    def around(line: RangeTile, tier, block) -> "Bundle":
+        shift = BUNDLE_BITS * (tier + 1)
+        return Bundle(line, tier, (block >> shift) << shift)
+
+    @property
+    def slots(self):
+        """How many there are."""
+        return cutlass.min(((self.blocks - 1 - self.first) >> (BUNDLE_BITS * self.tier)) + 1, SLOTS)
+
+    @property
+    def blocks(self):
+        """Of the line."""
+        return ((self.line.leaves - 1) >> self.line.shift) + 1
+
+    @property
+    def is_line(self):
+        """Whether it is all of the line."""
+        return (self.first == 0) & (self.blocks <= (Int32(SLOTS) << (BUNDLE_BITS * self.tier)))
+
+    def slot_of(self, block):
+        return (block - self.first) >> (BUNDLE_BITS * self.tier)
+
+    def block_of(self, slot):
+        return self.first + (slot << (BUNDLE_BITS * self.tier))
+
+    def above(self) -> "Bundle":
+        return Bundle.around(self.line, self.tier + 1, self.first)
+
+
+@dataclass(frozen=True)
+class Tree(DeviceStruct):
+    """Where nodes lie, and how they become more. Called by whole warpgroups."""
+
+    shared: Int32  # address of the first level
+    results: Int32  # shared address of what a count has found, for every lane of a warp
+    scratch: Int64
+    counters: Int64  # address of those of bundles
+    geometry: DecodeGeometry
+    rows: int  # of a tile
+    columns: int
+
+    @staticmethod
+    def create(a: Addresses, g: DecodeGeometry, shared, results, rows: int, columns: int) -> "Tree":
+        aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
+        return Tree(shared, results, aligned, a.tickets + 4 * TICKETS, g, rows, columns)
+
+    @property
+    def _node_bytes(self) -> int:
+        return node_bytes(self.rows, self.columns)
+
+    @property
+    def _shared_levels(self) -> int:
+        return shared_levels(self.rows, self.columns)
+
+    @property
+    def thread(self):
+        return cute.arch.thread_idx()[0] % WARPGROUP
+
+    # A thread's quads of a node: those of the output side by side with those of other threads; references and sums,
+    # which the lanes with the same rows all know, once for each warp.
+
+    def _quads(self) -> int:
+        """Of the output, in a thread."""
+        return (self._node_bytes - self._pairs * QUAD_BYTES * QUAD * WARPS) // (WARPGROUP * QUAD_BYTES)
+
+    @property
+    def _pairs(self) -> int:
+        """Pairs of rows in a lane."""
+        return self.rows // (2 * QUAD)
+
+    def _places(self) -> list:
+        """Of all quads of a thread, in bytes from the beginning of a node."""
+        output = [(j * WARPGROUP + self.thread) * QUAD_BYTES for j in range(self._quads())]
+        first = self._quads() * WARPGROUP * QUAD_BYTES
+        in_warp = self.thread // LANES * QUAD + self.thread % QUAD
+        return output + [first + (p * WARPS * QUAD + in_warp) * QUAD_BYTES for p in range(self._pairs)]
+
+    @cute.jit
+    def _load_shared(self, address) -> list:
+        return [copy.load_shared(address + place, 4, Float32) for place in self._places()]
+
+    @cute.jit
+    def _load(self, address) -> list:
+        return [copy.load_global(address + place, 4, Float32) for place in self._places()]
+
+    @cute.jit
+    def _store(self, address, quads: list, store: cutlass.Constexpr) -> None:
+        """With ``store``, which is copy.store_shared or copy.store_global."""
+        places = self._places()
+        for j in cutlass.range_constexpr(self._quads()):
+            store(address + places[j], quads[j])
+        # Other lanes have loaded what was there, and will load what the first ones store.
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() < QUAD:
+            for j in cutlass.range_constexpr(self._quads(), len(places)):
+                store(address + places[j], quads[j])
+        cute.arch.sync_warp()
+
+    def _node(self, slot):
+        """Address of a node in memory."""
+        return self.scratch + Int64(slot) * self._node_bytes
+
+    def _slot(self, line: RangeTile, block):
+        """Of the node that begins with a block of the line. Where a line ends within a block, the next one begins in
+        the same place of the column."""
+        place = (line.line_start + (block << line.shift)) >> line.shift
+        return line.first_slot + 2 * place + (block == 0).to(Int32)
+
+    def _spilled(self, level):
+        """Address of a level of this CTA's that has no place in shared memory."""
+        of_cta = Int32(self.geometry.tree_levels) - self._shared_levels
+        place = cute.arch.block_idx()[0] * of_cta + level - self._shared_levels
+        return self._node(Int32(self.geometry.slots) + place)
+
+    @cute.jit
+    def _add_waiting(self, node: Node, level) -> None:
+        if level < self._shared_levels:
+            node.add_left(self._load_shared(self.shared + level * self._node_bytes))
+        else:
+            node.add_left(self._load(self._spilled(level)))
+
+    @cute.jit
+    def wait(self, node: Node, level) -> None:
+        """Let a node wait at its level for the one to its right."""
+        if level < self._shared_levels:
+            self._store(self.shared + level * self._node_bytes, node.quads(), copy.store_shared)
+        else:
+            self._store(self._spilled(level), node.quads(), copy.store_global)
+
+    @cute.jit
+    def leave(self, node: Node, line: RangeTile, leaf) -> None:
+        """Leave a node in memory, which begins with ``leaf`` of the line."""
+        self._store(self._node(self._slot(line, leaf >> line.shift)), node.quads(), copy.store_global)
+
+    @cute.jit
+    def leave_waiting(self, line: RangeTile, leaf, end, left: LeftNodes) -> LeftNodes:
+        """Leave all nodes that wait, those of leaves [leaf, end). Returns all that have been left."""
+        while leaf < end:
+            level = bit_length(end - leaf) - 1
+            target = self._node(self._slot(line, leaf >> line.shift))
+            if level < self._shared_levels:
+                quads = self._load_shared(self.shared + level * self._node_bytes)
+                self._store(target, quads, copy.store_global)
+            else:
+                self._store(target, self._load(self._spilled(level)), copy.store_global)
+            left = left.plus(level, leaf)
+            leaf += Int32(1) << level
+        return left
+
+    @cute.jit
+    def rise(self, node: Node, level, index, begin, leaves):
+        """Merge the node at ``level`` and ``index`` with those to its left that wait, as far as it goes: up to where it
+        has to wait itself, or to where what it needs is of leaves before ``begin``, another CTA's, or to the root.
+        Returns (level, index) then."""
+        ends_line = ((index + 1) << level) >= leaves
+        rises = index >= 0
+        while rises:
+            is_right = (index & 1) != 0
+            joins = is_right & (((index - 1) << level) >= begin)
+            if joins:
+                self._add_waiting(node, level)
+            rises = joins | (ends_line & (index != 0) & ((index & 1) == 0))
+            if rises:
+                level += 1
+                index >>= 1
+        return level, index
+
+    @cute.jit
+    def merge(self, node: Node, line: RangeTile, left: LeftNodes, meet: cutlass.Constexpr):
+        """Count what this CTA has left of a part, visibly to this warpgroup, and merge what nothing else is missing of;
+        whether ``node`` is the root then. With ``meet`` the warpgroup meets."""
+        meet()  # all have read the results of the last merge
+        if self.thread < LANES:
+            found = Int32(0)
+            if self.thread < left.count:
+                level = left.level - line.shift
+                tier = level // BUNDLE_BITS
+                bundle = Bundle.around(line, tier, left.leaf >> line.shift)
+                found = self._fill(bundle, left.leaf >> line.shift, Int32(1) << (level - BUNDLE_BITS * tier))
+            shared_array(Int32, self.results)[self.thread] = found
+        meet()
+        mine = shared_array(Int32, self.results)[cute.arch.lane_idx()]
+        full = cute.arch.vote_ballot_sync(mine != 0).to(Int32)
+        is_root = full != full
+        while full != 0:
+            lane = bit_length(full & -full) - 1
+            full &= full - 1
+            level, leaf = cute.arch.shuffle_sync(left.level, lane), cute.arch.shuffle_sync(left.leaf, lane)
+            bundle = Bundle.around(line, (level - line.shift) // BUNDLE_BITS, leaf >> line.shift)
+            there = cute.arch.shuffle_sync(mine, lane)
+            while there != 0:
+                node.assign(self._merged(bundle, there))
+                there = Int32(0)
+                if bundle.is_line:
+                    is_root = bundle.tier >= 0
+                else:
+                    self.leave(node, line, bundle.first << line.shift)
+                    block, bundle = bundle.first, bundle.above()
+                    meet()
+                    if self.thread == 0:
+                        shared_array(Int32, self.results)[LANES] = self._fill(bundle, block, Int32(1))
+                    meet()
+                    there = shared_array(Int32, self.results)[LANES]
+        return is_root
+
+    @cute.jit
+    def _fill(self, bundle: Bundle, block, slots):
+        """Count a node from ``block`` on that fills so many slots of a bundle. When nothing is missing now, what all
+        others have left is visible, and a bit for each slot in which a node begins is returned, else 0."""
+        slot, of_bundle = bundle.slot_of(block), bundle.slots
+        filled = cutlass.min(slots, of_bundle - slot) + (Int32(1) << (slot + COUNT_BITS))
+        place = bundle.tier * Int32(self.geometry.slots) + self._slot(bundle.line, bundle.first)
+        counter = self.counters + 4 * Int64(place)
+        filled += cute.arch.atomic_add(global_pointer(Int32, counter), filled, sem="acq_rel", scope="gpu")
+        found = Int32(0)
+        if (filled & ((1 << COUNT_BITS) - 1)) == of_bundle:
+            global_array(Int32, counter)[0] = 0
+            found = filled >> COUNT_BITS
+        return found
+
+    def _merged(self, bundle: Bundle, there) -> list:
+        """The merge of a bundle's nodes; ``there`` has a bit for each slot in which one begins. The first one's does,
+        and of two equal parts of a bundle the left one's first does where the right one's does."""
+        at_once = NODES_AT_ONCE if self._quads() + self._pairs <= FEW_QUADS else NODES_AT_ONCE // 2
+        return self._of_slots(bundle, there, 0, SLOTS, at_once)
+
+    def _of_slots(self, bundle: Bundle, there, first: int, count: int, at_once: int) -> list:
+        """Of ``count`` slots from ``first`` on, ``at_once`` of which are loaded at a time."""
+        if count > at_once:
+            left = self._of_slots(bundle, there, first, count // 2, at_once)
+            return self._with_right(left, bundle, there, first + count // 2, count // 2, at_once)
+        blocks = [_block_of(bundle, there, first + i) for i in range(count)]
+        nodes = [self._load(self._node(self._slot(bundle.line, block))) for block in blocks]
+        step = 1
+        while step < count:
+            for i in range(0, count, 2 * step):
+                nodes[i] = joined(nodes[i], nodes[i + step], self._pairs, _has(there, first + i + step))
+            step *= 2
+        return nodes[0]
+
+    @cute.jit
+    def _with_right(self, left: list, bundle: Bundle, there, first, count, at_once) -> list:
+        result = left
+        if _has(there, first):
+            result = joined(left, self._of_slots(bundle, there, first, count, at_once), self._pairs)
+        return result
+
+
+def _has(there, slot: int):
+    return ((there >> slot) & 1) != 0
+
+
+@cute.jit
+def _block_of(bundle: Bundle, there, slot: cutlass.Constexpr[int]):
+    """The block of a slot, or of the first one, which is always there."""
+    return bundle.block_of(Int32(slot) if _has(there, slot) else Int32(0))

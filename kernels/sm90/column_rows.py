@@ -1,0 +1,98 @@
+"""Consumers of transposed products: rows spread over all warps of a warpgroup, see ``ColumnFragment``."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+
+from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import shared_address, shared_array
+from hopwell.kernels.parts.epilogue import WARP_ROWS
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp, transposed
+from hopwell.kernels.sm90.attend import GROUP_BARRIER
+
+WARPS = 4  # of a warpgroup
+
+
+class ColumnRows:
+    """A base beside a kind of attend: each warp has some keys of a tile, and some columns of the output."""
+
+    kernel: Any
+    tiles: Any
+
+    @property
+    def warp(self):
+        """This one in its warpgroup."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+
+    @property
+    def group(self):
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS - 1
+
+    def meet_group(self) -> None:
+        """This warpgroup."""
+        cute.arch.barrier(barrier_id=GROUP_BARRIER + self.group, number_of_threads=WARPGROUP)
+
+    def maxima(self, r: int):
+        """Shared address of a float32 of each of this warpgroup's warps for row r of a lane."""
+        raise NotImplementedError
+
+    @cute.jit
+    def gathered(self, values) -> list:
+        """The values that this warpgroup's warps have for each row. The lanes of a warp that share it have the same."""
+        _, t = place_in_warp()
+        for r in cutlass.range_constexpr(len(values)):
+            slot, value = shared_array(Float32, self.maxima(r) + 4 * self.warp), values[r]
+            if cute.arch.lane_idx() == t:
+                slot[0] = value
+        self.meet_group()
+        return [copy.load_shared(self.maxima(r), WARPS, Float32) for r in range(len(values))]
+
+    def over_warps(self, values) -> list:
+        """The largest of each row."""
+        found = self.gathered(values)
+        return [cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d)) for a, b, c, d in found]
+
+    @cute.jit
+    def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
+        """P of a tile of keys, as the tensor cores read it: the ``tile``-th in shared memory."""
+        g, t = place_in_warp()
+        m, n = self.kernel.tile.m, self.kernel.tile.n
+        base = shared_address(self.tiles.p.iterator) + tile * (m * n * 2)
+        for product in cutlass.range_constexpr(scores.products):
+            for c in cutlass.range_constexpr(scores.columns):
+                pair = scores.get(2 * product, c), scores.get(2 * product + 1, c)
+                word = transposed(copy.pack_x2(self.kernel.dtype, *pair))
+                chunk = copy.swizzled_chunk(base, MMA_COLUMNS * product + g, 2 * self.warp + c)
+                shared_array(Uint32, chunk + 4 * t)[0] = word
+
+    @cute.jit
+    def store_columns(self, output, statistics, rows: PackedRows, first_column) -> None:
+        """Results, the columns from ``first_column`` on, of rows with these (reference, sum)."""
+        g, t = place_in_warp()
+        factors = []
+        for r in cutlass.range_constexpr(output.rows):
+            row, factor = output.first_row() + output.row_offset(r), Float32(0.0)
+            if row < rows.count:
+                writes = cute.arch.lane_idx() == t and self.warp == 0 and first_column == 0
+                factor = rows.finish(row, *statistics[r], writes)
+            factors.append(factor)
+        for eight in cutlass.range_constexpr(output.products):
+            row = MMA_COLUMNS * eight + g
+            for c in cutlass.range_constexpr(output.columns):
+                word = self.word(output, eight, c, factors, self.kernel.out_dtype)
+                column = first_column + self.block(c) * WARP_ROWS + c % 2 * MMA_COLUMNS + 2 * t
+                if row < rows.count and column < self.kernel.config.head_dim_v:
+                    copy.store_element("b32", rows.output(row, column), word)
+
+    def word(self, output, eight: int, c: int, factors, dtype):
+        """Two adjacent columns of row g of 8, of which a lane holds one column of two adjacent rows."""
+        rows = (2 * eight, 2 * eight + 1)
+        return transposed(copy.pack_x2(dtype, *[output.get(r, c) * factors[r] for r in rows]))
+
+    def block(self, c: int):
+        """Which block of 16 columns a column of the output belongs to."""
+        return WARPS * (c // 2) + self.warp

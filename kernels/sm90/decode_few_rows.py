@@ -1,0 +1,276 @@
+"""Hopper decode of few rows: leaves of keys against 8 or 16 packed rows, merged as a tree, in one launch.
+
+With so few rows memory is the limit, and what a tile takes from the time at which it is there until its place can be
+filled again has to be short. So products are transposed, as in ``mla_few_rows.py``: S^T = K Q^T and O^T = V^T P^T. Then
+O of a leaf is few registers of a thread, and leaves can be merged in an order that does not depend on which CTA has
+which: every CTA gets an equal share of all keys, and pieces of requests are left in memory at the ends of shares only.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.epilogue import WARP_ROWS
+from hopwell.kernels.parts.fragment import ColumnFragment
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.ranges import RangeSchedule, RangeTile
+from hopwell.kernels.parts.softmax import ColumnSoftmax
+from hopwell.kernels.parts.split import UnitKeeper
+from hopwell.kernels.parts.tree import LeftNodes, Node, Tree
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD
+from hopwell.kernels.skeleton import SharedTiles, example_arguments
+from hopwell.kernels.sm90.column_rows import WARPS, ColumnRows
+from hopwell.kernels.sm90.decode import DecodeSm90
+from hopwell.kernels.sm90.decode_attend import DecodeAttend
+from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.splitting import NODES_BYTES, share_blocks
+
+RESULT_BYTES = 256  # for Tree.results
+STATE_BYTES = 1024
+
+
+class FewRowsDecodeSm90(DecodeSm90):
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
+
+    Warp roles
+        warp 0 load_k      K tiles, as the KV source says
+        warp 1 load_v      V tiles; rows past the visible keys become zeros
+        warp 2 load_q      the packed rows of Q
+        warp 3 schedule    parts of lines, see parts/ranges.py
+        warps 4..7 attend  from Q K^T to a leaf's node, from nodes to the output, see parts/tree.py; a warp has 16 keys
+                           of each tile, and 16 of 64 columns of the output
+
+    Edges
+        Q       load_q -> attend      released when the last S of the part has been computed
+        K       load_k -> attend      released when the tile's S has been computed
+        V       load_v -> attend      released when the tile's product has been added to O
+        work    schedule -> all       released as soon as it has been read
+
+    Steady state: memory is the limit. A leaf is two tiles, A and B, or four.
+
+        memory         | A'                                    | B'                                    | ...
+        tensor cores   | S(A) | S(B) |            | O = P V (A) | O += P V (B) |             waits
+        attend         |    waits    | P of both  |          waits             | nodes | waits
+    """
+
+    work_tile = RangeTile
+    # Nodes of the tree, what counts have found, and a float32 of each row for all warps.
+    staging_bytes = (NODES_BYTES + STATE_BYTES) // WARPS
+
+    @property
+    def step_tiles(self) -> int:
+        return self.config.leaf_tiles
+
+    @property
+    def shared_bytes(self) -> int:
+        """With P of a leaf."""
+        return super().shared_bytes + self.tile.m * self.tile.n * 2 * self.step_tiles
+
+    def softmax(self, scale) -> ColumnSoftmax:
+        return ColumnSoftmax.create(scale, self.tile.m // QUAD)
+
+    def consumer(self, *parts: Any) -> "LeafAttend":
+        return LeafAttend(*parts)
+
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Tree:
+        nodes = shared_address(tiles.staging)
+        return Tree.create(addresses, geometry, nodes, nodes + NODES_BYTES, self.tile.m, self.config.head_dim_v)
+
+    def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, *unused) -> RangeSchedule:
+        c = self.config
+        sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, UnitKeeper())
+        return RangeSchedule(geometry, addresses, mask, *sizes, share_blocks(self.tile.m, c.head_dim_v))
+
+    def _allocate_tiles(self, smem) -> "LeafTiles":
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, self.step_tiles)
+        p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
+        return LeafTiles(**vars(super()._allocate_tiles(smem)), p=p)
+
+
+@dataclass
+class LeafTiles(SharedTiles):
+    p: Any  # of a leaf: [rows, tile.n, tiles]
+
+
+@dataclass
+class LeafOperands(DeviceStruct):
+    """Matrix operands: K and V are A, Q and P are B, all in shared memory; S^T and O^T are in registers."""
+
+    qk_mma: Any
+    pv_mma: Any
+    q: Any
+    k: Any
+    v: Any
+    p: Any
+    s: Any  # of a leaf's tiles, one behind the other
+    o: Any
+    s_layout: Any  # of one tile
+    depth_qk: int
+    columns: int  # of the output
+    tile_n: int
+    products: int  # of 8 rows, side by side
+    leaf_tiles: int
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "LeafOperands":
+        t, columns = kernel.tile, kernel.config.columns[1]
+        common = dict(a_source=warpgroup.OperandSource.SMEM, b_major=OperandMajorMode.K, warpgroups=1)
+        qk_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), **common)
+        pv_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), a_major=OperandMajorMode.MN, **common)
+        qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        v_transposed = cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
+        s_layout = cute.make_layout(qk.partition_shape_C((t.n, t.m)))
+        return LeafOperands(
+            qk_mma=qk_mma,
+            pv_mma=pv_mma,
+            q=qk.make_fragment_B(qk.partition_B(tiles.q)),
+            k=qk.make_fragment_A(qk.partition_A(tiles.k)),
+            v=pv.make_fragment_A(pv.partition_A(cute.composition(tiles.v, v_transposed))),
+            p=pv.make_fragment_B(pv.partition_B(tiles.p)),
+            s=cute.make_rmem_tensor(cute.size(s_layout) * kernel.step_tiles, Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
+            s_layout=s_layout,
+            depth_qk=kernel.config.depth[0],
+            columns=columns,
+            tile_n=t.n,
+            products=t.m // MMA_COLUMNS,
+            leaf_tiles=kernel.step_tiles,
+        )
+
+    def _tile_scores(self, i: int):
+        return cute.make_tensor(self.s.iterator + i * cute.size(self.s_layout), self.s_layout)
+
+    def issue_qk(self, i: int, q_stage, stage) -> None:
+        """S^T of the i-th tile of a leaf."""
+        k, q = self.k[None, None, None, stage], self.q[None, None, None, q_stage]
+        issue_mma(self.qk_mma, self._tile_scores(i), k, q, self.depth_qk, False)
+
+    def issue_pv(self, i: int, stage) -> None:
+        """O^T = V^T P^T of the first tile, O^T += V^T P^T of the others."""
+        v, p = self.v[None, None, None, stage], self.p[None, None, None, i]
+        issue_mma(self.pv_mma, self.o, v, p, self.tile_n, i > 0)
+
+    def tile_scores(self, i: int) -> ColumnFragment:
+        """A warp has 16 keys of a tile."""
+        return ColumnFragment(self._tile_scores(i), WARP_ROWS // ColumnFragment.lanes_per_row, self.products)
+
+    def scores(self) -> ColumnFragment:
+        """Of all tiles."""
+        columns = self.leaf_tiles * WARP_ROWS // ColumnFragment.lanes_per_row
+        return ColumnFragment(self.s, columns, self.products)
+
+    def output(self) -> ColumnFragment:
+        """As :meth:`ColumnRows.block` has it."""
+        return ColumnFragment(self.o, self.columns // (WARPS * ColumnFragment.lanes_per_row), self.products)
+
+
+@dataclass
+class LeafAttend(ColumnRows, DecodeAttend):
+    """The consumer warpgroup."""
+
+    @cute.jit
+    def run(self, addresses: Addresses, geometry: DecodeGeometry):
+        q_ring, *_ = self.rings
+        operands = LeafOperands.create(self.kernel, self.tiles)
+        rows = self.kernel.tile.m // QUAD
+        node = Node(operands.o, *[cute.make_rmem_tensor(rows, Float32) for _ in range(2)])
+        step, work = Int32(0), Int32(0)
+        tile = self.board.read(work)
+        while tile.exists:
+            # As in Attend.run: tells the compiler that the warps have converged.
+            self.meet_group()
+            q_ring.wait_full(work)
+            row = self.logit_row(tile, 0, operands.scores())
+            node.clear()
+            step, left = self.attend_part(operands, node, q_ring.stage(work), row, tile, step)
+            q_ring.release(work)
+            is_root = tile.end_leaf - tile.first_leaf == tile.leaves
+            if not is_root:
+                is_root = self.merge.merge(node, tile, left, self.meet_group)
+            if is_root:
+                self.store_line(operands, node, tile, addresses, geometry)
+            work += 1
+            tile = self.board.read(work)
+
+    @cute.jit
+    def attend_part(self, operands: LeafOperands, node: Node, q_stage, row, tile: RangeTile, step):
+        """All leaves of a part. The node of a whole line is ``node`` then; those of others have been left in memory.
+        Returns the step, which counts tiles, after them, and what has been left."""
+        keys, tree, left = tile.keys, self.merge, LeftNodes.none()
+        leaf, waiting = tile.first_leaf, tile.first_leaf
+        for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+            self.attend_leaf(operands, node, q_stage, row, n, n < keys.full_begin or n >= keys.full_end, step)
+            step += self.kernel.step_tiles
+            level, index = tree.rise(node, Int32(0), leaf, tile.first_leaf, tile.leaves)
+            leaf += 1
+            if (index & 1) != 0:
+                tree.leave(node, tile, index << level)
+                left = left.plus(level, index << level)
+                waiting = (index + 1) << level
+            elif leaf < tile.leaves:
+                tree.wait(node, level)
+        if tile.end_leaf < tile.leaves:
+            left = tree.leave_waiting(tile, waiting, tile.end_leaf, left)
+        return step, left
+
+    @cute.jit
+    def attend_leaf(self, operands: LeafOperands, node: Node, q_stage, row, n, masked, step) -> None:
+        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA."""
+        _, k_ring, v_ring, *_ = self.rings
+        tiles, scores = self.kernel.step_tiles, operands.scores()
+        for i in cutlass.range_constexpr(tiles):
+            k_ring.wait_full(step + i)
+            operands.issue_qk(i, q_stage, k_ring.stage(step + i))
+            if i > 0:
+                warpgroup.wait_group(1)
+                k_ring.release(step + i - 1)
+        warpgroup.wait_group(0)
+        k_ring.release(step + tiles - 1)
+        if masked:
+            for i in cutlass.range_constexpr(tiles):
+                # Tiles come from right to left.
+                first = ((n + 1) * tiles - 1 - i) * self.kernel.tile.n + self.warp * WARP_ROWS
+                self.mask.apply(operands.tile_scores(i), first, row)
+        largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
+        for r in cutlass.range_constexpr(scores.rows):
+            self.softmax.begin_at(r, largest[r])
+            self.softmax.exponentials(scores, r)
+        for i in cutlass.range_constexpr(tiles):
+            self.write_weights(operands.tile_scores(i), i)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        self.meet_group()
+        for i in cutlass.range_constexpr(tiles):
+            v_ring.wait_full(step + i)
+            operands.issue_pv(i, v_ring.stage(step + i))
+            if i > 0:
+                warpgroup.wait_group(1)
+                v_ring.release(step + i - 1)
+        for r in cutlass.range_constexpr(scores.rows):
+            node.reference[r], node.total[r] = self.softmax.partial(r, scores.lanes_per_row)
+        warpgroup.wait_group(0)
+        v_ring.release(step + tiles - 1)
+
+    @cute.jit
+    def store_line(self, operands: LeafOperands, node: Node, tile: RangeTile, addresses, geometry) -> None:
+        """Write the rows of a line's root."""
+        rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
+        sums = self.gathered([node.total[r] for r in range(node.rows)])
+        statistics = [(node.reference[r], (a + b) + (c + d)) for r, (a, b, c, d) in enumerate(sums)]
+        self.store_columns(operands.output(), statistics, rows, 0)
+
+    def maxima(self, r: int):
+        row = ColumnFragment.first_row() + ColumnFragment.row_offset(r)
+        return shared_address(self.tiles.staging) + NODES_BYTES + RESULT_BYTES + 4 * WARPS * row
+
+
+def build(config: DecodeConfig) -> Any:
+    """The traceable launch function of a config and example arguments to compile it with."""
+    return FewRowsDecodeSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

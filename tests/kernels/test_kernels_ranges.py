@@ -1,0 +1,365 @@
+"""How leaves are shared out among CTAs, and how what they find becomes one: device code, on the host."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import threading
+from dataclasses import dataclass, fields, replace
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+from cutlass import Int32, Int64
+from lane_threads import Lanes, SchedulingWarp, host
+from test_kernels_scheduler import Memory
+
+from hopwell.kernels.config import LANES
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import ranges as ranges_module
+from hopwell.kernels.parts import split
+from hopwell.kernels.parts import tree as tree_module
+from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.ranges import Ranges, RangeSchedule, RangeTile
+from hopwell.kernels.parts.scheduler import WorkTile
+from hopwell.kernels.parts.split import SplitSchedule, UnitKeeper
+from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
+from hopwell.kernels.plan import MAX_WINDOW
+from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.splitting import FEW_ROWS, TIERS, node_slots, share_blocks
+
+pytestmark = pytest.mark.traced
+
+LEAF = 128  # tokens
+BLOCKS = 16
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr(split, "load_int", memory.load_int)
+    for kind, names in ((Ranges, ("of", "numbered")), (RangeSchedule, ("_requests", "_leaves"))):
+        for name in names:
+            member = vars(kind)[name]
+            plain = getattr(member, "__func__", member).__wrapped__
+            monkeypatch.setattr(kind, name, staticmethod(plain) if isinstance(member, staticmethod) else plain)
+    monkeypatch.setattr(SplitSchedule, "_span", SplitSchedule._span.__wrapped__)
+    monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
+    monkeypatch.setattr(cute.arch, "clz", lambda value: Int32(32 - host(value).bit_length()))
+    return memory
+
+
+def of(columns: int, leaves: int, requests: int, ctas: int, most_blocks: int = BLOCKS) -> Ranges:
+    return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Int32(ctas), most_blocks)
+
+
+def numbered(ranges: Ranges, number: int) -> tuple[int, int, int]:
+    column, first, end = map(host, ranges.numbered(Int32(number)))
+    return column, first, end
+
+
+def tickets(ranges: Ranges) -> int:
+    """How many have leaves."""
+    ctas = host(ranges.ctas)
+    return next(n for n in itertools.count() if numbered(ranges, ctas + n)[1] >= host(ranges.leaves))
+
+
+SIZES = [
+    (columns, leaves, requests, ctas)
+    for columns, ctas in ((1, 132), (8, 132), (8, 4), (3, 4), (5, 4), (96, 132), (200, 132))
+    for leaves, requests in ((1, 1), (8, 1), (33, 3), (64, 64), (129, 2), (2049, 7), (2048, 256), (20000, 1))
+]
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize(("columns", "leaves", "requests", "ctas"), SIZES)
+def test_every_leaf_of_every_column_is_in_one_range(columns: int, leaves: int, requests: int, ctas: int) -> None:
+    ranges = of(columns, leaves, requests, ctas)
+    found: list[tuple[int, int]] = []
+    numbers = ctas + (tickets(ranges) if host(ranges.has_tickets) else 0)
+    for number in range(numbers):
+        column, first, end = numbered(ranges, number)
+        found += [(column, leaf) for leaf in range(first, end)]
+    assert sorted(found) == [(column, leaf) for column in range(columns) for leaf in range(leaves)]
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("kv_heads", [1, 8, 100, 300])
+@pytest.mark.parametrize("rows", FEW_ROWS)
+def test_there_are_places_for_all_nodes(rows: int, kv_heads: int) -> None:
+    for head_dim, leaves, ctas in itertools.product((64, 128, 256), (1, 999, 100_000), (4, 132)):
+        most = share_blocks(rows, head_dim)
+        ranges = of(kv_heads, leaves, 1, ctas, most)
+        slots = node_slots(rows, kv_heads, head_dim, ctas)
+        assert kv_heads * host(ranges.column_slots) <= slots
+        assert leaves >> host(ranges.shift) <= 16**TIERS
+
+
+@pytest.mark.usefixtures("memory")
+def test_heads_go_to_neighbours() -> None:
+    """CTAs that begin with the same leaves are side by side, and nearly all CTAs have a range of their own."""
+    own = [numbered(of(8, 64 * 32, 32, 132), number) for number in range(132)]
+    assert [column for column, *_ in own[:128]] == [*range(8)] * 16
+    assert all(len({first for _, first, _ in own[i : i + 8]}) == 1 for i in range(0, 128, 8))
+    assert all(first == end for _, first, end in own[128:])
+
+
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize(
+    ("leaves", "requests", "handed_out"),
+    [(64 * 32, 32, False), (8 * 256, 256, True), (1024, 1, False), (32 * 8, 8, False)],
+    ids=["long lines", "lines of a block", "one line", "few leaves"],
+)
+def test_what_is_handed_out(leaves: int, requests: int, handed_out: bool) -> None:
+    assert bool(host(of(8, leaves, requests, 132).has_tickets)) == handed_out
+    # Where a third of the CTAs would have nothing.
+    assert host(of(88, leaves, requests, 132).has_tickets)
+
+
+@dataclass
+class Batch:
+    kv_lens: list[int]
+    kv_heads: int = 1
+    window: int = -1
+    ctas: int = 4
+
+    def schedule(self, memory: Memory) -> RangeSchedule:
+        a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(kv_lens=memory.put(self.kv_lens))
+        sizes = dict(kv_heads=self.kv_heads, batch=len(self.kv_lens), group=4, q_len=1, row_tiles=1, grid=self.ctas)
+        g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
+            **{name: Int64(size) for name, size in sizes.items()}
+        )
+        kind = MaskKind.FULL if self.window < 0 else MaskKind.SLIDING_WINDOW
+        mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else MAX_WINDOW), Int32(1))
+        return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), BLOCKS)
+
+    def leaves(self, request: int) -> range:
+        """Of keys that the request's row sees, counted from the left; one if it sees none."""
+        kv_len = self.kv_lens[request]
+        first = max(kv_len - 1 - self.window, 0) // LEAF if self.window >= 0 else 0
+        return range(first, max(-(-kv_len // LEAF), first + 1))
+
+
+def published(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[RangeTile]:
+    """What all CTAs post; the first one gets all tickets."""
+    found = []
+    monkeypatch.setattr(ranges_module, "hand_back_tickets", lambda addresses, ctas: None)
+    for cta in range(batch.ctas):
+        warp = SchedulingWarp(itertools.count(0 if cta == 0 else 1 << 20))
+        warp.use(monkeypatch, ranges_module)
+        monkeypatch.setattr(cute.arch, "block_idx", lambda cta=cta: (Int32(cta), 0, 0))
+        schedule = batch.schedule(memory)
+        warp.run(lambda schedule=schedule, warp=warp: type(schedule).publish.__wrapped__(schedule, warp))
+        assert warp.events[-1] == ("end",)
+        found += warp.posted
+    return found
+
+
+BATCHES = [
+    Batch([0, 1, 128, 129, 700, 0, 5000], kv_heads=3),
+    Batch([40_000, 3, 9000], kv_heads=2),
+    Batch([40_000, 3, 9000], kv_heads=3),
+    Batch([9000, 70_000], kv_heads=3, window=20_000),
+    Batch([300, 20_000], kv_heads=5),
+    Batch([(i * 97) % 1500 for i in range(70)], kv_heads=3, ctas=8),
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every leaf of every line is in one part, and parts begin at blocks; blocks that are shared have places."""
+    found: dict[tuple[int, int], list[RangeTile]] = {}
+    for tile in published(batch, memory, monkeypatch):
+        found.setdefault((host(tile.request.index), host(tile.kv_head)), []).append(tile)
+    assert sorted(found) == [(r, h) for r in range(len(batch.kv_lens)) for h in range(batch.kv_heads)]
+    places: list[int] = []
+    for (request, _), parts in found.items():
+        parts.sort(key=lambda part: host(part.first_leaf))
+        leaves, ends = batch.leaves(request), [0]
+        for part in parts:
+            first, end = host(part.first_leaf), host(part.end_leaf)
+            assert first == ends[-1] < end
+            assert first % (1 << host(part.shift)) == 0
+            assert host(part.leaves) == len(leaves)
+            if batch.kv_lens[request]:
+                assert (host(part.keys.begin), host(part.keys.end)) == (leaves.stop - end, leaves.stop - first)
+            ends.append(end)
+        assert ends[-1] == len(leaves)
+        if len(parts) > 1:
+            tree = SimpleNamespace()
+            blocks = ((len(leaves) - 1) >> host(parts[0].shift)) + 1
+            places += [host(Tree._slot(tree, parts[0], Int32(block))) for block in range(blocks)]
+    assert len(places) == len(set(places))
+    assert max(places, default=0) < node_slots(8, batch.kv_heads, 128, batch.ctas)
+
+
+class HostTree(Tree):
+    """A tree whose nodes are expressions. Lanes are threads, which do not see what others have just stored: each has
+    elements of its own in every node."""
+
+    state: Any = None
+
+    @property
+    def thread(self) -> int:
+        return self.state.lanes.own.lane
+
+    def _load(self, address: int) -> Any:
+        return self.state.stored[self.thread].get(host(address), self.state.memory.get(host(address)))
+
+    def _load_shared(self, address: int) -> Any:
+        return self._load(address)
+
+    def _store(self, address: int, value: Any, store: Any) -> None:
+        self.state.stored[self.thread][host(address)] = value
+
+    def _fill(self, bundle: Bundle, block: Any, slots: Any) -> Any:
+        with self.state.lock:
+            return Tree._fill.__wrapped__(self, bundle, block, slots)
+
+
+class HostNode:
+    """Leaves and pairs of nodes."""
+
+    value: Any
+
+    def quads(self) -> Any:
+        return self.value
+
+    def assign(self, value: Any) -> None:
+        self.value = value
+
+    def add_left(self, value: Any) -> None:
+        self.value = (value, self.value)
+
+
+class SharedInts:
+    """Int32 in shared or global memory, from an address on."""
+
+    def __init__(self, values: dict[int, int], address: int):
+        self.values, self.address = values, address
+
+    def __getitem__(self, index: Any) -> Int32:
+        return Int32(self.values.get(self.address + 4 * host(index), 0))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.values[self.address + 4 * host(index)] = host(value)
+
+
+def expected(first: int, leaves: int, level: int) -> Any:
+    """The node from a leaf on of a line."""
+    if level == 0:
+        return first
+    right = first + (1 << (level - 1))
+    left = expected(first, leaves, level - 1)
+    return left if right >= leaves else (left, expected(right, leaves, level - 1))
+
+
+@pytest.fixture
+def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    state = SimpleNamespace(lanes=Lanes(), memory={}, stored=[{} for _ in range(LANES)], counters={}, shared={})
+    state.lock = threading.Lock()
+
+    def add(address: int, value: Any, **how: str) -> Int32:
+        before = state.counters.get(address, 0)
+        state.counters[address] = before + host(value)
+        return Int32(before)
+
+    exchange = state.lanes.exchange
+    for name, function in (
+        ("lane_idx", lambda: Int32(state.lanes.own.lane)),
+        ("shuffle_sync", lambda value, lane: exchange(value)[host(lane)]),
+        ("vote_ballot_sync", lambda held: Int32(sum(bool(v) << i for i, v in enumerate(exchange(bool(held)))))),
+        ("clz", lambda value: Int32(32 - host(value).bit_length())),
+        ("block_idx", lambda: (Int32(0), 0, 0)),
+        ("atomic_add", add),
+    ):
+        monkeypatch.setattr(cute.arch, name, function)
+    monkeypatch.setattr(tree_module, "shared_array", lambda kind, address: SharedInts(state.shared, address))
+    monkeypatch.setattr(tree_module, "global_array", lambda kind, address: SharedInts(state.counters, host(address)))
+    monkeypatch.setattr(tree_module, "global_pointer", lambda kind, address: host(address))
+    monkeypatch.setattr(tree_module, "joined", lambda left, right, pairs, there=True: (left, right) if there else left)
+    monkeypatch.setattr(tree_module, "_block_of", tree_module._block_of.__wrapped__)
+    for name in ("_add_waiting", "wait", "leave", "leave_waiting", "rise", "merge", "_with_right"):
+        monkeypatch.setattr(Tree, name, vars(Tree)[name].__wrapped__)
+    monkeypatch.setattr(HostTree, "state", state)
+    return state
+
+
+class Left(list[tuple[Any, Any]]):
+    """The nodes that have been left, (level, leaf) each."""
+
+    def plus(self, level: Any, leaf: Any) -> Left:
+        return Left([*self, (level, leaf)])
+
+    def of_lane(self, lane: int) -> LeftNodes:
+        mine = self[lane] if lane < len(self) else (Int32(0), Int32(0))
+        return LeftNodes(Int32(len(self)), *mine)
+
+
+def attend(tree: HostTree, part: RangeTile) -> Any:
+    """What a CTA does with a part, as LeafAttend has it; the line's root, if it gets that far."""
+    node, left, state = HostNode(), Left(), tree.state
+    begin, end, leaves = part.first_leaf, part.end_leaf, part.leaves
+    waiting, state.lanes.own.lane = begin, 0
+    for number in range(host(begin), host(end)):
+        node.value = number
+        level, index = tree.rise(node, Int32(0), Int32(number), begin, leaves)
+        if host(index) & 1:
+            tree.leave(node, part, index << level)
+            left, waiting = left.plus(level, index << level), (index + 1) << level
+        elif number + 1 < host(leaves):
+            tree.wait(node, level)
+    if host(end) < host(leaves):
+        left = tree.leave_waiting(part, waiting, end, left)
+    commit(state)
+    if host(begin) == 0 and host(end) == host(leaves):
+        return node.value
+    found: list[Any] = [None] * LANES
+
+    def merge() -> None:
+        own, lane = HostNode(), state.lanes.own.lane
+        if host(tree.merge(own, part, left.of_lane(lane), state.lanes.meet)):
+            found[lane] = own.value
+
+    state.lanes.run(merge)
+    commit(state)
+    assert all(value == found[0] for value in found)
+    return found[0]
+
+
+def commit(state: SimpleNamespace) -> None:
+    """All lanes have stored the same: now others see it."""
+    state.memory |= state.stored[0]
+    state.stored = [{} for _ in range(LANES)]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -> None:
+    """Lines in parts that begin at any blocks and are done in any order; one is the last, and all counters are zero."""
+    random.seed(seed)
+    shift, rows, slots = random.choice((0, 0, 1, 3)), random.choice(FEW_ROWS), 4096
+    leaves = random.choice((1, 7, 16, 17, 64, 65, 100, 255, 257, 300)) << random.choice((0, shift))
+    geometry = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
+        slots=Int64(slots), tree_levels=Int64(leaves.bit_length() + 1)
+    )
+    tree = HostTree(1 << 20, 1 << 30, Int64(0), Int64(1 << 40), geometry, rows, 128)
+    blocks = -(-leaves >> shift)
+    cuts = sorted(random.sample(range(1, blocks), random.randint(0, min(blocks - 1, 12)))) if blocks > 1 else []
+    bounds = [0, *(cut << shift for cut in cuts), leaves]
+    whole = RangeTile.from_ints([Int32(0)] * RangeTile.INTS)
+    line = dict(leaves=Int32(leaves), line_start=Int32(random.choice((0, 5))), shift=Int32(shift))
+    parts = [
+        replace(whole, **line, first_leaf=Int32(begin), end_leaf=Int32(end))
+        for begin, end in itertools.pairwise(bounds)
+    ]
+    random.shuffle(parts)
+    roots = [attend(tree, part) for part in parts]
+    assert roots[:-1] == [None] * (len(parts) - 1)
+    assert roots[-1] == expected(0, leaves, (leaves - 1).bit_length())
+    assert not any(state.counters.values())
+
+
+def test_a_part_is_posted_whole() -> None:
+    assert WorkTile.INTS + len(fields(RangeTile)) - len(fields(WorkTile)) == RangeTile.INTS
