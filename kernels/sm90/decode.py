@@ -1,4 +1,6 @@
-"""Hopper decode: the rows that share a KV head against chunks of a paged cache, and the merge, in one launch."""
+"""Hopper decode: the rows that share a KV head against chunks of a paged cache, and the merge, in one launch.
+
+For many rows, 8-bit caches and wide heads; ``decode_few_rows.py`` has the rest."""
 
 from typing import Any
 

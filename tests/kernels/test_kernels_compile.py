@@ -78,7 +78,8 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
     assert found.threads == threads
     launched = REGISTERS // threads // 8 * 8
     assert set(config.registers) <= found.less | found.more
-    assert max(found.less) <= launched < min(found.more), "setmaxnreg the other way is an illegal instruction"
+    most = min(found.more, default=REGISTERS)  # two warpgroups have more at launch than they may ask for
+    assert max(found.less) <= launched < most, "setmaxnreg the other way is an illegal instruction"
 
     used = usage(built.cubin)
     # What all threads start with must fit the SM, and be enough for what the roles then share out: more would hang.
