@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,8 +37,9 @@ _TILES = {
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
-_FEW_ROWS = dict(producer_registers=104, consumer_registers=240)
-_STAGE_BYTES = 65536  # of K, and of V, of few rows
+# Of few rows: as many stages as fit, and registers for one warpgroup beside the producers.
+_TREE_TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_registers=104, consumer_registers=240)
+_STAGE_BYTES = 65536  # of K, and of V
 # For caches of 8 bits: eight warps with keys of their own, and a warpgroup that merges with what registers they leave:
 # other widths than powers of two take it some more.
 _BYTE_TILES = {
@@ -68,7 +69,7 @@ class DecodeConfig(KernelConfig):
     def tile(self) -> Tile:
         if self.has_tree:
             stages = _STAGE_BYTES // (LEAF_TILE * 2 * self.columns[0])
-            return Tile(self.rows, LEAF_TILE, q_stages=2, kv_stages=1 << (stages.bit_length() - 1), **_FEW_ROWS)
+            return replace(_TREE_TILE, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
         tiles = _TILES if self.kv_type is KvType.WIDE else _BYTE_TILES
         return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
 
