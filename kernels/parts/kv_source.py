@@ -149,10 +149,6 @@ class KvSource(DeviceStruct):
                 tile = last
         return step, partials
 
-    def _row(self, tile, key):
-        """Of a tile, the row of a key; the first or the end where the key is elsewhere."""
-        return cutlass.max(cutlass.min(key - tile * self.tile_n, self.tile_n), 0)
-
     def _is_partial(self, tile):
         """Whether some of its rows have to be zeroed."""
         begin = tile * self.tile_n
@@ -173,8 +169,10 @@ class KvSource(DeviceStruct):
         if partial:
             cute.arch.mbarrier_wait(partial_barrier, partials & 1)
             partials += 1
-            self.zero_rows(ring.stage(step), 0, self._row(tile, self.first_key))
-            self.zero_rows(ring.stage(step), self._row(tile, self.end_key), self.tile_n)
+            # Rows end before they begin where the first or the last needed key is in another tile.
+            begin = tile * self.tile_n
+            self.zero_rows(ring.stage(step), 0, cutlass.min(self.first_key - begin, self.tile_n))
+            self.zero_rows(ring.stage(step), cutlass.max(self.end_key - begin, 0), self.tile_n)
             if cute.arch.lane_idx() < ring.producer_lanes:
                 cute.arch.mbarrier_arrive(ring.full_barrier(step))
         else:

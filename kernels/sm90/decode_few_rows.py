@@ -1,4 +1,4 @@
-"""Hopper decode of few rows: leaves of keys against 8 or 16 packed rows, merged as a tree, in one launch.
+"""Hopper decode of few rows: leaves of keys against up to 32 packed rows, merged as a tree, in one launch.
 
 With so few rows memory is the limit, and what a tile takes from the time at which it is there until its place can be
 filled again has to be short. So products are transposed, as in ``mla_few_rows.py``: S^T = K Q^T and O^T = V^T P^T. Then
