@@ -26,6 +26,7 @@ SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
 REGISTERS = 65536  # of an SM
 WARPGROUP = 128  # threads
 LANES = 32  # threads of a warp
+WARPS = WARPGROUP // LANES  # of a warpgroup
 
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle

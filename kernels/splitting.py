@@ -1,5 +1,7 @@
 """How decode cuts the keys of a request, and the memory that the pieces need. Plain numbers, host and device."""
 
+from hopwell.kernels.config import BLOCK_COLUMNS
+
 # A chunk takes about 16 us of a CTA: a piece (4 KiB at 8 rows and 128 columns) is little beside its keys and values
 # (512 KiB), and 1024 tokens are one chunk without a piece. Requests of middle length have chunks of half of it, without
 # which there would not be enough of them for all SMs. bf16, 64/8 heads, us with halves and with whole chunks (H200,
@@ -38,7 +40,6 @@ STATISTICS = 4
 # tree, see parts/tree.py.
 FEW_ROWS = (8, 16, 32)  # of a tile
 MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
-COLUMN_BLOCK = 64  # columns of a tile are a multiple of it
 LEAF_TILE = 64  # keys of a tile in shared memory
 # Of a leaf; more where tiles are small, or where merging leaves of so many rows takes its time: 32 x 8192 tokens with
 # 32 rows take 258 instead of 263 us. With 8 rows it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens
@@ -71,7 +72,7 @@ def tree_rows(columns: int) -> tuple[int, ...]:
 
 def leaf_tiles(rows: int, columns: int) -> int:
     """Tiles of a leaf, of kernels for so many rows."""
-    return MORE_LEAF_TILES if _padded(columns) == COLUMN_BLOCK or rows == FEW_ROWS[-1] else LEAF_TILES
+    return MORE_LEAF_TILES if _padded(columns) == BLOCK_COLUMNS or rows == FEW_ROWS[-1] else LEAF_TILES
 
 
 def leaf_tokens(rows: int, columns: int) -> int:
@@ -80,7 +81,7 @@ def leaf_tokens(rows: int, columns: int) -> int:
 
 
 def _padded(columns: int) -> int:
-    return -(-columns // COLUMN_BLOCK) * COLUMN_BLOCK
+    return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
 
 
 def node_bytes(rows: int, columns: int) -> int:
@@ -117,7 +118,7 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int)
         return (node_slots(tile, kv_heads, columns, ctas) + spilled * ctas) * node_bytes(tile, columns)
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
-    widths = range(COLUMN_BLOCK, min(_padded(columns), MOST_TREE_COLUMNS) + 1, COLUMN_BLOCK)
+    widths = range(BLOCK_COLUMNS, min(_padded(columns), MOST_TREE_COLUMNS) + 1, BLOCK_COLUMNS)
     return max(of(m, width) for width in widths for m in tree_rows(width) if m <= most)
 
 

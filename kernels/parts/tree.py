@@ -23,7 +23,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
-from hopwell.kernels.config import LANES, WARPGROUP
+from hopwell.kernels.config import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import (
@@ -39,7 +39,6 @@ from hopwell.kernels.parts.warp_mma import QUAD
 from hopwell.kernels.splitting import ALIGNMENT, BUNDLE_BITS, TICKETS, node_bytes, shared_levels
 
 QUAD_BYTES = 16  # of what a thread moves at a time: four elements, or reference and sum of two rows
-WARPS = WARPGROUP // LANES
 SLOTS = 1 << BUNDLE_BITS  # of a bundle
 COUNT_BITS = 8  # of a bundle's counter; those above say in which slots nodes begin
 NODES_AT_ONCE = 8  # that a warpgroup loads, while a thread has few quads of each; half as many of larger ones
@@ -293,11 +292,11 @@ class Tree(DeviceStruct):
         return left
 
     @cute.jit
-    def rise(self, node: Node, level, index, begin, leaves):
-        """Merge the node at ``level`` and ``index`` with those to its left that wait, as far as it goes: up to where it
-        has to wait itself, or to where what it needs is of leaves before ``begin``, another CTA's, or to the root.
-        Returns (level, index) then."""
-        ends_line = ((index + 1) << level) >= leaves
+    def rise(self, node: Node, leaf, begin, leaves):
+        """Merge the node of a leaf with those to its left that wait, as far as it goes: up to where it has to wait
+        itself, or to where what it needs is of leaves before ``begin``, another CTA's, or to the root. Returns the
+        (level, index) that it has then."""
+        level, index, ends_line = Int32(0), leaf, leaf + 1 >= leaves
         rises = index >= 0
         while rises:
             is_right = (index & 1) != 0

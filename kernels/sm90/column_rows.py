@@ -6,15 +6,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.config import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, shared_array
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp, transposed
 from hopwell.kernels.sm90.attend import GROUP_BARRIER
-
-WARPS = 4  # of a warpgroup
 
 
 class ColumnRows:

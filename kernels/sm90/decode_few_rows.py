@@ -14,6 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from hopwell.kernels.config import WARPS
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
@@ -27,7 +28,7 @@ from hopwell.kernels.parts.split import UnitKeeper
 from hopwell.kernels.parts.tree import LeftNodes, Node, Tree
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
-from hopwell.kernels.sm90.column_rows import WARPS, ColumnRows
+from hopwell.kernels.sm90.column_rows import ColumnRows
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
@@ -209,7 +210,7 @@ class LeafAttend(ColumnRows, DecodeAttend):
         for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
             self.attend_leaf(operands, node, q_stage, row, n, n < keys.full_begin or n >= keys.full_end, step)
             step += self.kernel.step_tiles
-            level, index = tree.rise(node, Int32(0), leaf, tile.first_leaf, tile.leaves)
+            level, index = tree.rise(node, leaf, tile.first_leaf, tile.leaves)
             leaf += 1
             if (index & 1) != 0:
                 tree.leave(node, tile, index << level)

@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from hopwell.kernels.config import WARPS
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address, shared_array
@@ -25,7 +26,7 @@ from hopwell.kernels.parts.shares import largest_size, piece_scale
 from hopwell.kernels.parts.softmax import ColumnSoftmax
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp
 from hopwell.kernels.sm90 import mla
-from hopwell.kernels.sm90.column_rows import WARPS, ColumnRows
+from hopwell.kernels.sm90.column_rows import ColumnRows
 from hopwell.kernels.sm90.mla import MlaAttend, MlaSm90
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 

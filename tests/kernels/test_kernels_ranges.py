@@ -305,7 +305,7 @@ def attend(tree: HostTree, part: RangeTile) -> Any:
     waiting, state.lanes.own.lane = begin, 0
     for number in range(host(begin), host(end)):
         node.value = number
-        level, index = tree.rise(node, Int32(0), Int32(number), begin, leaves)
+        level, index = tree.rise(node, Int32(number), begin, leaves)
         if host(index) & 1:
             tree.leave(node, part, index << level)
             left, waiting = left.plus(level, index << level), (index + 1) << level
