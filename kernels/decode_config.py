@@ -21,7 +21,16 @@ from hopwell.kernels.config import (
     require_page_size,
 )
 from hopwell.kernels.problem import AttentionProblem, MaskKind
-from hopwell.kernels.splitting import FEW_ROWS, LEAF_TILE, ROWS, chunk_tokens, leaf_tiles, leaf_tokens, tree_rows
+from hopwell.kernels.splitting import (
+    FEW_ROWS,
+    LEAF_TILE,
+    ROWS,
+    chunk_tokens,
+    leaf_tiles,
+    leaf_tokens,
+    shared_levels,
+    tree_rows,
+)
 
 FP8 = {torch.float8_e4m3fn: "e4m3"}
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
@@ -60,6 +69,11 @@ class DecodeConfig(KernelConfig):
     def has_tree(self) -> bool:
         """Whether leaves of keys are merged as a tree, see ``sm90/decode_few_rows.py``."""
         return self.rows in FEW_ROWS
+
+    @property
+    def near_levels(self) -> int:
+        """Levels of the tree that are in shared memory."""
+        return shared_levels(self.rows, self.head_dim_v)
 
     @property
     def leaf_tiles(self) -> int:

@@ -71,7 +71,7 @@ class DecodeGeometry(NamedTuple):
     lse_head: int
     slots: int  # for partial results
     slot_rows: int
-    tree_levels: int  # of decode with few rows
+    spilled_levels: int  # of decode with few rows: of a CTA's tree, in memory
 
 
 class Geometry(NamedTuple):

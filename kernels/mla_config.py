@@ -20,32 +20,58 @@ from hopwell.kernels.config import (
 )
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.problem import AttentionProblem, MaskKind
-from hopwell.kernels.splitting import LISTED_CHUNK_TOKENS, ROWS, chunk_tokens
+from hopwell.kernels.splitting import LATENT_FEW_ROWS, LEAF_TILE, LISTED_CHUNK_TOKENS, ROWS, chunk_tokens
 
-# Q and two tiles of keys fill shared memory; a step takes both. Warps of the producers merge pieces, and the registers
-# that attend can spare are loads that they have under way. With lists it can spare fewer.
+# Two warpgroups share the value's columns. Q and two tiles of keys fill shared memory; a step takes both. Warps of the
+# producers merge pieces, and the registers that attend can spare are loads that they have under way. With lists it can
+# spare fewer.
 _TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=88, consumer_registers=208, splits_v=True)
 _LIST_TILE = replace(_TILE, producer_registers=72, consumer_registers=216)
-FEW_ROWS = 16  # that have kernels of their own: of 32 rows it takes 108 us where others take 103 (H200, 2026-11-22)
+# Of few rows, by columns of the value: with one warpgroup that attends, and as many stages as fit.
+_TREE_TILE = Tile(
+    LATENT_FEW_ROWS,
+    LEAF_TILE,
+    q_stages=2,
+    kv_stages=2,
+    producer_registers=72,
+    consumer_registers=192,
+    merge_registers=240,
+)
+_TREE_TILES = {256: replace(_TREE_TILE, kv_stages=4), 512: _TREE_TILE}
 
 
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
     """An MLA decode kernel. The first ``head_dim_v`` columns of a key are its value."""
 
-    has_tree = False
+    @property
+    def has_tree(self) -> bool:
+        return self.rows == LATENT_FEW_ROWS
 
     @property
     def tile(self) -> Tile:
-        tile = _LIST_TILE if self.sparse else _TILE
-        return tile if self.rows == ROWS else replace(tile, m=self.rows, q_stages=2)
+        if self.has_tree:
+            return _TREE_TILES[self.head_dim_v]
+        return _LIST_TILE if self.sparse else _TILE
 
     @property
     def consumer_warpgroups(self) -> int:
         return self.v_parts
 
     @property
+    def has_merge_role(self) -> bool:
+        """A warpgroup merges beside the one that attends, whose nodes are large."""
+        return self.has_tree
+
+    @property
+    def near_levels(self) -> int:
+        """In registers of the warpgroup that merges."""
+        return 1
+
+    @property
     def chunk_tokens(self) -> int:
+        if self.has_tree:
+            return super().chunk_tokens
         return LISTED_CHUNK_TOKENS if self.sparse else chunk_tokens(self.head_dim_v, latent=True)
 
     @property
@@ -68,11 +94,11 @@ class MlaConfig(DecodeConfig):
         """Where the rest of a key ends with the value, another column block makes room for P of tile A. P of few
         rows has memory of its own."""
         left, right = self.kv_dims
-        return left, right if self.rows == FEW_ROWS else max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
+        return left, right if self.has_tree else max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
 
     @property
     def depth(self) -> tuple[int, int]:
-        return self.head_dim_qk, self.head_dim_v // 2
+        return self.head_dim_qk, self.head_dim_v // self.v_parts
 
     @property
     def sparse(self) -> bool:
@@ -86,7 +112,7 @@ class MlaConfig(DecodeConfig):
     def build(self) -> tuple[Any, tuple[Any, ...]]:
         from hopwell.kernels.sm90 import mla, mla_few_rows
 
-        return (mla if self.rows == ROWS else mla_few_rows).build(self)
+        return (mla_few_rows if self.has_tree else mla).build(self)
 
 
 def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
@@ -110,7 +136,7 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     fetch = kv_fetch(problem, _TILE.n) if problem.token_table is None else (KvFetch.LISTED_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)
-    return MlaConfig(*common, rows=FEW_ROWS if together <= FEW_ROWS else ROWS)
+    return MlaConfig(*common, rows=LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS)
 
 
 def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
@@ -119,5 +145,5 @@ def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
         return
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.LISTED_ROWS, 0)])
-    for rows, (dims, fetch) in itertools.product((ROWS, FEW_ROWS), kinds):
+    for rows, (dims, fetch) in itertools.product((ROWS, LATENT_FEW_ROWS), kinds):
         yield MlaConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)

@@ -24,8 +24,8 @@ from hopwell.kernels.splitting import (
     node_slots,
     slot_count,
     slot_rows,
+    spilled_levels,
     tree_counter_ints,
-    tree_levels,
 )
 from hopwell.kernels.tickets import tickets
 
@@ -243,7 +243,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         lse_head=0 if lse is None else lse.tensor.stride(1),
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
-        tree_levels=tree_levels(config.tile.m, columns, capacity),
+        spilled_levels=spilled_levels(config.tile.m, columns, capacity, config.near_levels),
     )
 
 

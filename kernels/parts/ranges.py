@@ -111,11 +111,15 @@ class RangeSchedule(SplitSchedule):
     def _shift(self, begin, seen, q_len):
         return Int32(self.chunk_tokens.bit_length() - 1)
 
+    @property
+    def _requests_count(self):
+        return Int32(self.geometry.batch)
+
     @cute.jit
     def _leaves(self, first):
         """In a column, of the requests from ``first`` on. Called by a warp."""
         chunks = Int32(0)
-        for each in cutlass.range(first, Int32(self.geometry.batch), LANES, unroll=4):
+        for each in cutlass.range(first, self._requests_count, LANES, unroll=4):
             chunks += self._span(each + cute.arch.lane_idx()).chunks
         return cute.arch.shuffle_sync(running_sum(chunks), LANES - 1)
 
@@ -142,9 +146,9 @@ class RangeSchedule(SplitSchedule):
         step, first, before = Int32(0), Int32(0), Int32(0)
         span, last_leaf = self._requests(first)
         leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
-        if Int32(self.geometry.batch) > LANES:
+        if self._requests_count > LANES:
             leaves += self._leaves(first + LANES)
-        ranges = Ranges.of(self._units_of_chunk, leaves, Int32(self.geometry.batch), ctas, self.most_blocks)
+        ranges = Ranges.of(self._units_of_chunk, leaves, self._requests_count, ctas, self.most_blocks)
         number = Int32(cute.arch.block_idx()[0])
         column, leaf, end = ranges.numbered(number)
         goes_on = (leaf < ranges.leaves) | ranges.has_tickets
@@ -175,3 +179,27 @@ class RangeSchedule(SplitSchedule):
         board.post_end(step)
         if ranges.has_tickets:
             hand_back_tickets(self.addresses, ctas)
+
+
+@dataclass
+class ListRangeSchedule(RangeSchedule):
+    """Every query token has a list of tokens: it is a request of its own, with its list's entries as keys. One KV
+    head."""
+
+    @property
+    def _requests_count(self):
+        return Int32(self.geometry.batch) * Int32(self.geometry.q_len)
+
+    @cute.jit
+    def _span(self, index):
+        q_len, leaf = Int32(self.geometry.q_len), Int32(self.chunk_tokens)
+        request = RangeSchedule._span(self, index // q_len)
+        token = index % q_len
+        seen = cutlass.min(request.kv_len - request.q_len + token + 1, Int32(self.geometry.listed))
+        seen = cutlass.max(seen, 0)
+        place = request.q_start + token
+        leaves = Int32(0)
+        # What a request with fewer tokens does not have has no leaves, not one without keys.
+        if (index < self._requests_count) & (token < request.q_len):
+            leaves = cutlass.max((seen + (leaf - 1)) // leaf, 1)
+        return RequestSpan(place, place, Int32(1), seen, leaf, Int32(0), leaves)

@@ -8,10 +8,10 @@ rises to the root, and that is the result.
 A CTA merges from left to right: a node waits at its level until the one to its right has come. What has to wait for a
 leaf that another CTA has is left in memory, at most two nodes of each level of a range.
 
-These are merged sixteen at a time. A bundle has sixteen slots, one for each of as many blocks of a line (see
-``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills the last one merges
-them, in the order of the tree, and fills a slot of the tier above: so merging goes on beside all else, and after the
-last leaf of a long line it takes two rounds or three.
+These are merged sixteen at a time, wide ones four. A bundle has as many slots, one for each of so many blocks of a line
+(see ``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills the last one
+merges them, in the order of the tree, and fills a slot of the tier above: so merging goes on beside all else, and after
+the last leaf of a long line it takes two rounds or three.
 
 A warpgroup holds a node in registers, each thread the same elements of every node, and writes it as it lies in them.
 """
@@ -36,13 +36,13 @@ from hopwell.kernels.parts.device import (
 )
 from hopwell.kernels.parts.ranges import RangeTile
 from hopwell.kernels.parts.warp_mma import QUAD
-from hopwell.kernels.splitting import ALIGNMENT, BUNDLE_BITS, TICKETS, node_bytes, shared_levels
+from hopwell.kernels.splitting import ALIGNMENT, TICKETS, bundle_bits, node_bytes
 
 QUAD_BYTES = 16  # of what a thread moves at a time: four elements, or reference and sum of two rows
-SLOTS = 1 << BUNDLE_BITS  # of a bundle
 COUNT_BITS = 8  # of a bundle's counter; those above say in which slots nodes begin
 NODES_AT_ONCE = 8  # that a warpgroup loads, while a thread has few quads of each; half as many of larger ones
 FEW_QUADS = 4
+PASS_QUADS = 8  # of the output in a thread, at most: wide nodes are merged in passes over their columns
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,11 @@ class Node(DeviceStruct):
     output: Any  # float32 in registers
     reference: Any  # of each row, an exponent of 2; -inf without any key
     total: Any  # of each row: the sum of exponentials of this warp's keys
+
+    @staticmethod
+    def of(output, tile_rows: int) -> "Node":
+        """With this output."""
+        return Node(output, *[cute.make_rmem_tensor(tile_rows // QUAD, Float32) for _ in range(2)])
 
     @property
     def rows(self) -> int:
@@ -135,21 +140,22 @@ class LeftNodes(DeviceStruct):
 
 @dataclass(frozen=True)
 class Bundle(DeviceStruct):
-    """Sixteen slots, or fewer at the end of a line."""
+    """2^bits slots, or fewer at the end of a line."""
 
     line: RangeTile  # a part of it
     tier: Int32
     first: Int32  # block
+    bits: int
 
     @staticmethod
-    def around(line: RangeTile, tier, block) -> "Bundle":
-        shift = BUNDLE_BITS * (tier + 1)
-        return Bundle(line, tier, (block >> shift) << shift)
+    def around(line: RangeTile, tier, block, bits: int) -> "Bundle":
+        shift = bits * (tier + 1)
+        return Bundle(line, tier, (block >> shift) << shift, bits)
 
     @property
     def slots(self):
         """How many there are."""
-        return cutlass.min(((self.blocks - 1 - self.first) >> (BUNDLE_BITS * self.tier)) + 1, SLOTS)
+        return cutlass.min(((self.blocks - 1 - self.first) >> (self.bits * self.tier)) + 1, 1 << self.bits)
 
     @property
     def blocks(self):
@@ -159,16 +165,16 @@ class Bundle(DeviceStruct):
     @property
     def is_line(self):
         """Whether it is all of the line."""
-        return (self.first == 0) & (self.blocks <= (Int32(SLOTS) << (BUNDLE_BITS * self.tier)))
+        return (self.first == 0) & (self.blocks <= (Int32(1) << (self.bits * (self.tier + 1))))
 
     def slot_of(self, block):
-        return (block - self.first) >> (BUNDLE_BITS * self.tier)
+        return (block - self.first) >> (self.bits * self.tier)
 
     def block_of(self, slot):
-        return self.first + (slot << (BUNDLE_BITS * self.tier))
+        return self.first + (slot << (self.bits * self.tier))
 
     def above(self) -> "Bundle":
-        return Bundle.around(self.line, self.tier + 1, self.first)
+        return Bundle.around(self.line, self.tier + 1, self.first, self.bits)
 
 
 @dataclass(frozen=True)
@@ -180,21 +186,24 @@ class Tree(DeviceStruct):
     scratch: Int64
     counters: Int64  # address of those of bundles
     geometry: DecodeGeometry
+    near_levels: int  # of the tree that are in shared memory, or the first one in registers
     rows: int  # of a tile
     columns: int
+    held: Node | None = None  # the first level in registers
 
     @staticmethod
-    def create(a: Addresses, g: DecodeGeometry, shared, results, rows: int, columns: int) -> "Tree":
+    def create(a: Addresses, g: DecodeGeometry, shared, results, *sizes: int) -> "Tree":
+        """``sizes`` are the last fields."""
         aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
-        return Tree(shared, results, aligned, a.tickets + 4 * TICKETS, g, rows, columns)
+        return Tree(shared, results, aligned, a.tickets + 4 * TICKETS, g, *sizes)
 
     @property
     def _node_bytes(self) -> int:
         return node_bytes(self.rows, self.columns)
 
     @property
-    def _shared_levels(self) -> int:
-        return shared_levels(self.rows, self.columns)
+    def _bundle_bits(self) -> int:
+        return bundle_bits(self.columns)
 
     @property
     def thread(self):
@@ -224,8 +233,12 @@ class Tree(DeviceStruct):
         return [copy.load_shared(address + place, 4, Float32) for place in self._places()]
 
     @cute.jit
-    def _load(self, address) -> list:
-        return [copy.load_global(address + place, 4, Float32) for place in self._places()]
+    def _load(self, address, outputs: cutlass.Constexpr[range | None] = None) -> list:
+        """All of a node, or of its output only these quads."""
+        places = self._places()
+        if cutlass.const_expr(outputs is not None):
+            places = [places[j] for j in outputs] + places[self._quads() :]
+        return [copy.load_global(address + place, 4, Float32) for place in places]
 
     @cute.jit
     def _store(self, address, quads: list, store: cutlass.Constexpr) -> None:
@@ -252,22 +265,38 @@ class Tree(DeviceStruct):
 
     def _spilled(self, level):
         """Address of a level of this CTA's that has no place in shared memory."""
-        of_cta = Int32(self.geometry.tree_levels) - self._shared_levels
-        place = cute.arch.block_idx()[0] * of_cta + level - self._shared_levels
+        place = cute.arch.block_idx()[0] * Int32(self.geometry.spilled_levels) + level - self.near_levels
         return self._node(Int32(self.geometry.slots) + place)
+
+    def _near(self, level) -> list:
+        """The node that waits at a level that is not in memory."""
+        return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.quads()
+
+    def _keep_near(self, node: Node, level) -> None:
+        if self.held is None:
+            self._store(self.shared + level * self._node_bytes, node.quads(), copy.store_shared)
+        else:
+            self.held.assign(node.quads())
 
     @cute.jit
     def _add_waiting(self, node: Node, level) -> None:
-        if level < self._shared_levels:
-            node.add_left(self._load_shared(self.shared + level * self._node_bytes))
+        if level < self.near_levels:
+            node.add_left(self._near(level))
         else:
             node.add_left(self._load(self._spilled(level)))
+
+    def hand_over(self, node: Node) -> None:
+        """Put a node into shared memory for :meth:`take` of another warpgroup."""
+        self._store(self.shared, node.quads(), copy.store_shared)
+
+    def take(self, node: Node) -> None:
+        node.assign(self._load_shared(self.shared))
 
     @cute.jit
     def wait(self, node: Node, level) -> None:
         """Let a node wait at its level for the one to its right."""
-        if level < self._shared_levels:
-            self._store(self.shared + level * self._node_bytes, node.quads(), copy.store_shared)
+        if level < self.near_levels:
+            self._keep_near(node, level)
         else:
             self._store(self._spilled(level), node.quads(), copy.store_global)
 
@@ -282,9 +311,8 @@ class Tree(DeviceStruct):
         while leaf < end:
             level = bit_length(end - leaf) - 1
             target = self._node(self._slot(line, leaf >> line.shift))
-            if level < self._shared_levels:
-                quads = self._load_shared(self.shared + level * self._node_bytes)
-                self._store(target, quads, copy.store_global)
+            if level < self.near_levels:
+                self._store(target, self._near(level), copy.store_global)
             else:
                 self._store(target, self._load(self._spilled(level)), copy.store_global)
             left = left.plus(level, leaf)
@@ -318,9 +346,9 @@ class Tree(DeviceStruct):
             found = Int32(0)
             if self.thread < left.count:
                 level = left.level - line.shift
-                tier = level // BUNDLE_BITS
-                bundle = Bundle.around(line, tier, left.leaf >> line.shift)
-                found = self._fill(bundle, left.leaf >> line.shift, Int32(1) << (level - BUNDLE_BITS * tier))
+                tier = level // self._bundle_bits
+                bundle = Bundle.around(line, tier, left.leaf >> line.shift, self._bundle_bits)
+                found = self._fill(bundle, left.leaf >> line.shift, Int32(1) << (level - self._bundle_bits * tier))
             shared_array(Int32, self.results)[self.thread] = found
         meet()
         mine = shared_array(Int32, self.results)[cute.arch.lane_idx()]
@@ -330,7 +358,8 @@ class Tree(DeviceStruct):
             lane = bit_length(full & -full) - 1
             full &= full - 1
             level, leaf = cute.arch.shuffle_sync(left.level, lane), cute.arch.shuffle_sync(left.leaf, lane)
-            bundle = Bundle.around(line, (level - line.shift) // BUNDLE_BITS, leaf >> line.shift)
+            tier = (level - line.shift) // self._bundle_bits
+            bundle = Bundle.around(line, tier, leaf >> line.shift, self._bundle_bits)
             there = cute.arch.shuffle_sync(mine, lane)
             while there != 0:
                 node.assign(self._merged(bundle, there))
@@ -365,16 +394,21 @@ class Tree(DeviceStruct):
     def _merged(self, bundle: Bundle, there) -> list:
         """The merge of a bundle's nodes; ``there`` has a bit for each slot in which one begins. The first one's does,
         and of two equal parts of a bundle the left one's first does where the right one's does."""
-        at_once = NODES_AT_ONCE if self._quads() + self._pairs <= FEW_QUADS else NODES_AT_ONCE // 2
-        return self._of_slots(bundle, there, 0, SLOTS, at_once)
+        passes = []
+        for first in range(0, self._quads(), PASS_QUADS):
+            quads = range(first, min(first + PASS_QUADS, self._quads()))
+            at_once = NODES_AT_ONCE if len(quads) + self._pairs <= FEW_QUADS else NODES_AT_ONCE // 2
+            passes.append(self._of_slots(bundle, there, 0, 1 << bundle.bits, at_once, quads))
+        return side_by_side(passes, self._pairs)
 
-    def _of_slots(self, bundle: Bundle, there, first: int, count: int, at_once: int) -> list:
-        """Of ``count`` slots from ``first`` on, ``at_once`` of which are loaded at a time."""
+    def _of_slots(self, bundle: Bundle, there, first: int, count: int, at_once: int, quads: range) -> list:
+        """Of ``count`` slots from ``first`` on, ``at_once`` of them loaded at a time, these quads of the output."""
         if count > at_once:
-            left = self._of_slots(bundle, there, first, count // 2, at_once)
-            return self._with_right(left, bundle, there, first + count // 2, count // 2, at_once)
+            half = count // 2
+            left = self._of_slots(bundle, there, first, half, at_once, quads)
+            return self._with_right(left, bundle, there, first + half, half, at_once, quads)
         blocks = [_block_of(bundle, there, first + i) for i in range(count)]
-        nodes = [self._load(self._node(self._slot(bundle.line, block))) for block in blocks]
+        nodes = [self._load(self._node(self._slot(bundle.line, block)), quads) for block in blocks]
         step = 1
         while step < count:
             for i in range(0, count, 2 * step):
@@ -383,11 +417,16 @@ class Tree(DeviceStruct):
         return nodes[0]
 
     @cute.jit
-    def _with_right(self, left: list, bundle: Bundle, there, first, count, at_once) -> list:
+    def _with_right(self, left: list, bundle: Bundle, there, first, count, at_once, quads) -> list:
         result = left
         if _has(there, first):
-            result = joined(left, self._of_slots(bundle, there, first, count, at_once), self._pairs)
+            result = joined(left, self._of_slots(bundle, there, first, count, at_once, quads), self._pairs)
         return result
+
+
+def side_by_side(passes: list[list], pairs: int) -> list:
+    """A node, each of whose parts has the statistics of ``pairs`` of rows at its end."""
+    return [quad for quads in passes for quad in quads[:-pairs]] + passes[-1][-pairs:]
 
 
 def _has(there, slot: int):

@@ -80,11 +80,12 @@ class ColumnRows:
             factors.append(factor)
         for eight in cutlass.range_constexpr(output.products):
             row = MMA_COLUMNS * eight + g
+            target = rows.output(row, 0)
             for c in cutlass.range_constexpr(output.columns):
                 word = self.word(output, eight, c, factors, self.kernel.out_dtype)
                 column = first_column + self.block(c) * WARP_ROWS + c % 2 * MMA_COLUMNS + 2 * t
                 if row < rows.count and column < self.kernel.config.head_dim_v:
-                    copy.store_element("b32", rows.output(row, column), word)
+                    copy.store_element("b32", target + column * rows.out_bytes, word)
 
     def word(self, output, eight: int, c: int, factors, dtype):
         """Two adjacent columns of row g of 8, of which a lane holds one column of two adjacent rows."""

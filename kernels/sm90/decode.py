@@ -158,8 +158,7 @@ class DecodeSm90(AttentionSm90):
             if const_expr(self.config.has_merge_role):
                 self.set_registers(self.config.registers[-1])
                 scale = self._output_scale(addresses, output_scale, output_factor)
-                merge = self._merge(addresses, geometry, tiles)
-                merge.run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
+                self.run_merge(tiles, rings, board, addresses, geometry, scale)
         else:
             self.set_registers(self.tile.consumer_registers)
             scale = load_scale(addresses.softmax_scale, softmax_scale)
@@ -169,6 +168,11 @@ class DecodeSm90(AttentionSm90):
             merge = self._merge(addresses, geometry, tiles)
             parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
             self.consumer(*parts).run(addresses, geometry)
+
+    def run_merge(self, tiles, rings, board, addresses, geometry, scale) -> None:
+        """What the warpgroup that merges does."""
+        merge = self._merge(addresses, geometry, tiles)
+        merge.run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
 
     def softmax(self, scale) -> OnlineSoftmax:
         """That of a consumer warp's rows."""
@@ -197,12 +201,17 @@ class DecodeSm90(AttentionSm90):
         if warp == V_WARP:
             self.load_part(1, atoms, operands, tiles, rings, partial_barriers, board)
         if warp == Q_WARP:
-            step = Int32(0)
+            self.load_rows(addresses, geometry, tiles, rings, board)
+
+    @cute.jit
+    def load_rows(self, addresses, geometry, tiles, rings, board):
+        """Q of every tile."""
+        step = Int32(0)
+        tile = board.read(step)
+        while tile.exists:
+            self.load_q(addresses, geometry, tile, tiles.q, rings[0], step)
+            step += 1
             tile = board.read(step)
-            while tile.exists:
-                self.load_q(addresses, geometry, tile, tiles.q, rings[0], step)
-                step += 1
-                tile = board.read(step)
 
     def load_part(self, part: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
         """K (0) or V (1)."""

@@ -7,6 +7,7 @@ which: every CTA gets an equal share of all keys, and pieces of requests are lef
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import cutlass
@@ -21,21 +22,17 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import ColumnFragment
-from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.ranges import RangeSchedule, RangeTile
 from hopwell.kernels.parts.softmax import ColumnSoftmax
 from hopwell.kernels.parts.split import UnitKeeper
-from hopwell.kernels.parts.tree import LeftNodes, Node, Tree
+from hopwell.kernels.parts.tree import Node, Tree
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
-from hopwell.kernels.sm90.column_rows import ColumnRows
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
+from hopwell.kernels.sm90.leaf_tree import STATE_BYTES, LeafTree
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.splitting import NODES_BYTES, share_blocks
-
-RESULT_BYTES = 256  # for Tree.results
-STATE_BYTES = 1024
+from hopwell.kernels.splitting import node_bytes, share_blocks
 
 
 class FewRowsDecodeSm90(DecodeSm90):
@@ -63,8 +60,16 @@ class FewRowsDecodeSm90(DecodeSm90):
     """
 
     work_tile = RangeTile
-    # Nodes of the tree, what counts have found, and a float32 of each row for all warps.
-    staging_bytes = (NODES_BYTES + STATE_BYTES) // WARPS
+
+    @property
+    def nodes_bytes(self) -> int:
+        """Of shared memory, for levels of the tree."""
+        return self.config.near_levels * node_bytes(self.tile.m, self.config.head_dim_v)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Nodes of the tree, what counts have found, and a float32 of each row for all warps."""
+        return (self.nodes_bytes + STATE_BYTES) // WARPS
 
     @property
     def step_tiles(self) -> int:
@@ -72,8 +77,13 @@ class FewRowsDecodeSm90(DecodeSm90):
 
     @property
     def shared_bytes(self) -> int:
-        """With P of a leaf."""
-        return super().shared_bytes + self.tile.m * self.tile.n * 2 * self.step_tiles
+        """With P."""
+        return super().shared_bytes + self.tile.m * self.tile.n * 2 * self.p_tiles
+
+    @property
+    def p_tiles(self) -> int:
+        """Tiles of P in shared memory: of a leaf."""
+        return self.step_tiles
 
     def softmax(self, scale) -> ColumnSoftmax:
         return ColumnSoftmax.create(scale, self.tile.m // QUAD)
@@ -82,23 +92,28 @@ class FewRowsDecodeSm90(DecodeSm90):
         return LeafAttend(*parts)
 
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Tree:
-        nodes = shared_address(tiles.staging)
-        return Tree.create(addresses, geometry, nodes, nodes + NODES_BYTES, self.tile.m, self.config.head_dim_v)
+        nodes, levels = shared_address(tiles.staging), self.config.near_levels
+        sizes = (self.tile.m, self.config.head_dim_v)
+        return Tree.create(addresses, geometry, nodes, nodes + self.nodes_bytes, levels, *sizes)
+
+    @property
+    def schedule_type(self) -> type[RangeSchedule]:
+        return RangeSchedule
 
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, *unused) -> RangeSchedule:
         c = self.config
         sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, UnitKeeper())
-        return RangeSchedule(geometry, addresses, mask, *sizes, share_blocks(self.tile.m, c.head_dim_v))
+        return self.schedule_type(geometry, addresses, mask, *sizes, share_blocks(self.tile.m, c.head_dim_v))
 
     def _allocate_tiles(self, smem) -> "LeafTiles":
-        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, self.step_tiles)
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, self.p_tiles)
         p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
         return LeafTiles(**vars(super()._allocate_tiles(smem)), p=p)
 
 
 @dataclass
 class LeafTiles(SharedTiles):
-    p: Any  # of a leaf: [rows, tile.n, tiles]
+    p: Any  # [rows, tile.n, p_tiles]
 
 
 @dataclass
@@ -115,7 +130,6 @@ class LeafOperands(DeviceStruct):
     o: Any
     s_layout: Any  # of one tile
     depth_qk: int
-    columns: int  # of the output
     tile_n: int
     products: int  # of 8 rows, side by side
     leaf_tiles: int
@@ -140,7 +154,6 @@ class LeafOperands(DeviceStruct):
             o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
             s_layout=s_layout,
             depth_qk=kernel.config.depth[0],
-            columns=columns,
             tile_n=t.n,
             products=t.m // MMA_COLUMNS,
             leaf_tiles=kernel.step_tiles,
@@ -168,21 +181,16 @@ class LeafOperands(DeviceStruct):
         columns = self.leaf_tiles * WARP_ROWS // ColumnFragment.lanes_per_row
         return ColumnFragment(self.s, columns, self.products)
 
-    def output(self) -> ColumnFragment:
-        """As :meth:`ColumnRows.block` has it."""
-        return ColumnFragment(self.o, self.columns // (WARPS * ColumnFragment.lanes_per_row), self.products)
-
 
 @dataclass
-class LeafAttend(ColumnRows, DecodeAttend):
+class LeafAttend(LeafTree, DecodeAttend):
     """The consumer warpgroup."""
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring, *_ = self.rings
         operands = LeafOperands.create(self.kernel, self.tiles)
-        rows = self.kernel.tile.m // QUAD
-        node = Node(operands.o, *[cute.make_rmem_tensor(rows, Float32) for _ in range(2)])
+        node = Node.of(operands.o, self.kernel.tile.m)
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
@@ -191,40 +199,16 @@ class LeafAttend(ColumnRows, DecodeAttend):
             q_ring.wait_full(work)
             row = self.logit_row(tile, 0, operands.scores())
             node.clear()
-            step, left = self.attend_part(operands, node, q_ring.stage(work), row, tile, step)
+            next_leaf = partial(self.attend_leaf, operands, node, q_ring.stage(work), row)
+            step, left = self.merge_part(next_leaf, node, tile, step)
             q_ring.release(work)
-            is_root = tile.end_leaf - tile.first_leaf == tile.leaves
-            if not is_root:
-                is_root = self.merge.merge(node, tile, left, self.meet_group)
-            if is_root:
-                self.store_line(operands, node, tile, addresses, geometry)
+            self.finish_part(node, tile, left, addresses, geometry)
             work += 1
             tile = self.board.read(work)
 
     @cute.jit
-    def attend_part(self, operands: LeafOperands, node: Node, q_stage, row, tile: RangeTile, step):
-        """All leaves of a part. The node of a whole line is ``node`` then; those of others have been left in memory.
-        Returns the step, which counts tiles, after them, and what has been left."""
-        keys, tree, left = tile.keys, self.merge, LeftNodes.none()
-        leaf, waiting = tile.first_leaf, tile.first_leaf
-        for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-            self.attend_leaf(operands, node, q_stage, row, n, n < keys.full_begin or n >= keys.full_end, step)
-            step += self.kernel.step_tiles
-            level, index = tree.rise(node, leaf, tile.first_leaf, tile.leaves)
-            leaf += 1
-            if (index & 1) != 0:
-                tree.leave(node, tile, index << level)
-                left = left.plus(level, index << level)
-                waiting = (index + 1) << level
-            elif leaf < tile.leaves:
-                tree.wait(node, level)
-        if tile.end_leaf < tile.leaves:
-            left = tree.leave_waiting(tile, waiting, tile.end_leaf, left)
-        return step, left
-
-    @cute.jit
-    def attend_leaf(self, operands: LeafOperands, node: Node, q_stage, row, n, masked, step) -> None:
-        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA."""
+    def attend_leaf(self, operands: LeafOperands, node: Node, q_stage, row, n, masked, step):
+        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's."""
         _, k_ring, v_ring, *_ = self.rings
         tiles, scores = self.kernel.step_tiles, operands.scores()
         for i in cutlass.range_constexpr(tiles):
@@ -258,18 +242,7 @@ class LeafAttend(ColumnRows, DecodeAttend):
             node.reference[r], node.total[r] = self.softmax.partial(r, scores.lanes_per_row)
         warpgroup.wait_group(0)
         v_ring.release(step + tiles - 1)
-
-    @cute.jit
-    def store_line(self, operands: LeafOperands, node: Node, tile: RangeTile, addresses, geometry) -> None:
-        """Write the rows of a line's root."""
-        rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
-        sums = self.gathered([node.total[r] for r in range(node.rows)])
-        statistics = [(node.reference[r], (a + b) + (c + d)) for r, (a, b, c, d) in enumerate(sums)]
-        self.store_columns(operands.output(), statistics, rows, 0)
-
-    def maxima(self, r: int):
-        row = ColumnFragment.first_row() + ColumnFragment.row_offset(r)
-        return shared_address(self.tiles.staging) + NODES_BYTES + RESULT_BYTES + 4 * WARPS * row
+        return step + tiles
 
 
 def build(config: DecodeConfig) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MMA_DEPTH, WARPGROUP
@@ -15,8 +15,6 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand, PageRows
-from hopwell.kernels.parts.mask import IntervalMask, ListMask, ListRow, LogitRow
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Slots
 from hopwell.kernels.parts.shares import Shares
@@ -26,15 +24,16 @@ from hopwell.kernels.skeleton import SharedTiles, example_arguments
 from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
 from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
-from hopwell.kernels.sm90.kernel import K_WARP, SCHEDULE_WARP
+from hopwell.kernels.sm90.kernel import SCHEDULE_WARP
+from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.splitting import LATENT_PIECE_BYTES, ROWS, SHARES
+from hopwell.kernels.splitting import LATENT_PIECE_BYTES, SHARES
 
 ATTEND_LOADS = (8, 2)  # pieces, and items of each, that a warp of attend has under way when it merges
 STATE_BYTES = (WARP_ROWS + LANES * RowFragment.rows) * 4  # of a warp: references of its rows, sums of each lane's
 
 
-class MlaSm90(DecodeSm90):
+class MlaSm90(LatentKeys, DecodeSm90):
     """Attention of packed rows, 64 of them at most, in steps of two tiles of 64 keys, A and B, from right to left.
 
     64 x 512 of O are more registers than a warpgroup has, so two of them share the columns: left and right. Each
@@ -78,7 +77,6 @@ class MlaSm90(DecodeSm90):
     staging_bytes = STATE_BYTES
     step_tiles = 2
     q_role = "schedule"
-    p_tiles = 1  # tiles of P with memory of their own: B's
 
     @property
     def part_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -92,10 +90,6 @@ class MlaSm90(DecodeSm90):
         return ListSchedule if self.config.sparse else LatentSchedule
 
     @property
-    def mask_type(self) -> type[IntervalMask]:
-        return ListMask if self.config.sparse else IntervalMask
-
-    @property
     def more_roles(self) -> dict[str, int]:
         """The halves of attend."""
         return {"left": 4, "right": 4}
@@ -103,33 +97,24 @@ class MlaSm90(DecodeSm90):
     def _more_edges(self) -> tuple[Edge, ...]:
         attend = 4 * self.warpgroups
         return (
-            # The bytes are those of P with memory of its own: that of B, which goes the other way; P of A lies in V.
-            Edge("P", "left", "right", 1, 4, 4, self.p_tiles * self.tile.m * self.tile.n * 2, LANES, LANES),
+            # The bytes are those of P of B, which goes the other way; P of A lies in V.
+            Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * 2, LANES, LANES),
             Edge("piece", "attend", "schedule", 1, attend, 1, 0),
         )
 
     def consumer(self, *parts: Any) -> "MlaAttend":
         return MlaAttend(*parts)
 
-    def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
-        c, a, g = self.config, addresses, geometry
-        strides, table = (g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, g.page_shift)
-        dims, columns = c.kv_dims, c.columns
-        kind = dict(is_value=True, streams=c.streams_kv)
-        left = KvOperand(a.key, *strides, *table, dims[0], columns[0], dims[0], **kind)
-        right = KvOperand(a.key + 2 * dims[0], *strides, *table, dims[1], columns[1], dims[1], **kind)
-        return left, right
-
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, at_once=ATTEND_LOADS) -> Shares:
         slots = Slots.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
-        return Shares(slots, Int32(geometry.row_tiles), *at_once, SHARES * self.tile.m // ROWS)
+        return Shares(slots, Int32(geometry.row_tiles), *at_once, SHARES)
 
     def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "LatentUnits":
         descriptor = copy.tma_descriptor(q_atom)
         return LatentUnits(self, descriptor, tiles, rings, self._merge(addresses, geometry), addresses, geometry)
 
     def _allocate_tiles(self, smem) -> "MlaTiles":
-        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, self.p_tiles)
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, 1)
         p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
         return MlaTiles(**vars(super()._allocate_tiles(smem)), p=p)
 
@@ -141,15 +126,8 @@ class MlaSm90(DecodeSm90):
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
         """The other warps of the first warpgroup: keys, and merging."""
-        operands = self.loads(addresses, geometry)
         if warp < self.loading_warps:
-            if const_expr(self.loading_warps == 1):
-                shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
-                self.load_keys_and_values(atoms, shared, rings[1:3], partial_barriers, board, operands)
-            elif warp == K_WARP:
-                self.load_part(0, atoms, operands, tiles, rings, partial_barriers, board)
-            else:
-                self.load_part(1, atoms, operands, tiles, rings, partial_barriers, board)
+            self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
         else:
             merge = self._merge(addresses, geometry, at_once=self.config.merge_loads)
             pieces = schedule.pieces()
@@ -157,7 +135,7 @@ class MlaSm90(DecodeSm90):
             merge.hand_back(self.merging_warps(geometry), pieces)
 
     @cute.jit
-    def load_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
+    def fetch_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
         """Of Q: by TMA where they lie at equal distances. Behind those of the request it reads the next one's, whose
         results are not stored."""
         if geometry.q_token == geometry.q_head * geometry.group:
@@ -165,32 +143,6 @@ class MlaSm90(DecodeSm90):
             self.fetch_q(descriptor, tiles, ring, step, row, Int32(0))
         else:
             self.load_q(addresses, geometry, tile, tiles, ring, step)
-
-    @cute.jit
-    def load_keys_and_values(self, atoms, shared, rings, partial_barriers, board, operands):
-        """Both parts of every tile by one warp: each argument is one of both."""
-        descriptors = [copy.tma_descriptor(atom) for atom in atoms]
-        step, work, partials = Int32(0), Int32(0), [Int32(0), Int32(0)]
-        tile = board.read(work)
-        while tile.exists:
-            rest = (self.tile.n, self.config.box_rows)
-            sources = [self.source.create(operands[i], tile, descriptors[i], shared[i], *rest) for i in range(2)]
-            for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
-                for k in cutlass.range_constexpr(self.step_tiles):
-                    place = n * self.step_tiles + (self.step_tiles - 1 - k)
-                    locations = [source.locate(place) for source in sources]
-                    for i in self.part_orders[k]:
-                        rings[i].wait_empty(step)
-                        barrier = partial_barriers + i
-                        partials[i] = sources[i].fill(locations[i], place, rings[i], step, barrier, partials[i])
-                    step += 1
-            work += 1
-            tile = board.read(work)
-
-    @property
-    def loading_warps(self) -> int:
-        """Of keys: one where TMA does the work, two where lanes copy rows."""
-        return 2 if issubclass(self.source, PageRows) else 1
 
     @property
     def warps_without_work(self) -> int:
@@ -201,15 +153,10 @@ class MlaSm90(DecodeSm90):
         """Of all CTAs."""
         return Int32(geometry.grid) * (self.warps_without_work + 4 * self.warpgroups)
 
-    def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
-        left, right = self.config.kv_dims
-        rest = (g.kv_heads, (g.k_pages, g.k_rows), (g.k_page, g.k_head, g.k_row))
-        return self._kv_atom(a.key, left, *rest), self._kv_atom(a.key + 2 * left, right, *rest)
-
 
 @dataclass
 class MlaTiles(SharedTiles):
-    p: Any  # P of tile B, or of both: [rows, tile.n, p_tiles]
+    p: Any  # P of tile B: [rows, tile.n, 1]
 
 
 @dataclass
@@ -227,7 +174,7 @@ class LatentUnits(UnitKeeper):
     @cute.jit
     def posted(self, step, unit, before) -> None:
         q_ring, *_, piece_ring = self.rings
-        self.kernel.load_rows(self.descriptor, self.addresses, self.geometry, unit, self.tiles.q, q_ring, step)
+        self.kernel.fetch_rows(self.descriptor, self.addresses, self.geometry, unit, self.tiles.q, q_ring, step)
         if step > 0:
             self._announce(step - 1, before)
         self.merge.wait_free(unit)
@@ -287,18 +234,15 @@ class MlaOperands(Operands):
 
 
 @dataclass
-class MlaAttend(DecodeAttend):
+class MlaAttend(LatentRows, DecodeAttend):
     """The two consumer warpgroups."""
-
-    operands = MlaOperands
-    fragment = RowFragment  # of scores
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring, *_ = self.rings
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
-        left, right = self.operands.of_both(self.kernel, self.tiles)
-        warp_row = self.warp_row()
+        left, right = MlaOperands.of_both(self.kernel, self.tiles)
+        warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
@@ -327,26 +271,6 @@ class MlaAttend(DecodeAttend):
         self.merge.run(tile.piece, Int32(0), addresses, geometry, self.output_scale, self.kernel.out_dtype)
         self.merge.hand_back(self.kernel.merging_warps(geometry), tile.piece)
 
-    def warp_row(self):
-        """The first of this warp's rows."""
-        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
-
-    @property
-    def lane_rows(self) -> int:
-        """Rows of which a lane has scores."""
-        return cute.size(self.softmax.reference)
-
-    def logit_row(self, tile, warp_row) -> LogitRow:
-        request, group = tile.request, Int32(self.geometry.group)
-        if const_expr(self.kernel.config.sparse):
-            table, table_row = self.addresses.key_table, self.geometry.key_table_row
-            positions = (request.first_position,) * self.lane_rows
-            return ListRow(positions, request.kv_len, Float32(0.0), table, table_row, request.index)
-        first = tile.first_row + warp_row + self.fragment.first_row()
-        tokens = [(first + self.fragment.row_offset(r)) // group for r in range(self.lane_rows)]
-        positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
-        return LogitRow(positions, request.kv_len, Float32(0.0))
-
     # One copy of a step for each warpgroup: with copies for masked and last steps, instruction fetches made the first
     # three steps of a unit take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). And branches only where no
     # product is under way: ptxas serialises all products where one of them meets a branch.
@@ -356,7 +280,13 @@ class MlaAttend(DecodeAttend):
         """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
         _, left, right, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
-        self.weigh_a(operands, q_stage, a, 2 * n + 1, row, masked)
+        self.scores(operands, q_stage, a, self.kernel.part_orders[0])
+        warpgroup.wait_group(0)
+        if masked:
+            self.to_logits(operands.scores(), 2 * n + 1, row, True)
+        self.softmax.step(operands.scores())
+        operands.round_scores()
+        self.write_p(operands, self.tiles.v, right.stage(a), operands.depth_v // BLOCK_COLUMNS)
         cute.arch.mbarrier_arrive(turns.full_barrier(step))
         right.release(a)
         self.rescale(operands)
@@ -371,18 +301,6 @@ class MlaAttend(DecodeAttend):
         operands.issue_other(left.stage(b), 0)
         warpgroup.wait_group(0)
         left.release(b)
-
-    @cute.jit
-    def weigh_a(self, operands, q_stage, step, n, row, masked):
-        """P of tile A, the n-th of the keys."""
-        _, _, right, *_ = self.rings
-        self.scores(operands, q_stage, step, self.kernel.part_orders[0])
-        warpgroup.wait_group(0)
-        if masked:
-            self.to_logits(operands.scores(), n, row, True)
-        self.softmax.step(operands.scores())
-        operands.round_scores()
-        self.write_p(operands, self.tiles.v, right.stage(step), operands.depth_v // BLOCK_COLUMNS)
 
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked):
@@ -464,7 +382,7 @@ class MlaAttend(DecodeAttend):
     @cute.jit
     def follow_other(self) -> None:
         """Go over to the other warpgroup's references."""
-        for r in cutlass.range_constexpr(self.lane_rows):
+        for r in cutlass.range_constexpr(RowFragment.rows):
             self.softmax.follow(r, self._reference(r, 1)[0])
 
     @cute.jit
@@ -501,6 +419,6 @@ class MlaAttend(DecodeAttend):
         return cute.make_tensor(pointer + place, cute.make_layout(size))
 
 
-def build(config: MlaConfig, kernel_type: type[MlaSm90] = MlaSm90) -> Any:
+def build(config: MlaConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
-    return kernel_type(config), example_arguments((Addresses, DecodeGeometry), floats=3)
+    return MlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

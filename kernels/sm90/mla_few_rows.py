@@ -1,271 +1,270 @@
-"""Hopper MLA decode of few rows: as in ``mla.py``, with products transposed so that rows waste no room.
+"""Hopper MLA decode of few rows: leaves of keys against up to 16 packed rows, merged as a tree.
 
-With 16 heads, as tensor parallelism leaves of 128, memory is the limit, and what a tile of keys takes from the time at
-which it is there until its place can be filled again has to be short. A matrix instruction always has 64 rows, but as
-few as 8 columns: so keys, and columns of the value, become the rows of a product, S^T = K Q^T and O^T += V^T P^T. A
-product then takes as long as it takes to read the keys from shared memory, about half of the time that 64 rows of Q
-take, and Q and P take little room.
+With 16 heads, as tensor parallelism leaves of 128, memory is the limit. So products are transposed, leaves are merged,
+and CTAs have equal shares, as in ``decode_few_rows.py``. A product then takes as long as it takes to read the keys
+from shared memory, about half of the time that 64 rows of Q take.
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32
+from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from hopwell.kernels.config import WARPS
+from hopwell.kernels.config import LANES, WARPGROUP, WARPS
+from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
-from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, shared_address, shared_array
+from hopwell.kernels.parts.device import DeviceStruct
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import ColumnFragment
-from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.shares import largest_size, piece_scale
-from hopwell.kernels.parts.softmax import ColumnSoftmax
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp
-from hopwell.kernels.sm90 import mla
-from hopwell.kernels.sm90.column_rows import ColumnRows
-from hopwell.kernels.sm90.mla import MlaAttend, MlaSm90
+from hopwell.kernels.parts.ranges import ListRangeSchedule, RangeSchedule
+from hopwell.kernels.parts.tree import Node, Tree
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS
+from hopwell.kernels.pipeline import Edge
+from hopwell.kernels.skeleton import LOADERS, example_arguments
+from hopwell.kernels.sm90.decode_attend import DecodeAttend
+from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafTiles
+from hopwell.kernels.sm90.kernel import Q_WARP
+from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
+from hopwell.kernels.sm90.leaf_tree import LeafTree
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.splitting import node_bytes
 
 
-class FewRowsMlaSm90(MlaSm90):
-    """Attention of ``tile.m`` packed rows, 16, in the steps of :class:`MlaSm90`, whose warp roles and edges it
-    has. P of both tiles has memory of its own, and Q two stages, so that a unit begins when the one before has ended.
+class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
+    :class:`FewRowsDecodeSm90`. K and V are the left and right parts of a key, both of them key and value.
 
-    Steady state: memory is the limit. A tile is done in half of the time that fetching it takes, and then given back
-    without a look at whether the next one is there.
+    Warp roles
+        warp 0 load_k      left parts of the keys; right parts as well where TMA does the work
+        warp 1 load_v      right parts where lanes copy rows
+        warps 4..7 attend  from Q K^T to a leaf's node
+        warps 8..11 merge  from nodes to the output, see parts/tree.py
 
-        memory         | B                                               | A'
-        tensor cores   | left: S(A) |            | O += P(A) A  both     | right: S(B) |      | O += P(B) B  both   |
-        left           |   waits    |    P(A)    |        waits          |        waits       |       waits         |
-        right          |         waits           |        waits          |   waits     | P(B) |       waits         |
+    Edges
+        leaf    attend -> merge       a leaf's node; released when it is in registers
+
+    Steady state: memory is the limit. A tile is done in half of the time that fetching it takes. Merging a leaf takes
+    as long as half a tile, and more where it waits in memory: so others do it.
+
+        memory         | A'                                                   | ...
+        tensor cores   | S(A)  |        | O += P V left | O += P V right |      waits
+        attend         | waits | P of A |           waits                |      waits
     """
 
-    p_tiles = 2
+    p_tiles = 1
 
     @property
-    def staging_bytes(self) -> int:
-        """State of the rows, see :class:`FewRowsAttend`: a float32 of each row for both warpgroups and twice for all
-        warps."""
-        return (2 + 2 * 2 * WARPS) * self.tile.m * 4 // self.storing_warps
+    def warps_without_work(self) -> int:
+        """That of right parts, where one warp loads both."""
+        return LOADERS - self.loading_warps
 
-    def softmax(self, scale) -> ColumnSoftmax:
-        return ColumnSoftmax.create(scale, self.tile.m // QUAD)
+    @property
+    def schedule_type(self) -> type[RangeSchedule]:
+        return ListRangeSchedule if self.config.sparse else RangeSchedule
 
-    def consumer(self, *parts: Any) -> "FewRowsAttend":
-        return FewRowsAttend(*parts)
+    @property
+    def nodes_bytes(self) -> int:
+        """Of shared memory, for a leaf's node on its way to who merges."""
+        return node_bytes(self.tile.m, self.config.head_dim_v)
+
+    def _more_edges(self) -> tuple[Edge, ...]:
+        return (Edge("leaf", "attend", "merge", 1, 4, 4, 0, LANES, LANES),)
+
+    def run_merge(self, tiles, rings, board, addresses, geometry, scale) -> None:
+        merge = replace(self._merge(addresses, geometry, tiles), held=self._node())
+        LatentMerge(self, tiles, rings[-1], scale, merge).run(self._node(), board, addresses, geometry)
+
+    def _node(self) -> Node:
+        """In registers of its own."""
+        elements = self.tile.m * self.config.head_dim_v // WARPGROUP
+        return Node.of(cute.make_rmem_tensor(elements, Float32), self.tile.m)
+
+    def consumer(self, *parts: Any) -> "LatentLeafAttend":
+        return LatentLeafAttend(*parts)
+
+    @cute.jit
+    def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
+        """The other warps of the first warpgroup: keys and Q."""
+        if warp < self.loading_warps:
+            self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
+        elif warp == Q_WARP:
+            self.load_rows(addresses, geometry, tiles, rings, board)
 
 
 @dataclass
-class FewRowsOperands(DeviceStruct):
-    """Matrix operands of one warpgroup: keys and values are A, Q and P are B, all in shared memory; S^T and O^T are in
-    registers. ``p`` is this warpgroup's own, ``p_other`` that of the other one."""
+class LatentLeafOperands(DeviceStruct):
+    """Matrix operands: keys and values are A, Q and P are B, all in shared memory; S^T of a tile and O^T are in
+    registers."""
 
     qk_mma: Any
     pv_mma: Any
     q: Any
-    k: Any  # a key's two parts
-    k_right: Any
-    v: Any  # this warpgroup's half of the value
+    k: tuple  # of a key's two parts
+    v: tuple
     p: Any
-    p_other: Any
     s: Any
     o: Any
-    depth_qk: int
-    depth_v: int
+    o_parts: tuple
+    depths: tuple[int, int]  # columns of the parts that are multiplied
+    columns: int  # of the output
     tile_n: int
     products: int  # of 8 rows, side by side
 
     @staticmethod
-    def of_both(kernel, tiles) -> tuple["FewRowsOperands", "FewRowsOperands"]:
-        """Those of left and of right."""
-        t, (depth_qk, half), columns = kernel.tile, kernel.config.depth, kernel.config.columns
-        shape, source = (WARPGROUP_ROWS, t.m), warpgroup.OperandSource.SMEM
-        common = dict(a_source=source, b_major=OperandMajorMode.K, warpgroups=1)
-        qk_mma = make_mma(kernel.dtype, shape, **common)
-        pv_mma = make_mma(kernel.dtype, shape, a_major=OperandMajorMode.MN, **common)
+    def create(kernel, tiles: LeafTiles) -> "LatentLeafOperands":
+        t, (depth_qk, columns), widths = kernel.tile, kernel.config.depth, kernel.config.columns
+        half = columns // 2
+        common = dict(a_source=warpgroup.OperandSource.SMEM, b_major=OperandMajorMode.K, warpgroups=1)
+        qk_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), **common)
+        pv_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), a_major=OperandMajorMode.MN, **common)
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        left_v, right_v = (
+        parts = tiles.k, tiles.v
+        transposed = [
             cute.composition(part, cute.make_layout((half, t.n, t.kv_stages), stride=(t.n, 1, t.n * width)))
-            for part, width in zip((tiles.k, tiles.v), columns, strict=True)
-        )
-        p_of_a, p_of_b = (pv.make_fragment_B(pv.partition_B(tiles.p))[None, None, None, i] for i in range(2))
-        left = FewRowsOperands(
+            for part, width in zip(parts, widths, strict=True)
+        ]
+        o = cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32)
+        layout = cute.make_layout(pv.partition_shape_C((half, t.m)))
+        return LatentLeafOperands(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
             q=qk.make_fragment_B(qk.partition_B(tiles.q)),
-            k=qk.make_fragment_A(qk.partition_A(tiles.k)),
-            k_right=qk.make_fragment_A(qk.partition_A(tiles.v)),
-            v=pv.make_fragment_A(pv.partition_A(left_v)),
-            p=p_of_a,
-            p_other=p_of_b,
+            k=tuple(qk.make_fragment_A(qk.partition_A(part)) for part in parts),
+            v=tuple(pv.make_fragment_A(pv.partition_A(part)) for part in transposed),
+            p=pv.make_fragment_B(pv.partition_B(tiles.p))[None, None, None, 0],
             s=cute.make_rmem_tensor(qk.partition_shape_C((t.n, t.m)), Float32),
-            o=cute.make_rmem_tensor(pv.partition_shape_C((half, t.m)), Float32),
-            depth_qk=depth_qk,
-            depth_v=half,
+            o=o,
+            o_parts=tuple(cute.make_tensor(o.iterator + i * cute.size(layout), layout) for i in range(2)),
+            depths=(half, depth_qk - half),
+            columns=columns,
             tile_n=t.n,
             products=t.m // MMA_COLUMNS,
         )
-        return left, replace(left, v=pv.make_fragment_A(pv.partition_A(right_v)), p=p_of_b, p_other=p_of_a)
 
-    def issue_part(self, part: int, q_stage, stage, accumulate: bool) -> None:
-        """S^T (+)= K Q^T over the columns of the left (0) or right (1) part."""
-        q, k = self.q[None, None, None, q_stage], (self.k, self.k_right)[part][None, None, None, stage]
-        depth = (self.depth_v, self.depth_qk - self.depth_v)[part]
-        issue_mma(self.qk_mma, self.s, k, q, depth, accumulate, (0, part * self.depth_v))
+    def issue_qk(self, part: int, q_stage, stage) -> None:
+        """S^T = K Q^T over the columns of the left part (0), S^T += over those of the right part (1)."""
+        k, q = self.k[part][None, None, None, stage], self.q[None, None, None, q_stage]
+        issue_mma(self.qk_mma, self.s, k, q, self.depths[part], part > 0, (0, part * self.depths[0]))
 
-    def issue_pv(self, stage) -> None:
-        """O^T += V^T P^T with this warpgroup's P."""
-        self._issue(stage, self.p)
-
-    def issue_other(self, stage, p_stage) -> None:
-        """The same with the other's."""
-        self._issue(stage, self.p_other)
-
-    def _issue(self, stage, p) -> None:
-        issue_mma(self.pv_mma, self.o, self.v[None, None, None, stage], p, self.tile_n, True)
+    def issue_pv(self, part: int, stage) -> None:
+        """O^T += V^T P^T of the left (0) or right (1) half of the output."""
+        issue_mma(self.pv_mma, self.o_parts[part], self.v[part][None, None, None, stage], self.p, self.tile_n, True)
 
     def scores(self) -> ColumnFragment:
         """A warp has 16 keys of a tile."""
         return ColumnFragment(self.s, WARP_ROWS // ColumnFragment.lanes_per_row, self.products)
 
     def output(self) -> ColumnFragment:
-        """As :meth:`ColumnRows.block` has it."""
-        return ColumnFragment(self.o, self.depth_v // (WARPS * ColumnFragment.lanes_per_row), self.products)
+        return ColumnFragment(self.o, self.columns // (WARPS * ColumnFragment.lanes_per_row), self.products)
 
     def rescale_output(self, factors) -> None:
         self.output().scale_rows(factors)
 
 
 @dataclass
-class FewRowsAttend(ColumnRows, MlaAttend):
-    """The two consumer warpgroups. Rows are spread over all warps, each with keys and columns of its own, which tell
-    one another what they find through shared memory."""
-
-    operands = FewRowsOperands
-    fragment = ColumnFragment
-
-    def warp_row(self):
-        return 0
+class LatentLeafAttend(LatentRows, LeafTree, DecodeAttend):
+    """The consumer warpgroup."""
 
     @cute.jit
-    def weigh_a(self, operands, q_stage, step, n, row, masked):
-        self.weigh(operands, 0, q_stage, step, n, row, masked)
+    def run(self, addresses: Addresses, geometry: DecodeGeometry):
+        q_ring, *_, leaf_ring = self.rings
+        operands = LatentLeafOperands.create(self.kernel, self.tiles)
+        node = Node.of(operands.o, self.kernel.tile.m)
+        step, leaf, work = Int32(0), Int32(0), Int32(0)
+        tile = self.board.read(work)
+        while tile.exists:
+            # As in Attend.run: tells the compiler that the warps have converged.
+            self.meet_group()
+            keys = tile.keys
+            q_ring.wait_full(work)
+            row = self.logit_row(tile, 0, operands.scores())
+            for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+                masked = n < keys.full_begin or n >= keys.full_end
+                self.attend_leaf(operands, node, q_ring.stage(work), row, n, masked, step)
+                step += self.kernel.step_tiles
+                leaf_ring.wait_empty(leaf)
+                self.merge.hand_over(node)
+                cute.arch.mbarrier_arrive(leaf_ring.full_barrier(leaf))
+                leaf += 1
+            q_ring.release(work)
+            work += 1
+            tile = self.board.read(work)
 
     @cute.jit
-    def right_step(self, operands, q_stage, row, step, n, masked):
-        _, left, right, turns, _ = self.rings
-        a, b = 2 * step, 2 * step + 1
-        right.wait_full(a)
-        turns.wait_full(step)
-        left.release(a)
-        self.follow_other()
-        self.rescale(operands)
-        operands.issue_other(right.stage(a), 0)
-        warpgroup.wait_group(0)
-        right.release(a)
-        self.weigh(operands, 1, q_stage, b, 2 * n, row, masked)
-        turns.release(step)
-        left.release(b)
-        self.rescale(operands)
-        operands.issue_pv(right.stage(b))
-        warpgroup.wait_group(0)
-        right.release(b)
+    def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step) -> None:
+        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Tile by tile: shared memory
+        has no room for all of them."""
+        self.softmax.reset()
+        operands.o.fill(0.0)
+        tiles = self.kernel.step_tiles
+        for i in cutlass.range(tiles, unroll=1):
+            # Tiles come from right to left.
+            self.attend_tile(operands, q_stage, row, (n + 1) * tiles - 1 - i, masked, step + i)
+        for r in cutlass.range_constexpr(node.rows):
+            node.reference[r], node.total[r] = self.softmax.partial(r, ColumnFragment.lanes_per_row)
 
     @cute.jit
-    def weigh(self, operands, tile: cutlass.Constexpr[int], q_stage, step, n, row, masked):
-        """P of tile A (0) or B (1), the n-th of the keys."""
-        self.scores(operands, q_stage, step, self.kernel.part_orders[tile])
-        warpgroup.wait_group(0)
+    def attend_tile(self, operands, q_stage, row, n, masked, step) -> None:
+        """Tile n of the keys, the ``step``-th of this CTA."""
+        _, *parts = self.rings[:3]
         scores = operands.scores()
+        for i in cutlass.range_constexpr(2):
+            parts[i].wait_full(step)
+            operands.issue_qk(i, q_stage, parts[i].stage(step))
+        warpgroup.wait_group(0)
         if masked:
             self.mask.apply(scores, n * self.kernel.tile.n + self.warp * WARP_ROWS, row)
         largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
         for r in cutlass.range_constexpr(scores.rows):
             self.softmax.accumulate(scores, r, largest[r])
-        self.give_p(operands, tile)
-
-    @cute.jit
-    def give_p(self, operands, tile: cutlass.Constexpr[int]) -> None:
-        """Write P to shared memory for both warpgroups, and the references for the other one."""
-        scores, (_, t) = operands.scores(), place_in_warp()
-        self.write_weights(scores, tile)
-        for r in cutlass.range_constexpr(scores.rows):
-            mine, reference = self._reference(r, 0), self.softmax.reference[r]
-            if self.warp == 0 and cute.arch.lane_idx() == t:
-                mine[0] = reference
-        cute.arch.sync_warp()
+        self.write_weights(scores, 0)
+        self.rescale(operands)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.meet_group()
+        for i in cutlass.range_constexpr(2):
+            operands.issue_pv(i, parts[i].stage(step))
+        for i in cutlass.range_constexpr(2):
+            warpgroup.wait_group(1 - i)
+            parts[i].release(step)
+
+
+@dataclass
+class LatentMerge(LeafTree):
+    """The warpgroup that merges leaves."""
+
+    kernel: Any
+    tiles: Any
+    leaf_ring: Any
+    output_scale: Float32
+    merge: Tree
 
     @cute.jit
-    def add_sums(self) -> None:
-        """Add up what all warps have seen: in lane t of a row, and zero in the others."""
-        _, t = place_in_warp()
-        own = [
-            self.softmax.sum_of_lanes(self.softmax.row_sum[r], self.fragment.lanes_per_row)
-            for r in range(self.lane_rows)
-        ]
-        for r in cutlass.range_constexpr(self.lane_rows):
-            mine, value = shared_array(Float32, self._warp_sums(r) + 4 * (WARPS * self.group + self.warp)), own[r]
-            if cute.arch.lane_idx() == t:
-                mine[0] = value
-        self.meet()
-        for r in cutlass.range_constexpr(self.lane_rows):
-            halves = [copy.load_shared(self._warp_sums(r) + 16 * i, WARPS, Float32) for i in range(2)]
-            a, b, c, d = (left + right for left, right in zip(*halves, strict=True))
-            total = (a + b) + (c + d)
-            self.softmax.row_sum[r] = total if cute.arch.lane_idx() == t else Float32(0.0)
-        self.meet()
+    def run(self, node: Node, board, addresses: Addresses, geometry: DecodeGeometry):
+        leaf, work = Int32(0), Int32(0)
+        tile = board.read(work)
+        while tile.exists:
+            self.meet_group()
+            node.clear()
+            # Else the compiler would keep it while pieces are merged.
+            self.merge.held.clear()
+            leaf, left = self.merge_part(partial(self.take, node), node, tile, leaf)
+            self.finish_part(node, tile, left, addresses, geometry)
+            work += 1
+            tile = board.read(work)
 
     @cute.jit
-    def store_rows(self, operands, rows: PackedRows, warp_row, half) -> None:
-        output = operands.output()
-        statistics = [self.softmax.partial(r, output.lanes_per_row) for r in range(output.rows)]
-        self.store_columns(output, statistics, rows, half * operands.depth_v)
-
-    @cute.jit
-    def store_piece(self, operands, piece, warp_row, half) -> None:
-        output, (_, t) = operands.output(), place_in_warp()
-        largest = [
-            self.softmax.largest_of_lanes(largest_size(output, r), output.lanes_per_row) for r in range(output.rows)
-        ]
-        scales = []
-        for r, value in enumerate(self.over_warps(largest)):
-            scale, inverse = piece_scale(value)
-            scales.append(scale)
-            row = output.first_row() + output.row_offset(r)
-            reference, total = self.softmax.partial(r, output.lanes_per_row)
-            if self.warp == 0 and cute.arch.lane_idx() == t:
-                self.merge.store_statistics(piece, row, reference, total, inverse, half)
-        for eight in cutlass.range_constexpr(operands.products):
-            for c in cutlass.range_constexpr(0, output.columns, 2):
-                words = [self.word(output, eight, c + i, scales, cutlass.Float16) for i in range(2)]
-                self.merge.store_block(piece, eight, self.block(c), half, words)
-
-    # State of the rows: references of both warpgroups, largest values of their warps, sums of all warps. Nobody writes
-    # what others may still read: between any two uses of the same place the warpgroups have taken turns, or have met.
-
-    def _row(self, r: int):
-        return self.fragment.first_row() + self.fragment.row_offset(r)
-
-    def _reference(self, r: int, other: int):
-        place = (self.group ^ other) * self.kernel.tile.m + self._row(r)
-        return shared_array(Float32, shared_address(self.tiles.staging) + 4 * place)
-
-    def maxima(self, r: int):
-        m = self.kernel.tile.m
-        return shared_address(self.tiles.staging) + 4 * (2 * m + (self.group * m + self._row(r)) * WARPS)
-
-    def _warp_sums(self, r: int):
-        """Address of the sums of all warps."""
-        m = self.kernel.tile.m
-        return shared_address(self.tiles.staging) + 4 * (2 * m + 2 * m * WARPS + self._row(r) * 2 * WARPS)
+    def take(self, node: Node, n, masked, leaf):
+        """The ``leaf``-th node of this CTA."""
+        self.leaf_ring.wait_full(leaf)
+        self.merge.take(node)
+        self.leaf_ring.release(leaf)
+        return leaf + 1
 
 
 def build(config: MlaConfig) -> Any:
-    """As :func:`mla.build`."""
-    return mla.build(config, FewRowsMlaSm90)
+    """The traceable launch function of a config and example arguments to compile it with."""
+    return FewRowsMlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -13,11 +13,11 @@ from kernel_problems import empty, paged
 
 from hopwell.kernels.config import SHARED_BYTES, KvFetch
 from hopwell.kernels.decode_config import resolve_decode
-from hopwell.kernels.mla_config import FEW_ROWS, MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.problem import AttentionProblem
-from hopwell.kernels.sm90.mla import MlaSm90
+from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
 from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90
-from hopwell.kernels.splitting import ROWS
+from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
 from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.layouts import mla_kv_views
 
@@ -66,12 +66,13 @@ def test_every_cache_has_a_shipped_kernel(dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
 def test_every_kernel_fits(config: MlaConfig) -> None:
     kernel, _ = config.build()
-    assert isinstance(kernel, FewRowsMlaSm90) == (config.rows == FEW_ROWS)
+    assert isinstance(kernel, FewRowsMlaSm90) == (config.rows == LATENT_FEW_ROWS)
     assert kernel.shared_bytes <= SHARED_BYTES
     assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
     assert sum(config.kv_dims) == config.head_dim_qk
+    docs = (type(kernel).__doc__ or "") + (FewRowsDecodeSm90.__doc__ or "") * config.has_tree
     for edge in kernel.edges:
-        assert re.search(rf"\b{edge.name}\b", MlaSm90.__doc__ or "")
+        assert re.search(rf"\b{edge.name}\b", docs)
 
 
 def test_run_time_facts_do_not_make_other_kernels() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -21,14 +22,23 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import ranges as ranges_module
 from hopwell.kernels.parts import split
 from hopwell.kernels.parts import tree as tree_module
-from hopwell.kernels.parts.mask import IntervalMask
-from hopwell.kernels.parts.ranges import Ranges, RangeSchedule, RangeTile
+from hopwell.kernels.parts.mask import IntervalMask, ListMask
+from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.split import SplitSchedule, UnitKeeper
 from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import FEW_ROWS, TIERS, node_slots, share_blocks
+from hopwell.kernels.splitting import (
+    BUNDLE_BITS,
+    FEW_ROWS,
+    LATENT_FEW_ROWS,
+    TIERS,
+    WIDE_BUNDLE_BITS,
+    node_slots,
+    share_blocks,
+    shared_levels,
+)
 
 pytestmark = pytest.mark.traced
 
@@ -45,7 +55,8 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
             member = vars(kind)[name]
             plain = getattr(member, "__func__", member).__wrapped__
             monkeypatch.setattr(kind, name, staticmethod(plain) if isinstance(member, staticmethod) else plain)
-    monkeypatch.setattr(SplitSchedule, "_span", SplitSchedule._span.__wrapped__)
+    for schedule in (SplitSchedule, ListRangeSchedule):
+        monkeypatch.setattr(schedule, "_span", vars(schedule)["_span"].__wrapped__)
     monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
     monkeypatch.setattr(cute.arch, "clz", lambda value: Int32(32 - host(value).bit_length()))
     return memory
@@ -87,14 +98,14 @@ def test_every_leaf_of_every_column_is_in_one_range(columns: int, leaves: int, r
 
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("kv_heads", [1, 8, 100, 300])
-@pytest.mark.parametrize("rows", FEW_ROWS)
-def test_there_are_places_for_all_nodes(rows: int, kv_heads: int) -> None:
-    for head_dim, leaves, ctas in itertools.product((64, 128, 256), (1, 999, 100_000), (4, 132)):
-        most = share_blocks(rows, head_dim)
-        ranges = of(kv_heads, leaves, 1, ctas, most)
-        slots = node_slots(rows, kv_heads, head_dim, ctas)
+@pytest.mark.parametrize(("rows", "columns"), [*itertools.product(FEW_ROWS, (64, 128, 256)), (LATENT_FEW_ROWS, 512)])
+def test_there_are_places_for_all_nodes(rows: int, columns: int, kv_heads: int) -> None:
+    bits = BUNDLE_BITS if columns < 512 else WIDE_BUNDLE_BITS
+    for leaves, ctas in itertools.product((1, 999, 100_000), (4, 132)):
+        ranges = of(kv_heads, leaves, 1, ctas, share_blocks(rows, columns))
+        slots = node_slots(rows, kv_heads, columns, ctas)
         assert kv_heads * host(ranges.column_slots) <= slots
-        assert leaves >> host(ranges.shift) <= 16**TIERS
+        assert leaves >> host(ranges.shift) <= 1 << bits * TIERS
 
 
 @pytest.mark.usefixtures("memory")
@@ -135,11 +146,40 @@ class Batch:
         mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else MAX_WINDOW), Int32(1))
         return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), BLOCKS)
 
+    @property
+    def lines(self) -> list[int]:
+        """Of a head, by the index of their requests."""
+        return list(range(len(self.kv_lens)))
+
     def leaves(self, request: int) -> range:
         """Of keys that the request's row sees, counted from the left; one if it sees none."""
         kv_len = self.kv_lens[request]
         first = max(kv_len - 1 - self.window, 0) // LEAF if self.window >= 0 else 0
         return range(first, max(-(-kv_len // LEAF), first + 1))
+
+
+@dataclass
+class ListBatch(Batch):
+    """Requests with these numbers of new tokens, each with a list of ``listed`` tokens."""
+
+    q_lens: Sequence[int] = ()
+    listed: int = 300
+
+    def schedule(self, memory: Memory) -> RangeSchedule:
+        plain, offsets = super().schedule(memory), [0, *itertools.accumulate(self.q_lens)]
+        g = plain.geometry._replace(q_len=Int64(max(self.q_lens)), listed=Int64(self.listed))
+        a = plain.addresses._replace(q_offsets=memory.put(offsets))
+        mask = ListMask(MaskKind.CAUSAL, plain.mask.window_left, plain.mask.chunk)
+        return ListRangeSchedule(g, a, mask, 16, LEAF, LEAF, False, UnitKeeper(), BLOCKS)
+
+    @property
+    def lines(self) -> list[int]:
+        return list(range(sum(self.q_lens)))
+
+    def leaves(self, token: int) -> range:
+        """Of the list's entries that the token sees, which are no more than keys up to its own."""
+        seen = [kv - q + t + 1 for kv, q in zip(self.kv_lens, self.q_lens, strict=True) for t in range(q)]
+        return range(max(-(-min(seen[token], self.listed) // LEAF), 1))
 
 
 def published(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[RangeTile]:
@@ -164,6 +204,9 @@ BATCHES = [
     Batch([9000, 70_000], kv_heads=3, window=20_000),
     Batch([300, 20_000], kv_heads=5),
     Batch([(i * 97) % 1500 for i in range(70)], kv_heads=3, ctas=8),
+    ListBatch([0, 5, 100, 260, 9000], q_lens=[0, 3, 1, 3, 2]),
+    ListBatch([1, 2, 700], q_lens=[3, 3, 3], listed=64),
+    ListBatch([900 + i for i in range(70)], q_lens=[i % 4 for i in range(70)], ctas=8, listed=512),
 ]
 
 
@@ -173,7 +216,7 @@ def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytes
     found: dict[tuple[int, int], list[RangeTile]] = {}
     for tile in published(batch, memory, monkeypatch):
         found.setdefault((host(tile.request.index), host(tile.kv_head)), []).append(tile)
-    assert sorted(found) == [(r, h) for r in range(len(batch.kv_lens)) for h in range(batch.kv_heads)]
+    assert sorted(found) == [(line, h) for line in batch.lines for h in range(batch.kv_heads)]
     places: list[int] = []
     for (request, _), parts in found.items():
         parts.sort(key=lambda part: host(part.first_leaf))
@@ -183,7 +226,7 @@ def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytes
             assert first == ends[-1] < end
             assert first % (1 << host(part.shift)) == 0
             assert host(part.leaves) == len(leaves)
-            if batch.kv_lens[request]:
+            if host(part.request.kv_len):
                 assert (host(part.keys.begin), host(part.keys.end)) == (leaves.stop - end, leaves.stop - first)
             ends.append(end)
         assert ends[-1] == len(leaves)
@@ -205,7 +248,7 @@ class HostTree(Tree):
     def thread(self) -> int:
         return self.state.lanes.own.lane
 
-    def _load(self, address: int) -> Any:
+    def _load(self, address: int, outputs: range | None = None) -> Any:
         return self.state.stored[self.thread].get(host(address), self.state.memory.get(host(address)))
 
     def _load_shared(self, address: int) -> Any:
@@ -256,6 +299,12 @@ def expected(first: int, leaves: int, level: int) -> Any:
     return left if right >= leaves else (left, expected(right, leaves, level - 1))
 
 
+def the_same(passes: list[Any], pairs: int) -> Any:
+    """What all passes over the columns have found."""
+    assert all(found == passes[0] for found in passes)
+    return passes[0]
+
+
 @pytest.fixture
 def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     state = SimpleNamespace(lanes=Lanes(), memory={}, stored=[{} for _ in range(LANES)], counters={}, shared={})
@@ -280,6 +329,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(tree_module, "global_array", lambda kind, address: SharedInts(state.counters, host(address)))
     monkeypatch.setattr(tree_module, "global_pointer", lambda kind, address: host(address))
     monkeypatch.setattr(tree_module, "joined", lambda left, right, pairs, there=True: (left, right) if there else left)
+    monkeypatch.setattr(tree_module, "side_by_side", the_same)
     monkeypatch.setattr(tree_module, "_block_of", tree_module._block_of.__wrapped__)
     for name in ("_add_waiting", "wait", "leave", "leave_waiting", "rise", "merge", "_with_right"):
         monkeypatch.setattr(Tree, name, vars(Tree)[name].__wrapped__)
@@ -342,9 +392,12 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     shift, rows, slots = random.choice((0, 0, 1, 3)), random.choice(FEW_ROWS), 4096
     leaves = random.choice((1, 7, 16, 17, 64, 65, 100, 255, 257, 300)) << random.choice((0, shift))
     geometry = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
-        slots=Int64(slots), tree_levels=Int64(leaves.bit_length() + 1)
+        slots=Int64(slots), spilled_levels=Int64(leaves.bit_length() + 1)
     )
-    tree = HostTree(1 << 20, 1 << 30, Int64(0), Int64(1 << 40), geometry, rows, 128)
+    addresses = (1 << 20, 1 << 30, Int64(0), Int64(1 << 40))
+    # Narrow nodes with levels in shared memory, or wide ones with the first level in registers.
+    sizes = random.choice(((shared_levels(rows, 128), rows, 128), (1, LATENT_FEW_ROWS, 512, HostNode())))
+    tree = HostTree(*addresses, geometry, *sizes)
     blocks = -(-leaves >> shift)
     cuts = sorted(random.sample(range(1, blocks), random.randint(0, min(blocks - 1, 12)))) if blocks > 1 else []
     bounds = [0, *(cut << shift for cut in cuts), leaves]

@@ -1,0 +1,109 @@
+"""What the MLA kernels have in common: a key is in shared memory once, in two parts, the left half of the value's
+columns and all to the right of them."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import shared_address
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.kv_source import KvOperand, PageRows
+from hopwell.kernels.parts.mask import IntervalMask, ListMask, ListRow, LogitRow
+from hopwell.kernels.sm90.kernel import K_WARP
+
+
+class LatentKeys:
+    """A base beside a kind of decode kernel."""
+
+    config: Any
+    tile: Any
+    source: Any
+    step_tiles: int
+    load_part: Any
+    _kv_atom: Any
+
+    @property
+    def part_orders(self) -> tuple[tuple[int, int], ...]:
+        """The order in which parts, left (0) and right (1), of a step's tiles are fetched and multiplied."""
+        return ((0, 1),) * self.step_tiles
+
+    @property
+    def mask_type(self) -> type[IntervalMask]:
+        return ListMask if self.config.sparse else IntervalMask
+
+    def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
+        """Both parts are values as well: rows that nobody sees become zeros."""
+        c, a, g = self.config, addresses, geometry
+        strides, table = (g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, g.page_shift)
+        dims, columns = c.kv_dims, c.columns
+        kind = dict(is_value=True, streams=c.streams_kv)
+        left = KvOperand(a.key, *strides, *table, dims[0], columns[0], dims[0], **kind)
+        right = KvOperand(a.key + 2 * dims[0], *strides, *table, dims[1], columns[1], dims[1], **kind)
+        return left, right
+
+    def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
+        left, right = self.config.kv_dims
+        rest = (g.kv_heads, (g.k_pages, g.k_rows), (g.k_page, g.k_head, g.k_row))
+        return self._kv_atom(a.key, left, *rest), self._kv_atom(a.key + 2 * left, right, *rest)
+
+    @property
+    def loading_warps(self) -> int:
+        """Of keys: one where TMA does the work, two where lanes copy rows."""
+        return 2 if issubclass(self.source, PageRows) else 1
+
+    @cute.jit
+    def load_keys(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board):
+        """Called by the warps that load keys."""
+        operands = self.loads(addresses, geometry)
+        if const_expr(self.loading_warps == 1):
+            shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
+            self._load_both(atoms, shared, rings[1:3], partial_barriers, board, operands)
+        elif warp == K_WARP:
+            self.load_part(0, atoms, operands, tiles, rings, partial_barriers, board)
+        else:
+            self.load_part(1, atoms, operands, tiles, rings, partial_barriers, board)
+
+    @cute.jit
+    def _load_both(self, atoms, shared, rings, partial_barriers, board, operands):
+        """Both parts of every tile by one warp: each argument is one of both."""
+        descriptors = [copy.tma_descriptor(atom) for atom in atoms]
+        step, work, partials = Int32(0), Int32(0), [Int32(0), Int32(0)]
+        tile = board.read(work)
+        while tile.exists:
+            rest = (self.tile.n, self.config.box_rows)
+            sources = [self.source.create(operands[i], tile, descriptors[i], shared[i], *rest) for i in range(2)]
+            for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
+                for k in cutlass.range_constexpr(self.step_tiles):
+                    place = n * self.step_tiles + (self.step_tiles - 1 - k)
+                    locations = [source.locate(place) for source in sources]
+                    for i in self.part_orders[k]:
+                        rings[i].wait_empty(step)
+                        barrier = partial_barriers + i
+                        partials[i] = sources[i].fill(locations[i], place, rings[i], step, barrier, partials[i])
+                    step += 1
+            work += 1
+            tile = board.read(work)
+
+
+class LatentRows:
+    """A base beside a kind of attend."""
+
+    kernel: Any
+    addresses: Addresses
+    geometry: DecodeGeometry
+
+    def logit_row(self, tile, warp_row, fragment: Any = RowFragment) -> LogitRow:
+        """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores, each at its token's position."""
+        request, group = tile.request, Int32(self.geometry.group)
+        if const_expr(self.kernel.config.sparse):
+            table, table_row = self.addresses.key_table, self.geometry.key_table_row
+            positions = (request.first_position,) * fragment.rows
+            return ListRow(positions, request.kv_len, Float32(0.0), table, table_row, request.index)
+        first = tile.first_row + warp_row + fragment.first_row()
+        tokens = [(first + fragment.row_offset(r)) // group for r in range(fragment.rows)]
+        positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
+        return LogitRow(positions, request.kv_len, Float32(0.0))

@@ -1,0 +1,68 @@
+"""What becomes of the leaves of keys that a warpgroup has, one behind the other: the tree, and the output."""
+
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32
+
+from hopwell.kernels.config import WARPS
+from hopwell.kernels.parts.device import shared_address
+from hopwell.kernels.parts.fragment import ColumnFragment
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.ranges import RangeTile
+from hopwell.kernels.parts.tree import LeftNodes, Node, Tree
+from hopwell.kernels.sm90.column_rows import ColumnRows
+
+RESULT_BYTES = 256  # for Tree.results
+STATE_BYTES = 1024  # with a float32 of each row for all warps of one warpgroup, or of two with up to 16 rows
+
+
+class LeafTree(ColumnRows):
+    """A base of whoever merges leaves."""
+
+    merge: Tree
+    output_scale: Float32
+
+    @cute.jit
+    def merge_part(self, next_leaf: cutlass.Constexpr, node: Node, tile: RangeTile, step):
+        """All leaves of a part, each of which ``next_leaf`` brings to ``node``: from its number among the keys, whether
+        not all rows see all of it, and a step, which it counts on. The node of a whole line is ``node`` then; those of
+        others have been left in memory. Returns the step after them, and what has been left."""
+        keys, tree, left = tile.keys, self.merge, LeftNodes.none()
+        leaf, waiting = tile.first_leaf, tile.first_leaf
+        for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+            step = next_leaf(n, n < keys.full_begin or n >= keys.full_end, step)
+            level, index = tree.rise(node, leaf, tile.first_leaf, tile.leaves)
+            leaf += 1
+            if (index & 1) != 0:
+                tree.leave(node, tile, index << level)
+                left = left.plus(level, index << level)
+                waiting = (index + 1) << level
+            elif leaf < tile.leaves:
+                tree.wait(node, level)
+        if tile.end_leaf < tile.leaves:
+            left = tree.leave_waiting(tile, waiting, tile.end_leaf, left)
+        return step, left
+
+    @cute.jit
+    def finish_part(self, node: Node, tile: RangeTile, left: LeftNodes, addresses, geometry) -> None:
+        """Merge what nothing is missing of any more, and write the line if that is all of it."""
+        is_root = tile.end_leaf - tile.first_leaf == tile.leaves
+        if not is_root:
+            is_root = self.merge.merge(node, tile, left, self.meet_group)
+        if is_root:
+            self.store_line(node, tile, addresses, geometry)
+
+    @cute.jit
+    def store_line(self, node: Node, tile: RangeTile, addresses, geometry) -> None:
+        """Write the rows of a line's root."""
+        rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
+        sums = self.gathered([node.total[r] for r in range(node.rows)])
+        statistics = [(node.reference[r], (a + b) + (c + d)) for r, (a, b, c, d) in enumerate(sums)]
+        output = ColumnFragment(node.output, cute.size(node.output) // node.rows, node.rows // 2)
+        self.store_columns(output, statistics, rows, 0)
+
+    def maxima(self, r: int) -> Any:
+        row = self.group * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)
+        return shared_address(self.tiles.staging) + self.kernel.nodes_bytes + RESULT_BYTES + 4 * WARPS * row
