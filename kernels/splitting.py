@@ -44,7 +44,8 @@ LATENT_FEW_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
 # Of a leaf; more where tiles are small, or where merging leaves of so many rows takes its time: 32 x 8192 tokens with
 # 32 rows take 258 instead of 263 us. With 8 rows it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens
-# (H200, 2026-11-23).
+# (H200, 2026-11-23). Of MLA, whose nodes are large: with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151
+# us, but 1 x 4096 tokens 19 instead of 27 (H200, 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
 OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
