@@ -20,7 +20,16 @@ from hopwell.kernels.config import (
 )
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.problem import AttentionProblem, MaskKind
-from hopwell.kernels.splitting import LATENT_FEW_ROWS, LEAF_TILE, LISTED_CHUNK_TOKENS, ROWS, chunk_tokens
+from hopwell.kernels.splitting import (
+    LATENT_FEW_ROWS,
+    LATENT_LEAF_TILES,
+    LATENT_LEAF_TOKENS,
+    LATENT_NEAR_LEVELS,
+    LEAF_TILE,
+    LISTED_CHUNK_TOKENS,
+    ROWS,
+    chunk_tokens,
+)
 
 # Two warpgroups share the value's columns. Q and two tiles of keys fill shared memory; a step takes both. Warps of the
 # producers merge pieces, and the registers that attend can spare are loads that they have under way. With lists it can
@@ -65,13 +74,16 @@ class MlaConfig(DecodeConfig):
 
     @property
     def near_levels(self) -> int:
-        """In registers of the warpgroup that merges."""
-        return 1
+        return LATENT_NEAR_LEVELS
+
+    @property
+    def leaf_tiles(self) -> int:
+        return LATENT_LEAF_TILES
 
     @property
     def chunk_tokens(self) -> int:
         if self.has_tree:
-            return super().chunk_tokens
+            return LATENT_LEAF_TOKENS
         return LISTED_CHUNK_TOKENS if self.sparse else chunk_tokens(self.head_dim_v, latent=True)
 
     @property

@@ -243,7 +243,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         lse_head=0 if lse is None else lse.tensor.stride(1),
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
-        spilled_levels=spilled_levels(config.tile.m, columns, capacity, config.near_levels),
+        spilled_levels=spilled_levels(config.chunk_tokens, capacity, config.near_levels),
     )
 
 

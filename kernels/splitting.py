@@ -44,15 +44,17 @@ LATENT_FEW_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
 # Of a leaf; more where tiles are small, or where merging leaves of so many rows takes its time: 32 x 8192 tokens with
 # 32 rows take 258 instead of 263 us. With 8 rows it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens
-# (H200, 2026-11-23). Of MLA, whose nodes are large: with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151
-# us, but 1 x 4096 tokens 19 instead of 27 (H200, 2026-11-23).
+# (H200, 2026-11-23). Of MLA, whose nodes are large beside its keys: with 4 tiles 128 x 4096 tokens and 16 heads take
+# 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27 (H200, 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
+LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
+LATENT_NEAR_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that merges
 MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
 OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
 WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
 # Blocks of leaves in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
 MOST_BLOCKS, BLOCKS_BYTES = 16, 16 * 8704
-BUNDLE_BITS, WIDE_BUNDLE_BITS = 4, 2  # log2 of the nodes in memory that are merged at a time: fewer of MLA's
+BUNDLE_BITS, WIDE_BUNDLE_BITS = 4, 2  # log2 of the nodes in memory that are merged at a time: fewer wide ones
 TIERS = 5  # of bundles: 4^5 are more than the blocks of all CTAs
 TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out
 # int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done;
@@ -74,8 +76,6 @@ def tree_rows(columns: int) -> tuple[int, ...]:
 
 def leaf_tiles(rows: int, columns: int) -> int:
     """Tiles of a leaf, of kernels for so many rows."""
-    if columns > MOST_TREE_COLUMNS:
-        return LATENT_LEAF_TILES
     return MORE_LEAF_TILES if _padded(columns) == BLOCK_COLUMNS or rows == FEW_ROWS[-1] else LEAF_TILES
 
 
@@ -103,10 +103,10 @@ def bundle_bits(columns: int) -> int:
     return BUNDLE_BITS if columns <= MOST_TREE_COLUMNS else WIDE_BUNDLE_BITS
 
 
-def spilled_levels(rows: int, columns: int, capacity: int, near: int) -> int:
-    """Levels of a CTA's tree that are in memory, besides ``near`` ones. Requests have up to ``capacity`` keys, and
-    may begin in the middle of a leaf."""
-    return max((-(-max(capacity, 1) // leaf_tokens(rows, columns))).bit_length() + 1 - near, 0)
+def spilled_levels(leaf: int, capacity: int, near: int) -> int:
+    """Levels of a CTA's tree that are in memory, besides ``near`` ones. Leaves have ``leaf`` keys, requests up to
+    ``capacity``, and may begin in the middle of a leaf."""
+    return max((-(-max(capacity, 1) // leaf)).bit_length() + 1 - near, 0)
 
 
 def share_blocks(rows: int, columns: int) -> int:
@@ -120,19 +120,24 @@ def node_slots(rows: int, kv_heads: int, columns: int, ctas: int) -> int:
     return 2 * ((share_blocks(rows, columns) + 1) * ctas + kv_heads)
 
 
-def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
+def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
     """Scratch of a launch with few rows, or fewer, see :func:`scratch_bytes`."""
 
-    def of(tile: int, columns: int) -> int:
-        spilled = spilled_levels(tile, columns, capacity, 1 if latent else shared_levels(tile, columns))
-        return (node_slots(tile, kv_heads, columns, ctas) + spilled * ctas) * node_bytes(tile, columns)
+    def of(tile: int, width: int) -> int:
+        spilled = spilled_levels(leaf_tokens(tile, width), capacity, shared_levels(tile, width))
+        return (node_slots(tile, kv_heads, width, ctas) + spilled * ctas) * node_bytes(tile, width)
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
-    widest = _padded(columns) if latent else min(_padded(columns), MOST_TREE_COLUMNS)
-    widths = range(BLOCK_COLUMNS, widest + 1, BLOCK_COLUMNS)
-    if latent:
-        return max(of(LATENT_FEW_ROWS, width) for width in widths)
+    widths = range(BLOCK_COLUMNS, min(_padded(columns), MOST_TREE_COLUMNS) + 1, BLOCK_COLUMNS)
     return max(of(m, width) for width in widths for m in tree_rows(width) if m <= most)
+
+
+def latent_tree_bytes(kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
+    """The same of MLA, with up to ``columns`` of output."""
+    spilled = spilled_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
+    widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
+    m = LATENT_FEW_ROWS
+    return max((node_slots(m, kv_heads, width, ctas) + spilled * ctas) * node_bytes(m, width) for width in widths)
 
 
 def tree_counter_ints(slots: int) -> int:
@@ -177,7 +182,8 @@ def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: i
     """
     needed = _needed_slots(rows, kv_heads, columns, capacity, ctas, latent)
     pieces = max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES)
-    return max(pieces, tree_bytes(rows, kv_heads, columns, capacity, ctas, latent)) + ALIGNMENT
+    sizes = (kv_heads, columns, capacity, ctas)
+    return max(pieces, latent_tree_bytes(*sizes) if latent else tree_bytes(rows, *sizes)) + ALIGNMENT
 
 
 def counter_ints(slots: int) -> int:

@@ -32,7 +32,7 @@ from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Slots, count_one
 from hopwell.kernels.parts.softmax import largest_of_lane, merged
-from hopwell.kernels.splitting import SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
+from hopwell.kernels.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
 EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
 ITEM_BYTES, ITEM_COLUMNS = LANES * copy.CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
@@ -50,7 +50,6 @@ class Shares(DeviceStruct):
     of_chunk: Int32  # from a piece to that of the next chunk
     pieces_at_once: int  # whose loads a lane has under way, for each of
     items_at_once: int  # where there are more pieces than that, for one item of so many times more pieces
-    shares: int  # that a piece comes with
 
     @cute.jit
     def wait_free(self, tile) -> None:
@@ -90,24 +89,10 @@ class Shares(DeviceStruct):
             words = [copy.pack_x2(Float16, *values[c : c + 2]) for c in range(0, EIGHT, 2)]
             copy.store_global(first + item * ITEM_BYTES + cute.arch.lane_idx() * copy.CHUNK_BYTES, words)
         if output.first_column() == 0:
-            row = warp_row + output.first_row() + output.row_offset(r)
-            self.store_statistics(piece, row, reference, total, inverse, half)
-
-    @cute.jit
-    def store_statistics(self, piece, row, reference, total, inverse, half) -> None:
-        """(reference, sum) of a row of a piece, and the inverse of the scale of a half of its columns."""
-        row += self.slots.place(piece)
-        if half == 0:
-            copy.store_global(self.slots.statistics(row, PIECE), (reference, total))
-        global_array(Float32, self.slots.statistics(row, SCALES))[half] = inverse
-
-    def store_block(self, piece, eight: int, block, half, words) -> None:
-        """Of 8 rows, the ``eight``-th of a piece, 16 columns, the ``block``-th of a half: two words of each lane, as
-        :meth:`_merge_line` wants them."""
-        line = self._line(eight // RowFragment.rows * WARP_ROWS, eight % RowFragment.rows, half)
-        item = line * self._items_of_line + block // 2
-        address = self.slots.output(self.slots.place(piece), 0) + Int64(item) * ITEM_BYTES
-        copy.store_global(address + cute.arch.lane_idx() * copy.CHUNK_BYTES + block % 2 * 8, words)
+            row = self.slots.place(piece) + warp_row + output.first_row() + output.row_offset(r)
+            if half == 0:
+                copy.store_global(self.slots.statistics(row, PIECE), (reference, total))
+            global_array(Float32, self.slots.statistics(row, SCALES))[half] = inverse
 
     @property
     def _items_of_line(self) -> int:
@@ -121,12 +106,12 @@ class Shares(DeviceStruct):
     def run(self, pieces, others, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
         """Merge shares until those of all ``pieces`` have been handed out, but leave the last ``others`` pieces to
         warps that merge faster."""
-        own_end = (pieces - others) * self.shares
+        own_end = (pieces - others) * SHARES
         share = self._ticket(own_end)
-        while share < pieces * self.shares:
-            piece = share // self.shares
+        while share < pieces * SHARES:
+            piece = share // SHARES
             self._wait_ready(piece)
-            self._merge(piece, share - piece * self.shares, pieces, a, g, scale, dtype)
+            self._merge(piece, share - piece * SHARES, pieces, a, g, scale, dtype)
             share = self._ticket(own_end)
 
     @cute.jit
@@ -159,8 +144,8 @@ class Shares(DeviceStruct):
         first = piece - chunk * self.of_chunk
         of_line = self._items_of_line
         items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_line)
-        shares = chunks * self.shares
-        begin, end = (items * (chunk * self.shares + part + i) // shares for i in range(2))
+        shares = chunks * SHARES
+        begin, end = (items * (chunk * SHARES + part + i) // shares for i in range(2))
         # Of many pieces a share is one item: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
         many = replace(self, pieces_at_once=self.pieces_at_once * self.items_at_once, items_at_once=1)
         for line in cutlass.range(begin // of_line, (end + (of_line - 1)) // of_line, unroll=1):

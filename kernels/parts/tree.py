@@ -11,7 +11,7 @@ leaf that another CTA has is left in memory, at most two nodes of each level of 
 These are merged sixteen at a time, wide ones four. A bundle has as many slots, one for each of so many blocks of a line
 (see ``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills the last one
 merges them, in the order of the tree, and fills a slot of the tier above: so merging goes on beside all else, and after
-the last leaf of a long line it takes two rounds or three.
+the last leaf of a long line it takes two rounds or three, wide ones up to five.
 
 A warpgroup holds a node in registers, each thread the same elements of every node, and writes it as it lies in them.
 """
@@ -181,7 +181,7 @@ class Bundle(DeviceStruct):
 class Tree(DeviceStruct):
     """Where nodes lie, and how they become more. Called by whole warpgroups."""
 
-    shared: Int32  # address of the first level
+    shared: Int32  # address of the first level, or of where nodes are handed over
     results: Int32  # shared address of what a count has found, for every lane of a warp
     scratch: Int64
     counters: Int64  # address of those of bundles
@@ -193,7 +193,7 @@ class Tree(DeviceStruct):
 
     @staticmethod
     def create(a: Addresses, g: DecodeGeometry, shared, results, *sizes: int) -> "Tree":
-        """``sizes`` are the last fields."""
+        """``sizes`` are the levels that are near, rows, and columns."""
         aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
         return Tree(shared, results, aligned, a.tickets + 4 * TICKETS, g, *sizes)
 

@@ -68,30 +68,23 @@ class ColumnRows:
                 shared_array(Uint32, chunk + 4 * t)[0] = word
 
     @cute.jit
-    def store_columns(self, output, statistics, rows: PackedRows, first_column) -> None:
-        """Results, the columns from ``first_column`` on, of rows with these (reference, sum)."""
+    def store_columns(self, output, statistics, rows: PackedRows) -> None:
+        """Results of rows with these (reference, sum)."""
         g, t = place_in_warp()
         factors = []
         for r in cutlass.range_constexpr(output.rows):
             row, factor = output.first_row() + output.row_offset(r), Float32(0.0)
             if row < rows.count:
-                writes = cute.arch.lane_idx() == t and self.warp == 0 and first_column == 0
+                writes = cute.arch.lane_idx() == t and self.warp == 0
                 factor = rows.finish(row, *statistics[r], writes)
             factors.append(factor)
         for eight in cutlass.range_constexpr(output.products):
             row = MMA_COLUMNS * eight + g
             target = rows.output(row, 0)
             for c in cutlass.range_constexpr(output.columns):
-                word = self.word(output, eight, c, factors, self.kernel.out_dtype)
-                column = first_column + self.block(c) * WARP_ROWS + c % 2 * MMA_COLUMNS + 2 * t
+                # A lane holds one column of two adjacent rows, and stores two columns of one.
+                pair = [output.get(r, c) * factors[r] for r in (2 * eight, 2 * eight + 1)]
+                word = transposed(copy.pack_x2(self.kernel.out_dtype, *pair))
+                column = (WARPS * (c // 2) + self.warp) * WARP_ROWS + c % 2 * MMA_COLUMNS + 2 * t
                 if row < rows.count and column < self.kernel.config.head_dim_v:
                     copy.store_element("b32", target + column * rows.out_bytes, word)
-
-    def word(self, output, eight: int, c: int, factors, dtype):
-        """Two adjacent columns of row g of 8, of which a lane holds one column of two adjacent rows."""
-        rows = (2 * eight, 2 * eight + 1)
-        return transposed(copy.pack_x2(dtype, *[output.get(r, c) * factors[r] for r in rows]))
-
-    def block(self, c: int):
-        """Which block of 16 columns a column of the output belongs to."""
-        return WARPS * (c // 2) + self.warp

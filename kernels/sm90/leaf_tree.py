@@ -19,7 +19,7 @@ STATE_BYTES = 1024  # with a float32 of each row for all warps of one warpgroup,
 
 
 class LeafTree(ColumnRows):
-    """A base of whoever merges leaves."""
+    """A base of whoever merges leaves, and of whoever hands them over."""
 
     merge: Tree
     output_scale: Float32
@@ -61,7 +61,7 @@ class LeafTree(ColumnRows):
         sums = self.gathered([node.total[r] for r in range(node.rows)])
         statistics = [(node.reference[r], (a + b) + (c + d)) for r, (a, b, c, d) in enumerate(sums)]
         output = ColumnFragment(node.output, cute.size(node.output) // node.rows, node.rows // 2)
-        self.store_columns(output, statistics, rows, 0)
+        self.store_columns(output, statistics, rows)
 
     def maxima(self, r: int) -> Any:
         row = self.group * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)

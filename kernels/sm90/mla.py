@@ -27,7 +27,7 @@ from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.kernel import SCHEDULE_WARP
 from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.splitting import LATENT_PIECE_BYTES, SHARES
+from hopwell.kernels.splitting import LATENT_PIECE_BYTES
 
 ATTEND_LOADS = (8, 2)  # pieces, and items of each, that a warp of attend has under way when it merges
 STATE_BYTES = (WARP_ROWS + LANES * RowFragment.rows) * 4  # of a warp: references of its rows, sums of each lane's
@@ -107,7 +107,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, at_once=ATTEND_LOADS) -> Shares:
         slots = Slots.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
-        return Shares(slots, Int32(geometry.row_tiles), *at_once, SHARES)
+        return Shares(slots, Int32(geometry.row_tiles), *at_once)
 
     def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "LatentUnits":
         descriptor = copy.tma_descriptor(q_atom)

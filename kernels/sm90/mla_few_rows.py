@@ -1,8 +1,9 @@
 """Hopper MLA decode of few rows: leaves of keys against up to 16 packed rows, merged as a tree.
 
 With 16 heads, as tensor parallelism leaves of 128, memory is the limit. So products are transposed, leaves are merged,
-and CTAs have equal shares, as in ``decode_few_rows.py``. A product then takes as long as it takes to read the keys
-from shared memory, about half of the time that 64 rows of Q take.
+and CTAs have equal shares, as in ``decode_few_rows.py``. A matrix instruction always has 64 rows, but as few as 8
+columns: a product of keys with 16 rows of Q takes as long as it takes to read the keys from shared memory, about half
+of the time that 64 rows of Q take.
 """
 
 from dataclasses import dataclass, replace
@@ -45,6 +46,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
         warps 8..11 merge  from nodes to the output, see parts/tree.py
 
     Edges
+        K, V    load -> attend        released when the product with their half of the value has been added to O
         leaf    attend -> merge       a leaf's node; released when it is in registers
 
     Steady state: memory is the limit. A tile is done in half of the time that fetching it takes. Merging a leaf takes
@@ -79,7 +81,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
         LatentMerge(self, tiles, rings[-1], scale, merge).run(self._node(), board, addresses, geometry)
 
     def _node(self) -> Node:
-        """In registers of its own."""
+        """A place for one in new registers: for the one that rises, and for the one that waits at the first level."""
         elements = self.tile.m * self.config.head_dim_v // WARPGROUP
         return Node.of(cute.make_rmem_tensor(elements, Float32), self.tile.m)
 

@@ -30,7 +30,7 @@ from api_calls import (
 from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.plan import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
-from hopwell.kernels.splitting import ALIGNMENT, slot_bytes
+from hopwell.kernels.splitting import ALIGNMENT, node_bytes, scratch_bytes, slot_bytes
 from hopwell.mla import mla_workspace_bytes
 
 Problems = list[AttentionProblem]
@@ -158,10 +158,20 @@ class TestWorkspace:
             )
             mla(**changes, workspace_buffer=workspace)
             problem = launched.pop()
-            g = decode_geometry(problem, resolve_mla(problem, "sm_90a"))
-            assert g.slots * slot_bytes(g.slot_rows, rank, latent=True) + ALIGNMENT - 1 <= size
+            config = resolve_mla(problem, "sm_90a")
+            g = decode_geometry(problem, config)
+            needed = g.slots * slot_bytes(g.slot_rows, rank, latent=True)
+            if config.has_tree:
+                needed = (g.slots + g.spilled_levels * g.grid) * node_bytes(config.tile.m, rank)
+            assert needed + ALIGNMENT - 1 <= size
             with pytest.raises(ValueError, match=f"at least {size} bytes .* got {size - 1}$"):
                 mla(**changes, workspace_buffer=workspace[1:])
+
+    def test_size_is_what_the_docs_say(self) -> None:
+        """Of 132 multiprocessors."""
+        for rows, rank in itertools.product((1, 16, 128, 256), (256, 512)):
+            sizes = [scratch_bytes(rows, 1, rank, keys, 132, latent=True) for keys in (131072, 1 << 20)]
+            assert sizes <= [80 << 20, 96 << 20]
 
     def test_size_hardly_grows_with_keys(self) -> None:
         million = mla_workspace_bytes(128, 1 << 20, device="cpu")

@@ -34,7 +34,7 @@ from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels.decode_config import resolve_decode
 from hopwell.kernels.plan import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
-from hopwell.kernels.splitting import ALIGNMENT, STATISTICS
+from hopwell.kernels.splitting import ALIGNMENT, STATISTICS, node_bytes, scratch_bytes
 
 Problems = list[AttentionProblem]
 
@@ -171,10 +171,19 @@ class TestWorkspace:
             )
             FUNCTIONS[XQA](**arguments, workspace_buffer=workspace)
             problem = launched.pop()
-            g = decode_geometry(problem, resolve_decode(problem, "sm_90a"))
-            assert g.slots * g.slot_rows * (head_dim + STATISTICS) * 4 + ALIGNMENT - 1 <= size
+            config = resolve_decode(problem, "sm_90a")
+            g = decode_geometry(problem, config)
+            needed = g.slots * g.slot_rows * (head_dim + STATISTICS) * 4
+            if config.has_tree:
+                needed = (g.slots + g.spilled_levels * g.grid) * node_bytes(config.tile.m, head_dim)
+            assert needed + ALIGNMENT - 1 <= size
             with pytest.raises(ValueError, match=f"at least {size} bytes .* got {size - 1}$"):
                 FUNCTIONS[XQA](**arguments, workspace_buffer=workspace[1:])
+
+    def test_size_is_what_the_docs_say(self) -> None:
+        """Of 132 multiprocessors."""
+        for rows, most in ((8, 19), (32, 58), (64, 100.1)):
+            assert scratch_bytes(rows, 8, 128, 131072, 132) <= most * 2**20
 
     def test_size_does_not_grow_with_requests_and_hardly_with_keys(self) -> None:
         assert needed() < 9 << 20

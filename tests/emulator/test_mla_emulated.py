@@ -116,7 +116,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("few_slots")
-@pytest.mark.parametrize(("heads", "q_len"), [(2, 1), (33, 2)])
+@pytest.mark.parametrize(("heads", "q_len"), [(17, 1), (33, 2)])
 def test_slots_are_used_again(heads: int, q_len: int) -> None:
     """With one tile of rows and with two, whose pieces lie between each other."""
     chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
@@ -137,7 +137,7 @@ def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) 
 def test_slots_are_used_again_by_lists() -> None:
     """Of more tokens than there are slots, each with two chunks."""
     chunk = chunk_tokens(MAIN, sparse=True)
-    check(Case([9, 2], [chunk + 40, chunk], heads=2, top_k=chunk + 68, ragged=True), 64, adverse=1)
+    check(Case([9, 2], [chunk + 40, chunk], heads=17, top_k=chunk + 68, ragged=True), 64, adverse=1)
 
 
 @pytest.mark.parametrize(("top_k", "heads"), [(0, 4), (0, 17), (64, 4)])
