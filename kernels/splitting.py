@@ -125,7 +125,7 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int)
 
     def of(tile: int, width: int) -> int:
         spilled = spilled_levels(leaf_tokens(tile, width), capacity, shared_levels(tile, width))
-        return (node_slots(tile, kv_heads, width, ctas) + spilled * ctas) * node_bytes(tile, width)
+        return _nodes_bytes(tile, kv_heads, width, ctas, spilled)
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
     widths = range(BLOCK_COLUMNS, min(_padded(columns), MOST_TREE_COLUMNS) + 1, BLOCK_COLUMNS)
@@ -136,8 +136,12 @@ def latent_tree_bytes(kv_heads: int, columns: int, capacity: int, ctas: int) -> 
     """The same of MLA, with up to ``columns`` of output."""
     spilled = spilled_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
-    m = LATENT_FEW_ROWS
-    return max((node_slots(m, kv_heads, width, ctas) + spilled * ctas) * node_bytes(m, width) for width in widths)
+    return max(_nodes_bytes(LATENT_FEW_ROWS, kv_heads, width, ctas, spilled) for width in widths)
+
+
+def _nodes_bytes(rows: int, kv_heads: int, columns: int, ctas: int, spilled: int) -> int:
+    """Of the nodes that several CTAs merge, and of ``spilled`` levels of each."""
+    return (node_slots(rows, kv_heads, columns, ctas) + spilled * ctas) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int) -> int:

@@ -10,9 +10,14 @@ from hopwell.kernels.config import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, shared_array
 from hopwell.kernels.parts.epilogue import WARP_ROWS
+from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp, transposed
 from hopwell.kernels.sm90.attend import GROUP_BARRIER
+
+# Behind the nodes in shared memory: what Tree.results says, and a float32 of each row for all warps: of one warpgroup,
+# or of two with up to 16 rows.
+RESULT_BYTES, STATE_BYTES = 256, 1024
 
 
 class ColumnRows:
@@ -34,20 +39,21 @@ class ColumnRows:
         """This warpgroup."""
         cute.arch.barrier(barrier_id=GROUP_BARRIER + self.group, number_of_threads=WARPGROUP)
 
-    def maxima(self, r: int):
+    def _of_warps(self, r: int):
         """Shared address of a float32 of each of this warpgroup's warps for row r of a lane."""
-        raise NotImplementedError
+        row = self.group * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)
+        return shared_address(self.tiles.staging) + self.kernel.nodes_bytes + RESULT_BYTES + 4 * WARPS * row
 
     @cute.jit
     def gathered(self, values) -> list:
         """The values that this warpgroup's warps have for each row. The lanes of a warp that share it have the same."""
         _, t = place_in_warp()
         for r in cutlass.range_constexpr(len(values)):
-            slot, value = shared_array(Float32, self.maxima(r) + 4 * self.warp), values[r]
+            slot, value = shared_array(Float32, self._of_warps(r) + 4 * self.warp), values[r]
             if cute.arch.lane_idx() == t:
                 slot[0] = value
         self.meet_group()
-        return [copy.load_shared(self.maxima(r), WARPS, Float32) for r in range(len(values))]
+        return [copy.load_shared(self._of_warps(r), WARPS, Float32) for r in range(len(values))]
 
     def over_warps(self, values) -> list:
         """The largest of each row."""

@@ -201,10 +201,10 @@ class DecodeSm90(AttentionSm90):
         if warp == V_WARP:
             self.load_part(1, atoms, operands, tiles, rings, partial_barriers, board)
         if warp == Q_WARP:
-            self.load_rows(addresses, geometry, tiles, rings, board)
+            self.load_all_q(addresses, geometry, tiles, rings, board)
 
     @cute.jit
-    def load_rows(self, addresses, geometry, tiles, rings, board):
+    def load_all_q(self, addresses, geometry, tiles, rings, board):
         """Q of every tile."""
         step = Int32(0)
         tile = board.read(step)

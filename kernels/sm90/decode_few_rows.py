@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from hopwell.kernels.config import WARPS
 from hopwell.kernels.decode_config import DecodeConfig
@@ -28,10 +28,11 @@ from hopwell.kernels.parts.split import UnitKeeper
 from hopwell.kernels.parts.tree import Node, Tree
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
+from hopwell.kernels.sm90.column_rows import STATE_BYTES
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
-from hopwell.kernels.sm90.leaf_tree import STATE_BYTES, LeafTree
-from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.sm90.leaf_tree import LeafTree
+from hopwell.kernels.sm90.mma import issue_mma, make_transposed_mmas
 from hopwell.kernels.splitting import node_bytes, share_blocks
 
 
@@ -137,9 +138,7 @@ class LeafOperands(DeviceStruct):
     @staticmethod
     def create(kernel, tiles: LeafTiles) -> "LeafOperands":
         t, columns = kernel.tile, kernel.config.columns[1]
-        common = dict(a_source=warpgroup.OperandSource.SMEM, b_major=OperandMajorMode.K, warpgroups=1)
-        qk_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), **common)
-        pv_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), a_major=OperandMajorMode.MN, **common)
+        qk_mma, pv_mma = make_transposed_mmas(kernel.dtype, t.m)
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
         v_transposed = cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
         s_layout = cute.make_layout(qk.partition_shape_C((t.n, t.m)))

@@ -1,25 +1,18 @@
 """What becomes of the leaves of keys that a warpgroup has, one behind the other: the tree, and the output."""
 
-from typing import Any
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
-from hopwell.kernels.config import WARPS
-from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.ranges import RangeTile
 from hopwell.kernels.parts.tree import LeftNodes, Node, Tree
 from hopwell.kernels.sm90.column_rows import ColumnRows
 
-RESULT_BYTES = 256  # for Tree.results
-STATE_BYTES = 1024  # with a float32 of each row for all warps of one warpgroup, or of two with up to 16 rows
-
 
 class LeafTree(ColumnRows):
-    """A base of whoever merges leaves, and of whoever hands them over."""
+    """A base of whoever merges leaves."""
 
     merge: Tree
     output_scale: Float32
@@ -62,7 +55,3 @@ class LeafTree(ColumnRows):
         statistics = [(node.reference[r], (a + b) + (c + d)) for r, (a, b, c, d) in enumerate(sums)]
         output = ColumnFragment(node.output, cute.size(node.output) // node.rows, node.rows // 2)
         self.store_columns(output, statistics, rows)
-
-    def maxima(self, r: int) -> Any:
-        row = self.group * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)
-        return shared_address(self.tiles.staging) + self.kernel.nodes_bytes + RESULT_BYTES + 4 * WARPS * row

@@ -13,7 +13,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 
 from hopwell.kernels.config import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
@@ -26,12 +26,13 @@ from hopwell.kernels.parts.tree import Node, Tree
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import LOADERS, example_arguments
+from hopwell.kernels.sm90.column_rows import ColumnRows
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafTiles
 from hopwell.kernels.sm90.kernel import Q_WARP
 from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
 from hopwell.kernels.sm90.leaf_tree import LeafTree
-from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.sm90.mma import issue_mma, make_transposed_mmas
 from hopwell.kernels.splitting import node_bytes
 
 
@@ -94,7 +95,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
         if warp < self.loading_warps:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
         elif warp == Q_WARP:
-            self.load_rows(addresses, geometry, tiles, rings, board)
+            self.load_all_q(addresses, geometry, tiles, rings, board)
 
 
 @dataclass
@@ -120,9 +121,7 @@ class LatentLeafOperands(DeviceStruct):
     def create(kernel, tiles: LeafTiles) -> "LatentLeafOperands":
         t, (depth_qk, columns), widths = kernel.tile, kernel.config.depth, kernel.config.columns
         half = columns // 2
-        common = dict(a_source=warpgroup.OperandSource.SMEM, b_major=OperandMajorMode.K, warpgroups=1)
-        qk_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), **common)
-        pv_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), a_major=OperandMajorMode.MN, **common)
+        qk_mma, pv_mma = make_transposed_mmas(kernel.dtype, t.m)
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
         parts = tiles.k, tiles.v
         transposed = [
@@ -168,7 +167,7 @@ class LatentLeafOperands(DeviceStruct):
 
 
 @dataclass
-class LatentLeafAttend(LatentRows, LeafTree, DecodeAttend):
+class LatentLeafAttend(LatentRows, ColumnRows, DecodeAttend):
     """The consumer warpgroup."""
 
     @cute.jit

@@ -15,6 +15,13 @@ def make_mma(dtype, shape_mn, *, a_source, b_major, warpgroups: int, a_major=Ope
     return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
 
 
+def make_transposed_mmas(dtype, rows: int) -> tuple:
+    """Those of S^T = K Q^T and of O^T = V^T P^T for so many rows of Q, all operands in shared memory."""
+    common = dict(a_source=warpgroup.OperandSource.SMEM, b_major=OperandMajorMode.K, warpgroups=1)
+    shape = (WARPGROUP_ROWS, rows)
+    return make_mma(dtype, shape, **common), make_mma(dtype, shape, a_major=OperandMajorMode.MN, **common)
+
+
 @cute.jit
 def issue_mma(
     mma,
