@@ -70,7 +70,8 @@ def mla_workspace_bytes(
 
     Args:
         num_heads: query heads.
-        max_seq_len: the most keys that a request can have: page size times columns of ``block_tables``.
+        max_seq_len: the most keys that a request can have: page size times columns of ``block_tables``, or of sparse
+            attention its columns, ``sparse_mla_top_k``.
         q_len_per_req: new tokens of each request.
         kv_lora_rank: columns of the output.
         device: the device of the call; None means the current CUDA device, or the CPU where there is none.

@@ -34,7 +34,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     """Multi-head latent attention (DeepSeek) of one or a few new tokens per request over a paged latent cache.
 
     All heads share one key row per token, ``kv_lora_rank + qk_rope_head_dim`` wide, whose first ``kv_lora_rank``
-    entries are also the value. Row t of q_len sees the first seq_len - q_len + t + 1 keys::
+    entries are also the value. Row t of q_len sees the first seq_len - q_len + t + 1 keys, or, sparse, the tokens that
+    are named by as many entries of its list, at most all of them; negative ones name none::
 
         out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v
 

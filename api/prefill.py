@@ -81,8 +81,8 @@ def trtllm_batch_context_with_kv_cache(
             counts here, so only its type and device are checked.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own, or an FP4Tensor; None allocates.
-        out_dtype: dtype of the output: that of query, float16 or bfloat16, or the string "nvfp4". None means that of
-            ``out``, or of query.
+        out_dtype: dtype of the output: that of query, float16 or bfloat16, or for fp8 queries the string "nvfp4". None
+            means that of ``out``, or of query.
         o_sf_scale: global factor of an NVFP4 output's block scales; None otherwise.
         o_sf_vec_size: None, or 16 for an NVFP4 output.
         kv_layout: "HND" or "NHD".
@@ -195,7 +195,8 @@ def trtllm_fmha_v2_prefill(
 
     Signature and meaning follow FlashInfer's function of this name. Differences: strides are honoured in all layouts
     but the (K, V) pool, ``bmm2_scale`` counts for every dtype, contiguous KV may be longer than the queries,
-    ``window_left=0`` means a window of one key under every mask mode, and contradictory arguments are refused.
+    ``window_left=0`` means a window of one key under every mask mode that takes one, and contradictory arguments are
+    refused.
 
     Args:
         qkv: bfloat16, float16 or float8_e4m3fn tensors as ``input_layout`` says, all of one dtype.

@@ -60,7 +60,7 @@ class Sm100PrefillConfig(PrefillConfig):
     @property
     def polynomial_eighths(self) -> int:
         """Eighths of the exponentials that are computed as polynomials, beside the function units, which have 16 a
-        cycle for 128 lanes. With more, registers do not suffice for a row (``python -m hopwell.perf model``)."""
+        cycle for 128 lanes. With more, polynomials take longer than they save (``python -m hopwell.perf model``)."""
         return 2
 
     def __post_init__(self) -> None:

@@ -94,7 +94,7 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], out
             run.save(path)  # what is measured stays when a later case ends the process
             figures = ", ".join(f"{row.candidate} {row.rate:.0f}" for row in rows if row.rate)
             progress.print(f"{case.title} [{family.labels.unit}]: {figures}", highlight=False, markup=False)
-    run.host_microseconds = {title: host_microseconds(call) for title, call in family.host_calls().items()}
+    run.host_microseconds = host_microseconds(family.host_calls())
     run.save(path)
     console.print(f"{path} and its .md and .png", highlight=False)
 

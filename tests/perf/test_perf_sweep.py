@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +83,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command, "_families", lambda: (COPIES,))
     monkeypatch.setattr(Run, "here", lambda labels: Run("no GPU", "today", {}, labels))
     monkeypatch.setattr(measure, "interleaved", lambda calls: dict.fromkeys(calls, 2.0))
-    monkeypatch.setattr(measure, "host_microseconds", lambda call: 1.5)
+    monkeypatch.setattr(measure, "host_microseconds", lambda calls: dict.fromkeys(calls, 1.5))
 
 
 def sweep(out: Path, *arguments: str) -> Any:
@@ -177,3 +178,24 @@ def test_a_sweep_on_the_gpu(tmp_path: Path) -> None:
     run = Run.load(tmp_path / "prefill.json")
     assert len(run.rows) == 10
     assert all(row.rate and row.failure is None for row in run.rows), done.output
+
+
+def test_warm_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is timed without the others, the first round counts for nothing, and the median of the rest is reported."""
+    now, log = [0.0], []
+    costs = {"slow": iter([9e-6] * 2 + [5e-6] * 2 + [7e-6] * 2 + [6e-6] * 2), "fast": iter([9e-6] * 2 + [1e-6] * 6)}
+
+    def call(name: str) -> None:
+        now[0] += next(costs[name])
+        log.append(name)
+
+    def synchronize() -> None:
+        now[0] += 1.0
+        log.append("synchronize")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: now[0])
+    calls = {name: partial(call, name) for name in costs}
+    found = measure.host_microseconds(calls, at_once=2, rounds=3)
+    assert found == pytest.approx({"slow": 6.0, "fast": 1.0})
+    assert log[:6] == ["synchronize", "slow", "slow", "synchronize", "fast", "fast"]

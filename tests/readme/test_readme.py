@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from hopwell import _demo
 from hopwell.__main__ import main
 from hopwell.kernels.support import support_matrix
 
@@ -51,6 +52,34 @@ def test_demo(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.emulator
 def test_demo_on_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
     check_demo(capsys, "cpu")
+
+
+def test_demo_says_what_has_no_kernel(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(batch: _demo.Prefill, out: torch.Tensor | None = None) -> torch.Tensor:
+        raise NotImplementedError(f"no {batch.ENTRY} here")
+
+    for kind in (_demo.Prefill, _demo.Decode):
+        monkeypatch.setattr(kind, "attend", missing)
+    assert main(["demo", "--device", "cpu"]) == 0
+    shown = capsys.readouterr().out
+    assert "no trtllm_batch_context_with_kv_cache here\n" in shown
+    assert "no xqa_batch_decode_with_kv_cache here\n" in shown
+
+
+@pytest.mark.parametrize(("arch", "status"), [("sm_90a", 1), ("sm_100a", 1), ("sm_120a", 2), (None, 2)])
+def test_demo_is_emulated_without_kernels_for_the_gpu(
+    arch: str | None, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def arch_of(device: torch.device) -> str:
+        if arch is None:
+            raise NotImplementedError(f"{device} is too old")
+        return arch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_demo.support, "arch_of", arch_of)
+    monkeypatch.setattr(_demo, "_on_gpu", lambda: 1)
+    monkeypatch.setattr(_demo, "_on_emulator", lambda: 2)
+    assert main(["demo"]) == status
 
 
 def check_attention(names: dict[str, Any], q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
