@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from hopwell.kernels.problem import PageTable, TokenOffsets
+from hopwell.kernels.problem import MAX_KEYS, PageTable, TokenOffsets
 from hopwell.layouts import (
     element_offsets,
     sequence_lengths,
@@ -208,6 +208,17 @@ def page_table(value: Any, batch: int, on: torch.device, *, shared: bool = True)
     """``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own."""
     read = shared_page_table if shared else split_page_table
     return read(index_tensor("block_tables", value, on), batch)
+
+
+def capacity(table: PageTable, page_size: int) -> int:
+    """The tokens of a request that ``block_tables`` has room for."""
+    pages = table.key.shape[1]
+    if pages * page_size > MAX_KEYS:
+        raise ValueError(
+            f"block_tables may have room for {MAX_KEYS} tokens of a request at most, "
+            f"got {pages} pages of {page_size}, which are {pages * page_size}"
+        )
+    return pages * page_size
 
 
 def power_of_two(name: str, number: int) -> None:

@@ -195,7 +195,7 @@ def context_problem(
         out=checks.allocated(output.tensor, query, cache.v_dim, output.dtype),
         batch=batch,
         max_q_len=min(max_q_len, tokens),
-        max_kv_len=min(max_kv_len, table.key.shape[1] * cache.page_size),
+        max_kv_len=min(max_kv_len, checks.capacity(table, cache.page_size)),
         q_offsets=q_offsets,
         kv_lens=kv_lens,
         mask=mask,

@@ -190,7 +190,7 @@ def cudnn_problem(
         out=out,
         batch=batch,
         max_q_len=min(max_q_len, tokens),
-        max_kv_len=min(max_kv_len, key.shape[2] if table is None else table.key.shape[1] * key.shape[2]),
+        max_kv_len=min(max_kv_len, key.shape[2] if table is None else checks.capacity(table, key.shape[2])),
         q_offsets=starts["batch_offsets_q"],
         q_lens=q_lens,
         kv_lens=kv_lens,

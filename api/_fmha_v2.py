@@ -170,7 +170,7 @@ def fmha_v2_problem(
         (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
     )
     features.require_all(support.FMHA_V2, arch, needs)
-    capacity = key.shape[2] if table is None else table.key.shape[1] * key.shape[2]
+    capacity = key.shape[2] if table is None else checks.capacity(table, key.shape[2])
     problem = AttentionProblem(
         query=query,
         key=key,

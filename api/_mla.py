@@ -125,7 +125,7 @@ def mla_problem(
         table, capacity = None, top_k
     else:
         table, tokens = checks.page_table(block_tables, batch, on), None
-        capacity = table.key.shape[1] * page_size
+        capacity = checks.capacity(table, page_size)
     kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
     checks.host_int("max_seq_len", max_seq_len)
     softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)

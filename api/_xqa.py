@@ -122,7 +122,7 @@ def xqa_problem(
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     _check_mask(mask, batch, q_len, on)
     _check_out(out, query, cache, batch, q_len)
-    capacity = table.key.shape[1] * cache.page_size
+    capacity = checks.capacity(table, cache.page_size)
     needed = xqa_workspace_bytes(heads, cache.key.shape[1], head_dim, capacity, q_len, on)
     inputs = (
         ("query", query),

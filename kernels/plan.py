@@ -17,7 +17,7 @@ from hopwell.kernels.config import KernelConfig, PrefillConfig, page_and_head_st
 from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
 from hopwell.kernels.mla_config import resolve_mla
-from hopwell.kernels.problem import AttentionProblem, LseLayout, PageTable, TokenOffsets
+from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
     TICKETS,
     counter_ints,
@@ -29,8 +29,8 @@ from hopwell.kernels.splitting import (
 )
 from hopwell.kernels.tickets import tickets
 
-# Rows in front of the first key have negative positions, and position - window must fit 32 bits; no cache is longer.
-MAX_WINDOW = 1 << 30
+# Rows in front of the first key have negative positions, and position - window must fit 32 bits.
+MAX_WINDOW = MAX_KEYS
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
 SHARING = 4

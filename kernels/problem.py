@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
+
 
 class MaskKind(enum.Enum):
     """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
@@ -107,7 +109,7 @@ class AttentionProblem:
         out: [T, H, Dv], unit last stride, or None: the launch allocates it like a contiguous [T, H, Dv].
         batch: B.
         max_q_len, max_kv_len: host upper bounds of the lengths. They size grids; they never change a result, but for
-            roundings of MLA, where kernels differ by the rows that a request may have.
+            roundings of decode and MLA, whose kernels differ by the rows that a request may have.
         q_offsets: start of each request's queries; None means that the only request starts at token 0.
         o_offsets: the same in ``out``; None means as ``q_offsets``.
         k_offsets, v_offsets: starts in contiguous K and V; None means 0 (or paged).

@@ -2,13 +2,14 @@
 
 A *line* is what one KV head's rows of a request attend to, cut into leaves of so many keys, counted from right to left.
 The lines of a head, request after request, are a *column*. Columns are cut into ranges: one of its own for every CTA,
-and at the end short ones, one block each, for those that are done, handed out by tickets. Ranges of all heads that have
-the same leaves go to neighbouring CTAs at the same time, because their keys are neighbours in memory: with one list of
-all heads, one behind the other, 1 x 131072 tokens took 169 instead of 135 us (H200, 2026-11-23). What a range has of a
-line is a *part*.
+and at the end short ones, as long as a block, for those that are done, handed out by tickets. Ranges of all heads that
+have the same leaves go to neighbouring CTAs at the same time, because their keys are neighbours in memory: with one
+list of all heads, one behind the other, 1 x 131072 tokens took 169 instead of 135 us (H200, 2026-11-23). What a range
+has of a line is a *part*.
 
 What is computed of leaves is merged as a tree in which every leaf has its place, see ``tree.py``, so that it never
-changes a bit where ranges begin. They begin at blocks, which are 2^shift leaves of a line, for few nodes to be left.
+changes a bit where ranges begin. So that few nodes are left, parts are whole blocks of 2^shift leaves of a line, but
+for the line's last: one in which a range ends within the line is the next range's.
 
 No one has told the host how long requests are: a warp of each CTA adds up their leaves, and then walks over them to the
 places of its ranges.

@@ -5,7 +5,8 @@ line's leaves are merged as a tree in which every leaf has its place: the node a
 nodes 2 i and 2 i + 1 at level k - 1; where the line has no right one it is the left one alone. The last leaf's node
 rises to the root, and that is the result.
 
-A CTA merges from left to right: a node waits at its level until the one to its right has come. What has to wait for a
+Leaves are numbered from right to left of the keys; here left is the lower number. A CTA merges from left to right: a
+node waits at its level until the one to its right has come. What has to wait for a
 leaf that another CTA has is left in memory, at most two nodes of each level of a range.
 
 These are merged sixteen at a time, wide ones four. A bundle has as many slots, one for each of so many blocks of a line

@@ -48,7 +48,7 @@ class FewRowsDecodeSm90(DecodeSm90):
                            of each tile, and 16 of 64 columns of the output
 
     Edges
-        Q       load_q -> attend      released when the last S of the part has been computed
+        Q       load_q -> attend      released after the part's last leaf
         K       load_k -> attend      released when the tile's S has been computed
         V       load_v -> attend      released when the tile's product has been added to O
         work    schedule -> all       released as soon as it has been read

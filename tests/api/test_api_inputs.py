@@ -15,6 +15,7 @@ from api_calls import (
     FMHA,
     FP8,
     FP16,
+    FUNCTIONS,
     HEADS,
     KV_HEADS,
     MLA,
@@ -35,6 +36,7 @@ from api_calls import (
 )
 
 import hopwell
+from hopwell import _checks
 
 QUERIES = {CONTEXT: "query", CUDNN: "q", XQA: "query", MLA: "query"}
 
@@ -122,3 +124,16 @@ def test_context_nvfp4_cache() -> None:
     refused(CONTEXT, ValueError, "^kv_block_scales must be None unless", kv_block_scales=scales)
     hnd_pair = (scales[:, 0].clone(), scales[:, 1].clone())
     bad(NotImplementedError, "NVFP4 KV cache", kv_block_scales=hnd_pair)
+
+
+PAGED = {CONTEXT: DEFAULT[CONTEXT], FMHA: "paged-HND", CUDNN: "paged", XQA: DEFAULT[XQA], MLA: DEFAULT[MLA]}
+
+
+@pytest.mark.parametrize(("entry", "paged"), PAGED.items())
+def test_room_for_tokens(entry: str, paged: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Longer requests than positions can count would be wrong."""
+    room = len(TABLE[0]) * PAGE
+    monkeypatch.setattr(_checks, "MAX_KEYS", room - 1)
+    refused(entry, ValueError, f"^block_tables may have room for {room - 1} tokens .* which are {room}$", paged)
+    monkeypatch.setattr(_checks, "MAX_KEYS", room)
+    FUNCTIONS[entry](**form(entry, paged))
