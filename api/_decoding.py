@@ -35,8 +35,8 @@ def workspace_bytes(
     """Size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU without one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    ctas = multiprocessors(torch.device(device))
-    return scratch_bytes(max(rows, 1), kv_heads, columns, max_seq_len, ctas, latent)
+    sms = multiprocessors(torch.device(device))
+    return scratch_bytes(max(rows, 1), kv_heads, columns, max_seq_len, sms, latent)
 
 
 def workspace(

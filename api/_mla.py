@@ -65,8 +65,8 @@ def mla_workspace_bytes(
     """Size of ``workspace_buffer`` that is enough for ``trtllm_batch_decode_with_kv_cache_mla`` with any batch.
 
     It holds partial results of requests whose keys several multiprocessors share, and grows with the logarithm of the
-    keys: on 132 multiprocessors for up to 256 rows (heads times new tokens of a request) 80 MiB for 131072 keys, and
-    no more than 96 for a million.
+    keys: on 132 multiprocessors for up to 256 rows (heads times new tokens of a request) 72 MiB for 131072 keys, and
+    no more than 84 for a million.
 
     Args:
         num_heads: query heads.

@@ -53,8 +53,8 @@ def xqa_workspace_bytes(
     """Size of ``workspace_buffer`` that is enough for ``xqa_batch_decode_with_kv_cache`` with any batch.
 
     It holds partial results of requests whose keys several multiprocessors share: on 132 multiprocessors, with 8 KV
-    heads of 128 columns and 131072 keys, 19 MiB for 8 rows (query heads that share a KV head times new tokens of a
-    request), 58 for 32 and 101 for 64; with 1024 keys 19, 42 and 42.
+    heads of 128 columns and 131072 keys, 24 MiB for 8 rows (query heads that share a KV head times new tokens of a
+    request), 53 for 32 and 101 for 64; with 1024 keys 20, 40 and 40.
 
     Args:
         num_heads: query heads.

@@ -23,6 +23,7 @@ MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNK
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
+RESERVED_BYTES = 1024  # of shared memory, for the system, with each CTA
 REGISTERS = 65536  # of an SM
 WARPGROUP = 128  # threads
 LANES = 32  # threads of a warp
@@ -52,6 +53,11 @@ class KvType(enum.Enum):
     WIDE = "wide"  # those of the queries
     E4M3 = "e4m3"
     INT8 = "int8"
+
+    @property
+    def bytes(self) -> int:
+        """Of an element."""
+        return 2 if self is KvType.WIDE else 1
 
 
 @dataclass(frozen=True)
@@ -155,7 +161,7 @@ class KernelConfig:
     @property
     def kv_bytes(self) -> int:
         """Of an element of K and V in memory."""
-        return 2 if self.kv_type is KvType.WIDE else 1
+        return self.kv_type.bytes
 
     @property
     def streams_kv(self) -> bool:
@@ -190,6 +196,21 @@ class KernelConfig:
         return _up(self.head_dim_qk, MMA_DEPTH), value // self.v_parts
 
     @property
+    def ctas_per_sm(self) -> int:
+        """CTAs that share a multiprocessor, its registers and its shared memory."""
+        return 1
+
+    @property
+    def launch_registers(self) -> int:
+        """Registers of a thread before its warpgroup asks for others."""
+        return REGISTERS // (WARPGROUP * len(self.registers) * self.ctas_per_sm) // 8 * 8
+
+    @property
+    def most_shared_bytes(self) -> int:
+        """Shared memory that a CTA can have."""
+        return (SHARED_BYTES + RESERVED_BYTES) // self.ctas_per_sm - RESERVED_BYTES
+
+    @property
     def registers(self) -> tuple[int, ...]:
         """Registers of a thread of each warpgroup."""
         return (self.tile.producer_registers, *[self.tile.consumer_registers] * self.consumer_warpgroups)
@@ -205,8 +226,7 @@ class KernelConfig:
 
     def __post_init__(self) -> None:
         tile = self.tile
-        threads = WARPGROUP * len(self.registers)
-        launched = REGISTERS // threads // 8 * 8 * threads
+        launched = self.launch_registers * WARPGROUP * len(self.registers)
         asked = WARPGROUP * sum(self.registers)
         if asked > launched:
             raise ValueError(f"{self.name}: {asked} registers asked for, {launched} at launch: the kernel would hang")

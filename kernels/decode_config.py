@@ -22,6 +22,7 @@ from hopwell.kernels.config import (
 )
 from hopwell.kernels.problem import AttentionProblem, MaskKind
 from hopwell.kernels.splitting import (
+    CTAS_PER_SM,
     FEW_ROWS,
     LEAF_TILE,
     ROWS,
@@ -48,7 +49,9 @@ _TILES = {
 }
 # Of few rows: as many stages as fit, and registers for one warpgroup beside the producers.
 _TREE_TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_registers=104, consumer_registers=240)
-_STAGE_BYTES = 65536  # of K, and of V
+# Over 8-bit caches with half of the registers. Q goes into registers, so that one stage of it is enough.
+_BYTE_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
+_STAGE_BYTES = 65536  # of K, and of V, of all CTAs of a multiprocessor
 # For caches of 8 bits: eight warps with keys of their own, and a warpgroup that merges with what registers they leave:
 # other widths than powers of two take it some more.
 _BYTE_TILES = {
@@ -73,17 +76,22 @@ class DecodeConfig(KernelConfig):
     @property
     def near_levels(self) -> int:
         """Levels of the tree that are in shared memory."""
-        return shared_levels(self.rows, self.head_dim_v)
+        return shared_levels(self.rows, self.head_dim_v, self.kv_bytes)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return CTAS_PER_SM[self.kv_bytes] if self.has_tree else 1
 
     @property
     def leaf_tiles(self) -> int:
-        return leaf_tiles(self.rows, self.head_dim_v)
+        return leaf_tiles(self.rows, self.head_dim_v, self.kv_bytes)
 
     @property
     def tile(self) -> Tile:
         if self.has_tree:
-            stages = _STAGE_BYTES // (LEAF_TILE * 2 * self.columns[0])
-            return replace(_TREE_TILE, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
+            tile = _TREE_TILE if self.kv_type is KvType.WIDE else _BYTE_TREE_TILE
+            stages = _STAGE_BYTES // self.ctas_per_sm // (LEAF_TILE * 2 * self.columns[0])
+            return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
         tiles = _TILES if self.kv_type is KvType.WIDE else _BYTE_TILES
         return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
 
@@ -91,7 +99,7 @@ class DecodeConfig(KernelConfig):
     def chunk_tokens(self) -> int:
         """Keys of a unit of work, as long as requests are not very long; those of a leaf."""
         if self.has_tree:
-            return leaf_tokens(self.rows, self.head_dim_v)
+            return leaf_tokens(self.rows, self.head_dim_v, self.kv_bytes)
         return chunk_tokens(self.head_dim_v, element_bytes=self.kv_bytes)
 
     @property
@@ -126,9 +134,10 @@ class DecodeConfig(KernelConfig):
         return self._named("decode", kind + [f"rows{self.rows}"] * (self.rows != ROWS))
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm90 import decode, decode_few_rows
+        from hopwell.kernels.sm90 import byte_few_rows, decode, decode_few_rows
 
-        return (decode_few_rows if self.has_tree else decode).build(self)
+        few_rows = decode_few_rows if self.kv_type is KvType.WIDE else byte_few_rows
+        return (few_rows if self.has_tree else decode).build(self)
 
 
 def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
@@ -164,7 +173,7 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType) -> int:
     """Of the kernel for so many packed rows of a request."""
-    return min((m for m in tree_rows(head_dim) if m >= rows), default=ROWS) if kv_type is KvType.WIDE else ROWS
+    return min((m for m in tree_rows(head_dim, kv_type.bytes) if m >= rows), default=ROWS)
 
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:

@@ -34,7 +34,7 @@ MAX_WINDOW = MAX_KEYS
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
 SHARING = 4
-EMULATED_SMS = 4  # CTAs of an emulated persistent grid
+EMULATED_SMS = 4  # multiprocessors of the emulated device
 
 
 @dataclass(frozen=True)
@@ -222,19 +222,20 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
     rows = group * problem.max_q_len
     # Rows of different tokens have different keys where each has a list.
     row_tiles = -(-(rows if problem.token_table is None else group) // config.tile.m)
-    ctas = multiprocessors(query.device)
+    sms = multiprocessors(query.device)
+    grid = sms * config.ctas_per_sm
     kv_heads, columns, capacity = problem.key.shape[1], config.head_dim_v, problem.max_kv_len
     if config.has_tree:
-        slots = node_slots(config.tile.m, kv_heads, columns, ctas)
+        slots = node_slots(config.tile.m, kv_heads, columns, grid, config.kv_bytes)
     else:
-        slots = slot_count(max(rows, 1), kv_heads, columns, capacity, ctas, problem.is_latent)
+        slots = slot_count(max(rows, 1), kv_heads, columns, capacity, sms, problem.is_latent)
     return DecodeGeometry(
         tokens=query.shape[0],
         batch=problem.batch,
         group=group,
         q_len=problem.max_q_len,
         row_tiles=row_tiles,
-        grid=ctas,
+        grid=grid,
         **_strides(problem),
         window_left=min(left, MAX_WINDOW) if left >= 0 else MAX_WINDOW,
         draft_words=0 if problem.draft_mask is None else problem.draft_mask.shape[-1] // 2,
@@ -248,7 +249,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
 
 
 def multiprocessors(device: torch.device) -> int:
-    """CTAs of a persistent grid."""
+    """Of a device."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return EMULATED_SMS

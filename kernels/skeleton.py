@@ -12,8 +12,6 @@ from cutlass.cute.nvgpu import cpasync
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
     LANES,
-    REGISTERS,
-    SHARED_BYTES,
     WARPGROUP,
     WORK_STAGES,
     KernelConfig,
@@ -70,9 +68,9 @@ class AttentionKernel:
         if self.source is PageBoxes and config.columns != config.kv_dims:
             self.source = PageColumnBoxes
         self.edges = self._edges()
-        if self.shared_bytes > SHARED_BYTES:
+        if self.shared_bytes > config.most_shared_bytes:
             raise ValueError(
-                f"{config.name} needs {self.shared_bytes} bytes of shared memory, {SHARED_BYTES} are there"
+                f"{config.name} needs {self.shared_bytes} bytes of shared memory, {config.most_shared_bytes} are there"
             )
 
     @property
@@ -184,8 +182,8 @@ class AttentionKernel:
 
     def set_registers(self, wanted: int) -> None:
         """Give the threads of this warpgroup ``wanted`` registers."""
-        launched = REGISTERS // (WARPGROUP * len(self.config.registers)) // 8 * 8
-        change = cute.arch.setmaxregister_increase if wanted > launched else cute.arch.setmaxregister_decrease
+        more = wanted > self.config.launch_registers
+        change = cute.arch.setmaxregister_increase if more else cute.arch.setmaxregister_decrease
         change(wanted)
 
     @cute.jit

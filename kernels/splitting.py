@@ -36,20 +36,25 @@ LATENT_PIECE_BYTES = 2
 SHARES = 8  # of MLA, that a piece of ROWS comes with: what is left to merge at the end goes to all warps in small parts
 # float32 of a row and piece: (reference, sum) of the piece, then those of its group, or of MLA inverse scales
 STATISTICS = 4
-# Of 16-bit decode with few rows: keys are cut into leaves, and what has been computed of them is merged as a binary
-# tree, see parts/tree.py.
+# Of decode with few rows: keys are cut into leaves, and what has been computed of them is merged as a binary tree, see
+# parts/tree.py.
 FEW_ROWS = (8, 16, 32)  # of a tile
 MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
+BYTE_FEW_ROWS = FEW_ROWS[:1]  # over 8-bit caches: what there are registers for
 LATENT_FEW_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
 # Of a leaf; more where tiles are small, or where merging leaves of so many rows takes its time: 32 x 8192 tokens with
-# 32 rows take 258 instead of 263 us. With 8 rows it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens
-# (H200, 2026-11-23). Of MLA, whose nodes are large beside its keys: with 4 tiles 128 x 4096 tokens and 16 heads take
-# 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27 (H200, 2026-11-23).
+# 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows of 16 bits it would be 0.6 %
+# less, and half as many CTAs for 1 x 1024 tokens. Of MLA, whose nodes are large beside its keys: with 4 tiles 128 x
+# 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27 (H200, 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
 LATENT_NEAR_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that merges
 MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
+# By the bytes of an element of K and V: CTAs that share a multiprocessor. While one waits for memory or for its other
+# warps, the other one widens: 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157 (H200,
+# 2026-11-23).
+CTAS_PER_SM = {1: 2, 2: 1}
 OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
 WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
 # Blocks of leaves in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
@@ -69,19 +74,21 @@ def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = 2) -> 
     return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS) * 2 // element_bytes
 
 
-def tree_rows(columns: int) -> tuple[int, ...]:
+def tree_rows(columns: int, element_bytes: int = 2) -> tuple[int, ...]:
     """Rows of tiles for which there are kernels."""
-    return tuple(m for m in FEW_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= MOST_TREE_COLUMNS else ()
+    rows = tuple(m for m in FEW_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= MOST_TREE_COLUMNS else ()
+    return tuple(m for m in rows if m in BYTE_FEW_ROWS) if element_bytes == 1 else rows
 
 
-def leaf_tiles(rows: int, columns: int) -> int:
+def leaf_tiles(rows: int, columns: int, element_bytes: int = 2) -> int:
     """Tiles of a leaf, of kernels for so many rows."""
-    return MORE_LEAF_TILES if _padded(columns) == BLOCK_COLUMNS or rows == FEW_ROWS[-1] else LEAF_TILES
+    small = element_bytes == 1 or _padded(columns) == BLOCK_COLUMNS
+    return MORE_LEAF_TILES if small or rows == FEW_ROWS[-1] else LEAF_TILES
 
 
-def leaf_tokens(rows: int, columns: int) -> int:
+def leaf_tokens(rows: int, columns: int, element_bytes: int = 2) -> int:
     """Keys of a leaf."""
-    return LEAF_TILE * leaf_tiles(rows, columns)
+    return LEAF_TILE * leaf_tiles(rows, columns, element_bytes)
 
 
 def _padded(columns: int) -> int:
@@ -93,9 +100,9 @@ def node_bytes(rows: int, columns: int) -> int:
     return rows * (4 * _padded(columns) + 32)
 
 
-def shared_levels(rows: int, columns: int) -> int:
+def shared_levels(rows: int, columns: int, element_bytes: int = 2) -> int:
     """Levels of the tree that are in shared memory."""
-    return MOST_NODES_BYTES // node_bytes(rows, columns)
+    return MOST_NODES_BYTES // CTAS_PER_SM[element_bytes] // node_bytes(rows, columns)
 
 
 def bundle_bits(columns: int) -> int:
@@ -104,44 +111,46 @@ def bundle_bits(columns: int) -> int:
 
 
 def spilled_levels(leaf: int, capacity: int, near: int) -> int:
-    """Levels of a CTA's tree that are in memory, besides ``near`` ones. Leaves have ``leaf`` keys, requests up to
-    ``capacity``, and may begin in the middle of a leaf."""
-    return max((-(-max(capacity, 1) // leaf)).bit_length() + 1 - near, 0)
+    """Levels of a CTA's tree that are in memory, besides ``near`` ones: those below the root of the longest line.
+    Leaves have ``leaf`` keys, requests up to ``capacity``."""
+    leaves = -(-max(capacity, 1) // leaf)
+    return max((leaves - 1).bit_length() - near, 0)
 
 
-def share_blocks(rows: int, columns: int) -> int:
-    """Blocks in a CTA's equal share: fewer of larger nodes."""
-    blocks = BLOCKS_BYTES // node_bytes(rows, columns)
-    return min(1 << (blocks.bit_length() - 1), MOST_BLOCKS)
+def share_blocks(rows: int, columns: int, element_bytes: int = 2) -> int:
+    """Blocks in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
+    blocks = min(BLOCKS_BYTES // node_bytes(rows, columns), MOST_BLOCKS) // CTAS_PER_SM[element_bytes]
+    return 1 << (blocks.bit_length() - 1)
 
 
-def node_slots(rows: int, kv_heads: int, columns: int, ctas: int) -> int:
+def node_slots(rows: int, kv_heads: int, columns: int, ctas: int, element_bytes: int = 2) -> int:
     """Places for nodes that several CTAs merge: two for each block, and for where a head's blocks end."""
-    return 2 * ((share_blocks(rows, columns) + 1) * ctas + kv_heads)
+    return 2 * ((share_blocks(rows, columns, element_bytes) + 1) * ctas + kv_heads)
 
 
-def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
+def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
     """Scratch of a launch with few rows, or fewer, see :func:`scratch_bytes`."""
 
-    def of(tile: int, width: int) -> int:
-        spilled = spilled_levels(leaf_tokens(tile, width), capacity, shared_levels(tile, width))
-        return _nodes_bytes(tile, kv_heads, width, ctas, spilled)
+    def of(tile: int, width: int, size: int) -> int:
+        spilled = spilled_levels(leaf_tokens(tile, width, size), capacity, shared_levels(tile, width, size))
+        return _nodes_bytes(tile, kv_heads, width, sms * CTAS_PER_SM[size], spilled, size)
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
     widths = range(BLOCK_COLUMNS, min(_padded(columns), MOST_TREE_COLUMNS) + 1, BLOCK_COLUMNS)
-    return max(of(m, width) for width in widths for m in tree_rows(width) if m <= most)
+    kinds = [(m, width, size) for width in widths for size in (1, 2) for m in tree_rows(width, size)]
+    return max(of(*kind) for kind in kinds if kind[0] <= most)
 
 
-def latent_tree_bytes(kv_heads: int, columns: int, capacity: int, ctas: int) -> int:
+def latent_tree_bytes(kv_heads: int, columns: int, capacity: int, sms: int) -> int:
     """The same of MLA, with up to ``columns`` of output."""
     spilled = spilled_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
-    return max(_nodes_bytes(LATENT_FEW_ROWS, kv_heads, width, ctas, spilled) for width in widths)
+    return max(_nodes_bytes(LATENT_FEW_ROWS, kv_heads, width, sms, spilled) for width in widths)
 
 
-def _nodes_bytes(rows: int, kv_heads: int, columns: int, ctas: int, spilled: int) -> int:
+def _nodes_bytes(rows: int, kv_heads: int, columns: int, ctas: int, spilled: int, element_bytes: int = 2) -> int:
     """Of the nodes that several CTAs merge, and of ``spilled`` levels of each."""
-    return (node_slots(rows, kv_heads, columns, ctas) + spilled * ctas) * node_bytes(rows, columns)
+    return (node_slots(rows, kv_heads, columns, ctas, element_bytes) + spilled * ctas) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int) -> int:
@@ -159,34 +168,34 @@ def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
     return rows * (columns * (LATENT_PIECE_BYTES if latent else 4) + 4 * STATISTICS)
 
 
-def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
+def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False) -> int:
     """Slots for the pieces of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and at most
-    ``capacity`` keys a request, on ``ctas`` multiprocessors.
+    ``capacity`` keys a request, on ``sms`` multiprocessors.
 
     Those of one request and some for what is under way besides are a must. More of them save looking whether they are
     free.
     """
-    needed = _needed_slots(rows, kv_heads, columns, capacity, ctas, latent)
+    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent)
     return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns, latent))
 
 
-def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool) -> int:
+def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool) -> int:
     # Chunks of 16-bit keys are the shortest.
     least = chunk_tokens(columns, latent) // (1 if latent else 2)
     # Of requests with fewer new tokens than others there are as many units, some of them empty.
     chunks = min(-(-max(capacity, 1) // least) + 1, LATENT_UNITS if latent else MAX_CHUNKS)
-    return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * ctas
+    return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * sms
 
 
-def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, ctas: int, latent: bool = False) -> int:
+def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False) -> int:
     """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
-    at most, on ``ctas`` multiprocessors.
+    at most, on ``sms`` multiprocessors.
 
     What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
     """
-    needed = _needed_slots(rows, kv_heads, columns, capacity, ctas, latent)
+    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent)
     pieces = max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES)
-    sizes = (kv_heads, columns, capacity, ctas)
+    sizes = (kv_heads, columns, capacity, sms)
     return max(pieces, latent_tree_bytes(*sizes) if latent else tree_bytes(rows, *sizes)) + ALIGNMENT
 
 

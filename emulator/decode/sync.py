@@ -165,12 +165,13 @@ def no_effect(c: Context, i: Instr) -> Op:
 @decodes("setmaxnreg")
 def setmaxnreg(c: Context, i: Instr) -> Op:
     """PTX ISA: 24 to 256 registers in steps of 8, executed by whole warps. One in the wrong direction is an illegal
-    instruction on an H200; ptxas launches with as many registers as the number of threads allows."""
+    instruction on an H200; ptxas launches with as many registers as the number of threads of an SM allows."""
     n = i.args[0].bits
     if n % 8 or not 24 <= n <= 256:
         raise Unsupported(f"{i.text}: the register count must be a multiple of 8 from 24 to 256")
-    threads = math.prod(c.file.kernel.threads)
-    launched = REGISTERS // threads // 8 * 8 if threads else n
+    kernel = c.file.kernel
+    threads = math.prod(kernel.threads)
+    launched = REGISTERS // (threads * kernel.ctas_per_sm) // 8 * 8 if threads else n
     if ("dec" in i.parts and n > launched) or ("inc" in i.parts and n < launched):
         raise Unsupported(f"{i.text}: the {threads} threads of the kernel start with {launched} registers each")
     return c.system("converge")

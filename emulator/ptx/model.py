@@ -117,6 +117,7 @@ class Kernel:
     threads: tuple[int, ...]  # .reqntid or .maxntid
     target: str
     files: dict[int, str] = field(default_factory=dict)
+    ctas_per_sm: int = 1  # .minnctapersm
 
     def where(self, pc: int) -> str:
         """PTX line, Python line and text of an instruction, for reports."""

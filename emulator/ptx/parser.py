@@ -250,6 +250,7 @@ def parse_module(text: str) -> dict[str, Kernel]:
             shared[name] = (offset, size)
             offset += size
         threads = re.search(r"\.(?:reqntid|maxntid)\s+([\d,\s]+)", m.group(3))
+        ctas_per_sm = re.search(r"\.minnctapersm\s+(\d+)", m.group(3))
         out[m.group(1)] = Kernel(
             m.group(1),
             _params(m.group(2)),
@@ -263,5 +264,6 @@ def parse_module(text: str) -> dict[str, Kernel]:
             tuple(int(x) for x in threads.group(1).split(",")) if threads else (),
             target.group(1),
             files,
+            int(ctas_per_sm.group(1)) if ctas_per_sm else 1,
         )
     return out

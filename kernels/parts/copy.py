@@ -99,6 +99,19 @@ def store_matrix_x4(address, words, *, loc=None, ip=None) -> None:
     )
 
 
+@dsl_user_op
+def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> list:
+    """ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l // 8."""
+    kind = "trans.shared" if transposes else "shared"
+    return cute.arch.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
 def swizzled_chunk(rows, row, chunk):
     """Address of a 16-byte chunk of a 128-byte row: chunks are permuted so that no access pattern meets a conflict."""
     return rows + row * SWIZZLE_ROW_BYTES + (chunk ^ (row & 7)) * CHUNK_BYTES

@@ -8,6 +8,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
+from hopwell.kernels.config import WARPS
+
 
 class DeviceStruct:
     """Base of dataclasses that hold traced values.
@@ -53,6 +55,11 @@ def shared_array(dtype, address):
 def shared_address(pointer):
     """A shared-memory pointer as the 32-bit address that PTX instructions take."""
     return pointer.toint().to(Int32)
+
+
+def warp_in_group():
+    """This warp in its warpgroup, the same for all of its lanes."""
+    return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
 
 
 @dsl_user_op

@@ -96,6 +96,7 @@ class ColumnFragment(Fragment):
     products: int  # side by side
 
     lanes_per_row = 8  # 4 apart
+    warp_columns = 16  # of a product
 
     @property
     def rows(self) -> int:

@@ -25,6 +25,18 @@ def interleaved(first, second, *, loc=None, ip=None) -> tuple:
 
 
 @dsl_user_op
+def adjacent(word, *, loc=None, ip=None):
+    """Bytes 0 and 2, then 1 and 3."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r0}, 0x3120;",
+        write_only_types=[Uint32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def _from_e4m3(word, *, loc=None, ip=None) -> tuple:
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "

@@ -1,18 +1,12 @@
-"""The consumer warps of decode over 8-bit caches: each attends to keys of its own, widened in its registers.
-
-Tiles of 16-bit keys are multiplied by whole warpgroups out of shared memory. Those of 8-bit keys would have to go
-through it twice, and where memory is the limit, the tensor cores have time to spare. So a warp reads bytes straight
-into the fragments of mma.sync, 32 keys at a time. All products are of float16, which holds every e4m3 and int8 exactly,
-and weights better than bf16.
-"""
+"""The consumer warps of decode of many rows over 8-bit caches: each attends to keys of its own, widened in its
+registers. Of few rows see byte_few_rows.py."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Uint32, const_expr
-from cutlass.cutlass_dsl import dsl_user_op
+from cutlass import Float16, Float32, Int32, const_expr
 
 from hopwell.kernels.config import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, DecodeGeometry
@@ -24,47 +18,14 @@ from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import COLUMNS_AT_ONCE, PIECE, Merge, WeightedSum
 from hopwell.kernels.parts.softmax import ColumnSoftmax
 from hopwell.kernels.parts.split import SplitTile
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, multiply, place_in_warp, transposed
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
 from hopwell.kernels.parts.widen import interleaved, widened
+from hopwell.kernels.sm90.byte_products import ByteProducts, ColumnBlock, accumulate, padded
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.splitting import ROWS
 
 STEP_KEYS = 32  # that a warp multiplies at a time
-BLOCK_BYTES = copy.SWIZZLE_ROW_BYTES
 STATISTICS_BYTES = 8  # of a row: reference and sum
-
-
-@dataclass(frozen=True)
-class ColumnBlock:
-    """``width`` columns of keys or values in a row of 128 bytes, an equal part of them side by side for each lane."""
-
-    index: int
-    width: int
-
-    @staticmethod
-    def all(head_dim: int) -> "list[ColumnBlock]":
-        """Half a block is all that the last one has to be."""
-        widths = [min(head_dim - first, BLOCK_BYTES) for first in range(0, head_dim, BLOCK_BYTES)]
-        return [ColumnBlock(i, BLOCK_BYTES // (1 if width > BLOCK_BYTES // 2 else 2)) for i, width in enumerate(widths)]
-
-    @property
-    def first(self) -> int:
-        return self.index * BLOCK_BYTES
-
-    @property
-    def key_part(self) -> int:
-        """Columns of Q and K that a lane holds."""
-        return self.width // QUAD
-
-    @property
-    def value_part(self) -> int:
-        """Columns of V and O that a lane holds."""
-        return self.width // (LANES // QUAD)
-
-
-def padded(head_dim: int) -> int:
-    """Columns of all blocks."""
-    return sum(block.width for block in ColumnBlock.all(head_dim))
 
 
 def most_products(head_dim: int) -> int:
@@ -127,100 +88,24 @@ class KeyShare(DeviceStruct):
 
 
 @dataclass
-class ByteOperands(DeviceStruct):
-    """Transposed products of a warp: S^T = K Q^T and O^T += V^T P^T, so that few rows of Q waste no room.
+class ByteOperands(ByteProducts):
+    """Of STEP_KEYS at a time, with O^T += V^T P^T. S and O are in registers; a lane has part g of a column block of V,
+    and of O."""
 
-    Q, S and O are in registers; K and V in shared memory. Lane (g, t) of ``place_in_warp`` has part t of a column block
-    of Q and K, and part g of V, which are its parts of O as well.
-    """
-
-    q: Any
     s: Any
     o: Any
-    unit: Any  # of each row: what its scores have to be multiplied by
-    q_tile: Int32  # addresses of stage 0
-    k_tile: Int32
-    v_tile: Int32
-    products: int  # side by side: 8 rows each
-    kernel: Any  # configuration only
 
     @staticmethod
     def create(kernel, tiles, products: int) -> "ByteOperands":
-        width = padded(kernel.config.head_dim_qk)
         rows = products * MMA_COLUMNS
         return ByteOperands(
-            q=cute.make_rmem_tensor(width * rows // LANES // 2, Uint32),
+            **ByteProducts.fields(kernel, tiles, products),
             s=cute.make_rmem_tensor(STEP_KEYS * rows // LANES, Float32),
-            o=cute.make_rmem_tensor(width * rows // LANES, Float32),
-            unit=cute.make_rmem_tensor(2 * products, Float32),
-            q_tile=shared_address(tiles.q.iterator),
-            k_tile=shared_address(tiles.k.iterator),
-            v_tile=shared_address(tiles.v.iterator),
-            products=products,
-            kernel=kernel,
+            o=cute.make_rmem_tensor(padded(kernel.config.head_dim_qk) * rows // LANES, Float32),
         )
-
-    @property
-    def blocks(self) -> list[ColumnBlock]:
-        return ColumnBlock.all(self.kernel.config.head_dim_qk)
 
     def scores(self) -> ColumnFragment:
         return ColumnFragment(self.s, STEP_KEYS // ColumnFragment.lanes_per_row, self.products)
-
-    def load_q(self, stage, first_row) -> None:
-        """Q of the warp's rows as float16. Each row gets those of bf16's exponents that it needs."""
-        g, t = place_in_warp()
-        tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.config.q_columns * 2)
-        for product in range(self.products):
-            words = []
-            for block in self.blocks:
-                chunks = block.key_part * 2 // copy.CHUNK_BYTES
-                for i in range(chunks):
-                    chunk = block.first * 2 // copy.CHUNK_BYTES + t * chunks + i
-                    column_block = tile + chunk // copy.CHUNKS_PER_ROW * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
-                    row = first_row + product * MMA_COLUMNS + g
-                    words += copy.load_shared(copy.swizzled_chunk(column_block, row, chunk % copy.CHUNKS_PER_ROW), 4)
-            if self.kernel.dtype is BFloat16:
-                words = self._to_float16(words, product)
-            for i, word in enumerate(words):
-                self.q[i // 2 * (2 * self.products) + 2 * product + i % 2] = word
-
-    def _to_float16(self, words: list, product: int) -> list:
-        """Row g of a product, times a power of two of its own."""
-        values = [half for word in words for half in copy.unpack_bf16_x2(word)]
-        largest = Float32(0.0)
-        for value in values:
-            largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
-        factor, unit = power_of_two(cute.arch.warp_reduction_max(largest, threads_in_group=QUAD))
-        for c in range(2):
-            lane = (ColumnFragment.first_row() + c) * QUAD
-            self.unit[2 * product + c] = cute.arch.shuffle_sync(unit, lane)
-        return [copy.pack_x2(Float16, low * factor, high * factor) for low, high in _pairs(values)]
-
-    def multiply_keys(self, stage, step) -> None:
-        """S^T of STEP_KEYS of a tile."""
-        g, t = place_in_warp()
-        self.s.fill(0.0)
-        eights = range(STEP_KEYS // copy.GROUP_ROWS)
-        depth = 0
-        for block in self.blocks:
-            rows = [self._rows(self.k_tile, 0, stage, len(eights) * step + i, block) for i in eights]
-            chunks = block.key_part // copy.CHUNK_BYTES
-            for chunk in range(chunks):
-                keys = [copy.load_shared(copy.swizzled_chunk(row, g, t * chunks + chunk), 4) for row in rows]
-                for word in range(4):
-                    b = _pairs([self.q[2 * self.products * depth + i] for i in range(2 * self.products)])
-                    wide = [widened(self.kernel.config.kv_type, key[word]) for key in keys]
-                    for i in range(0, len(wide), 2):
-                        a = [wide[i + row][half] for half in range(2) for row in range(2)]
-                        for product in range(self.products):
-                            self._accumulate(self.s, i // 2 * self.products + product, a, b[product])
-                    depth += 1
-        if self.kernel.dtype is BFloat16:
-            scores = self.scores()
-            for r in range(scores.rows):
-                for c in range(scores.columns):
-                    scores.set(r, c, scores.get(r, c) * self.unit[r])
 
     def multiply_values(self, stage, step) -> None:
         """O^T += V^T P^T of the same keys; the scores are weights by now."""
@@ -240,7 +125,7 @@ class ByteOperands(DeviceStruct):
                 words = block.value_part // 4
                 byte, loaded = g * block.value_part, []
                 for eight in (first, first + 1):
-                    rows = self._rows(self.v_tile, 1, stage, eights * step + eight, block)
+                    rows = self.rows(self.v_tile, 1, stage, eights * step + eight, block)
                     for i in range(2):
                         chunk = copy.swizzled_chunk(rows, 2 * t + i, byte // copy.CHUNK_BYTES)
                         loaded.append(copy.load_shared(chunk + byte % copy.CHUNK_BYTES, words))
@@ -253,20 +138,8 @@ class ByteOperands(DeviceStruct):
                     for c in range(0, 4, 2):
                         a = [columns[half][c + row] for half in range(2) for row in range(2)]
                         for product in range(self.products):
-                            self._accumulate(self.o, fragment, a, p[product][first : first + 2])
+                            accumulate(self.o, fragment, a, p[product][first : first + 2])
                             fragment += 1
-
-    def _rows(self, tile, part: int, stage, eight, block: ColumnBlock):
-        """Address of a column block of 8 keys of a stage of K (0) or V (1)."""
-        n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
-        place = copy.block_row(eight * copy.GROUP_ROWS, block.index, n, columns, self.kernel.source.columns_first)
-        return tile + stage * (n * columns * 2) + place * copy.SWIZZLE_ROW_BYTES
-
-    @staticmethod
-    def _accumulate(registers, fragment: int, a, b) -> None:
-        d = [registers[4 * fragment + i] for i in range(4)]
-        for i, value in enumerate(multiply(d, a, b)):
-            registers[4 * fragment + i] = value
 
     def _output(self) -> ColumnFragment:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
@@ -278,10 +151,6 @@ class ByteOperands(DeviceStruct):
         """This lane's part of a column block of row r of O."""
         first, output = block.first // (LANES // QUAD), self._output()
         return [output.get(r, first + i) for i in range(block.value_part)]
-
-
-def _pairs(values: list) -> list:
-    return list(zip(values[::2], values[1::2], strict=True))
 
 
 @dataclass(frozen=True)
@@ -317,7 +186,7 @@ class Exchange(DeviceStruct):
 class ByteAttend(DecodeAttend):
     """The warps of attend, which do nothing but attend: what they find is added up by the warpgroup that merges.
 
-    With up to 8 rows, each of 8 warps has 32 of the 128 keys of every other tile:
+    Of a unit with no more rows than a warp has, each of 8 warps has 32 of the 128 keys of every other tile:
 
         memory       |  K(i-2), V(i-2)  |  K(i-3), V(i-3)  |  K(i-4), V(i-4)  | ...
         warps 0..3   | S(i), softmax, O += P V  |  waits   | S(i-2), softmax, O += P V | ...
@@ -372,10 +241,12 @@ class ByteAttend(DecodeAttend):
         k_ring.wait_full(kv_step)
         for i in cutlass.range(steps, unroll=1):
             step = share.first_step + i
-            operands.multiply_keys(k_ring.stage(kv_step), step)
+            scores = operands.scores()
+            stage, first = k_ring.stage(kv_step), scores.columns * step
+            operands.score(scores, [(stage, first + eight) for eight in range(scores.columns)])
             if masked:
-                self.mask.apply(operands.scores(), n * self.kernel.tile.n + step * STEP_KEYS, row)
-            softmax.step(operands.scores())
+                self.mask.apply(scores, n * self.kernel.tile.n + step * STEP_KEYS, row)
+            softmax.step(scores)
             if softmax.reference_moved():
                 operands.rescale_output(softmax.rescale)
             v_ring.wait_full(kv_step)
@@ -461,17 +332,3 @@ class ByteMerge(Merge):
                 copy.store_rounded(rows.output(row, column), [value * factor for value in total.values], out_dtype)
             else:
                 self.slots.store_quad(tile.piece, row, column, total, PIECE)
-
-
-@dsl_user_op
-def power_of_two(largest, *, loc=None, ip=None) -> tuple:
-    """A power of two that brings a positive number into [128, 256), and its inverse."""
-    return cute.arch.inline_ptx(
-        "{ .reg .b32 e, f; mov.b32 e, {$r0}; shr.u32 e, e, 23; max.u32 e, e, 8; "
-        "sub.u32 f, 261, e; shl.b32 f, f, 23; mov.b32 {$w0}, f; "
-        "sub.u32 f, e, 7; shl.b32 f, f, 23; mov.b32 {$w1}, f; }",
-        write_only_types=[Float32] * 2,
-        read_only_args=[largest],
-        loc=loc,
-        ip=ip,
-    )

@@ -8,8 +8,7 @@ from cutlass import Float32, Uint32
 
 from hopwell.kernels.config import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import shared_address, shared_array
-from hopwell.kernels.parts.epilogue import WARP_ROWS
+from hopwell.kernels.parts.device import shared_address, shared_array, warp_in_group
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp, transposed
@@ -28,8 +27,7 @@ class ColumnRows:
 
     @property
     def warp(self):
-        """This one in its warpgroup."""
-        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+        return warp_in_group()
 
     @property
     def group(self):
@@ -69,14 +67,14 @@ class ColumnRows:
         for product in cutlass.range_constexpr(scores.products):
             for c in cutlass.range_constexpr(scores.columns):
                 pair = scores.get(2 * product, c), scores.get(2 * product + 1, c)
-                word = transposed(copy.pack_x2(self.kernel.dtype, *pair))
+                word = transposed(copy.pack_x2(self.kernel.weights_dtype, *pair))
                 chunk = copy.swizzled_chunk(base, MMA_COLUMNS * product + g, 2 * self.warp + c)
                 shared_array(Uint32, chunk + 4 * t)[0] = word
 
     @cute.jit
-    def store_columns(self, output, statistics, rows: PackedRows) -> None:
-        """Results of rows with these (reference, sum)."""
-        g, t = place_in_warp()
+    def row_factors(self, output, statistics, rows: PackedRows) -> list:
+        """What turns the output of each row of a lane into the result; log-sum-exps are written."""
+        _, t = place_in_warp()
         factors = []
         for r in cutlass.range_constexpr(output.rows):
             row, factor = output.first_row() + output.row_offset(r), Float32(0.0)
@@ -84,6 +82,13 @@ class ColumnRows:
                 writes = cute.arch.lane_idx() == t and self.warp == 0
                 factor = rows.finish(row, *statistics[r], writes)
             factors.append(factor)
+        return factors
+
+    @cute.jit
+    def store_columns(self, output, statistics, rows: PackedRows) -> None:
+        """Results of rows with these (reference, sum)."""
+        g, t = place_in_warp()
+        factors = self.row_factors(output, statistics, rows)
         for eight in cutlass.range_constexpr(output.products):
             row = MMA_COLUMNS * eight + g
             target = rows.output(row, 0)
@@ -91,6 +96,6 @@ class ColumnRows:
                 # A lane holds one column of two adjacent rows, and stores two columns of one.
                 pair = [output.get(r, c) * factors[r] for r in (2 * eight, 2 * eight + 1)]
                 word = transposed(copy.pack_x2(self.kernel.out_dtype, *pair))
-                column = (WARPS * (c // 2) + self.warp) * WARP_ROWS + c % 2 * MMA_COLUMNS + 2 * t
+                column = (WARPS * (c // 2) + self.warp) * ColumnFragment.warp_columns + c % 2 * MMA_COLUMNS + 2 * t
                 if row < rows.count and column < self.kernel.config.head_dim_v:
                     copy.store_element("b32", target + column * rows.out_bytes, word)

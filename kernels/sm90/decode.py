@@ -1,6 +1,6 @@
 """Hopper decode: the rows that share a KV head against chunks of a paged cache, and the merge, in one launch.
 
-For many rows, 8-bit caches and wide heads; ``decode_few_rows.py`` has the rest."""
+For many rows and wide heads; ``decode_few_rows.py`` and ``byte_few_rows.py`` have the rest."""
 
 from typing import Any
 
@@ -72,6 +72,11 @@ class DecodeSm90(AttentionSm90):
         return DraftMask if self.config.mask is MaskKind.DRAFT else IntervalMask
 
     @property
+    def weights_dtype(self) -> type:
+        """Of P in shared memory."""
+        return self.dtype
+
+    @property
     def q_arrivals(self) -> dict[str, int]:
         return dict(producer_lanes=LANES, consumer_lanes=LANES if self.config.kv_bytes == 1 else 1)
 
@@ -122,7 +127,9 @@ class DecodeSm90(AttentionSm90):
             block=[WARPGROUP * len(self.config.registers), 1, 1],
             smem=self.shared_bytes,
             stream=stream,
-            min_blocks_per_mp=1,
+            min_blocks_per_mp=self.config.ctas_per_sm,
+            # Percent; without it a kernel can only be compiled where there is a GPU to ask.
+            preferred_smem_carveout=100 if self.config.ctas_per_sm > 1 else None,
             use_pdl=programmatic_launch,
         )
 

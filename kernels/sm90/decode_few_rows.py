@@ -8,7 +8,7 @@ which: every CTA gets an equal share of all keys, and pieces of requests are lef
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -20,7 +20,6 @@ from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
-from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.ranges import RangeSchedule, RangeTile
 from hopwell.kernels.parts.softmax import ColumnSoftmax
@@ -104,7 +103,8 @@ class FewRowsDecodeSm90(DecodeSm90):
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, *unused) -> RangeSchedule:
         c = self.config
         sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, UnitKeeper())
-        return self.schedule_type(geometry, addresses, mask, *sizes, share_blocks(self.tile.m, c.head_dim_v))
+        blocks = share_blocks(self.tile.m, c.head_dim_v, c.kv_bytes)
+        return self.schedule_type(geometry, addresses, mask, *sizes, blocks)
 
     def _allocate_tiles(self, smem) -> "LeafTiles":
         layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, self.p_tiles)
@@ -161,23 +161,53 @@ class LeafOperands(DeviceStruct):
     def _tile_scores(self, i: int):
         return cute.make_tensor(self.s.iterator + i * cute.size(self.s_layout), self.s_layout)
 
-    def issue_qk(self, i: int, q_stage, stage) -> None:
-        """S^T of the i-th tile of a leaf."""
-        k, q = self.k[None, None, None, stage], self.q[None, None, None, q_stage]
-        issue_mma(self.qk_mma, self._tile_scores(i), k, q, self.depth_qk, False)
+    def begin(self, q_ring, work) -> None:
+        """Q of a part is there, and stays where it is."""
 
-    def issue_pv(self, i: int, stage) -> None:
-        """O^T = V^T P^T of the first tile, O^T += V^T P^T of the others."""
-        v, p = self.v[None, None, None, stage], self.p[None, None, None, i]
-        issue_mma(self.pv_mma, self.o, v, p, self.tile_n, i > 0)
+    def end(self, q_ring, work) -> None:
+        """The part's products are done."""
+        q_ring.release(work)
+
+    def multiply_keys(self, ring, step, q_stage) -> None:
+        """S^T of a leaf, whose first tile is the ``step``-th."""
+        for i in range(self.leaf_tiles):
+            ring.wait_full(step + i)
+            k, q = self.k[None, None, None, ring.stage(step + i)], self.q[None, None, None, q_stage]
+            issue_mma(self.qk_mma, self._tile_scores(i), k, q, self.depth_qk, False)
+            if i > 0:
+                warpgroup.wait_group(1)
+                ring.release(step + i - 1)
+        warpgroup.wait_group(0)
+        ring.release(step + self.leaf_tiles - 1)
+
+    def show_weights(self) -> None:
+        """P has been written."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def multiply_values(self, ring, step) -> None:
+        """O^T of a leaf. The product of its last tile is still under way."""
+        for i in range(self.leaf_tiles):
+            ring.wait_full(step + i)
+            v, p = self.v[None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
+            issue_mma(self.pv_mma, self.o, v, p, self.tile_n, i > 0)
+            if i > 0:
+                warpgroup.wait_group(1)
+                ring.release(step + i - 1)
+
+    def finish_values(self, ring, step) -> None:
+        """O^T is there."""
+        warpgroup.wait_group(0)
+        ring.release(step + self.leaf_tiles - 1)
 
     def tile_scores(self, i: int) -> ColumnFragment:
         """A warp has 16 keys of a tile."""
-        return ColumnFragment(self._tile_scores(i), WARP_ROWS // ColumnFragment.lanes_per_row, self.products)
+        return ColumnFragment(
+            self._tile_scores(i), ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products
+        )
 
     def scores(self) -> ColumnFragment:
         """Of all tiles."""
-        columns = self.leaf_tiles * WARP_ROWS // ColumnFragment.lanes_per_row
+        columns = self.leaf_tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row
         return ColumnFragment(self.s, columns, self.products)
 
 
@@ -185,10 +215,12 @@ class LeafOperands(DeviceStruct):
 class LeafAttend(LeafTree, DecodeAttend):
     """The consumer warpgroup."""
 
+    operands_type: ClassVar[type] = LeafOperands
+
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring, *_ = self.rings
-        operands = LeafOperands.create(self.kernel, self.tiles)
+        operands = self.operands_type.create(self.kernel, self.tiles)
         node = Node.of(operands.o, self.kernel.tile.m)
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
@@ -196,32 +228,26 @@ class LeafAttend(LeafTree, DecodeAttend):
             # As in Attend.run: tells the compiler that the warps have converged.
             self.meet_group()
             q_ring.wait_full(work)
+            operands.begin(q_ring, work)
             row = self.logit_row(tile, 0, operands.scores())
             node.clear()
             next_leaf = partial(self.attend_leaf, operands, node, q_ring.stage(work), row)
             step, left = self.merge_part(next_leaf, node, tile, step)
-            q_ring.release(work)
+            operands.end(q_ring, work)
             self.finish_part(node, tile, left, addresses, geometry)
             work += 1
             tile = self.board.read(work)
 
     @cute.jit
-    def attend_leaf(self, operands: LeafOperands, node: Node, q_stage, row, n, masked, step):
+    def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
         """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's."""
         _, k_ring, v_ring, *_ = self.rings
         tiles, scores = self.kernel.step_tiles, operands.scores()
-        for i in cutlass.range_constexpr(tiles):
-            k_ring.wait_full(step + i)
-            operands.issue_qk(i, q_stage, k_ring.stage(step + i))
-            if i > 0:
-                warpgroup.wait_group(1)
-                k_ring.release(step + i - 1)
-        warpgroup.wait_group(0)
-        k_ring.release(step + tiles - 1)
+        operands.multiply_keys(k_ring, step, q_stage)
         if masked:
             for i in cutlass.range_constexpr(tiles):
                 # Tiles come from right to left.
-                first = ((n + 1) * tiles - 1 - i) * self.kernel.tile.n + self.warp * WARP_ROWS
+                first = ((n + 1) * tiles - 1 - i) * self.kernel.tile.n + self.warp * ColumnFragment.warp_columns
                 self.mask.apply(operands.tile_scores(i), first, row)
         largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
         for r in cutlass.range_constexpr(scores.rows):
@@ -229,18 +255,12 @@ class LeafAttend(LeafTree, DecodeAttend):
             self.softmax.exponentials(scores, r)
         for i in cutlass.range_constexpr(tiles):
             self.write_weights(operands.tile_scores(i), i)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        operands.show_weights()
         self.meet_group()
-        for i in cutlass.range_constexpr(tiles):
-            v_ring.wait_full(step + i)
-            operands.issue_pv(i, v_ring.stage(step + i))
-            if i > 0:
-                warpgroup.wait_group(1)
-                v_ring.release(step + i - 1)
+        operands.multiply_values(v_ring, step)
         for r in cutlass.range_constexpr(scores.rows):
             node.reference[r], node.total[r] = self.softmax.partial(r, scores.lanes_per_row)
-        warpgroup.wait_group(0)
-        v_ring.release(step + tiles - 1)
+        operands.finish_values(v_ring, step)
         return step + tiles
 
 

@@ -30,7 +30,7 @@ from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.splitting import LATENT_PIECE_BYTES
 
 ATTEND_LOADS = (8, 2)  # pieces, and items of each, that a warp of attend has under way when it merges
-STATE_BYTES = (WARP_ROWS + LANES * RowFragment.rows) * 4  # of a warp: references of its rows, sums of each lane's
+WARP_STATE_BYTES = (WARP_ROWS + LANES * RowFragment.rows) * 4  # of a warp: references of its rows, sums of each lane's
 
 
 class MlaSm90(LatentKeys, DecodeSm90):
@@ -74,7 +74,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         loads          |                          | A', left part | A', right part | B', right part | B', left part
     """
 
-    staging_bytes = STATE_BYTES
+    staging_bytes = WARP_STATE_BYTES
     step_tiles = 2
     q_role = "schedule"
 

@@ -19,7 +19,6 @@ from hopwell.kernels.config import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts.device import DeviceStruct
-from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.ranges import ListRangeSchedule, RangeSchedule
 from hopwell.kernels.parts.tree import Node, Tree
@@ -157,7 +156,7 @@ class LatentLeafOperands(DeviceStruct):
 
     def scores(self) -> ColumnFragment:
         """A warp has 16 keys of a tile."""
-        return ColumnFragment(self.s, WARP_ROWS // ColumnFragment.lanes_per_row, self.products)
+        return ColumnFragment(self.s, ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products)
 
     def output(self) -> ColumnFragment:
         return ColumnFragment(self.o, self.columns // (WARPS * ColumnFragment.lanes_per_row), self.products)
@@ -218,7 +217,7 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeAttend):
             operands.issue_qk(i, q_stage, parts[i].stage(step))
         warpgroup.wait_group(0)
         if masked:
-            self.mask.apply(scores, n * self.kernel.tile.n + self.warp * WARP_ROWS, row)
+            self.mask.apply(scores, n * self.kernel.tile.n + self.warp * ColumnFragment.warp_columns, row)
         largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
         for r in cutlass.range_constexpr(scores.rows):
             self.softmax.accumulate(scores, r, largest[r])

@@ -107,16 +107,22 @@ def test_scales_sinks_and_window(device: str) -> None:
     assert torch.equal(out, xqa(data, problem, **options, **tensors))
 
 
+# Of few rows of each KV head, and of many, which have a kernel of their own.
+both_kernels = pytest.mark.parametrize("heads", [4, 36])
+
+
+@both_kernels
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
-def test_caches_of_8_bits(kv_dtype: torch.dtype, device: str) -> None:
-    data = batch(device, kv_dtype=kv_dtype)
+def test_caches_of_8_bits(kv_dtype: torch.dtype, heads: int, device: str) -> None:
+    data = batch(device, kv_dtype=kv_dtype, heads=heads)
     data.expected_decode().check(xqa(data, data.decode(16)))
 
 
+@both_kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_caches_of_8_bits_agree(dtype: torch.dtype, device: str) -> None:
+def test_caches_of_8_bits_agree(dtype: torch.dtype, heads: int, device: str) -> None:
     """Over numbers that both types have the results are the same, to the bit."""
-    data = batch(device, kv_dtype=torch.float8_e4m3fn, dtype=dtype)
+    data = batch(device, kv_dtype=torch.float8_e4m3fn, dtype=dtype, heads=heads)
     problem = data.decode(16)
     generator = torch.Generator().manual_seed(0)
     numbers = [torch.randint(-8, 9, pool.shape, generator=generator) for pool in (problem.key, problem.value)]
@@ -126,10 +132,11 @@ def test_caches_of_8_bits_agree(dtype: torch.dtype, device: str) -> None:
     assert torch.equal(first, second)
 
 
+@both_kernels
 @pytest.mark.parametrize("magnitude", [2.0**-100, 2.0**18], ids=["small", "large"])
-def test_queries_beyond_float16_over_8_bits(magnitude: float, device: str) -> None:
+def test_queries_beyond_float16_over_8_bits(magnitude: float, heads: int, device: str) -> None:
     """bfloat16 has exponents that float16, in which such caches are multiplied, has not; rows have their own."""
-    data = batch(device, kv_dtype=torch.float8_e4m3fn)
+    data = batch(device, kv_dtype=torch.float8_e4m3fn, heads=heads)
     problem = data.decode(16)
     out = xqa(data, problem)
     data.q = data.q * torch.tensor([1.0, magnitude], device=device).repeat(data.heads // 2).view(-1, 1).bfloat16()
@@ -138,10 +145,11 @@ def test_queries_beyond_float16_over_8_bits(magnitude: float, device: str) -> No
     data.expected_decode().check(scaled)
 
 
-def test_fp8_output(device: str) -> None:
+@both_kernels
+def test_fp8_output(heads: int, device: str) -> None:
     """It has one factor, and o_scale is none of it."""
     fp8 = torch.float8_e4m3fn
-    data = batch(device, kv_dtype=fp8)
+    data = batch(device, kv_dtype=fp8, heads=heads)
     out = torch.empty(data.q.shape, dtype=fp8, device=device)
     assert xqa(data, data.decode(16), out=out, o_scale=0.25) is out
     data.expected_decode(out_dtype=fp8).check(out)

@@ -36,12 +36,13 @@ def test_page_sizes(dtype: str, head_dim: int, mask: MaskKind, page_size: int, g
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group, kv_heads=2, window=100), page_size)
 
 
+@pytest.mark.parametrize("group", [1, 4, 33])
 @pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
 @pytest.mark.parametrize("mask", [FULL, WINDOW, DRAFT], ids=lambda mask: mask.value)
 @pytest.mark.parametrize("head_dim", sorted({64, 128, 256} & set(DECODE_8BIT_HEAD_DIMS)))
 @pytest.mark.parametrize("kv_type", [KvType.E4M3, KvType.INT8], ids=lambda kv_type: kv_type.value)
-def test_caches_of_8_bits(kv_type: KvType, head_dim: int, mask: MaskKind, page_size: int) -> None:
-    group, q_len = 4, 5 if mask is DRAFT else 1
+def test_caches_of_8_bits(kv_type: KvType, head_dim: int, mask: MaskKind, page_size: int, group: int) -> None:
+    q_len = 5 if mask is DRAFT else 1
     config = config_for(head_dim, mask, page_size, kv_type=kv_type, rows=group * q_len)
     kv_lens = lengths(config.chunk_tokens, page_size)
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group, kv_heads=2, window=100), page_size)
@@ -58,10 +59,12 @@ def test_other_head_dims(head_dim: int, kv_type: KvType, group: int) -> None:
     check_config(config, Case([1] * len(kv_lens), kv_lens, group), 16)
 
 
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize(
+    ("head_dim", "kv_type"), [*((dim, KvType.WIDE) for dim in HEAD_DIMS), (128, KvType.E4M3), (256, KvType.E4M3)]
+)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32, 63, 64])
-def test_groups(group: int, head_dim: int) -> None:
-    config = config_for(head_dim, FULL, 16, rows=group)
+def test_groups(group: int, head_dim: int, kv_type: KvType) -> None:
+    config = config_for(head_dim, FULL, 16, kv_type=kv_type, rows=group)
     kv_lens = lengths(config.chunk_tokens, 16)
     check_config(config, Case([1] * len(kv_lens), kv_lens, group, kv_heads=3), 16)
 

@@ -34,7 +34,8 @@ def is_emulated(config: DecodeConfig) -> bool:
         return config.box_rows in (0, 16, tallest(config)) or (config.head_dim_qk, config.box_rows) == (128, 8)
     if config.kv_type is KvType.INT8:
         return config.head_dim_qk == 128
-    return config.box_rows in (0, 16) and (config.mask is MaskKind.DRAFT or config.head_dim_qk in (80, 128))
+    decides = config.mask is MaskKind.DRAFT or config.head_dim_qk in (80, 128) or config.has_tree
+    return decides and config.box_rows in (0, 16)
 
 
 def tallest(config: DecodeConfig) -> int:
@@ -84,17 +85,22 @@ def test_decode(config: DecodeConfig, page_size: int) -> None:
     assert not emulator.report().warnings
 
 
-@pytest.mark.parametrize(("head_dim", "group"), [(128, 4), *((head_dim, 20) for head_dim in HEAD_DIMS)])
-def test_scales_on_the_device(head_dim: int, group: int) -> None:
-    config = config_for(head_dim, MaskKind.DRAFT, 16, rows=2 * group)
+@pytest.mark.parametrize(
+    ("head_dim", "group", "kv_type"),
+    [(128, 4, KvType.WIDE), (128, 4, KvType.E4M3), *((head_dim, 20, KvType.WIDE) for head_dim in HEAD_DIMS)],
+)
+def test_scales_on_the_device(head_dim: int, group: int, kv_type: KvType) -> None:
+    config = config_for(head_dim, MaskKind.DRAFT, 16, kv_type=kv_type, rows=2 * group)
     case = Case([2, 2], [90, config.chunk_tokens + 33], group, tensor_scales=True, sinks=False)
     check_config(config, case, 16, "cpu", schedules(3, adverse=1))
 
 
-@pytest.mark.parametrize("group", [1, 5, 33])
-def test_more_requests_than_lanes(group: int) -> None:
+@pytest.mark.parametrize(
+    ("group", "kv_type"), [(1, KvType.WIDE), (5, KvType.WIDE), (33, KvType.WIDE), (3, KvType.INT8)]
+)
+def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:
     """And more work than CTAs: units of many requests are found in the right order."""
-    config = config_for(64, MaskKind.FULL, 16, rows=group)
+    config = config_for(64, MaskKind.FULL, 16, kv_type=kv_type, rows=group)
     kv_lens = [(0, 3, 40, config.chunk_tokens + 1)[i * i % 7 % 4] for i in range(75)]
     case = Case([1] * len(kv_lens), kv_lens, group=group, sinks=False)
     check_config(config, case, 16, "cpu", schedules(group, adverse=1))
@@ -147,12 +153,20 @@ def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
     check_config(config, case, 16, "cpu", [setting("priority", seed, resident=4)])
 
 
-# Of one head every CTA has a range of its own, of three heads one CTA has none, and of five all are handed out.
-@pytest.mark.parametrize(("rows", "kv_heads"), [(8, 1), (8, 3), (32, 5), (16, 2)])
-def test_whoever_has_which_leaves(rows: int, kv_heads: int) -> None:
+# Of one head every CTA has a range of its own, of three heads some CTAs have none, and of five all are handed out: of
+# nine where two CTAs share a multiprocessor.
+@pytest.mark.parametrize(
+    ("head_dim", "rows", "kv_heads", "kv_type"),
+    [
+        *((128, *sizes, KvType.WIDE) for sizes in ((8, 1), (8, 3), (32, 5), (16, 2))),
+        *((256, 8, kv_heads, KvType.E4M3) for kv_heads in (1, 3, 9)),
+    ],
+)
+def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_type: KvType) -> None:
     """A batch is its requests one by one, bit for bit: each of these is shared out by itself. Long lines leave nodes
-    for merges in two rounds, and of 32 rows more levels wait than there is shared memory for."""
-    config = config_for(128, MaskKind.FULL, 64, rows=rows)
+    for merges in two rounds, and of 32 rows, or 256 columns and half of the shared memory, more levels wait than there
+    is room for."""
+    config = config_for(head_dim, MaskKind.FULL, 64, kv_type=kv_type, rows=rows)
     leaf = config.chunk_tokens
     kv_lens = [40 * leaf + 5, 0, 3 * leaf, 1, 17 * leaf - 1, 33 * leaf]
     case = Case([1] * len(kv_lens), kv_lens, group=rows, kv_heads=kv_heads, sinks=False)

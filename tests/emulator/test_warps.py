@@ -130,8 +130,10 @@ def test_a_missing_lane_is_a_deadlock_that_names_it():
 
 @pytest.mark.parametrize(("change", "fits"), [("dec", 128), ("dec", 40), ("inc", 128), ("inc", 160)])
 def test_register_budgets_change_in_their_direction_only(change, fits):
-    """512 threads start with 128 registers each. On an H200, setmaxnreg the other way is an illegal instruction."""
-    run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {fits};", block=512, directives=".reqntid 512, 1, 1")
+    """512 threads of an SM start with 128 registers each. On an H200, setmaxnreg the other way is an illegal
+    instruction."""
     wrong = {"dec": 136, "inc": 120}[change]
-    with pytest.raises(EmulatorError, match="start with 128 registers"):
-        run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {wrong};", block=512, directives=".reqntid 512, 1, 1")
+    for block, directives in ((512, ".reqntid 512, 1, 1"), (256, ".reqntid 256, 1, 1 .minnctapersm 2")):
+        run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {fits};", block=block, directives=directives)
+        with pytest.raises(EmulatorError, match="start with 128 registers"):
+            run_ptx(f"setmaxnreg.{change}.sync.aligned.u32 {wrong};", block=block, directives=directives)

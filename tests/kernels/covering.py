@@ -127,12 +127,15 @@ def covering_decode_configs() -> list[DecodeConfig]:
 
     # Padded columns, in both ways to fetch: boxes, and rows that are filled up. And an output of 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
-    kinds = (KvType.WIDE, splitting.ROWS), (KvType.E4M3, splitting.ROWS), (KvType.WIDE, FEW_ROWS[0])
+    kinds = list(itertools.product((KvType.WIDE, KvType.E4M3), (splitting.ROWS, FEW_ROWS[0])))
     narrow = ("sm_90a", "bf16", "e4m3")
     return [
         *filter(stands_for_others, shipped_decode_configs()),
         *(DecodeConfig(*padded, *fetch, *kind) for fetch in (PAGES16, ROWS) for kind in kinds),
-        *(DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3) for dim in (64, 128, 256)),
+        *(
+            DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3, rows)
+            for dim, rows in itertools.product((64, 128, 256), (splitting.ROWS, FEW_ROWS[0]))
+        ),
     ]
 
 

@@ -76,14 +76,14 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
     assert re.search(rf"^\.target {config.arch}$", ptx, re.MULTILINE)
     found = kernel_parameters(ptx)
     assert found.threads == threads
-    launched = REGISTERS // threads // 8 * 8
+    launched = REGISTERS // (threads * config.ctas_per_sm) // 8 * 8
     assert set(config.registers) <= found.less | found.more
     most = min(found.more, default=REGISTERS)  # two warpgroups have more at launch than they may ask for
     assert max(found.less) <= launched < most, "setmaxnreg the other way is an illegal instruction"
 
     used = usage(built.cubin)
     # What all threads start with must fit the SM, and be enough for what the roles then share out: more would hang.
-    assert used.registers * threads <= REGISTERS
+    assert used.registers * threads * config.ctas_per_sm <= REGISTERS
     assert WARPGROUP * sum(config.registers) <= used.registers * threads
     assert (used.stack, used.local) == (0, 0), "registers are spilled"
     assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"

@@ -31,6 +31,8 @@ from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.splitting import (
     BUNDLE_BITS,
+    BYTE_FEW_ROWS,
+    CTAS_PER_SM,
     FEW_ROWS,
     LATENT_FEW_ROWS,
     TIERS,
@@ -38,6 +40,7 @@ from hopwell.kernels.splitting import (
     node_slots,
     share_blocks,
     shared_levels,
+    spilled_levels,
 )
 
 pytestmark = pytest.mark.traced
@@ -98,12 +101,20 @@ def test_every_leaf_of_every_column_is_in_one_range(columns: int, leaves: int, r
 
 @pytest.mark.usefixtures("memory")
 @pytest.mark.parametrize("kv_heads", [1, 8, 100, 300])
-@pytest.mark.parametrize(("rows", "columns"), [*itertools.product(FEW_ROWS, (64, 128, 256)), (LATENT_FEW_ROWS, 512)])
-def test_there_are_places_for_all_nodes(rows: int, columns: int, kv_heads: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "columns", "element_bytes"),
+    [
+        *itertools.product(FEW_ROWS, (64, 128, 256), (2,)),
+        *itertools.product(BYTE_FEW_ROWS, (64, 128, 256), (1,)),
+        (LATENT_FEW_ROWS, 512, 2),
+    ],
+)
+def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: int, kv_heads: int) -> None:
     bits = BUNDLE_BITS if columns < 512 else WIDE_BUNDLE_BITS
-    for leaves, ctas in itertools.product((1, 999, 100_000), (4, 132)):
-        ranges = of(kv_heads, leaves, 1, ctas, share_blocks(rows, columns))
-        slots = node_slots(rows, kv_heads, columns, ctas)
+    for leaves, sms in itertools.product((1, 999, 100_000), (4, 132)):
+        ctas = sms * CTAS_PER_SM[element_bytes]
+        ranges = of(kv_heads, leaves, 1, ctas, share_blocks(rows, columns, element_bytes))
+        slots = node_slots(rows, kv_heads, columns, ctas, element_bytes)
         assert kv_heads * host(ranges.column_slots) <= slots
         assert leaves >> host(ranges.shift) <= 1 << bits * TIERS
 
@@ -257,6 +268,10 @@ class HostTree(Tree):
     def _store(self, address: int, value: Any, store: Any) -> None:
         self.state.stored[self.thread][host(address)] = value
 
+    def _spilled(self, level: Any) -> Any:
+        assert host(level) - self.near_levels < host(self.geometry.spilled_levels)
+        return super()._spilled(level)
+
     def _fill(self, bundle: Bundle, block: Any, slots: Any) -> Any:
         with self.state.lock:
             return Tree._fill.__wrapped__(self, bundle, block, slots)
@@ -391,12 +406,13 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     random.seed(seed)
     shift, rows, slots = random.choice((0, 0, 1, 3)), random.choice(FEW_ROWS), 4096
     leaves = random.choice((1, 7, 16, 17, 64, 65, 100, 255, 257, 300)) << random.choice((0, shift))
-    geometry = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
-        slots=Int64(slots), spilled_levels=Int64(leaves.bit_length() + 1)
-    )
     addresses = (1 << 20, 1 << 30, Int64(0), Int64(1 << 40))
     # Narrow nodes with levels in shared memory, or wide ones with the first level in registers.
     sizes = random.choice(((shared_levels(rows, 128), rows, 128), (1, LATENT_FEW_ROWS, 512, HostNode())))
+    levels = spilled_levels(1, leaves, sizes[0])  # of requests of as many keys
+    geometry = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
+        slots=Int64(slots), spilled_levels=Int64(levels)
+    )
     tree = HostTree(*addresses, geometry, *sizes)
     blocks = -(-leaves >> shift)
     cuts = sorted(random.sample(range(1, blocks), random.randint(0, min(blocks - 1, 12)))) if blocks > 1 else []

@@ -1,0 +1,184 @@
+"""Hopper decode of few rows over 8-bit caches: ``decode_few_rows.py`` with products that widen on their way.
+
+Tiles have half of the bytes, and products take instructions of every warp instead of a few for all. So two CTAs share a
+multiprocessor, each with half of its registers and shared memory: while one waits, the other one widens.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32
+
+from hopwell.kernels.config import BLOCK_COLUMNS, LANES, WARPS
+from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import shared_address, warp_in_group
+from hopwell.kernels.parts.fragment import ColumnFragment
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp
+from hopwell.kernels.parts.widen import adjacent, widened
+from hopwell.kernels.skeleton import example_arguments
+from hopwell.kernels.sm90.byte_products import BLOCK_BYTES, ByteProducts, accumulate
+from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafAttend, LeafTiles
+from hopwell.kernels.splitting import LEAF_TILE
+
+
+class ByteFewRowsDecodeSm90(FewRowsDecodeSm90):
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
+
+    Warp roles
+        as in FewRowsDecodeSm90. A warp of attend has 16 keys of each tile for Q K^T, and after all have exchanged P, 16
+        of 64 columns for P V with all keys
+
+    Edges
+        Q       load_q -> attend      released when it is in registers
+        K       load_k -> attend      released when half of the stages have been multiplied
+        V       load_v -> attend      the same
+        work    schedule -> all       released as soon as it has been read
+
+    Steady state: memory is the limit. A leaf is four tiles, A to D.
+
+        memory         |  K of A', B'  |  K of C', D'  |     the other CTA's     |  V of A', B'  |  V of C', D'  | ...
+        this CTA       | S(A), S(B) | S(C), S(D) | softmax, P | O = P V (A, B) | O += P V (C, D) | nodes |   waits
+        the other CTA  |    waits     | S(A), S(B) | S(C), S(D) | softmax, P | O = P V (A, B) | O += P V (C, D) | ...
+    """
+
+    @property
+    def weights_dtype(self) -> type:
+        return Float16
+
+    def consumer(self, *parts: Any) -> "ByteLeafAttend":
+        return ByteLeafAttend(*parts)
+
+
+@dataclass
+class ByteLeafOperands(ByteProducts):
+    """As LeafOperands. S^T and O^T are in registers, P in shared memory. Warp w has 16 keys of each tile, and of each
+    64 columns of V and O those from 16 w on: rows g and g + 8 of a product with V are columns 2 g and 2 g + 1 of
+    them."""
+
+    p_tile: Int32  # address of the first tile
+    s: Any  # of a leaf's tiles, one behind the other
+    o: Any
+    leaf_tiles: int
+    at_once: int  # tiles of K, or of V, whose products do not wait for each other: half of the stages
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "ByteLeafOperands":
+        products, parts = kernel.tile.m // MMA_COLUMNS, -(-kernel.config.head_dim_v // BLOCK_COLUMNS)
+        return ByteLeafOperands(
+            **ByteProducts.fields(kernel, tiles, products),
+            p_tile=shared_address(tiles.p.iterator),
+            s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
+            o=cute.make_rmem_tensor(4 * products * parts, Float32),
+            leaf_tiles=kernel.step_tiles,
+            at_once=kernel.tile.kv_stages // 2,
+        )
+
+    def _scores(self, i: int, tiles: int) -> ColumnFragment:
+        """Of so many tiles of a leaf from the i-th on."""
+        size = 4 * self.products
+        registers = cute.make_tensor(self.s.iterator + i * size, cute.make_layout(tiles * size))
+        return ColumnFragment(
+            registers, tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products
+        )
+
+    def tile_scores(self, i: int) -> ColumnFragment:
+        return self._scores(i, 1)
+
+    def scores(self) -> ColumnFragment:
+        return self._scores(0, self.leaf_tiles)
+
+    def begin(self, q_ring, work) -> None:
+        """Take Q of a part into registers."""
+        self.load_q(q_ring.stage(work), 0)
+        cute.arch.sync_warp()
+        q_ring.release(work)
+
+    def end(self, q_ring, work) -> None:
+        """Q has been given back."""
+
+    def multiply_keys(self, ring, step, q_stage) -> None:
+        eights = ColumnFragment.warp_columns // copy.GROUP_ROWS
+        for i in range(0, self.leaf_tiles, self.at_once):
+            steps = [step + i + j for j in range(self.at_once)]
+            for each in steps:
+                ring.wait_full(each)
+            own = [(ring.stage(each), warp_in_group() * eights + eight) for each in steps for eight in range(eights)]
+            self.score(self._scores(i, self.at_once), own)
+            self._give_back(ring, steps)
+
+    def show_weights(self) -> None:
+        """Whoever reads them meets those who wrote."""
+
+    def multiply_values(self, ring, step) -> None:
+        self.o.fill(0.0)
+        for i in range(0, self.leaf_tiles, self.at_once):
+            steps = [step + i + j for j in range(self.at_once)]
+            for each in steps:
+                ring.wait_full(each)
+            for j, each in enumerate(steps):
+                self._add_values(i + j, ring.stage(each))
+            self._give_back(ring, steps)
+
+    def finish_values(self, ring, step) -> None:
+        """O^T is there already."""
+
+    def _give_back(self, ring, steps: list) -> None:
+        cute.arch.sync_warp()
+        for each in steps:
+            ring.release(each)
+
+    def _add_values(self, i: int, stage) -> None:
+        """O^T += V^T P^T of a tile."""
+        for first in range(0, LEAF_TILE, LANES):
+            p = [self._weights(i, product, first) for product in range(self.products)]
+            for part in range(cute.size(self.o) // (4 * self.products)):
+                columns = [
+                    widened(self.kernel.config.kv_type, adjacent(word)) for word in self._values(stage, first, part)
+                ]
+                for k in range(0, LANES // copy.GROUP_ROWS, 2):
+                    a = [columns[k + half][row] for half in range(2) for row in range(2)]
+                    for product in range(self.products):
+                        accumulate(self.o, part * self.products + product, a, p[product][k : k + 2])
+
+    def _weights(self, i: int, product: int, first: int) -> list:
+        """P of 8 rows and 32 keys of a tile, as B of two products."""
+        lane = cute.arch.lane_idx()
+        tile = self.p_tile + i * (self.kernel.tile.m * LEAF_TILE * 2)
+        row, chunk = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.GROUP_ROWS + lane // MMA_COLUMNS
+        return copy.load_matrix_x4(copy.swizzled_chunk(tile, row, chunk))
+
+    def _values(self, stage, first: int, part: int) -> list:
+        """Of 32 keys of a tile, and this warp's columns of 64: in a word, bytes of two columns of two keys."""
+        lane, block = cute.arch.lane_idx(), self.blocks[part * BLOCK_COLUMNS // BLOCK_BYTES]
+        eight = first // copy.GROUP_ROWS + lane // copy.GROUP_ROWS
+        rows = self.rows(self.v_tile, 1, stage, eight, block)
+        chunk = part * BLOCK_COLUMNS % BLOCK_BYTES // copy.CHUNK_BYTES + warp_in_group()
+        return copy.load_matrix_x4(copy.swizzled_chunk(rows, lane % copy.GROUP_ROWS, chunk), transposes=True)
+
+
+@dataclass
+class ByteLeafAttend(LeafAttend):
+    operands_type: ClassVar[type] = ByteLeafOperands
+
+    @cute.jit
+    def store_columns(self, output, statistics, rows: PackedRows) -> None:
+        g, _ = place_in_warp()
+        factors = self.row_factors(output, statistics, rows)
+        for r in cutlass.range_constexpr(output.rows):
+            row = output.first_row() + output.row_offset(r)
+            target = rows.output(row, 0)
+            for c in cutlass.range_constexpr(0, output.columns, 2):
+                pair = [output.get(r, c) * factors[r], output.get(r, c + 1) * factors[r]]
+                column = (WARPS * (c // 2) + self.warp) * ColumnFragment.warp_columns + 2 * g
+                if row < rows.count and column < self.kernel.config.head_dim_v:
+                    copy.store_rounded(target + column * rows.out_bytes, pair, self.kernel.out_dtype)
+
+
+def build(config: DecodeConfig) -> Any:
+    """The traceable launch function of a config and example arguments to compile it with."""
+    return ByteFewRowsDecodeSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)
