@@ -27,8 +27,10 @@ GROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
 
 
 @dataclass
-class Attend(DeviceStruct):
-    kernel: Any  # the PrefillSm90: configuration only
+class Consumer(DeviceStruct):
+    """What those that multiply are made of."""
+
+    kernel: Any  # configuration only
     tiles: SharedTiles
     rings: tuple
     board: Board
@@ -37,6 +39,15 @@ class Attend(DeviceStruct):
     softmax: OnlineSoftmax
     output_scale: Float32
 
+    @cute.jit
+    def rescale(self, operands):
+        """Bring O to the references that the latest step has chosen."""
+        if self.softmax.reference_moved():
+            operands.rescale_output(self.softmax.rescale)
+
+
+@dataclass
+class Attend(Consumer):
     @cute.jit
     def run(self, addresses: Addresses, geometry: Geometry):
         q_ring, *_ = self.rings
@@ -145,12 +156,6 @@ class Attend(DeviceStruct):
         v_ring.release(kv_step)
         self.rescale(operands)
         operands.round_scores()
-
-    @cute.jit
-    def rescale(self, operands):
-        """Bring O to the references that the latest step has chosen."""
-        if self.softmax.reference_moved():
-            operands.rescale_output(self.softmax.rescale)
 
     @cute.jit
     def to_logits(self, scores, n, row, masked: cutlass.Constexpr):

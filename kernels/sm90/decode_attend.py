@@ -15,14 +15,35 @@ from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge
 from hopwell.kernels.parts.split import SplitTile
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.sm90.attend import Attend
+from hopwell.kernels.sm90.attend import Attend, Consumer
 
 
 @dataclass
-class DecodeAttend(Attend):
-    merge: Merge
+class DecodeConsumer(Consumer):
+    """Of packed rows."""
+
+    merge: Any
     addresses: Addresses
     geometry: DecodeGeometry
+
+    def logit_row(self, tile: SplitTile, warp_row, fragment: Any = RowFragment) -> LogitRow:
+        """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores."""
+        request = tile.request
+        first = tile.first_row + warp_row + fragment.first_row()
+        if const_expr(self.mask.kind is not MaskKind.DRAFT):
+            return LogitRow((request.first_position,) * fragment.rows, request.kv_len, Float32(0.0))
+        tokens = []
+        for r in range(fragment.rows):
+            token = (first + fragment.row_offset(r)) // Int32(self.geometry.group)
+            tokens.append(cutlass.max(cutlass.min(token, request.q_len - 1), 0))
+        return DraftRow.create(request, tokens, self.addresses, self.geometry)
+
+
+@dataclass
+class DecodeAttend(DecodeConsumer, Attend):
+    """Of keys in chunks."""
+
+    merge: Merge
 
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         self.attend(addresses, geometry)
@@ -36,18 +57,6 @@ class DecodeAttend(Attend):
     def own_keys(self, tile: SplitTile, row) -> TileRange:
         """All rows see keys up to the same one, or nearly so."""
         return tile.keys
-
-    def logit_row(self, tile: SplitTile, warp_row, fragment: Any = RowFragment) -> LogitRow:
-        """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores."""
-        request = tile.request
-        first = tile.first_row + warp_row + fragment.first_row()
-        if const_expr(self.mask.kind is not MaskKind.DRAFT):
-            return LogitRow((request.first_position,) * fragment.rows, request.kv_len, Float32(0.0))
-        tokens = []
-        for r in range(fragment.rows):
-            token = (first + fragment.row_offset(r)) // Int32(self.geometry.group)
-            tokens.append(cutlass.max(cutlass.min(token, request.q_len - 1), 0))
-        return DraftRow.create(request, tokens, self.addresses, self.geometry)
 
     @cute.jit
     def store(self, operands, tile: SplitTile, work, warp_row, column_group, addresses, geometry):

@@ -29,7 +29,7 @@ from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
 from hopwell.kernels.sm90.column_rows import STATE_BYTES
 from hopwell.kernels.sm90.decode import DecodeSm90
-from hopwell.kernels.sm90.decode_attend import DecodeAttend
+from hopwell.kernels.sm90.decode_attend import DecodeConsumer
 from hopwell.kernels.sm90.leaf_tree import LeafTree
 from hopwell.kernels.sm90.mma import issue_mma, make_transposed_mmas
 from hopwell.kernels.splitting import node_bytes, share_blocks
@@ -212,7 +212,7 @@ class LeafOperands(DeviceStruct):
 
 
 @dataclass
-class LeafAttend(LeafTree, DecodeAttend):
+class LeafAttend(LeafTree, DecodeConsumer):
     """The consumer warpgroup."""
 
     operands_type: ClassVar[type] = LeafOperands

@@ -26,7 +26,7 @@ from hopwell.kernels.parts.warp_mma import MMA_COLUMNS
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import LOADERS, example_arguments
 from hopwell.kernels.sm90.column_rows import ColumnRows
-from hopwell.kernels.sm90.decode_attend import DecodeAttend
+from hopwell.kernels.sm90.decode_attend import DecodeConsumer
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafTiles
 from hopwell.kernels.sm90.kernel import Q_WARP
 from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
@@ -166,7 +166,7 @@ class LatentLeafOperands(DeviceStruct):
 
 
 @dataclass
-class LatentLeafAttend(LatentRows, ColumnRows, DecodeAttend):
+class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
     """The consumer warpgroup."""
 
     @cute.jit
