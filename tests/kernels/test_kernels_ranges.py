@@ -22,13 +22,15 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import ranges as ranges_module
 from hopwell.kernels.parts import split
 from hopwell.kernels.parts import tree as tree_module
-from hopwell.kernels.parts.mask import IntervalMask, ListMask
+from hopwell.kernels.parts.mask import IntervalMask, ListMask, TileRange
 from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.split import SplitSchedule, UnitKeeper
 from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.sm90 import leaf_tree as leaf_tree_module
+from hopwell.kernels.sm90.leaf_tree import LeafTree
 from hopwell.kernels.splitting import (
     BUNDLE_BITS,
     BYTE_FEW_ROWS,
@@ -348,6 +350,8 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(tree_module, "_block_of", tree_module._block_of.__wrapped__)
     for name in ("_add_waiting", "wait", "leave", "leave_waiting", "rise", "merge", "_with_right"):
         monkeypatch.setattr(Tree, name, vars(Tree)[name].__wrapped__)
+    monkeypatch.setattr(leaf_tree_module, "LeftNodes", SimpleNamespace(none=Left))
+    monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
     monkeypatch.setattr(HostTree, "state", state)
     return state
 
@@ -363,23 +367,25 @@ class Left(list[tuple[Any, Any]]):
         return LeftNodes(Int32(len(self)), *mine)
 
 
+def keys_of(begin: int, end: int) -> TileRange:
+    """All of which every row sees."""
+    return TileRange(*[Int32(leaf) for leaf in (begin, end, begin, end)], Int32(0))
+
+
 def attend(tree: HostTree, part: RangeTile) -> Any:
-    """What a CTA does with a part, as LeafAttend has it; the line's root, if it gets that far."""
-    node, left, state = HostNode(), Left(), tree.state
-    begin, end, leaves = part.first_leaf, part.end_leaf, part.leaves
-    waiting, state.lanes.own.lane = begin, 0
-    for number in range(host(begin), host(end)):
-        node.value = number
-        level, index = tree.rise(node, Int32(number), begin, leaves)
-        if host(index) & 1:
-            tree.leave(node, part, index << level)
-            left, waiting = left.plus(level, index << level), (index + 1) << level
-        elif number + 1 < host(leaves):
-            tree.wait(node, level)
-    if host(end) < host(leaves):
-        left = tree.leave_waiting(part, waiting, end, left)
+    """What a CTA does with a part; the line's root, if it gets that far."""
+    node, state, leaves = HostNode(), tree.state, host(part.leaves)
+    state.lanes.own.lane = 0
+
+    def next_leaf(n: int, masked: Any, step: Any) -> Any:
+        node.value = leaves - 1 - n
+        return step + 1
+
+    merge_part = LeafTree.merge_part.__wrapped__
+    step, left = merge_part(SimpleNamespace(merge=tree), next_leaf, node, part, Int32(0))
+    assert host(step) == host(part.end_leaf) - host(part.first_leaf)
     commit(state)
-    if host(begin) == 0 and host(end) == host(leaves):
+    if host(step) == leaves:
         return node.value
     found: list[Any] = [None] * LANES
 
@@ -420,7 +426,7 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     whole = RangeTile.from_ints([Int32(0)] * RangeTile.INTS)
     line = dict(leaves=Int32(leaves), line_start=Int32(random.choice((0, 5))), shift=Int32(shift))
     parts = [
-        replace(whole, **line, first_leaf=Int32(begin), end_leaf=Int32(end))
+        replace(whole, **line, first_leaf=Int32(begin), end_leaf=Int32(end), keys=keys_of(leaves - end, leaves - begin))
         for begin, end in itertools.pairwise(bounds)
     ]
     random.shuffle(parts)
