@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 
+from hopwell._checks import INT32_MAX
 from hopwell._repeat import Arguments, Checked, Launch, Repeat, Results, Sources, metadata
 from hopwell.kernels import Plan
 from hopwell.kernels.problem import AttentionProblem
 
 CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
 RECENT = 4  # calls recognised without a key: models alternate between few kinds of layers
+ANY_BOUND = object()  # stands for an upper bound among arguments
 
 
 def halves(cache: Any) -> tuple[Any, Any]:
@@ -37,6 +39,12 @@ def on_device(scale: float | torch.Tensor) -> torch.Tensor | None:
 def single(sinks: Any) -> torch.Tensor | None:
     """Sinks given as a tensor, as a list of one, or not at all."""
     return sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
+
+
+def upper_bound(value: Any) -> Any:
+    """A bound of lengths that changes no result, among arguments: those that the checks accept are alike, because
+    serving engines give another one in every step."""
+    return ANY_BOUND if type(value) is int and 0 <= value <= INT32_MAX else value
 
 
 def _key(arguments: Arguments) -> Hashable:

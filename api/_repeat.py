@@ -34,6 +34,7 @@ TENSOR = object()  # stands for a tensor among remembered arguments
 
 # Places of the results among the operands: they may be allocated in the call.
 OUT = Addresses._fields.index("out")
+SCRATCH = Addresses._fields.index("scratch")
 STATS = tuple(map(Addresses._fields.index, ("lse", "statistics")))  # no entry point gives both
 ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
 
@@ -47,15 +48,22 @@ def make({variables}):
             out = empty_like(output_like)
         stats = {stats}
         {pointers}
-        q, k, v, o = {inputs}, address(out)
+        q, k, v, o = {inputs}, address(out){workspace}
         if (q | k | v | o) & {mask} or {overlaps}:
             return None
         function(anchor, (q, k, v, o, {others}, ticket()), {constants})
         return out, stats
     return launch
 """
-# An input overlaps the output where it starts inside it, or less than its own size before it.
-OVERLAPS = " or ".join(f"-{name}_bytes < {name} - o < o_bytes" for name in "qkv")
+
+
+def _overlap(name: str, other: str) -> str:
+    """An operand overlaps another one where it starts inside it, or less than its own size before it."""
+    return f"-{name}_bytes < {name} - {other} < {other}_bytes"
+
+
+OVERLAPS = [_overlap(name, "o") for name in "qkv"]
+SCRATCH_OVERLAPS = [_overlap(name, "w") for name in "qkvo"]  # w is the workspace
 
 
 class Checked(NamedTuple):
@@ -71,7 +79,7 @@ class Checked(NamedTuple):
 class Repeat:
     """What it takes to repeat a checked call. ``latest`` is the function that the last repetition went through."""
 
-    __slots__ = ("_addresses", "_inputs", "_plain", "_variables", "latest")
+    __slots__ = ("_addresses", "_has_workspace", "_inputs", "_plain", "_variables", "latest")
 
     def __init__(self, call: Checked, sources: Callable[[Arguments], Sources]):
         problem, plan, stats = call.problem, call.plan, call.stats
@@ -85,11 +93,12 @@ class Repeat:
             output_like=_like(call.out),
             stats_like=None if stats is None else _like(stats),
         )
-        for name, view in zip("qkvo", views, strict=False):
+        for name, view in (*zip("qkvo", views, strict=False), ("w", problem.scratch)):
             self._variables[f"{name}_bytes"] = _extent_bytes(view)
         for i, constant in enumerate(plan.constants(*host_scales(problem))):
             self._variables[f"constant{i}"] = constant
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
+        self._has_workspace = problem.scratch is not None
         self._inputs, self._addresses = self._find(call.arguments, sources, views)
         self.latest: Launch | None = None
 
@@ -144,8 +153,9 @@ class Repeat:
             stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
             pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
             inputs=", ".join(self._addresses[:OUT]),
+            workspace=f"; w = {self._addresses[SCRATCH]}" if self._has_workspace else "",
             mask=ALIGNMENT_MASK,
-            overlaps=OVERLAPS,
+            overlaps=" or ".join(OVERLAPS + SCRATCH_OVERLAPS * self._has_workspace),
             others=", ".join(self._addresses[OUT + 1 :]),
             constants=", ".join(constants),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopwell._decoding import decode_sources
-from hopwell._launch import Calls, halves
+from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell._xqa import xqa_problem, xqa_workspace_bytes
 
 __all__ = ["xqa_batch_decode_with_kv_cache", "xqa_workspace_bytes"]
@@ -66,7 +66,8 @@ def xqa_batch_decode_with_kv_cache(
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
             in the dtype of query, or float8_e4m3fn with a float8_e4m3fn cache; None allocates.
-        sinks: float32 [num_heads], natural logits of one more key per head, without a value and not scaled.
+        sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
+            value and not scaled.
         kv_layout: "NHD" or "HND".
         enable_pdl: programmatic dependent launch; None means where the device has it.
         q_len_per_req: new tokens of each request; None means 1.
@@ -96,12 +97,12 @@ def xqa_batch_decode_with_kv_cache(
         seq_lens,
         bmm1_scale,
         bmm2_scale,
-        sinks,
+        single(sinks),
         o_scale,
         mask,
         workspace_buffer,
         out,
-        max_seq_len,
+        upper_bound(max_seq_len),
         window_left,
         kv_layout,
         enable_pdl,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopwell._decoding import decode_sources
-from hopwell._launch import Calls, single
+from hopwell._launch import Calls, single, upper_bound
 from hopwell._mla import mla_problem, mla_workspace_bytes
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
@@ -93,7 +93,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         qk_nope_head_dim,
         kv_lora_rank,
         qk_rope_head_dim,
-        max_seq_len,
+        upper_bound(max_seq_len),
         sparse_mla_top_k,
         enable_pdl,
         backend,

@@ -7,7 +7,7 @@ import torch
 from hopwell._context import context_problem, context_sources
 from hopwell._cudnn import cudnn_problem, cudnn_sources
 from hopwell._fmha_v2 import fmha_v2_problem, fmha_v2_sources, leaves
-from hopwell._launch import Calls, halves, single
+from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell.utils import FP4Tensor
 
 __all__ = [
@@ -120,7 +120,7 @@ def trtllm_batch_context_with_kv_cache(
         out,
         cum_seq_lens_kv,
         max_q_len,
-        max_kv_len,
+        upper_bound(max_kv_len),
         batch_size,
         window_left,
         skip_softmax_threshold_scale_factor,
@@ -195,8 +195,9 @@ def trtllm_fmha_v2_prefill(
 
     Signature and meaning follow FlashInfer's function of this name. Differences: strides are honoured in all layouts
     but the (K, V) pool, ``bmm2_scale`` counts for every dtype, contiguous KV may be longer than the queries,
-    ``window_left=0`` means a window of one key under every mask mode that takes one, and contradictory arguments are
-    refused.
+    ``window_left=0`` means a window of one key under every mask mode that takes one and ``chunked_attention_size=1`` a
+    chunk of one, "padding" hides no key under ALiBi either, and contradictory arguments, unknown mask modes and unknown
+    position encodings are refused.
 
     Args:
         qkv: bfloat16, float16 or float8_e4m3fn tensors as ``input_layout`` says, all of one dtype.
@@ -260,7 +261,7 @@ def trtllm_fmha_v2_prefill(
         out,
         seq_lens,
         max_q_len,
-        max_kv_len,
+        upper_bound(max_kv_len),
         batch_size,
         window_left,
         chunked_attention_size,
@@ -397,7 +398,7 @@ def cudnn_batch_prefill_with_kv_cache(
         lse,
         scale,
         max_token_per_sequence,
-        max_sequence_kv,
+        upper_bound(max_sequence_kv),
         causal,
         return_lse,
         type(workspace_buffer),

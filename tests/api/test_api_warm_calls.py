@@ -10,7 +10,7 @@ from typing import Any
 import api_calls
 import pytest
 import torch
-from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, Form, form
+from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, XQA, Form, form
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopwell import _launch, _repeat
@@ -121,6 +121,12 @@ CHANGES: list[tuple[str, dict[str, Any]]] = [
     (CUDNN, {"causal": False}),
     (CUDNN, {"scale": 0.5}),
     (CUDNN, {"return_lse": False}),
+    (XQA, {"bmm1_scale": 0.5}),
+    (XQA, {"bmm2_scale": torch.tensor(0.5)}),
+    (XQA, {"o_scale": 0.5}),
+    (XQA, {"window_left": 7}),
+    (XQA, {"sinks": [torch.zeros(api_calls.HEADS)]}),
+    (XQA, {"enable_pdl": False}),
     (MLA, {"bmm1_scale": 0.5}),
     (MLA, {"bmm2_scale": torch.tensor(0.5)}),
     (MLA, {"sinks": [torch.zeros(api_calls.HEADS)]}),
@@ -137,6 +143,44 @@ def test_what_the_checks_look_at_makes_another_call(entry: str, change: dict[str
         FUNCTIONS[entry](**arguments)
     FUNCTIONS[entry](**{**arguments, **change})
     assert len(recorded.problems) == 2
+
+
+BOUNDS = {
+    CONTEXT: "max_kv_len",
+    FMHA: "max_kv_len",
+    CUDNN: "max_sequence_kv",
+    XQA: "max_seq_len",
+    MLA: "max_seq_len",
+}
+
+
+@pytest.mark.parametrize(("entry", "name"), BOUNDS.items())
+def test_a_bound_that_changes_no_result_makes_no_other_call(entry: str, name: str, recorded: Any) -> None:
+    """It grows with every step of a model. What is no bound is refused all the same."""
+    arguments = form(entry, api_calls.DEFAULT[entry])
+    for bound in range(20, 30):
+        FUNCTIONS[entry](**{**arguments, name: bound})
+    assert len(recorded.problems) == 1
+    for bad, error in (
+        (-1, ValueError),
+        (1 << 31, ValueError),
+        (20.0, TypeError),
+        (True, TypeError),
+        (None, TypeError),
+    ):
+        with pytest.raises(error, match=name):
+            FUNCTIONS[entry](**{**arguments, name: bad})
+
+
+@pytest.mark.parametrize("entry", [CONTEXT, FMHA, XQA, MLA])
+def test_sinks_as_a_list_are_the_tensor_in_it(entry: str, recorded: Any) -> None:
+    sinks = torch.zeros(api_calls.HEADS)
+    arguments = {**form(entry, api_calls.DEFAULT[entry]), "sinks": [sinks]}
+    for _ in range(3):
+        FUNCTIONS[entry](**arguments)
+    FUNCTIONS[entry](**{**arguments, "sinks": sinks})
+    assert len(recorded.problems) == 1
+    assert all(sinks.data_ptr() in addresses for addresses in recorded.addresses)
 
 
 def test_latest_calls_are_recognised_without_a_key(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,6 +297,25 @@ def test_an_output_over_an_input_is_refused_in_a_warm_call_too() -> None:
     arguments["out"] = arguments["query"]
     with pytest.raises(ValueError, match="out must not share memory with query"):
         FUNCTIONS[CONTEXT](**arguments)
+
+
+@pytest.mark.parametrize("entry", [XQA, MLA])
+@pytest.mark.parametrize("name", ["query", "kv_cache", "out"])
+def test_a_workspace_over_an_operand_is_refused_in_a_warm_call_too(entry: str, name: str, recorded: Any) -> None:
+    """Also where only their ends lie in each other."""
+    arguments = form(entry, api_calls.DEFAULT[entry])
+    results = FUNCTIONS[entry](**arguments)
+    arguments["out"] = torch.empty_like(results)
+    for _ in range(3):
+        FUNCTIONS[entry](**arguments)
+    launches, operand = len(recorded.addresses), arguments[name]
+    size, workspace = operand.numel() * operand.element_size(), arguments["workspace_buffer"]
+    bytes_of_both = torch.zeros(workspace.numel() * workspace.element_size() + size - 16, dtype=torch.uint8)
+    over = bytes_of_both[-size:].view(operand.dtype).view(operand.shape).copy_(operand)
+    space = bytes_of_both[: -(size - 16)].view(workspace.dtype)
+    with pytest.raises(ValueError, match="must not share memory"):
+        FUNCTIONS[entry](**{**arguments, name: over, "workspace_buffer": space})
+    assert len(recorded.addresses) == launches
 
 
 @pytest.mark.parametrize("name", ["query", "kv_cache", "out"])
