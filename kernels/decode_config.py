@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from hopwell.kernels.config import (
     require_dtypes,
     require_page_size,
 )
-from hopwell.kernels.problem import AttentionProblem, MaskKind
+from hopwell.kernels.problem import AttentionProblem, LseLayout, MaskKind, Score
 from hopwell.kernels.splitting import (
     CTAS_PER_SM,
     FEW_ROWS,
@@ -36,6 +36,7 @@ from hopwell.kernels.splitting import (
 FP8 = {torch.float8_e4m3fn: "e4m3"}
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
 MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)
+DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT)  # of several new tokens: the others have one position for all rows
 HEAD_DIMS = support.DECODE_HEAD_DIMS
 COMPILED_HEAD_DIMS = (64, 128, 256, 512)  # the others are compiled on demand only
 
@@ -164,11 +165,35 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
     if kv_type is KvType.WIDE:
         require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
+    require_decode(problem, MASKS if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
     common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
     rows = tile_rows(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
     unfetched = DecodeConfig(*common, *paged_fetches(1)[0], kv_type, rows)
     return DecodeConfig(*common, *kv_fetch(problem, unfetched.tile.n), kv_type, rows)
+
+
+def require_decode(problem: AttentionProblem, masks: Sequence[MaskKind], arch: str) -> None:
+    """Refuse what the kernels of decode and MLA do not look at, and masks but these."""
+    p, lse = problem, problem.lse
+    if p.mask.kind not in masks:
+        raise NotImplementedError(
+            f"the mask {p.mask.kind.value} has no decode kernel on {arch} for up to {p.max_q_len} new tokens; "
+            f"supported: {', '.join(mask.value for mask in masks)}"
+        )
+    given = {
+        "q_lens": p.q_lens is not None,
+        "o_offsets": p.o_offsets is not None,
+        "contiguous keys": p.page_table is None and p.token_table is None,
+        f"{p.score.kind.value} scores": p.score != Score(),
+        "statistics": p.statistics is not None,
+        "skip_softmax": p.skip_softmax != 0 or p.skipped_tiles is not None,
+        "a natural log-sum-exp": lse is not None and lse.natural,
+        "a log-sum-exp that is not ragged": lse is not None and lse.layout is not LseLayout.RAGGED,
+    }
+    for what, is_given in given.items():
+        if is_given:
+            raise NotImplementedError(f"there is no decode kernel with {what} for {arch}")
 
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType) -> int:

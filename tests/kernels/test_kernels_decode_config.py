@@ -15,6 +15,7 @@ from kernel_problems import CACHES, cache, empty, paged
 from hopwell.kernels.config import DTYPES, REGISTERS, SHARED_BYTES, WARPGROUP, KvFetch, KvType, paged_fetches
 from hopwell.kernels.decode_config import (
     COMPILED_HEAD_DIMS,
+    DRAFT_MASKS,
     HEAD_DIMS,
     MASKS,
     DecodeConfig,
@@ -22,7 +23,16 @@ from hopwell.kernels.decode_config import (
     shipped_decode_configs,
     tile_rows,
 )
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    LogSumExp,
+    LseLayout,
+    Mask,
+    MaskKind,
+    Score,
+    ScoreKind,
+    TokenOffsets,
+)
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
 from hopwell.kernels.splitting import FEW_ROWS, ROWS
@@ -37,6 +47,20 @@ def problem(form: str = "tuple-HND", page_size: int = 16, dim: int = 128, **chan
     dtype = changes.pop("dtype", torch.bfloat16)
     changes = dict(mask=Mask(MaskKind.FULL), q_offsets=None, scratch=empty(1, dtype=torch.uint8)) | changes
     return paged(*cache(form, page_size, (dim, dim), dtype=dtype), **changes)
+
+
+# What prefill can do, by the words for it in a refusal.
+LSE = empty(60, 4, dtype=torch.float32)
+UNSEEN: dict[str, dict[str, Any]] = {
+    "q_lens": dict(q_lens=empty(3, dtype=torch.int32)),
+    "o_offsets": dict(o_offsets=TokenOffsets(empty(4, dtype=torch.int32))),
+    "contiguous keys": dict(page_table=None),
+    "soft_cap scores": dict(score=Score(ScoreKind.SOFT_CAP, 30.0)),
+    "statistics": dict(statistics=empty(60, 4, 2, dtype=torch.float32)),
+    "skip_softmax": dict(skip_softmax=1.0),
+    "a natural log-sum-exp": dict(lse=LogSumExp(LSE, LseLayout.RAGGED, natural=True)),
+    "a log-sum-exp that is not ragged": dict(lse=LogSumExp(LSE, LseLayout.PADDED, natural=False)),
+}
 
 
 def dims_of(kv_type: KvType) -> tuple[int, ...]:
@@ -164,7 +188,9 @@ class TestResolve:
     def test_every_cache_has_a_shipped_kernel(self, dim: int, q_len: int) -> None:
         shipped = set(SHIPPED)
         for dtype, form, page_size, mask in itertools.product(DTYPES, CACHES, PAGE_SIZES, MASKS):
-            config = resolve_decode(problem(form, page_size, dim, dtype=dtype, mask=Mask(mask), max_q_len=q_len), ARCH)
+            tokens, heads = (q_len, 4) if mask in DRAFT_MASKS else (1, 4 * q_len)
+            rows = dict(max_q_len=tokens, query=empty(60, heads, dim, dtype=dtype))
+            config = resolve_decode(problem(form, page_size, dim, dtype=dtype, mask=Mask(mask), **rows), ARCH)
             assert config in shipped, (form, page_size)
             assert (config.dtype, config.head_dim_qk, config.mask) == (DTYPES[dtype], dim, mask)
             assert (config.kv_fetch is KvFetch.PAGE_ROWS) == (page_size < 8)
@@ -210,7 +236,7 @@ class TestResolve:
         )
         for field, value in changes.items():
             assert resolve_decode(replace(base, **{field: value}), ARCH) == want, field
-        windows = [replace(base, mask=Mask(MaskKind.SLIDING_WINDOW, left)) for left in (0, 4096)]
+        windows = [replace(base, mask=Mask(MaskKind.SLIDING_WINDOW, left), max_q_len=1) for left in (0, 4096)]
         assert len({resolve_decode(window, ARCH) for window in windows}) == 1
         drafts = [replace(base, mask=Mask(MaskKind.DRAFT, left)) for left in (-1, 0, 4096)]
         assert len({resolve_decode(draft, ARCH) for draft in drafts}) == 1
@@ -260,6 +286,17 @@ class TestRefusals:
         message = self.refusal(problem(page_size=page_size))
         assert f"page size {page_size}" in message
         assert f"1 to {MAX_PAGE_SIZE}" in message
+
+    @pytest.mark.parametrize(("name", "change"), UNSEEN.items(), ids=str)
+    def test_what_kernels_do_not_look_at(self, name: str, change: dict[str, Any]) -> None:
+        assert f"no decode kernel with {name}" in self.refusal(problem(**change))
+
+    def test_masks_of_one_position(self) -> None:
+        for kind, q_len in ((MaskKind.CAUSAL, 1), (MaskKind.CHUNKED, 1), (MaskKind.SLIDING_WINDOW, 2)):
+            message = self.refusal(problem(mask=Mask(kind, 7), max_q_len=q_len))
+            assert (
+                f"mask {kind.value} has no decode kernel on sm_90a for up to {q_len} new tokens; supported" in message
+            )
 
     @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
     def test_other_dtypes(self, dtype: torch.dtype) -> None:

@@ -14,7 +14,7 @@ from kernel_problems import empty, paged
 from hopwell.kernels.config import SHARED_BYTES, KvFetch
 from hopwell.kernels.decode_config import resolve_decode
 from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
-from hopwell.kernels.problem import AttentionProblem
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
 from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90
 from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
@@ -118,6 +118,8 @@ def test_refusals() -> None:
         )
     for page_size in (3, 24, 2 * MAX_PAGE_SIZE):
         assert f"page size {page_size} has no kernel" in refusal(problem(page_size=page_size))
+    assert "mask full has no decode kernel" in refusal(problem(mask=Mask(MaskKind.FULL)))
+    assert "no decode kernel with statistics" in refusal(problem(statistics=empty(60, 16, 2, dtype=torch.float32)))
     assert "query dtype torch.float8_e4m3fn" in refusal(problem(dtype=torch.float8_e4m3fn))
     assert "output dtype torch.float32" in refusal(problem(out=empty(60, 16, 512, dtype=torch.float32)))
 
