@@ -17,7 +17,7 @@ barrier means that the tile is there.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -352,6 +352,8 @@ class PageRows(PagedSource):
     row_bytes: Int64
     chunks: int  # in a row
     tile_chunks: int  # in a row of the tile: whole column blocks
+    first_row: Any  # of those of a tile that this warp copies
+    rows: int  # a multiple of its lanes
 
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageRows":
@@ -365,7 +367,14 @@ class PageRows(PagedSource):
             row_bytes=2 * operand.row,
             chunks=chunks,
             tile_chunks=blocks * copy.CHUNKS_PER_ROW,
+            first_row=0,
+            rows=tile_n,
         )
+
+    def share(self, warp, warps: int) -> "PageRows":
+        """What one of ``warps`` that copy each tile together does of it."""
+        rows = self.rows // warps
+        return replace(self, first_row=warp * rows, rows=rows)
 
     @property
     def lanes_per_row(self) -> int:
@@ -384,8 +393,9 @@ class PageRows(PagedSource):
         return step, partials
 
     def _keys(self, tile) -> list:
-        """Row 32 * i + lane of the tile, for each i."""
-        return [tile * self.tile_n + i + cute.arch.lane_idx() for i in range(0, self.tile_n, LANES)]
+        """Row 32 * i + lane of this warp's, for each i."""
+        first = tile * self.tile_n + self.first_row + cute.arch.lane_idx()
+        return [first + i for i in range(0, self.rows, LANES)]
 
     def read_table(self, tile) -> list:
         """The table's entries for :meth:`_keys`; -1 where the row is not needed."""
@@ -424,7 +434,8 @@ class PageRows(PagedSource):
         rows_at_once = LANES // self.lanes_per_row
         lane_row, chunk = cute.arch.lane_idx() // self.lanes_per_row, cute.arch.lane_idx() % self.lanes_per_row
         # The swizzle repeats after GROUP_ROWS: whatever lies that many rows further on lies at a constant distance.
-        targets = [self._target(stage, first + lane_row, chunk) for first in range(0, GROUP_ROWS, rows_at_once)]
+        first_row = self.first_row + lane_row
+        targets = [self._target(stage, first + first_row, chunk) for first in range(0, GROUP_ROWS, rows_at_once)]
         stride = len(targets) * rows_at_once
         for i in cutlass.range_constexpr(len(addresses)):
             for first in cutlass.range(0, LANES, stride, unroll=2):

@@ -5,11 +5,11 @@ differs from mask to mask; tile ranges and the per-element predicate follow from
 with ``p``, so the first and the last row of a tile bound all others.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint16, Uint32, const_expr
+from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr
 
 from hopwell.kernels.parts.device import DeviceStruct, global_array
 from hopwell.kernels.problem import MaskKind
@@ -33,6 +33,15 @@ class LogitRow(DeviceStruct):
     positions: tuple  # absolute key position of each row
     kv_len: Int32
     slope: Float32
+
+    def of_tile(self, tile_start) -> "LogitRow":
+        """With what there is to read about the tile of keys that begins here. Called by a whole warp, before it has
+        scores to wait for."""
+        return self
+
+    def needs_mask(self, may_hide):
+        """Whether the tile has hidden keys; ``may_hide`` is what its place says."""
+        return may_hide
 
 
 @dataclass
@@ -147,6 +156,29 @@ class ListRow(LogitRow):
     table: Int64  # address of all lists
     table_row: Int64  # elements from one to the next
     index: Int32  # of the list that all rows have
+    tile_start: Int32
+    words: tuple  # a bit for each of 64 keys from there on: whether its entry counts
+
+    @staticmethod
+    def create(request, positions: tuple, a, g) -> "ListRow":
+        table = (a.key_table, g.key_table_row, request.index)
+        return ListRow(positions, request.kv_len, Float32(0.0), *table, Int32(0), (Uint32(0), Uint32(0)))
+
+    @cute.jit
+    def of_tile(self, tile_start):
+        # A lane reads two entries. When each read those of its own columns, as the mask was applied, 64 lists of 2048
+        # and 128 heads took 84.4 instead of 81.2 us (H200, 2026-11-23).
+        tokens = global_array(Int32, self.table + 4 * self.table_row * self.index)
+        words = []
+        for i in cutlass.range_constexpr(len(self.words)):
+            key = tile_start + (WORD_BITS * i + cute.arch.lane_idx())
+            token = tokens[cutlass.max(cutlass.min(key, self.kv_len - 1), 0)]
+            words.append(cute.arch.vote_ballot_sync((token >= 0) & (key < self.kv_len)).to(Uint32))
+        return replace(self, tile_start=tile_start, words=tuple(words))
+
+    def needs_mask(self, may_hide):
+        """Seldom: lists are full of entries that count."""
+        return self.words[0] & self.words[1] != Uint32(0xFFFFFFFF)
 
 
 @dataclass
@@ -159,10 +191,11 @@ class ListMask(IntervalMask):
 
     @cute.jit
     def apply(self, scores, tile_start, row):
-        origin = tile_start + scores.first_column()
-        tokens = global_array(Int32, row.table + 4 * row.table_row * row.index)
+        first = (tile_start - row.tile_start + scores.first_column()).to(Uint64)
+        bits = ((row.words[1].to(Uint64) << Uint64(WORD_BITS)) | row.words[0].to(Uint64)) >> first
+        words = (bits.to(Uint32), (bits >> Uint64(WORD_BITS)).to(Uint32))
         for c in cutlass.range_constexpr(scores.columns):
-            key = origin + scores.column_offset(c)
-            visible = key < row.kv_len and tokens[cutlass.max(cutlass.min(key, row.kv_len - 1), 0)] >= 0
+            word, place = divmod(scores.column_offset(c), WORD_BITS)
+            visible = (words[word] >> Uint32(place)) & Uint32(1) != Uint32(0)
             for r in cutlass.range_constexpr(scores.rows):
                 scores.set(r, c, scores.get(r, c) if visible else -Float32.inf)

@@ -44,8 +44,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
     columns of A's right part were, which belong to the key alone.
 
     Warp roles
-        warp 0 load_k      left parts of the keys; right parts as well where TMA does the work
-        warp 1 load_v      right parts, or merge
+        warp 0 load_keys   both parts of the keys
+        warp 1             the same where lanes copy rows, half of them each; or merge
         warp 2 merge       shares of rows of which all pieces are there, see parts/shares.py
         warp 3 schedule    units of work; their rows of Q, by TMA where these lie at equal distances; slots for their
                            pieces; announces pieces
@@ -56,9 +56,9 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     Edges
         Q       schedule -> attend    released when the unit's last products have been computed
-        K       load_k -> attend      left parts, tiles A and B by turns: released by left when its product has been
+        K       load_keys -> attend   left parts, tiles A and B by turns: released by left when its product has been
                                       added to O; by right, which needs B's for S only, of A when P of A is there
-        V       load_v -> attend      right parts: released by right when its product has been added to O; by left of A
+        V       load_keys -> attend   right parts: released by right when its product has been added to O; by left of A
                                       when P of A is there, of B, which it does not need, when P of B is
         work    schedule -> all       released as soon as it has been read; merge does not need it
         piece   attend -> schedule    released once for each unit when its slot may be written; full when it is
@@ -91,8 +91,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def more_roles(self) -> dict[str, int]:
-        """The halves of attend."""
-        return {"left": 4, "right": 4}
+        """Besides, the halves of attend."""
+        return {**super().more_roles, "left": 4, "right": 4}
 
     def _more_edges(self) -> tuple[Edge, ...]:
         attend = 4 * self.warpgroups
@@ -280,9 +280,10 @@ class MlaAttend(LatentRows, DecodeAttend):
         """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
         _, left, right, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
+        row = row.of_tile((2 * n + 1) * self.kernel.tile.n)
         self.scores(operands, q_stage, a, self.kernel.part_orders[0])
         warpgroup.wait_group(0)
-        if masked:
+        if row.needs_mask(masked):
             self.to_logits(operands.scores(), 2 * n + 1, row, True)
         self.softmax.step(operands.scores())
         operands.round_scores()
@@ -307,11 +308,12 @@ class MlaAttend(LatentRows, DecodeAttend):
         """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
         _, left, right, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
+        row = row.of_tile(2 * n * self.kernel.tile.n)
         self.scores(operands, q_stage, b, self.kernel.part_orders[1])
         warpgroup.wait_group(0)
         left.release(b)
         scores = operands.scores()
-        if masked:
+        if row.needs_mask(masked):
             self.to_logits(scores, 2 * n, row, True)
         largest = [self.softmax.maximum(scores, r) for r in range(scores.rows)]
         right.wait_full(a)

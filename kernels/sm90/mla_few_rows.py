@@ -40,13 +40,13 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
     :class:`FewRowsDecodeSm90`. K and V are the left and right parts of a key, both of them key and value.
 
     Warp roles
-        warp 0 load_k      left parts of the keys; right parts as well where TMA does the work
-        warp 1 load_v      right parts where lanes copy rows
+        warp 0 load_keys   both parts of the keys; where lanes copy rows, half of them
+        warp 1 load_keys   the other half
         warps 4..7 attend  from Q K^T to a leaf's node
         warps 8..11 merge  from nodes to the output, see parts/tree.py
 
     Edges
-        K, V    load -> attend        released when the product with their half of the value has been added to O
+        K, V    load_keys -> attend   released when the product with their half of the value has been added to O
         leaf    attend -> merge       a leaf's node; released when it is in registers
 
     Steady state: memory is the limit. A tile is done in half of the time that fetching it takes. Merging a leaf takes
@@ -212,11 +212,12 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
         """Tile n of the keys, the ``step``-th of this CTA."""
         _, *parts = self.rings[:3]
         scores = operands.scores()
+        row = row.of_tile(n * self.kernel.tile.n)
         for i in cutlass.range_constexpr(2):
             parts[i].wait_full(step)
             operands.issue_qk(i, q_stage, parts[i].stage(step))
         warpgroup.wait_group(0)
-        if masked:
+        if row.needs_mask(masked):
             self.mask.apply(scores, n * self.kernel.tile.n + self.warp * ColumnFragment.warp_columns, row)
         largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
         for r in cutlass.range_constexpr(scores.rows):
