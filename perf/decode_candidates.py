@@ -3,8 +3,6 @@ output."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,10 +13,10 @@ from hopwell.decode import xqa_workspace_bytes
 from hopwell.perf.decode_workloads import DecodeTensors
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
+from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
 
 CEILING = "memory read"
 READ_BYTES = 4 << 30
-WORKSPACE_BYTES = 1 << 30  # of a peer
 
 
 def hopwell_paged(page_size: int) -> Candidate:
@@ -41,17 +39,6 @@ def hopwell_paged(page_size: int) -> Candidate:
         )
 
     return prepare
-
-
-def flashinfer() -> Any:
-    ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-    import flashinfer as peer
-
-    return peer
-
-
-def peer_workspace() -> torch.Tensor:
-    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 
 
 def flashinfer_fa2(page_size: int) -> Candidate:
@@ -149,10 +136,6 @@ def read(t: DecodeTensors) -> Call:
         return found
 
     return call
-
-
-def for_pages(name: str, make: Callable[[int], Candidate], *page_sizes: int) -> dict[str, Candidate]:
-    return {f"{name}, pages of {size}": make(size) for size in page_sizes}
 
 
 DECODE: dict[str, Candidate] = {

@@ -8,10 +8,10 @@ import torch
 
 import hopwell
 from hopwell.mla import mla_workspace_bytes
-from hopwell.perf.decode_candidates import flashinfer, for_pages, peer_workspace
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.mla_workloads import MlaTensors
 from hopwell.perf.paging import page_starts
+from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
 from hopwell.perf.prefill_candidates import CEILING, matmul
 
 NOPE_HEAD_DIM = 128  # before absorption; it enters no computation

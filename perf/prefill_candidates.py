@@ -6,7 +6,6 @@ A candidate raises where it cannot run a workload; the run records why.
 
 from __future__ import annotations
 
-import ctypes
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 import hopwell
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
+from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
 from hopwell.perf.prefill_workloads import Tensors
 
 CEILING = "bf16 matmul"
@@ -87,28 +87,35 @@ def hopwell_paged(page_size: int) -> Candidate:
     return prepare
 
 
-def fa4(t: Tensors) -> Call:
-    from flash_attn.cute.interface import _flash_attn_fwd
+def fa4(page_size: int | None = None) -> Candidate:
+    def prepare(t: Tensors) -> Call:
+        from flash_attn.cute.interface import _flash_attn_fwd
 
-    work, out = t.work, t.output()
-    q, k, v, o = t.q, t.k, t.v, out
-    options: dict[str, Any] = {}
-    if work.uniform:
-        q, k, v, o = (x.view(work.batch, -1, *x.shape[1:]) for x in (q, k, v, o))
-    else:
-        options = dict(cu_seqlens_q=t.q_starts, cu_seqlens_k=t.kv_starts)
-        options |= dict(max_seqlen_q=max(work.q_lens), max_seqlen_k=max(work.kv_lens))
-    if work.window_left >= 0:
-        options |= dict(window_size_left=work.window_left, window_size_right=0)
-    else:
-        options |= dict(causal=work.causal)
-    sinks = None if t.sinks is None else t.sinks.to(t.dtype)
+        work, out = t.work, t.output()
+        q, k, v, o = t.q, t.k, t.v, out
+        options: dict[str, Any] = {}
+        if page_size is not None:
+            k, v, table, _ = t.pages(page_size)
+            options = dict(page_table=table, seqused_k=t.kv_lens)
+        if work.uniform:
+            q, o = (x.unflatten(0, (work.batch, -1)) for x in (q, o))
+            k, v = (x.unflatten(0, (work.batch, -1)) for x in (k, v)) if page_size is None else (k, v)
+        else:
+            options |= dict(cu_seqlens_q=t.q_starts, max_seqlen_q=max(work.q_lens))
+            options |= dict(cu_seqlens_k=t.kv_starts, max_seqlen_k=max(work.kv_lens)) if page_size is None else {}
+        if work.window_left >= 0:
+            options |= dict(window_size_left=work.window_left, window_size_right=0)
+        else:
+            options |= dict(causal=work.causal)
+        sinks = None if t.sinks is None else t.sinks.to(t.dtype)
 
-    def call() -> torch.Tensor:
-        _flash_attn_fwd(q, k, v, out=o, learnable_sink=sinks, **options)
-        return out
+        def call() -> torch.Tensor:
+            _flash_attn_fwd(q, k, v, out=o, learnable_sink=sinks, **options)
+            return out
 
-    return call
+        return call
+
+    return prepare
 
 
 def cudnn_sdpa(t: Tensors) -> Call:
@@ -128,17 +135,67 @@ def cudnn_sdpa(t: Tensors) -> Call:
     return call
 
 
-def flashinfer(page_size: int | None) -> Candidate:
+def flashinfer_fmha_v2(page_size: int | None = None) -> Candidate:
+    """The function that ``hopwell.trtllm_fmha_v2_prefill`` stands in for."""
+
+    def prepare(t: Tensors) -> Call:
+        prefill, work, out, lengths = flashinfer().prefill.trtllm_fmha_v2_prefill, t.work, t.output(), _lengths(t)
+        operands: tuple[Any, ...] = (t.q, t.k, t.v), "SEPARATE_Q_K_V"
+        table = None
+        if page_size is not None:
+            key, value, table, _ = t.pages(page_size)
+            operands = (t.q, torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 1)), "Q_PAGED_KV_HND"
+        options: dict[str, Any] = dict(block_tables=table, out=out, window_left=work.window_left)
+        options |= dict(mask_mode="causal" if work.causal else "padding")
+        options |= {} if t.sinks is None else dict(sinks=[t.sinks])
+        workspace = peer_workspace()
+
+        def call() -> torch.Tensor:
+            prefill(*operands, workspace, *lengths, **options)
+            return out
+
+        return call
+
+    return prepare
+
+
+def flashinfer_cudnn(page_size: int) -> Candidate:
+    """The function that ``hopwell.cudnn_batch_prefill_with_kv_cache`` stands in for."""
+
+    def prepare(t: Tensors) -> Call:
+        flashinfer()
+        from flashinfer.cudnn import cudnn_batch_prefill_with_kv_cache as prefill
+
+        work, out = t.work, t.output()
+        if work.window_left >= 0 or work.sinks:
+            raise NotImplementedError("no windows and no sinks")
+        key, value, table, _ = t.pages(page_size)
+        pages = key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
+        workspace = peer_workspace().view(torch.int8)
+        options: dict[str, Any] = dict(causal=work.causal, return_lse=False, is_cuda_graph_compatible=True, out=out)
+        options |= dict(max_token_per_sequence=max(work.q_lens), max_sequence_kv=max(work.kv_lens), block_tables=table)
+        for name, lengths in (("q", t.q_lens), ("kv", t.kv_lens)):
+            options[f"actual_seq_lens_{name}"] = lengths.view(-1, 1, 1, 1)
+        for name in "qo":
+            options[f"batch_offsets_{name}"] = t.q_starts * (work.heads * work.head_dim)
+
+        def call() -> torch.Tensor:
+            prefill(t.q, *pages, work.scale, workspace, **options)
+            return out
+
+        return call
+
+    return prepare
+
+
+def flashinfer_fa3(page_size: int | None = None) -> Candidate:
     """FlashInfer's fa3 backend, planned once as its wrappers ask for."""
 
     def prepare(t: Tensors) -> Call:
-        ctypes.CDLL("libcuda.so.1", mode=ctypes.RTLD_GLOBAL)
-        import flashinfer as peer
-
-        work, out = t.work, t.output()
+        peer, work, out = flashinfer(), t.work, t.output()
         if work.sinks:
             raise NotImplementedError("no sinks in these wrappers")
-        workspace = torch.zeros(512 << 20, dtype=torch.uint8, device="cuda")
+        workspace = peer_workspace()
         options = dict(
             causal=work.causal,
             q_data_type=t.dtype,
@@ -179,14 +236,14 @@ def matmul(t: object) -> Call:
 
 PREFILL: dict[str, Candidate] = {
     "hopwell": hopwell_dense,
-    "hopwell, pages of 16": hopwell_paged(16),
-    "hopwell, pages of 64": hopwell_paged(64),
-    "hopwell, pages of 128": hopwell_paged(128),
-    "hopwell, pages of 1": hopwell_paged(1),
-    "FlashAttention 4": fa4,
-    "FlashInfer fa3": flashinfer(None),
-    "FlashInfer fa3, pages of 16": flashinfer(16),
-    "FlashInfer fa3, pages of 64": flashinfer(64),
+    **for_pages("hopwell", hopwell_paged, 16, 64, 128, 1),
+    "FlashAttention 4": fa4(),
+    **for_pages("FlashAttention 4", fa4, 128),  # the size that it loads with TMA
+    "FlashInfer fa3": flashinfer_fa3(),
+    **for_pages("FlashInfer fa3", flashinfer_fa3, 16, 64),
+    "FlashInfer FMHAv2": flashinfer_fmha_v2(),
+    **for_pages("FlashInfer FMHAv2", flashinfer_fmha_v2, 16, 64),
+    **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
     "cuDNN SDPA": cudnn_sdpa,
     CEILING: matmul,
 }
