@@ -9,7 +9,7 @@ from decode_cases import HEAD_DIMS, Case, check_config, fewest_rows
 from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch
-from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.decode_config import MASKS, DecodeConfig, shipped_decode_configs
 from hopwell.kernels.problem import MaskKind
 
 pytestmark = pytest.mark.gpu
@@ -32,15 +32,17 @@ def test_small_case(config: DecodeConfig) -> None:
     small_case(config)
 
 
+@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.value)
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizer(tool: str, head_dim: int) -> None:
-    """compute-sanitizer finds nothing in the bf16 kernels of this head dim."""
-    check_sanitized(tool, __file__, head_dim)
+def test_sanitizer(tool: str, head_dim: int, mask: MaskKind) -> None:
+    """compute-sanitizer finds nothing in the bf16 kernels of this head dim and mask."""
+    check_sanitized(tool, __file__, head_dim, mask.value)
 
 
 if __name__ == "__main__":
+    chosen = ("bf16", int(sys.argv[1]), MaskKind(sys.argv[2]))
     for each in SHIPPED:
-        if each.dtype == "bf16" and each.head_dim_qk == int(sys.argv[1]) and each.box_rows in (0, 16):
+        if (each.dtype, each.head_dim_qk, each.mask) == chosen and each.box_rows in (0, 16):
+            print(each.name, flush=True)  # reports below name the code, which many kernels share
             small_case(each)
-            print(each.name, flush=True)

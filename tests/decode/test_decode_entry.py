@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from decode_batches import DecodeBatch
+from decode_batches import FULL, DecodeBatch
 from decode_cases import draft_bits
 from entry_calls import cache_forms, repeated
 
@@ -41,16 +41,18 @@ def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, **more: An
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_caches(page_size: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("kv_dtype", "heads"), [(None, 4), (torch.float8_e4m3fn, 4), (torch.int8, 36)], ids=["wide", "e4m3", "int8"]
+)
+def test_caches(kv_dtype: torch.dtype | None, heads: int, page_size: int, device: str) -> None:
     """However K and V lie, and whatever the bound of lengths, the result is the same to the bit."""
-    data = batch(device)
+    data = batch(device, kv_dtype=kv_dtype, heads=heads)
     problem = data.decode(page_size)
     forms = cache_forms(problem.key, problem.value)
     outs = [xqa(data, problem, kv_cache=cache, kv_layout=layout) for cache, layout in forms]
     data.expected_decode().check(outs[0])
-    wide = torch.full((problem.value.shape[0], 2, *problem.value.shape[1:]), torch.nan, dtype=data.dtype, device=device)
-    wide[:, 1] = problem.value  # strides that K does not have
-    outs += [xqa(data, problem, kv_cache=(problem.key, wide[:, 1])), xqa(data, problem, max_seq_len=10**6)]
+    stacked = torch.stack((problem.key, problem.value), 1)  # whose V has strides that the other K does not have
+    outs += [xqa(data, problem, kv_cache=(problem.key, stacked[:, 1])), xqa(data, problem, max_seq_len=10**6)]
     outs += [xqa(data, problem, enable_pdl=pdl) for pdl in (True, False)]
     assert all(torch.equal(outs[0], out) for out in outs)
 
@@ -146,13 +148,32 @@ def test_queries_beyond_float16_over_8_bits(magnitude: float, heads: int, device
 
 
 @both_kernels
-def test_fp8_output(heads: int, device: str) -> None:
+@pytest.mark.parametrize(
+    ("mask", "head_dim"),
+    [(FULL, 128), (Mask(MaskKind.SLIDING_WINDOW, 30), 256), (Mask(MaskKind.DRAFT, 30), 128)],
+    ids=["full", "window", "draft"],
+)
+def test_fp8_output(mask: Mask, head_dim: int, heads: int, device: str) -> None:
     """It has one factor, and o_scale is none of it."""
-    fp8 = torch.float8_e4m3fn
-    data = batch(device, kv_dtype=fp8, heads=heads)
+    fp8, q_len = torch.float8_e4m3fn, 4 if mask.kind is MaskKind.DRAFT else 1
+    data = batch(device, q_len, kv_dtype=fp8, heads=heads, head_dim=head_dim)
     out = torch.empty(data.q.shape, dtype=fp8, device=device)
-    assert xqa(data, data.decode(16), out=out, o_scale=0.25) is out
-    data.expected_decode(out_dtype=fp8).check(out)
+    given = out if q_len == 1 else out.unflatten(0, (data.size, q_len))
+    options: dict[str, Any] = dict(window_left=mask.window_left, out=given, o_scale=0.25)
+    assert xqa(data, data.decode(16, mask), q_len, **options) is given
+    data.expected_decode(mask, out_dtype=fp8).check(out)
+
+
+@both_kernels
+def test_fp8_output_saturates(heads: int, device: str) -> None:
+    """What is beyond the largest number of float8, which has no infinity, becomes that number."""
+    fp8, factor = torch.float8_e4m3fn, 2000.0
+    data = batch(device, kv_dtype=fp8, heads=heads)
+    out = xqa(data, data.decode(16), out=torch.empty(data.q.shape, dtype=fp8, device=device), bmm2_scale=factor)
+    largest, exact = torch.finfo(fp8).max, data.expected_decode().out * factor
+    beyond = exact.abs() > 1.1 * largest
+    assert beyond.any()
+    assert torch.equal(out.double()[beyond], largest * exact[beyond].sign())
 
 
 def test_repeated_with_other_tensors(device: str) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -11,30 +12,77 @@ import torch
 from batches import same, starts
 from concurrent_launches import check_threads, check_two_branches
 from decode_batches import DRAFT, FULL, DecodeBatch
-from decode_cases import draft_bits
+from decode_cases import KV_DTYPES, draft_bits
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels import Plan, execute
+from hopwell.kernels.config import KvType
+from hopwell.kernels.decode_config import tile_rows
 from hopwell.kernels.problem import Mask, MaskKind, PageTable
 
 pytestmark = pytest.mark.gpu
 
 KV_LENS = [700, 0, 5, 40_000, 512, 513, 1, 9000, 140_000]
+NEW_TOKENS = 5  # where there are drafts
 WINDOW = Mask(MaskKind.SLIDING_WINDOW, 3000)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What decides on the kernel besides the mask. A request has so many packed rows, or a few less with drafts."""
+
+    head_dim: int
+    rows: int
+    kv_type: KvType = KvType.WIDE
+
+    def group(self, q_len: int) -> int:
+        group = self.rows // q_len
+        used, meant = (tile_rows(rows, self.head_dim, self.kv_type) for rows in (group * q_len, self.rows))
+        assert used == meant
+        return group
+
+    def __str__(self) -> str:
+        return f"d{self.head_dim}-rows{self.rows}-{self.kv_type.value}"
+
+
+# Trees of few rows and of the most, and chunks; both over 8 bits.
+FEW, TREE, CHUNKS = (Kind(128, rows) for rows in (8, 32, 64))
+BYTES_FEW, BYTES_CHUNKS = Kind(128, 8, KvType.E4M3), Kind(256, 64, KvType.INT8)
+# Other widths, which are shared out and merged in other ways, another size of trees, and two tiles of rows.
+OTHER_SIZES = [(64, 8), (64, 100), (128, 16), (256, 8), (256, 16), (256, 64), (512, 64)]
+OTHERS = [*(Kind(*sizes) for sizes in OTHER_SIZES), Kind(256, 8, KvType.INT8), Kind(64, 100, KvType.E4M3)]
+
+
+def of_kinds(*kinds: Kind) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("kind", kinds, ids=str)
+
+
+KINDS = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS)
+EXPENSIVE_KINDS = of_kinds(FEW, CHUNKS, BYTES_FEW)
 MASKS = pytest.mark.parametrize("mask", [FULL, WINDOW, DRAFT], ids=lambda mask: mask.kind.value)
 
 
-def batch(mask: Mask = FULL, **options: Any) -> DecodeBatch:
-    q_len = 5 if mask.kind is MaskKind.DRAFT else 1
-    bits = [draft_bits("tree", q_len, seed) for seed in range(len(KV_LENS))]
-    return DecodeBatch([q_len] * len(KV_LENS), KV_LENS, drafts=bits, **options)
+def batch(
+    kind: Kind, mask: Mask = FULL, kv_lens: Sequence[int] = KV_LENS, *, kv_heads: int = 2, seed: int = 0
+) -> DecodeBatch:
+    q_len = NEW_TOKENS if mask.kind is MaskKind.DRAFT else 1
+    return DecodeBatch(
+        [q_len] * len(kv_lens),
+        kv_lens,
+        heads=kind.group(q_len) * kv_heads,
+        kv_heads=kv_heads,
+        head_dim=kind.head_dim,
+        seed=seed,
+        kv_dtype=KV_DTYPES.get(kind.kv_type),
+        drafts=[draft_bits("tree", q_len, index) for index in range(len(kv_lens))],
+    )
 
 
 @MASKS
-@pytest.mark.parametrize("head_dim", [64, 128, 256, 512])
-def test_batch_is_its_requests_one_by_one(head_dim: int, mask: Mask) -> None:
-    data = batch(mask, head_dim=head_dim)
+@of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, *OTHERS)
+def test_batch_is_its_requests_one_by_one(kind: Kind, mask: Mask) -> None:
+    data = batch(kind, mask)
     out = execute(data.decode(16, mask))
     begins = starts(data.q_lens)
     for index in range(data.size):
@@ -42,9 +90,10 @@ def test_batch_is_its_requests_one_by_one(head_dim: int, mask: Mask) -> None:
         assert torch.equal(out[begins[index] : begins[index + 1]], alone)
 
 
-def test_more_of_the_same_requests() -> None:
+@KINDS
+def test_more_of_the_same_requests(kind: Kind) -> None:
     """Whoever shares them out, and whichever slots their pieces get."""
-    data = DecodeBatch([1], [9000])
+    data = batch(kind, kv_lens=[9000])
     alone = execute(data.decode(16))
     for count in (2, 33, 200):
         many = replace(data, q_lens=[1] * count, kv_lens=[9000] * count)
@@ -53,29 +102,33 @@ def test_more_of_the_same_requests() -> None:
 
 
 @MASKS
+@KINDS
 @pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
-def test_order_of_pages_does_not_matter(page_size: int, mask: Mask) -> None:
-    data = batch(mask)
+def test_order_of_pages_does_not_matter(page_size: int, kind: Kind, mask: Mask) -> None:
+    data = batch(kind, mask)
     other = data.decode(page_size, mask, order=7)
     same(data.decode(page_size, mask), key=other.key, value=other.value, page_table=other.page_table)
 
 
+@KINDS
 @pytest.mark.parametrize("page_size", [1, 4, 8, 64, 1024])
-def test_size_of_pages_does_not_matter(page_size: int) -> None:
-    data = batch()
+def test_size_of_pages_does_not_matter(page_size: int, kind: Kind) -> None:
+    data = batch(kind)
     assert torch.equal(execute(data.decode(16)), execute(data.decode(page_size)))
 
 
 @MASKS
-def test_runs_do_not_differ(mask: Mask) -> None:
-    problem = batch(mask).decode(16, mask)
+@KINDS
+def test_runs_do_not_differ(kind: Kind, mask: Mask) -> None:
+    problem = batch(kind, mask).decode(16, mask)
     first = execute(problem).clone()
     for _ in range(100):
         assert torch.equal(execute(problem), first)
 
 
-def test_capacity_does_not_matter() -> None:
-    data = batch()
+@KINDS
+def test_capacity_does_not_matter(kind: Kind) -> None:
+    data = batch(kind)
     problem = data.decode(16)
     capacity = 2**24
     wider = torch.nn.functional.pad(problem.page_table.key, (0, 5), value=-1)
@@ -83,14 +136,14 @@ def test_capacity_does_not_matter() -> None:
     same(problem, max_kv_len=capacity, page_table=table, scratch=data.scratch(problem.key, capacity))
 
 
+@EXPENSIVE_KINDS
 @pytest.mark.parametrize("page_size", [4, 16, 64])
-def test_pools_beyond_32_bit_offsets(page_size: int) -> None:
+def test_pools_beyond_32_bit_offsets(page_size: int, kind: Kind) -> None:
     """Pages past 2^32 elements, with every way to fetch; K and V in one stacked pool."""
-    data = batch(kv_heads=4)
-    problem = data.decode(page_size)
+    problem = batch(kind, kv_heads=4).decode(page_size)
     pages, *rest = problem.key.shape
     total = 2**31 // problem.key[0].numel() + pages
-    pool = torch.empty(total, 2, *rest, dtype=data.dtype, device="cuda")
+    pool = torch.empty(total, 2, *rest, dtype=problem.key.dtype, device="cuda")
     shift = total - pages
     pool[shift:, 0], pool[shift:, 1] = problem.key, problem.value
     table = problem.page_table.key
@@ -104,19 +157,21 @@ class Buffers:
     BATCH, WIDTH, PAGES = 4, 600, 1300
     LENGTHS = ([1, 17, 300, 600], [9000, 3, 5000, 0], [512, 513, 9500, 511])
 
-    def __init__(self, q_len: int):
+    def __init__(self, kind: Kind, mask: Mask):
+        data = batch(kind, mask, [0] * self.BATCH)
+        q_len, kv_heads, head_dim = data.q_lens[0], data.kv_heads, data.head_dim
         ints: dict[str, Any] = dict(dtype=torch.int32, device="cuda")
-        values: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
-        size = xqa_workspace_bytes(4, 2, 128, 16 * self.WIDTH, q_len)
+        cache_dtype = data.kv_dtype or data.dtype
+        size = xqa_workspace_bytes(data.heads, kv_heads, head_dim, 16 * self.WIDTH, q_len)
         self.arguments = dict(
-            query=torch.zeros(self.BATCH * q_len, 4, 128, **values),
-            kv_cache=torch.zeros(self.PAGES, 2, 2, 16, 128, **values),
+            query=torch.zeros_like(data.q),
+            kv_cache=torch.zeros(self.PAGES, 2, kv_heads, 16, head_dim, dtype=cache_dtype, device="cuda"),
             workspace_buffer=torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda"),
             block_tables=torch.zeros(self.BATCH, self.WIDTH, **ints),
             seq_lens=torch.zeros(self.BATCH, **ints),
             max_seq_len=16 * self.WIDTH,
-            bmm1_scale=128**-0.5,
-            out=torch.zeros(self.BATCH * q_len, 4, 128, **values),
+            bmm1_scale=data.scale,
+            out=torch.zeros_like(data.q),
             kv_layout="HND",
             q_len_per_req=q_len,
             mask=torch.zeros(self.BATCH, q_len, 2, dtype=torch.uint16, device="cuda"),
@@ -137,17 +192,18 @@ class Buffers:
         return hopwell.xqa_batch_decode_with_kv_cache(**self.arguments)
 
 
-@pytest.mark.parametrize("q_len", [1, 3])
-def test_graph_replays_with_other_lengths_and_tables(q_len: int) -> None:
+@pytest.mark.parametrize("mask", [FULL, DRAFT], ids=lambda mask: mask.kind.value)
+@KINDS
+def test_graph_replays_with_other_lengths_and_tables(kind: Kind, mask: Mask) -> None:
     """Lengths that grow and shrink under a graph give the bits of a call of their own."""
-    buffers, mask = Buffers(q_len), DRAFT if q_len > 1 else FULL
+    buffers = Buffers(kind, mask)
     buffers.call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         buffers.call()
     for seed, kv_lens in enumerate(Buffers.LENGTHS):
-        data = DecodeBatch([q_len] * len(kv_lens), kv_lens, seed=seed)
+        data = batch(kind, mask, kv_lens, seed=seed)
         buffers.fill(data, mask)
         for _ in range(3):
             buffers.arguments["out"].fill_(7)
@@ -157,9 +213,10 @@ def test_graph_replays_with_other_lengths_and_tables(q_len: int) -> None:
         assert torch.equal(buffers.call(), replayed)
 
 
-def test_graph_of_many_launches_on_two_branches() -> None:
+@KINDS
+def test_graph_of_many_launches_on_two_branches(kind: Kind) -> None:
     """Launches in a graph may run at the same time: each needs counters and scratch of its own."""
-    data = batch()
+    data = batch(kind)
     plain = execute(data.decode(16)).clone()
     problems = [data.decode(16) for _ in range(6)]
     plan = Plan(problems[0])
@@ -167,17 +224,19 @@ def test_graph_of_many_launches_on_two_branches() -> None:
     check_two_branches(plan, problems, plain, math.nan)
 
 
-def test_streams_and_threads_do_not_disturb_each_other() -> None:
+@EXPENSIVE_KINDS
+def test_streams_and_threads_do_not_disturb_each_other(kind: Kind) -> None:
     work = []
     for seed in range(2):
-        problem = batch(seed=seed).decode(16)
+        problem = batch(kind, seed=seed).decode(16)
         work.append((problem, execute(problem).clone()))
     check_threads(work, math.nan)
 
 
-def test_programmatic_launch_does_not_change_results() -> None:
+@KINDS
+def test_programmatic_launch_does_not_change_results(kind: Kind) -> None:
     """A chain of launches, each reading what the one before wrote, all with one scratch."""
-    data = batch()
+    data = batch(kind)
     results = []
     for programmatic in (False, True):
         first = data.decode(16, programmatic_launch=programmatic)

@@ -1,6 +1,6 @@
-"""The latent attention kernels on the emulator, against float64, in one ordinary and two adverse schedules.
+"""The latent attention kernels on the emulator, against float64: cases in one ordinary and two adverse schedules.
 
-All of them run under the race detector, the proxy check and strict mode. What a kernel must not read or must not leave
+These run under the race detector, the proxy check and strict mode. What a kernel must not read or must not leave
 out is NaN, and so is the scratch at first; what one launch leaves there the next one finds.
 """
 
@@ -13,7 +13,21 @@ import pytest
 import torch
 from covering import COVERING_MLA
 from mla_batches import MlaBatch
-from mla_cases import Case, check_case, check_column_sizes, check_rising_logits, chunk_tokens, heads_of
+from mla_cases import (
+    BOTH_ROWS,
+    GAPS,
+    LISTINGS,
+    Case,
+    batch_of,
+    check_case,
+    check_column_sizes,
+    check_counts,
+    check_gaps,
+    check_one_gap_anywhere,
+    check_rising_logits,
+    chunk_tokens,
+    heads_of,
+)
 from schedules import schedules, setting
 
 from hopwell import emulator
@@ -57,11 +71,30 @@ def test_uneven_numbers_of_new_tokens(top_k: int) -> None:
     check(Case([3, 0, 1, 9, 2], [1, 40, 0, 130, 70], heads=20, top_k=top_k, ragged=True), 16)
 
 
-@pytest.mark.parametrize("kind", ["distinct", "any", "one", "twice", "none"])
+@pytest.mark.parametrize("heads", [16, 24])
+@pytest.mark.parametrize("kind", LISTINGS)
 @pytest.mark.parametrize("dims", [MAIN, UNROTATED], ids=str)
-def test_lists(dims: tuple[int, int], kind: str) -> None:
+def test_lists(dims: tuple[int, int], kind: str, heads: int) -> None:
     """Shorter and longer than what a row sees, with gaps, duplicates, and without an entry that counts."""
-    check(Case([2] * 3, [1, 50, 200], heads=16, dims=dims, top_k=68, listing=kind), 16)
+    case = Case([2] * 3, [1, 50, 200], heads=heads, dims=dims, top_k=68, listing=kind)
+    check(case, 16)
+    with emulator.use("sm_90a"):
+        check_counts(batch_of(case, "cpu"), 16)
+
+
+@BOTH_ROWS
+@pytest.mark.parametrize("place", GAPS)
+def test_gaps_in_lists(place: str, heads: int) -> None:
+    """Of several tiles, and of more leaves and chunks."""
+    with emulator.use("sm_90a"):
+        for top_k in (196, 2180):
+            check_gaps(place, top_k, heads, device="cpu")
+
+
+@BOTH_ROWS
+def test_one_gap_anywhere(heads: int) -> None:
+    with emulator.use("sm_90a"):
+        check_one_gap_anywhere(132, heads, "cpu")
 
 
 @pytest.mark.parametrize("heads", [8, 40])

@@ -145,7 +145,7 @@ def covering_mla_configs() -> list[MlaConfig]:
     *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
     chosen = [
         *((wide, fetch, 64) for fetch in (PAGES64, PAGES16, ROWS, LISTED)),
-        (narrow, PAGES64, 64),
+        *((narrow, fetch, 64) for fetch in (PAGES64, LISTED)),
         (unrotated, LISTED, 64),
         *((wide, fetch, 16) for fetch in (PAGES64, ROWS, LISTED)),
         (unrotated, LISTED, 16),

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from decode_cases import PLAIN, Setting, check_problem
 from mla_batches import MlaBatch, listing
@@ -20,6 +21,23 @@ DIMS = ((576, 512), (320, 256))  # columns of keys, and of values
 SPARSE_DIMS = (*DIMS, (512, 512))
 OUTPUT_SCALE = -2.0  # a power of two: the output of a single key stays exact
 LISTINGS = ("distinct", "any", "one", "twice", "none")
+# Heads: with up to three new tokens, FEW are few rows, and MANY are many. For each, pages and lists have a kernel.
+FEW, MANY = 5, 40
+BOTH_ROWS = pytest.mark.parametrize("heads", [FEW, MANY], ids=["rows16", "rows64"])
+# Entries of lists that are negative.
+GAPS = {
+    "none": slice(0, 0),
+    "first": slice(0, 1),
+    "last": slice(-1, None),
+    "one": slice(70, 71),
+    "some": slice(70, 75),
+    "tile": slice(128, 192),
+    "last tiles": slice(-150, None),
+    "leaf": slice(512, 1024),
+    "chunk": slice(0, 2048),
+    "every other": slice(0, None, 2),
+    "all": slice(None),
+}
 
 
 @dataclass(frozen=True)
@@ -75,6 +93,37 @@ def check_rising_logits(heads: int, keys: int, dims: tuple[int, int] = DIMS[0], 
     for larger in (64, 128):
         data.k[1][larger:, 0, : dims[1]] *= 64
     data.expected_mla().check(execute(data.decode(64, ragged=True)))
+
+
+def check_counts(data: MlaBatch, page_size: int = 64) -> None:
+    """With equal weights for all keys that are visible the output counts them: one too many or too few changes an
+    element by far more than rounding, which random values would hide. What is not there may be a row of zeros: its
+    logit would be so much larger than those of keys that it would have all the weight. ``data`` gets these values."""
+    data.q.fill_(-256.0)
+    for k in data.k:
+        token = torch.arange(k.shape[0], device=k.device)
+        k.zero_()
+        k[token, :, token % data.v_head_dim] = 1.0
+    out, expected = execute(data.decode(page_size)), data.expected_mla().out
+    assert not out.isnan().any()
+    assert ((out.double() - expected).abs() <= 2**-7 * expected).all()
+
+
+def check_gaps(place: str, top_k: int, heads: int, dims: tuple[int, int] = DIMS[0], device: str = "cuda") -> None:
+    """Lists of two requests, one of which has fewer keys than a list entries, with negative ones at some place."""
+    kv_lens = [3 * top_k, top_k - 3]
+    lists = [listing("distinct", 2, kv_len, top_k, seed) for seed, kv_len in enumerate(kv_lens)]
+    for listed, negative in zip(lists, (-1, -(2**31)), strict=True):
+        listed[:, GAPS[place]] = negative
+    data = MlaBatch([2, 2], kv_lens, heads, head_dim=dims[0], v_head_dim=dims[1], device=device, lists=lists)
+    data.expected_mla().check(execute(data.decode(64)))
+    check_counts(data)
+
+
+def check_one_gap_anywhere(top_k: int, heads: int, device: str = "cuda") -> None:
+    """As many new tokens as a list has entries, in each of which another one is negative."""
+    listed = listing("distinct", top_k, 3 * top_k, top_k).fill_diagonal_(-1)
+    check_counts(MlaBatch([top_k], [3 * top_k], heads, device=device, lists=[listed]))
 
 
 def lengths(chunk: int, page: int) -> list[int]:

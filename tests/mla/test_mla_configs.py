@@ -9,7 +9,7 @@ from mla_cases import Case, check_case, heads_of
 from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
-from hopwell.kernels.splitting import ROWS
+from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -31,15 +31,17 @@ def test_small_case(config: MlaConfig) -> None:
     small_case(config)
 
 
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("rows", [LATENT_FEW_ROWS, ROWS])
+@pytest.mark.parametrize("kind", ["dense", "sparse"])
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizer(tool: str, sparse: bool) -> None:
+def test_sanitizer(tool: str, kind: str, rows: int) -> None:
     """compute-sanitizer finds nothing in the kernels."""
-    check_sanitized(tool, __file__, "sparse" if sparse else "dense")
+    check_sanitized(tool, __file__, kind, rows)
 
 
 if __name__ == "__main__":
+    asked = sys.argv[1] == "sparse", int(sys.argv[2])
     for each in SHIPPED:
-        if each.sparse == (sys.argv[1] == "sparse") and each.box_rows in (0, 16, 64):
+        if (each.sparse, each.rows) == asked and each.box_rows in (0, 16, 64):
             small_case(each)
             print(each.name, flush=True)

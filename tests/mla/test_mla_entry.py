@@ -8,19 +8,24 @@ import pytest
 import torch
 from entry_calls import repeated
 from mla_batches import MlaBatch, listing
+from mla_cases import ARCH, BOTH_ROWS, FEW
 
 import hopwell
+from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.problem import AttentionProblem
+from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
 
-KV_LENS = [70, 0, 3, 330]
-TOP_K = 68
+KV_LENS, LONG = [70, 0, 3, 330], [70, 0, 2100]
+TOP_K, LONG_TOP_K = 68, 2060
 CAPACITY = 2**15  # no table of these tests has room for more tokens
 KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
 
 
-def batch(device: str, q_len: int = 1, top_k: int = 0, kind: str = "any", **options: Any) -> MlaBatch:
-    lists = [listing(kind, q_len, n, top_k, seed) for seed, n in enumerate(KV_LENS)] if top_k else None
-    return MlaBatch([q_len] * len(KV_LENS), KV_LENS, device=device, lists=lists, **({"heads": 8} | options))
+def batch(
+    device: str, q_len: int = 1, top_k: int = 0, kind: str = "any", kv_lens: list[int] = KV_LENS, **options: Any
+) -> MlaBatch:
+    lists = [listing(kind, q_len, n, top_k, seed) for seed, n in enumerate(kv_lens)] if top_k else None
+    return MlaBatch([q_len] * len(kv_lens), kv_lens, device=device, lists=lists, **({"heads": 8} | options))
 
 
 def arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[str, Any]:
@@ -36,7 +41,7 @@ def arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[st
             qk_rope_head_dim=data.head_dim - data.v_head_dim,
             block_tables=problem.page_table.key if tokens is None else tokens.view(data.size, q_len, -1),
             seq_lens=problem.kv_lens,
-            max_seq_len=max(KV_LENS),
+            max_seq_len=max(data.kv_lens),
             sparse_mla_top_k=0 if tokens is None else tokens.shape[-1],
             bmm1_scale=data.scale,
         )
@@ -46,6 +51,15 @@ def arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[st
 
 def mla(data: MlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
     return repeated(hopwell.trtllm_batch_decode_with_kv_cache_mla, data, arguments(data, problem, **more))
+
+
+@KINDS
+@BOTH_ROWS
+@pytest.mark.parametrize("q_len", [1, 2, 3])
+def test_heads_of_both_kernels(q_len: int, heads: int, top_k: int) -> None:
+    """What tests with few rows and with many rely on."""
+    rows = resolve_mla(batch("cpu", q_len, top_k, heads=heads).decode(64), ARCH).rows
+    assert rows == (LATENT_FEW_ROWS if heads == FEW else ROWS)
 
 
 @KINDS
@@ -95,11 +109,13 @@ def test_lists(kind: str, device: str) -> None:
 
 
 @KINDS
-def test_given_output(top_k: int, device: str) -> None:
+@BOTH_ROWS
+def test_given_output(heads: int, top_k: int, device: str) -> None:
     """It is what is returned, and rows between the output's stay."""
-    data = batch(device, 2, top_k)
+    data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(64)
     out = mla(data, problem)
+    data.expected_mla().check(out.flatten(0, 1))
     room = torch.full((data.size, 2, data.heads + 1, 520), 7.0, dtype=data.dtype, device=device)
     for given in (torch.empty_like(out), room[:, :, 1:, :512]):
         assert mla(data, problem, out=given) is given
@@ -109,18 +125,25 @@ def test_given_output(top_k: int, device: str) -> None:
 
 
 @KINDS
-def test_inputs_of_other_strides(top_k: int, device: str) -> None:
-    data = batch(device, 2, top_k)
+@BOTH_ROWS
+def test_inputs_of_other_strides(heads: int, top_k: int, device: str) -> None:
+    """Rows of queries at equal distances, which TMA may fetch, and at others."""
+    data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(16)
     out = mla(data, problem)
     query = arguments(data, problem)["query"]
-    packed = torch.full((*query.shape[:2], 3, *query.shape[2:]), torch.nan, dtype=data.dtype, device=device)[:, :, 1]
-    heads_first = torch.empty(query.shape[2], *query.shape[:2], 576, dtype=data.dtype, device=device).movedim(0, 2)
-    for other in (packed, heads_first):
+
+    def room(*shape: int) -> torch.Tensor:
+        return torch.full(shape, torch.nan, dtype=data.dtype, device=device)
+
+    wide_rows = room(*query.shape[:3], 640)[..., 8:584]
+    packed = room(*query.shape[:2], 3, *query.shape[2:])[:, :, 1]
+    heads_first = room(heads, *query.shape[:2], 576).movedim(0, 2)
+    for other in (wide_rows, packed, heads_first):
         other.copy_(query)
         assert torch.equal(out, mla(data, problem, query=other))
     pages, _, page_size, width = problem.key.shape
-    wide = torch.full((pages, 2, page_size, width + 8), torch.nan, dtype=data.dtype, device=device)[:, 1:, :, :width]
+    wide = room(pages, 2, page_size, width + 8)[:, 1:, :, :width]
     wide.copy_(problem.key)
     assert torch.equal(out, mla(data, problem, kv_cache=wide))
 
@@ -138,12 +161,17 @@ def test_scales_and_sinks(top_k: int, device: str) -> None:
     assert torch.equal(out, mla(data, problem, sinks=[sinks], **tensors))
 
 
-@KINDS
-def test_content_of_workspace_does_not_matter(top_k: int, device: str) -> None:
-    data = batch(device, 2, top_k)
+@BOTH_ROWS
+@pytest.mark.parametrize("top_k", [0, LONG_TOP_K], ids=["dense", "sparse"])
+def test_content_of_workspace_does_not_matter(top_k: int, heads: int, device: str) -> None:
+    """Of keys that several multiprocessors share."""
+    data = batch(device, 2, top_k, kv_lens=LONG, heads=heads)
     problem = data.decode(64)
-    workspace = data.workspace(CAPACITY)
-    outs = [mla(data, problem, workspace_buffer=workspace.fill_(value).view(torch.int8)) for value in (0, 0x7F, 0xFF)]
+    workspace, outs = data.workspace(CAPACITY), []
+    for value in (0, 0x7F, 0xFF):
+        outs.append(mla(data, problem, workspace_buffer=workspace.fill_(value).view(torch.int8)))
+        assert (workspace != value).any(), "nothing was written there"
+    data.expected_mla().check(outs[0].flatten(0, 1))
     assert torch.equal(outs[0], outs[1])
     assert torch.equal(outs[0], outs[2])
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 from batches import same, starts
-from concurrent_launches import check_two_branches
+from concurrent_launches import check_threads, check_two_branches
 from mla_batches import MlaBatch, listing
+from mla_cases import BOTH_ROWS
 
 import hopwell
 from hopwell.kernels import Plan, execute
@@ -22,7 +23,7 @@ from hopwell.mla import mla_workspace_bytes
 pytestmark = pytest.mark.gpu
 
 KV_LENS = [700, 0, 5, 40_000, 512, 513, 1, 9000, 140_000]
-TOP_K = 4100  # two chunks and a bit
+TOP_K = 4100  # of many rows two chunks and a bit, of few rows eight leaves
 KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
 
 
@@ -44,9 +45,10 @@ def test_batch_is_its_requests_one_by_one(dims: tuple[int, int], heads: int, top
 
 
 @KINDS
-def test_more_of_the_same_requests(top_k: int) -> None:
+@BOTH_ROWS
+def test_more_of_the_same_requests(heads: int, top_k: int) -> None:
     """Whoever shares them out, and whichever scratch their pieces get."""
-    data = batch(top_k, 1, [9000])
+    data = batch(top_k, 1, [9000], heads=heads)
     alone = execute(data.decode(64))
     for count in (2, 33, 200):
         many = replace(data, q_lens=[1] * count, kv_lens=[9000] * count)
@@ -56,40 +58,45 @@ def test_more_of_the_same_requests(top_k: int) -> None:
 
 
 @KINDS
+@BOTH_ROWS
 @pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
-def test_order_of_pages_does_not_matter(page_size: int, top_k: int) -> None:
-    data = batch(top_k)
+def test_order_of_pages_does_not_matter(page_size: int, heads: int, top_k: int) -> None:
+    data = batch(top_k, heads=heads)
     other = data.decode(page_size, order=7)
     places = dict(token_table=other.token_table) if top_k else dict(page_table=other.page_table)
     same(data.decode(page_size), key=other.key, value=other.value, **places)
 
 
 @KINDS
+@BOTH_ROWS
 @pytest.mark.parametrize("page_size", [1, 4, 8, 16, 1024])
-def test_size_of_pages_does_not_matter(page_size: int, top_k: int) -> None:
-    data = batch(top_k)
+def test_size_of_pages_does_not_matter(page_size: int, heads: int, top_k: int) -> None:
+    data = batch(top_k, heads=heads)
     assert torch.equal(execute(data.decode(64)), execute(data.decode(page_size)))
 
 
 @KINDS
-def test_runs_do_not_differ(top_k: int) -> None:
-    problem = batch(top_k).decode(64)
+@BOTH_ROWS
+def test_runs_do_not_differ(heads: int, top_k: int) -> None:
+    problem = batch(top_k, heads=heads).decode(64)
     first = execute(problem).clone()
     for _ in range(100):
         assert torch.equal(execute(problem), first)
 
 
 @KINDS
-def test_content_of_scratch_does_not_matter(top_k: int) -> None:
-    problem = batch(top_k).decode(64)
+@BOTH_ROWS
+def test_content_of_scratch_does_not_matter(heads: int, top_k: int) -> None:
+    problem = batch(top_k, heads=heads).decode(64)
     for content in (0.0, math.inf, -1e30):
         same(problem, scratch=torch.full_like(problem.scratch, content))
-    execute(replace(batch(top_k, seed=1).decode(64), scratch=problem.scratch))
+    execute(replace(batch(top_k, heads=heads, seed=1).decode(64), scratch=problem.scratch))
     same(problem, scratch=problem.scratch.clone())
 
 
-def test_capacity_does_not_matter() -> None:
-    data = batch()
+@BOTH_ROWS
+def test_capacity_does_not_matter(heads: int) -> None:
+    data = batch(heads=heads)
     problem = data.decode(64)
     capacity = 2**24
     wider = torch.nn.functional.pad(problem.page_table.key, (0, 5), value=-1)
@@ -98,9 +105,10 @@ def test_capacity_does_not_matter() -> None:
 
 
 @KINDS
-def test_entries_that_do_not_count_are_not_followed(top_k: int) -> None:
+@BOTH_ROWS
+def test_entries_that_do_not_count_are_not_followed(heads: int, top_k: int) -> None:
     """Page ids behind the last page and entries behind the visible keys may be anything."""
-    data = batch(top_k)
+    data = batch(top_k, heads=heads)
     problem = data.decode(64)
     if top_k:
         counted = torch.cat([data.counted(i) for i in range(data.size)])
@@ -112,26 +120,28 @@ def test_entries_that_do_not_count_are_not_followed(top_k: int) -> None:
 
 
 @KINDS
+@BOTH_ROWS
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_strides(page_size: int, top_k: int) -> None:
+def test_strides(page_size: int, heads: int, top_k: int) -> None:
     """Queries, cache and output between rows of others."""
-    data = batch(top_k, heads=6)
+    data = batch(top_k, heads=heads)
     problem = data.decode(page_size)
     want = execute(problem)
 
     def apart(values: torch.Tensor, *shape: int) -> torch.Tensor:
-        """The values in every other place of a larger tensor that is NaN elsewhere."""
+        """The values in a larger tensor that is NaN elsewhere."""
         room = torch.full(shape, math.nan, dtype=values.dtype, device=values.device)
-        view = room[:, 1:, ..., 8 : 8 + values.shape[-1]][:, : values.shape[1]]
+        view = room[:, -values.shape[1] :, ..., 8 : 8 + values.shape[-1]]
         view.copy_(values)
         return view
 
-    tokens, heads, _ = data.q.shape
+    tokens = data.tokens
     query = apart(data.q, tokens, heads + 3, 640)
+    equal_distances = apart(data.q, tokens, heads, 640)
     heads_first = torch.empty(heads, tokens, 576, dtype=data.dtype, device=data.device).transpose(0, 1)
     heads_first.copy_(data.q)
     key = apart(problem.key, problem.key.shape[0], 3, page_size, 600)
-    for view in (query, heads_first):
+    for view in (query, equal_distances, heads_first):
         same(problem, query=view)
     same(problem, key=key, value=key[..., :512])
     room = torch.full((tokens, heads + 2, 528), 7.0, dtype=data.dtype, device=data.device)
@@ -149,11 +159,12 @@ def frees_memory() -> Iterator[None]:
 
 
 @KINDS
+@BOTH_ROWS
 @pytest.mark.usefixtures("frees_memory")
 @pytest.mark.parametrize("page_size", [4, 16, 64])
-def test_pools_beyond_32_bit_offsets(page_size: int, top_k: int) -> None:
+def test_pools_beyond_32_bit_offsets(page_size: int, heads: int, top_k: int) -> None:
     """Pages past 2^31 elements, with every way to fetch them."""
-    problem = batch(top_k).decode(page_size)
+    problem = batch(top_k, heads=heads).decode(page_size)
     pages, *rest = problem.key.shape
     shift = 2**31 // problem.key[0].numel() + 1
     pool = torch.empty(shift + pages, *rest, dtype=problem.key.dtype, device=problem.key.device)
@@ -173,16 +184,16 @@ def test_pools_beyond_32_bit_offsets(page_size: int, top_k: int) -> None:
 class Buffers:
     """What a graph reads: large enough for any of the lengths that are put there."""
 
-    BATCH, WIDTH, PAGES, HEADS = 4, 600, 1300, 16
+    BATCH, WIDTH, PAGES = 4, 600, 1300
     LENGTHS = ([1, 17, 300, 600], [9000, 3, 5000, 0], [512, 513, 9500, 511])
 
-    def __init__(self, q_len: int, top_k: int):
+    def __init__(self, q_len: int, heads: int, top_k: int):
         ints: dict[str, Any] = dict(dtype=torch.int32, device="cuda")
         values: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
-        size = mla_workspace_bytes(self.HEADS, 16 * self.WIDTH, q_len)
+        size = mla_workspace_bytes(heads, 16 * self.WIDTH, q_len)
         table = (self.BATCH, q_len, top_k) if top_k else (self.BATCH, self.WIDTH)
         self.arguments = dict(
-            query=torch.zeros(self.BATCH, q_len, self.HEADS, 576, **values),
+            query=torch.zeros(self.BATCH, q_len, heads, 576, **values),
             kv_cache=torch.zeros(self.PAGES, 16, 576, **values),
             workspace_buffer=torch.full((size,), 0xFF, dtype=torch.uint8, device="cuda"),
             qk_nope_head_dim=128,
@@ -192,7 +203,7 @@ class Buffers:
             seq_lens=torch.zeros(self.BATCH, **ints),
             max_seq_len=16 * self.WIDTH,
             sparse_mla_top_k=top_k,
-            out=torch.zeros(self.BATCH, q_len, self.HEADS, 512, **values),
+            out=torch.zeros(self.BATCH, q_len, heads, 512, **values),
             bmm1_scale=192**-0.5,
         )
 
@@ -212,17 +223,18 @@ class Buffers:
 
 
 @KINDS
+@BOTH_ROWS
 @pytest.mark.parametrize("q_len", [1, 3])
-def test_graph_replays_with_other_lengths_and_tables(q_len: int, top_k: int) -> None:
+def test_graph_replays_with_other_lengths_and_tables(q_len: int, heads: int, top_k: int) -> None:
     """Lengths that grow and shrink under a graph give the bits of a call of their own."""
-    buffers = Buffers(q_len, top_k)
+    buffers = Buffers(q_len, heads, top_k)
     buffers.call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         buffers.call()
     for seed, kv_lens in enumerate(Buffers.LENGTHS):
-        data = batch(top_k, q_len, kv_lens, seed=seed)
+        data = batch(top_k, q_len, kv_lens, heads=heads, seed=seed)
         buffers.fill(data)
         for _ in range(3):
             buffers.arguments["out"].fill_(7)
@@ -233,9 +245,10 @@ def test_graph_replays_with_other_lengths_and_tables(q_len: int, top_k: int) -> 
 
 
 @KINDS
-def test_graph_of_many_launches_on_two_branches(top_k: int) -> None:
+@BOTH_ROWS
+def test_graph_of_many_launches_on_two_branches(heads: int, top_k: int) -> None:
     """Launches in a graph may run at the same time: each needs counters and scratch of its own."""
-    data = batch(top_k)
+    data = batch(top_k, heads=heads)
     plain = execute(data.decode(64)).clone()
     problems = [data.decode(64) for _ in range(6)]
     plan = Plan(problems[0])
@@ -244,9 +257,20 @@ def test_graph_of_many_launches_on_two_branches(top_k: int) -> None:
 
 
 @KINDS
-def test_programmatic_launch_does_not_change_results(top_k: int) -> None:
+@BOTH_ROWS
+def test_streams_and_threads_do_not_disturb_each_other(heads: int, top_k: int) -> None:
+    work = []
+    for seed in range(2):
+        problem = batch(top_k, heads=heads, seed=seed).decode(64)
+        work.append((problem, execute(problem).clone()))
+    check_threads(work, math.nan)
+
+
+@KINDS
+@BOTH_ROWS
+def test_programmatic_launch_does_not_change_results(heads: int, top_k: int) -> None:
     """A chain of launches, each with what the one before wrote in its queries, all with one scratch."""
-    data = batch(top_k)
+    data = batch(top_k, heads=heads)
     results = []
     for programmatic in (False, True):
         first = data.decode(64, programmatic_launch=programmatic)

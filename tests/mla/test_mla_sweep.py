@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import Expected
 from mla_batches import MlaBatch, listing
 from mla_cases import (
+    BOTH_ROWS,
     DIMS,
+    GAPS,
     LISTINGS,
     SPARSE_DIMS,
     Case,
+    batch_of,
     check_case,
     check_column_sizes,
+    check_counts,
+    check_gaps,
+    check_one_gap_anywhere,
     check_rising_logits,
     chunk_tokens,
     lengths,
@@ -99,10 +104,12 @@ def test_scales_on_the_device(dims: tuple[int, int], top_k: int, sinks: bool) ->
     check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, tensor_scales=True, sinks=sinks), 64)
 
 
+@BOTH_ROWS
+@pytest.mark.parametrize("top_k", [0, 2500])
 @pytest.mark.parametrize("sink", [-1e4, 1e4])
-def test_sinks_far_from_the_logits(sink: float) -> None:
+def test_sinks_far_from_the_logits(sink: float, top_k: int, heads: int) -> None:
     """One of no weight changes nothing, one of all weight leaves nothing."""
-    data = MlaBatch([1, 2, 2], [3000, 0, 100])
+    data = batch_of(Case([1, 2, 2], [3000, 0, 100], heads, top_k=top_k), "cuda")
     sinks = torch.full((data.heads,), sink, device=data.device)
     out = execute(data.decode(64, ragged=True, sinks=sinks))
     if sink < 0:
@@ -131,25 +138,20 @@ def test_heads_with_listed_tokens(dims: tuple[int, int], q_len: int, heads: int)
 
 
 @pytest.mark.parametrize("heads", [9, 64])
-@pytest.mark.parametrize("place", ["begin", "middle", "end", "tile", "every other"])
-def test_gaps_in_lists(place: str, heads: int) -> None:
-    """Negative entries wherever they are, a whole tile of them too."""
-    top_k = 512
-    gaps = {
-        "begin": slice(0, 3),
-        "middle": slice(70, 75),
-        "end": slice(500, None),
-        "tile": slice(128, 320),
-        "every other": slice(0, None, 2),
-    }
-    lists = [listing("distinct", 2, kv_len, top_k, seed) for seed, kv_len in enumerate((4000, 600))]
-    for index, listed in enumerate(lists):
-        listed[:, gaps[place]] = (-1, -(2**31))[index]
-    data = MlaBatch([2, 2], [4000, 600], heads=heads, lists=lists)
-    data.expected_mla().check(execute(data.decode(64)))
+@pytest.mark.parametrize("place", GAPS)
+@pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
+def test_gaps_in_lists(dims: tuple[int, int], place: str, heads: int) -> None:
+    """Of one chunk and of two, whose last tiles are no whole ones."""
+    for top_k in (452, 2180):
+        check_gaps(place, top_k, heads, dims)
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@BOTH_ROWS
+def test_one_gap_anywhere(heads: int) -> None:
+    check_one_gap_anywhere(132, heads)
+
+
+@pytest.mark.parametrize("heads", [16, 64, 128])
 @pytest.mark.parametrize("q_len", [1, 2])
 @pytest.mark.parametrize("top_k", [128, 2048])
 @pytest.mark.parametrize("size", [1, 16, 128])
@@ -164,48 +166,26 @@ def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, 
     torch.testing.assert_close(out, data.expected_mla().out, rtol=2e-2, atol=8e-4)
 
 
-def one_hot(data: MlaBatch) -> None:
-    """Equal weights for every visible key, and then the output counts them: one too many or too few changes an element
-    by far more than rounding, which random values would hide."""
-    rank = data.v_head_dim
-    data.q[..., :rank] = 0.0
-    for k in data.k:
-        k.zero_()
-        k[..., rank:] = 0.5
-        token = torch.arange(k.shape[0], device=k.device)
-        k[token, :, token % rank] = 1.0
-
-
-def counts_match(out: torch.Tensor, expected: Expected) -> None:
-    assert not out.isnan().any()
-    assert ((out.double() - expected.out).abs() <= 2**-7 * expected.out).all()
-
-
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("q_len", [1, 2, 5, 16, 32])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 def test_masks_are_exact(dims: tuple[int, int], q_len: int, page_size: int) -> None:
     kv_lens = [*lengths(chunk_tokens(dims), page_size)[:-2], q_len - 1, q_len, 64 + q_len // 2]
     for heads in (1, 16, 128):
-        data = MlaBatch([q_len] * len(kv_lens), kv_lens, heads, head_dim=dims[0], v_head_dim=dims[1])
-        one_hot(data)
-        counts_match(execute(data.decode(page_size)), data.expected_mla())
+        check_counts(batch_of(Case([q_len] * len(kv_lens), kv_lens, heads, dims), "cuda"), page_size)
 
 
 @pytest.mark.parametrize("kind", LISTINGS)
-@pytest.mark.parametrize("q_len", [1, 2, 5, 32])
+@pytest.mark.parametrize(("q_len", "heads"), [(1, 16), (2, 16), (5, 16), (32, 16), (1, 128), (5, 40)])
 @pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
-def test_lists_are_exact(dims: tuple[int, int], q_len: int, kind: str) -> None:
+def test_lists_are_exact(dims: tuple[int, int], q_len: int, heads: int, kind: str) -> None:
     """Duplicates count twice, and what does not count leaves no trace."""
     for top_k in (64, 132, 1024):
         kv_lens = [0, 1, q_len - 1, q_len, 63, 64 + q_len // 2, top_k + q_len // 2, 5000]
-        lists = [listing(kind, q_len, kv_len, top_k, seed) for seed, kv_len in enumerate(kv_lens)]
-        options = dict(head_dim=dims[0], v_head_dim=dims[1], lists=lists)
-        data = MlaBatch([q_len] * len(kv_lens), kv_lens, **options)
-        one_hot(data)
-        counts_match(execute(data.decode(64)), data.expected_mla())
+        check_counts(batch_of(Case([q_len] * len(kv_lens), kv_lens, heads, dims, top_k, kind), "cuda"))
 
 
-def test_scale_of_zero_is_uniform_attention() -> None:
-    data = MlaBatch([2, 2], [700, 60])
+@BOTH_ROWS
+def test_scale_of_zero_is_uniform_attention(heads: int) -> None:
+    data = MlaBatch([2, 2], [700, 60], heads)
     data.expected(scale=0.0).check(execute(data.decode(64, softmax_scale=0.0)))
