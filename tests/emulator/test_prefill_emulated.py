@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from config_cases import MAIN_DIMS
+from config_cases import FP16_FEATURES, MAIN_DIMS
 from emulated_prefill import check, page_sizes
 
 from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
@@ -40,6 +40,8 @@ def feature_configs() -> Iterator[PrefillConfig]:
             if config.mask is MaskKind.CAUSAL:
                 yield replace(config, score=ScoreKind.SOFT_CAP)
                 yield replace(config, score=ScoreKind.ALIBI)
+                yield replace(config, skip_softmax=True)
+            elif dims == (128, 128) and config.kv_fetch is KvFetch.CONTIGUOUS:
                 yield replace(config, skip_softmax=True)
 
 
@@ -71,7 +73,7 @@ def test_prefill(config: PrefillConfig, page_size: int | None) -> None:
     check(config, page_size, heads=4, kv_heads=2)
 
 
-@pytest.mark.parametrize("config", fp16_configs(), ids=lambda config: config.name)
+@pytest.mark.parametrize("config", [*fp16_configs(), *FP16_FEATURES], ids=lambda config: config.name)
 def test_fp16(config: PrefillConfig) -> None:
     check(config, page_sizes(config)[0], heads=4, kv_heads=2)
 

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import pytest
+import reference
 import torch
-from batches import CAUSAL, Batch
+from batches import CAUSAL, Batch, chunked, window
+from skipped_tiles import check_left_out, tile_n, with_count
 
 from hopwell import emulator
-from hopwell.kernels import execute
-from hopwell.kernels.config import config_type
-from hopwell.kernels.problem import ScoreKind
+from hopwell.kernels.problem import Mask, Score, ScoreKind
 
 pytestmark = pytest.mark.emulator
 
 TILES = 4  # of keys
-
-
-def tile_n(arch: str, head_dim: int) -> int:
-    return config_type(arch).tile_of((head_dim, head_dim), ScoreKind.SCALED, True).n
+DETECTORS = dict(race=True, proxy=True, strict=True)
 
 
 def batch(arch: str, head_dim: int, rows: int) -> Batch:
     """Keys that weigh nothing but for the last ``rows`` ones, of which each row sees one at least: a logit of 64."""
-    data = Batch([rows], [TILES * tile_n(arch, head_dim)], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
+    keys = TILES * tile_n((head_dim, head_dim), arch=arch)
+    data = Batch([rows], [keys], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
     data.q.zero_()
     data.q[..., 0] = 8.0
     data.k[0].zero_()
@@ -32,11 +30,10 @@ def batch(arch: str, head_dim: int, rows: int) -> Batch:
 
 def skipped(arch: str, data: Batch, page_size: int | None) -> int:
     """How many tiles are left out, without a difference to the output."""
-    count = torch.zeros(1, dtype=torch.int32)
-    with emulator.use(arch):
-        out = execute(data.problem(page_size, softmax_scale=1.0, skip_softmax=1.0, skipped_tiles=count))
+    with emulator.use(arch, **DETECTORS):
+        out, count = with_count(data, page_size, softmax_scale=1.0, skip_softmax=1.0)
     data.expected(CAUSAL, scale=1.0).check(out)
-    return int(count)
+    return count
 
 
 @pytest.mark.parametrize(
@@ -50,7 +47,7 @@ def skipped(arch: str, data: Batch, page_size: int | None) -> int:
     ],
 )
 def test_every_pair_of_rows_and_keys_counts_once(arch: str, head_dim: int, page_size: int | None, rows: int) -> None:
-    tiles_with_weight = -(-rows // tile_n(arch, head_dim))
+    tiles_with_weight = -(-rows // tile_n((head_dim, head_dim), arch=arch))
     data = batch(arch, head_dim, rows)
     assert skipped(arch, data, page_size) == data.heads * rows // 64 * (TILES - tiles_with_weight)
 
@@ -62,3 +59,19 @@ def test_rows_that_decide_together(arch: str, page_size: int | None, without: in
     data.q[100, :, 1] = 8.0
     data.k[0][5, 0, 1] = 8.0
     assert skipped(arch, data, page_size) == data.heads * (2 * (TILES - 1) - without)
+
+
+@pytest.mark.parametrize(
+    ("dims", "dtype", "page_size", "mask", "score"),
+    [
+        pytest.param((64, 64), torch.bfloat16, None, window(400), reference.PLAIN, id="window"),
+        pytest.param((128, 128), torch.float16, 16, chunked(512), Score(ScoreKind.SOFT_CAP, 8.0), id="chunked"),
+    ],
+)
+def test_what_is_left_out_on_blackwell(
+    dims: tuple[int, int], dtype: torch.dtype, page_size: int | None, mask: Mask, score: Score
+) -> None:
+    """On Hopper: tests/prefill."""
+    data = Batch([256, 256], [1000, 500], 2, 1, *dims, dtype=dtype, magnitude=1.5, device="cpu")
+    with emulator.use("sm_100a", **DETECTORS):
+        check_left_out(data, 200.0, page_size, mask, score, "sm_100a")

@@ -7,7 +7,7 @@ a ragged tensor that belong to nobody. Unused table entries are -1.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -162,6 +162,9 @@ class Batch:
         rows = torch.full((self.tokens, self.heads), math.nan, device=self.device)
         return LogSumExp(rows, LseLayout.RAGGED, natural=natural)
 
+    def statistics(self) -> torch.Tensor:
+        return torch.full((self.tokens, self.heads, 2), math.nan, device=self.device)
+
     def expected(
         self,
         mask: Mask = CAUSAL,
@@ -172,16 +175,26 @@ class Batch:
         score: Score = reference.PLAIN,
     ) -> Expected:
         exact, rounded, lse = [], [], []
-        begins = starts(self.q_lens)
-        for request, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
-            q = self.q[begins[request] : begins[request] + q_len]
-            seen = reference.visible(q_len, kv_len, mask, self.q.device)
-            arguments = (q, self.k[request], self.v[request], self.scale if scale is None else scale, seen, sinks)
+        for q, k, v, seen in self.requests(mask):
+            arguments = (q, k, v, self.scale if scale is None else scale, seen, sinks)
             out, log = reference.attention(*arguments, score=score)
             exact.append(out)
             lse.append(log)
             rounded.append(reference.attention(*arguments, score=score, rounded=out_dtype or self.dtype)[0])
         return Expected(torch.cat(exact), torch.cat(rounded), torch.cat(lse))
+
+    def expected_statistics(
+        self, mask: Mask = CAUSAL, *, scale: float | None = None, score: Score = reference.PLAIN
+    ) -> torch.Tensor:
+        scale = self.scale if scale is None else scale
+        return torch.cat([reference.statistics(q, k, scale, seen, score) for q, k, _, seen in self.requests(mask)])
+
+    def requests(self, mask: Mask) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Of each request q, k and v, and which keys its rows see."""
+        for request, begin in enumerate(starts(self.q_lens)[:-1]):
+            q_len, kv_len = self.q_lens[request], self.kv_lens[request]
+            seen = reference.visible(q_len, kv_len, mask, self.q.device)
+            yield self.q[begin : begin + q_len], self.k[request], self.v[request], seen
 
 
 @dataclass
@@ -213,6 +226,17 @@ class Expected:
         assert (lse[infinite] == -math.inf).all()
         error = (lse.double() - want)[~infinite].abs()
         assert (error <= 1e-5 * (1 + want[~infinite].abs())).all(), f"LSE off by {error.max():.2e}"
+
+
+def check_statistics(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Statistics [tokens, heads, 2] match those of :meth:`Batch.expected_statistics`."""
+    (largest, total), (want_largest, want_total) = got.double().unbind(2), want.unbind(2)
+    unseen = want_largest == -math.inf
+    assert torch.equal(largest == -math.inf, unseen)
+    error = (largest - want_largest)[~unseen].abs()
+    assert (error <= 1e-5 * (1 + want_largest[~unseen].abs())).all(), f"the largest logit is off by {error.max():.2e}"
+    error = (total - want_total).abs()
+    assert (error <= 1e-4 * want_total).all(), f"the sum is off by {error.max():.2e}"
 
 
 def same(problem: AttentionProblem, **changes: object) -> None:

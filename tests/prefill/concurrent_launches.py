@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -33,22 +34,31 @@ def check_two_branches(plan: Plan, problems: Sequence[AttentionProblem], want: t
 
 def check_threads(work: Sequence[tuple[AttentionProblem, torch.Tensor]], fill: float) -> None:
     """Threads, one for each (problem, result), launch over and over on streams of their own, and results stay."""
-    torch.cuda.synchronize()
-    failures: list[Any] = []
 
     def hammer(problem: AttentionProblem, want: torch.Tensor) -> None:
+        plan = Plan(problem)
+        for _ in range(50):
+            problem.out.fill_(fill)
+            plan.execute(problem)
+            assert torch.equal(problem.out, want), "results differ"
+
+    check_jobs([functools.partial(hammer, *item) for item in work])
+
+
+def check_jobs(jobs: Sequence[Callable[[], None]]) -> None:
+    """Jobs fail in none of as many threads: the first on the default stream, the others on streams of their own."""
+    torch.cuda.synchronize()
+    failures: list[Exception] = []
+
+    def run(job: Callable[[], None], stream: Any) -> None:
         try:
-            plan, stream = Plan(problem), torch.cuda.Stream()
             with torch.cuda.stream(stream):
-                for _ in range(50):
-                    problem.out.fill_(fill)
-                    plan.execute(problem)
-                    if not torch.equal(problem.out, want):
-                        failures.append("results differ")
+                job()
         except Exception as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=hammer, args=item) for item in work]
+    streams = [torch.cuda.default_stream(), *(torch.cuda.Stream() for _ in jobs[1:])]
+    threads = [threading.Thread(target=run, args=item) for item in zip(jobs, streams, strict=True)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -5,17 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from batches import Batch
+from batches import Batch, check_statistics
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import DTYPES, PrefillConfig, resolve
+from hopwell.kernels.config import DTYPES, KvFetch, PrefillConfig, resolve
 from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WINDOW = 70  # keys to the left: less than a tile, so that tiles are skipped
 CHUNK = 64
 SOFT_CAP = 2.0
+SCALE = 1.25  # times 1 / sqrt(head_dim), as statistics of plain scores have that factor and no other
 SKIP_SOFTMAX = 1e-30  # so little that nothing is left out
+
+_CONTIGUOUS, _ROWS = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0)
+_PAGES16, _PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)
+# Chunks and scores in fp16. The dtype is in matrix instructions and roundings, of which neither knows anything: a few
+# kernels stand for all.
+FP16_FEATURES = tuple(
+    PrefillConfig("sm_90a", "fp16", "fp16", *dims, mask, *fetch, score)
+    for dims, mask, fetch, score in (
+        ((64, 64), MaskKind.CHUNKED, _CONTIGUOUS, ScoreKind.SCALED),
+        ((64, 64), MaskKind.FULL, _PAGES16, ScoreKind.SOFT_CAP),
+        ((128, 128), MaskKind.CHUNKED, _ROWS, ScoreKind.SCALED),
+        ((128, 128), MaskKind.SLIDING_WINDOW, _PAGES16, ScoreKind.ALIBI),
+        ((192, 128), MaskKind.CHUNKED, _PAGES16, ScoreKind.SCALED),
+        ((192, 128), MaskKind.CAUSAL, _CONTIGUOUS, ScoreKind.SOFT_CAP),
+        ((256, 256), MaskKind.CHUNKED, _PAGES64, ScoreKind.SCALED),
+    )
+)
 
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
@@ -28,7 +46,8 @@ def check_config(
     kv_heads: int = 1,
     device: str = "cuda",
 ) -> None:
-    """Requests of (query, KV) ``lengths`` with one of ``sinks`` for each query head: output and log-sum-exp match."""
+    """Requests of (query, KV) ``lengths`` with one of ``sinks`` for each query head: output, log-sum-exp and
+    statistics match."""
     data = Batch(
         *lengths,
         heads=len(sinks),
@@ -45,10 +64,13 @@ def check_config(
     score = Score(config.score, SOFT_CAP if config.score is ScoreKind.SOFT_CAP else 0.0)
     logits = torch.tensor(sinks, device=device)
     skip_softmax = SKIP_SOFTMAX if config.skip_softmax else 0.0
-    lse = data.ragged_lse()
-    problem = data.problem(page_size, mask, lse=lse, sinks=logits, score=score, skip_softmax=skip_softmax)
+    lse, statistics = data.ragged_lse(), data.statistics()
+    scale = SCALE * data.scale
+    options = dict(softmax_scale=scale, score=score, sinks=logits, skip_softmax=skip_softmax)
+    problem = data.problem(page_size, mask, lse=lse, statistics=statistics, **options)
     assert resolve(problem, config.arch) == config
     out = execute(problem)
-    expected = data.expected(mask, sinks=logits, score=score)
+    expected = data.expected(mask, scale=scale, sinks=logits, score=score)
     expected.check(out)
     expected.check_lse(lse.tensor)
+    check_statistics(statistics, data.expected_statistics(mask, scale=scale, score=score))

@@ -85,3 +85,16 @@ def attention(
     if rounded is not None:
         out = out.to(rounded).double()
     return out.transpose(0, 1), lse.transpose(0, 1)
+
+
+def statistics(
+    q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, score: Score = PLAIN
+) -> torch.Tensor:
+    """[q_len, heads, 2] in float64: a row's largest logit divided by sqrt(D), which lacks the scale where scores are
+    plain, and its sum of exponentials relative to that logit; (-inf, 0) where nothing is visible."""
+    # One more key that nobody sees, for requests without any.
+    scores = torch.nn.functional.pad(logits(q, k, scale, score).masked_fill(~seen, -math.inf), (0, 1), value=-math.inf)
+    largest = scores.amax(2)
+    total = torch.exp(scores - largest.clamp(min=-1e300)[..., None]).sum(2)
+    stored = largest / math.sqrt(q.shape[2]) / (scale if score == PLAIN else 1.0)
+    return torch.stack((stored, total), 2).transpose(0, 1)

@@ -12,8 +12,10 @@ from entry_calls import KV_LENS, Q_LENS, cache_forms, context
 
 from hopwell.kernels import execute
 from hopwell.kernels.config import TILES
+from hopwell.kernels.problem import Mask
 
 MASKS = ((-1, CAUSAL), (40, window(40)))
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def batch(device: str, **options: Any) -> Batch:
@@ -95,26 +97,28 @@ def test_strides_of_query_and_output(device: str) -> None:
         assert (room[..., 128:] == 7).all()
 
 
-def test_options(device: str) -> None:
-    data = batch(device)
+@pytest.mark.parametrize(("dtype", "other"), [(BF16, FP16), (FP16, BF16)], ids=str)
+def test_options(dtype: torch.dtype, other: torch.dtype, device: str) -> None:
+    data = batch(device, dtype=dtype)
     key, value, table = data.pages(16)
     plain = context(data, (key, value), table)
     assert plain.dtype == data.dtype
     assert plain.is_contiguous()
     for pdl in (True, False, None):
         assert torch.equal(plain, context(data, (key, value), table, enable_pdl=pdl))
-    half = context(data, (key, value), table, out_dtype=torch.float16)
-    assert half.dtype == torch.float16
-    data.expected().check(half.to(data.dtype))
+    converted = context(data, (key, value), table, out_dtype=other)
+    assert converted.dtype == other
+    data.expected(out_dtype=other).check(converted)
     sinks = torch.randn(4, device=device)
     with_sinks = context(data, (key, value), table, sinks=[sinks])
     data.expected(sinks=sinks).check(with_sinks)
     assert torch.equal(with_sinks, context(data, (key, value), table, sinks=sinks))
 
 
-def test_scales(device: str) -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_scales(dtype: torch.dtype, device: str) -> None:
     """A float, a tensor that the kernel reads, or a tensor on the host."""
-    data = batch(device)
+    data = batch(device, dtype=dtype)
     key, value, table = data.pages(16)
     plain = context(data, (key, value), table, bmm1_scale=0.07, bmm2_scale=1.5)
     data.expected(scale=0.07).check(plain, factor=1.5)
@@ -123,19 +127,24 @@ def test_scales(device: str) -> None:
         assert torch.equal(plain, context(data, (key, value), table, **scales))
 
 
-@pytest.mark.parametrize("page_size", [2, 16])
-def test_skip_softmax(page_size: int, device: str) -> None:
+@pytest.mark.parametrize(("page_size", "left", "mask"), [(2, -1, CAUSAL), (16, -1, CAUSAL), (16, 400, window(400))])
+def test_skip_softmax(page_size: int, left: int, mask: Mask, device: str) -> None:
     """As many tiles are left out as in the problem, which its own tests count; and none with a tiny factor."""
     data = Batch([130], [700], heads=2, kv_heads=1, magnitude=3.0, device=device)
     data.k[0][:-100] *= 0.02
     key, value, table = data.pages(page_size)
     factor, count = 20.0, torch.zeros(1, dtype=torch.int32, device=device)
-    want = execute(data.problem(page_size, skip_softmax=factor, skipped_tiles=count))
+    want = execute(data.problem(page_size, mask, skip_softmax=factor, skipped_tiles=count))
     assert int(count) > 0
-    out = context(data, (key, value), table, skip_softmax_threshold_scale_factor=factor)
+
+    def call(skip_softmax: float | None) -> torch.Tensor:
+        options = dict(window_left=left, skip_softmax_threshold_scale_factor=skip_softmax)
+        return context(data, (key, value), table, **options)
+
+    out = call(factor)
     assert torch.equal(out, want)
-    assert not torch.equal(out, context(data, (key, value), table))
-    data.expected().check(context(data, (key, value), table, skip_softmax_threshold_scale_factor=1e-30))
+    assert not torch.equal(out, call(None))
+    data.expected(mask).check(call(1e-30))
 
 
 def test_repeated_with_other_tensors(device: str) -> None:

@@ -10,9 +10,11 @@ import torch
 from batches import CAUSAL, FULL, Batch, starts
 from entry_calls import KV_LENS, Q_LENS, cudnn, elements
 
+BF16, FP16 = torch.bfloat16, torch.float16
 
-def batch(device: str, dims: tuple[int, int] = (128, 128)) -> Batch:
-    return Batch(Q_LENS, KV_LENS, 4, 2, *dims, device=device)
+
+def batch(device: str, dims: tuple[int, int] = (128, 128), **options: Any) -> Batch:
+    return Batch(Q_LENS, KV_LENS, 4, 2, *dims, device=device, **options)
 
 
 def ragged_offsets(data: Batch) -> dict[str, torch.Tensor]:
@@ -102,9 +104,9 @@ def test_offsets(dims: tuple[int, int], paged: bool, dtype: torch.dtype, device:
     assert (flat[untouched[1]] == 7).all()
 
 
-@pytest.mark.parametrize("on", ["device", "host"])
-def test_lengths(on: str, device: str) -> None:
-    data = batch(device)
+@pytest.mark.parametrize(("on", "dtype"), [("device", BF16), ("host", BF16), ("device", FP16)], ids=str)
+def test_lengths(on: str, dtype: torch.dtype, device: str) -> None:
+    data = batch(device, dtype=dtype)
     key, value, table = data.pages(16)
     lengths = {
         f"actual_seq_lens_{name}": torch.tensor(numbers, dtype=torch.int32).to("cpu" if on == "host" else device)
@@ -139,8 +141,9 @@ def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
     assert torch.equal(out, without)
 
 
-def test_single_request_without_offsets(device: str) -> None:
-    data = Batch([130], [300], device=device)
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_single_request_without_offsets(dtype: torch.dtype, device: str) -> None:
+    data = Batch([130], [300], dtype=dtype, device=device)
     key, value, _ = data.ragged()
     out, lse = cudnn(data, key, value, batch_offsets_q=None, batch_offsets_o=None)
     expected = data.expected()

@@ -1,4 +1,4 @@
-"""What the entry points offer beyond masks and caches: chunks, scores, statistics, skipped tiles, odd head dims."""
+"""What the entry points offer beyond masks and caches: chunks, scores, statistics, odd head dims."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import math
 from dataclasses import replace
 
 import pytest
-import reference
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, starts, window
+from batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
 from config_cases import MAIN_DIMS
 
 from hopwell.kernels import execute
@@ -102,86 +101,12 @@ def test_odd_head_dims_with_strides(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, window(40), chunked(64)], ids=name)
 @pytest.mark.parametrize("score", [Score(), *SCORES], ids=name)
-def test_statistics(score: Score, mask: Mask) -> None:
+@pytest.mark.parametrize(
+    ("dims", "page_size"), [((128, 128), 16), ((64, 64), None), ((192, 128), None)], ids=["pages", "narrow", "uneven"]
+)
+def test_statistics(dims: tuple[int, int], page_size: int | None, score: Score, mask: Mask) -> None:
     """The largest logit is that of the row, not the reference that the softmax happens to use."""
-    data = batch(magnitude=2.0, heads=6, kv_heads=3)
-    statistics = torch.full((data.tokens, 6, 2), math.nan, device="cuda")
-    scale = 0.11
-    execute(data.problem(16, mask, score=score, softmax_scale=scale, statistics=statistics))
-    unscaled = 1.0 if score.kind is ScoreKind.SCALED else scale
-    for index, begin in enumerate(starts(Q_LENS)[:-1]):
-        rows = slice(begin, begin + Q_LENS[index])
-        seen = reference.visible(Q_LENS[index], KV_LENS[index], mask, data.q.device)
-        logits = reference.logits(data.q[rows], data.k[index], scale, score).masked_fill(~seen, -math.inf)
-        stored = reference.logits(data.q[rows], data.k[index], unscaled, score).masked_fill(~seen, -math.inf)
-        largest = stored.amax(2).T / math.sqrt(128)
-        total = torch.exp(logits - logits.amax(2, keepdim=True)).nan_to_num(0.0).sum(2).T
-        got = statistics[rows].double()
-        assert torch.equal(got[..., 0] == -math.inf, largest == -math.inf)
-        finite = largest > -math.inf
-        assert ((got[..., 0] - largest).abs() <= 1e-5 * (1 + largest.abs()))[finite].all()
-        assert ((got[..., 1] - total).abs() <= 1e-4 * total)[finite].all()
-        assert (got[..., 1][~finite] == 0).all()
-
-
-def skippable(data: Batch) -> None:
-    """Make most keys of each request matter little: a row's largest logits are those of the last keys."""
-    for k in data.k:
-        k[: k.shape[0] - 100] *= 0.02
-
-
-def reference_with_skips(data: Batch, factor: float, tile_n: int) -> tuple[torch.Tensor, int]:
-    """Causal attention that leaves out the tiles that the rule leaves out: from the last keys to the first, for 64 rows
-    at a time."""
-    outs, skipped = [], 0
-    for index, begin in enumerate(starts(data.q_lens)[:-1]):
-        q_len, kv_len = data.q_lens[index], data.kv_lens[index]
-        q, k, v = data.q[begin : begin + q_len], data.k[index], data.v[index]
-        values = v.double().repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(0, 1)
-        seen = reference.visible(q_len, kv_len, CAUSAL, q.device)
-        logits = reference.logits(q, k, data.scale, Score()).masked_fill(~seen, -math.inf)
-        for first in range(0, q_len, 64):
-            rows = slice(first, min(first + 64, q_len))
-            tile_rows = slice(first // 128 * 128, min(first // 128 * 128 + 128, q_len))
-            last = -(-int(seen[tile_rows].sum(1).max()) // tile_n) - 1
-            for head in range(q.shape[1]):
-                part = logits[head, rows]
-                largest = torch.full((part.shape[0], 1), -math.inf, dtype=torch.float64, device=q.device)
-                for n in range(last, -1, -1):
-                    keys = slice(n * tile_n, (n + 1) * tile_n)
-                    tile_max = part[:, keys].amax(1, keepdim=True)
-                    if n < last and not ((tile_max - largest).exp() >= factor / kv_len).any():
-                        part[:, keys] = -math.inf
-                        skipped += 1
-                    else:
-                        largest = torch.maximum(largest, tile_max)
-        outs.append((logits.softmax(2) @ values).transpose(0, 1))
-    return torch.cat(outs), skipped
-
-
-@pytest.mark.parametrize("page_size", [None, 16])
-@pytest.mark.parametrize("factor", [1e-30, 20.0, 200.0])
-def test_skip_softmax(factor: float, page_size: int | None) -> None:
-    data = Batch([256, 128], [2048, 1000], heads=2, kv_heads=1, magnitude=3.0)
-    skippable(data)
-    count = torch.zeros(1, dtype=torch.int32, device="cuda")
-    out = execute(data.problem(page_size, skip_softmax=factor, skipped_tiles=count))
-    want, skipped = reference_with_skips(data, factor, TILES[128, 128].n)
-    assert (skipped > 20) == (factor > 1)
-    assert abs(int(count) - skipped) <= 2, "tiles at the threshold may fall on either side"
-    assert (out.double() - want).norm() < 6e-3 * want.norm()
-    exact = execute(data.problem(page_size))
-    if factor < 1:
-        assert torch.allclose(out, exact, rtol=1e-2, atol=1e-2)
-
-
-def test_skip_softmax_keeps_what_counts() -> None:
-    """Tiles that matter to a single row are computed for all 64."""
-    data = Batch([128], [1024], heads=1, kv_heads=1)
-    data.k[0].zero_()
-    data.q.zero_()
-    data.q[77, 0, 0] = 30.0  # this row looks at key 5 alone, the others at all keys evenly
-    data.k[0][5, 0, 0] = 30.0
-    count = torch.zeros(1, dtype=torch.int32, device="cuda")
-    out = execute(data.problem(None, FULL, skip_softmax=100.0, skipped_tiles=count))
-    data.expected(FULL).check(out)
+    data = batch(head_dim=dims[0], v_head_dim=dims[1], magnitude=2.0, heads=6, kv_heads=3)
+    statistics = data.statistics()
+    execute(data.problem(page_size, mask, score=score, softmax_scale=0.11, statistics=statistics))
+    check_statistics(statistics, data.expected_statistics(mask, scale=0.11, score=score))

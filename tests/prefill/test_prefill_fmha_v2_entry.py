@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import reference
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, window
+from batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
+from config_cases import MAIN_DIMS
 from entry_calls import KV_LENS, Q_LENS, fmha_v2
 
 from hopwell.kernels import execute
@@ -19,6 +20,7 @@ from hopwell.kernels.problem import Mask, Score, ScoreKind
 PAIRS = ("pair HND", "pair NHD")
 LAYOUTS = ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V", "Q_PAGED_KV_HND", "Q_PAGED_KV_NHD", *PAIRS)
 ALIBI = Score(ScoreKind.ALIBI)
+BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def soft_cap(cap: float) -> Score:
@@ -102,10 +104,14 @@ def test_page_sizes(page_size: int, layout: str, device: str) -> None:
     data.expected().check(call(data, layout, page_size))
 
 
-@pytest.mark.parametrize("dims", TILES, ids=str)
-def test_head_dims(dims: tuple[int, int], device: str) -> None:
-    data = batch("SEPARATE_Q_K_V", device, head_dim=dims[0], v_head_dim=dims[1])
-    data.expected().check(call(data, "SEPARATE_Q_K_V"))
+@pytest.mark.parametrize(
+    ("dims", "dtype"), [*((dims, BF16) for dims in TILES), *((dims, FP16) for dims in MAIN_DIMS)], ids=str
+)
+def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, device: str) -> None:
+    data = batch("SEPARATE_Q_K_V", device, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype)
+    out, statistics = call(data, "SEPARATE_Q_K_V", bmm1_scale=0.11, save_softmax_stats=True)
+    data.expected(scale=0.11).check(out)
+    check_statistics(statistics, data.expected_statistics(scale=0.11))
 
 
 FEATURES: list[tuple[dict[str, Any], Mask, Score]] = [
@@ -157,23 +163,32 @@ def test_chunks(size: int, device: str) -> None:
         assert ((out - exact).abs() <= 2**-8 * exact).all()
 
 
+SKIPS: list[tuple[dict[str, Any], Mask, Score]] = [
+    (dict(mask_mode="causal"), CAUSAL, reference.PLAIN),
+    (dict(window_left=400, logits_soft_cap_scale=20.0), window(400), soft_cap(20.0)),
+]
+
+
 @pytest.mark.parametrize("layout", ["SEPARATE_Q_K_V", "Q_PAGED_KV_NHD"])
-def test_skip_softmax(layout: str, device: str) -> None:
+@pytest.mark.parametrize(("options", "mask", "score"), named(SKIPS))
+def test_skip_softmax(options: dict[str, Any], mask: Mask, score: Score, layout: str, device: str) -> None:
     """As many tiles are left out as in the problem, which its own tests count; and none with a tiny factor."""
     data = Batch([130], [700], heads=2, kv_heads=1, magnitude=3.0, device=device)
     data.k[0][:-100] *= 0.02
     factor, count = 20.0, torch.zeros(1, dtype=torch.int32, device=device)
-    want = execute(data.problem(None, skip_softmax=factor, skipped_tiles=count))
+    want = execute(data.problem(None, mask, score=score, skip_softmax=factor, skipped_tiles=count))
     assert int(count) > 0
-    out = call(data, layout, skip_softmax_threshold_scale_factor=factor)
+    out = call(data, layout, skip_softmax_threshold_scale_factor=factor, **options)
     assert torch.equal(out, want)
-    assert not torch.equal(out, call(data, layout))
-    data.expected().check(call(data, layout, skip_softmax_threshold_scale_factor=1e-30))
+    assert not torch.equal(out, call(data, layout, **options))
+    tiny = call(data, layout, skip_softmax_threshold_scale_factor=1e-30, **options)
+    data.expected(mask, score=score).check(tiny)
 
 
-def test_scales(device: str) -> None:
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_scales(dtype: torch.dtype, device: str) -> None:
     """A bmm1_scale of 0 means 1 / sqrt(head_dim), of K's where V has another one."""
-    data = batch("SEPARATE_Q_K_V", device, head_dim=192, v_head_dim=128)
+    data = batch("SEPARATE_Q_K_V", device, head_dim=192, v_head_dim=128, dtype=dtype)
     sinks = torch.randn(4, device=device)
     default = call(data, "SEPARATE_Q_K_V", bmm1_scale=0, bmm2_scale=0.5, sinks=sinks)
     data.expected(sinks=sinks).check(default, factor=0.5)
@@ -182,16 +197,17 @@ def test_scales(device: str) -> None:
     data.expected(scale=0.2).check(call(data, "SEPARATE_Q_K_V", bmm1_scale=0.2))
 
 
-def test_outputs(device: str) -> None:
+@pytest.mark.parametrize(("dtype", "other"), [(BF16, "float16"), (FP16, "bfloat16")], ids=str)
+def test_outputs(dtype: torch.dtype, other: str, device: str) -> None:
     """An output with strides of its own, and one of another dtype under its name."""
-    data = batch("SEPARATE_Q_K_V", device)
+    data = batch("SEPARATE_Q_K_V", device, dtype=dtype)
     room = torch.full((data.tokens, 5, 136), 7.0, dtype=data.dtype, device=device)
     out = room[:, 1:, :128]
     assert call(data, "SEPARATE_Q_K_V", out=out) is out
-    expected = data.expected()
-    expected.check(out)
+    data.expected().check(out)
     assert (room[:, 0] == 7).all()
     assert (room[..., 128:] == 7).all()
-    half = call(data, "SEPARATE_Q_K_V", out_dtype="float16")
-    assert half.dtype == torch.float16
-    expected.check(half.to(data.dtype))
+    converted = call(data, "SEPARATE_Q_K_V", out_dtype=other)
+    out_dtype = getattr(torch, other)
+    assert converted.dtype == out_dtype
+    data.expected(out_dtype=out_dtype).check(converted)
