@@ -2,13 +2,13 @@
 
 A tile other than the first is left out when in each of the warpgroup's rows its largest weight is below
 ``factor / kv_len`` of the largest weight so far. Its exponentials and its product with V are left out; K and V are
-still fetched, because other rows may need them.
+still fetched, because other rows may need them, and waited for: a stage is given back only when all is there that TMA
+writes to it.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
@@ -20,7 +20,7 @@ class SkipRule(DeviceStruct):
     factor: Float32
     scale: Float32  # of the softmax, to base-2 logits
     pending: Any  # whether the latest tile has a product with V to come
-    skipped: Any  # tiles left out by this warpgroup
+    skipped: Any  # tiles left out by this warpgroup, once for each 64 rows
 
     @staticmethod
     def create(factor, scale) -> "SkipRule":
@@ -28,11 +28,11 @@ class SkipRule(DeviceStruct):
         state[1].fill(0)
         return SkipRule(factor, scale, *state)
 
-    def note(self, counts: bool) -> None:
-        """Remember of the latest tile whether it counts."""
+    def note(self, counts: bool, groups=1) -> None:
+        """Remember of the latest tile whether it counts, for so many ``groups`` of 64 rows."""
         self.pending[0] = int(counts)
         if not counts:
-            self.skipped[0] += 1
+            self.skipped[0] += groups
 
     def unneeded(self, largest, maxima, kv_len):
         """Whether a tile with the row maxima ``maxima`` is too small beside the ``largest`` scores so far."""
@@ -44,8 +44,7 @@ class SkipRule(DeviceStruct):
         return 1 - (excess * self.scale >= threshold).to(Int32)
 
     @cute.jit
-    def report(self, address, is_reporter, groups: cutlass.Constexpr[int]) -> None:
-        """Add what this warpgroup left out, ``groups`` of 64 rows in each tile. One thread of those that share its rows
-        reports."""
+    def report(self, address, is_reporter) -> None:
+        """Add what this warpgroup left out. One thread of those that share its rows reports."""
         if address != 0 and is_reporter:
-            cute.arch.atomic_add(global_pointer(Int32, address), self.skipped[0] * groups)
+            cute.arch.atomic_add(global_pointer(Int32, address), self.skipped[0])

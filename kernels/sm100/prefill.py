@@ -28,7 +28,6 @@ from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfi
 
 CORRECTION_WARP, MMA_WARP, K_WARP, V_WARP, Q_WARP = 8, 12, 13, 14, 15
 FACTOR_BYTES = 4 * Q_TILE_ROWS
-SKIP_ROWS = 64  # that left-out tiles are counted by
 
 
 class PrefillSm100(PrefillLaunch, AttentionKernel):
@@ -128,7 +127,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
                 skip = SkipRule.create(skip_softmax, state.scale)
                 SkippingSoftmax(*parts, skip, pending).run(addresses, geometry)
                 is_first = cute.arch.thread_idx()[0] % Q_TILE_ROWS == 0
-                skip.report(addresses.skipped, is_first, Q_TILE_ROWS // SKIP_ROWS)
+                skip.report(addresses.skipped, is_first)
             else:
                 Softmax(*parts).run(addresses, geometry)
         elif warp < MMA_WARP:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -9,7 +10,9 @@ from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.parts.device import barrier_all, shared_array
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.sm100.softmax import Logits, Softmax, Steps
+from hopwell.kernels.sm100_config import Q_TILE_ROWS
 
+SKIP_ROWS = 64  # that left-out tiles are counted by
 TILE_BARRIER = 1  # named barriers 1 and 2 belong to a softmax warpgroup each
 
 
@@ -25,7 +28,9 @@ class SkippingSoftmax(Softmax):
             unneeded = Int32(0)
         left_out = barrier_all(unneeded, TILE_BARRIER + steps.index, WARPGROUP)
         if left_out:
-            self.skip.note(False)
+            # From the query tile's first row on, which reports; none where the request ends before it.
+            rows = cutlass.max(cutlass.min(logits.row.kv_len - logits.row.positions[0], Q_TILE_ROWS), 0)
+            self.skip.note(False, (rows + (SKIP_ROWS - 1)) // SKIP_ROWS)
             self.state.rescale[0] = 1.0
         else:
             self.skip.note(True)

@@ -98,7 +98,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
                 # Of warpgroups that share rows the first one reports.
                 sharing = WARPGROUP * self.config.v_parts
                 first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
-                skip.report(addresses.skipped, first, 1)
+                skip.report(addresses.skipped, first)
             else:
                 Attend(*parts).run(addresses, geometry)
 

@@ -66,12 +66,13 @@ def test_rows_that_decide_together(arch: str, page_size: int | None, without: in
     [
         pytest.param((64, 64), torch.bfloat16, None, window(400), reference.PLAIN, id="window"),
         pytest.param((128, 128), torch.float16, 16, chunked(512), Score(ScoreKind.SOFT_CAP, 8.0), id="chunked"),
+        pytest.param((192, 128), torch.bfloat16, 16, CAUSAL, Score(ScoreKind.ALIBI), id="causal"),
     ],
 )
 def test_what_is_left_out_on_blackwell(
     dims: tuple[int, int], dtype: torch.dtype, page_size: int | None, mask: Mask, score: Score
 ) -> None:
-    """On Hopper: tests/prefill."""
-    data = Batch([256, 256], [1000, 500], 2, 1, *dims, dtype=dtype, magnitude=1.5, device="cpu")
+    """On Hopper: tests/prefill. A query tile that a request has no rows for does not count."""
+    data = Batch([256, 128], [1000, 500], 2, 1, *dims, dtype=dtype, magnitude=1.5, device="cpu")
     with emulator.use("sm_100a", **DETECTORS):
         check_left_out(data, 200.0, page_size, mask, score, "sm_100a")
