@@ -27,7 +27,8 @@ Sources = tuple[torch.Tensor | None, ...]
 # The output, and the log-sum-exp or the softmax statistics, or None where they are not asked for.
 Results = tuple[Any, Any]
 # Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
-# arguments differ from the checked ones in more than addresses, and where addresses are unaligned or overlap.
+# arguments differ from the checked ones in more than addresses, where addresses are unaligned, and where queries, keys
+# or values overlap what is written. Tables, lengths and sinks are not looked at: they are a few bytes.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
@@ -48,7 +49,7 @@ def make({variables}):
             out = empty_like(output_like)
         stats = {stats}
         {pointers}
-        q, k, v, o = {inputs}, address(out){workspace}
+        q, k, v, o = {inputs}, address(out){more}
         if (q | k | v | o) & {mask} or {overlaps}:
             return None
         function(anchor, (q, k, v, o, {others}, ticket()), {constants})
@@ -57,13 +58,13 @@ def make({variables}):
 """
 
 
-def _overlap(name: str, other: str) -> str:
-    """An operand overlaps another one where it starts inside it, or less than its own size before it."""
-    return f"-{name}_bytes < {name} - {other} < {other}_bytes"
+def _overlaps(written: str, others: str) -> list[str]:
+    """What a call writes overlaps another operand that starts inside it, or less than its own size before it."""
+    return [f"{name}_before < {name} - {written} < {written}_bytes" for name in others]
 
 
-OVERLAPS = [_overlap(name, "o") for name in "qkv"]
-SCRATCH_OVERLAPS = [_overlap(name, "w") for name in "qkvo"]  # w is the workspace
+OUT_OVERLAPS = _overlaps("o", "qkv")
+MORE_OVERLAPS = {name: _overlaps(name, "qkvo") for name in "sw"}  # the results besides the output, the workspace
 
 
 class Checked(NamedTuple):
@@ -79,7 +80,7 @@ class Checked(NamedTuple):
 class Repeat:
     """What it takes to repeat a checked call. ``latest`` is the function that the last repetition went through."""
 
-    __slots__ = ("_addresses", "_has_workspace", "_inputs", "_plain", "_variables", "latest")
+    __slots__ = ("_addresses", "_also_written", "_inputs", "_plain", "_variables", "latest")
 
     def __init__(self, call: Checked, sources: Callable[[Arguments], Sources]):
         problem, plan, stats = call.problem, call.plan, call.stats
@@ -93,13 +94,17 @@ class Repeat:
             output_like=_like(call.out),
             stats_like=None if stats is None else _like(stats),
         )
-        for name, view in (*zip("qkvo", views, strict=False), ("w", problem.scratch)):
+        for name, view in (*zip("qkvo", views, strict=False), ("s", stats), ("w", problem.scratch)):
             self._variables[f"{name}_bytes"] = _extent_bytes(view)
+            self._variables[f"{name}_before"] = -_extent_bytes(view)
         for i, constant in enumerate(plan.constants(*host_scales(problem))):
             self._variables[f"constant{i}"] = constant
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
-        self._has_workspace = problem.scratch is not None
         self._inputs, self._addresses = self._find(call.arguments, sources, views)
+        self._also_written = {} if stats is None else {"s": "address(stats)"}
+        if problem.scratch is not None:
+            self._also_written["w"] = self._addresses[SCRATCH]
+            self._addresses[SCRATCH] = "w"
         self.latest: Launch | None = None
 
     def run(self, arguments: Arguments, out: Any, stats: Any) -> Results | None:
@@ -124,7 +129,7 @@ class Repeat:
             if place == OUT or view is None:
                 addresses.append("0")
             elif place in STATS:
-                addresses.append("address(stats)")
+                addresses.append("s")
             elif source is None:
                 raise AssertionError(f"operand {place} of the kernel lies in no argument")
             else:
@@ -153,9 +158,9 @@ class Repeat:
             stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
             pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
             inputs=", ".join(self._addresses[:OUT]),
-            workspace=f"; w = {self._addresses[SCRATCH]}" if self._has_workspace else "",
+            more="".join(f"; {name} = {address}" for name, address in self._also_written.items()),
             mask=ALIGNMENT_MASK,
-            overlaps=" or ".join(OVERLAPS + SCRATCH_OVERLAPS * self._has_workspace),
+            overlaps=" or ".join([*OUT_OVERLAPS, *itertools.chain(*(MORE_OVERLAPS[n] for n in self._also_written))]),
             others=", ".join(self._addresses[OUT + 1 :]),
             constants=", ".join(constants),
         )

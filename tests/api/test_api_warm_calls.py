@@ -299,6 +299,20 @@ def test_an_output_over_an_input_is_refused_in_a_warm_call_too() -> None:
         FUNCTIONS[CONTEXT](**arguments)
 
 
+@pytest.mark.parametrize("name", ["q", "k_cache", "out"])
+def test_a_log_sum_exp_over_an_operand_is_refused_in_a_warm_call_too(name: str) -> None:
+    arguments = form(CUDNN, "ragged")
+    arguments["out"], arguments["lse"] = FUNCTIONS[CUDNN](**arguments)
+    for _ in range(3):
+        FUNCTIONS[CUDNN](**arguments)
+    operand, lse = arguments[name], arguments["lse"]
+    space = torch.zeros(operand.numel() + 2 * lse.numel() - 2, dtype=operand.dtype)
+    arguments[name] = space[: operand.numel()].view_as(operand)
+    arguments["lse"] = space[operand.numel() - 2 :].view(lse.dtype).view_as(lse)
+    with pytest.raises(ValueError, match="must not share memory"):
+        FUNCTIONS[CUDNN](**arguments)
+
+
 @pytest.mark.parametrize("entry", [XQA, MLA])
 @pytest.mark.parametrize("name", ["query", "kv_cache", "out"])
 def test_a_workspace_over_an_operand_is_refused_in_a_warm_call_too(entry: str, name: str, recorded: Any) -> None:
