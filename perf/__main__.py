@@ -120,6 +120,8 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
     for title, milliseconds in interleaved(calls).items():
         work = family.ceiling_work if title == family.labels.ceiling else case.work
         rows[title].milliseconds, rows[title].rate = milliseconds, work / milliseconds * 1e3 / family.unit_size
+    for title in calls.keys() & family.remarks.keys():
+        rows[title].remark = family.remarks[title](inputs)
     advance(f"{case.name}: timed")
     return list(rows.values())
 

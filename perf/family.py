@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -60,3 +60,5 @@ class Family:
     candidates: Mapping[str, Candidate]
     ceiling_work: float  # what the candidate named ``labels.ceiling`` gets done in each case
     host_calls: Callable[[], Mapping[str, Call]]  # warm calls whose time on the host is worth knowing
+    # By candidate what there is to say of how it computes its inputs, empty for nothing.
+    remarks: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)

@@ -31,4 +31,5 @@ PREFILL = Family(
     candidates=known.PREFILL,
     ceiling_work=known.MATMUL_FLOP,
     host_calls=_host_calls,
+    remarks={"hopwell": known.left_out},
 )

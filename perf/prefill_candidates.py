@@ -6,18 +6,23 @@ A candidate raises where it cannot run a workload; the run records why.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 import hopwell
+from hopwell._fmha_v2 import fmha_v2_problem
+from hopwell.kernels import execute, support
+from hopwell.kernels.config import resolve
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
 from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
 from hopwell.perf.prefill_workloads import Tensors
 
 CEILING = "bf16 matmul"
+GROUP = 64  # queries that decide together what to leave out
 MATMUL_SIZE = 8192
 MATMUL_FLOP = 2.0 * MATMUL_SIZE**3
 
@@ -43,6 +48,7 @@ def hopwell_dense(t: Tensors) -> Call:
         sinks=t.sinks,
         mask_mode="causal" if work.causal else "padding",
         window_left=work.window_left,
+        skip_softmax_threshold_scale_factor=work.skip_softmax,
     )
 
 
@@ -62,6 +68,7 @@ def hopwell_paged(page_size: int) -> Candidate:
                 out=out,
                 kv_layout="NHD",
                 sinks=t.sinks,
+                skip_softmax_threshold_scale_factor=work.skip_softmax or None,
             )
         offsets = t.q_starts * work.heads * work.head_dim
         pages = key.transpose(1, 2), value.transpose(1, 2)
@@ -85,6 +92,21 @@ def hopwell_paged(page_size: int) -> Candidate:
         return lambda: call()[0]  # without the log-sum-exp
 
     return prepare
+
+
+def left_out(t: Tensors) -> str:
+    """How much of what there is to visit skip-softmax leaves out, where it may."""
+    if not t.work.skip_softmax:
+        return ""
+    call = hopwell_dense(t)
+    problem = fmha_v2_problem(*call.args, **call.keywords)
+    count = torch.zeros(1, dtype=torch.int32, device=t.q.device)
+    execute(replace(problem, skipped_tiles=count))
+    keys = resolve(problem, support.arch_of(t.q.device)).tile.n
+    visited = 0
+    for q_len, kv_len in zip(t.work.q_lens, t.work.kv_lens, strict=True):
+        visited += sum(-(-min(end, kv_len) // keys) for end in range(kv_len - q_len + GROUP, kv_len + GROUP, GROUP))
+    return f"{int(count) / (t.work.heads * visited):.0%} of the keys left out, by {keys} for {GROUP} queries"
 
 
 def fa4(page_size: int | None = None) -> Candidate:
@@ -147,6 +169,7 @@ def flashinfer_fmha_v2(page_size: int | None = None) -> Candidate:
             operands = (t.q, torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 1)), "Q_PAGED_KV_HND"
         options: dict[str, Any] = dict(block_tables=table, out=out, window_left=work.window_left)
         options |= dict(mask_mode="causal" if work.causal else "padding")
+        options |= dict(skip_softmax_threshold_scale_factor=work.skip_softmax)
         options |= {} if t.sinks is None else dict(sinks=[t.sinks])
         workspace = peer_workspace()
 

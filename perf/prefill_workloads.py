@@ -11,6 +11,7 @@ import torch
 
 from hopwell.perf.paging import Pages, in_pages
 
+STRETCH = 512  # of keys that are negligible, or not
 MAX_ERROR = 8e-3  # relative, of bf16 attention on random data; a wrong mask gives ten times as much
 
 
@@ -29,6 +30,7 @@ class Prefill:
     causal: bool = True
     window_left: int = -1
     sinks: bool = False
+    skip_softmax: float = 0.0  # keys whose weight is below this factor / kv_len may be left out
     series: str = ""  # what it has in common with the other points of a plot's line
 
     @property
@@ -39,7 +41,7 @@ class Prefill:
     def title(self) -> str:
         mask = f"window {self.window_left}" if self.window_left >= 0 else "causal" if self.causal else "full"
         dims = f"d{self.head_dim}" + (f"/{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
-        extra = ", sinks" if self.sinks else ""
+        extra = ", sinks" * self.sinks + ", three of four keys negligible" * (self.skip_softmax > 0)
         return f"{self.name}: {self.what}, {mask}{extra}, {self.heads}/{self.kv_heads} heads, {dims}"
 
     @property
@@ -118,11 +120,15 @@ PREFILL = (
     _uniform("P6", 1, 4096, (128, 128, 192, 128)),
     _uniform("P7", 2, 8192, (32, 8, 64, 64)),
     _uniform("P8", 2, 4096, (16, 4, 256, 256)),
+    _uniform("d512", 1, 4096, (8, 2, 512, 512)),
     _uniform("short", 64, 256, (32, 8, 128, 128)),
+    _uniform("short-128", 64, 128, (32, 8, 128, 128)),
+    _uniform("short-512", 64, 512, (32, 8, 128, 128)),
     _mixed("mixed", 128, 16, 8192, (32, 8, 128, 128)),
     Prefill("chunk", "8 x 512 of 16384", (512,) * 8, (16384,) * 8, 32, 8, 128, 128),
     _uniform("window", 1, 32768, (32, 8, 128, 128), window_left=1023),
     _uniform("gpt-oss", 2, 8192, (64, 8, 64, 64), window_left=127, sinks=True),
+    _uniform("skip", 1, 16384, (32, 8, 128, 128), skip_softmax=1.0),
     *_lengths((32, 8, 128, 128)),
     *_lengths((32, 8, 64, 64)),
     *_lengths((16, 4, 256, 256)),
@@ -143,6 +149,10 @@ class Tensors:
                 (work.kv_tokens, work.kv_heads, work.v_head_dim),
             )
         )
+        if work.skip_softmax:
+            # Logits of a standard deviation of 6 in every fourth stretch, and of next to nothing in the others.
+            stretch = torch.arange(work.kv_tokens, device="cuda") // STRETCH
+            self.k *= torch.where(stretch % 4 == 0, 6.0, 0.01).to(dtype)[:, None, None]
         self.q_lens, self.kv_lens = (
             torch.tensor(lengths, dtype=torch.int32, device="cuda") for lengths in (work.q_lens, work.kv_lens)
         )

@@ -34,6 +34,7 @@ class Row:
     rate: float | None = None  # in the family's unit
     error: float | None = None  # relative, against float64
     failure: str | None = None  # why there are no figures
+    remark: str = ""  # of how it was computed
 
 
 @dataclass
@@ -118,6 +119,9 @@ class Run:
         if self.host_microseconds:
             host = [[name, f"{value:.1f}"] for name, value in self.host_microseconds.items()]
             parts.append(tabulate(host, ["warm call on the host", "us"], tablefmt="github", colalign=("left", "right")))
+        remarks = [f"- {row.candidate} on {_name(row.workload)}: {row.remark}" for row in self.rows if row.remark]
+        if remarks:
+            parts.append("\n".join(remarks))
         failed: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.failure:

@@ -74,6 +74,7 @@ COPIES = Family(
     },
     ceiling_work=8e6,
     host_calls=lambda: {"nothing": lambda: None},
+    remarks={"clone": lambda t: f"all {len(t.numbers)} of them" if len(t.numbers) == 200 else "", "absent": missing},
 )
 
 
@@ -112,6 +113,8 @@ def test_a_sweep_writes_what_it_measured(tmp_path: Path) -> None:
     assert "| GB/s    |   8 |   16 |" in text
     assert "- no figure for absent on C1, C2, line-8, line-16: ImportError: not installed\n" in text
     assert "ArithmeticError" in text
+    assert "- clone on C2: all 200 of them\n" in text
+    assert text.count("clone on") == 1
     assert "| nothing                 |  1.5 |" in text
 
 
