@@ -80,7 +80,7 @@ def _matching(what: str, names: Sequence[str], patterns: Iterable[str]) -> set[s
 def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], out: Path) -> None:
     import torch
 
-    from hopwell.perf.measure import host_microseconds
+    from hopwell.perf.measure import first_call_milliseconds, host_microseconds
 
     run, path = Run.here(family.labels), out / f"{family.labels.family.lower()}.json"
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
@@ -95,6 +95,9 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], out
             figures = ", ".join(f"{row.candidate} {row.rate:.0f}" for row in rows if row.rate)
             progress.print(f"{case.title} [{family.labels.unit}]: {figures}", highlight=False, markup=False)
     run.host_microseconds = host_microseconds(family.host_calls())
+    for name in run.host_microseconds:
+        if name.startswith("hopwell."):
+            run.first_call_milliseconds[name] = first_call_milliseconds(family.host_calls, name)
     run.save(path)
     console.print(f"{path} and its .md and .png", highlight=False)
 

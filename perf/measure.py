@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import random
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping
 
@@ -17,6 +19,19 @@ import torch
 
 GRAPH_MS = 12.0
 ROUNDS = 21
+FIRST_CALLS = 3
+# Run by itself: everything but the call has happened before, as in a server that has loaded its weights.
+FIRST_CALL = """
+import importlib, sys, time
+import torch
+module, function, name = sys.argv[1:]
+call = getattr(importlib.import_module(module), function)()[name]
+torch.cuda.synchronize()
+begin = time.perf_counter()
+call()
+torch.cuda.synchronize()
+print((time.perf_counter() - begin) * 1e3)
+"""
 
 
 def interleaved(
@@ -80,3 +95,11 @@ def host_microseconds(
             times[name].append((time.perf_counter() - begin) / at_once * 1e6)
     torch.cuda.synchronize()
     return {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round is not warm
+
+
+def first_call_milliseconds(calls: Callable[[], Mapping[str, Callable[[], object]]], name: str) -> float:
+    """From the first call of a process to its result, with the kernel compiled and on disk; the median of several
+    processes. ``calls`` is a function of a module and makes the call by this name."""
+    command = [sys.executable, "-c", FIRST_CALL, calls.__module__, calls.__name__, name]
+    outputs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(FIRST_CALLS)]
+    return statistics.median(float(each.stdout.split()[-1]) for each in outputs)

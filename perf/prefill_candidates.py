@@ -36,7 +36,7 @@ def _lengths(t: Tensors) -> Lengths:
     return t.kv_lens, *bounds, work.scale, 1.0, work.batch, t.q_starts, t.kv_starts
 
 
-def hopwell_dense(t: Tensors) -> Call:
+def hopwell_dense(t: Tensors) -> partial[Any]:
     work, out, lengths = t.work, t.output(), _lengths(t)
     return partial(
         hopwell.trtllm_fmha_v2_prefill,

@@ -45,6 +45,7 @@ class Run:
     labels: Labels
     rows: list[Row] = field(default_factory=list)
     host_microseconds: dict[str, float] = field(default_factory=dict)
+    first_call_milliseconds: dict[str, float] = field(default_factory=dict)
 
     @staticmethod
     def here(labels: Labels) -> Run:
@@ -119,6 +120,9 @@ class Run:
         if self.host_microseconds:
             host = [[name, f"{value:.1f}"] for name, value in self.host_microseconds.items()]
             parts.append(tabulate(host, ["warm call on the host", "us"], tablefmt="github", colalign=("left", "right")))
+        if self.first_call_milliseconds:
+            first = [[name, f"{value:.0f}"] for name, value in self.first_call_milliseconds.items()]
+            parts.append(tabulate(first, ["first call", "ms"], tablefmt="github", colalign=("left", "right")))
         remarks = [f"- {row.candidate} on {_name(row.workload)}: {row.remark}" for row in self.rows if row.remark]
         if remarks:
             parts.append("\n".join(remarks))

@@ -378,6 +378,6 @@ class TestSkipRule:
         monkeypatch.setattr(skip_module, "global_pointer", lambda dtype, address: (dtype, address))
         rule = SkipRule.create(1.0, 1.0)
         for _ in range(7):
-            rule.note(False)
-        rule.report(address, reports, groups)
+            rule.note(False, groups)
+        rule.report(address, reports)
         assert added == [((Int32, address), 7 * groups)] * adds

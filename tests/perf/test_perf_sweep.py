@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -73,7 +76,7 @@ COPIES = Family(
         "ceiling": lambda t: lambda: None,
     },
     ceiling_work=8e6,
-    host_calls=lambda: {"nothing": lambda: None},
+    host_calls=lambda: {"nothing": lambda: None, "hopwell.nothing": lambda: None},
     remarks={"clone": lambda t: f"all {len(t.numbers)} of them" if len(t.numbers) == 200 else "", "absent": missing},
 )
 
@@ -85,6 +88,7 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "here", lambda labels: Run("no GPU", "today", {}, labels))
     monkeypatch.setattr(measure, "interleaved", lambda calls: dict.fromkeys(calls, 2.0))
     monkeypatch.setattr(measure, "host_microseconds", lambda calls: dict.fromkeys(calls, 1.5))
+    monkeypatch.setattr(measure, "first_call_milliseconds", lambda calls, name: 40.0)
 
 
 def sweep(out: Path, *arguments: str) -> Any:
@@ -116,6 +120,7 @@ def test_a_sweep_writes_what_it_measured(tmp_path: Path) -> None:
     assert "- clone on C2: all 200 of them\n" in text
     assert text.count("clone on") == 1
     assert "| nothing                 |  1.5 |" in text
+    assert "| hopwell.nothing |   40 |" in text
 
 
 @pytest.mark.usefixtures("without_gpu")
@@ -175,12 +180,14 @@ def test_checked_in_tables_are_those_of_their_figures(path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_sweep_on_the_gpu(tmp_path: Path) -> None:
+def test_a_sweep_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "FIRST_CALLS", 1)
     done = sweep(tmp_path, "--cases", "short,d64-512", "--candidates", "hopwell*")
     assert done.exit_code == 0, done.output
     run = Run.load(tmp_path / "prefill.json")
     assert len(run.rows) == 10
     assert all(row.rate and row.failure is None for row in run.rows), done.output
+    assert len(run.first_call_milliseconds) == 3
 
 
 def test_warm_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,3 +209,17 @@ def test_warm_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     found = measure.host_microseconds(calls, at_once=2, rounds=3)
     assert found == pytest.approx({"slow": 6.0, "fast": 1.0})
     assert log[:6] == ["synchronize", "slow", "slow", "synchronize", "fast", "fast"]
+
+
+def numbers_to_add() -> dict[str, Any]:
+    """What a process of its own finds in this module."""
+    return {"add": lambda: torch.ones(4) + 1, "fail": missing}
+
+
+def test_first_calls_have_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), *sys.path]))
+    monkeypatch.setattr(measure, "FIRST_CALLS", 1)
+    monkeypatch.setattr(measure, "FIRST_CALL", measure.FIRST_CALL.replace("torch.cuda.synchronize()", ""))
+    assert 0.0 < measure.first_call_milliseconds(numbers_to_add, "add") < 1e4
+    with pytest.raises(subprocess.CalledProcessError):
+        measure.first_call_milliseconds(numbers_to_add, "fail")
