@@ -48,21 +48,22 @@ def trtllm_batch_decode_with_kv_cache_mla(
         query: [batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], the absorbed latent query first and the
             rotary part last; bfloat16 or float8_e4m3fn. Tokens lie at equal distances: no gap between requests.
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...] in the dtype of
-            query. page_size is a power of two.
+            query. page_size is a power of two up to 1024.
         workspace_buffer: contiguous memory of any dtype for partial results, ``mla_workspace_bytes`` bytes or more. It
             may hold anything. Calls that may run at the same time need one each.
         qk_nope_head_dim: head dimension before absorption. It enters no computation.
         kv_lora_rank: 512 or 256.
         qk_rope_head_dim: 64; sparse with a kv_lora_rank of 512 also 0.
-        block_tables: int32 or uint32. Dense: page ids [batch, pages_per_request] of any width; entries past a request's
-            last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token indices page * page_size + offset,
-            padded with -1 at the end.
+        block_tables: int32 or uint32. Dense: page ids [batch, pages_per_request], for 2^30 tokens of a request at most;
+            entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token indices
+            page * page_size + offset, -1 where there is none.
         seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
         out: bfloat16 [batch, q_len, num_heads, kv_lora_rank] to write into, for fp8 inputs too, without gaps between
             requests; None allocates.
-        bmm1_scale: factor on q k^T in natural units, a float, 0 or more, or a one-element float32 tensor.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, whose value
+            nobody looks at before the kernel does.
         bmm2_scale: factor on the output, likewise.
         sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
             value and not scaled.
