@@ -2,8 +2,8 @@
 
 What the checks look at, besides addresses, is in a call's key: shapes, strides, dtypes, devices and plain values. A
 call with a known key needs its operands' addresses and nothing else. The first call with a key, a call that is too
-malformed to have one, and a call whose addresses are unaligned, or whose queries, keys or values overlap what it
-writes, go through the checks, which raise what there is to raise.
+malformed to have one, and a call whose addresses are unaligned, or whose large operands overlap what it writes,
+go through the checks, which raise what there is to raise.
 
 Making and hashing a key takes longer than launching the kernel, and the layers of a model make the same few calls over
 and over. So the latest calls are recognised without one, see :mod:`hopwell._repeat`.
@@ -37,8 +37,9 @@ def on_device(scale: float | torch.Tensor) -> torch.Tensor | None:
 
 
 def single(sinks: Any) -> torch.Tensor | None:
-    """Sinks given as a tensor, as a list of one, or not at all."""
-    return sinks[0] if isinstance(sinks, (list, tuple)) and len(sinks) == 1 else sinks
+    """Sinks given as a tensor, as a list of one, or not at all. What else there may be in a list is for the checks."""
+    is_list = isinstance(sinks, (list, tuple)) and len(sinks) == 1 and isinstance(sinks[0], torch.Tensor)
+    return sinks[0] if is_list else sinks
 
 
 def upper_bound(value: Any) -> Any:

@@ -27,16 +27,16 @@ Sources = tuple[torch.Tensor | None, ...]
 # The output, and the log-sum-exp or the softmax statistics, or None where they are not asked for.
 Results = tuple[Any, Any]
 # Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
-# arguments differ from the checked ones in more than addresses, where addresses are unaligned, and where queries, keys
-# or values overlap what is written. Tables, lengths and sinks are not looked at: they are a few bytes.
+# arguments differ from the checked ones in more than addresses, where addresses are unaligned, and where queries, keys,
+# values, output, statistics and workspace overlap. Tables, lengths and sinks are not looked at: they are a few bytes.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
 
 # Places of the results among the operands: they may be allocated in the call.
 OUT = Addresses._fields.index("out")
-SCRATCH = Addresses._fields.index("scratch")
 STATS = tuple(map(Addresses._fields.index, ("lse", "statistics")))  # no entry point gives both
+SCRATCH = Addresses._fields.index("scratch")  # the workspace
 ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
 
 SOURCE = """
@@ -59,7 +59,8 @@ def make({variables}):
 
 
 def _overlaps(written: str, others: str) -> list[str]:
-    """What a call writes overlaps another operand that starts inside it, or less than its own size before it."""
+    """What a call writes overlaps another operand that starts inside it, or less than its own size before it. Sizes are
+    variables, ``q_before`` is minus that of q: to negate it in each call would take time."""
     return [f"{name}_before < {name} - {written} < {written}_bytes" for name in others]
 
 

@@ -67,7 +67,8 @@ def xqa_batch_decode_with_kv_cache(
         bmm2_scale: factor on the output, likewise.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
-            in the dtype of query, or float8_e4m3fn with a float8_e4m3fn cache, where values beyond 448 become 448;
+            in the dtype of query, or float8_e4m3fn with a float8_e4m3fn cache, where values beyond 448
+            become 448, and those below -448 become -448;
             None allocates.
         sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
             value and not scaled.

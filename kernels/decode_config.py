@@ -165,7 +165,7 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
     if kv_type is KvType.WIDE:
         require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
-    require_decode(problem, MASKS if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
+    require_seen(problem, "decode kernel", MASKS if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
     common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
     rows = tile_rows(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
@@ -173,18 +173,20 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
     return DecodeConfig(*common, *kv_fetch(problem, unfetched.tile.n), kv_type, rows)
 
 
-def require_decode(problem: AttentionProblem, masks: Sequence[MaskKind], arch: str) -> None:
-    """Refuse what the kernels of decode and MLA do not look at, and masks but these."""
+def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:
+    """Refuse what a decode or MLA decode ``kernel`` would not look at, and masks but these."""
     p, lse = problem, problem.lse
     if p.mask.kind not in masks:
         raise NotImplementedError(
-            f"the mask {p.mask.kind.value} has no decode kernel on {arch} for up to {p.max_q_len} new tokens; "
+            f"the mask {p.mask.kind.value} has no {kernel} on {arch} for up to {p.max_q_len} new tokens; "
             f"supported: {', '.join(mask.value for mask in masks)}"
         )
     given = {
+        "lengths from offsets": p.kv_lens is None,
+        "offsets in elements": p.q_offsets is not None and p.q_offsets.unit != 1,
         "q_lens": p.q_lens is not None,
         "o_offsets": p.o_offsets is not None,
-        "contiguous keys": p.page_table is None and p.token_table is None,
+        "contiguous keys": (p.page_table is None and p.token_table is None) or p.k_offsets is not None,
         f"{p.score.kind.value} scores": p.score != Score(),
         "statistics": p.statistics is not None,
         "skip_softmax": p.skip_softmax != 0 or p.skipped_tiles is not None,
@@ -193,7 +195,7 @@ def require_decode(problem: AttentionProblem, masks: Sequence[MaskKind], arch: s
     }
     for what, is_given in given.items():
         if is_given:
-            raise NotImplementedError(f"there is no decode kernel with {what} for {arch}")
+            raise NotImplementedError(f"there is no {kernel} with {what} for {arch}")
 
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType) -> int:

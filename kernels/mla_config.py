@@ -18,7 +18,7 @@ from hopwell.kernels.config import (
     require_dtypes,
     require_page_size,
 )
-from hopwell.kernels.decode_config import DecodeConfig, require_decode
+from hopwell.kernels.decode_config import DecodeConfig, require_seen
 from hopwell.kernels.problem import AttentionProblem, MaskKind
 from hopwell.kernels.splitting import (
     LATENT_FEW_ROWS,
@@ -145,7 +145,7 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
-    require_decode(problem, (MaskKind.CAUSAL,), arch)
+    require_seen(problem, "MLA decode kernel", (MaskKind.CAUSAL,), arch)
     fetch = kv_fetch(problem, _TILE.n) if problem.token_table is None else (KvFetch.LISTED_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)

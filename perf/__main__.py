@@ -115,6 +115,8 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
                 row.error = inputs.error(result)
                 if not row.error < case.max_error:
                     raise ArithmeticError(f"relative error {row.error:.1e}")
+            if title in family.remarks:
+                row.remark = family.remarks[title](inputs)
             calls[title] = call
         except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
             first_line = str(failure).strip().partition("\n")[0]
@@ -123,8 +125,6 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
     for title, milliseconds in interleaved(calls).items():
         work = family.ceiling_work if title == family.labels.ceiling else case.work
         rows[title].milliseconds, rows[title].rate = milliseconds, work / milliseconds * 1e3 / family.unit_size
-    for title in calls.keys() & family.remarks.keys():
-        rows[title].remark = family.remarks[title](inputs)
     advance(f"{case.name}: timed")
     return list(rows.values())
 

@@ -143,6 +143,6 @@ DECODE: dict[str, Candidate] = {
     **for_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
     **for_pages("FlashInfer xqa", flashinfer_xqa, 16, 64),
     **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
-    **for_pages("FlashAttention 4", fa4, 128),  # the size that it loads with TMA
+    **for_pages("FlashAttention 4", fa4, 128),  # loaded with TMA up to head dim 128
     CEILING: read,
 }

@@ -36,6 +36,12 @@ def _lengths(t: Tensors) -> Lengths:
     return t.kv_lens, *bounds, work.scale, 1.0, work.batch, t.q_starts, t.kv_starts
 
 
+def _element_offsets(t: Tensors) -> dict[str, Any]:
+    """Where requests start in queries and outputs, as cuDNN's entry takes it."""
+    dims = dict(q=t.work.head_dim, o=t.work.v_head_dim)
+    return {f"batch_offsets_{name}": t.q_starts * (t.work.heads * dim) for name, dim in dims.items()}
+
+
 def hopwell_dense(t: Tensors) -> partial[Any]:
     work, out, lengths = t.work, t.output(), _lengths(t)
     return partial(
@@ -70,7 +76,7 @@ def hopwell_paged(page_size: int) -> Candidate:
                 sinks=t.sinks,
                 skip_softmax_threshold_scale_factor=work.skip_softmax or None,
             )
-        offsets = t.q_starts * work.heads * work.head_dim
+        offsets = _element_offsets(t)
         pages = key.transpose(1, 2), value.transpose(1, 2)
         call = partial(
             hopwell.cudnn_batch_prefill_with_kv_cache,
@@ -85,8 +91,7 @@ def hopwell_paged(page_size: int) -> Candidate:
             block_tables=table,
             causal=False,
             return_lse=False,
-            batch_offsets_q=offsets,
-            batch_offsets_o=offsets,
+            **offsets,
             out=out,
         )
         return lambda: call()[0]  # without the log-sum-exp
@@ -165,6 +170,8 @@ def flashinfer_fmha_v2(page_size: int | None = None) -> Candidate:
         operands: tuple[Any, ...] = (t.q, t.k, t.v), "SEPARATE_Q_K_V"
         table = None
         if page_size is not None:
+            if work.head_dim != work.v_head_dim:
+                raise NotImplementedError("pools of keys and values of one head dim only")
             key, value, table, _ = t.pages(page_size)
             operands = (t.q, torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 1)), "Q_PAGED_KV_HND"
         options: dict[str, Any] = dict(block_tables=table, out=out, window_left=work.window_left)
@@ -199,8 +206,7 @@ def flashinfer_cudnn(page_size: int) -> Candidate:
         options |= dict(max_token_per_sequence=max(work.q_lens), max_sequence_kv=max(work.kv_lens), block_tables=table)
         for name, lengths in (("q", t.q_lens), ("kv", t.kv_lens)):
             options[f"actual_seq_lens_{name}"] = lengths.view(-1, 1, 1, 1)
-        for name in "qo":
-            options[f"batch_offsets_{name}"] = t.q_starts * (work.heads * work.head_dim)
+        options |= _element_offsets(t)
 
         def call() -> torch.Tensor:
             prefill(t.q, *pages, work.scale, workspace, **options)
@@ -261,7 +267,7 @@ PREFILL: dict[str, Candidate] = {
     "hopwell": hopwell_dense,
     **for_pages("hopwell", hopwell_paged, 16, 64, 128, 1),
     "FlashAttention 4": fa4(),
-    **for_pages("FlashAttention 4", fa4, 128),  # the size that it loads with TMA
+    **for_pages("FlashAttention 4", fa4, 128),  # loaded with TMA up to head dim 128
     "FlashInfer fa3": flashinfer_fa3(),
     **for_pages("FlashInfer fa3", flashinfer_fa3, 16, 64),
     "FlashInfer FMHAv2": flashinfer_fmha_v2(),

@@ -374,6 +374,7 @@ class PageRows(PagedSource):
     def share(self, warp, warps: int) -> "PageRows":
         """What one of ``warps`` that copy each tile together does of it."""
         rows = self.rows // warps
+        assert rows % LANES == 0, f"{warps} warps cannot share {self.rows} rows: each looks up one a lane"
         return replace(self, first_row=warp * rows, rows=rows)
 
     @property

@@ -96,6 +96,7 @@ class IntervalMask(DeviceStruct):
 
 
 WORD_BITS = 32
+LIST_KEYS = 2 * WORD_BITS  # of a tile
 
 
 @dataclass
@@ -157,7 +158,7 @@ class ListRow(LogitRow):
     table_row: Int64  # elements from one to the next
     index: Int32  # of the list that all rows have
     tile_start: Int32
-    words: tuple  # a bit for each of 64 keys from there on: whether its entry counts
+    words: tuple  # a bit for each of LIST_KEYS keys from there on: whether its entry counts
 
     @staticmethod
     def create(request, positions: tuple, a, g) -> "ListRow":
@@ -184,10 +185,6 @@ class ListRow(LogitRow):
 @dataclass
 class ListMask(IntervalMask):
     """Keys are entries of a list, all of which a row sees but negative ones, which may be anywhere."""
-
-    def tiles(self, first_position, last_position, kv_len, tile_n: int) -> TileRange:
-        found = super().tiles(first_position, last_position, kv_len, tile_n)
-        return TileRange(found.begin, found.end, found.begin, found.begin, found.first_key)
 
     @cute.jit
     def apply(self, scores, tile_start, row):

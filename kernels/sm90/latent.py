@@ -13,7 +13,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand, PageRows
-from hopwell.kernels.parts.mask import IntervalMask, ListMask, ListRow, LogitRow
+from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow
 from hopwell.kernels.pipeline import Edge
 
 
@@ -28,7 +28,7 @@ class LatentKeys:
 
     @property
     def part_orders(self) -> tuple[tuple[int, int], ...]:
-        """The order in which parts, left (0) and right (1), of a step's tiles are fetched and multiplied."""
+        """The order in which parts, left (0) and right (1), of a step's tiles are multiplied, and fetched by TMA."""
         return ((0, 1),) * self.step_tiles
 
     @property
@@ -129,6 +129,7 @@ class LatentRows:
         """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores, each at its token's position."""
         request, group = tile.request, Int32(self.geometry.group)
         if const_expr(self.kernel.config.sparse):
+            assert self.kernel.tile.n == LIST_KEYS
             positions = (request.first_position,) * fragment.rows
             return ListRow.create(request, positions, self.addresses, self.geometry)
         first = tile.first_row + warp_row + fragment.first_row()

@@ -61,7 +61,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     @property
     def warps_without_work(self) -> int:
-        """That of right parts, where one warp loads both."""
+        """The second one that copies rows, where TMA does the work."""
         return LOADERS - self.loading_warps
 
     @property

@@ -52,6 +52,8 @@ def problem(form: str = "tuple-HND", page_size: int = 16, dim: int = 128, **chan
 # What prefill can do, by the words for it in a refusal.
 LSE = empty(60, 4, dtype=torch.float32)
 UNSEEN: dict[str, dict[str, Any]] = {
+    "lengths from offsets": dict(kv_lens=None),
+    "offsets in elements": dict(q_offsets=TokenOffsets(empty(4, dtype=torch.int32), 512)),
     "q_lens": dict(q_lens=empty(3, dtype=torch.int32)),
     "o_offsets": dict(o_offsets=TokenOffsets(empty(4, dtype=torch.int32))),
     "contiguous keys": dict(page_table=None),

@@ -118,8 +118,8 @@ def test_refusals() -> None:
         )
     for page_size in (3, 24, 2 * MAX_PAGE_SIZE):
         assert f"page size {page_size} has no kernel" in refusal(problem(page_size=page_size))
-    assert "mask full has no decode kernel" in refusal(problem(mask=Mask(MaskKind.FULL)))
-    assert "no decode kernel with statistics" in refusal(problem(statistics=empty(60, 16, 2, dtype=torch.float32)))
+    assert "mask full has no MLA decode kernel" in refusal(problem(mask=Mask(MaskKind.FULL)))
+    assert "no MLA decode kernel with statistics" in refusal(problem(statistics=empty(60, 16, 2, dtype=torch.float32)))
     assert "query dtype torch.float8_e4m3fn" in refusal(problem(dtype=torch.float8_e4m3fn))
     assert "output dtype torch.float32" in refusal(problem(out=empty(60, 16, 512, dtype=torch.float32)))
 
