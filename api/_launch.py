@@ -38,6 +38,8 @@ def on_device(scale: float | torch.Tensor) -> torch.Tensor | None:
 
 def single(sinks: Any) -> torch.Tensor | None:
     """Sinks given as a tensor, as a list of one, or not at all. What else there may be in a list is for the checks."""
+    if sinks is None:  # first, because most calls have none
+        return None
     is_list = isinstance(sinks, (list, tuple)) and len(sinks) == 1 and isinstance(sinks[0], torch.Tensor)
     return sinks[0] if is_list else sinks
 

@@ -52,24 +52,20 @@ def xqa_batch_decode_with_kv_cache(
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
-            e2m1 values a byte, head_dim / 2 wide). page_size is a power of two up to 1024, num_heads a
-            multiple of num_kv_heads.
-            8-bit values are widened to float16 before they are multiplied, which holds all of them: the result is at
-            least as accurate as that of a 16-bit cache with the same values.
+            e2m1 values a byte, head_dim / 2 wide). page_size is a power of two up to 1024, num_heads a multiple of
+            num_kv_heads. 8-bit values are widened to float16 before they are multiplied, which holds all of them: the
+            result is at least as accurate as that of a 16-bit cache with the same values.
         workspace_buffer: contiguous memory of any dtype for partial results, ``xqa_workspace_bytes`` bytes or more. It
             may hold anything. Calls that may run at the same time need one each.
         block_tables: int32 or uint32 page ids [batch, pages_per_request]; entries past a request's last page are not
             read.
         seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, whose value
-            nobody looks at before the kernel does.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, unchecked.
         bmm2_scale: factor on the output, likewise.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
-            in the dtype of query, or float8_e4m3fn with a float8_e4m3fn cache, where values beyond 448
-            become 448, and those below -448 become -448;
-            None allocates.
+            in the dtype of query, or float8_e4m3fn (saturating) with a float8_e4m3fn cache; None allocates.
         sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
             value and not scaled.
         kv_layout: "NHD" or "HND".

@@ -62,8 +62,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
         out: bfloat16 [batch, q_len, num_heads, kv_lora_rank] to write into, for fp8 inputs too, without gaps between
             requests; None allocates.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, whose value
-            nobody looks at before the kernel does.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, unchecked.
         bmm2_scale: factor on the output, likewise.
         sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
             value and not scaled.

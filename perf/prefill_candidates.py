@@ -6,6 +6,7 @@ A candidate raises where it cannot run a workload; the run records why.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -36,65 +37,73 @@ def _lengths(t: Tensors) -> Lengths:
     return t.kv_lens, *bounds, work.scale, 1.0, work.batch, t.q_starts, t.kv_starts
 
 
-def _element_offsets(t: Tensors) -> dict[str, Any]:
-    """Where requests start in queries and outputs, as cuDNN's entry takes it."""
-    dims = dict(q=t.work.head_dim, o=t.work.v_head_dim)
-    return {f"batch_offsets_{name}": t.q_starts * (t.work.heads * dim) for name, dim in dims.items()}
-
-
-def hopwell_dense(t: Tensors) -> partial[Any]:
-    work, out, lengths = t.work, t.output(), _lengths(t)
+def _fmha_v2(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *qkv: Any, table: Any) -> partial[Any]:
+    """A call of hopwell's function or of the one that it stands in for. ``qkv`` is followed by its layout."""
+    work = t.work
     return partial(
-        hopwell.trtllm_fmha_v2_prefill,
-        (t.q, t.k, t.v),
-        "SEPARATE_Q_K_V",
-        out,
-        *lengths,
-        out=out,
-        sinks=t.sinks,
+        function,
+        *qkv,
+        workspace,
+        *_lengths(t),
+        block_tables=table,
+        out=t.output(),
+        sinks=None if t.sinks is None else [t.sinks],
         mask_mode="causal" if work.causal else "padding",
         window_left=work.window_left,
         skip_softmax_threshold_scale_factor=work.skip_softmax,
     )
 
 
+def _cudnn(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *pages: torch.Tensor, table: Any) -> Call:
+    """The same of cuDNN's entry, whose offsets count elements."""
+    work = t.work
+    offsets = {
+        f"batch_offsets_{name}": t.q_starts * (work.heads * dim)
+        for name, dim in (("q", work.head_dim), ("o", work.v_head_dim))
+    }
+    call = partial(
+        function,
+        t.q,
+        *pages,
+        work.scale,
+        workspace,
+        max_token_per_sequence=max(work.q_lens),
+        max_sequence_kv=max(work.kv_lens),
+        actual_seq_lens_q=t.q_lens.view(-1, 1, 1, 1),
+        actual_seq_lens_kv=t.kv_lens.view(-1, 1, 1, 1),
+        block_tables=table,
+        causal=work.causal,
+        return_lse=False,
+        **offsets,
+        out=t.output(),
+        is_cuda_graph_compatible=True,
+    )
+    return lambda: call()[0]  # without the log-sum-exp
+
+
+def hopwell_dense(t: Tensors) -> partial[Any]:
+    return _fmha_v2(hopwell.trtllm_fmha_v2_prefill, t, t.q, (t.q, t.k, t.v), "SEPARATE_Q_K_V", table=None)
+
+
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: Tensors) -> Call:
-        work, out, lengths = t.work, t.output(), _lengths(t)
         key, value, table, _ = t.pages(page_size)
-        if work.causal:
-            return partial(
-                hopwell.trtllm_batch_context_with_kv_cache,
-                t.q,
-                (key, value),
-                out,
-                table,
-                *lengths,
-                window_left=work.window_left,
-                out=out,
-                kv_layout="NHD",
-                sinks=t.sinks,
-                skip_softmax_threshold_scale_factor=work.skip_softmax or None,
-            )
-        offsets = _element_offsets(t)
-        pages = key.transpose(1, 2), value.transpose(1, 2)
-        call = partial(
-            hopwell.cudnn_batch_prefill_with_kv_cache,
+        if not t.work.causal:
+            pages = key.transpose(1, 2), value.transpose(1, 2)
+            return _cudnn(hopwell.cudnn_batch_prefill_with_kv_cache, t, t.q, *pages, table=table)
+        return partial(
+            hopwell.trtllm_batch_context_with_kv_cache,
             t.q,
-            *pages,
-            work.scale,
-            out,
-            max_token_per_sequence=max(work.q_lens),
-            max_sequence_kv=max(work.kv_lens),
-            actual_seq_lens_q=t.q_lens,
-            actual_seq_lens_kv=t.kv_lens,
-            block_tables=table,
-            causal=False,
-            return_lse=False,
-            **offsets,
-            out=out,
+            (key, value),
+            t.q,
+            table,
+            *_lengths(t),
+            window_left=t.work.window_left,
+            out=t.output(),
+            kv_layout="NHD",
+            sinks=t.sinks,
+            skip_softmax_threshold_scale_factor=t.work.skip_softmax or None,
         )
-        return lambda: call()[0]  # without the log-sum-exp
 
     return prepare
 
@@ -163,56 +172,29 @@ def cudnn_sdpa(t: Tensors) -> Call:
 
 
 def flashinfer_fmha_v2(page_size: int | None = None) -> Candidate:
-    """The function that ``hopwell.trtllm_fmha_v2_prefill`` stands in for."""
-
     def prepare(t: Tensors) -> Call:
-        prefill, work, out, lengths = flashinfer().prefill.trtllm_fmha_v2_prefill, t.work, t.output(), _lengths(t)
-        operands: tuple[Any, ...] = (t.q, t.k, t.v), "SEPARATE_Q_K_V"
-        table = None
-        if page_size is not None:
-            if work.head_dim != work.v_head_dim:
-                raise NotImplementedError("pools of keys and values of one head dim only")
-            key, value, table, _ = t.pages(page_size)
-            operands = (t.q, torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 1)), "Q_PAGED_KV_HND"
-        options: dict[str, Any] = dict(block_tables=table, out=out, window_left=work.window_left)
-        options |= dict(mask_mode="causal" if work.causal else "padding")
-        options |= dict(skip_softmax_threshold_scale_factor=work.skip_softmax)
-        options |= {} if t.sinks is None else dict(sinks=[t.sinks])
-        workspace = peer_workspace()
-
-        def call() -> torch.Tensor:
-            prefill(*operands, workspace, *lengths, **options)
-            return out
-
-        return call
+        function = flashinfer().prefill.trtllm_fmha_v2_prefill
+        if page_size is None:
+            return _fmha_v2(function, t, peer_workspace(), (t.q, t.k, t.v), "SEPARATE_Q_K_V", table=None)
+        if t.work.head_dim != t.work.v_head_dim:
+            raise NotImplementedError("pools of keys and values of one head dim only")
+        key, value, table, _ = t.pages(page_size)
+        pool = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 1)
+        return _fmha_v2(function, t, peer_workspace(), (t.q, pool), "Q_PAGED_KV_HND", table=table)
 
     return prepare
 
 
 def flashinfer_cudnn(page_size: int) -> Candidate:
-    """The function that ``hopwell.cudnn_batch_prefill_with_kv_cache`` stands in for."""
-
     def prepare(t: Tensors) -> Call:
         flashinfer()
-        from flashinfer.cudnn import cudnn_batch_prefill_with_kv_cache as prefill
+        from flashinfer.cudnn import cudnn_batch_prefill_with_kv_cache as function
 
-        work, out = t.work, t.output()
-        if work.window_left >= 0 or work.sinks:
+        if t.work.window_left >= 0 or t.work.sinks:
             raise NotImplementedError("no windows and no sinks")
         key, value, table, _ = t.pages(page_size)
         pages = key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
-        workspace = peer_workspace().view(torch.int8)
-        options: dict[str, Any] = dict(causal=work.causal, return_lse=False, is_cuda_graph_compatible=True, out=out)
-        options |= dict(max_token_per_sequence=max(work.q_lens), max_sequence_kv=max(work.kv_lens), block_tables=table)
-        for name, lengths in (("q", t.q_lens), ("kv", t.kv_lens)):
-            options[f"actual_seq_lens_{name}"] = lengths.view(-1, 1, 1, 1)
-        options |= _element_offsets(t)
-
-        def call() -> torch.Tensor:
-            prefill(t.q, *pages, work.scale, workspace, **options)
-            return out
-
-        return call
+        return _cudnn(function, t, peer_workspace().view(torch.int8), *pages, table=table)
 
     return prepare
 

@@ -117,12 +117,11 @@ class Run:
             points = self._workloads(series)
             parts.append(f"By {self.labels.x}: {series}")
             parts.append(self._rate_table(list(points), list(points.values())))
-        if self.host_microseconds:
-            host = [[name, f"{value:.1f}"] for name, value in self.host_microseconds.items()]
-            parts.append(tabulate(host, ["warm call on the host", "us"], tablefmt="github", colalign=("left", "right")))
-        if self.first_call_milliseconds:
-            first = [[name, f"{value:.0f}"] for name, value in self.first_call_milliseconds.items()]
-            parts.append(tabulate(first, ["first call", "ms"], tablefmt="github", colalign=("left", "right")))
+        host, first = self.host_microseconds, self.first_call_milliseconds
+        for title, unit, digits, times in (("warm call on the host", "us", 1, host), ("first call", "ms", 0, first)):
+            if times:
+                figures = [[name, f"{value:.{digits}f}"] for name, value in times.items()]
+                parts.append(tabulate(figures, [title, unit], tablefmt="github", colalign=("left", "right")))
         remarks = [f"- {row.candidate} on {_name(row.workload)}: {row.remark}" for row in self.rows if row.remark]
         if remarks:
             parts.append("\n".join(remarks))
