@@ -58,6 +58,7 @@ _STAGE_BYTES = 65536  # of K, and of V, of all CTAs of a multiprocessor
 _BYTE_TILES = {
     112: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=184, merge_registers=104),
     128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
+    240: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=184, merge_registers=104),
     256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
 }
 

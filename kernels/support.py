@@ -25,7 +25,7 @@ MLA = "trtllm_batch_decode_with_kv_cache_mla"
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
-DECODE_8BIT_HEAD_DIMS = (*range(16, 129, 16), 256)
+DECODE_8BIT_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # of 512 columns, O and Q of a warp take too many registers
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 MAX_PAGE_SIZE = 1024
@@ -165,7 +165,7 @@ ENTRIES: dict[str, Entry] = {
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
             Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 KV cache", HOPPER),
             Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", HOPPER),
-            Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 128, and 256", HOPPER),
+            Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 256", HOPPER),
             Feature("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches", _NOWHERE),
             _OTHER_HEAD_DIM,
             *_page_sizes(HOPPER),

@@ -96,6 +96,23 @@ def test_scales_on_the_device(head_dim: int, group: int, kv_type: KvType) -> Non
 
 
 @pytest.mark.parametrize(
+    ("kv_type", "head_dim", "group"),
+    [
+        (KvType.E4M3, 144, 3),
+        (KvType.E4M3, 192, 20),
+        (KvType.E4M3, 240, 9),
+        (KvType.INT8, 176, 8),
+        (KvType.INT8, 208, 40),
+    ],
+)
+def test_widths_of_8_bits_with_a_second_block_of_columns(kv_type: KvType, head_dim: int, group: int) -> None:
+    config = config_for(head_dim, MaskKind.FULL, 16, kv_type=kv_type, rows=group)
+    case = Case([1] * 4, [0, 3, config.chunk_tokens, 2 * config.chunk_tokens + 77], group, kv_heads=2)
+    check_config(config, case, 16, "cpu", schedules(head_dim, adverse=1))
+    assert not emulator.report().warnings
+
+
+@pytest.mark.parametrize(
     ("group", "kv_type"), [(1, KvType.WIDE), (5, KvType.WIDE), (33, KvType.WIDE), (3, KvType.INT8)]
 )
 def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("tabulate")
 from typer.testing import CliRunner
 
 from hopwell.perf import __main__ as command
+from hopwell.perf.ceilings import MATMUL, READ
 from hopwell.perf.decode import DECODE
 from hopwell.perf.decode_candidates import hopwell_paged
 from hopwell.perf.decode_workloads import BATCHES, LENGTHS, Decode, DecodeTensors
@@ -50,6 +51,15 @@ def test_cases_of_decode() -> None:
 
 def test_work_counts_keys_and_values() -> None:
     assert DRAFTS.work == 2 * DecodeTensors(DRAFTS, "cpu").k.nbytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_demand_is_that_of_the_tensors(dtype: torch.dtype) -> None:
+    case = replace(DRAFTS, kv_dtype=dtype)
+    t = DecodeTensors(case, "cpu")
+    visible = sum(length - 4 + row + 1 for length in (70, 200, 33) for row in range(4))
+    read = sum(tokens.nbytes for tokens in (t.q, t.output(), t.k, t.v))
+    assert case.demand == {MATMUL: 2 * 4 * (64 + 64) * visible, READ: read}
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])

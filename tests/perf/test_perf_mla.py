@@ -15,6 +15,7 @@ pytest.importorskip("tabulate")
 from typer.testing import CliRunner
 
 from hopwell.perf import __main__ as command
+from hopwell.perf.ceilings import CEILINGS, MATMUL, READ
 from hopwell.perf.mla import MLA
 from hopwell.perf.mla_candidates import hopwell_paged
 from hopwell.perf.mla_workloads import BATCHES, Mla, MlaTensors
@@ -40,6 +41,22 @@ def test_work_counts_visible_keys(q_len: int) -> None:
     assert replace(case, top_k=16).work == 2 * 4 * (576 + 512) * 3 * q_len * 16
 
 
+@pytest.mark.parametrize("q_len", [1, 2])
+def test_demand_is_that_of_the_tensors(q_len: int) -> None:
+    case = replace(SMALL, q_len=q_len)
+    t = MlaTensors(case, "cpu")
+    queries = t.q.nbytes + t.output().nbytes
+    assert case.demand == {MATMUL: case.work, READ: queries + t.k.nbytes}, "values are in the keys"
+    listed = replace(case, top_k=16)
+    assert listed.demand == {MATMUL: listed.work, READ: queries + 3 * q_len * 16 * 576 * 2}
+
+
+@pytest.mark.parametrize(("name", "limit"), [("M1", MATMUL), ("S1", MATMUL), ("H16", READ), ("H16-long", READ)])
+def test_heads_decide_what_is_the_limit(name: str, limit: str) -> None:
+    rates = {MATMUL: 720e12, READ: 4.5e12}
+    assert max(rates, key=lambda ceiling: CASES[name].demand[ceiling] / rates[ceiling]) == limit
+
+
 def test_titles_tell_the_bytes() -> None:
     assert SMALL.cache_bytes == MlaTensors(SMALL, "cpu").k.nbytes
     assert CASES["H16"].title == "H16: 32 x 8192, 16 heads, d576/512, 302 MB of keys"
@@ -58,8 +75,9 @@ def test_candidates_compute_the_case(q_len: int, top_k: int) -> None:
 @pytest.mark.gpu
 def test_a_sweep_on_the_gpu(tmp_path: Path) -> None:
     arguments = ["sweep", "--out", str(tmp_path), "--cases", "H16,M3-q2,mla-b8-1024", "--candidates", "hopwell*"]
-    done = CliRunner().invoke(command.app, [*arguments, "--candidates", MLA.labels.ceiling])
+    arguments += [argument for name in CEILINGS for argument in ("--candidates", name)]
+    done = CliRunner().invoke(command.app, arguments)
     assert done.exit_code == 0, done.output
     rows = Run.load(tmp_path / "mla.json").rows
-    assert {row.candidate for row in rows} == set(MLA.candidates) - {"FlashInfer fa3, pages of 64"}
+    assert {row.candidate for row in rows} == set(MLA.measured) - {"FlashInfer fa3, pages of 64"}
     assert all(row.rate and row.failure is None for row in rows), done.output

@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,13 @@ from typer.testing import CliRunner
 
 from hopwell.perf import __main__ as command
 from hopwell.perf import measure
-from hopwell.perf.family import Family
+from hopwell.perf.ceilings import CEILINGS, MATMUL, READ
+from hopwell.perf.decode import DECODE
+from hopwell.perf.family import Ceiling, Family
+from hopwell.perf.mla import MLA
 from hopwell.perf.prefill import PREFILL
 from hopwell.perf.prefill_workloads import LENGTHS, Prefill
-from hopwell.perf.results import Labels, Run
+from hopwell.perf.results import Labels, Row, Run
 
 RESULTS = Path(__file__).parents[2] / "perf" / "results"
 
@@ -48,6 +51,10 @@ class Copy:
         return 4.0 * self.x
 
     @property
+    def demand(self) -> dict[str, float]:
+        return {"multiply": float(self.x**2), "read": 8.0 * self.x}
+
+    @property
     def max_error(self) -> float:
         return 1e-3
 
@@ -65,17 +72,17 @@ def missing(numbers: Numbers) -> Any:
 
 
 COPIES = Family(
-    Labels("copies", "GB/s", "read once", "numbers", "ceiling"),
-    unit_size=1e9,
+    Labels("copies", "MB/s", "read once", "numbers", ("multiply", "read")),
+    unit_size=1e6,
     cases=(Copy("C1", 100), Copy("C2", 200), Copy("line-8", 8, "a line"), Copy("line-16", 16, "a line")),
     inputs=Numbers,
     candidates={
         "clone": lambda t: t.numbers.clone,
         "wrong, and fast": lambda t: lambda: t.numbers + 1.0,
         "absent": missing,
-        "ceiling": lambda t: lambda: None,
+        "absent as well": missing,
     },
-    ceiling_work=8e6,
+    ceilings={"multiply": Ceiling(lambda t: lambda: None, 8e6), "read": Ceiling(lambda t: lambda: None, 4e5)},
     host_calls=lambda: {"nothing": lambda: None, "hopwell.nothing": lambda: None},
     remarks={"clone": lambda t: f"all {len(t.numbers)} of them" if len(t.numbers) == 200 else "", "absent": missing},
 )
@@ -106,17 +113,18 @@ def test_a_sweep_writes_what_it_measured(tmp_path: Path) -> None:
         "copies-series.png",
     }
     run = Run.load(tmp_path / "copies.json")
-    assert run.rate("C2: 200 numbers", "clone") == pytest.approx(800 / 2e-3 / 1e9)
-    assert run.rate("C2: 200 numbers", "ceiling") == pytest.approx(4.0)
-    assert run.candidates == ["clone", "ceiling"], "a wrong result must not get a figure"
+    assert run.rate("C2: 200 numbers", "clone") == pytest.approx(800 / 2e-3 / 1e6)
+    assert run.candidates == ["clone"], "a wrong result must not get a figure"
     text = (tmp_path / "copies.md").read_text()
-    assert "| GB/s    |   C1 |   C2 |" in text
-    assert "| us    |     C1 |     C2 |" in text
-    assert "| clone | 2000.0 | 2000.0 |" in text
+    assert "| MB/s     |   C1 |   C2 |" in text
+    assert "| us              |     C1 |     C2 |" in text
+    assert "| clone           | 2000.0 | 2000.0 |" in text
     assert "By numbers: a line" in text
-    assert "| GB/s    |   8 |   16 |" in text
-    assert "- no figure for absent on C1, C2, line-8, line-16: ImportError: not installed\n" in text
-    assert "ArithmeticError" in text
+    assert "| MB/s     |   8 |   16 |" in text
+    everywhere = "on C1, C2, line-8, line-16"
+    assert f"- no figure for absent; absent as well {everywhere}: ImportError: not installed\n" in text
+    assert f"- no figure for wrong, and fast {everywhere}: wrong result\n" in text
+    assert all((row.error or 0) > 1e-3 for row in run.rows if row.candidate == "wrong, and fast")
     assert "- clone on C2: all 200 of them\n" in text
     assert text.count("clone on") == 1
     assert "| nothing                 |  1.5 |" in text
@@ -124,11 +132,139 @@ def test_a_sweep_writes_what_it_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
+def test_the_floor_is_the_longest_time_at_a_ceiling(tmp_path: Path) -> None:
+    """In 2 ms come 8e6 products, 4000 in a us, and 4e5 bytes, 200 in a us."""
+    assert sweep(tmp_path).exit_code == 0
+    run = Run.load(tmp_path / "copies.json")
+    assert run.ceilings == ["multiply", "read"]
+    assert run.roofline("C1: 100 numbers") == pytest.approx(400 / 4.0), "800 bytes take longer than 1e4 products"
+    assert run.roofline("C2: 200 numbers") == pytest.approx(800 / 10.0), "4e4 products take longer than 1600 bytes"
+    text = (tmp_path / "copies.md").read_text()
+    assert "| clone    |    0 |    0 |\n| roofline |  100 |   80 |\n\n" in text
+    assert "| floor: multiply |    2.5 |   10.0 |\n| floor: read     |    4.0 |    8.0 |\n\n" in text
+    assert "| roofline | 100 |  100 |\n\n" in text
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_the_roofline_is_over_the_ceilings_there_are(tmp_path: Path) -> None:
+    assert sweep(tmp_path, "--candidates", "clone", "--candidates", "read").exit_code == 0
+    text = (tmp_path / "copies.md").read_text()
+    assert "| roofline |  100 |  100 |" in text
+    assert "floor: read" in text
+    assert "multiply" not in text
+    assert sweep(tmp_path, "--candidates", "clone").exit_code == 0
+    text = (tmp_path / "copies.md").read_text()
+    assert "clone" in text
+    assert "roofline" not in text
+    assert "floor" not in text
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_failures_are_cut_between_words() -> None:
+    reason = "a sentence that goes on " * 10
+
+    def fail(numbers: Numbers) -> Any:
+        raise RuntimeError(reason)
+
+    family = replace(COPIES, candidates={"fails": fail})
+    [row] = command._measure(family, COPIES.cases[0], ["fails"], lambda step: None)
+    assert row.failure is not None
+    assert 100 < len(row.failure) <= 120
+    kept = row.failure.removesuffix(" ...")
+    assert kept != row.failure
+    assert f"RuntimeError: {reason}".startswith(f"{kept} ")
+
+
+def test_failures_have_a_line_for_cases_and_candidates() -> None:
+    run = unmeasured(
+        *(Row(f"{case}: 1", name, failure="no windows") for case in ("P1", "P2") for name in ("one", "other")),
+        Row("P1: 1", "third", failure="no windows"),
+        Row("P1: 1", "fourth", failure="wrong result"),
+    )
+    lines = [line for line in run.markdown().splitlines() if "no figure" in line]
+    assert lines == [
+        "- no figure for one; other on P1, P2: no windows",
+        "- no figure for third on P1: no windows",
+        "- no figure for fourth on P1: wrong result",
+    ]
+
+
+def unmeasured(*rows: Row) -> Run:
+    return Run("no GPU", "today", {}, COPIES.labels, list(rows))
+
+
+@pytest.mark.parametrize(
+    ("count", "in_rows"), [(1, [1]), (6, [6]), (7, [4, 3]), (16, [6, 6, 4]), (17, [6, 6, 5]), (19, [5, 5, 5, 4])]
+)
+def test_bars_come_in_rows(count: int, in_rows: list[int], figures: list[Any], tmp_path: Path) -> None:
+    names = [f"case {i}" for i in range(count)]
+    unmeasured(*(Row(name, who, rate=1.0) for name in names for who in ("clone", "read"))).save(tmp_path / "run.json")
+    [figure] = figures
+    found = [[label.get_text() for label in axes.get_xticklabels()] for axes in figure.axes]
+    assert [len(row) for row in found] == in_rows
+    assert list(itertools.chain(*found)) == names
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1, "bars of one width"
+    assert legend(figure) == {"clone", "roofline"}
+
+
+def test_lines_have_one_legend_beside_them(figures: list[Any], tmp_path: Path) -> None:
+    rows = [Row(f"{i}-{x}", who, f"series {i}", x, rate=x) for i in range(5) for x in (1, 2) for who in ("one", "read")]
+    rows.append(Row("4-1", "other", "series 4", 1, rate=1.0))
+    unmeasured(*rows).save(tmp_path / "run.json")
+    [figure] = figures
+    assert [axes.get_title() for axes in figure.axes] == [f"series {i}" for i in range(5)]
+    assert len({axes.get_position().y0 for axes in figure.axes}) == 2
+    assert legend(figure) == {"one", "other", "roofline"}
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Those that are saved."""
+    from matplotlib.figure import Figure
+
+    saved, save = [], Figure.savefig
+
+    def keep(figure: Any, *arguments: Any, **options: Any) -> None:
+        saved.append(figure)
+        save(figure, *arguments, **options)
+
+    monkeypatch.setattr(Figure, "savefig", keep)
+    return saved
+
+
+def legend(figure: Any) -> set[str]:
+    """What the one legend says, which hides no axes."""
+    [found] = figure.legends
+    for axes in figure.axes:
+        assert axes.get_legend() is None
+        assert not found.get_window_extent().overlaps(axes.get_window_extent())
+    return {text.get_text() for text in found.get_texts()}
+
+
+@pytest.mark.parametrize("family", [PREFILL, DECODE, MLA], ids=lambda family: family.labels.family)
+def test_families_measure_both_ceilings(family: Family) -> None:
+    assert list(family.measured)[-2:] == [MATMUL, READ] == list(CEILINGS) == list(family.labels.ceilings)
+    for case in family.cases:
+        assert set(case.demand) == {MATMUL, READ}
+
+
+def test_demand_of_prefill() -> None:
+    """4 new tokens of 6, 8 heads of 16 and 8 numbers, 2 of keys and values."""
+    case = Prefill("", "", (4,), (6,), 8, 2, 16, 8, causal=False)
+    queries = 2 * 4 * 8 * (16 + 8)
+    assert case.demand == {MATMUL: 2 * 8 * (16 + 8) * 4 * 6, READ: queries + 2 * 6 * 2 * (16 + 8)}
+    skipping = replace(case, skip_softmax=1.0)
+    assert skipping.demand == {MATMUL: 2 * 8 * (16 + 2) * 4 * 6, READ: queries + 2 * 6 * 2 * (16 + 2)}
+    assert skipping.work == case.work
+    assert replace(case, causal=True).demand[MATMUL] == replace(case, causal=True).work
+
+
+@pytest.mark.usefixtures("without_gpu")
 @pytest.mark.parametrize(
     ("arguments", "cases", "candidates"),
     [
-        (["--cases", "C1"], ["C1"], 4),
-        (["--cases", "line-*,C2"], ["C2", "line-8", "line-16"], 4),
+        (["--cases", "C1"], ["C1"], 6),
+        (["--cases", "line-*,C2"], ["C2", "line-8", "line-16"], 6),
         (["--cases", "C?", "--candidates", "clone", "--candidates", "wrong, *"], ["C1", "C2"], 2),
     ],
 )
