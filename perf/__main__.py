@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 console = Console(stderr=True)
 
+LONGEST_FAILURE = 120  # characters
+
 
 @app.command()
 def sweep(
@@ -31,11 +34,11 @@ def sweep(
     """Throughput: check every candidate against float64, then time all of them in turns, case by case."""
     families = _families()
     named = _matching("case", [case.name for family in families for case in family.cases], cases.split(","))
-    titles = _matching("candidate", [title for family in families for title in family.candidates], candidates or ["*"])
+    titles = _matching("candidate", [title for family in families for title in family.measured], candidates or ["*"])
     for family in families:
         chosen = [case for case in family.cases if case.name in named]
         if chosen:
-            _sweep(family, chosen, [title for title in family.candidates if title in titles], out)
+            _sweep(family, chosen, [title for title in family.measured if title in titles], out)
 
 
 @app.command()
@@ -109,22 +112,22 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
     for title in candidates:
         rows[title] = row = Row(case.title, title, case.series, case.x)
         try:
-            call = family.candidates[title](inputs)
+            call = family.measured[title](inputs)
             result = call()
-            if title != family.labels.ceiling:
-                row.error = inputs.error(result)
-                if not row.error < case.max_error:
-                    raise ArithmeticError(f"relative error {row.error:.1e}")
-            if title in family.remarks:
-                row.remark = family.remarks[title](inputs)
-            calls[title] = call
+            row.error = None if title in family.ceilings else inputs.error(result)
+            if row.error is None or row.error < case.max_error:
+                row.remark = family.remarks[title](inputs) if title in family.remarks else ""
+                calls[title] = call
+            else:
+                row.failure = "wrong result"
         except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
             first_line = str(failure).strip().partition("\n")[0]
-            row.failure = f"{type(failure).__name__}: {first_line[:160]}"
+            row.failure = shorten(f"{type(failure).__name__}: {first_line}", LONGEST_FAILURE, placeholder=" ...")
         advance(f"{case.name}: {title}")
     for title, milliseconds in interleaved(calls).items():
-        work = family.ceiling_work if title == family.labels.ceiling else case.work
-        rows[title].milliseconds, rows[title].rate = milliseconds, work / milliseconds * 1e3 / family.unit_size
+        if title in family.ceilings:
+            milliseconds *= case.demand[title] / family.ceilings[title].amount
+        rows[title].milliseconds, rows[title].rate = milliseconds, case.work / milliseconds * 1e3 / family.unit_size
     advance(f"{case.name}: timed")
     return list(rows.values())
 

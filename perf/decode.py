@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hopwell.perf import decode_candidates as known
+from hopwell.perf.ceilings import CEILINGS
 from hopwell.perf.decode_workloads import DECODE as CASES
 from hopwell.perf.decode_workloads import Decode, DecodeTensors
 from hopwell.perf.family import Call, Family
@@ -22,11 +23,11 @@ def _host_calls() -> Mapping[str, Call]:
 
 
 DECODE = Family(
-    Labels("decode", "GB/s", "keys and values, each read once", "keys of a request", known.CEILING),
+    Labels("decode", "GB/s", "keys and values, each read once", "keys of a request", tuple(CEILINGS)),
     unit_size=1e9,
     cases=CASES,
     inputs=DecodeTensors,
     candidates=known.DECODE,
-    ceiling_work=float(known.READ_BYTES),
+    ceilings=CEILINGS,
     host_calls=_host_calls,
 )

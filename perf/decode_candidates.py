@@ -15,9 +15,6 @@ from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
 from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
 
-CEILING = "memory read"
-READ_BYTES = 4 << 30
-
 
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
@@ -123,26 +120,10 @@ def fa4(page_size: int) -> Candidate:
     return prepare
 
 
-def read(t: DecodeTensors) -> Call:
-    """The ceiling: reading more memory than any cache holds. torch.sum would be 8 % slower (H200, 2026-11-21)."""
-    from hopwell.perf import memory
-
-    numbers = torch.empty(READ_BYTES // 4, dtype=torch.int32, device="cuda").random_()
-    found = torch.empty(memory.PROGRAMS, dtype=torch.int32, device="cuda")
-    sizes = dict(programs=memory.PROGRAMS, block=memory.BLOCK)
-
-    def call() -> torch.Tensor:
-        memory.read_all[(memory.PROGRAMS,)](numbers, found, numbers.numel(), **sizes, num_warps=4, num_stages=4)
-        return found
-
-    return call
-
-
 DECODE: dict[str, Candidate] = {
     **for_pages("hopwell", hopwell_paged, 16, 64),
     **for_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
     **for_pages("FlashInfer xqa", flashinfer_xqa, 16, 64),
     **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
     **for_pages("FlashAttention 4", fa4, 128),  # loaded with TMA up to head dim 128
-    CEILING: read,
 }

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from hopwell.perf import ceilings
 from hopwell.perf.paging import Pages, in_pages
 
 MASK_BITS = 32  # a row of a draft mask is a whole number of 32-bit words
@@ -52,8 +53,27 @@ class Decode:
 
     @property
     def work(self) -> float:
-        """Bytes of keys and values."""
+        return self.read_bytes
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """Both products; query and output, keys and values once."""
+        tokens = self.batch * self.q_len * self.heads * (self.head_dim + self.v_head_dim) * torch.bfloat16.itemsize
+        return {ceilings.MATMUL: self.flop, ceilings.READ: self.read_bytes + tokens}
+
+    @property
+    def read_bytes(self) -> float:
+        """Of keys and values."""
         return 2.0 * sum(self.kv_lens) * self.kv_heads * self.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def flop(self) -> float:
+        """Of both matrix products, visible keys only."""
+        return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.kv_lens))
+
+    def _visible(self, kv_len: int) -> int:
+        """Row t does not see the q_len - 1 - t last keys."""
+        return self.q_len * kv_len - self.q_len * (self.q_len - 1) // 2
 
     @property
     def v_head_dim(self) -> int:

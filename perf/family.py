@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -34,6 +34,11 @@ class Case(Protocol):
         ...
 
     @property
+    def demand(self) -> Mapping[str, float]:
+        """By ceiling what every candidate has to do: FLOP of the products, bytes of inputs and outputs."""
+        ...
+
+    @property
     def max_error(self) -> float:
         """The largest relative error of an output that counts as right."""
         ...
@@ -51,6 +56,11 @@ Call = Callable[[], Any]  # fills the output and returns it
 Candidate = Callable[[Any], Call]  # takes the family's inputs; raises where it cannot run a case
 
 
+class Ceiling(NamedTuple):
+    prepare: Candidate
+    amount: float  # FLOP or bytes of a call
+
+
 @dataclass(frozen=True)
 class Family:
     labels: Labels
@@ -58,7 +68,12 @@ class Family:
     cases: Sequence[Case]
     inputs: Callable[[Any], Inputs]
     candidates: Mapping[str, Candidate]
-    ceiling_work: float  # what the candidate named ``labels.ceiling`` gets done in each case
+    ceilings: Mapping[str, Ceiling]
     host_calls: Callable[[], Mapping[str, Call]]  # warm calls whose time on the host is worth knowing
     # By candidate what there is to say of how it computes its inputs, empty for nothing.
     remarks: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
+
+    @property
+    def measured(self) -> dict[str, Candidate]:
+        """All that a case is measured with."""
+        return {**self.candidates, **{name: ceiling.prepare for name, ceiling in self.ceilings.items()}}

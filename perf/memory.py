@@ -1,4 +1,4 @@
-"""How fast memory can be read: the ceiling of decode."""
+"""How fast memory can be read, one of the ceilings."""
 
 import triton
 import triton.language as tl

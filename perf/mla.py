@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hopwell.perf import mla_candidates as known
+from hopwell.perf.ceilings import CEILINGS
 from hopwell.perf.family import Call, Family
 from hopwell.perf.mla_workloads import MLA as CASES
 from hopwell.perf.mla_workloads import Mla, MlaTensors
-from hopwell.perf.prefill_candidates import MATMUL_FLOP
 from hopwell.perf.results import Labels
 
 
@@ -22,11 +22,11 @@ def _host_calls() -> Mapping[str, Call]:
 
 
 MLA = Family(
-    Labels("MLA", "TFLOP/s", "visible keys only", "keys of a request", known.CEILING),
+    Labels("MLA", "TFLOP/s", "visible keys only", "keys of a request", tuple(CEILINGS)),
     unit_size=1e12,
     cases=CASES,
     inputs=MlaTensors,
     candidates=known.MLA,
-    ceiling_work=MATMUL_FLOP,
+    ceilings=CEILINGS,
     host_calls=_host_calls,
 )

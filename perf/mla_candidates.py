@@ -12,7 +12,6 @@ from hopwell.perf.family import Call, Candidate
 from hopwell.perf.mla_workloads import MlaTensors
 from hopwell.perf.paging import page_starts
 from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
-from hopwell.perf.prefill_candidates import CEILING, matmul
 
 NOPE_HEAD_DIM = 128  # before absorption; it enters no computation
 
@@ -82,5 +81,4 @@ def flashinfer_fa3(page_size: int) -> Candidate:
 MLA: dict[str, Candidate] = {
     **for_pages("hopwell", hopwell_paged, 64, 32),
     **for_pages("FlashInfer fa3", flashinfer_fa3, 64),
-    CEILING: matmul,
 }

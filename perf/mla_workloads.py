@@ -37,10 +37,16 @@ class Mla(Decode):
 
     @property
     def work(self) -> float:
-        """FLOP of both matrix products, visible keys only."""
-        hidden = self.q_len * (self.q_len - 1) // 2  # of a request: row t does not see the q_len - 1 - t last keys
-        visible = sum(self.q_len * (self.top_k or kv_len) - (0 if self.top_k else hidden) for kv_len in self.kv_lens)
-        return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * visible
+        return self.flop
+
+    @property
+    def read_bytes(self) -> float:
+        """Of the keys, values among them; a listed one as often as it is listed."""
+        tokens = self.batch * self.q_len * self.top_k or sum(self.kv_lens)
+        return float(tokens * self.head_dim * self.kv_dtype.itemsize)
+
+    def _visible(self, kv_len: int) -> int:
+        return self.q_len * self.top_k or super()._visible(kv_len)
 
 
 def _uniform(name: str, batch: int, length: int, **options: Any) -> Mla:

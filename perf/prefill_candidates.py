@@ -22,10 +22,7 @@ from hopwell.perf.paging import page_starts
 from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
 from hopwell.perf.prefill_workloads import Tensors
 
-CEILING = "bf16 matmul"
 GROUP = 64  # queries that decide together what to leave out
-MATMUL_SIZE = 8192
-MATMUL_FLOP = 2.0 * MATMUL_SIZE**3
 
 Lengths = tuple[torch.Tensor, int, int, float, float, int, torch.Tensor, torch.Tensor]
 
@@ -238,13 +235,6 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
     return prepare
 
 
-def matmul(t: object) -> Call:
-    """The ceiling: a product of random square matrices."""
-    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").bfloat16() for _ in range(2))
-    out = torch.empty_like(a)
-    return lambda: torch.mm(a, b, out=out)
-
-
 PREFILL: dict[str, Candidate] = {
     "hopwell": hopwell_dense,
     **for_pages("hopwell", hopwell_paged, 16, 64, 128, 1),
@@ -256,5 +246,4 @@ PREFILL: dict[str, Candidate] = {
     **for_pages("FlashInfer FMHAv2", flashinfer_fmha_v2, 16, 64),
     **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
     "cuDNN SDPA": cudnn_sdpa,
-    CEILING: matmul,
 }

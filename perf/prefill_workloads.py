@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from hopwell.perf import ceilings
 from hopwell.perf.paging import Pages, in_pages
 
 STRETCH = 512  # of keys that are negligible, or not
@@ -65,6 +66,17 @@ class Prefill:
     def work(self) -> float:
         """FLOP of both matrix products, visible keys only; the diagonal of a causal mask counts half."""
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.q_lens, self.kv_lens))
+
+    @property
+    def demand(self) -> dict[str, float]:
+        """Both products; query and output, keys and values once. Of negligible keys the values are not needed."""
+        values = self.v_head_dim * (0.25 if self.skip_softmax else 1.0)
+        queries = self.tokens * self.heads * (self.head_dim + self.v_head_dim)
+        keys = self.kv_tokens * self.kv_heads * (self.head_dim + values)
+        return {
+            ceilings.MATMUL: self.work * (self.head_dim + values) / (self.head_dim + self.v_head_dim),
+            ceilings.READ: (queries + keys) * torch.bfloat16.itemsize,
+        }
 
     def _visible(self, q_len: int, kv_len: int) -> float:
         if not self.causal:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 PACKAGES = ("hopwell", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "flashinfer-python")
+
+ROOFLINE = "roofline"
+CASES_IN_ROW = 6  # of bars
+SERIES_IN_ROW = 3
+LEGEND_WIDTH = 2.5  # inches
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Labels:
     unit: str
     counting: str  # how the unit is counted
     x: str  # what the cases of a series differ in
-    ceiling: str  # the candidate that shows what the card can do
+    ceilings: Sequence[str]  # whose rates tell the floor of a case; no candidates
 
 
 @dataclass
@@ -30,7 +35,7 @@ class Row:
     candidate: str
     series: str = ""
     x: int = 0
-    milliseconds: float | None = None
+    milliseconds: float | None = None  # of a ceiling: what the case takes at its rate
     rate: float | None = None  # in the family's unit
     error: float | None = None  # relative, against float64
     failure: str | None = None  # why there are no figures
@@ -74,11 +79,15 @@ class Run:
 
     @property
     def candidates(self) -> list[str]:
-        return list(dict.fromkeys(row.candidate for row in self.rows if row.rate))
+        return [name for name in self._measured if name not in self.labels.ceilings]
 
     @property
-    def peers(self) -> list[str]:
-        return [name for name in self.candidates if name != self.labels.ceiling]
+    def ceilings(self) -> list[str]:
+        return [name for name in self._measured if name in self.labels.ceilings]
+
+    @property
+    def _measured(self) -> list[str]:
+        return list(dict.fromkeys(row.candidate for row in self.rows if row.rate))
 
     @property
     def series(self) -> list[str]:
@@ -92,6 +101,10 @@ class Run:
         row = self._row(workload, candidate)
         return None if row is None else row.rate
 
+    def roofline(self, workload: str) -> float | None:
+        """The rate of a case that takes its floor, the longest time of a ceiling."""
+        return min(filter(None, (self.rate(workload, name) for name in self.ceilings)), default=None)
+
     def _microseconds(self, workload: str, candidate: str) -> float | None:
         row = self._row(workload, candidate)
         return None if row is None or row.milliseconds is None else row.milliseconds * 1e3
@@ -103,15 +116,13 @@ class Run:
         return None
 
     def markdown(self) -> str:
-        from tabulate import tabulate
-
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         parts = [f"{self.gpu}, {self.date}. {versions}."]
         alone = list(self._workloads())
         if alone:
             names = [_name(title) for title in alone]
             parts.append(self._rate_table(alone, names))
-            parts.append(_table("us", self.peers, alone, names, self._microseconds, digits=1))
+            parts.append(self._time_table(alone, names))
             parts.append("\n".join(f"- {title}" for title in alone))
         for series in self.series:
             points = self._workloads(series)
@@ -120,76 +131,95 @@ class Run:
         host, first = self.host_microseconds, self.first_call_milliseconds
         for title, unit, digits, times in (("warm call on the host", "us", 1, host), ("first call", "ms", 0, first)):
             if times:
-                figures = [[name, f"{value:.{digits}f}"] for name, value in times.items()]
-                parts.append(tabulate(figures, [title, unit], tablefmt="github", colalign=("left", "right")))
+                parts.append(_table(title, {name: [value] for name, value in times.items()}, [unit], digits))
         remarks = [f"- {row.candidate} on {_name(row.workload)}: {row.remark}" for row in self.rows if row.remark]
         if remarks:
             parts.append("\n".join(remarks))
-        failed: dict[tuple[str, str], list[str]] = {}
-        for row in self.rows:
-            if row.failure:
-                failed.setdefault((row.candidate, row.failure), []).append(_name(row.workload))
-        if failed:
-            lines = [f"- no figure for {name} on {', '.join(works)}: {why}" for (name, why), works in failed.items()]
-            parts.append("\n".join(lines))
+        failures = self._failures()
+        if failures:
+            parts.append("\n".join(failures))
         return "\n\n".join(parts) + "\n"
 
     def _rate_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
-        return _table(self.labels.unit, self.candidates, workloads, headers, self.rate)
+        rates = self._rates(workloads)
+        if self.ceilings:
+            rates[ROOFLINE] = self._rooflines(workloads)
+        return _table(self.labels.unit, rates, headers)
 
-    def _rates(self, workloads: Sequence[str], candidate: str) -> list[float | None]:
-        return [self.rate(workload, candidate) for workload in workloads]
+    def _time_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
+        titles = {name: name for name in self.candidates} | {f"floor: {name}": name for name in self.ceilings}
+        times = {title: [self._microseconds(each, name) for each in workloads] for title, name in titles.items()}
+        return _table("us", times, headers, digits=1)
+
+    def _rates(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
+        """By candidate."""
+        return {name: [self.rate(workload, name) for workload in workloads] for name in self.candidates}
+
+    def _rooflines(self, workloads: Sequence[str]) -> list[float | None]:
+        return [self.roofline(workload) for workload in workloads]
+
+    def _failures(self) -> list[str]:
+        """A line for all candidates that failed on the same cases in the same way."""
+        cases: dict[tuple[str, str], list[str]] = {}
+        for row in self.rows:
+            if row.failure:
+                cases.setdefault((row.candidate, row.failure), []).append(_name(row.workload))
+        candidates: dict[tuple[str, str], list[str]] = {}
+        for (candidate, failure), names in cases.items():
+            candidates.setdefault((", ".join(names), failure), []).append(candidate)
+        return [f"- no figure for {'; '.join(who)} on {names}: {why}" for (names, why), who in candidates.items()]
 
     def _plot_cases(self, path: Path) -> None:
         """Bars of the workloads that stand alone."""
         workloads = list(self._workloads())
-        if not (workloads and self.peers):
+        if not (workloads and self.candidates):
             return
-        figure, (axes,) = _subplots(1, 2 + 1.5 * len(workloads))
-        width = 0.85 / len(self.peers)
-        for index, name in enumerate(self.peers):
-            heights = [rate or 0 for rate in self._rates(workloads, name)]
-            places = [at + (index - (len(self.peers) - 1) / 2) * width for at in range(len(heights))]
-            axes.bar(places, heights, width, label=name, color=_color(index))
-        for at, ceiling in enumerate(self._rates(workloads, self.labels.ceiling)):
-            if ceiling:
-                label = f"{self.labels.ceiling} in the same run" if at == 0 else "_unlisted"
-                axes.hlines(ceiling, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=label)
+        rows = _in_rows(workloads, CASES_IN_ROW)
+        figure, panels = _panels(len(rows), columns=1, width=1.6 * len(rows[0]))
+        for axes, row in zip(panels, rows, strict=True):
+            self._bars(axes, row)
+            axes.set_xlim(-0.5, len(rows[0]) - 0.5)
+        self._finish(figure, path)
+
+    def _bars(self, axes: Any, workloads: Sequence[str]) -> None:
+        width = 0.85 / len(self.candidates)
+        for index, (name, rates) in enumerate(self._rates(workloads).items()):
+            places = [at + (index - (len(self.candidates) - 1) / 2) * width for at in range(len(workloads))]
+            axes.bar(places, [rate or 0 for rate in rates], width, label=name, color=_color(index))
+        for at, rate in enumerate(self._rooflines(workloads)):
+            if rate:
+                axes.hlines(rate, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=ROOFLINE)
         names = [title.replace(": ", "\n").replace(", ", "\n") for title in workloads]
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
-        figure.legend(fontsize=7, loc="outside right upper")
-        self._finish(figure, path)
 
     def _plot_series(self, path: Path) -> None:
         """A panel for each series, a line for each candidate."""
-        if not (self.series and self.peers):
+        if not (self.series and self.candidates):
             return
-        figure, panels = _subplots(len(self.series), 5.5 * len(self.series))
+        columns = len(_in_rows(self.series, SERIES_IN_ROW)[0])
+        figure, panels = _panels(len(self.series), columns, width=5.0)
         for axes, series in zip(panels, self.series, strict=True):
             points = self._workloads(series)
-            for index, name in enumerate(self.peers):
-                self._line(axes, points, name, color=_color(index), marker=".")
-            self._line(axes, points, self.labels.ceiling, color="black", linestyle="dashed")
+            for index, (name, rates) in enumerate(self._rates(list(points)).items()):
+                _line(axes, points, rates, label=name, color=_color(index), marker=".")
+            _line(axes, points, self._rooflines(list(points)), label=ROOFLINE, color="black", linestyle="dashed")
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(points.values()), list(map(str, points.values())), fontsize=7)
-            axes.set_xlabel(self.labels.x)
+            axes.set_xlabel(self.labels.x, fontsize=8)
             axes.set_title(series, fontsize=8)
-        panels[0].legend(fontsize=7)
         self._finish(figure, path)
-
-    def _line(self, axes: Any, points: dict[str, int], candidate: str, **style: Any) -> None:
-        rates = self._rates(list(points), candidate)
-        measured = [(x, rate) for x, rate in zip(points.values(), rates, strict=True) if rate]
-        if measured:
-            axes.plot(*zip(*measured, strict=True), label=candidate, **style)
 
     def _finish(self, figure: Any, path: Path) -> None:
         from matplotlib import pyplot
 
+        drawn: dict[str, Any] = {}
+        top = max(axes.get_ylim()[1] for axes in figure.axes)
         for axes in figure.axes:
-            axes.set_ylim(bottom=0)
+            axes.set_ylim(0, top)
             axes.grid(axis="y", alpha=0.3)
-        figure.axes[0].set_ylabel(f"{self.labels.unit} ({self.labels.counting})")
+            drawn |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+        figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside right upper")
+        figure.supylabel(f"{self.labels.unit} ({self.labels.counting})", fontsize=9)
         family = self.labels.family
         figure.suptitle(f"{family[0].upper()}{family[1:]} on one {self.gpu}, {self.date}")
         figure.savefig(path, dpi=150)
@@ -200,34 +230,38 @@ def _name(workload: str) -> str:
     return workload.partition(":")[0]
 
 
-def _table(
-    unit: str,
-    candidates: Sequence[str],
-    workloads: Sequence[str],
-    headers: Sequence[object],
-    figure: Callable[[str, str], float | None],
-    digits: int = 0,
-) -> str:
-    """A row for each candidate, a column for each workload."""
+def _table(title: str, rows: Mapping[str, Sequence[float | None]], headers: Sequence[object], digits: int = 0) -> str:
     from tabulate import tabulate
 
-    def cell(value: float | None) -> str:
-        return "-" if value is None else f"{value:.{digits}f}"
-
-    rows = [[name, *(cell(figure(workload, name)) for workload in workloads)] for name in candidates]
-    alignment = ("left", *["right"] * len(workloads))
+    cells = [[name, *("-" if each is None else f"{each:.{digits}f}" for each in row)] for name, row in rows.items()]
+    alignment = ("left", *["right"] * len(headers))
     # Figures are text here: as numbers, tabulate would lose their last zeros.
-    return tabulate(rows, [unit, *map(str, headers)], tablefmt="github", colalign=alignment, disable_numparse=True)
+    return tabulate(cells, [title, *map(str, headers)], tablefmt="github", colalign=alignment, disable_numparse=True)
 
 
-def _subplots(count: int, width: float) -> tuple[Any, Sequence[Any]]:
+def _in_rows(items: Sequence[str], most: int) -> list[Sequence[str]]:
+    """Rows of ``most`` items or less, as even as can be."""
+    count = -(-len(items) // most)
+    size = -(-len(items) // count)
+    return [items[first : first + size] for first in range(0, len(items), size)]
+
+
+def _panels(count: int, columns: int, width: float) -> tuple[Any, list[Any]]:
+    """A figure with room for a legend, and its axes, row by row."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, count, figsize=(width, 4.5), layout="constrained", sharey=True, squeeze=False)
-    return figure, axes[0]
+    rows = -(-count // columns)
+    figure = pyplot.figure(figsize=(LEGEND_WIDTH + columns * width, 1 + 3.5 * rows), layout="constrained")
+    return figure, [figure.add_subplot(rows, columns, place + 1) for place in range(count)]
+
+
+def _line(axes: Any, points: Mapping[str, int], rates: Sequence[float | None], **style: Any) -> None:
+    measured = [(x, rate) for x, rate in zip(points.values(), rates, strict=True) if rate]
+    if measured:
+        axes.plot(*zip(*measured, strict=True), **style)
 
 
 def _color(index: int) -> Any:
