@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from hopwell import _demo
+from hopwell import _demo, emulator
 from hopwell.__main__ import main
 from hopwell.kernels.support import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
+DEMO = (_demo.Prefill, _demo.Decode, _demo.MlaDecode)
+ENTRIES = [batch.ENTRY for batch in DEMO]
 
 
 def examples(heading: str) -> list[str]:
@@ -39,9 +41,8 @@ def test_support_matrix_is_up_to_date() -> None:
 def check_demo(capsys: pytest.CaptureFixture[str], device: str) -> None:
     assert main(["demo", "--device", device]) == 0
     shown = capsys.readouterr().out
-    assert shown.count(": right\n") == 2
-    assert "trtllm_batch_context_with_kv_cache\n" in shown
-    assert "xqa_batch_decode_with_kv_cache\n" in shown
+    assert shown.count(": right\n") == len(DEMO)
+    assert [line for line in shown.splitlines() if line in ENTRIES] == ENTRIES
 
 
 @pytest.mark.gpu
@@ -54,16 +55,37 @@ def test_demo_on_the_emulator(capsys: pytest.CaptureFixture[str]) -> None:
     check_demo(capsys, "cpu")
 
 
-def test_demo_says_what_has_no_kernel(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(batch: _demo.Prefill, out: torch.Tensor | None = None) -> torch.Tensor:
-        raise NotImplementedError(f"no {batch.ENTRY} here")
+@pytest.mark.emulator
+@pytest.mark.parametrize("wrong", DEMO)
+def test_demo_says_what_is_wrong(
+    wrong: type[_demo.Batch], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here a batch whose last tokens are not attended to."""
+    attend = wrong.attend
 
-    for kind in (_demo.Prefill, _demo.Decode):
-        monkeypatch.setattr(kind, "attend", missing)
-    assert main(["demo", "--device", "cpu"]) == 0
-    shown = capsys.readouterr().out
-    assert "no trtllm_batch_context_with_kv_cache here\n" in shown
-    assert "no xqa_batch_decode_with_kv_cache here\n" in shown
+    def attend_to_fewer(batch: _demo.Batch, out: torch.Tensor | None = None) -> torch.Tensor:
+        batch.seq_lens -= 1
+        return attend(batch, out)
+
+    monkeypatch.setattr(wrong, "attend", attend_to_fewer)
+    assert main(["demo", "--device", "cpu"]) == 1
+    verdicts = re.findall(r"of the largest output: (\w+)\n", capsys.readouterr().out)
+    assert verdicts == ["WRONG" if batch is wrong else "right" for batch in DEMO]
+
+
+def test_demo_says_what_has_no_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    with emulator.use("sm_89"):
+        assert main(["demo", "--device", "cpu"]) == 0
+    assert re.findall(r"(\w+): .* is not supported on sm_89;", capsys.readouterr().out) == ENTRIES
+
+
+def test_demo_rates() -> None:
+    """In a nanosecond."""
+    prefill = _demo.Prefill("cpu", [37, 300], 4, 2, q_lens=[5, 130])  # whose tokens see 33 to 37 and 171 to 300 keys
+    visible = sum(range(33, 38)) + sum(range(171, 301))
+    assert prefill.rate(1e-6) == f"{2 * 4 * (128 + 128) * visible / 1e3:.0f} TFLOP/s"
+    assert _demo.Decode("cpu", [38, 301], 4, 2).rate(1e-6) == f"{339 * 2 * (128 + 128) * 2} GB/s of keys and values"
+    assert _demo.MlaDecode("cpu", [38, 301], 16).rate(1e-6) == f"{2 * 16 * (576 + 512) * 339 / 1e3:.0f} TFLOP/s"
 
 
 @pytest.mark.parametrize(("arch", "status"), [("sm_90a", 1), ("sm_100a", 1), ("sm_120a", 2), (None, 2)])
