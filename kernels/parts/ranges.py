@@ -53,6 +53,10 @@ class Ranges(DeviceStruct):
             all_own = (leaves + (groups - 1)) // groups
             if ((all_own - share) * WASTE <= cutlass.max(share, WASTE)) & (leaves > requests << shift):
                 own = all_own
+                # Of a block one node is left, and longer blocks take fewer rounds of merges. Ranges are whole blocks
+                # where lines begin with them, as that of a single request does.
+                if requests == 1:
+                    shift = cutlass.max(shift, bit_length(own & -own) - 1)
         return Ranges(columns, leaves, ctas, own, shift)
 
     @property

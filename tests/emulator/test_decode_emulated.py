@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 import torch
 from covering import COVERING_DECODE
-from decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for, fewest_rows
+from decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for, fewest_rows, mask_of
 from schedules import schedules, setting
 
 from hopwell import emulator
@@ -121,6 +121,19 @@ def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:
     kv_lens = [(0, 3, 40, config.chunk_tokens + 1)[i * i % 7 % 4] for i in range(75)]
     case = Case([1] * len(kv_lens), kv_lens, group=group, sinks=False)
     check_config(config, case, 16, "cpu", schedules(group, adverse=1))
+
+
+@pytest.mark.parametrize("leaves", [4, 8, 15, 33])
+def test_a_single_request_is_as_one_of_several(leaves: int) -> None:
+    """Its blocks of leaves are longer."""
+    config = config_for(128, MaskKind.FULL, 16, rows=4)
+    case = Case([1], [leaves * config.chunk_tokens - leaves % 2], 4, kv_heads=1)
+    check_config(config, case, 16, "cpu", schedules(leaves, adverse=1))
+    alone = batch_of(config, case, "cpu")
+    several = replace(alone, q_lens=[1] * 3, kv_lens=alone.kv_lens * 3)
+    several.q, several.k, several.v = alone.q.expand(3, -1, -1).contiguous(), alone.k * 3, alone.v * 3
+    want = execute(alone.decode(16, mask_of(config, case)))
+    assert torch.equal(execute(several.decode(16, mask_of(config, case))), want.expand(3, -1, -1))
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 2), (512, 1)])

@@ -142,6 +142,17 @@ def test_what_is_handed_out(leaves: int, requests: int, handed_out: bool) -> Non
     assert host(of(88, leaves, requests, 132).has_tickets)
 
 
+@pytest.mark.usefixtures("memory")
+@pytest.mark.parametrize("leaves", [16, 32, 61, 64, 128, 1024])
+def test_nodes_of_a_single_request_are_merged_at_once(leaves: int) -> None:
+    """Every CTA leaves one, which fills one slot of the only bundle."""
+    ranges = of(8, leaves, 1, 132)
+    block = 1 << host(ranges.shift)
+    assert host(ranges.own) == block
+    assert -(-leaves // block) <= 1 << BUNDLE_BITS
+    assert 1 << host(of(8, leaves, 2, 132).shift) <= max(block // 16, 1)
+
+
 @dataclass
 class Batch:
     kv_lens: list[int]
