@@ -48,7 +48,7 @@ def xqa_batch_decode_with_kv_cache(
 
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
-            multiple of 16 up to 256, or 512; with an 8-bit cache up to 128, or 256.
+            multiple of 16 up to 256, or 512 without an 8-bit cache.
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two

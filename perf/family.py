@@ -35,7 +35,7 @@ class Case(Protocol):
 
     @property
     def demand(self) -> Mapping[str, float]:
-        """By ceiling what every candidate has to do: FLOP of the products, bytes of inputs and outputs."""
+        """By ceiling what no candidate can do without: FLOP of the products, bytes of inputs and outputs."""
         ...
 
     @property

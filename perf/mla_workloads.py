@@ -42,8 +42,8 @@ class Mla(Decode):
     @property
     def read_bytes(self) -> float:
         """Of the keys, values among them; a listed one as often as it is listed."""
-        tokens = self.batch * self.q_len * self.top_k or sum(self.kv_lens)
-        return float(tokens * self.head_dim * self.kv_dtype.itemsize)
+        listed = self.batch * self.q_len * self.top_k
+        return float(listed * self.head_dim * self.kv_dtype.itemsize if self.top_k else self.cache_bytes)
 
     def _visible(self, kv_len: int) -> int:
         return self.q_len * self.top_k or super()._visible(kv_len)

@@ -13,6 +13,7 @@ from hopwell.perf import ceilings
 from hopwell.perf.paging import Pages, in_pages
 
 STRETCH = 512  # of keys that are negligible, or not
+NEEDED = 4  # one stretch in so many is not
 MAX_ERROR = 8e-3  # relative, of bf16 attention on random data; a wrong mask gives ten times as much
 
 
@@ -69,8 +70,8 @@ class Prefill:
 
     @property
     def demand(self) -> dict[str, float]:
-        """Both products; query and output, keys and values once. Of negligible keys the values are not needed."""
-        values = self.v_head_dim * (0.25 if self.skip_softmax else 1.0)
+        """Both products; query and output, keys and values once. Values of negligible keys may be left out."""
+        values = self.v_head_dim / (NEEDED if self.skip_softmax else 1)
         queries = self.tokens * self.heads * (self.head_dim + self.v_head_dim)
         keys = self.kv_tokens * self.kv_heads * (self.head_dim + values)
         return {
@@ -162,9 +163,9 @@ class Tensors:
             )
         )
         if work.skip_softmax:
-            # Logits of a standard deviation of 6 in every fourth stretch, and of next to nothing in the others.
+            # Logits of a standard deviation of 6 in a stretch that is needed, and of next to nothing in the others.
             stretch = torch.arange(work.kv_tokens, device="cuda") // STRETCH
-            self.k *= torch.where(stretch % 4 == 0, 6.0, 0.01).to(dtype)[:, None, None]
+            self.k *= torch.where(stretch % NEEDED == 0, 6.0, 0.01).to(dtype)[:, None, None]
         self.q_lens, self.kv_lens = (
             torch.tensor(lengths, dtype=torch.int32, device="cuda") for lengths in (work.q_lens, work.kv_lens)
         )

@@ -143,7 +143,7 @@ class Run:
     def _rate_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
         rates = self._rates(workloads)
         if self.ceilings:
-            rates[ROOFLINE] = self._rooflines(workloads)
+            rates[self._roofline_title] = self._rooflines(workloads)
         return _table(self.labels.unit, rates, headers)
 
     def _time_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
@@ -154,6 +154,11 @@ class Run:
     def _rates(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
         """By candidate."""
         return {name: [self.rate(workload, name) for workload in workloads] for name in self.candidates}
+
+    @property
+    def _roofline_title(self) -> str:
+        """Where there is one ceiling only, it may not be the one that decides."""
+        return ROOFLINE if len(self.ceilings) > 1 else self.ceilings[0]
 
     def _rooflines(self, workloads: Sequence[str]) -> list[float | None]:
         return [self.roofline(workload) for workload in workloads]
@@ -188,7 +193,7 @@ class Run:
             axes.bar(places, [rate or 0 for rate in rates], width, label=name, color=_color(index))
         for at, rate in enumerate(self._rooflines(workloads)):
             if rate:
-                axes.hlines(rate, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=ROOFLINE)
+                axes.hlines(rate, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=self._roofline_title)
         names = [title.replace(": ", "\n").replace(", ", "\n") for title in workloads]
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
 
@@ -202,7 +207,9 @@ class Run:
             points = self._workloads(series)
             for index, (name, rates) in enumerate(self._rates(list(points)).items()):
                 _line(axes, points, rates, label=name, color=_color(index), marker=".")
-            _line(axes, points, self._rooflines(list(points)), label=ROOFLINE, color="black", linestyle="dashed")
+            if self.ceilings:
+                style = dict(label=self._roofline_title, color="black", linestyle="dashed")
+                _line(axes, points, self._rooflines(list(points)), **style)
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(points.values()), list(map(str, points.values())), fontsize=7)
             axes.set_xlabel(self.labels.x, fontsize=8)

@@ -53,8 +53,8 @@ class Ranges(DeviceStruct):
             all_own = (leaves + (groups - 1)) // groups
             if ((all_own - share) * WASTE <= cutlass.max(share, WASTE)) & (leaves > requests << shift):
                 own = all_own
-                # Of a block one node is left, and longer blocks take fewer rounds of merges. Ranges are whole blocks
-                # where lines begin with them, as that of a single request does.
+                # Ranges of a single request begin at multiples of ``own``, so that blocks may be as long as the largest
+                # power of two in it: fewer nodes, and fewer rounds of merges.
                 if requests == 1:
                     shift = cutlass.max(shift, bit_length(own & -own) - 1)
         return Ranges(columns, leaves, ctas, own, shift)

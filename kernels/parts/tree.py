@@ -12,7 +12,7 @@ leaf that another CTA has is left in memory, at most two nodes of each level of 
 These are merged sixteen at a time, wide ones four. A bundle has as many slots, one for each of so many blocks of a line
 (see ``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills the last one
 merges them, in the order of the tree, and fills a slot of the tier above: so merging goes on beside all else, and after
-the last leaf of a long line it takes two rounds or three, wide ones up to five.
+the last leaf of a line it takes one round to three, wide nodes up to five.
 
 A warpgroup holds a node in registers, each thread the same elements of every node, and writes it as it lies in them.
 """

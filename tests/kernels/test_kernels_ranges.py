@@ -113,9 +113,9 @@ def test_every_leaf_of_every_column_is_in_one_range(columns: int, leaves: int, r
 )
 def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: int, kv_heads: int) -> None:
     bits = BUNDLE_BITS if columns < 512 else WIDE_BUNDLE_BITS
-    for leaves, sms in itertools.product((1, 999, 100_000), (4, 132)):
+    for leaves, requests, sms in itertools.product((1, 999, 100_000), (1, 2), (4, 132)):
         ctas = sms * CTAS_PER_SM[element_bytes]
-        ranges = of(kv_heads, leaves, 1, ctas, share_blocks(rows, columns, element_bytes))
+        ranges = of(kv_heads, leaves, requests, ctas, share_blocks(rows, columns, element_bytes))
         slots = node_slots(rows, kv_heads, columns, ctas, element_bytes)
         assert kv_heads * host(ranges.column_slots) <= slots
         assert leaves >> host(ranges.shift) <= 1 << bits * TIERS
@@ -227,6 +227,10 @@ BATCHES = [
     Batch([40_000, 3, 9000], kv_heads=3),
     Batch([9000, 70_000], kv_heads=3, window=20_000),
     Batch([300, 20_000], kv_heads=5),
+    Batch([40_000]),
+    Batch([9000], kv_heads=2),
+    Batch([70_000], window=20_000, ctas=8),
+    ListBatch([9000], q_lens=[1], listed=2000),
     Batch([(i * 97) % 1500 for i in range(70)], kv_heads=3, ctas=8),
     ListBatch([0, 5, 100, 260, 9000], q_lens=[0, 3, 1, 3, 2]),
     ListBatch([1, 2, 700], q_lens=[3, 3, 3], listed=64),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -23,7 +24,7 @@ from typer.testing import CliRunner
 
 from hopwell.perf import __main__ as command
 from hopwell.perf import measure
-from hopwell.perf.ceilings import CEILINGS, MATMUL, READ
+from hopwell.perf.ceilings import MATMUL, READ
 from hopwell.perf.decode import DECODE
 from hopwell.perf.family import Ceiling, Family
 from hopwell.perf.mla import MLA
@@ -149,8 +150,9 @@ def test_the_floor_is_the_longest_time_at_a_ceiling(tmp_path: Path) -> None:
 def test_the_roofline_is_over_the_ceilings_there_are(tmp_path: Path) -> None:
     assert sweep(tmp_path, "--candidates", "clone", "--candidates", "read").exit_code == 0
     text = (tmp_path / "copies.md").read_text()
-    assert "| roofline |  100 |  100 |" in text
+    assert re.search(r"\| read +\| +100 \| +100 \|", text), "it may not be the one that decides"
     assert "floor: read" in text
+    assert "roofline" not in text
     assert "multiply" not in text
     assert sweep(tmp_path, "--candidates", "clone").exit_code == 0
     text = (tmp_path / "copies.md").read_text()
@@ -204,7 +206,7 @@ def test_bars_come_in_rows(count: int, in_rows: list[int], figures: list[Any], t
     assert [len(row) for row in found] == in_rows
     assert list(itertools.chain(*found)) == names
     assert len({axes.get_xlim() for axes in figure.axes}) == 1, "bars of one width"
-    assert legend(figure) == {"clone", "roofline"}
+    assert legend(figure) == {"clone", "read"}
 
 
 def test_lines_have_one_legend_beside_them(figures: list[Any], tmp_path: Path) -> None:
@@ -214,7 +216,7 @@ def test_lines_have_one_legend_beside_them(figures: list[Any], tmp_path: Path) -
     [figure] = figures
     assert [axes.get_title() for axes in figure.axes] == [f"series {i}" for i in range(5)]
     assert len({axes.get_position().y0 for axes in figure.axes}) == 2
-    assert legend(figure) == {"one", "other", "roofline"}
+    assert legend(figure) == {"one", "other", "read"}
 
 
 @pytest.fixture
@@ -241,9 +243,13 @@ def legend(figure: Any) -> set[str]:
     return {text.get_text() for text in found.get_texts()}
 
 
-@pytest.mark.parametrize("family", [PREFILL, DECODE, MLA], ids=lambda family: family.labels.family)
-def test_families_measure_both_ceilings(family: Family) -> None:
-    assert list(family.measured)[-2:] == [MATMUL, READ] == list(CEILINGS) == list(family.labels.ceilings)
+@pytest.mark.parametrize(
+    ("family", "ceilings"),
+    [(PREFILL, [MATMUL, READ]), (DECODE, [READ]), (MLA, [MATMUL, READ])],
+    ids=["prefill", "decode", "mla"],
+)
+def test_families_measure_what_may_decide(family: Family, ceilings: list[str]) -> None:
+    assert list(family.measured)[len(family.candidates) :] == ceilings == list(family.labels.ceilings)
     for case in family.cases:
         assert set(case.demand) == {MATMUL, READ}
 
