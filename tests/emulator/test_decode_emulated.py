@@ -124,10 +124,14 @@ def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:
 
 
 @pytest.mark.parametrize("leaves", [4, 8, 15, 33])
-def test_a_single_request_is_as_one_of_several(leaves: int) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "kv_type", "window"), [(128, KvType.WIDE, -1), (64, KvType.WIDE, 3000), (208, KvType.E4M3, -1)]
+)
+def test_a_single_request_is_as_one_of_several(head_dim: int, kv_type: KvType, window: int, leaves: int) -> None:
     """Its blocks of leaves are longer."""
-    config = config_for(128, MaskKind.FULL, 16, rows=4)
-    case = Case([1], [leaves * config.chunk_tokens - leaves % 2], 4, kv_heads=1)
+    mask = MaskKind.FULL if window < 0 else MaskKind.SLIDING_WINDOW
+    config = config_for(head_dim, mask, 16, kv_type=kv_type, rows=4)
+    case = Case([1], [leaves * config.chunk_tokens - leaves % 2], 4, kv_heads=1, window=window)
     check_config(config, case, 16, "cpu", schedules(leaves, adverse=1))
     alone = batch_of(config, case, "cpu")
     several = replace(alone, q_lens=[1] * 3, kv_lens=alone.kv_lens * 3)
