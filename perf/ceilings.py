@@ -6,15 +6,23 @@ bound: long prefill at head dim 256 is up to 7 % faster than the product of rand
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 
-from hopwell.perf.family import Call, Ceiling
+if TYPE_CHECKING:
+    from hopwell.perf.family import Call, Candidate
 
 MATMUL = "bf16 matmul"
 READ = "memory read"
 
 MATMUL_SIZE = 8192
 READ_BYTES = 4 << 30  # more than any cache holds
+
+
+class Ceiling(NamedTuple):
+    prepare: Candidate
+    amount: float  # FLOP or bytes of a call
 
 
 def matmul(t: object) -> Call:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
+from hopwell.perf.ceilings import CEILINGS, Ceiling
 from hopwell.perf.results import Labels
 
 
@@ -56,11 +57,6 @@ Call = Callable[[], Any]  # fills the output and returns it
 Candidate = Callable[[Any], Call]  # takes the family's inputs; raises where it cannot run a case
 
 
-class Ceiling(NamedTuple):
-    prepare: Candidate
-    amount: float  # FLOP or bytes of a call
-
-
 @dataclass(frozen=True)
 class Family:
     labels: Labels
@@ -68,10 +64,13 @@ class Family:
     cases: Sequence[Case]
     inputs: Callable[[Any], Inputs]
     candidates: Mapping[str, Candidate]
-    ceilings: Mapping[str, Ceiling]
     host_calls: Callable[[], Mapping[str, Call]]  # warm calls whose time on the host is worth knowing
     # By candidate what there is to say of how it computes its inputs, empty for nothing.
     remarks: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
+
+    @property
+    def ceilings(self) -> dict[str, Ceiling]:
+        return {name: CEILINGS[name] for name in self.labels.ceilings}
 
     @property
     def measured(self) -> dict[str, Candidate]:

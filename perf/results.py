@@ -141,10 +141,7 @@ class Run:
         return "\n\n".join(parts) + "\n"
 
     def _rate_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
-        rates = self._rates(workloads)
-        if self.ceilings:
-            rates[self._roofline_title] = self._rooflines(workloads)
-        return _table(self.labels.unit, rates, headers)
+        return _table(self.labels.unit, self._rates(workloads) | self._rooflines(workloads), headers)
 
     def _time_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
         titles = {name: name for name in self.candidates} | {f"floor: {name}": name for name in self.ceilings}
@@ -155,13 +152,10 @@ class Run:
         """By candidate."""
         return {name: [self.rate(workload, name) for workload in workloads] for name in self.candidates}
 
-    @property
-    def _roofline_title(self) -> str:
-        """Where there is one ceiling only, it may not be the one that decides."""
-        return ROOFLINE if len(self.ceilings) > 1 else self.ceilings[0]
-
-    def _rooflines(self, workloads: Sequence[str]) -> list[float | None]:
-        return [self.roofline(workload) for workload in workloads]
+    def _rooflines(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
+        """By title; nothing without ceilings. One alone has its own name: it may not be the one that decides."""
+        titles = self.ceilings if len(self.ceilings) < 2 else [ROOFLINE]
+        return {title: [self.roofline(workload) for workload in workloads] for title in titles}
 
     def _failures(self) -> list[str]:
         """A line for all candidates that failed on the same cases in the same way."""
@@ -191,9 +185,10 @@ class Run:
         for index, (name, rates) in enumerate(self._rates(workloads).items()):
             places = [at + (index - (len(self.candidates) - 1) / 2) * width for at in range(len(workloads))]
             axes.bar(places, [rate or 0 for rate in rates], width, label=name, color=_color(index))
-        for at, rate in enumerate(self._rooflines(workloads)):
-            if rate:
-                axes.hlines(rate, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=self._roofline_title)
+        for title, rates in self._rooflines(workloads).items():
+            for at, rate in enumerate(rates):
+                if rate:
+                    axes.hlines(rate, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=title)
         names = [title.replace(": ", "\n").replace(", ", "\n") for title in workloads]
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
 
@@ -207,9 +202,8 @@ class Run:
             points = self._workloads(series)
             for index, (name, rates) in enumerate(self._rates(list(points)).items()):
                 _line(axes, points, rates, label=name, color=_color(index), marker=".")
-            if self.ceilings:
-                style = dict(label=self._roofline_title, color="black", linestyle="dashed")
-                _line(axes, points, self._rooflines(list(points)), **style)
+            for title, rates in self._rooflines(list(points)).items():
+                _line(axes, points, rates, label=title, color="black", linestyle="dashed")
             axes.set_xscale("log", base=2)
             axes.set_xticks(list(points.values()), list(map(str, points.values())), fontsize=7)
             axes.set_xlabel(self.labels.x, fontsize=8)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import reference
@@ -51,6 +51,13 @@ class DecodeBatch(Batch):
         one = super().request(index)
         one.drafts = [self.drafts[index]]
         return one
+
+    def repeated(self, count: int) -> DecodeBatch:
+        """All requests ``count`` times over."""
+        many = replace(self, q_lens=[*self.q_lens] * count, kv_lens=[*self.kv_lens] * count)
+        many.q, many.k, many.v = self.q.repeat(count, 1, 1), self.k * count, self.v * count
+        many.drafts = [*self.drafts] * count
+        return many
 
     def _quantised(self, values: torch.Tensor) -> torch.Tensor:
         if self.kv_dtype is torch.int8:

@@ -129,15 +129,13 @@ def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:
 )
 def test_a_single_request_is_as_one_of_several(head_dim: int, kv_type: KvType, window: int, leaves: int) -> None:
     """Its blocks of leaves are longer."""
-    mask = MaskKind.FULL if window < 0 else MaskKind.SLIDING_WINDOW
-    config = config_for(head_dim, mask, 16, kv_type=kv_type, rows=4)
+    kind = MaskKind.FULL if window < 0 else MaskKind.SLIDING_WINDOW
+    config = config_for(head_dim, kind, 16, kv_type=kv_type, rows=4)
     case = Case([1], [leaves * config.chunk_tokens - leaves % 2], 4, kv_heads=1, window=window)
     check_config(config, case, 16, "cpu", schedules(leaves, adverse=1))
-    alone = batch_of(config, case, "cpu")
-    several = replace(alone, q_lens=[1] * 3, kv_lens=alone.kv_lens * 3)
-    several.q, several.k, several.v = alone.q.expand(3, -1, -1).contiguous(), alone.k * 3, alone.v * 3
-    want = execute(alone.decode(16, mask_of(config, case)))
-    assert torch.equal(execute(several.decode(16, mask_of(config, case))), want.expand(3, -1, -1))
+    alone, mask = batch_of(config, case, "cpu"), mask_of(config, case)
+    want = execute(alone.decode(16, mask))
+    assert torch.equal(execute(alone.repeated(3).decode(16, mask)), want.expand(3, -1, -1))
 
 
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 2), (512, 1)])

@@ -38,6 +38,11 @@ class MlaBatch(DecodeBatch):
         one.lists = None if self.lists is None else [self.lists[index]]
         return one
 
+    def repeated(self, count: int) -> MlaBatch:
+        many = super().repeated(count)
+        many.lists = None if self.lists is None else [*self.lists] * count
+        return many
+
     @property
     def scale(self) -> float:
         """DeepSeek's: that of the heads before absorption, 128 + 64 columns wide."""

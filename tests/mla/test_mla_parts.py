@@ -51,10 +51,7 @@ def test_more_of_the_same_requests(heads: int, top_k: int) -> None:
     data = batch(top_k, 1, [9000], heads=heads)
     alone = execute(data.decode(64))
     for count in (2, 33, 200):
-        many = replace(data, q_lens=[1] * count, kv_lens=[9000] * count)
-        many.q, many.k, many.v = data.q.expand(count, -1, -1).contiguous(), data.k * count, data.v * count
-        many.lists = None if data.lists is None else data.lists * count
-        assert torch.equal(execute(many.decode(64)), alone.expand(count, -1, -1))
+        assert torch.equal(execute(data.repeated(count).decode(64)), alone.expand(count, -1, -1))
 
 
 @KINDS

@@ -24,9 +24,9 @@ from typer.testing import CliRunner
 
 from hopwell.perf import __main__ as command
 from hopwell.perf import measure
-from hopwell.perf.ceilings import MATMUL, READ
+from hopwell.perf.ceilings import CEILINGS, MATMUL, READ, Ceiling
 from hopwell.perf.decode import DECODE
-from hopwell.perf.family import Ceiling, Family
+from hopwell.perf.family import Family
 from hopwell.perf.mla import MLA
 from hopwell.perf.prefill import PREFILL
 from hopwell.perf.prefill_workloads import LENGTHS, Prefill
@@ -83,7 +83,6 @@ COPIES = Family(
         "absent": missing,
         "absent as well": missing,
     },
-    ceilings={"multiply": Ceiling(lambda t: lambda: None, 8e6), "read": Ceiling(lambda t: lambda: None, 4e5)},
     host_calls=lambda: {"nothing": lambda: None, "hopwell.nothing": lambda: None},
     remarks={"clone": lambda t: f"all {len(t.numbers)} of them" if len(t.numbers) == 200 else "", "absent": missing},
 )
@@ -93,6 +92,8 @@ COPIES = Family(
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The family above, and a card on which every call takes 2 ms."""
     monkeypatch.setattr(command, "_families", lambda: (COPIES,))
+    for name, amount in (("multiply", 8e6), ("read", 4e5)):
+        monkeypatch.setitem(CEILINGS, name, Ceiling(lambda t: lambda: None, amount))
     monkeypatch.setattr(Run, "here", lambda labels: Run("no GPU", "today", {}, labels))
     monkeypatch.setattr(measure, "interleaved", lambda calls: dict.fromkeys(calls, 2.0))
     monkeypatch.setattr(measure, "host_microseconds", lambda calls: dict.fromkeys(calls, 1.5))
