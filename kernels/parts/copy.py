@@ -14,8 +14,8 @@ CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registe
 SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its 16-byte chunks are permuted by the row number mod 8
 GROUP_ROWS = 8  # after which the permutation repeats
 SWIZZLE_ATOM_BYTES = GROUP_ROWS * SWIZZLE_ROW_BYTES  # tiles are aligned to this
-# The cache policy that createpolicy.fractional.L2::evict_first gives, as CUTLASS has it in TMA::CacheHintSm90.
-EVICT_FIRST = 0x12F0000000000000
+# Upper halves of the cache policies that createpolicy.fractional gives, as CUTLASS has them in TMA::CacheHintSm90.
+EVICT_NORMAL, EVICT_FIRST = 0x10000000, 0x12F00000
 CHUNKS_PER_ROW = SWIZZLE_ROW_BYTES // CHUNK_BYTES
 
 
@@ -47,13 +47,13 @@ def tma_descriptor(atom, *, loc=None, ip=None):
 
 
 @dsl_user_op
-def tma_load(descriptor, destination, barrier, coordinates, streams: bool = False, *, loc=None, ip=None) -> None:
+def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=None, ip=None) -> None:
     """One TMA box into shared memory, completing on ``barrier`` by bytes. Issued by every active lane.
 
-    What ``streams`` is read once: it is the first to leave the L2 cache.
+    ``policy`` is EVICT_NORMAL, or EVICT_FIRST for what is first to leave the L2 cache; None as the former.
     """
     operands = ", ".join(f"{{$r{3 + i}}}" for i in range(len(coordinates)))
-    hint, value = (".L2::cache_hint", f", {{$r{3 + len(coordinates)}}}") if streams else ("", "")
+    hint, value = (".L2::cache_hint", f", {{$r{3 + len(coordinates)}}}") if policy is not None else ("", "")
     cute.arch.inline_ptx(
         f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{hint} "
         f"[{{$r0}}], [{{$r1}}, {{{operands}}}], [{{$r2}}]{value};",
@@ -62,7 +62,7 @@ def tma_load(descriptor, destination, barrier, coordinates, streams: bool = Fals
             descriptor.toint(loc=loc, ip=ip),
             shared_address(barrier),
             *(Int32(c) for c in coordinates),
-            *([Int64(EVICT_FIRST)] if streams else []),
+            *([Int64(policy) << 32] if policy is not None else []),
         ],
         loc=loc,
         ip=ip,

@@ -140,6 +140,11 @@ def bit_length(value):
     return 32 - cute.arch.clz(value).to(Int32)
 
 
+def trailing_zeros(value):
+    """Of an Int32 that is not 0."""
+    return bit_length(value & -value) - 1
+
+
 @cute.jit
 def running_sum(value):
     """The sum over this lane and all lanes before it."""

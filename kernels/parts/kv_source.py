@@ -48,7 +48,7 @@ class KvOperand(DeviceStruct):
     columns: int  # in shared memory
     depth: int  # of them used
     is_value: bool
-    streams: bool  # read once: see copy.tma_load
+    streams: bool  # read once, so that tiles say for how long it is to stay in the L2 cache
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
@@ -76,7 +76,7 @@ class KvSource(DeviceStruct):
     # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
     # may be NaN; not for K, whose scores are masked.
     zero_outside: bool
-    streams: bool
+    policy: Any  # of the L2 cache, see copy.tma_load
 
     columns_first = False  # see copy.swizzled_layout
     one_loop = False  # for all tiles
@@ -92,7 +92,7 @@ class KvSource(DeviceStruct):
             tile_n=tile_n,
             columns=operand.columns,
             zero_outside=operand.is_value,
-            streams=operand.streams,
+            policy=tile.cache_policy if operand.streams else None,
         )
 
     @property
@@ -214,7 +214,7 @@ class ContiguousBoxes(KvSource):
             for block in cutlass.range_constexpr(self.columns // BLOCK_COLUMNS):
                 destination = self.stage_address(stage) + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
                 coordinates = (block * BLOCK_COLUMNS, row, self.kv_head)
-                copy.tma_load(self.descriptor, destination, barrier, coordinates, self.streams)
+                copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)
 
 
 @dataclass
@@ -318,7 +318,7 @@ class PageBoxes(PagedSource):
 
     def load_box(self, box, slot, group, barrier) -> None:
         corner = (0, 0) if self.columns == BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a group, all columns
-        copy.tma_load(self.descriptor, box, barrier, (*corner, group, slot), self.streams)
+        copy.tma_load(self.descriptor, box, barrier, (*corner, group, slot), self.policy)
 
 
 @dataclass
@@ -336,7 +336,7 @@ class PageColumnBoxes(PageBoxes):
         for block in range(self.columns // BLOCK_COLUMNS):
             destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
             coordinates = (block * BLOCK_COLUMNS, group * GROUP_ROWS, slot)
-            copy.tma_load(self.descriptor, destination, barrier, coordinates, self.streams)
+            copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)
 
 
 @dataclass

@@ -1,11 +1,11 @@
 """Which leaves of which request a CTA of decode with few rows works on next.
 
-A *line* is what one KV head's rows of a request attend to, cut into leaves of so many keys, counted from right to left.
-The lines of a head, request after request, are a *column*. Columns are cut into ranges: one of its own for every CTA,
-and at the end short ones, as long as a block, for those that are done, handed out by tickets. Ranges of all heads that
-have the same leaves go to neighbouring CTAs at the same time, because their keys are neighbours in memory: with one
-list of all heads, one behind the other, 1 x 131072 tokens took 169 instead of 135 us (H200, 2026-11-23). What a range
-has of a line is a *part*.
+A *line* is what one KV head's rows of a request, all in one tile, attend to, cut into leaves of so many keys, counted
+from right to left. The lines of a head, request after request, are a *column*. Columns are cut into ranges: one of its
+own for every CTA, and at the end short ones, as long as a block, for those that are done, handed out by tickets. Ranges
+of all heads that have the same leaves go to neighbouring CTAs at the same time, because their keys are neighbours in
+memory: with one list of all heads, one behind the other, 1 x 131072 tokens took 169 instead of 135 us (H200,
+2026-11-23). What a range has of a line is a *part*.
 
 What is computed of leaves is merged as a tree in which every leaf has its place, see ``tree.py``, so that it never
 changes a bit where ranges begin. So that few nodes are left, parts are whole blocks of 2^shift leaves of a line, but
@@ -23,7 +23,8 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from hopwell.kernels.config import LANES
-from hopwell.kernels.parts.device import DeviceStruct, bit_length, from_lane, running_sum
+from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.parts.device import DeviceStruct, bit_length, from_lane, running_sum, trailing_zeros
 from hopwell.kernels.parts.scheduler import draw_ticket, hand_back_tickets, lane_of
 from hopwell.kernels.parts.split import PackedTile, RequestSpan, SplitSchedule
 from hopwell.kernels.splitting import OWN_SHARE, WASTE
@@ -33,21 +34,19 @@ from hopwell.kernels.splitting import OWN_SHARE, WASTE
 class Ranges(DeviceStruct):
     """How columns are cut."""
 
-    columns: Int32
     leaves: Int32  # of a column
-    ctas: Int32
-    own: Int32  # leaves of a CTA's own range
+    groups: Int32  # CTAs with a range of their own in a column
+    own: Int32  # leaves of such a range
     shift: Int32  # log2 of the leaves of a block
 
     @staticmethod
     @cute.jit
-    def of(columns, leaves, requests, ctas, most_blocks: cutlass.Constexpr[int]) -> "Ranges":
-        """With at most so many blocks in a CTA's equal share. What is handed out has to be merged, unless lines are as
-        short as blocks: 32 x 8192 tokens take 247 us where every CTA has its share, 251 where an eighth is handed out,
-        256 x 1024 tokens 251 and 247 (H200, 2026-11-23)."""
+    def of(columns, leaves, requests, ctas, groups, most_blocks: cutlass.Constexpr[int]) -> "Ranges":
+        """With at most so many blocks in a CTA's equal share; ``groups`` is ``ctas // columns``. What is handed out has
+        to be merged, unless lines are as short as blocks: 32 x 8192 tokens take 247 us where every CTA has its share,
+        251 where an eighth is handed out, 256 x 1024 tokens 251 and 247 (H200, 2026-11-23)."""
         share = columns * leaves // ctas
         shift = cutlass.max(bit_length(share) - (most_blocks.bit_length() - 1), 0)
-        groups = ctas // columns
         own = cutlass.max(share - share // OWN_SHARE, 1)
         if groups > 0:
             all_own = (leaves + (groups - 1)) // groups
@@ -56,32 +55,24 @@ class Ranges(DeviceStruct):
                 # Ranges of a single request begin at multiples of ``own``, so that blocks may be as long as the largest
                 # power of two in it: fewer nodes, and fewer rounds of merges.
                 if requests == 1:
-                    shift = cutlass.max(shift, bit_length(own & -own) - 1)
-        return Ranges(columns, leaves, ctas, own, shift)
-
-    @property
-    def _groups(self):
-        """CTAs with a range of their own in a column."""
-        return self.ctas // self.columns
-
-    @property
-    def _owners(self):
-        return self._groups * self.columns
+                    shift = cutlass.max(shift, trailing_zeros(own))
+        return Ranges(leaves, groups, own, shift)
 
     @cute.jit
-    def numbered(self, number):
-        """(column, first leaf, end) of a range. Those from ``ctas`` on are the tickets'; some CTAs may have none."""
-        is_own = number < self.ctas
-        place = number if is_own else number - self.ctas
-        row = place // self.columns
-        size = self.own if is_own else Int32(1) << self.shift
-        first = row * size + (0 if is_own else self._groups * self.own)
-        first = self.leaves if is_own & (number >= self._owners) else cutlass.min(first, self.leaves)
-        return place - row * self.columns, first, cutlass.min(first + size, self.leaves)
+    def own_range(self, row):
+        """(first leaf, end) of the CTAs of a row; past the last group they have none."""
+        first = self.leaves if row >= self.groups else cutlass.min(row * self.own, self.leaves)
+        return first, cutlass.min(first + self.own, self.leaves)
+
+    def handed_out(self, row):
+        """The same of a row of tickets, of which only so many have leaves."""
+        size = Int32(1) << self.shift
+        first = cutlass.min(self.groups * self.own + row * size, self.leaves)
+        return first, cutlass.min(first + size, self.leaves)
 
     @property
     def has_tickets(self):
-        return self._groups * self.own < self.leaves
+        return self.groups * self.own < self.leaves
 
     def block(self, leaf):
         """The first leaf of the block of a leaf, counted in its line."""
@@ -93,11 +84,17 @@ class Ranges(DeviceStruct):
         return 2 * (self.leaves >> self.shift) + 2
 
 
+def row_and_column(number, columns):
+    """Of a CTA, or of a ticket: those of a row have the same leaves of all columns."""
+    row = number // columns
+    return row, number - row * columns
+
+
 @dataclass
 class RangeTile(PackedTile):
     """A part of a line."""
 
-    INTS: ClassVar[int] = 22
+    INTS: ClassVar[int] = 23
 
     leaves: Int32  # of the line
     line_start: Int32  # leaves before it in the column
@@ -105,6 +102,7 @@ class RangeTile(PackedTile):
     end_leaf: Int32
     shift: Int32  # as in Ranges
     first_slot: Int32  # of the column
+    cache_policy: Int32  # of K and V, see copy.tma_load
 
 
 @dataclass
@@ -112,6 +110,7 @@ class RangeSchedule(SplitSchedule):
     """``chunk_tokens`` are the keys of a leaf."""
 
     most_blocks: int  # in a CTA's equal share
+    resident_leaves: int  # of all KV heads, whose keys and values fit into the L2 cache
 
     def _shift(self, begin, seen, q_len):
         return Int32(self.chunk_tokens.bit_length() - 1)
@@ -134,35 +133,38 @@ class RangeSchedule(SplitSchedule):
         span = self._span(first + cute.arch.lane_idx())
         return span, running_sum(span.chunks)
 
-    def _part(self, span: RequestSpan, column, line_start, begin, end, ranges: Ranges) -> RangeTile:
+    def _part(self, span: RequestSpan, column, line_start, begin, end, ranges: Ranges, policy) -> RangeTile:
         """Leaves [begin, end) of a request's line."""
-        kv_head, first_row = self._head(column)
-        request, tokens = span.request(), span.chunk_tokens
+        request, tokens, first_row = span.request(), span.chunk_tokens, Int32(0)
         # Leaves are counted from right to left.
         first = span.first_chunk + span.chunks - end
         keys = self._keys(request, first_row, first * tokens, (end - begin) * tokens)
-        numbers = (span.chunks, line_start, begin, end, ranges.shift, column * ranges.column_slots)
-        return RangeTile(request, kv_head, kv_head, first_row, keys, *numbers)
+        numbers = (span.chunks, line_start, begin, end, ranges.shift, column * ranges.column_slots, policy)
+        return RangeTile(request, column, column, first_row, keys, *numbers)
 
     @cute.jit
     def publish(self, board) -> None:
         """Post every part that this CTA gets, then the end. Called by one warp."""
-        ctas = Int32(self.geometry.grid)
+        ctas, columns = Int32(self.geometry.grid), Int32(self.geometry.kv_heads)
+        # Divisions take their time, and these need no lengths.
+        groups = ctas // columns
+        row, column = row_and_column(Int32(cute.arch.block_idx()[0]), columns)
         step, first, before = Int32(0), Int32(0), Int32(0)
         span, last_leaf = self._requests(first)
         leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
         if self._requests_count > LANES:
             leaves += self._leaves(first + LANES)
-        ranges = Ranges.of(self._units_of_chunk, leaves, self._requests_count, ctas, self.most_blocks)
-        number = Int32(cute.arch.block_idx()[0])
-        column, leaf, end = ranges.numbered(number)
+        ranges = Ranges.of(columns, leaves, self._requests_count, ctas, groups, self.most_blocks)
+        policy = Int32(EVICT_NORMAL) if leaves * columns <= self.resident_leaves else Int32(EVICT_FIRST)
+        leaf, end = ranges.own_range(row)
         goes_on = (leaf < ranges.leaves) | ranges.has_tickets
         while goes_on:
             in_requests = before + cute.arch.shuffle_sync(last_leaf, LANES - 1)
             if leaf >= end:
                 # Not before there is room: a range that waits here may be one that another CTA could begin with.
                 board.ring.wait_empty(step)
-                column, leaf, end = ranges.numbered(ctas + cute.arch.shuffle_sync(draw_ticket(self.addresses), 0))
+                row, column = row_and_column(cute.arch.shuffle_sync(draw_ticket(self.addresses), 0), columns)
+                leaf, end = ranges.handed_out(row)
                 goes_on = leaf < ranges.leaves
             elif (leaf < before) | (leaf >= in_requests):
                 # The next ticket may be for the same leaves of another head: back to the beginning then.
@@ -177,7 +179,7 @@ class RangeSchedule(SplitSchedule):
                 if end >= line_start + mine.chunks:
                     part_end = mine.chunks
                 if part_begin < part_end:
-                    board.post(step, self._part(mine, column, line_start, part_begin, part_end, ranges))
+                    board.post(step, self._part(mine, column, line_start, part_begin, part_end, ranges, policy))
                     step += 1
                 leaf = line_start + mine.chunks
                 goes_on = (leaf < end) | ranges.has_tickets

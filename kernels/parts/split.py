@@ -21,6 +21,7 @@ from cutlass import Int32, const_expr
 
 from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts.copy import EVICT_FIRST
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, load_int, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.scheduler import WorkTile, draw_ticket, lane_of
@@ -43,6 +44,7 @@ class SplitTile(PackedTile):
     """A chunk. After the last one the fields but ``head`` are the number of all pieces."""
 
     INTS: ClassVar[int] = 22
+    cache_policy: ClassVar[int] = EVICT_FIRST  # of K and V
 
     chunk: Int32  # number of the chunk among those of its request
     chunks: Int32  # of the request

@@ -34,6 +34,7 @@ from hopwell.kernels.parts.device import (
     global_array,
     global_pointer,
     shared_array,
+    trailing_zeros,
 )
 from hopwell.kernels.parts.ranges import RangeTile
 from hopwell.kernels.parts.warp_mma import QUAD
@@ -356,7 +357,7 @@ class Tree(DeviceStruct):
         full = cute.arch.vote_ballot_sync(mine != 0).to(Int32)
         is_root = full != full
         while full != 0:
-            lane = bit_length(full & -full) - 1
+            lane = trailing_zeros(full)
             full &= full - 1
             level, leaf = cute.arch.shuffle_sync(left.level, lane), cute.arch.shuffle_sync(left.leaf, lane)
             tier = (level - line.shift) // self._bundle_bits

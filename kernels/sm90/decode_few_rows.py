@@ -32,7 +32,7 @@ from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeConsumer
 from hopwell.kernels.sm90.leaf_tree import LeafTree
 from hopwell.kernels.sm90.mma import issue_mma, make_transposed_mmas
-from hopwell.kernels.splitting import node_bytes, share_blocks
+from hopwell.kernels.splitting import RESIDENT_BYTES, node_bytes, share_blocks
 
 
 class FewRowsDecodeSm90(DecodeSm90):
@@ -104,7 +104,8 @@ class FewRowsDecodeSm90(DecodeSm90):
         c = self.config
         sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, UnitKeeper())
         blocks = share_blocks(self.tile.m, c.head_dim_v, c.kv_bytes)
-        return self.schedule_type(geometry, addresses, mask, *sizes, blocks)
+        resident = RESIDENT_BYTES // (c.chunk_tokens * 2 * sum(c.kv_dims))
+        return self.schedule_type(geometry, addresses, mask, *sizes, blocks, resident)
 
     def _allocate_tiles(self, smem) -> "LeafTiles":
         layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, self.p_tiles)

@@ -76,7 +76,7 @@ class Case(NamedTuple):
         integer: Callable[[int], Any] = Int32 if device else int
         request = SimpleNamespace(index=REQUEST, kv_len=integer(end_key), k_start=K_START, v_start=V_START)
         keys = SimpleNamespace(first_key=integer(first_key))
-        tile = SimpleNamespace(kv_head=integer(KV_HEAD), keys=keys, request=request)
+        tile = SimpleNamespace(kv_head=integer(KV_HEAD), keys=keys, request=request, cache_policy="policy")
         return self.kind.create(self.operand(page_size), tile, "descriptor", SHARED, self.tile_n, self.box_rows)
 
     def __str__(self) -> str:
@@ -262,7 +262,7 @@ class TestLocate:
         config = next(config for config in shipped_mla_configs() if config.sparse)
         operand = one_for_each(PageRows)[0].operand(page_size)
         request = SimpleNamespace(index=REQUEST, kv_len=70)
-        tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request)
+        tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request, cache_policy=None)
         source = ListedRows.create(operand, tile, None, SHARED, config.tile.n, 0)
         tokens = [-1 if i % 7 == 3 else 97 * i % 200 for i in range(70)]
         monkeypatch.setattr(kv_source, "global_array", lambda dtype, address: tokens)
@@ -361,9 +361,9 @@ class TestBoxes:
         source.fetch(location, stage, "barrier")
 
         found = {}
-        for descriptor, destination, barrier, coordinates, streams in warp.named("box"):
+        for descriptor, destination, barrier, coordinates, policy in warp.named("box"):
             assert (descriptor, barrier) == ("descriptor", "barrier")
-            assert streams == isinstance(case.config, DecodeConfig), "what is read once need not stay in the cache"
+            assert policy == ("policy" if isinstance(case.config, DecodeConfig) else None), "read once, or by many"
             assert destination % copy.SWIZZLE_ATOM_BYTES == 0, "the swizzle goes by addresses"
             for i, line in enumerate(lines(case, tuple(map(host, coordinates)))):
                 address = destination + i * copy.SWIZZLE_ROW_BYTES

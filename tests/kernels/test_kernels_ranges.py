@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,8 +22,9 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import ranges as ranges_module
 from hopwell.kernels.parts import split
 from hopwell.kernels.parts import tree as tree_module
+from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.mask import IntervalMask, ListMask, TileRange
-from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile
+from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile, row_and_column
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.split import SplitSchedule, UnitKeeper
 from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
@@ -49,13 +50,14 @@ pytestmark = pytest.mark.traced
 
 LEAF = 128  # tokens
 BLOCKS = 16
+RESIDENT_LEAVES = 40  # of all heads
 
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
     monkeypatch.setattr(split, "load_int", memory.load_int)
-    for kind, names in ((Ranges, ("of", "numbered")), (RangeSchedule, ("_requests", "_leaves"))):
+    for kind, names in ((Ranges, ("of", "own_range")), (RangeSchedule, ("_requests", "_leaves"))):
         for name in names:
             member = vars(kind)[name]
             plain = getattr(member, "__func__", member).__wrapped__
@@ -68,18 +70,14 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def of(columns: int, leaves: int, requests: int, ctas: int, most_blocks: int = BLOCKS) -> Ranges:
-    return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Int32(ctas), most_blocks)
+    return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Int32(ctas), Int32(ctas // columns), most_blocks)
 
 
-def numbered(ranges: Ranges, number: int) -> tuple[int, int, int]:
-    column, first, end = map(host, ranges.numbered(Int32(number)))
-    return column, first, end
-
-
-def tickets(ranges: Ranges) -> int:
-    """How many have leaves."""
-    ctas = host(ranges.ctas)
-    return next(n for n in itertools.count() if numbered(ranges, ctas + n)[1] >= host(ranges.leaves))
+def of_number(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
+    """(column, first leaf, end) of a CTA, or of a ticket."""
+    row, column = row_and_column(Int32(number), Int32(columns))
+    first, end = ranges_of(row)
+    return host(column), host(first), host(end)
 
 
 SIZES = [
@@ -93,11 +91,11 @@ SIZES = [
 @pytest.mark.parametrize(("columns", "leaves", "requests", "ctas"), SIZES)
 def test_every_leaf_of_every_column_is_in_one_range(columns: int, leaves: int, requests: int, ctas: int) -> None:
     ranges = of(columns, leaves, requests, ctas)
-    found: list[tuple[int, int]] = []
-    numbers = ctas + (tickets(ranges) if host(ranges.has_tickets) else 0)
-    for number in range(numbers):
-        column, first, end = numbered(ranges, number)
-        found += [(column, leaf) for leaf in range(first, end)]
+    tickets = (of_number(columns, number, ranges.handed_out) for number in itertools.count())
+    parts = [of_number(columns, number, ranges.own_range) for number in range(ctas)]
+    parts += itertools.takewhile(lambda part: part[1] < leaves, tickets)
+    found = [(column, leaf) for column, first, end in parts for leaf in range(first, end)]
+    assert len(parts) == ctas or host(ranges.has_tickets)
     assert sorted(found) == [(column, leaf) for column in range(columns) for leaf in range(leaves)]
 
 
@@ -124,7 +122,7 @@ def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: 
 @pytest.mark.usefixtures("memory")
 def test_heads_go_to_neighbours() -> None:
     """CTAs that begin with the same leaves are side by side, and nearly all CTAs have a range of their own."""
-    own = [numbered(of(8, 64 * 32, 32, 132), number) for number in range(132)]
+    own = [of_number(8, number, of(8, 64 * 32, 32, 132).own_range) for number in range(132)]
     assert [column for column, *_ in own[:128]] == [*range(8)] * 16
     assert all(len({first for _, first, _ in own[i : i + 8]}) == 1 for i in range(0, 128, 8))
     assert all(first == end for _, first, end in own[128:])
@@ -168,7 +166,7 @@ class Batch:
         )
         kind = MaskKind.FULL if self.window < 0 else MaskKind.SLIDING_WINDOW
         mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else MAX_WINDOW), Int32(1))
-        return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), BLOCKS)
+        return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), BLOCKS, RESIDENT_LEAVES)
 
     @property
     def lines(self) -> list[int]:
@@ -194,7 +192,7 @@ class ListBatch(Batch):
         g = plain.geometry._replace(q_len=Int64(max(self.q_lens)), listed=Int64(self.listed))
         a = plain.addresses._replace(q_offsets=memory.put(offsets))
         mask = ListMask(MaskKind.CAUSAL, plain.mask.window_left, plain.mask.chunk)
-        return ListRangeSchedule(g, a, mask, 16, LEAF, LEAF, False, UnitKeeper(), BLOCKS)
+        return ListRangeSchedule(g, a, mask, 16, LEAF, LEAF, False, UnitKeeper(), BLOCKS, RESIDENT_LEAVES)
 
     @property
     def lines(self) -> list[int]:
@@ -264,6 +262,14 @@ def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytes
             places += [host(Tree._slot(tree, parts[0], Int32(block))) for block in range(blocks)]
     assert len(places) == len(set(places))
     assert max(places, default=0) < node_slots(8, batch.kv_heads, 128, batch.ctas)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_fits_into_the_cache_stays_there(more: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to so many leaves, of all heads."""
+    batch = Batch([LEAF * (RESIDENT_LEAVES // 2 - 2 + more), 2 * LEAF], kv_heads=2)
+    policies = {host(part.cache_policy) for part in published(batch, memory, monkeypatch)}
+    assert policies == {EVICT_FIRST if more else EVICT_NORMAL}
 
 
 class HostTree(Tree):
