@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 
 import pytest
-from decode_cases import HEAD_DIMS, Case, check_config, fewest_rows
+from decode_cases import Case, check_config, fewest_rows
 from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch
-from hopwell.kernels.decode_config import MASKS, DecodeConfig, shipped_decode_configs
+from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.problem import MaskKind
 
 pytestmark = pytest.mark.gpu
@@ -32,17 +33,23 @@ def test_small_case(config: DecodeConfig) -> None:
     small_case(config)
 
 
-@pytest.mark.parametrize("mask", MASKS, ids=lambda mask: mask.value)
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def sanitized() -> dict[str, list[DecodeConfig]]:
+    """What goes under the sanitizers, in parts that take a minute or so and may run side by side."""
+    parts = defaultdict(list)
+    for config in SHIPPED:
+        if config.dtype == "bf16" and config.box_rows in (0, 16):
+            parts[f"{config.head_dim_qk}-{config.mask.value}-{config.kv_type.value}"].append(config)
+    return parts
+
+
+@pytest.mark.parametrize("part", sanitized())
 @pytest.mark.parametrize("tool", TOOLS)
-def test_sanitizer(tool: str, head_dim: int, mask: MaskKind) -> None:
-    """compute-sanitizer finds nothing in the bf16 kernels of this head dim and mask."""
-    check_sanitized(tool, __file__, head_dim, mask.value)
+def test_sanitizer(tool: str, part: str) -> None:
+    """compute-sanitizer finds nothing in a part's kernels."""
+    check_sanitized(tool, __file__, part)
 
 
 if __name__ == "__main__":
-    chosen = ("bf16", int(sys.argv[1]), MaskKind(sys.argv[2]))
-    for each in SHIPPED:
-        if (each.dtype, each.head_dim_qk, each.mask) == chosen and each.box_rows in (0, 16):
-            print(each.name, flush=True)  # reports below name the code, which many kernels share
-            small_case(each)
+    for each in sanitized()[sys.argv[1]]:
+        print(each.name, flush=True)  # reports below name the code, which many kernels share
+        small_case(each)
