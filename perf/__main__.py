@@ -94,7 +94,7 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], out
             rows = _measure(family, case, candidates, lambda step: progress.update(task, advance=1, description=step))
             torch.cuda.empty_cache()
             run.rows += rows
-            run.save(path)  # what is measured stays when a later case ends the process
+            run.write(path)  # stays when a later case ends the process; ``show`` writes the rest
             figures = ", ".join(f"{row.candidate} {row.rate:.0f}" for row in rows if row.rate)
             progress.print(f"{case.title} [{family.labels.unit}]: {figures}", highlight=False, markup=False)
     run.host_microseconds = host_microseconds(family.host_calls())

@@ -69,10 +69,14 @@ class Run:
         raw: dict[str, Any] = json.loads(path.read_text())
         return Run(**(raw | {"labels": Labels(**raw["labels"]), "rows": [Row(**row) for row in raw["rows"]]}))
 
-    def save(self, path: Path) -> None:
-        """Write ``path`` (JSON), and the Markdown and the plots next to it."""
+    def write(self, path: Path) -> None:
+        """The figures alone, as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    def save(self, path: Path) -> None:
+        """Write ``path`` (JSON), and the Markdown and the plots next to it."""
+        self.write(path)
         path.with_suffix(".md").write_text(self.markdown())
         self._plot_cases(path.with_suffix(".png"))
         self._plot_series(path.with_name(f"{path.stem}-series.png"))

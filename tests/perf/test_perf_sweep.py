@@ -134,6 +134,19 @@ def test_a_sweep_writes_what_it_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("without_gpu")
+def test_what_is_measured_stays_when_a_later_case_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([2.0, 2.0])
+    monkeypatch.setattr(measure, "interleaved", lambda calls: dict.fromkeys(calls, next(times)))
+    assert sweep(tmp_path).exit_code != 0
+    run = Run.load(tmp_path / "copies.json")
+    assert [run.rate(case.title, "clone") is not None for case in COPIES.cases] == [True, True, False, False]
+    assert CliRunner().invoke(command.app, ["show", str(tmp_path / "copies.json")]).exit_code == 0
+    assert "| clone" in (tmp_path / "copies.md").read_text()
+
+
+@pytest.mark.usefixtures("without_gpu")
 def test_the_floor_is_the_longest_time_at_a_ceiling(tmp_path: Path) -> None:
     """In 2 ms come 8e6 products, 4000 in a us, and 4e5 bytes, 200 in a us."""
     assert sweep(tmp_path).exit_code == 0
