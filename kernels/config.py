@@ -164,8 +164,8 @@ class KernelConfig:
         return self.kv_type.bytes
 
     @property
-    def streams_kv(self) -> bool:
-        """Whether K and V are read once, so that nothing is lost when they leave the L2 cache at once."""
+    def reads_kv_once(self) -> bool:
+        """Whether keys are read at one time only, so that work tiles say how soon they leave the L2 cache."""
         return False
 
     @property

@@ -110,7 +110,7 @@ class DecodeConfig(KernelConfig):
         return True
 
     @property
-    def streams_kv(self) -> bool:
+    def reads_kv_once(self) -> bool:
         return True
 
     @property

@@ -51,10 +51,11 @@ LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
 LATENT_NEAR_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that merges
 MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
-# Of K and V, that a launch finds in the L2 cache if it comes right after one that has read the same: less than the 50
-# MB of all Hopper GPUs. More than that is the first to leave the cache. 1 x 8192 tokens, 34 MB, launch after launch:
-# 13.1 us, and 16.3 where they are the first to leave; 256 x 1024, 1.1 GB: 249 and 242 us (H200, 2026-11-23).
-RESIDENT_BYTES = 40 << 20
+# Of K and V, that a launch finds in the L2 cache (50 MB) if it comes right after one that has read the same. More than
+# that is the first to leave the cache. 1 x 8192 tokens, 34 MB, launch after launch: 13.1 us, and 16.3 where they are
+# the first to leave; 256 x 1024, 1.1 GB: 249 and 242 us; of MLA with 16 heads, 1 x 4096 tokens, 5 MB: 23.7 and 27.3 us,
+# 8 x 4096: 28.3 and 26.7 (H200, 2026-11-23).
+RESIDENT_BYTES = 34 << 20
 # By the bytes of an element of K and V: CTAs that share a multiprocessor. While one waits for memory or for its other
 # warps, the other one widens: 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157 (H200,
 # 2026-11-23).

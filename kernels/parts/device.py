@@ -142,7 +142,7 @@ def bit_length(value):
 
 def trailing_zeros(value):
     """Of an Int32 that is not 0."""
-    return bit_length(value & -value) - 1
+    return 31 - cute.arch.clz(value & -value).to(Int32)
 
 
 @cute.jit

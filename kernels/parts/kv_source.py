@@ -48,20 +48,20 @@ class KvOperand(DeviceStruct):
     columns: int  # in shared memory
     depth: int  # of them used
     is_value: bool
-    streams: bool  # read once, so that tiles say for how long it is to stay in the L2 cache
+    read_once: bool  # so that work tiles say how soon it leaves the L2 cache
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
         strides = config.kv_strides(g.k_page, g.k_head, g.k_row)
         rest = (a.key_table, g.key_table_row, g.page_shift, config.kv_dims[0], config.columns[0], config.depth[0])
-        return KvOperand(a.key, *strides, *rest, is_value=False, streams=config.streams_kv)
+        return KvOperand(a.key, *strides, *rest, is_value=False, read_once=config.reads_kv_once)
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
         strides = config.kv_strides(g.v_page, g.v_head, g.v_row)
         used = config.depth[1] * config.v_parts
         rest = (a.value_table, g.value_table_row, g.page_shift, config.kv_dims[1], config.columns[1], used)
-        return KvOperand(a.value, *strides, *rest, is_value=True, streams=config.streams_kv)
+        return KvOperand(a.value, *strides, *rest, is_value=True, read_once=config.reads_kv_once)
 
 
 @dataclass
@@ -92,7 +92,7 @@ class KvSource(DeviceStruct):
             tile_n=tile_n,
             columns=operand.columns,
             zero_outside=operand.is_value,
-            policy=tile.cache_policy if operand.streams else None,
+            policy=tile.cache_policy if operand.read_once else None,
         )
 
     @property

@@ -35,44 +35,44 @@ class Ranges(DeviceStruct):
     """How columns are cut."""
 
     leaves: Int32  # of a column
-    groups: Int32  # CTAs with a range of their own in a column
+    own_rows: Int32  # of ranges that CTAs own, one of each column
     own: Int32  # leaves of such a range
     shift: Int32  # log2 of the leaves of a block
 
     @staticmethod
     @cute.jit
-    def of(columns, leaves, requests, ctas, groups, most_blocks: cutlass.Constexpr[int]) -> "Ranges":
-        """With at most so many blocks in a CTA's equal share; ``groups`` is ``ctas // columns``. What is handed out has
-        to be merged, unless lines are as short as blocks: 32 x 8192 tokens take 247 us where every CTA has its share,
-        251 where an eighth is handed out, 256 x 1024 tokens 251 and 247 (H200, 2026-11-23)."""
+    def of(columns, leaves, requests, ctas, own_rows, most_blocks: cutlass.Constexpr[int]) -> "Ranges":
+        """With at most so many blocks in a CTA's equal share; ``own_rows`` is ``ctas // columns``. What is handed out
+        has to be merged, unless lines are as short as blocks: 32 x 8192 tokens take 247 us where every CTA has its
+        share, 251 where an eighth is handed out, 256 x 1024 tokens 251 and 247 (H200, 2026-11-23)."""
         share = columns * leaves // ctas
         shift = cutlass.max(bit_length(share) - (most_blocks.bit_length() - 1), 0)
         own = cutlass.max(share - share // OWN_SHARE, 1)
-        if groups > 0:
-            all_own = (leaves + (groups - 1)) // groups
+        if own_rows > 0:
+            all_own = (leaves + (own_rows - 1)) // own_rows
             if ((all_own - share) * WASTE <= cutlass.max(share, WASTE)) & (leaves > requests << shift):
                 own = all_own
                 # Ranges of a single request begin at multiples of ``own``, so that blocks may be as long as the largest
                 # power of two in it: fewer nodes, and fewer rounds of merges.
                 if requests == 1:
                     shift = cutlass.max(shift, trailing_zeros(own))
-        return Ranges(leaves, groups, own, shift)
+        return Ranges(leaves, own_rows, own, shift)
 
     @cute.jit
     def own_range(self, row):
-        """(first leaf, end) of the CTAs of a row; past the last group they have none."""
-        first = self.leaves if row >= self.groups else cutlass.min(row * self.own, self.leaves)
+        """(first leaf, end) of the CTAs of a row; behind the rows that CTAs own they have none."""
+        first = self.leaves if row >= self.own_rows else cutlass.min(row * self.own, self.leaves)
         return first, cutlass.min(first + self.own, self.leaves)
 
     def handed_out(self, row):
         """The same of a row of tickets, of which only so many have leaves."""
         size = Int32(1) << self.shift
-        first = cutlass.min(self.groups * self.own + row * size, self.leaves)
+        first = cutlass.min(self.own_rows * self.own + row * size, self.leaves)
         return first, cutlass.min(first + size, self.leaves)
 
     @property
     def has_tickets(self):
-        return self.groups * self.own < self.leaves
+        return self.own_rows * self.own < self.leaves
 
     def block(self, leaf):
         """The first leaf of the block of a leaf, counted in its line."""
@@ -147,14 +147,14 @@ class RangeSchedule(SplitSchedule):
         """Post every part that this CTA gets, then the end. Called by one warp."""
         ctas, columns = Int32(self.geometry.grid), Int32(self.geometry.kv_heads)
         # Divisions take their time, and these need no lengths.
-        groups = ctas // columns
+        own_rows = ctas // columns
         row, column = row_and_column(Int32(cute.arch.block_idx()[0]), columns)
         step, first, before = Int32(0), Int32(0), Int32(0)
         span, last_leaf = self._requests(first)
         leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
         if self._requests_count > LANES:
             leaves += self._leaves(first + LANES)
-        ranges = Ranges.of(columns, leaves, self._requests_count, ctas, groups, self.most_blocks)
+        ranges = Ranges.of(columns, leaves, self._requests_count, ctas, own_rows, self.most_blocks)
         policy = Int32(EVICT_NORMAL) if leaves * columns <= self.resident_leaves else Int32(EVICT_FIRST)
         leaf, end = ranges.own_range(row)
         goes_on = (leaf < ranges.leaves) | ranges.has_tickets

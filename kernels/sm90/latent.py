@@ -40,7 +40,7 @@ class LatentKeys:
         c, a, g = self.config, addresses, geometry
         strides, table = (g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, g.page_shift)
         dims, columns = c.kv_dims, c.columns
-        kind = dict(is_value=True, streams=c.streams_kv)
+        kind = dict(is_value=True, read_once=c.reads_kv_once)
         left = KvOperand(a.key, *strides, *table, dims[0], columns[0], dims[0], **kind)
         right = KvOperand(a.key + 2 * dims[0], *strides, *table, dims[1], columns[1], dims[1], **kind)
         return left, right

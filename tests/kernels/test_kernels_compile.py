@@ -16,6 +16,8 @@ from covering import COVERING_DECODE, COVERING_MLA, covering_blackwell_configs, 
 
 from hopwell.kernels import compile_ahead, toolchain
 from hopwell.kernels.config import MMA_DEPTH, REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, KvFetch, PrefillConfig
+from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact
 from hopwell.perf.sass import cuda_tool
@@ -94,6 +96,17 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
     assert kernel.shared_bytes <= SHARED_BYTES
     # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
     assert b"exceed" not in built.object_file.read_bytes()
+
+
+@pytest.mark.parametrize("config", [*COVERING_DECODE, *COVERING_MLA, PREFILL[0]], ids=lambda config: config.name)
+def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None:
+    """First, or with few rows first or like all else, which the schedule finds out. Copies by lanes have no policy."""
+    ptx = artifact(config).ptx.read_text()
+    by_tma = config.reads_kv_once and config.kv_fetch is KvFetch.PAGE_BOXES
+    has_tree = isinstance(config, DecodeConfig) and config.has_tree
+    assert ("L2::cache_hint" in ptx) == by_tma
+    assert (str(EVICT_FIRST << 32) in ptx) == (by_tma and not has_tree)
+    assert bool(re.search(rf"selp\.b32\s.*, {EVICT_NORMAL}, {EVICT_FIRST},", ptx)) == has_tree
 
 
 @pytest.mark.parametrize("config", BLACKWELL, ids=lambda config: config.name)

@@ -63,7 +63,7 @@ class Case(NamedTuple):
     head_dim: int
     columns: int
     depth: int
-    streams: bool
+    read_once: bool
     config: KernelConfig
     is_value: bool
 
@@ -83,7 +83,7 @@ class Case(NamedTuple):
         boxes = str(self.box_rows) if self.box_rows else ""
         return (
             f"{self.kind.__name__}{boxes}-{self.tile_n}x{self.head_dim}-{'v' if self.is_value else 'k'}{self.depth}"
-            + "-streamed" * self.streams
+            + "-once" * self.read_once
         )
 
 
@@ -100,7 +100,7 @@ def all_cases() -> list[Case]:
             operand.head_dim,
             operand.columns,
             operand.depth,
-            operand.streams,
+            operand.read_once,
         )
         found.setdefault(key, Case(*key, config, is_value))
     return list(found.values())

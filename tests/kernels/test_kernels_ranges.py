@@ -17,8 +17,10 @@ from cutlass import Int32, Int64
 from lane_threads import Lanes, SchedulingWarp, host
 from test_kernels_scheduler import Memory
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.config import LANES, KvType
+from hopwell.kernels.decode_config import shipped_decode_configs
 from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.mla_config import shipped_mla_configs
 from hopwell.kernels.parts import ranges as ranges_module
 from hopwell.kernels.parts import split
 from hopwell.kernels.parts import tree as tree_module
@@ -31,13 +33,17 @@ from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
 from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm90 import leaf_tree as leaf_tree_module
+from hopwell.kernels.sm90.byte_few_rows import ByteFewRowsDecodeSm90
+from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
 from hopwell.kernels.sm90.leaf_tree import LeafTree
+from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90
 from hopwell.kernels.splitting import (
     BUNDLE_BITS,
     BYTE_FEW_ROWS,
     CTAS_PER_SM,
     FEW_ROWS,
     LATENT_FEW_ROWS,
+    RESIDENT_BYTES,
     TIERS,
     WIDE_BUNDLE_BITS,
     node_slots,
@@ -73,7 +79,7 @@ def of(columns: int, leaves: int, requests: int, ctas: int, most_blocks: int = B
     return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Int32(ctas), Int32(ctas // columns), most_blocks)
 
 
-def of_number(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
+def range_of(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
     """(column, first leaf, end) of a CTA, or of a ticket."""
     row, column = row_and_column(Int32(number), Int32(columns))
     first, end = ranges_of(row)
@@ -91,8 +97,8 @@ SIZES = [
 @pytest.mark.parametrize(("columns", "leaves", "requests", "ctas"), SIZES)
 def test_every_leaf_of_every_column_is_in_one_range(columns: int, leaves: int, requests: int, ctas: int) -> None:
     ranges = of(columns, leaves, requests, ctas)
-    tickets = (of_number(columns, number, ranges.handed_out) for number in itertools.count())
-    parts = [of_number(columns, number, ranges.own_range) for number in range(ctas)]
+    tickets = (range_of(columns, number, ranges.handed_out) for number in itertools.count())
+    parts = [range_of(columns, number, ranges.own_range) for number in range(ctas)]
     parts += itertools.takewhile(lambda part: part[1] < leaves, tickets)
     found = [(column, leaf) for column, first, end in parts for leaf in range(first, end)]
     assert len(parts) == ctas or host(ranges.has_tickets)
@@ -122,7 +128,7 @@ def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: 
 @pytest.mark.usefixtures("memory")
 def test_heads_go_to_neighbours() -> None:
     """CTAs that begin with the same leaves are side by side, and nearly all CTAs have a range of their own."""
-    own = [of_number(8, number, of(8, 64 * 32, 32, 132).own_range) for number in range(132)]
+    own = [range_of(8, number, of(8, 64 * 32, 32, 132).own_range) for number in range(132)]
     assert [column for column, *_ in own[:128]] == [*range(8)] * 16
     assert all(len({first for _, first, _ in own[i : i + 8]}) == 1 for i in range(0, 128, 8))
     assert all(first == end for _, first, end in own[128:])
@@ -160,7 +166,7 @@ class Batch:
 
     def schedule(self, memory: Memory) -> RangeSchedule:
         a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(kv_lens=memory.put(self.kv_lens))
-        sizes = dict(kv_heads=self.kv_heads, batch=len(self.kv_lens), group=4, q_len=1, row_tiles=1, grid=self.ctas)
+        sizes = dict(kv_heads=self.kv_heads, batch=len(self.kv_lens), group=4, q_len=1, grid=self.ctas)
         g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
             **{name: Int64(size) for name, size in sizes.items()}
         )
@@ -270,6 +276,25 @@ def test_what_fits_into_the_cache_stays_there(more: int, memory: Memory, monkeyp
     batch = Batch([LEAF * (RESIDENT_LEAVES // 2 - 2 + more), 2 * LEAF], kv_heads=2)
     policies = {host(part.cache_policy) for part in published(batch, memory, monkeypatch)}
     assert policies == {EVICT_FIRST if more else EVICT_NORMAL}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shipped", "dims", "kv_type", "token_bytes"),
+    [
+        (FewRowsDecodeSm90, shipped_decode_configs, (128, 128), KvType.WIDE, 2 * 128 * 2),
+        (FewRowsDecodeSm90, shipped_decode_configs, (64, 64), KvType.WIDE, 2 * 64 * 2),
+        (ByteFewRowsDecodeSm90, shipped_decode_configs, (128, 128), KvType.INT8, 2 * 128),
+        (FewRowsMlaSm90, shipped_mla_configs, (576, 512), KvType.WIDE, 576 * 2),
+    ],
+)
+def test_as_many_leaves_stay_as_have_room(
+    kernel: Any, shipped: Any, dims: tuple[int, int], kv_type: KvType, token_bytes: int
+) -> None:
+    wanted = (*dims, kv_type, True)
+    config = next(c for c in shipped() if (c.head_dim_qk, c.head_dim_v, c.kv_type, c.has_tree) == wanted)
+    schedule = kernel(config)._schedule(None, None, None)
+    leaf_bytes = schedule.chunk_tokens * token_bytes
+    assert schedule.resident_leaves * leaf_bytes <= RESIDENT_BYTES < (schedule.resident_leaves + 1) * leaf_bytes
 
 
 class HostTree(Tree):

@@ -140,6 +140,7 @@ def test_what_is_measured_stays_when_a_later_case_ends_the_process(
     times = iter([2.0, 2.0])
     monkeypatch.setattr(measure, "interleaved", lambda calls: dict.fromkeys(calls, next(times)))
     assert sweep(tmp_path).exit_code != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["copies.json"], "plots take their time"
     run = Run.load(tmp_path / "copies.json")
     assert [run.rate(case.title, "clone") is not None for case in COPIES.cases] == [True, True, False, False]
     assert CliRunner().invoke(command.app, ["show", str(tmp_path / "copies.json")]).exit_code == 0
