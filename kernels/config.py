@@ -1,7 +1,8 @@
 """Which kernel serves a problem: pure Python, no GPU, no DSL.
 
 A :class:`PrefillConfig` holds everything that changes generated code and nothing else, so its name is the key of the
-compiled kernel. :func:`resolve` derives it from a problem; shapes, lengths and strides stay run-time arguments.
+compiled kernel. :func:`resolve` derives it from a problem; shapes, lengths and strides stay run-time arguments, but for
+how many queries there are and how large a window is, by which the fastest kernel differs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 
@@ -105,6 +106,16 @@ TILES = {
 }
 
 
+# Windows of up to so many keys have steps of 64 where head dims have 128: with a window of 128 the 64 rows of a
+# warpgroup then see 3 steps of 64 keys, not 2 of 128. 8 x 512 queries of 8192 keys take 21, 16, 12, 9, 4 and 1 % less
+# time with windows of 128, 256, 384, 512, 768 and 1024 at head dim 64, and 8, 5, 4, 0, -1 and -2 % less at 128; without
+# a window head dim 64 takes 14 % more (H200, 2026-11-24).
+SHORT_WINDOW, SHORT_STEP = 512, 64
+# The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
+# share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230 instead of 299. Where
+# tiles are full anyway, packing costs: 8 x 512 queries of 16384 keys take 12 % more time, 64 x 256 9 %, 64 x 128 18 %
+# (H200, 2026-11-24).
+PACKED_SHARE = 0.5
 MAX_BOX_ROWS = 64  # taller boxes are no faster (H200, 2026-11-21), and fewer sizes mean fewer kernels
 MIN_BOX_ROWS = 8  # a swizzle atom: a box of all columns needs whole atoms
 # Tiles or units that a CTA has in hand beyond the current one, and that another CTA could begin with. With three, the
@@ -240,29 +251,88 @@ class PrefillConfig(KernelConfig):
 
     score: ScoreKind = ScoreKind.SCALED
     skip_softmax: bool = False
+    short_steps: bool = False
+    packs_heads: bool = False  # query heads of a KV head share query tiles
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
 
     @classmethod
-    def tile_of(cls, dims: tuple[int, int], score: ScoreKind, skip_softmax: bool) -> Tile:
-        """The tile of head dims (QK, V). With 128 keys, soft caps and skip-softmax would spill in three warpgroups."""
+    def tile_of(
+        cls,
+        dims: tuple[int, int],
+        score: ScoreKind = ScoreKind.SCALED,
+        skip_softmax: bool = False,
+        short_steps: bool = False,
+        packs_heads: bool = False,
+    ) -> Tile:
+        """The tile of head dims (QK, V). Whether heads are packed never changes the keys of a step, and so no bit."""
         tile = cls.tiles[dims]
-        short_of_registers = tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax)
-        return replace(tile, n=96) if short_of_registers else tile
+        if tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax):
+            tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
+        if short_steps:
+            tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
+        if packs_heads and tile.m > _MIDDLE.m:
+            # Queries are few, and a row's head and token are more to keep than three warpgroups have registers for.
+            registers = {name: getattr(_MIDDLE, name) for name in ("producer_registers", "consumer_registers")}
+            tile = replace(tile, m=_MIDDLE.m, **registers)
+        return tile
+
+    @classmethod
+    def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
+        """What a kernel for the problem has beyond what was asked for, for speed alone."""
+        if problem.skip_softmax > 0:  # which leaves out tiles of keys, each for 64 queries
+            return {}
+        short_window = problem.mask.kind is MaskKind.SLIDING_WINDOW and problem.mask.window_left + 1 <= SHORT_WINDOW
+        short_steps = short_window and cls.tiles[dims].n == 2 * SHORT_STEP
+        tile = cls.tile_of(dims, problem.score.kind, short_steps=short_steps, packs_heads=True)
+        few_queries = problem.mean_q_len <= PACKED_SHARE * tile.m
+        has_slopes = problem.score.kind is ScoreKind.ALIBI  # one for all rows of a tile
+        packs_heads = few_queries and not has_slopes and packed_shape(problem, tile.m).heads > 1
+        return dict(short_steps=short_steps, packs_heads=packs_heads)
+
+    @classmethod
+    def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
+        """Those that there are for plain scores."""
+        has_short_steps = mask is MaskKind.SLIDING_WINDOW and cls.tiles[dims].n == 2 * SHORT_STEP
+        steps = (False, True) if has_short_steps else (False,)
+        return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]
 
     @property
     def tile(self) -> Tile:
-        return self.tile_of((self.head_dim_qk, self.head_dim_v), self.score, self.skip_softmax)
+        dims = self.head_dim_qk, self.head_dim_v
+        return self.tile_of(dims, self.score, self.skip_softmax, self.short_steps, self.packs_heads)
 
     @property
     def name(self) -> str:
         details = [self.score.value] if self.score is not ScoreKind.SCALED else []
-        return self._named("prefill", details + ["skip_softmax"] * self.skip_softmax)
+        choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
+        return self._named("prefill", details + ["skip_softmax"] * self.skip_softmax + choices)
 
     def build(self) -> tuple[Any, tuple[Any, ...]]:
         from hopwell.kernels.sm90.prefill import build
 
         return build(self)
+
+
+class TileShape(NamedTuple):
+    """Of a query tile."""
+
+    heads: Any  # an int, or an Int32 in a kernel that takes any number of them
+    tokens: Any  # of each of them
+
+    @staticmethod
+    def of(heads: Any, tile_m: int) -> TileShape:
+        """Whole swizzle atoms of rows for each head; some of the tile's rows may be left over."""
+        return TileShape(heads, tile_m // heads // MIN_BOX_ROWS * MIN_BOX_ROWS)
+
+
+def packed_shape(problem: AttentionProblem, tile_m: int) -> TileShape:
+    """The shape of tiles of ``tile_m`` rows where query heads of a KV head share them: what takes a request of mean
+    length in the fewest tiles."""
+    group = problem.query.shape[1] // problem.key.shape[1]
+    divisors = [heads for heads in range(1, group + 1) if group % heads == 0 and heads * MIN_BOX_ROWS <= tile_m]
+    shapes = [TileShape.of(heads, tile_m) for heads in reversed(divisors)]
+    return min(shapes, key=lambda shape: -(-problem.mean_q_len // shape.tokens) / shape.heads)
 
 
 def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
@@ -321,8 +391,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
-    skip_softmax = problem.skip_softmax > 0
-    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, problem.score.kind, skip_softmax).n)
+    features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
+    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, **features).n)
     return kind(
         arch=arch,
         dtype=DTYPES[problem.query.dtype],
@@ -330,10 +400,9 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         mask=problem.mask.kind,
-        score=problem.score.kind,
-        skip_softmax=skip_softmax,
         kv_fetch=fetch,
         box_rows=box_rows,
+        **features,
     )
 
 
@@ -368,9 +437,10 @@ def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
     if arch not in (*HOPPER, *BLACKWELL):
         return
     kind = config_type(arch)
-    for dtype, (dims, tile), mask in itertools.product(DTYPES.values(), kind.tiles.items(), MASKS):
-        for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(tile.n)]:
-            yield kind(arch, dtype, dtype, *dims, mask, fetch, rows)
+    for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
+        for choices in kind.all_choices(dims, mask):
+            for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:
+                yield kind(arch, dtype, dtype, *dims, mask, fetch, rows, **choices)
 
 
 def paged_fetches(tile_n: int) -> list[tuple[KvFetch, int]]:

@@ -81,7 +81,7 @@ class Geometry(NamedTuple):
     heads: int
     kv_heads: int
     batch: int
-    section: int  # heads of a request whose tiles come before those of its other heads; divides ``heads``
+    section: int  # in groups of ``tile_heads`` heads: those of a request whose tiles come before others'
     grid: int
     q_token: int
     q_head: int
@@ -110,6 +110,6 @@ class Geometry(NamedTuple):
     lse_row: int
     lse_head: int
     lse_natural: int  # 1: base e, 0: base 2
-    window_left: int
-    chunk: int
+    mask_size: int  # keys of a window to the left of a row, or of a chunk
     alibi_heads: int
+    tile_heads: int  # heads that share a query tile

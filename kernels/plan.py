@@ -13,7 +13,7 @@ import torch
 import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would be 30 (H200's host, 2026-11-22)
 
 from hopwell.kernels import support, toolchain
-from hopwell.kernels.config import KernelConfig, PrefillConfig, page_and_head_stride, resolve
+from hopwell.kernels.config import KernelConfig, PrefillConfig, TileShape, packed_shape, page_and_head_stride, resolve
 from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
 from hopwell.kernels.mla_config import resolve_mla
@@ -187,23 +187,26 @@ def _host_value(scale: float | torch.Tensor) -> float:
 
 def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
     """The run-time sizes and strides of a problem."""
-    query = problem.query
-    q_tiles = -(-problem.max_q_len // config.tile.m)
+    query, heads, kv_heads = problem.query, problem.query.shape[1], problem.key.shape[1]
+    tile_m = config.tile.m
+    tile = packed_shape(problem, tile_m) if config.packs_heads else TileShape.of(1, tile_m)
+    q_tiles = -(-problem.max_q_len // tile.tokens)
+    ctas = multiprocessors(query.device)
     return Geometry(
         tokens=query.shape[0],
-        heads=query.shape[1],
+        heads=heads,
         batch=problem.batch,
-        grid=min(problem.batch * query.shape[1] * q_tiles, multiprocessors(query.device)),
+        grid=min(problem.batch * heads // tile.heads * q_tiles, ctas),
         **_strides(problem),
         q_unit=_unit(problem.q_offsets),
         o_unit=_unit(problem.o_offsets),
         k_unit=_unit(problem.k_offsets),
         v_unit=_unit(problem.v_offsets),
-        window_left=min(max(problem.mask.window_left, 0), MAX_WINDOW),
-        chunk=min(max(problem.mask.chunk, 1), MAX_WINDOW),
-        alibi_heads=1 << (query.shape[1].bit_length() - 1),
-        section=section_heads(query.shape[1], problem.key.shape[1], multiprocessors(query.device)),
+        mask_size=min(max(problem.mask.window_left, problem.mask.chunk, 0), MAX_WINDOW),
+        alibi_heads=1 << (heads.bit_length() - 1),
+        section=section_heads(heads, kv_heads, ctas) // tile.heads,
         **_lse_geometry(problem),
+        tile_heads=tile.heads,
     )
 
 

@@ -108,8 +108,8 @@ class AttentionProblem:
         value: [pages, Hkv, page_size, Dv], unit last stride; strides independent of ``key``'s.
         out: [T, H, Dv], unit last stride, or None: the launch allocates it like a contiguous [T, H, Dv].
         batch: B.
-        max_q_len, max_kv_len: host upper bounds of the lengths. They size grids; they never change a result, but for
-            roundings of decode and MLA, whose kernels differ by the rows that a request may have.
+        max_q_len, max_kv_len: host upper bounds of the lengths. They size grids, and kernels differ by the rows that a
+            request may have; they never change a result, but for roundings of decode and MLA.
         q_offsets: start of each request's queries; None means that the only request starts at token 0.
         o_offsets: the same in ``out``; None means as ``q_offsets``.
         k_offsets, v_offsets: starts in contiguous K and V; None means 0 (or paged).
@@ -167,6 +167,11 @@ class AttentionProblem:
     token_table: torch.Tensor | None = None
     scratch: torch.Tensor | None = None
     programmatic_launch: bool = False
+
+    @property
+    def mean_q_len(self) -> int:
+        """Rounded up, as far as shapes tell."""
+        return min(self.max_q_len, -(-self.query.shape[0] // max(self.batch, 1)))
 
     @property
     def is_latent(self) -> bool:

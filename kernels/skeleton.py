@@ -89,6 +89,11 @@ class AttentionKernel:
         return self.tile.m
 
     @property
+    def q_box_rows(self) -> int:
+        """Of a TMA box of Q."""
+        return self.q_rows
+
+    @property
     def storing_warps(self) -> int:
         """Warps that write results."""
         raise NotImplementedError
@@ -202,17 +207,25 @@ class AttentionKernel:
         cute.arch.griddepcontrol_wait()
 
     @cute.jit
-    def fetch_q(self, descriptor, tiles, ring, step, row, head):
-        """Fill stage ``step`` of Q with the rows from ``row`` on, once it is free. Called by a whole warp."""
+    def fetch_q(self, descriptor, tiles, ring, step, row, head, tokens=None):
+        """Fill stage ``step`` of Q with the rows from ``row`` on, once it is free: those of ``head``, or ``tokens`` of
+        each head from there on for which there is room. Called by a whole warp."""
         ring.wait_empty(step)
         destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
         with cute.arch.elect_one():
             barrier = ring.full_barrier(step)
-            columns = self.config.q_columns
+            columns, rows = self.config.q_columns, self.q_box_rows
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.q_rows * columns * 2)
-            for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
-                offset = block * (self.q_rows * copy.SWIZZLE_ROW_BYTES)
-                copy.tma_load(descriptor, destination + offset, barrier, (block * BLOCK_COLUMNS, row, head))
+            first = row
+            for box in cutlass.range(self.q_rows // rows, unroll=1):
+                for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
+                    offset = (block * self.q_rows + box * rows) * copy.SWIZZLE_ROW_BYTES
+                    copy.tma_load(descriptor, destination + offset, barrier, (block * BLOCK_COLUMNS, first, head))
+                first += rows
+                if const_expr(tokens is not None):
+                    if first == row + tokens:
+                        first = row
+                        head += 1
         ring.fill_rest(step)
 
     @cute.jit
@@ -248,7 +261,7 @@ class PrefillLaunch:
     ):
         """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
         c, g, a = self.config, geometry, addresses
-        q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.q_rows)
+        q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.q_box_rows)
         k, v = self._kv_atoms(a, g)
         self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
             grid=[Int32(geometry.grid), 1, 1],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hopwell.kernels.config import PrefillConfig, Tile
-from hopwell.kernels.problem import ScoreKind
+from hopwell.kernels.problem import AttentionProblem, MaskKind
 
 Q_TILES = 2  # of a CTA: the softmax of one runs under the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
@@ -35,8 +35,16 @@ class Sm100PrefillConfig(PrefillConfig):
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
 
     @classmethod
-    def tile_of(cls, dims: tuple[int, int], score: ScoreKind, skip_softmax: bool) -> Tile:
+    def tile_of(cls, dims: tuple[int, int], *features: Any, **more_features: Any) -> Tile:
         return TILES[dims]
+
+    @classmethod
+    def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
+        return {}
+
+    @classmethod
+    def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
+        return [{}]
 
     @property
     def registers(self) -> tuple[int, ...]:

@@ -139,6 +139,8 @@ PREFILL = (
     _uniform("short-512", 64, 512, (32, 8, 128, 128)),
     _mixed("mixed", 128, 16, 8192, (32, 8, 128, 128)),
     Prefill("chunk", "8 x 512 of 16384", (512,) * 8, (16384,) * 8, 32, 8, 128, 128),
+    Prefill("few", "32 x 16 of 8192", (16,) * 32, (8192,) * 32, 32, 8, 128, 128),
+    Prefill("serve", "4096, and 127 x 1 of 4096", (4096, *(1,) * 127), (4096,) * 128, 32, 8, 128, 128),
     _uniform("window", 1, 32768, (32, 8, 128, 128), window_left=1023),
     _uniform("gpt-oss", 2, 8192, (64, 8, 64, 64), window_left=127, sinks=True),
     _uniform("skip", 1, 16384, (32, 8, 128, 128), skip_softmax=1.0),

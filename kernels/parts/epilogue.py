@@ -8,13 +8,14 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from hopwell.kernels.config import LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_float
 from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.query_rows import QueryRows
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import LN_2, LOG2_E
 
@@ -24,10 +25,11 @@ STAGING_BYTES = 2 * WARP_ROWS * RowFragment.pass_columns  # of each warp
 
 @dataclass(frozen=True)
 class OutputRows(DeviceStruct):
-    """The rows of ``out`` that a query tile writes: row t of the tile is valid for t < ``count``."""
+    """The rows of ``out`` that a query tile writes: those of its first ``count`` tokens."""
 
-    address: Int64  # of the tile's row 0 and the tile's head
-    row_bytes: Int64
+    address: Int64  # of the tile's first token and head
+    row_bytes: Int64  # from token to token
+    head_bytes: Int64
     count: Int32
     columns: int  # of the output; what is stored may have up to 15 more
 
@@ -35,14 +37,23 @@ class OutputRows(DeviceStruct):
     def of(tile, columns: int, a: Addresses, g: Geometry, first_column=0) -> "OutputRows":
         """Of ``tile``, ``columns`` from ``first_column`` on."""
         first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head + first_column
-        return OutputRows(a.out + 2 * first, 2 * g.o_token, tile.request.q_len - tile.first_row, columns)
+        count = tile.request.q_len - tile.first_row
+        return OutputRows(a.out + 2 * first, 2 * g.o_token, 2 * g.o_head, count, columns)
 
     @cute.jit
-    def store(self, output, factors, staging, first_row, dtype: cutlass.Constexpr, first_column: cutlass.Constexpr = 0):
+    def store(
+        self,
+        output,
+        factors,
+        staging,
+        rows: QueryRows,
+        dtype: cutlass.Constexpr,
+        first_column: cutlass.Constexpr = 0,
+    ):
         """Round ``output`` (a fragment, from column ``first_column`` of the output on) times ``factors`` to ``dtype``
-        and write this warp's valid rows.
+        and write this warp's valid ``rows``.
 
-        ``staging`` is the warp's own shared memory; ``first_row`` is its first row in the tile.
+        ``staging`` is the warp's own shared memory.
         """
         lane = cute.arch.lane_idx()
         chunks = output.pass_columns // 8  # of 16 bytes
@@ -57,8 +68,13 @@ class OutputRows(DeviceStruct):
                 # Lanes past the last column, which store nothing, read what is there.
                 words = copy.load_shared(output.staged_chunk(staging, row, cutlass.min(chunk, rest // 8 - 1)), 4)
                 column = first_column + begin + chunk * 8
-                if first_row + row < self.count and column < self.columns:
-                    copy.store_global(self.address + (first_row + row) * self.row_bytes + column * 2, words)
+                group = step * rows_at_once // copy.GROUP_ROWS
+                token = rows.token(row, group)
+                if token < self.count and column < self.columns:
+                    place = self.address + token * self.row_bytes + column * 2
+                    if const_expr(not rows.of_one_head):
+                        place += rows.head(group) * self.head_bytes
+                    copy.store_global(place, words)
             cute.arch.sync_warp()
 
 

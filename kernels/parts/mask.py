@@ -28,7 +28,7 @@ class TileRange(DeviceStruct):
 
 @dataclass
 class LogitRow(DeviceStruct):
-    """What turns scores into logits besides the scores: the rows that a lane holds and their head."""
+    """What turns scores into logits besides the scores: the rows that a lane holds, with slopes of one head."""
 
     positions: tuple  # absolute key position of each row
     kv_len: Int32

@@ -16,7 +16,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.config import LANES, TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, global_array, global_pointer, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
@@ -25,15 +25,15 @@ from hopwell.kernels.parts.sequence import Request, load_request
 
 @dataclass
 class WorkTile(DeviceStruct):
-    """One query tile of one head: what every role needs to know of it. All fields are Int32."""
+    """One query tile of a head, or of several: what every role needs to know of it. All fields are Int32."""
 
     INTS: ClassVar[int] = 16
     HEAD: ClassVar[int] = 8  # the place of ``head`` among them
 
     request: Request
-    head: Int32  # END_OF_WORK after the last tile
+    head: Int32  # the first one; END_OF_WORK after the last tile
     kv_head: Int32
-    first_row: Int32  # of the tile, within the request
+    first_row: Int32  # the first token of the tile, within the request
     keys: TileRange
 
     @property
@@ -81,8 +81,8 @@ class TileSchedule(DeviceStruct):
     geometry: Geometry
     addresses: Addresses
     mask: IntervalMask
-    tile_m: int
     tile_n: int
+    tile_shape: TileShape
 
     @cute.jit
     def _requests(self, first):
@@ -94,25 +94,25 @@ class TileSchedule(DeviceStruct):
         return request, running_sum(tiles)
 
     def _tiles(self, request: Request):
-        return self._q_tiles(request) * Int32(self.geometry.heads)
+        return self._q_tiles(request) * (Int32(self.geometry.heads) // self.tile_shape.heads)
 
     def _q_tiles(self, request: Request):
-        return (request.q_len + (self.tile_m - 1)) // self.tile_m
+        return (request.q_len + (self.tile_shape.tokens - 1)) // self.tile_shape.tokens
 
     def _coordinates(self, q_tiles, place):
-        """(query tile, head) at a place of a request's list: for each section of heads the tiles from last to first,
-        each for all of these heads, so that heads that share K and V run side by side."""
+        """(query tile, its first head) at a place of a request's list: for each section of heads the tiles from last to
+        first, each for all of these heads, so that heads that share K and V run side by side."""
         section = Int32(self.geometry.section)
         first = place // (section * q_tiles) * section
         place -= first * q_tiles
         row = place // section
-        return q_tiles - 1 - row, first + place - row * section
+        return q_tiles - 1 - row, (first + place - row * section) * self.tile_shape.heads
 
     def _work_tile(self, request: Request, place) -> WorkTile:
         """The tile at a place of the request's list."""
         q_tile, head = self._coordinates(self._q_tiles(request), place)
-        first_row = q_tile * self.tile_m
-        last_row = cutlass.min(first_row + self.tile_m, request.q_len) - 1
+        first_row = q_tile * self.tile_shape.tokens
+        last_row = cutlass.min(first_row + self.tile_shape.tokens, request.q_len) - 1
         position = request.first_position
         keys = self.mask.tiles(position + first_row, position + last_row, request.kv_len, self.tile_n)
         kv_head = head // (Int32(self.geometry.heads) // Int32(self.geometry.kv_heads))

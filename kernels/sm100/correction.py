@@ -7,10 +7,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from hopwell.kernels.config import TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts.device import DeviceStruct, shared_array
 from hopwell.kernels.parts.epilogue import OutputRows
 from hopwell.kernels.parts.fragment import LaneRow
+from hopwell.kernels.parts.query_rows import QueryRows
 from hopwell.kernels.parts.scheduler import Board
 from hopwell.kernels.sm100 import tmem
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES
@@ -93,13 +95,13 @@ class Correction(DeviceStruct):
     def store(self, rows: OutputRows, index, factor, has_keys):
         """O times ``factor``, or zeros where no row has a key, to this warp's rows of the output."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
-        first_row = index * Q_TILE_ROWS + warp * LaneRow.warp_rows
+        own = QueryRows(index * Q_TILE_ROWS + warp * LaneRow.warp_rows, TileShape.of(1, self.kernel.tile.m))
         staging = self.staging + warp * self.kernel.staging_bytes
         for first in cutlass.range_constexpr(0, rows.columns, tmem.COLUMNS_AT_ONCE):
             values = LaneRow(cute.make_rmem_tensor(tmem.COLUMNS_AT_ONCE, Float32), tmem.COLUMNS_AT_ONCE)
             values.registers.fill(0.0)
             if has_keys:
                 tmem.load(self.output(index) + first, values)
-            rows.store(values, [factor], staging, first_row, self.kernel.out_dtype, first)
+            rows.store(values, [factor], staging, own, self.kernel.out_dtype, first)
         tmem.before_signal()
         cute.arch.sync_warp()

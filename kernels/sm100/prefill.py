@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import LANES, WARPGROUP
+from hopwell.kernels.config import LANES, WARPGROUP, TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_scale, shared_address, shared_array
@@ -107,7 +107,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.CHUNK_BYTES))
         words = shared_address(smem.allocate(copy.CHUNK_BYTES, copy.CHUNK_BYTES))
         slot, pending = words, words + 4
-        mask = IntervalMask(self.config.mask, Int32(geometry.window_left), Int32(geometry.chunk))
+        mask = IntervalMask(self.config.mask, *[Int32(geometry.mask_size)] * 2)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == MMA_WARP:
             tmem.allocate(slot)
@@ -146,7 +146,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
                 value = KvOperand.value(addresses, geometry, self.config)
                 self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barriers + 1, board, value)
             if warp == Q_WARP:
-                parts = (geometry, addresses, mask, self.tile.m, self.tile.n)
+                parts = (geometry, addresses, mask, self.tile.n, TileShape.of(1, self.tile.m))
                 LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, q_ring).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         tmem.before_signal()

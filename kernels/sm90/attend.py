@@ -1,4 +1,4 @@
-"""The consumer warpgroups of Hopper prefill: from Q K^T to the rows of the output."""
+"""Consumer warpgroups of Hopper kernels: from Q K^T to the rows of the output."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -12,11 +12,11 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, shared_address
-from hopwell.kernels.parts.epilogue import STAGING_BYTES, WARP_ROWS, OutputRows, RowResults
+from hopwell.kernels.parts.device import DeviceStruct
+from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import IntervalMask, LogitRow, TileRange
-from hopwell.kernels.parts.scheduler import Board, WorkTile
+from hopwell.kernels.parts.scheduler import Board
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.skeleton import SharedTiles
@@ -48,6 +48,20 @@ class Consumer(DeviceStruct):
 
 @dataclass
 class Attend(Consumer):
+    """What they do with a work tile, whatever its rows are."""
+
+    def logit_row(self, tile, warp_row) -> LogitRow:
+        """The rows that a lane holds of those from ``warp_row`` of the tile on."""
+        raise NotImplementedError
+
+    def own_keys(self, tile, row) -> TileRange:
+        """Of the tile's keys those that a warpgroup's rows see, from ``row`` of the tile on."""
+        raise NotImplementedError
+
+    def store(self, operands, tile, work, warp_row, column_group, addresses, geometry) -> None:
+        """Write the results of this warp's rows."""
+        raise NotImplementedError
+
     @cute.jit
     def run(self, addresses: Addresses, geometry: Geometry):
         q_ring, *_ = self.rings
@@ -93,22 +107,6 @@ class Attend(Consumer):
             self.store(operands, tile, work, warp_row, column_group, addresses, geometry)
             work += 1
             tile = self.board.read(work)
-
-    def logit_row(self, tile: WorkTile, warp_row) -> LogitRow:
-        first = tile.request.first_position + tile.first_row + warp_row + RowFragment.first_row()
-        positions = tuple(first + RowFragment.row_offset(r) for r in range(RowFragment.rows))
-        return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
-
-    @cute.jit
-    def own_keys(self, tile: WorkTile, row) -> TileRange:
-        """Of the tile's keys those that a warpgroup's rows see, from ``row`` of the tile on."""
-        request, first = tile.request, tile.first_row + row
-        last = cutlass.min(first + WARPGROUP_ROWS, request.q_len) - 1
-        position = request.first_position
-        keys = self.mask.tiles(position + first, position + last, request.kv_len, self.kernel.tile.n)
-        keys.begin = keys.begin if first <= last else tile.keys.begin
-        keys.end = keys.end if first <= last else tile.keys.begin
-        return keys
 
     @cute.jit
     def pass_over(self, turns, kv_step, tiles):
@@ -171,23 +169,6 @@ class Attend(Consumer):
         operands.issue_pv(v_ring.stage(kv_step))
         warpgroup.wait_group(0)
         v_ring.release(kv_step)
-
-    @cute.jit
-    def store(self, operands, tile: WorkTile, work, warp_row, column_group, addresses: Addresses, geometry: Geometry):
-        """Normalise this warp's rows; write them and their log-sum-exp."""
-        columns = self.kernel.config.head_dim_v // self.kernel.config.v_parts
-        rows = OutputRows.of(tile, columns, addresses, geometry, column_group * operands.depth_v)
-        # Warpgroups that share rows all know what there is to say of them; the first says it.
-        count_once = rows.count if column_group == 0 else Int32(0)
-        results = RowResults.create(tile, count_once, self.score, self.kernel.config.head_dim_qk, addresses, geometry)
-        output = operands.output()
-        factors = []
-        for r in cutlass.range_constexpr(output.rows):
-            row = warp_row + output.first_row() + output.row_offset(r)
-            factors.append(results.finish(self.softmax, r, row, output.lanes_per_row) * self.output_scale)
-        consumer_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
-        staging = shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
-        rows.store(output, factors, staging, warp_row, self.kernel.out_dtype)
 
 
 @dataclass

@@ -6,9 +6,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import WARPGROUP, PrefillConfig
+from hopwell.kernels.config import WARPGROUP, PrefillConfig, TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import load_scale, shared_address
 from hopwell.kernels.parts.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.fragment import RowFragment
@@ -19,13 +20,14 @@ from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.skeleton import PrefillLaunch, example_arguments
-from hopwell.kernels.sm90.attend import Attend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
+from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 from hopwell.kernels.sm90.skip import SkippingAttend
 
 
 class PrefillSm90(PrefillLaunch, AttentionSm90):
-    """Attention over query tiles of ``tile.m`` rows, in steps of ``tile.n`` keys from right to left.
+    """Attention over query tiles of ``tile.m`` rows, in steps of ``tile.n`` keys from right to left. The rows are of
+    one head, or, where queries are few, of several heads of a KV head, see ``parts/query_rows.py``.
 
     Warp roles
         warp 0 load_k      K tiles, as the KV source says
@@ -67,7 +69,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
     ):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
         q_ring, k_ring, v_ring = rings
-        mask = IntervalMask(self.config.mask, Int32(geometry.window_left), Int32(geometry.chunk))
+        mask = IntervalMask(self.config.mask, *[Int32(geometry.mask_size)] * 2)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
 
@@ -80,9 +82,9 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
                 value = KvOperand.value(addresses, geometry, self.config)
                 self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barriers + 1, board, value)
             if warp == Q_WARP:
-                self.load_q(q_atom, tiles.q, q_ring, board)
+                self.load_q(q_atom, tiles.q, q_ring, board, self.tile_shape(geometry).tokens)
             if warp == SCHEDULE_WARP:
-                TileSchedule(geometry, addresses, mask, self.tile.m, self.tile.n).publish(board)
+                TileSchedule(geometry, addresses, mask, self.tile.n, self.tile_shape(geometry)).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         else:
             self.set_registers(self.tile.consumer_registers)
@@ -90,7 +92,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
             softmax = OnlineSoftmax.create(score.softmax_scale, RowFragment.rows)
             scale = load_scale(addresses.output_scale, output_scale)
-            parts = (self, tiles, rings, board, mask, score, softmax, scale)
+            parts = (self, tiles, rings, board, mask, score, softmax, scale, self.tile_shape(geometry))
             if const_expr(self.config.skip_softmax):
                 skip = SkipRule.create(skip_softmax, softmax.scale)
                 attend = SkippingAttend(*parts, skip)
@@ -100,15 +102,23 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
                 first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
                 skip.report(addresses.skipped, first)
             else:
-                Attend(*parts).run(addresses, geometry)
+                PrefillAttend(*parts).run(addresses, geometry)
+
+    @property
+    def q_box_rows(self) -> int:
+        return GROUP_ROWS if self.config.packs_heads else self.q_rows
+
+    def tile_shape(self, geometry: Geometry) -> TileShape:
+        """Known to the compiler where heads are not packed."""
+        return TileShape.of(Int32(geometry.tile_heads) if self.config.packs_heads else 1, self.tile.m)
 
     @cute.jit
-    def load_q(self, atom, tiles, ring, board):
+    def load_q(self, atom, tiles, ring, board, tile_tokens):
         descriptor = copy.tma_descriptor(atom)
         step = Int32(0)
         tile = board.read(step)
         while tile.exists:
-            self.fetch_q(descriptor, tiles, ring, step, tile.request.q_start + tile.first_row, tile.head)
+            self.fetch_q(descriptor, tiles, ring, step, tile.request.q_start + tile.first_row, tile.head, tile_tokens)
             step += 1
             tile = board.read(step)
 

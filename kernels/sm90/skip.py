@@ -9,16 +9,17 @@ from cutlass.cute.nvgpu import warpgroup
 from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.parts.device import barrier_all
 from hopwell.kernels.parts.skip import SkipRule
-from hopwell.kernels.sm90.attend import GROUP_BARRIER, Attend
+from hopwell.kernels.sm90.attend import GROUP_BARRIER
+from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 
 
 @dataclass
-class SkippingAttend(Attend):
+class SkippingAttend(PrefillAttend):
     skip: SkipRule
 
     @cute.jit
     def first_step(self, operands, turns, q_stage, kv_step, n, row):
-        Attend.first_step(self, operands, turns, q_stage, kv_step, n, row)
+        PrefillAttend.first_step(self, operands, turns, q_stage, kv_step, n, row)
         self.skip.pending[0] = 1
 
     @cute.jit

@@ -7,6 +7,7 @@ from config_cases import check_config
 
 from hopwell import emulator
 from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
+from hopwell.kernels.problem import MaskKind
 
 
 def page_sizes(config: PrefillConfig) -> list[int | None]:
@@ -21,9 +22,13 @@ def page_sizes(config: PrefillConfig) -> list[int | None]:
 
 
 def check(config: PrefillConfig, page_size: int | None, heads: int, kv_heads: int, **settings: object) -> None:
-    """Requests of none to two tiles of queries and none to four tiles of keys, some rows with nothing to see."""
+    """Requests of none to two tiles of queries and none to four tiles of keys, or as many as a window is cut by; some
+    rows have nothing to see. Short ones make heads share tiles."""
     m, n = config.tile.m, config.tile.n
-    requests = [(5, 9), (0, 3), (1, 0), (7, 3), (m, 3 * n + 1), (m + 3, n + 5)]
+    uncut = config.mask is MaskKind.SLIDING_WINDOW and not config.short_steps
+    requests = [(0, 3), (1, 0), (m, (5 if uncut else 3) * n + 1), (m + 9, n + 5)]
+    if config.packs_heads:
+        requests = [(5, 9), (7, 3), *requests]
     sinks = torch.linspace(-1.0, 1.0, heads).tolist()
     lengths = tuple(zip(*requests, strict=True))
     with emulator.use(config.arch, race=True, proxy=True, strict=True, **settings):

@@ -1,4 +1,4 @@
-"""Which kernels are compiled in tests: all shipped ones would take half an hour."""
+"""Which kernels are compiled in tests: all shipped ones would take an hour."""
 
 from __future__ import annotations
 
@@ -28,20 +28,23 @@ def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
 
 
 def every_tile(dims: tuple[int, int]) -> list[Tile]:
-    """The tiles of all kernels of ``dims``: scores and skip-softmax may change them."""
-    features = itertools.product(ScoreKind, (False, True))
-    return list(dict.fromkeys(PrefillConfig.tile_of(dims, score, skip) for score, skip in features))
+    """The tiles of all kernels of ``dims``."""
+    shipped = (config for config in shipped_configs() if (config.head_dim_qk, config.head_dim_v) == dims)
+    return list(dict.fromkeys(config.tile for plain in shipped for config in with_features(plain)))
 
 
 def with_features(config: PrefillConfig) -> list[PrefillConfig]:
-    """``config`` with every score, each with and without skip-softmax, where its boxes go with their tile."""
+    """``config`` with every score, each with and without skip-softmax, where they go with its boxes and choices."""
     dims = (config.head_dim_qk, config.head_dim_v)
-    features = itertools.product(ScoreKind, (False, True))
-    return [
-        replace(config, score=score, skip_softmax=skip)
-        for score, skip in features
-        if not config.box_rows or PrefillConfig.tile_of(dims, score, skip).n % config.box_rows == 0
-    ]
+    found = []
+    for score, skip in itertools.product(ScoreKind, (False, True)):
+        tile = PrefillConfig.tile_of(dims, score, skip, config.short_steps, config.packs_heads)
+        refused = (skip and (config.short_steps or config.packs_heads)) or (
+            config.packs_heads and score is ScoreKind.ALIBI
+        )
+        if not refused and (not config.box_rows or tile.n % config.box_rows == 0):
+            found.append(replace(config, score=score, skip_softmax=skip))
+    return found
 
 
 def covering_configs() -> list[PrefillConfig]:
@@ -58,9 +61,9 @@ def covering_configs() -> list[PrefillConfig]:
         *,
         dtype: str = "bf16",
         score: ScoreKind = ScoreKind.SCALED,
-        skip_softmax: bool = False,
+        **options: bool,
     ) -> None:
-        found[PrefillConfig("sm_90a", dtype, dtype, *dims, mask, *fetch, score, skip_softmax)] = None
+        found[PrefillConfig("sm_90a", dtype, dtype, *dims, mask, *fetch, score, **options)] = None
 
     for dims in MAIN_DIMS:
         for fetch in fetches(dims):
@@ -78,6 +81,17 @@ def covering_configs() -> list[PrefillConfig]:
             add(dims, MaskKind.CAUSAL, PAGES16, score=score)
         # Consumers with another step, and a branch around the softmax, which is where registers are scarce.
         add(dims, MaskKind.CAUSAL, CONTIGUOUS, skip_softmax=True)
+        # Heads in one tile: where Q comes from and where results go. Masks and fetches know nothing of it.
+        add(dims, MaskKind.CAUSAL, PAGES16, packs_heads=True)
+        if dims in ((64, 64), (128, 128)):
+            add(dims, MaskKind.FULL, CONTIGUOUS, packs_heads=True)
+            add(dims, MaskKind.SLIDING_WINDOW, ROWS, packs_heads=True)
+            for fetch in (CONTIGUOUS, PAGES16):
+                add(dims, MaskKind.SLIDING_WINDOW, fetch, short_steps=True)
+            add(dims, MaskKind.SLIDING_WINDOW, PAGES64, short_steps=True, packs_heads=True)
+    add((192, 128), MaskKind.SLIDING_WINDOW, PAGES16, short_steps=True)
+    add((64, 64), MaskKind.CAUSAL, PAGES16, score=ScoreKind.SOFT_CAP, packs_heads=True)  # another tile
+    add((512, 512), MaskKind.CAUSAL, PAGES16, packs_heads=True)  # warpgroups that share rows
     # Padded columns: boxes, pages and rows are filled up in three different ways. The rest differ in sizes alone, or in
     # how warpgroups share them out, which shows with any mask.
     for dims in TILES:

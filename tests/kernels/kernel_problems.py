@@ -70,12 +70,12 @@ def contiguous(key: torch.Tensor, value: torch.Tensor, **changes: Any) -> Attent
 
 def _problem(key: torch.Tensor, value: torch.Tensor, changes: dict[str, Any]) -> AttentionProblem:
     fields: dict[str, Any] = dict(
-        query=empty(60, 2 * key.shape[1], key.shape[3], dtype=key.dtype),
+        query=empty(600, 2 * key.shape[1], key.shape[3], dtype=key.dtype),
         key=key,
         value=value,
         out=None,
         batch=3,
-        max_q_len=20,
+        max_q_len=200,
         max_kv_len=8 * key.shape[2],
         q_offsets=TokenOffsets(torch.zeros(4, dtype=torch.int32, device="meta")),
         kv_lens=torch.zeros(3, dtype=torch.int32, device="meta"),

@@ -17,12 +17,15 @@ from hopwell.kernels.config import (
     MAX_BOX_ROWS,
     MIN_BOX_ROWS,
     REGISTERS,
+    SHORT_STEP,
+    SHORT_WINDOW,
     TILES,
     WARPGROUP,
     WORK_STAGES,
     KvFetch,
     PrefillConfig,
     kv_fetch,
+    packed_shape,
     page_and_head_stride,
     resolve,
     shipped_configs,
@@ -63,6 +66,8 @@ class TestShipped:
             box_rows=16,
             score=ScoreKind.ALIBI,
             skip_softmax=True,
+            short_steps=True,
+            packs_heads=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
         assert set(others) == {f.name for f in fields(PrefillConfig)}
@@ -82,6 +87,7 @@ class TestShipped:
         names = [config.name for config in asked]
         assert len(set(names)) == len(set(asked)) == len(names)
         assert {(c.score, c.skip_softmax) for c in asked} == set(itertools.product(ScoreKind, (False, True)))
+        assert len({(c.short_steps, c.packs_heads) for c in asked}) == 4
         assert all(re.fullmatch(r"[a-z][a-z0-9_]{1,98}", name) for name in names)
 
     def test_names(self) -> None:
@@ -125,31 +131,39 @@ class TestCovering:
 
     @pytest.mark.parametrize("dims", MAIN_DIMS, ids=str)
     def test_main_head_dims(self, dims: tuple[int, int]) -> None:
-        """All masks in every way to fetch but chunks, all scores, and skip-softmax."""
-        here = [config for config in COVERING if (config.head_dim_qk, config.head_dim_v) == dims]
-        masks = set(MASKS) - {MaskKind.CHUNKED}
-        plain = {c for c in here if c in SHIPPED and c.dtype == "bf16" and c.mask in masks}
-        assert plain == {
-            c for c in SHIPPED if c.dtype == "bf16" and (c.head_dim_qk, c.head_dim_v) == dims and c.mask in masks
-        }
-        assert {(c.mask, c.score, c.skip_softmax) for c in here} == {
+        """All masks in every way to fetch but chunks, all scores, and skip-softmax; and every choice for speed."""
+
+        def of_dims(configs: list[PrefillConfig]) -> set[PrefillConfig]:
+            return {c for c in configs if (c.head_dim_qk, c.head_dim_v) == dims and c.dtype == "bf16"}
+
+        def plain(configs: set[PrefillConfig]) -> set[PrefillConfig]:
+            return {c for c in configs if not (c.short_steps or c.packs_heads or c.score is not ScoreKind.SCALED)}
+
+        here, shipped = of_dims(COVERING), of_dims(SHIPPED)
+        assert plain(here) & shipped >= {c for c in plain(shipped) if c.mask is not MaskKind.CHUNKED}
+        assert {(c.mask, c.score, c.skip_softmax) for c in here} >= {
             *((mask, ScoreKind.SCALED, False) for mask in MASKS),
             *((MaskKind.CAUSAL, score, False) for score in ScoreKind),
             (MaskKind.CAUSAL, ScoreKind.SCALED, True),
         }
+        choices = {(c.short_steps, c.packs_heads) for c in shipped}
+        assert {(c.short_steps, c.packs_heads) for c in here} >= choices - {(True, True)}
+        if dims in ((64, 64), (128, 128)):
+            assert {(c.short_steps, c.packs_heads) for c in here} == choices
+            assert {c.kv_fetch for c in here if c.packs_heads} == {c.kv_fetch for c in shipped}
 
     def test_there_are_few(self) -> None:
         """They take seconds each."""
-        assert len(set(COVERING)) == len(COVERING) < 160
+        assert len(set(COVERING)) == len(COVERING) < 180
 
 
 class TestResources:
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_registers_can_be_handed_out(self, dims: tuple[int, int]) -> None:
         """setmaxnreg takes multiples of 8 from 24 to 256; producers give back, consumers take, and it must add up."""
+        assert any_config(dims).consumer_warpgroups == TILES[dims].m // 64 * (2 if TILES[dims].splits_v else 1)
         for tile in every_tile(dims):
             groups = tile.m // 64 * (2 if tile.splits_v else 1)
-            assert any_config(dims).consumer_warpgroups == groups
             at_launch = REGISTERS // (WARPGROUP * (groups + 1)) // 8 * 8
             for registers in (tile.producer_registers, tile.consumer_registers):
                 assert registers % 8 == 0
@@ -280,10 +294,12 @@ class TestResolve:
                 changes = dict(mask=MASKS[mask], score=SCORES[score], skip_softmax=skip)
                 config = resolve(replace(problem, **changes), ARCH)
                 rows = math.gcd(plain.box_rows, config.tile.n) if plain.box_rows else 0
-                assert config == replace(plain, mask=mask, score=score, skip_softmax=skip > 0, box_rows=rows)
+                kind = dict(mask=mask, score=score, skip_softmax=skip > 0, box_rows=rows)
+                assert config == replace(plain, **kind, short_steps=config.short_steps)
                 assert (config in shipped) == (score is ScoreKind.SCALED and skip == 0)
 
     def test_run_time_facts_do_not_make_other_kernels(self) -> None:
+        """Apart from the number of queries and the size of a window: see TestChoices."""
         views = cache("tuple-HND", 16, (128, 128))
         problem = paged(*views)
         want = resolve(problem, ARCH)
@@ -296,17 +312,14 @@ class TestResolve:
             sinks=empty(4, dtype=torch.float32),
             programmatic_launch=True,
             q_lens=empty(3, dtype=torch.int32),
-            query=empty(7, 2, 128),
-            out=empty(60, 4, 128),
-            lse=LogSumExp(empty(60, 4, dtype=torch.float32), LseLayout.RAGGED, natural=True),
-            statistics=empty(60, 4, 2, dtype=torch.float32),
+            query=empty(9000, 2, 128),
+            out=empty(600, 4, 128),
+            lse=LogSumExp(empty(600, 4, dtype=torch.float32), LseLayout.RAGGED, natural=True),
+            statistics=empty(600, 4, 2, dtype=torch.float32),
             skipped_tiles=empty(1, dtype=torch.int32),
         )
         for field, value in changes.items():
             assert resolve(replace(problem, **{field: value}), ARCH) == want, field
-        window = replace(problem, mask=Mask(MaskKind.SLIDING_WINDOW, 0))
-        wider = replace(problem, mask=Mask(MaskKind.SLIDING_WINDOW, 4096))
-        assert resolve(window, ARCH) == resolve(wider, ARCH) != want
         small, large = (replace(problem, mask=Mask(MaskKind.CHUNKED, chunk=chunk)) for chunk in (1, 8192))
         assert resolve(small, ARCH) == resolve(large, ARCH) != want
         low, high = (replace(problem, score=Score(ScoreKind.SOFT_CAP, cap)) for cap in (0.5, 50.0))
@@ -315,10 +328,79 @@ class TestResolve:
         assert resolve(little, ARCH) == resolve(much, ARCH) != want
 
     def test_output_of_the_other_dtype(self) -> None:
-        problem = paged(*cache("tuple-HND", 16, (128, 128)), out=empty(60, 4, 128, dtype=torch.float16))
+        problem = paged(*cache("tuple-HND", 16, (128, 128)), out=empty(600, 4, 128, dtype=torch.float16))
         config = resolve(problem, ARCH)
         assert (config.dtype, config.out_dtype) == ("bf16", "fp16")
         assert config.name == "prefill_sm_90a_bf16_to_fp16_d128_causal_pages16"
+
+
+class TestChoices:
+    """What makes a kernel faster and was not asked for: it goes by shapes and by the size of a window."""
+
+    @staticmethod
+    def of(tokens: int, group: int = 4, dims: tuple[int, int] = (128, 128), **changes: object) -> PrefillConfig:
+        """For 3 requests."""
+        problem = paged(*cache("tuple-HND", 16, dims))
+        return resolve(replace(problem, query=empty(tokens, 2 * group, dims[0]), **changes), ARCH)
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_heads_are_packed_where_tiles_would_be_half_empty(self, dims: tuple[int, int]) -> None:
+        """With a tile's rows for two requests, of all that there are on average half of the rows are queries."""
+        m = min(TILES[dims].m, 128)
+        for tokens, packed in ((0, True), (1, True), (3 * m // 2, True), (3 * m // 2 + 1, False), (9000, False)):
+            config = self.of(tokens, dims=dims)
+            assert config.packs_heads == packed, tokens
+            if packed:
+                assert (config.tile.m, config.tile.n) == (m, TILES[dims].n)
+
+    @pytest.mark.parametrize(
+        ("group", "tokens", "shape"),
+        [
+            (1, 3, (1, 128)),
+            (2, 3, (2, 64)),
+            (3, 3, (3, 40)),  # 8 rows left over
+            (7, 3, (7, 16)),
+            (8, 192, (8, 16)),
+            (9, 24, (9, 8)),
+            (9, 120, (3, 40)),  # 3 tiles instead of 5 for all nine
+            (32, 3, (16, 8)),
+            (37, 3, (1, 128)),  # of a prime number of heads only all or one could share tiles
+        ],
+    )
+    def test_shapes_by_hand(self, group: int, tokens: int, shape: tuple[int, int]) -> None:
+        """Each head has whole swizzle atoms of 8 rows, and all are of one KV head. A lone head is not packed."""
+        problem = paged(*cache("tuple-HND", 16, (128, 128)))
+        assert packed_shape(replace(problem, query=empty(tokens, 2 * group, 128)), 128) == shape
+        assert self.of(tokens, group).packs_heads == (shape[0] > 1)
+
+    def test_scores_and_skip_softmax(self) -> None:
+        """A tile has one slope; tiles of keys are left out for 64 queries at a time, whoever else is in the batch."""
+        packed = {kind: self.of(3, score=score).packs_heads for kind, score in SCORES.items()}
+        assert packed == {ScoreKind.SCALED: True, ScoreKind.SOFT_CAP: True, ScoreKind.ALIBI: False}
+        window = Mask(MaskKind.SLIDING_WINDOW, 5)
+        skipping = self.of(3, skip_softmax=1e-30, mask=window)
+        assert not skipping.packs_heads
+        assert not skipping.short_steps
+
+    @pytest.mark.parametrize("dims", TILES, ids=str)
+    def test_small_windows_have_short_steps(self, dims: tuple[int, int]) -> None:
+        for left in (0, 1, 127, SHORT_WINDOW - 2, SHORT_WINDOW - 1, SHORT_WINDOW, 4096):
+            for score in SCORES.values():
+                config = self.of(9000, dims=dims, score=score, mask=Mask(MaskKind.SLIDING_WINDOW, left))
+                assert config.short_steps == (left < SHORT_WINDOW and TILES[dims].n == 128)
+                assert config.tile.n == SHORT_STEP or not config.short_steps
+
+    def test_other_masks_do_not(self) -> None:
+        for mask in set(MASKS) - {MaskKind.SLIDING_WINDOW}:
+            assert not self.of(9000, mask=MASKS[mask]).short_steps
+
+    def test_bits_do_not_go_by_the_number_of_queries(self) -> None:
+        """Steps decide about the order of sums, and so must not depend on what else is in a batch."""
+        for dims, mask, score in itertools.product(TILES, MASKS, SCORES.values()):
+            few, many = (self.of(tokens, dims=dims, mask=MASKS[mask], score=score) for tokens in (3, 9000))
+            assert few.tile.n == many.tile.n
+            assert few.tile.splits_v == many.tile.splits_v
+            assert replace(few, packs_heads=False) == many
 
 
 class TestRefusals:
@@ -355,8 +437,8 @@ class TestRefusals:
     def test_other_dtypes(self, dtype: torch.dtype) -> None:
         views = cache("tuple-HND", 16, (128, 128))
         for role, problem in (
-            ("query", paged(*views, query=empty(60, 4, 128, dtype=dtype))),
-            ("output", paged(*views, out=empty(60, 4, 128, dtype=dtype))),
+            ("query", paged(*views, query=empty(600, 4, 128, dtype=dtype))),
+            ("output", paged(*views, out=empty(600, 4, 128, dtype=dtype))),
         ):
             message = self.refusal(problem)
             assert f"{role} dtype {dtype}" in message

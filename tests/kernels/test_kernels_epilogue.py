@@ -15,11 +15,12 @@ import pytest
 from host_math import number
 from lane_threads import Lanes
 
-from hopwell.kernels.config import shipped_configs
+from hopwell.kernels.config import TileShape, shipped_configs
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, epilogue
 from hopwell.kernels.parts.epilogue import STAGING_BYTES, LseRows, OutputRows, RowResults, StatisticsRows
 from hopwell.kernels.parts.fragment import LaneRow, RowFragment
+from hopwell.kernels.parts.query_rows import QueryRows
 
 pytestmark = pytest.mark.traced
 
@@ -113,6 +114,45 @@ def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
     return Warp(monkeypatch)
 
 
+SHAPES = [TileShape.of(heads, 128) for heads in (1, 2, 5, 7, 16)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_query_rows(shape: TileShape) -> None:
+    """A tile's warps have each token of each head once. What is left over has no token of the tile."""
+    found = []
+    for first_row in range(0, 128, RowFragment.warp_rows):
+        rows = QueryRows(first_row, shape)
+        for row in range(RowFragment.warp_rows):
+            head, token = rows.head(row // 8), rows.token(row, row // 8)
+            if token < shape.tokens:
+                assert head * shape.tokens + token == first_row + row
+                found.append((head, token))
+    assert sorted(found) == list(itertools.product(range(shape.heads), range(shape.tokens)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_rows_of_several_heads_are_written_once(shape: TileShape, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last of a tile's tokens is past the end of the request."""
+    stored: list[int] = []
+    monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
+    monkeypatch.setattr(copy, "store_global", lambda address, words: stored.append(address))
+    out = OutputRows(0, 1 << 12, 1 << 20, shape.tokens - 1, 64)
+    fragment = RowFragment([0.0] * (RowFragment.rows * 16), 16)
+    tile_rows = (0, 16, 112)  # the first ones of warps
+
+    def work() -> None:
+        for first_row in tile_rows:
+            rows = QueryRows(first_row, shape)
+            OutputRows.store.__wrapped__(out, fragment, [1.0] * fragment.rows, STAGING, rows, "dtype")
+
+    warp.run(work)
+    places = [divmod(first + i, shape.tokens) for first in tile_rows for i in range(RowFragment.warp_rows)]
+    valid = [(head, token) for head, token in places if head < shape.heads and token < out.count]
+    chunks = range(0, 2 * out.columns, copy.CHUNK_BYTES)
+    assert sorted(stored) == [head * (1 << 20) + token * (1 << 12) + c for head, token in sorted(valid) for c in chunks]
+
+
 @pytest.mark.parametrize("count", [1, 9, 16, 100])
 @pytest.mark.parametrize(("kind", "columns", "held"), CASES)
 def test_rows_are_written_once(
@@ -136,9 +176,10 @@ def test_rows_are_written_once(
             for r, c in itertools.product(range(kind.rows), range(per_row)):
                 column = first_column + kind.first_column() + kind.column_offset(c)
                 fragment.set(r, c, value(rows[r], column))
-            rows_out = OutputRows(tile, row_bytes, count, columns)
+            rows_out = OutputRows(tile, row_bytes, 0, count, columns)
             factors = [2.0**row for row in rows]
-            OutputRows.store.__wrapped__(rows_out, fragment, factors, STAGING, first_row, "dtype", first_column)
+            own = QueryRows(first_row, TileShape.of(1, 128))
+            OutputRows.store.__wrapped__(rows_out, fragment, factors, STAGING, own, "dtype", first_column)
 
     warp.run(work)
     found = {}

@@ -66,10 +66,10 @@ def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
 
 
 def traced(mask: Mask) -> IntervalMask:
-    """The device code's mask, with the window and the chunk that a launch passes for ``mask``."""
+    """The device code's mask, with the size that a launch passes for ``mask``."""
     problem = paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)
     passed = geometry(problem, resolve(problem, "sm_90a"))
-    return IntervalMask(mask.kind, Int32(passed.window_left), Int32(passed.chunk))
+    return IntervalMask(mask.kind, *[Int32(passed.mask_size)] * 2)
 
 
 def host(value: object) -> int:

@@ -41,14 +41,14 @@ def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
     tensors |= {name: numbers(1, torch.float32) for name in ("softmax_scale", "output_scale", "output_factor")}
     tensors |= {name: empty(3, 8, dtype=torch.int32) for name in ("key_table", "value_table")}
     tensors |= dict(
-        query=empty(60, 4, 128),
+        query=empty(600, 4, 128),
         key=key,
         value=value,
-        out=empty(60, 4, 128),
+        out=empty(600, 4, 128),
         sinks=numbers(4, torch.float32),
-        lse=empty(60, 4, dtype=torch.float32),
-        statistics=empty(60, 4, 2, dtype=torch.float32),
-        draft_mask=empty(60, 2, dtype=torch.uint16),
+        lse=empty(600, 4, dtype=torch.float32),
+        statistics=empty(600, 4, 2, dtype=torch.float32),
+        draft_mask=empty(600, 2, dtype=torch.uint16),
         scratch=numbers(99, torch.uint8),
     )
     t = tensors
@@ -105,7 +105,7 @@ class TestGeometry:
         """Columns are padded in shared memory only."""
         g = self.of(paged(*cache("tuple-HND", 16, dims)))
         dim_qk, dim_v = dims
-        assert (g.tokens, g.heads, g.kv_heads, g.batch) == (60, 4, 2, 3)
+        assert (g.tokens, g.heads, g.kv_heads, g.batch) == (600, 4, 2, 3)
         assert (g.q_token, g.q_head, g.o_token, g.o_head) == (4 * dim_qk, dim_qk, 4 * dim_v, dim_v)
         assert (g.k_pages, g.k_rows, g.page_shift) == (5, 16, 4)
         assert (g.k_page, g.k_head, g.k_row) == (2 * 16 * dim_qk, 16 * dim_qk, dim_qk)
@@ -114,34 +114,33 @@ class TestGeometry:
         assert (g.key_table_row, g.value_table_row) == (8, 8)
 
     def test_room_between_heads(self) -> None:
-        wide = [empty(60, 4, 48)[..., :40], empty(60, 4, 64)[..., :40]]
+        wide = [empty(600, 4, 48)[..., :40], empty(600, 4, 64)[..., :40]]
         g = self.of(paged(*cache("tuple-HND", 16, (40, 40)), query=wide[0], out=wide[1]))
         assert (g.q_token, g.q_head, g.o_token, g.o_head) == (4 * 48, 48, 4 * 64, 64)
 
     @pytest.mark.parametrize(
-        ("mask", "window", "chunk"),
+        ("mask", "size"),
         [
-            (Mask(MaskKind.FULL), 0, 1),
-            (Mask(MaskKind.CAUSAL), 0, 1),
-            (Mask(MaskKind.SLIDING_WINDOW, 0), 0, 1),
-            (Mask(MaskKind.SLIDING_WINDOW, 127), 127, 1),
-            (Mask(MaskKind.SLIDING_WINDOW, 2**31 - 1), MAX_WINDOW, 1),
-            (Mask(MaskKind.CHUNKED, chunk=1), 0, 1),
-            (Mask(MaskKind.CHUNKED, chunk=8192), 0, 8192),
-            (Mask(MaskKind.CHUNKED, chunk=2**30), 0, 2**30),
-            (Mask(MaskKind.CHUNKED, chunk=2**31 - 1), 0, MAX_WINDOW),
+            (Mask(MaskKind.FULL), 0),
+            (Mask(MaskKind.CAUSAL), 0),
+            (Mask(MaskKind.SLIDING_WINDOW, 0), 0),
+            (Mask(MaskKind.SLIDING_WINDOW, 127), 127),
+            (Mask(MaskKind.SLIDING_WINDOW, 2**31 - 1), MAX_WINDOW),
+            (Mask(MaskKind.CHUNKED, chunk=1), 1),
+            (Mask(MaskKind.CHUNKED, chunk=8192), 8192),
+            (Mask(MaskKind.CHUNKED, chunk=2**30), 2**30),
+            (Mask(MaskKind.CHUNKED, chunk=2**31 - 1), MAX_WINDOW),
         ],
         ids=str,
     )
-    def test_parameters_of_masks(self, mask: Mask, window: int, chunk: int) -> None:
-        g = self.of(paged(*cache("tuple-HND", 16, (128, 128)), mask=mask))
-        assert (g.window_left, g.chunk) == (window, chunk)
+    def test_parameters_of_masks(self, mask: Mask, size: int) -> None:
+        assert self.of(paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)).mask_size == size
 
     def test_alibi_heads(self) -> None:
         """The largest power of two up to the number of query heads."""
         for heads, power in ((1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (12, 8), (64, 64), (71, 64)):
             views = cache("tuple-HND", 16, (128, 128), heads=1)
-            assert self.of(paged(*views, query=empty(60, heads, 128))).alibi_heads == power
+            assert self.of(paged(*views, query=empty(600, heads, 128))).alibi_heads == power
 
     @pytest.mark.parametrize(
         ("kv_heads", "group", "section"),
@@ -151,7 +150,7 @@ class TestGeometry:
         """Up to 33 KV heads for 132 SMs, in sections of one size."""
         monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
         views = cache("tuple-HND", 16, (128, 128), heads=kv_heads)
-        assert self.of(paged(*views, query=empty(60, kv_heads * group, 128))).section == section
+        assert self.of(paged(*views, query=empty(600, kv_heads * group, 128))).section == section
 
     def test_a_device_with_few_multiprocessors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan, "multiprocessors", lambda device: 1)
@@ -165,10 +164,10 @@ class TestGeometry:
             g = self.of(replace(problem, lse=lse))
             return tuple(getattr(g, name) for name in names)
 
-        ragged, padded = empty(60, 4, dtype=torch.float32), empty(3, 20, 4, dtype=torch.float32)
+        ragged, padded = empty(600, 4, dtype=torch.float32), empty(3, 20, 4, dtype=torch.float32)
         assert got(None) == (1, 0, 0, 0, 0, 0)
         assert got(LogSumExp(ragged, LseLayout.RAGGED, natural=False)) == (1, 0, 1, 4, 1, 0)
-        assert got(LogSumExp(ragged.T.contiguous().T, LseLayout.RAGGED, natural=True)) == (1, 0, 1, 1, 60, 1)
+        assert got(LogSumExp(ragged.T.contiguous().T, LseLayout.RAGGED, natural=True)) == (1, 0, 1, 1, 600, 1)
         assert got(LogSumExp(padded, LseLayout.PADDED, natural=True)) == (1, 20, 0, 4, 1, 1)
         offsets = TokenOffsets(numbers(3), unit=4)
         assert got(LogSumExp(ragged, LseLayout.OFFSETS, natural=True, offsets=offsets)) == (4, 0, 0, 4, 1, 1)
@@ -233,7 +232,7 @@ class TestLaunch:
         assert not calls
 
     def test_the_output_is_allocated_where_there_is_none(self, calls: list[tuple[Any, ...]]) -> None:
-        problem = paged(*cache("tuple-HND", 16, (192, 128)), statistics=empty(60, 4, 2, dtype=torch.float32))
+        problem = paged(*cache("tuple-HND", 16, (192, 128)), statistics=empty(600, 4, 2, dtype=torch.float32))
         out = Plan(problem).execute(problem)
-        assert (out.shape, out.dtype) == ((60, 4, 128), torch.bfloat16)
+        assert (out.shape, out.dtype) == ((600, 4, 128), torch.bfloat16)
         assert Addresses(*calls[-1][1]).out == out.data_ptr()

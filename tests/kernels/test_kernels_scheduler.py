@@ -12,6 +12,7 @@ import pytest
 from cutlass import Int32, Int64, Uint32
 from lane_threads import SchedulingWarp, host
 
+from hopwell.kernels.config import TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import scheduler, sequence
 from hopwell.kernels.parts.mask import IntervalMask
@@ -129,25 +130,31 @@ class Requests:
     kv_heads: int = 1
     section: int = 0  # 0: all heads
     kind: MaskKind = MaskKind.CAUSAL
+    tile_heads: int = 1
+
+    @property
+    def tile_tokens(self) -> int:
+        return 128 // self.tile_heads // 8 * 8
 
     def schedule(self, memory: Memory) -> TileSchedule:
         sizes = dict(batch=len(self.q_lens), heads=self.heads, kv_heads=self.kv_heads, grid=GRID)
-        sizes["section"] = self.section or self.heads
+        sizes["section"] = (self.section or self.heads) // self.tile_heads
         g = GEOMETRY._replace(**{name: Int64(size) for name, size in sizes.items()})
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         a = ADDRESSES._replace(q_offsets=memory.put(starts), kv_lens=memory.put(self.kv_lens))
-        return TileSchedule(g, a, IntervalMask(self.kind, Int32(0), Int32(32)), 128, 64)
+        shape = TileShape(self.tile_heads, self.tile_tokens)
+        return TileSchedule(g, a, IntervalMask(self.kind, Int32(0), Int32(32)), 64, shape)
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """(request, head, first row) of every tile. Requests one after the other, and sections of a request's heads;
-        later tiles, which see more keys, come first; the heads of a section run side by side."""
+        """(request, first head, first row) of every tile. Requests one after the other, and sections of a request's
+        heads; later tiles, which see more keys, come first; the heads of a section run side by side."""
         section = self.section or self.heads
         return [
             (index, first + head, row)
             for index, q_len in enumerate(self.q_lens)
             for first in range(0, self.heads, section)
-            for row in range(0, q_len, 128)[::-1]
-            for head in range(section)
+            for row in range(0, q_len, self.tile_tokens)[::-1]
+            for head in range(0, section, self.tile_heads)
         ]
 
 
@@ -186,8 +193,12 @@ def published(
         Requests([129, 0, 257], [500, 9, 257], heads=6, kv_heads=6, section=2),
         # More requests than lanes, and a warp's worth of them without any query.
         Requests([5] * 20 + [0] * 44 + [130, 1], [200] * 66, heads=2),
+        # Heads that share tiles: all of a KV head, and half of them.
+        Requests([33, 0, 1], [600, 300, 1], heads=8, kv_heads=2, tile_heads=4),
+        Requests([65, 64], [65, 300], heads=8, kv_heads=2, section=4, tile_heads=2),
+        Requests([40, 41, 7], [65, 300, 1], heads=6, kv_heads=2, tile_heads=3),
     ],
-    ids=range(5),
+    ids=range(8),
 )
 def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tile once, in the order of the list."""
@@ -201,9 +212,13 @@ def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkey
     assert found == dict(enumerate(listed)), "a tile for each place of the list and for no other"
 
 
+@pytest.mark.parametrize("tile_heads", [1, 2, 6])
 @pytest.mark.parametrize("kind", MaskKind)
-def test_tiles_cover_every_row_of_every_head(kind: MaskKind, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    requests = Requests([1, 0, 128, 129, 300], [7, 9, 0, 500, 300], 6, 2, kind=kind)
+def test_tiles_cover_every_row_of_every_head(
+    kind: MaskKind, tile_heads: int, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = Requests([1, 0, 128, 129, 300], [7, 9, 0, 500, 300], 12, 2, kind=kind, tile_heads=tile_heads)
+    tokens = requests.tile_tokens
     mask, rows = requests.schedule(memory).mask, []
     events = published(requests, [*range(len(requests.listed()) + 1)], memory, monkeypatch)
     for tile in [event[1] for event in events if event[0] == "posted"]:
@@ -211,11 +226,11 @@ def test_tiles_cover_every_row_of_every_head(kind: MaskKind, memory: Memory, mon
         q_len, kv_len = requests.q_lens[index], requests.kv_lens[index]
         assert host(tile.exists)
         assert host(tile.kv_head) == head * requests.kv_heads // requests.heads
-        last, offset = min(first + 128, q_len) - 1, kv_len - q_len
+        last, offset = min(first + tokens, q_len) - 1, kv_len - q_len
         want = mask.tiles(Int32(offset + first), Int32(offset + last), Int32(kv_len), 64)
         for field in fields(want):
             assert host(getattr(tile.keys, field.name)) == host(getattr(want, field.name))
-        rows += [(index, head, row) for row in range(first, last + 1)]
+        rows += [(index, head + i, row) for i in range(tile_heads) for row in range(first, last + 1)]
     heads = range(requests.heads)
     assert sorted(rows) == [(i, h, row) for i, q in enumerate(requests.q_lens) for h in heads for row in range(q)]
 

@@ -8,11 +8,11 @@ import torch
 from batches import Batch, check_statistics
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import DTYPES, KvFetch, PrefillConfig, resolve
+from hopwell.kernels.config import DTYPES, SHORT_WINDOW, KvFetch, PrefillConfig, resolve
 from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
-WINDOW = 70  # keys to the left: less than a tile, so that tiles are skipped
+WINDOW = 70  # keys to the left
 CHUNK = 64
 SOFT_CAP = 2.0
 SCALE = 1.25  # times 1 / sqrt(head_dim), as statistics of plain scores have that factor and no other
@@ -57,8 +57,12 @@ def check_config(
         dtype=_TORCH_DTYPES[config.dtype],
         device=device,
     )
+    dims = config.head_dim_qk, config.head_dim_v
+    could_be_shorter = not config.short_steps and dict(short_steps=True, packs_heads=False) in config.all_choices(
+        dims, config.mask
+    )
     mask = {
-        MaskKind.SLIDING_WINDOW: Mask(MaskKind.SLIDING_WINDOW, WINDOW),
+        MaskKind.SLIDING_WINDOW: Mask(MaskKind.SLIDING_WINDOW, SHORT_WINDOW if could_be_shorter else WINDOW),
         MaskKind.CHUNKED: Mask(MaskKind.CHUNKED, chunk=CHUNK),
     }.get(config.mask, Mask(config.mask))
     score = Score(config.score, SOFT_CAP if config.score is ScoreKind.SOFT_CAP else 0.0)

@@ -24,24 +24,31 @@ def dims_of(config: PrefillConfig) -> tuple[int, int]:
 
 
 def cases() -> list[PrefillConfig]:
-    """The main head dims in full; of the others, which differ in tile sizes alone, the causal bf16 kernels."""
+    """The main head dims in full, of what is chosen for speed in bf16; of the others, which differ in tile sizes alone,
+    the causal bf16 kernels."""
     found = list(FP16_FEATURES)
     for config in shipped_configs():
         main = dims_of(config) in MAIN_DIMS
         bf16 = config.dtype == "bf16"
+        if not bf16 and (config.short_steps or config.packs_heads):
+            continue
         if (main and (bf16 or config.mask is not MaskKind.CHUNKED)) or (bf16 and config.mask is MaskKind.CAUSAL):
             found.append(config)
         if main and bf16 and config.mask is MaskKind.CAUSAL and config.box_rows in (0, 16):
-            scores = (ScoreKind.SOFT_CAP, ScoreKind.ALIBI)
-            found += [replace(config, score=score) for score in scores] + [replace(config, skip_softmax=True)]
+            found.append(replace(config, score=ScoreKind.SOFT_CAP))
+            if not config.packs_heads:
+                found += [replace(config, score=ScoreKind.ALIBI), replace(config, skip_softmax=True)]
     return found
 
 
 def small_case(config: PrefillConfig) -> None:
-    """Empty, short and long requests in up to four tiles, checked against float64."""
-    lengths = ([5, 0, 1, config.tile.m + 3], [9, 3, 0, 2 * config.tile.n + 5])
+    """Empty, short and long requests, checked against float64: three tiles of queries, or few where heads are to be
+    packed."""
+    tile = config.tile
+    lengths = ([5, 0, 1, (1 if config.packs_heads else 2) * tile.m + 3], [9, 3, 0, 6 * tile.n + 5])
     page_size = {KvFetch.CONTIGUOUS: None, KvFetch.PAGE_ROWS: 4, KvFetch.PAGE_BOXES: config.box_rows}[config.kv_fetch]
-    check_config(config, lengths, page_size, sinks=(0.5, -1.0))
+    # Three heads leave rows of a tile over.
+    check_config(config, lengths, page_size, sinks=(0.5, -1.0, 2.0) if config.packs_heads else (0.5, -1.0))
 
 
 @pytest.mark.parametrize("config", cases(), ids=lambda config: config.name)
@@ -58,7 +65,8 @@ def sanitized() -> dict[str, list[PrefillConfig]]:
         qk, v = dims = dims_of(config)
         if dims in FULLY_SANITIZED:
             plain = config.score is ScoreKind.SCALED and not config.skip_softmax
-            parts[f"qk{qk}-v{v}-{config.mask.value if plain else 'features'}"].append(config)
+            kind = "packed-" * config.packs_heads + config.mask.value if plain else "features"
+            parts[f"qk{qk}-v{v}-{kind}"].append(config)
         else:
             others[dims].append(config)
     # Another way to fetch for each.

@@ -8,14 +8,14 @@ from batches import CAUSAL, FULL, Batch, window
 from config_cases import MAIN_DIMS
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import TILES, Tile
+from hopwell.kernels.config import PrefillConfig, resolve
 from hopwell.kernels.problem import Mask
 
 pytestmark = pytest.mark.gpu
 
 DIMS = MAIN_DIMS  # the others are in test_prefill_features.py
 DTYPES = (torch.bfloat16, torch.float16)
-MASKS = (FULL, CAUSAL, window(0), window(1), window(127), window(100_000))
+MASKS = (FULL, CAUSAL, window(0), window(1), window(127), window(600), window(100_000))
 PAGE_SIZES = (None, *(1 << i for i in range(11)))
 
 
@@ -29,8 +29,10 @@ def name(value: object) -> str | None:
     return "ragged" if value is None else None
 
 
-def adversarial(tile: Tile, page: int) -> tuple[list[int], list[int]]:
-    """Query and KV lengths around the sizes that kernels work in, with empty requests and more queries than keys."""
+def adversarial(dims: tuple[int, int], page: int, packed: bool = False) -> tuple[list[int], list[int]]:
+    """Query and KV lengths around the sizes that kernels work in, with empty requests and more queries than keys;
+    mostly short ones where heads are to be packed."""
+    tile = PrefillConfig.tile_of(dims, packs_heads=packed)
     m, n = tile.m, tile.n
     pairs = [
         (1, 1),
@@ -47,6 +49,7 @@ def adversarial(tile: Tile, page: int) -> tuple[list[int], list[int]]:
         (m + 1, 3 * n + 5),
         (2 * m + 1, 2 * m + 1),
         (1, 2 * n),
+        (1 if packed else 3 * m, 7 * n + 5),
     ]
     return [q for q, _ in pairs], [kv for _, kv in pairs]
 
@@ -54,11 +57,12 @@ def adversarial(tile: Tile, page: int) -> tuple[list[int], list[int]]:
 @pytest.mark.parametrize("page_size", PAGE_SIZES, ids=name)
 @pytest.mark.parametrize("mask", MASKS, ids=name)
 @pytest.mark.parametrize("dims", DIMS, ids=name)
-@pytest.mark.parametrize("dtype", DTYPES, ids=name)
-def test_kernel(dtype: torch.dtype, dims: tuple[int, int], mask: Mask, page_size: int | None) -> None:
-    lengths = adversarial(TILES[dims], page_size or 16)
+@pytest.mark.parametrize(("dtype", "packed"), [(DTYPES[0], False), (DTYPES[0], True), (DTYPES[1], False)], ids=name)
+def test_kernel(dtype: torch.dtype, packed: bool, dims: tuple[int, int], mask: Mask, page_size: int | None) -> None:
+    lengths = adversarial(dims, page_size or 16, packed)
     batch = Batch(*lengths, head_dim=dims[0], v_head_dim=dims[1], dtype=dtype)
     problem = batch.problem(page_size, mask, lse=batch.ragged_lse())
+    assert resolve(problem, "sm_90a").packs_heads == packed
     out = execute(problem)
     expected = batch.expected(mask)
     expected.check(out)
@@ -68,18 +72,21 @@ def test_kernel(dtype: torch.dtype, dims: tuple[int, int], mask: Mask, page_size
 @pytest.mark.parametrize("page_size", [None, 4, 16, 64], ids=name)
 @pytest.mark.parametrize("mask", MASKS, ids=name)
 @pytest.mark.parametrize("dims", DIMS, ids=name)
-def test_mask_is_exact(dims: tuple[int, int], mask: Mask, page_size: int | None) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_mask_is_exact(packed: bool, dims: tuple[int, int], mask: Mask, page_size: int | None) -> None:
     """With equal keys every visible key has the same weight; with one-hot values the output counts visible keys.
 
     One key too many or too few changes an element by far more than rounding, which random values would hide.
     """
-    batch = Batch(*adversarial(TILES[dims], page_size or 16), head_dim=dims[0], v_head_dim=dims[1])
+    batch = Batch(*adversarial(dims, page_size or 16, packed), head_dim=dims[0], v_head_dim=dims[1])
     for k, v in zip(batch.k, batch.v, strict=True):
         k.fill_(0.5)
         v.zero_()
         index = torch.arange(v.shape[0], device=v.device)
         v[index, :, index % dims[1]] = 1.0
-    out = execute(batch.problem(page_size, mask)).double()
+    problem = batch.problem(page_size, mask)
+    assert resolve(problem, "sm_90a").packs_heads == packed
+    out = execute(problem).double()
     exact = batch.expected(mask).out
     assert ((out - exact).abs() <= 2**-8 * exact).all()
 

@@ -1,0 +1,40 @@
+"""Rows of a prefill query tile: which query token and which head each of them is.
+
+Heads of a KV head that share a tile are one below the other: row r is token r % tokens of head r // tokens of the tile,
+where ``tokens`` is a multiple of 8. So 8 rows, which are a box of Q, an atom of the swizzle, and what a warp has in row
+r of a fragment, belong to one head. Rows that are left over count as further tokens of the last head, which
+are the next tile's to store; what Q they hold is of no account.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+
+from hopwell.kernels.config import TileShape
+from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.device import DeviceStruct
+
+
+@dataclass(frozen=True)
+class QueryRows(DeviceStruct):
+    """A warp's rows of a tile, in groups of 8."""
+
+    first: Any  # row of the tile
+    shape: TileShape
+
+    @property
+    def of_one_head(self) -> bool:
+        """Known when compiling."""
+        return isinstance(self.shape.heads, int) and self.shape.heads == 1
+
+    def head(self, group: int):
+        """The head of a group's rows, counted from the tile's first one."""
+        if self.of_one_head:
+            return 0
+        return cutlass.min((self.first + group * GROUP_ROWS) // self.shape.tokens, self.shape.heads - 1)
+
+    def token(self, row, group: int):
+        """The token of the warp's row ``row``, which is in ``group``, counted from the tile's first one."""
+        token = self.first + row
+        return token if self.of_one_head else token - self.head(group) * self.shape.tokens

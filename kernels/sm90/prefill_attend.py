@@ -1,0 +1,72 @@
+"""The consumer warpgroups of Hopper prefill: what their rows are, and what becomes of them."""
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from hopwell.kernels.config import TileShape
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts.device import shared_address
+from hopwell.kernels.parts.epilogue import STAGING_BYTES, OutputRows, RowResults
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.mask import LogitRow, TileRange
+from hopwell.kernels.parts.query_rows import QueryRows
+from hopwell.kernels.parts.scheduler import WorkTile
+from hopwell.kernels.sm90.attend import Attend
+from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
+
+
+@dataclass
+class PrefillAttend(Attend):
+    tile_shape: TileShape
+
+    def logit_row(self, tile: WorkTile, warp_row) -> LogitRow:
+        first = tile.request.first_position + tile.first_row + RowFragment.first_row()
+        rows = self._rows(warp_row)
+        positions = tuple(first + rows.token(RowFragment.row_offset(r), r) for r in range(RowFragment.rows))
+        return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
+
+    def _rows(self, warp_row) -> QueryRows:
+        if self.kernel.config.packs_heads:
+            # Hides from the compiler that a warp's row never changes: it would keep what follows from that, in
+            # registers that the steps need.
+            warp_row = cute.arch.make_warp_uniform(warp_row)
+        return QueryRows(warp_row, self.tile_shape)
+
+    def own_keys(self, tile: WorkTile, row) -> TileRange:
+        # Where heads share a tile, each warpgroup has rows of all of its tokens.
+        return self._keys_of_rows(tile, row) if not self.kernel.config.packs_heads else tile.keys
+
+    @cute.jit
+    def _keys_of_rows(self, tile: WorkTile, row) -> TileRange:
+        """Of a tile of one head."""
+        request, first = tile.request, tile.first_row + row
+        last = cutlass.min(first + WARPGROUP_ROWS, request.q_len) - 1
+        position = request.first_position
+        keys = self.mask.tiles(position + first, position + last, request.kv_len, self.kernel.tile.n)
+        keys.begin = keys.begin if first <= last else tile.keys.begin
+        keys.end = keys.end if first <= last else tile.keys.begin
+        return keys
+
+    @cute.jit
+    def store(self, operands, tile: WorkTile, work, warp_row, column_group, addresses: Addresses, geometry: Geometry):
+        """Normalise this warp's rows; write them and their log-sum-exp."""
+        config, output, rows = self.kernel.config, operands.output(), self._rows(warp_row)
+        columns = config.head_dim_v // config.v_parts
+        out = OutputRows.of(tile, columns, addresses, geometry, column_group * operands.depth_v)
+        if const_expr(config.packs_heads):
+            out = replace(out, count=cutlass.min(out.count, self.tile_shape.tokens))
+        # Warpgroups that share rows all know what there is to say of them; the first says it.
+        count_once = out.count if column_group == 0 else Int32(0)
+        factors = []
+        for r in cutlass.range_constexpr(output.rows):
+            if const_expr(r == 0 or config.packs_heads):
+                part = replace(tile, head=tile.head + rows.head(r))
+                results = RowResults.create(part, count_once, self.score, config.head_dim_qk, addresses, geometry)
+            token = rows.token(output.row_offset(r), r) + output.first_row()
+            factors.append(results.finish(self.softmax, r, token, output.lanes_per_row) * self.output_scale)
+        consumer_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+        staging = shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
+        out.store(output, factors, staging, rows, self.kernel.out_dtype)
