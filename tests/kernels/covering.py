@@ -47,6 +47,11 @@ def with_features(config: PrefillConfig) -> list[PrefillConfig]:
     return found
 
 
+def stands_for_masks(dims: tuple[int, int], mask: MaskKind, fetch: tuple[KvFetch, int]) -> bool:
+    """Every mask goes with every way to fetch, but boxes of unusual sizes for two head dims only."""
+    return mask is MaskKind.CAUSAL or dims in ((64, 64), (128, 128)) or fetch in (CONTIGUOUS, ROWS, PAGES16, PAGES64)
+
+
 def covering_configs() -> list[PrefillConfig]:
     """Shipped kernels, and others that are compiled when asked for, that stand for all the rest.
 
@@ -70,8 +75,10 @@ def covering_configs() -> list[PrefillConfig]:
             # A mask decides which loops the consumers have and a fetch what the producers do; the assembler allocates
             # registers for all of it at once.
             for mask in (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW):
-                add(dims, mask, fetch)
-            # The dtype is in the matrix instructions, the TMA descriptors and the rounding, but in no mask.
+                if stands_for_masks(dims, mask, fetch):
+                    add(dims, mask, fetch)
+        # The dtype is in the matrix instructions, the TMA descriptors and the rounding, but in no mask, and in no page.
+        for fetch in (CONTIGUOUS, PAGES16):
             add(dims, MaskKind.CAUSAL, fetch, dtype="fp16")
         # A chunk has the loops of a window and another left edge, which is the consumers' affair.
         for fetch in (CONTIGUOUS, PAGES16):
