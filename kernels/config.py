@@ -273,17 +273,21 @@ class PrefillConfig(KernelConfig):
             tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
         if packs_heads and tile.m > _MIDDLE.m:
             # Queries are few, and a row's head and token are more to keep than three warpgroups have registers for.
-            registers = {name: getattr(_MIDDLE, name) for name in ("producer_registers", "consumer_registers")}
-            tile = replace(tile, m=_MIDDLE.m, **registers)
+            registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
+            tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
         return tile
+
+    @classmethod
+    def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
+        """Whether there are kernels with short steps besides those without."""
+        return mask is MaskKind.SLIDING_WINDOW and cls.tiles[dims].n == 2 * SHORT_STEP
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
         """What a kernel for the problem has beyond what was asked for, for speed alone."""
         if problem.skip_softmax > 0:  # which leaves out tiles of keys, each for 64 queries
             return {}
-        short_window = problem.mask.kind is MaskKind.SLIDING_WINDOW and problem.mask.window_left + 1 <= SHORT_WINDOW
-        short_steps = short_window and cls.tiles[dims].n == 2 * SHORT_STEP
+        short_steps = cls.has_short_steps(dims, problem.mask.kind) and problem.mask.window_left < SHORT_WINDOW
         tile = cls.tile_of(dims, problem.score.kind, short_steps=short_steps, packs_heads=True)
         few_queries = problem.mean_q_len <= PACKED_SHARE * tile.m
         has_slopes = problem.score.kind is ScoreKind.ALIBI  # one for all rows of a tile
@@ -293,8 +297,7 @@ class PrefillConfig(KernelConfig):
     @classmethod
     def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
         """Those that there are for plain scores."""
-        has_short_steps = mask is MaskKind.SLIDING_WINDOW and cls.tiles[dims].n == 2 * SHORT_STEP
-        steps = (False, True) if has_short_steps else (False,)
+        steps = (False, True) if cls.has_short_steps(dims, mask) else (False,)
         return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]
 
     @property

@@ -110,6 +110,6 @@ class Geometry(NamedTuple):
     lse_row: int
     lse_head: int
     lse_natural: int  # 1: base e, 0: base 2
-    mask_size: int  # keys of a window to the left of a row, or of a chunk
+    mask_size: int  # of an ``IntervalMask``
     alibi_heads: int
     tile_heads: int  # heads that share a query tile

@@ -47,8 +47,7 @@ class LogitRow(DeviceStruct):
 @dataclass
 class IntervalMask(DeviceStruct):
     kind: MaskKind
-    window_left: Int32
-    chunk: Int32  # a power of two
+    size: Int32  # keys of a window to the left of a row, or of a chunk: then a power of two
 
     @property
     def has_left_edge(self) -> bool:
@@ -64,9 +63,9 @@ class IntervalMask(DeviceStruct):
         if const_expr(self.kind not in (MaskKind.FULL, MaskKind.DRAFT)):
             hi = cutlass.min(kv_len, position + 1)
         if const_expr(self.kind in (MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)):
-            lo = cutlass.max(position - self.window_left, 0)
+            lo = cutlass.max(position - self.size, 0)
         if const_expr(self.kind is MaskKind.CHUNKED):
-            lo = cutlass.max(position, 0) & -self.chunk
+            lo = cutlass.max(position, 0) & -self.size
         return lo, hi
 
     def tiles(self, first_position, last_position, kv_len, tile_n: int) -> TileRange:

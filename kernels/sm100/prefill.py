@@ -107,7 +107,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.CHUNK_BYTES))
         words = shared_address(smem.allocate(copy.CHUNK_BYTES, copy.CHUNK_BYTES))
         slot, pending = words, words + 4
-        mask = IntervalMask(self.config.mask, *[Int32(geometry.mask_size)] * 2)
+        mask = IntervalMask(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == MMA_WARP:
             tmem.allocate(slot)

@@ -69,7 +69,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
     ):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
         q_ring, k_ring, v_ring = rings
-        mask = IntervalMask(self.config.mask, *[Int32(geometry.mask_size)] * 2)
+        mask = IntervalMask(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
 

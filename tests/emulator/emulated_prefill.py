@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from config_cases import check_config
+from config_cases import check_config, mask_of
 
 from hopwell import emulator
 from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
-from hopwell.kernels.problem import MaskKind
 
 
 def page_sizes(config: PrefillConfig) -> list[int | None]:
@@ -22,13 +21,11 @@ def page_sizes(config: PrefillConfig) -> list[int | None]:
 
 
 def check(config: PrefillConfig, page_size: int | None, heads: int, kv_heads: int, **settings: object) -> None:
-    """Requests of none to two tiles of queries and none to four tiles of keys, or as many as a window is cut by; some
-    rows have nothing to see. Short ones make heads share tiles."""
+    """Requests of none to three tiles of queries and none to four tiles of keys, or as many as it takes for a window to
+    leave some out; some rows have nothing to see. With a tile of queries less on average heads are packed."""
     m, n = config.tile.m, config.tile.n
-    uncut = config.mask is MaskKind.SLIDING_WINDOW and not config.short_steps
-    requests = [(0, 3), (1, 0), (m, (5 if uncut else 3) * n + 1), (m + 9, n + 5)]
-    if config.packs_heads:
-        requests = [(5, 9), (7, 3), *requests]
+    most = max(3 * n, mask_of(config).window_left + n) + 1
+    requests = [(5, 9), (0, 3), (1, 0), (7, 3), (m, most), ((1 if config.packs_heads else 2) * m + 3, n + 5)]
     sinks = torch.linspace(-1.0, 1.0, heads).tolist()
     lengths = tuple(zip(*requests, strict=True))
     with emulator.use(config.arch, race=True, proxy=True, strict=True, **settings):

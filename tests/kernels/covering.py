@@ -21,16 +21,18 @@ PAGES16, PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)
 LISTED = (KvFetch.LISTED_ROWS, 0)
 
 
+def shipped_of(dims: tuple[int, int]) -> list[PrefillConfig]:
+    return [config for config in shipped_configs() if (config.head_dim_qk, config.head_dim_v) == dims]
+
+
 def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
     """Every way in which shipped kernels of ``dims`` fetch K and V."""
-    shipped = (config for config in shipped_configs() if (config.head_dim_qk, config.head_dim_v) == dims)
-    return list(dict.fromkeys((config.kv_fetch, config.box_rows) for config in shipped))
+    return list(dict.fromkeys((config.kv_fetch, config.box_rows) for config in shipped_of(dims)))
 
 
 def every_tile(dims: tuple[int, int]) -> list[Tile]:
     """The tiles of all kernels of ``dims``."""
-    shipped = (config for config in shipped_configs() if (config.head_dim_qk, config.head_dim_v) == dims)
-    return list(dict.fromkeys(config.tile for plain in shipped for config in with_features(plain)))
+    return list(dict.fromkeys(config.tile for plain in shipped_of(dims) for config in with_features(plain)))
 
 
 def with_features(config: PrefillConfig) -> list[PrefillConfig]:

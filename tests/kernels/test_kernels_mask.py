@@ -69,7 +69,7 @@ def traced(mask: Mask) -> IntervalMask:
     """The device code's mask, with the size that a launch passes for ``mask``."""
     problem = paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)
     passed = geometry(problem, resolve(problem, "sm_90a"))
-    return IntervalMask(mask.kind, *[Int32(passed.mask_size)] * 2)
+    return IntervalMask(mask.kind, Int32(passed.mask_size))
 
 
 def host(value: object) -> int:

@@ -171,7 +171,7 @@ class Batch:
             **{name: Int64(size) for name, size in sizes.items()}
         )
         kind = MaskKind.FULL if self.window < 0 else MaskKind.SLIDING_WINDOW
-        mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else MAX_WINDOW), Int32(1))
+        mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else MAX_WINDOW))
         return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), BLOCKS, RESIDENT_LEAVES)
 
     @property
@@ -197,7 +197,7 @@ class ListBatch(Batch):
         plain, offsets = super().schedule(memory), [0, *itertools.accumulate(self.q_lens)]
         g = plain.geometry._replace(q_len=Int64(max(self.q_lens)), listed=Int64(self.listed))
         a = plain.addresses._replace(q_offsets=memory.put(offsets))
-        mask = ListMask(MaskKind.CAUSAL, plain.mask.window_left, plain.mask.chunk)
+        mask = ListMask(MaskKind.CAUSAL, plain.mask.size)
         return ListRangeSchedule(g, a, mask, 16, LEAF, LEAF, False, UnitKeeper(), BLOCKS, RESIDENT_LEAVES)
 
     @property

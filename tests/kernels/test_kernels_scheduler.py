@@ -143,7 +143,7 @@ class Requests:
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         a = ADDRESSES._replace(q_offsets=memory.put(starts), kv_lens=memory.put(self.kv_lens))
         shape = TileShape(self.tile_heads, self.tile_tokens)
-        return TileSchedule(g, a, IntervalMask(self.kind, Int32(0), Int32(32)), 64, shape)
+        return TileSchedule(g, a, IntervalMask(self.kind, Int32(32 if self.kind is MaskKind.CHUNKED else 0)), 64, shape)
 
     def listed(self) -> list[tuple[int, int, int]]:
         """(request, first head, first row) of every tile. Requests one after the other, and sections of a request's

@@ -86,7 +86,7 @@ class Requests:
         g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
             **{name: Int64(size) for name, size in (sizes | dict(row_tiles=self.row_tiles)).items()}
         )
-        mask = IntervalMask(self.kind, Int32(self.window), Int32(1))
+        mask = IntervalMask(self.kind, Int32(self.window))
         return kind(g, a, mask, ROWS, self.tile_n, CHUNK, halves, UnitKeeper())
 
     def visible(self, request: int, row: int) -> range:
@@ -386,7 +386,7 @@ class TestDrafts:
         bits = [draw.getrandbits(32 * words) for _ in range(q_len)]
         halves = [value >> 16 * i & 0xFFFF for value in bits for i in range(2 * words)]
         monkeypatch.setattr(mask_module, "global_array", lambda dtype, address: Halves(dtype, halves, host(address)))
-        device = DraftMask(MaskKind.DRAFT, Int32(window), Int32(1))
+        device = DraftMask(MaskKind.DRAFT, Int32(window))
         monkeypatch.setattr(DraftRow, "word", DraftRow.word.__wrapped__)
         for kv_len in (q_len, q_len + 1, q_len + 31, q_len + 70, q_len + 1000, max(q_len - 3, 0)):
             first = kv_len - q_len

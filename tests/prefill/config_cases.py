@@ -38,6 +38,15 @@ FP16_FEATURES = tuple(
 _TORCH_DTYPES = {name: dtype for dtype, name in DTYPES.items()}
 
 
+def mask_of(config: PrefillConfig) -> Mask:
+    """A mask that ``config`` is chosen for. A window is as short as that allows."""
+    dims = config.head_dim_qk, config.head_dim_v
+    if config.mask is MaskKind.SLIDING_WINDOW:
+        is_long = config.has_short_steps(dims, config.mask) and not config.short_steps
+        return Mask(config.mask, SHORT_WINDOW if is_long else WINDOW)
+    return Mask(config.mask, chunk=CHUNK) if config.mask is MaskKind.CHUNKED else Mask(config.mask)
+
+
 def check_config(
     config: PrefillConfig,
     lengths: tuple[Sequence[int], Sequence[int]],
@@ -57,14 +66,7 @@ def check_config(
         dtype=_TORCH_DTYPES[config.dtype],
         device=device,
     )
-    dims = config.head_dim_qk, config.head_dim_v
-    could_be_shorter = not config.short_steps and dict(short_steps=True, packs_heads=False) in config.all_choices(
-        dims, config.mask
-    )
-    mask = {
-        MaskKind.SLIDING_WINDOW: Mask(MaskKind.SLIDING_WINDOW, SHORT_WINDOW if could_be_shorter else WINDOW),
-        MaskKind.CHUNKED: Mask(MaskKind.CHUNKED, chunk=CHUNK),
-    }.get(config.mask, Mask(config.mask))
+    mask = mask_of(config)
     score = Score(config.score, SOFT_CAP if config.score is ScoreKind.SOFT_CAP else 0.0)
     logits = torch.tensor(sinks, device=device)
     skip_softmax = SKIP_SOFTMAX if config.skip_softmax else 0.0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 from config_cases import FP16_FEATURES, MAIN_DIMS, check_config
+from covering import with_features
 from sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
@@ -35,9 +35,8 @@ def cases() -> list[PrefillConfig]:
         if (main and (bf16 or config.mask is not MaskKind.CHUNKED)) or (bf16 and config.mask is MaskKind.CAUSAL):
             found.append(config)
         if main and bf16 and config.mask is MaskKind.CAUSAL and config.box_rows in (0, 16):
-            found.append(replace(config, score=ScoreKind.SOFT_CAP))
-            if not config.packs_heads:
-                found += [replace(config, score=ScoreKind.ALIBI), replace(config, skip_softmax=True)]
+            # Scores, and skip-softmax, one at a time.
+            found += [c for c in with_features(config) if (c.score is not ScoreKind.SCALED) != c.skip_softmax]
     return found
 
 
