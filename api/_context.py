@@ -179,11 +179,11 @@ def context_problem(
 
     arch = support.arch_of(on)
     kv_dtype = f"kv_cache.dtype={cache.key.dtype}"
-    has_fp8 = checks.FP8 in (query.dtype, cache.key.dtype)
     needs = (
         (output.is_nvfp4, "nvfp4_out", "out_dtype='nvfp4'"),
         (cache.is_nvfp4, "nvfp4_kv", kv_dtype),
-        (has_fp8, "fp8", f"query.dtype={query.dtype}, {kv_dtype}"),
+        (query.dtype == checks.FP8, "fp8", f"query.dtype={query.dtype}, {kv_dtype}"),
+        (cache.key.dtype == checks.FP8, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
         (output.dtype == checks.FP8, "fp8_out", f"out_dtype={output.dtype}"),
         (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
     )

@@ -73,6 +73,13 @@ class Tile:
     consumer_registers: int
     splits_v: bool = False  # two consumer warpgroups share 64 rows, each for half of V's columns
     merge_registers: int = 88  # where a warpgroup of decode merges
+    narrow_stages: tuple[int, int] | None = None  # of K and of V before they are widened, where they are
+    widening_registers: int = 0  # of the warpgroup that widens them
+
+    @property
+    def loaded_stages(self) -> tuple[int, int]:
+        """Stages that the loaders of K and of V fill."""
+        return self.narrow_stages or (self.kv_stages, self.kv_stages)
 
 
 # Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
@@ -111,6 +118,11 @@ TILES = {
 # time with windows of 128, 256, 384, 512, 768 and 1024 at head dim 64, and 8, 5, 4, 0, -1 and -2 % less at 128; without
 # a window head dim 64 takes 14 % more (H200, 2026-11-24).
 SHORT_WINDOW, SHORT_STEP = 512, 64
+# Where K and V are widened there is one more warpgroup, for which the others leave registers, and there are stages of
+# what was loaded beside those of what is multiplied. Beyond head dim 128 shared memory has one stage of either.
+_WIDENING = dict(q_stages=1, producer_registers=40, consumer_registers=208, widening_registers=56)
+WIDENED_PAIRS_TO = 128
+MOST_COLUMNS_OF_512_THREADS = 192  # of V: ptxas refuses a product of 256 columns in a kernel of 128 registers at launch
 # The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
 # share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230 instead of 299. Where
 # tiles are full anyway, packing costs: 8 x 512 queries of 16384 keys take 12 % more time, 64 x 256 9 %, 64 x 128 18 %
@@ -195,6 +207,21 @@ class KernelConfig:
         return _up(first, BLOCK_COLUMNS), _up(second, BLOCK_COLUMNS)
 
     @property
+    def widens(self) -> bool:
+        """Whether a warpgroup widens K and V between those that load and those that multiply."""
+        return False
+
+    @property
+    def operand_columns(self) -> tuple[int, int]:
+        """Columns of the tiles of K and V that are multiplied."""
+        return self.columns
+
+    @property
+    def loaded_depth(self) -> tuple[int, int]:
+        """Columns of the loaded tiles of K and V that somebody reads."""
+        return self.depth[0], self.depth[1] * self.v_parts
+
+    @property
     def q_columns(self) -> int:
         """Columns of the Q tile in shared memory."""
         return _up(self.head_dim_qk, BLOCK_COLUMNS)
@@ -203,7 +230,8 @@ class KernelConfig:
     def depth(self) -> tuple[int, int]:
         """Columns of Q and K that a warpgroup multiplies, and of V: what the matrix instructions can take. A product
         with V is one instruction over all columns, which takes whole column blocks where there are several."""
-        value = self.columns[1] if self.columns[1] > BLOCK_COLUMNS else _up(self.head_dim_v, MMA_DEPTH)
+        columns = self.operand_columns[1]
+        value = columns if columns > BLOCK_COLUMNS else _up(self.head_dim_v, MMA_DEPTH)
         return _up(self.head_dim_qk, MMA_DEPTH), value // self.v_parts
 
     @property
@@ -224,7 +252,8 @@ class KernelConfig:
     @property
     def registers(self) -> tuple[int, ...]:
         """Registers of a thread of each warpgroup."""
-        return (self.tile.producer_registers, *[self.tile.consumer_registers] * self.consumer_warpgroups)
+        widening = [self.tile.widening_registers] if self.widens else []
+        return (self.tile.producer_registers, *[self.tile.consumer_registers] * self.consumer_warpgroups, *widening)
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -253,6 +282,7 @@ class PrefillConfig(KernelConfig):
     skip_softmax: bool = False
     short_steps: bool = False
     packs_heads: bool = False  # query heads of a KV head share query tiles
+    kv_type: KvType = KvType.WIDE
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
 
@@ -264,8 +294,10 @@ class PrefillConfig(KernelConfig):
         skip_softmax: bool = False,
         short_steps: bool = False,
         packs_heads: bool = False,
+        kv_type: KvType = KvType.WIDE,
     ) -> Tile:
-        """The tile of head dims (QK, V). Whether heads are packed never changes the keys of a step, and so no bit."""
+        """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
+        cache of 8 bits gives the bits that its values give in 16."""
         tile = cls.tiles[dims]
         if tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
@@ -275,6 +307,15 @@ class PrefillConfig(KernelConfig):
             # Queries are few, and a row's head and token are more to keep than three warpgroups have registers for.
             registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
             tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
+        if kv_type is not KvType.WIDE:
+            has_pairs = max(dims) <= WIDENED_PAIRS_TO
+            tile = replace(
+                tile,
+                m=_MIDDLE.m if dims[1] <= MOST_COLUMNS_OF_512_THREADS else _MIDDLE.m // 2,
+                kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
+                narrow_stages=(2, 1) if has_pairs else (1, 1),
+                **_WIDENING,
+            )
         return tile
 
     @classmethod
@@ -303,11 +344,24 @@ class PrefillConfig(KernelConfig):
     @property
     def tile(self) -> Tile:
         dims = self.head_dim_qk, self.head_dim_v
-        return self.tile_of(dims, self.score, self.skip_softmax, self.short_steps, self.packs_heads)
+        return self.tile_of(dims, self.score, self.skip_softmax, self.short_steps, self.packs_heads, self.kv_type)
+
+    @property
+    def widens(self) -> bool:
+        return self.kv_type is not KvType.WIDE
+
+    @property
+    def operand_columns(self) -> tuple[int, int]:
+        return _up(self.head_dim_qk, BLOCK_COLUMNS), _up(self.head_dim_v, BLOCK_COLUMNS)
+
+    @property
+    def loaded_depth(self) -> tuple[int, int]:
+        return self.kv_dims if self.widens else super().loaded_depth
 
     @property
     def name(self) -> str:
-        details = [self.score.value] if self.score is not ScoreKind.SCALED else []
+        details = [f"kv_{self.kv_type.value}"] if self.widens else []
+        details += [self.score.value] if self.score is not ScoreKind.SCALED else []
         choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
         return self._named("prefill", details + ["skip_softmax"] * self.skip_softmax + choices)
 
@@ -392,9 +446,12 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         listed = ", ".join(f"{qk}/{v}" for qk, v in kind.tiles)
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    require_dtypes(problem, out_dtype, arch)
+    kv_type = prefill_kv_type(problem, dims, arch)
+    require_dtypes(problem, out_dtype, arch, kv_type)
     require_page_size(problem, arch)
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
+    if kv_type is not KvType.WIDE:
+        features |= dict(kv_type=kv_type)
     fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, **features).n)
     return kind(
         arch=arch,
@@ -409,15 +466,33 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     )
 
 
-def require_dtypes(problem: AttentionProblem, out_dtype: torch.dtype, arch: str) -> None:
-    """Refuse operands that are not 16 bits wide, or not all of one type."""
+def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str) -> KvType:
+    """The type of K and V.
+
+    Raises:
+        NotImplementedError: they have 8 bits, and there is no kernel that widens them.
+    """
+    if (problem.key.dtype, problem.value.dtype) != (torch.float8_e4m3fn, torch.float8_e4m3fn):
+        return KvType.WIDE
+    if dims not in support.WIDENED_HEAD_DIMS or arch not in HOPPER:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in support.WIDENED_HEAD_DIMS)
+        raise NotImplementedError(
+            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with {problem.key.dtype} K and V; "
+            f"supported: {listed} on {', '.join(HOPPER)}"
+        )
+    return KvType.E4M3
+
+
+def require_dtypes(problem: AttentionProblem, out_dtype: torch.dtype, arch: str, kv_type: KvType = KvType.WIDE) -> None:
+    """Refuse queries and outputs that are not 16 bits wide, and K and V of other types than the queries' or
+    ``kv_type``."""
     for what, dtype in (("query", problem.query.dtype), ("output", out_dtype)):
         if dtype not in DTYPES:
             raise NotImplementedError(
                 f"{what} dtype {dtype} has no kernel on {arch}; supported: {', '.join(map(str, DTYPES))}"
             )
     for what, operand in (("key", problem.key), ("value", problem.value)):
-        if operand.dtype != problem.query.dtype:
+        if operand.dtype != problem.query.dtype and kv_type is KvType.WIDE:
             raise NotImplementedError(
                 f"{what} dtype {operand.dtype} has no kernel on {arch} with query dtype {problem.query.dtype}; "
                 f"supported: {problem.query.dtype}"

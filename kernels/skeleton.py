@@ -50,6 +50,7 @@ class SharedTiles(DeviceStruct):
     k: Any
     v: Any
     staging: Any
+    loaded: tuple  # K and V as they are in memory: the tiles above, but where they are widened
 
 
 class AttentionKernel:
@@ -110,8 +111,10 @@ class AttentionKernel:
         """Those of K and V, which ``warps`` of a role consume."""
         t, c = self.tile, self.config
         return [
-            Edge(name, loader, consumer, t.kv_stages, 1, warps, t.n * columns * 2, **self.kv_arrivals(name == "V"))
-            for name, loader, columns in zip("KV", ("load_k", "load_v"), c.columns, strict=True)
+            Edge(name, loader, consumer, stages, 1, warps, t.n * columns * 2, **self.kv_arrivals(name == "V"))
+            for name, loader, stages, columns in zip(
+                "KV", ("load_k", "load_v"), t.loaded_stages, c.columns, strict=True
+            )
         ]
 
     def _work_edge(self, warps: int) -> Edge:
@@ -174,16 +177,18 @@ class AttentionKernel:
     def _allocate_tiles(self, smem) -> SharedTiles:
         c, t = self.config, self.tile
         columns_first = self.source.columns_first
-        layouts = (
-            copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns, t.q_stages),
-            copy.swizzled_layout(self.dtype, t.n, c.columns[0], t.kv_stages, columns_first=columns_first),
-            copy.swizzled_layout(self.dtype, t.n, c.columns[1], t.kv_stages, columns_first=columns_first),
-        )
+        layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns, t.q_stages)]
+        layouts += [
+            copy.swizzled_layout(self.dtype, t.n, columns, stages, columns_first=columns_first)
+            for columns, stages in zip(c.columns, t.loaded_stages, strict=True)
+        ]
+        if const_expr(c.widens):
+            layouts += [copy.swizzled_layout(self.dtype, t.n, columns, t.kv_stages) for columns in c.operand_columns]
         tensors = [smem.allocate_tensor(self.dtype, l.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=l.inner) for l in layouts]
         staging = None
         if const_expr(self.staging_bytes > 0):
             staging = smem.allocate(self.storing_warps * self.staging_bytes, copy.SWIZZLE_ROW_BYTES)
-        return SharedTiles(*tensors, staging)
+        return SharedTiles(tensors[0], *tensors[-2:], staging, loaded=tuple(tensors[1:3]))
 
     def set_registers(self, wanted: int) -> None:
         """Give the threads of this warpgroup ``wanted`` registers."""

@@ -28,6 +28,9 @@ DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # of 512 columns, O and Q of a warp take too many registers
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
+WIDENED_HEAD_DIMS = tuple(  # of prefill over 8-bit K and V, whose rows are multiples of 16 bytes
+    dims for dims in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
+)
 MAX_PAGE_SIZE = 1024
 
 HOPPER = ("sm_90a",)
@@ -108,7 +111,8 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.prefill",
         (
             _16BIT,
-            Feature("fp8", "data types", "fp8 (e4m3) query or KV cache", _NOWHERE),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", HOPPER),
+            Feature("fp8", "data types", "fp8 (e4m3) query", _NOWHERE),
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
             Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
             Feature("nvfp4_out", "data types", "NVFP4 output", _NOWHERE),

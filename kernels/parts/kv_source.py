@@ -53,14 +53,27 @@ class KvOperand(DeviceStruct):
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
         strides = config.kv_strides(g.k_page, g.k_head, g.k_row)
-        rest = (a.key_table, g.key_table_row, g.page_shift, config.kv_dims[0], config.columns[0], config.depth[0])
+        rest = (
+            a.key_table,
+            g.key_table_row,
+            g.page_shift,
+            config.kv_dims[0],
+            config.columns[0],
+            config.loaded_depth[0],
+        )
         return KvOperand(a.key, *strides, *rest, is_value=False, read_once=config.reads_kv_once)
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
         strides = config.kv_strides(g.v_page, g.v_head, g.v_row)
-        used = config.depth[1] * config.v_parts
-        rest = (a.value_table, g.value_table_row, g.page_shift, config.kv_dims[1], config.columns[1], used)
+        rest = (
+            a.value_table,
+            g.value_table_row,
+            g.page_shift,
+            config.kv_dims[1],
+            config.columns[1],
+            config.loaded_depth[1],
+        )
         return KvOperand(a.value, *strides, *rest, is_value=True, read_once=config.reads_kv_once)
 
 

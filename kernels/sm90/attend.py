@@ -194,7 +194,7 @@ class Operands(DeviceStruct):
         if const_expr(kernel.config.v_parts > 1):
             part = cute.crd2idx((0, kernel.config.depth[1], 0), tiles.v.layout)
             value = cute.make_tensor(tiles.v.iterator + column_group * part, tiles.v.layout)
-        return Operands.of_value(kernel, tiles, row_group, value, kernel.config.columns[1])
+        return Operands.of_value(kernel, tiles, row_group, value, kernel.config.operand_columns[1])
 
     @staticmethod
     def of_value(kernel, tiles: SharedTiles, row_group, value, columns: int) -> "Operands":

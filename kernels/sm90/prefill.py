@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import WARPGROUP, PrefillConfig, TileShape
+from hopwell.kernels.config import LANES, WARPGROUP, WARPS, PrefillConfig, TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
@@ -19,10 +19,12 @@ from hopwell.kernels.parts.scheduler import TileSchedule
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import PrefillLaunch, example_arguments
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 from hopwell.kernels.sm90.skip import SkippingAttend
+from hopwell.kernels.sm90.widening import Widening
 
 
 class PrefillSm90(PrefillLaunch, AttentionSm90):
@@ -34,6 +36,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      Q tiles
         warp 3 schedule    work tiles: which query rows, which keys, where they are
+        last four widen    where K and V have 8 bits: their tiles in 16 bits, for attend; elsewhere there are none
         warps 4.. attend   consumer warpgroups, each 64 query rows from Q K^T to the output; at head dim 512 two that
                            share 64 rows, each for half of V's columns
 
@@ -42,6 +45,9 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         K       load_k -> attend      released when S has been computed
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
+        Where K and V have 8 bits, K and V end at widen, which releases them when it has written a stage of
+        wide K  widen -> attend       and
+        wide V  widen -> attend       released as K and V are elsewhere
 
     Steady state: one step of two consumer warpgroups, A and B. "S" and "O" are matrix products on the tensor cores,
     which take about half of a step for each warpgroup; named barriers give the warpgroups turns at them.
@@ -68,7 +74,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         skip_softmax: Float32,
     ):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
-        q_ring, k_ring, v_ring = rings
+        q_ring, k_ring, v_ring, *operand_rings = rings
         mask = IntervalMask(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
@@ -77,32 +83,73 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barriers, board, key)
+                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), k_ring, partial_barriers, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barriers + 1, board, value)
+                shared = shared_address(tiles.loaded[1].iterator)
+                self.load_kv(v_atom, shared, v_ring, partial_barriers + 1, board, value)
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, q_ring, board, self.tile_shape(geometry).tokens)
             if warp == SCHEDULE_WARP:
                 TileSchedule(geometry, addresses, mask, self.tile.n, self.tile_shape(geometry)).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         else:
-            self.set_registers(self.tile.consumer_registers)
-            scale = load_scale(addresses.softmax_scale, softmax_scale)
-            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
-            softmax = OnlineSoftmax.create(score.softmax_scale, RowFragment.rows)
-            scale = load_scale(addresses.output_scale, output_scale)
-            parts = (self, tiles, rings, board, mask, score, softmax, scale, self.tile_shape(geometry))
-            if const_expr(self.config.skip_softmax):
-                skip = SkipRule.create(skip_softmax, softmax.scale)
-                attend = SkippingAttend(*parts, skip)
-                attend.run(addresses, geometry)
-                # Of warpgroups that share rows the first one reports.
-                sharing = WARPGROUP * self.config.v_parts
-                first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
-                skip.report(addresses.skipped, first)
+            numbers = (addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax)
+            if const_expr(self.config.widens):
+                if warp >= 4 * (len(self.config.registers) - 1):
+                    self.set_registers(self.tile.widening_registers)
+                    Widening.create(self, tiles, rings[1:], board).run()
+                else:
+                    self.attend(tiles, (q_ring, *operand_rings), board, mask, *numbers)
             else:
-                PrefillAttend(*parts).run(addresses, geometry)
+                self.attend(tiles, rings, board, mask, *numbers)
+
+    @cute.jit
+    def attend(
+        self, tiles, rings, board, mask, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax
+    ) -> None:
+        """What the consumer warpgroups do."""
+        self.set_registers(self.tile.consumer_registers)
+        scale = load_scale(addresses.softmax_scale, softmax_scale)
+        score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
+        softmax = OnlineSoftmax.create(score.softmax_scale, RowFragment.rows)
+        scale = load_scale(addresses.output_scale, output_scale)
+        parts = (self, tiles, rings, board, mask, score, softmax, scale, self.tile_shape(geometry))
+        if const_expr(self.config.skip_softmax):
+            skip = SkipRule.create(skip_softmax, softmax.scale)
+            attend = SkippingAttend(*parts, skip)
+            attend.run(addresses, geometry)
+            # Of warpgroups that share rows the first one reports.
+            sharing = WARPGROUP * self.config.v_parts
+            first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
+            skip.report(addresses.skipped, first)
+        else:
+            PrefillAttend(*parts).run(addresses, geometry)
+
+    @property
+    def kv_readers(self) -> tuple[str, int]:
+        return ("widen", WARPS) if self.config.widens else super().kv_readers
+
+    @property
+    def more_roles(self) -> dict[str, int]:
+        return {"widen": WARPS} if self.config.widens else {}
+
+    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
+        arrivals = super().kv_arrivals(is_value)
+        if not self.config.widens:
+            return arrivals
+        # Zeros that load_v writes are read by lanes, not by the tensor cores, which is why all of its lanes arrive.
+        zeroes = dict(producer_lanes=LANES) if is_value else {}
+        return arrivals | zeroes | dict(consumer_lanes=LANES, consumer_fences=False)
+
+    def _more_edges(self) -> tuple[Edge, ...]:
+        if not self.config.widens:
+            return ()
+        t, consumers = self.tile, 4 * self.warpgroups
+        return tuple(
+            Edge(f"wide {name}", "widen", "attend", t.kv_stages, WARPS, consumers, t.n * columns * 2, LANES)
+            for name, columns in zip("KV", self.config.operand_columns, strict=True)
+        )
 
     @property
     def q_box_rows(self) -> int:
