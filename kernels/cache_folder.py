@@ -47,24 +47,22 @@ def make(folder: pathlib.Path) -> None:
 
 def check(path: pathlib.Path) -> None:
     """Raise PermissionError if others could have written what lies at ``path``: the path itself, what is directly in
-    it, and the folders above it as far as the root of the cache. What is missing is not looked at."""
+    it, and the folders above it as far as the root of the cache. What is missing or out of reach is not."""
     if settings.choice("HOPWELL_CACHE_TRUST", ("owner", "all"), "owner") == "all":
         return
     top = root()
     above = [folder for folder in path.parents if folder == top or top in folder.parents]
-    inside = [*path.iterdir()] if path.is_dir() else []
+    inside = [*path.iterdir()] if os.path.isdir(path) and os.access(path, os.R_OK) else []
     for one in (*above, path, *inside):
         try:
             found = one.stat()
-        except FileNotFoundError:
+        except OSError:  # it will fail to load as well
             continue
         if found.st_uid not in (os.geteuid(), ROOT):
             wrong, mend = f"belongs to user {found.st_uid}", f"remove '{top}'"
         elif found.st_mode & WRITABLE_BY_OTHERS:
-            wrong, mend = (
-                "can be written by others",
-                f"remove '{top}' or, if you trust what is in it, chmod -R go-w '{top}'",
-            )
+            wrong = "can be written by others"
+            mend = f"remove '{top}' or, if you trust what is in it, chmod -R go-w '{top}'"
         else:
             continue
         raise PermissionError(
