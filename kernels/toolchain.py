@@ -6,6 +6,7 @@ and some tens the first one in a process.
 
 Environment:
     HOPWELL_CACHE_DIR   where compiled kernels are kept; default: the user's cache directory (see cache_folder)
+    HOPWELL_CACHE_TRUST whose compiled kernels are loaded: ``owner`` (the user's own and root's, the default) or ``all``
     HOPWELL_JIT=forbid  raise instead of compiling, for deployments that compile ahead (``python -m hopwell compile``)
 """
 
@@ -151,6 +152,9 @@ def artifact(config: KernelConfig) -> Artifact:
 def _compile(config: KernelConfig, target: Artifact) -> None:
     import cutlass.cute as cute
 
+    if "'" in str(target.path):
+        # The DSL hands the path to its compiler passes between single quotes.
+        raise ValueError(f"HOPWELL_CACHE_DIR must not have a single quote in its path, got {cache_folder.root()}")
     start = time.perf_counter()
     # The finished directory is renamed into place: others see all of it or nothing.
     with cache_folder.unfinished(target.path) as work:

@@ -47,10 +47,16 @@ def test_folders_are_private_whatever_the_umask(umask: int) -> None:
     assert artifact(CONFIG).is_sound()
 
 
-@pytest.mark.parametrize("name", ["a folder with spaces", "it's", "$HOME;x"])
+@pytest.mark.parametrize("name", ["a folder with spaces", "$HOME;{x}", 'a "quoted" one'])
 def test_any_name_will_do(name: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / name))
     assert artifact(CONFIG).is_sound()
+
+
+def test_a_single_quote_is_refused(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / "it's"))
+    with pytest.raises(ValueError, match="HOPWELL_CACHE_DIR must not have a single quote"):
+        artifact(CONFIG)
 
 
 @pytest.mark.parametrize("place", ["root", "version", "kernel", "file"])
