@@ -10,6 +10,10 @@ import sys
 import time
 from collections.abc import Sequence
 
+from hopwell.kernels import support
+
+MAX_JOBS = 1024  # processes; each takes hundreds of megabytes
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
@@ -21,17 +25,37 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
 
     compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
-    compile_.add_argument("--arch", default="sm_90a", help="architecture to compile for (default: %(default)s)")
-    compile_.add_argument("--match", default=".", help="regular expression over kernel names (default: all)")
-    compile_.add_argument("--jobs", type=int, help="processes (default: one for each CPU)")
+    archs = (*support.HOPPER, *support.BLACKWELL)
+    compile_.add_argument(
+        "--arch", default="sm_90a", choices=archs, help="architecture to compile for (default: %(default)s)"
+    )
+    compile_.add_argument("--match", type=_pattern, default=".", help="regular expression over kernel names")
+    compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")
     compile_.set_defaults(run=_compile)
 
-    support = commands.add_parser("support", help="print what each entry point can do on each architecture")
-    support.set_defaults(run=_support)
+    features = commands.add_parser("support", help="print what each entry point can do on each architecture")
+    features.set_defaults(run=_support)
 
     options = parser.parse_args(arguments)
     logging.basicConfig(format="%(message)s", level=logging.INFO)
-    return options.run(options)
+    try:
+        return options.run(options)
+    except (ValueError, OSError, RuntimeError) as error:  # of settings, folders, the compiler and the GPU
+        print(f"hopwell: {error}", file=sys.stderr)
+        return 1
+
+
+def _pattern(text: str) -> re.Pattern[str]:
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+
+
+def _jobs(text: str) -> int:
+    if not (text.isascii() and text.isdecimal()) or not 1 <= int(text) <= MAX_JOBS:
+        raise argparse.ArgumentTypeError(f"it must be from 1 to {MAX_JOBS}, got {text!r}")
+    return int(text)
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -48,9 +72,9 @@ def _compile(options: argparse.Namespace) -> int:
 
     families = (shipped_configs, shipped_decode_configs, shipped_mla_configs)
     shipped = itertools.chain.from_iterable(family(options.arch) for family in families)
-    configs = [config for config in shipped if re.search(options.match, config.name)]
+    configs = [config for config in shipped if options.match.search(config.name)]
     if not configs:
-        print(f"no kernel for {options.arch} has a name that matches {options.match!r}", file=sys.stderr)
+        print(f"no kernel for {options.arch} has a name that matches {options.match.pattern!r}", file=sys.stderr)
         return 1
     begin = time.perf_counter()
     for done, built in enumerate(toolchain.compile_ahead(configs, options.jobs), 1):
@@ -60,9 +84,7 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _support(options: argparse.Namespace) -> int:
-    from hopwell.kernels.support import support_matrix
-
-    print(support_matrix(), end="")
+    print(support.support_matrix(), end="")
     return 0
 
 

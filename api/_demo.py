@@ -207,6 +207,8 @@ class MlaDecode(Batch):
 
 def run(device: str | None) -> int:
     """Run the demonstration on ``device`` ("cuda", "cpu", None for what there is); returns the exit status."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("--device cuda needs a GPU, and torch finds none; --device cpu runs on the emulator")
     on_gpu = _gpu_has_kernels() if device is None else device == "cuda"
     return _on_gpu() if on_gpu else _on_emulator()
 

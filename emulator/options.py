@@ -10,8 +10,9 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
-import os
 from collections.abc import Iterator
+
+from hopwell.kernels import settings
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 SCHEDULES = ("eager", "late", "random", "priority")
@@ -74,15 +75,13 @@ class Options:
 
 
 def _from_environment() -> Options:
-    arch = os.environ.get("HOPWELL_EMULATE", DEFAULT_ARCH)
-    checks = {c for c in os.environ.get("HOPWELL_EMULATE_CHECKS", "").split(",") if c and c != "none"}
-    if unknown := checks - {"race", "proxy", "strict"}:
-        raise ValueError(f"HOPWELL_EMULATE_CHECKS: unknown checks {sorted(unknown)}")
+    arch = settings.choice("HOPWELL_EMULATE", ("off", *ARCHITECTURES), DEFAULT_ARCH)
+    checks = settings.choices("HOPWELL_EMULATE_CHECKS", ("race", "proxy", "strict"))
     return Options(
         arch=None if arch == "off" else arch,
-        schedule=os.environ.get("HOPWELL_EMULATE_SCHEDULE", "eager"),
-        seed=int(os.environ.get("HOPWELL_EMULATE_SEED", "0")),
-        workers=int(os.environ.get("HOPWELL_EMULATE_WORKERS", "0")),
+        schedule=settings.choice("HOPWELL_EMULATE_SCHEDULE", SCHEDULES, "eager"),
+        seed=settings.count("HOPWELL_EMULATE_SEED"),
+        workers=settings.count("HOPWELL_EMULATE_WORKERS"),
         race="race" in checks,
         proxy="proxy" in checks,
         strict="strict" in checks,

@@ -5,7 +5,8 @@ object file in a cache directory, next to its PTX and cubin for inspection. Load
 and some tens the first one in a process.
 
 Environment:
-    HOPWELL_CACHE_DIR   where compiled kernels are kept; default: the user's cache directory
+    HOPWELL_CACHE_DIR   where compiled kernels are kept; default: the user's cache directory (see cache_folder)
+    HOPWELL_CACHE_TRUST whose compiled kernels are loaded: ``owner`` (the user's own and root's, the default) or ``all``
     HOPWELL_JIT=forbid  raise instead of compiling, for deployments that compile ahead (``python -m hopwell compile``)
 """
 
@@ -22,8 +23,8 @@ import multiprocessing
 import os
 import pathlib
 import platform
+import shlex
 import shutil
-import tempfile
 import threading
 import time
 import warnings
@@ -31,8 +32,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import filelock
-import platformdirs
+from hopwell.kernels import cache_folder, settings
 
 if TYPE_CHECKING:
     from hopwell.kernels.config import KernelConfig
@@ -41,7 +41,6 @@ logger = logging.getLogger("hopwell")
 
 TOOLCHAIN = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
-LOCK_POLL_SECONDS = 0.05
 RUNTIME = "libcute_dsl_runtime.so"
 
 
@@ -81,8 +80,7 @@ class Artifact:
 
 def cache_dir() -> pathlib.Path:
     """Directory of the compiled kernels of this version of the sources and the toolchain."""
-    root = os.environ.get("HOPWELL_CACHE_DIR") or platformdirs.user_cache_dir("hopwell")
-    return pathlib.Path(root).expanduser() / fingerprint()[:16]
+    return cache_folder.root() / fingerprint()[:16]
 
 
 @functools.cache
@@ -134,38 +132,45 @@ def artifact(config: KernelConfig) -> Artifact:
     Processes that need the same kernel at once wait for the first of them.
     """
     found = Artifact(cache_dir() / config.name)
+    forbidden = settings.choice("HOPWELL_JIT", ("allow", "forbid"), "allow") == "forbid"
+    cache_folder.check(found.path)
     if found.is_sound():
         return found
-    if os.environ.get("HOPWELL_JIT") == "forbid":
+    if forbidden:
         raise RuntimeError(
             f"kernel {config.name} is not in {found.path.parent} and HOPWELL_JIT=forbid; compile it ahead with "
             "`python -m hopwell compile`, or unset HOPWELL_JIT"
         )
-    found.path.parent.mkdir(parents=True, exist_ok=True)
-    with _lock, filelock.FileLock(f"{found.path}.lock", poll_interval=LOCK_POLL_SECONDS):
-        if not found.is_sound():
-            _compile(config, found)
+    with cache_folder.writing(found.path.parent):
+        cache_folder.make(found.path.parent)
+        with _lock, cache_folder.lock(found.path):
+            if not found.is_sound():
+                _compile(config, found)
     return found
 
 
 def _compile(config: KernelConfig, target: Artifact) -> None:
     import cutlass.cute as cute
 
+    if "'" in str(target.path):
+        # The DSL hands the path to its compiler passes between single quotes.
+        raise ValueError(f"HOPWELL_CACHE_DIR must not have a single quote in its path, got {cache_folder.root()}")
     start = time.perf_counter()
-    # Beside the target, so that the finished directory can be renamed into place: others see all of it or nothing.
-    with tempfile.TemporaryDirectory(prefix=".compiling-", dir=target.path.parent) as work:
-        dump = pathlib.Path(work) / "dump"
-        dump.mkdir()
+    # The finished directory is renamed into place: others see all of it or nothing.
+    with cache_folder.unfinished(target.path) as work:
+        dump = work / "dump"
+        cache_folder.make(dump)
         kernel, arguments = config.build()
         options = (
-            f"--enable-tvm-ffi --gpu-arch {config.arch} --generate-line-info --keep-ptx --keep-cubin --dump-dir {dump}"
+            f"--enable-tvm-ffi --gpu-arch {config.arch} --generate-line-info --keep-ptx --keep-cubin "
+            f"--dump-dir {shlex.quote(str(dump))}"
         )
         with warnings.catch_warnings():
             # Loops over registers have to be unrolled, however many registers there are.
             warnings.filterwarnings("ignore", message=".*static loop has")
             compiled = cute.compile(kernel, *arguments, options=options)
-        fresh = Artifact(pathlib.Path(work) / "kernel")
-        fresh.path.mkdir()
+        fresh = Artifact(work / "kernel")
+        cache_folder.make(fresh.path)
         compiled.export_to_c(str(fresh.object_file), function_name=config.name)
         for kept, place in (("*.ptx", fresh.ptx), ("*.cubin", fresh.cubin)):
             (produced,) = dump.glob(kept)
@@ -173,6 +178,7 @@ def _compile(config: KernelConfig, target: Artifact) -> None:
         seconds = time.perf_counter() - start
         meta = {"name": config.name, "sha256": fresh.digests(), "seconds": round(seconds, 2)}
         (fresh.path / META).write_text(json.dumps(meta, indent=1))
+        cache_folder.protect(fresh.path)
         shutil.rmtree(target.path, ignore_errors=True)
         os.replace(fresh.path, target.path)
     logger.info("compiled %s in %.1f s", config.name, seconds)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock
+from hopwell.kernels import cache_folder
 
 from .. import native
 from .module import Function, load
@@ -21,9 +23,9 @@ def compile_function(
     """Compile with TVM-FFI and write ``<folder>/<name>.o`` and ``<name>.ptx``; needs no GPU."""
     import cutlass.cute as cute
 
-    folder.mkdir(parents=True, exist_ok=True)
+    cache_folder.make(folder)
     with tempfile.TemporaryDirectory() as dump:
-        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --generate-line-info --dump-dir {dump}"
+        options = f"--enable-tvm-ffi --gpu-arch {arch} --keep-ptx --generate-line-info --dump-dir {shlex.quote(dump)}"
         compiled = cute.compile(function, *arguments, options=options)
         compiled.export_to_c(str(folder / f"{name}.o"), function_name=name)
         found = sorted(Path(dump).glob("*.ptx"))
@@ -37,10 +39,13 @@ def cached_function(key: str, make: Callable[[Path], None], name: str = "entry")
     folder = native.cache_dir() / "kernels" / key
     done = folder / "complete"
     if not done.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(str(folder) + ".lock"):
+        cache_folder.make(folder.parent)
+        with cache_folder.lock(folder):
             if not done.exists():
                 make(folder)
+                cache_folder.protect(folder)
                 done.touch()
-    os.utime(done)
+    with contextlib.suppress(PermissionError):  # a cache that others filled
+        os.utime(done)
+    cache_folder.check(folder)
     return load(folder / f"{name}.o", folder / f"{name}.ptx").function(name)

@@ -26,7 +26,7 @@ from ..machine.memory import GlobalMemory, Span, span_of
 from ..options import options
 from ..ptx import Kernel, parse_module
 from .dlpack import as_cuda
-from .runtime import Runtime
+from .runtime import Runtime, take_error
 
 Tensors = Mapping[str, Any] | Sequence[Span]
 
@@ -135,11 +135,11 @@ class Function:
             spans += [span_of(f"argument {k}", a) for k, a in enumerate(args) if isinstance(a, torch.Tensor)]
         previous = getattr(_local, "call", None)
         _local.call, _local.reports = _Call(spans), []
-        self.module.runtime.take_error()
+        take_error()
         try:
             return self.function(*[as_cuda(a) if isinstance(a, torch.Tensor) else a for a in args])
         except Exception as e:
-            error = self.module.runtime.take_error()
+            error = take_error()
             if error is not None:
                 raise error from None
             raise e
@@ -180,12 +180,20 @@ def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> Launc
     return report
 
 
-@functools.lru_cache(maxsize=64)
+_loading = threading.RLock()  # of several threads that want one module, one makes it
+
+
 def load(object_file: str | Path, ptx: str | Path) -> Module:
     """The module of an exported object file and its PTX, loaded once per process.
 
     The first load with a DSL version runs the self-test of the tensor-map format.
     """
+    with _loading:
+        return _loaded(object_file, ptx)
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(object_file: str | Path, ptx: str | Path) -> Module:
     from . import selftest
 
     selftest.ensure()

@@ -7,7 +7,7 @@ import itertools
 import struct
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..errors import HostError
 from ..machine.launch import Launch
@@ -25,6 +25,15 @@ _handles = itertools.count(0x1000, 16)
 # them, and so must the callbacks that the library holds.
 _kernels: dict[int, str] = {}
 _alive: list[Runtime] = []
+# Of this thread's call, not of a module: the callbacks of a library are those of the last module that was made of it.
+_errors = threading.local()
+
+
+def take_error() -> BaseException | None:
+    """What a callback raised in this thread since the last look."""
+    error = getattr(_errors, "pending", None)
+    _errors.pending = None
+    return error
 
 
 @dataclass
@@ -34,7 +43,6 @@ class Runtime:
 
     launcher: Launcher
     param_sizes: Callable[[str], list[int]]
-    errors: threading.local = field(default_factory=threading.local)
 
     def __post_init__(self) -> None:
         _alive.append(self)
@@ -49,15 +57,10 @@ class Runtime:
             try:
                 return fn(*args)
             except BaseException as e:
-                self.errors.pending = e
+                _errors.pending = e
                 return 1
 
         return wrapped
-
-    def take_error(self) -> BaseException | None:
-        error = getattr(self.errors, "pending", None)
-        self.errors.pending = None
-        return error
 
     # -- callbacks
     def load(self, library, image) -> int:

@@ -290,7 +290,7 @@ class Machine:
     # ------------------------------------------------------------------ the loop
     def run(self) -> LaunchReport:
         started = time.perf_counter()
-        self.core.core_world_reset(self.n_clusters)
+        self.core.core_machine_open(self.address, self.n_clusters)
         try:
             self.loop(started)
             if self.workers:
@@ -307,6 +307,7 @@ class Machine:
             self.active = []
             self.queues.clear()
             self.memory.free()
+            self.core.core_machine_close(self.address)
         return report
 
     def loop(self, started: float | None = None) -> None:

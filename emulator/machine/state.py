@@ -118,6 +118,7 @@ class Cta:
 class Cluster:
     def __init__(self, machine_address: int, origin: tuple[int, int, int], index: int, program: Any):
         self.address = core().core_cluster_new(machine_address, *origin, index)
+        self.machine_address = machine_address
         self.state = ClusterState.from_address(self.address)
         self.index, self.origin = index, origin
         self.ctas = [Cta(self, CtaState.from_address(self.state.ctas[r]), program) for r in range(self.state.n_ctas)]
@@ -153,4 +154,4 @@ class Cluster:
         return found
 
     def free(self) -> None:
-        core().core_cluster_free(self.address)
+        core().core_cluster_free(self.machine_address, self.address)

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import signal
+import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,8 @@ from .state import array_at
 if TYPE_CHECKING:
     from .machine import Machine
 
+# A child made while another thread holds a pipe's write end would keep that pipe open, and its reader waiting.
+_forking = threading.Lock()
 SERIAL_SECONDS = 0.25  # launches shorter than this are not worth a fork
 
 
@@ -84,12 +87,13 @@ class Workers:
         pending = list(m.pending)
         self.children: list[tuple[int, int]] = []  # (process, read end of its pipe)
         for number in range(1, count):
-            read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                os.close(read)
-                self.be_child(deque(pending[number::count]), number, write)
-            os.close(write)
+            with _forking:
+                read, write = os.pipe()
+                pid = os.fork()
+                if pid == 0:
+                    os.close(read)
+                    self.be_child(deque(pending[number::count]), number, write)
+                os.close(write)
             self.children.append((pid, read))
         m.pending = deque(pending[::count])
 

@@ -13,11 +13,9 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 from pathlib import Path
 
-import platformdirs
-from filelock import FileLock
+from hopwell.kernels import cache_folder
 
 from ..errors import HostError
 from . import layout
@@ -38,10 +36,9 @@ SOURCES = {
 
 def cache_dir() -> Path:
     """Where built libraries are kept: HOPWELL_CACHE_DIR, or the user's cache directory."""
-    root = os.environ.get("HOPWELL_CACHE_DIR")
-    path = Path(root) if root else Path(platformdirs.user_cache_dir("hopwell"))
-    path = path / "emulator"
-    path.mkdir(parents=True, exist_ok=True)
+    path = cache_folder.root() / "emulator"
+    with cache_folder.writing(path):
+        cache_folder.make(path)
     return path
 
 
@@ -90,17 +87,36 @@ def source_digest(names: list[str]) -> str:
 
 
 def build(stem: str, key: str, make) -> Path:
-    """Build ``<cache>/<stem>-<key>.so`` once, also when several processes ask for it: ``make(path)`` writes it."""
+    """Build ``<cache>/<stem>-<key>.so`` once, also when several processes ask for it, and again when it is damaged:
+    ``make(path)`` writes it."""
     path = cache_dir() / f"{stem}-{key}.so"
-    if path.exists():
+    for one in (path, _hash_file(path)):
+        cache_folder.check(one)
+    if _is_sound(path):
         return path
-    with FileLock(str(path) + ".lock"):
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
-                out = Path(scratch) / path.name
+    with cache_folder.writing(path.parent), cache_folder.lock(path):
+        if not _is_sound(path):
+            with cache_folder.unfinished(path) as scratch:
+                out = scratch / path.name
                 make(out)
-                os.replace(out, path)
+                _hash_file(out).write_text(hashlib.sha256(out.read_bytes()).hexdigest())
+                cache_folder.protect(scratch)
+                # A process that has loaded a damaged library keeps its file: the new one is another.
+                for source, target in ((out, path), (_hash_file(out), _hash_file(path))):
+                    os.replace(source, target)
     return path
+
+
+def _hash_file(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
+
+
+def _is_sound(path: Path) -> bool:
+    """Whether a library is the one that was built: loading another one may kill the process."""
+    try:
+        return _hash_file(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
+    except (OSError, ValueError):
+        return False
 
 
 def _make_core(out: Path) -> None:
@@ -125,11 +141,12 @@ def _signatures(lib: ctypes.CDLL) -> None:
         "core_arrive": (ctypes.c_int, [P, P, I32, U32, P]),
         "core_mbarrier": (P, [P, P, I32, U32]),
         "core_cluster_new": (P, [P, U32, U32, U32, I32]),
-        "core_cluster_free": (None, [P]),
+        "core_cluster_free": (None, [P, P]),
         "core_tmem_shadow": (None, [P, P]),
         "core_new_agent": (I32, [P, P]),
         "core_layout": (ctypes.POINTER(U32), []),
-        "core_world_reset": (None, [I32]),
+        "core_machine_open": (None, [P, I32]),
+        "core_machine_close": (None, [P]),
         "core_region_free": (None, [P]),
         "core_global_touch": (None, [P, P, U64, U32, ctypes.c_int, I32, I32, I32, P]),
         "core_shadow_bytes": (None, [P, P, U32, U32, U32, I32, I32, P, I32]),

@@ -5,7 +5,6 @@
 
 EXPORT shadow *core_shadow_new(u32 cells, i32 cap);
 EXPORT void core_shadow_free(shadow *s);
-EXPORT void core_horizon_free(warp *w);
 
 enum { S_TID_X, S_TID_Y, S_TID_Z, S_CTAID_X, S_CTAID_Y, S_CTAID_Z, S_NCTAID_X, S_NCTAID_Y, S_NCTAID_Z, S_NTID_X, S_NTID_Y,
        S_NTID_Z, S_CLUSTER_CTAID_X, S_CLUSTER_CTAID_Y, S_CLUSTER_CTAID_Z, S_CLUSTER_NCTAID_X, S_CLUSTER_NCTAID_Y,
@@ -48,6 +47,23 @@ static u32 special_value(const machine *M, const cta *c, const warp *w, const sp
 }
 
 static void *take(size_t n, size_t size) { return calloc(n ? n : 1, size); }
+
+/* What a machine needs besides the structures that Python made. */
+EXPORT void core_machine_open(machine *M, i32 n_clusters) {
+  M->scratch = take(SCRATCHES, sizeof *M->scratch);
+  world_new(M, n_clusters);
+}
+EXPORT void core_machine_close(machine *M) {
+  world_free(M);
+  for (int k = 0; k < SCRATCHES; k++) free(M->scratch[k]);
+  free(M->scratch);
+  M->scratch = NULL;
+}
+
+void *scratch(machine *M, int use, size_t bytes) {
+  if (!M->scratch[use]) M->scratch[use] = aligned_alloc(64, (bytes + 63) & ~(size_t)63);
+  return M->scratch[use];
+}
 
 static void warp_init(machine *M, cta *c, warp *w, int id, int threads) {
   w->cta = c;
@@ -115,12 +131,12 @@ EXPORT cluster *core_cluster_new(machine *M, u32 x, u32 y, u32 z, i32 index) {
   return k;
 }
 
-EXPORT void core_cluster_free(cluster *k) {
+EXPORT void core_cluster_free(machine *M, cluster *k) {
   for (u32 r = 0; r < k->n_ctas; r++) {
     cta *c = k->ctas[r];
     for (int j = 0; j < c->n_warps; j++) {
       warp *w = &c->warps[j];
-      if (w->horizon) core_horizon_free(w);
+      horizon_free(M, w);
       free(w->file), free(w->pred), free(w->written), free(w->busy), free(w->touched), free(w->origin), free(w->local), free(w->vc);
     }
     for (int j = 0; j < c->n_mbars; j++) free(c->mbars[j].vc);

@@ -238,6 +238,8 @@ typedef struct machine {
   u32 schedule, numerics;  /* SCHEDULE_*, NUMERICS_* */
   u64 seed, matrix_flops, tma_load_bytes;
   const void **maps;       /* decoded tensor maps by parameter offset / 64 */
+  struct world *world;     /* what clusters know of each other (global_shadow.c) */
+  void **scratch;          /* see scratch() */
   /* event for Python: instruction that needs it */
   i32 ev_pc, ev_frag;
   u32 ev_mask, pad2;
@@ -252,6 +254,11 @@ enum { RUN_BUDGET, RUN_BLOCKED, RUN_EVENT, RUN_EXITED, RUN_ERROR, RUN_SCOREBOARD
 
 #define ROW(T, k) ((T *)(file + i->o[k]))
 #define WROW(T, off) ((T *)(w->file + (off)))
+
+/* alloc.c: memory that serves one call of the core at a time, kept with the machine because several machines run at once.
+ * Each use has a size of its own that never changes. */
+enum { SCRATCH_A, SCRATCH_B, SCRATCH_D, SCRATCH_TOTAL, SCRATCH_EXPONENTS, SCRATCH_BOX, SCRATCH_STAMP, SCRATCHES };
+void *scratch(machine *M, int use, size_t bytes);
 
 int fail(machine *M, warp *w, const insn *i, int code, int lane, u64 address, u64 extra);
 
@@ -282,6 +289,9 @@ region *region_find(machine *M, u64 lo, u64 hi);
 cta *shared_cta(machine *M, warp *w, const insn *i, u32 address, int lane);
 
 /* global_shadow.c */
+void world_new(machine *M, i32 n_clusters);
+void world_free(machine *M);
+void horizon_free(machine *M, warp *w);
 void global_touch(machine *M, warp *w, region *r, u64 address, u32 n, int write, const insn *i);
 void global_order(machine *M, warp *w, u64 address, const insn *i);
 void horizon_publish(machine *M, warp *w, u32 *barrier);

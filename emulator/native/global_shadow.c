@@ -34,29 +34,32 @@ typedef struct horizon {
   i32 n_unfenced;
 } horizon;
 
-static world the_world;
-
-EXPORT void core_world_reset(i32 n_clusters) {
-  for (i32 k = 0; k < the_world.n_variables; k++) {
-    for (i32 c = 0; c < the_world.n_clusters; c++) free(the_world.variables[k].clocks[c]);
-    free(the_world.variables[k].clocks);
+void world_new(machine *M, i32 n_clusters) {
+  M->world = calloc(1, sizeof *M->world);
+  M->world->n_clusters = n_clusters;
+}
+void world_free(machine *M) {
+  world *all = M->world;
+  for (i32 k = 0; k < all->n_variables; k++) {
+    for (i32 c = 0; c < all->n_clusters; c++) free(all->variables[k].clocks[c]);
+    free(all->variables[k].clocks);
   }
-  free(the_world.variables);
-  the_world = (world){.n_clusters = n_clusters};
+  free(all->variables), free(all);
+  M->world = NULL;
 }
 
-static horizon *horizon_of(warp *w) {
+static horizon *horizon_of(machine *M, warp *w) {
   if (!w->horizon) {
     horizon *h = w->horizon = calloc(1, sizeof(horizon));
-    h->known = calloc((size_t)the_world.n_clusters, sizeof(i32 *));
-    h->fenced = calloc((size_t)the_world.n_clusters, sizeof(i32 *));
+    h->known = calloc((size_t)M->world->n_clusters, sizeof(i32 *));
+    h->fenced = calloc((size_t)M->world->n_clusters, sizeof(i32 *));
   }
   return w->horizon;
 }
-EXPORT void core_horizon_free(warp *w) {
+void horizon_free(machine *M, warp *w) {
   horizon *h = w->horizon;
   if (!h) return;
-  for (i32 c = 0; c < the_world.n_clusters; c++) free(h->known[c]), free(h->fenced[c]);
+  for (i32 c = 0; c < M->world->n_clusters; c++) free(h->known[c]), free(h->fenced[c]);
   free(h->known), free(h->fenced), free(h);
   w->horizon = NULL;
 }
@@ -67,27 +70,29 @@ static void learn(machine *M, i32 **into, i32 cluster, const i32 *clock) {
   clock_join(into[cluster], clock, 2 * M->cap);
 }
 
-static sync_variable *new_variable(u64 address) {
-  if (the_world.n_variables == the_world.room) {
-    the_world.room = the_world.room ? 2 * the_world.room : 16;
-    the_world.variables = realloc(the_world.variables, (size_t)the_world.room * sizeof(sync_variable));
+static sync_variable *new_variable(machine *M, u64 address) {
+  world *all = M->world;
+  if (all->n_variables == all->room) {
+    all->room = all->room ? 2 * all->room : 16;
+    all->variables = realloc(all->variables, (size_t)all->room * sizeof(sync_variable));
   }
-  sync_variable *v = &the_world.variables[the_world.n_variables++];
-  *v = (sync_variable){address, calloc((size_t)the_world.n_clusters, sizeof(i32 *))};
+  sync_variable *v = &all->variables[all->n_variables++];
+  *v = (sync_variable){address, calloc((size_t)all->n_clusters, sizeof(i32 *))};
   return v;
 }
-static sync_variable *variable_at(u64 address) {
-  for (i32 k = 0; k < the_world.n_variables; k++)
-    if (the_world.variables[k].address == address) return &the_world.variables[k];
-  return new_variable(address);
+static sync_variable *variable_at(machine *M, u64 address) {
+  world *all = M->world;
+  for (i32 k = 0; k < all->n_variables; k++)
+    if (all->variables[k].address == address) return &all->variables[k];
+  return new_variable(M, address);
 }
 
 static void acquire_from(machine *M, warp *w, sync_variable *v) {
   i32 own = w->cta->cluster->index;
-  for (i32 c = 0; c < the_world.n_clusters; c++) {
+  for (i32 c = 0; c < M->world->n_clusters; c++) {
     if (!v->clocks[c]) continue;
     if (c == own) clock_acquire(M, w, v->clocks[c]);
-    else learn(M, horizon_of(w)->known, c, v->clocks[c]);
+    else learn(M, horizon_of(M, w)->known, c, v->clocks[c]);
   }
 }
 
@@ -99,17 +104,17 @@ static void remember(horizon *h, u64 address) {
 }
 
 void global_order(machine *M, warp *w, u64 address, const insn *i) {
-  horizon *h = horizon_of(w);
-  sync_variable *v = variable_at(address);
+  horizon *h = horizon_of(M, w);
+  sync_variable *v = variable_at(M, address);
   i32 own = w->cta->cluster->index;
   if (i->aux & AUX_ACQUIRE) acquire_from(M, w, v);
   else if (!(i->aux & AUX_RELEASE)) remember(h, address);
   if (i->aux & AUX_RELEASE) {
-    for (i32 c = 0; c < the_world.n_clusters; c++) if (c != own) learn(M, v->clocks, c, h->known[c]);
+    for (i32 c = 0; c < M->world->n_clusters; c++) if (c != own) learn(M, v->clocks, c, h->known[c]);
     learn(M, v->clocks, own, w->vc);
     clock_tick(w);
   } else {
-    for (i32 c = 0; c < the_world.n_clusters; c++) learn(M, v->clocks, c, h->fenced[c]);
+    for (i32 c = 0; c < M->world->n_clusters; c++) learn(M, v->clocks, c, h->fenced[c]);
   }
 }
 
@@ -118,25 +123,25 @@ void global_order(machine *M, warp *w, u64 address, const insn *i) {
 void horizon_publish(machine *M, warp *w, u32 *barrier) {
   horizon *h = w->horizon;
   if (!h) return;
-  if (!*barrier) new_variable(0), *barrier = (u32)the_world.n_variables;
-  i32 **clocks = the_world.variables[*barrier - 1].clocks;
-  for (i32 c = 0; c < the_world.n_clusters; c++) if (c != w->cta->cluster->index) learn(M, clocks, c, h->known[c]);
+  if (!*barrier) new_variable(M, 0), *barrier = (u32)M->world->n_variables;
+  i32 **clocks = M->world->variables[*barrier - 1].clocks;
+  for (i32 c = 0; c < M->world->n_clusters; c++) if (c != w->cta->cluster->index) learn(M, clocks, c, h->known[c]);
 }
 void horizon_adopt(machine *M, warp *w, u32 barrier) {
   if (!barrier) return;
-  i32 **clocks = the_world.variables[barrier - 1].clocks;
-  for (i32 c = 0; c < the_world.n_clusters; c++) learn(M, horizon_of(w)->known, c, clocks[c]);
+  i32 **clocks = M->world->variables[barrier - 1].clocks;
+  for (i32 c = 0; c < M->world->n_clusters; c++) learn(M, horizon_of(M, w)->known, c, clocks[c]);
 }
 
 /* fence.acq_rel / fence.sc / membar at gpu or system scope. */
 EXPORT int sys_fence_gpu(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)f, (void)i, (void)m;
   if (!(M->flags & FLAG_RACE)) return SYS_NEXT;
-  horizon *h = horizon_of(w);
-  for (i32 k = 0; k < h->n_unfenced; k++) acquire_from(M, w, variable_at(h->unfenced[k]));
+  horizon *h = horizon_of(M, w);
+  for (i32 k = 0; k < h->n_unfenced; k++) acquire_from(M, w, variable_at(M, h->unfenced[k]));
   h->n_unfenced = 0;
   i32 own = w->cta->cluster->index;
-  for (i32 c = 0; c < the_world.n_clusters; c++) if (c != own) learn(M, h->fenced, c, h->known[c]);
+  for (i32 c = 0; c < M->world->n_clusters; c++) if (c != own) learn(M, h->fenced, c, h->known[c]);
   learn(M, h->fenced, own, w->vc);
   clock_tick(w);
   return SYS_NEXT;

@@ -267,6 +267,8 @@ class MachineState(ctypes.Structure):
         ("matrix_flops", U64),
         ("tma_load_bytes", U64),
         ("maps", P),
+        ("world", P),
+        ("scratch", P),
         ("ev_pc", I32),
         ("ev_frag", I32),
         ("ev_mask", U32),

@@ -165,19 +165,16 @@ EXPORT void core_shadow_box(machine *M, cta *c, u32 offset, u32 swizzle, i64 n, 
 /* cp.async.bulk.tensor loads of one CTA that complete at issue. Anything else, and a descriptor that Python has not decoded
  * yet, goes to Python. lists: map, shared and barrier operands (row, offset, wide), then coordinate rows; vec: rank. */
 static int load_box(machine *M, warp *w, i32 pc, const tensor_map *t, const i32 *at, u32 shared, u32 bar, u32 lane) {
-  static u8 *buffer;
-  static i32 *stamp;
-  static i32 stamp_room;
+  u8 *buffer = scratch(M, SCRATCH_BOX, 1 << 18);
   cta *c = shared_cta(M, w, M->insns + pc, shared, -1), *owner;
   mbarrier *b = mbar_find(M, w, M->insns + pc, bar, &owner);
   if (!c || !b) return SYS_ERROR;
   if (c->exited) return fail(M, w, M->insns + pc, ERR_TMA_EXITED, -1, shared, 0);
-  if (!buffer) buffer = malloc(1 << 18);
   i64 n = core_tma_bytes(t);
   i32 clock = 0;
   const i32 *vc = NULL;
   if (M->cap) { /* the load happens after its issue and before the phase that its bytes complete */
-    if (stamp_room < M->cap) stamp = realloc(stamp, 2 * (size_t)M->cap * sizeof *stamp), stamp_room = M->cap;
+    i32 *stamp = scratch(M, SCRATCH_STAMP, 2 * (size_t)M->cap * sizeof *stamp);
     memcpy(stamp, w->vc, 2 * (size_t)M->cap * sizeof *stamp);
     core_clock_cut(M, w, 1u << lane, stamp);
     clock_join(b->vc, stamp, 2 * M->cap);

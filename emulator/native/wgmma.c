@@ -135,8 +135,6 @@ static int agree(machine *M, warp *w, struct warpgroup *g, u32 number) {
   return 0;
 }
 
-static f32 *scratch_a, *scratch_b, *scratch_d;
-
 static int gather(machine *M, warp *w, const issue *s, const operand *x, f32 *out, i32 stride, int transpose) {
   i32 index[CHUNKS_MOST], count = chunk_numbers(x, index);
   cta *c = w->cta;
@@ -155,33 +153,29 @@ static int multiply(machine *M, warp *w, struct warpgroup *g, u32 first, u32 cou
   warp *warps = w->cta->warps + (w->id & ~3);
   const operation *o = operation_of(M, issue_at(g, 0, first)->i);
   i32 n = (i32)o->n, k_total = (i32)(o->k * count), at = 0;
-  if (!scratch_a) {
-    scratch_a = aligned_alloc(64, 64 * K_MOST * sizeof(f32));
-    scratch_b = aligned_alloc(64, 256 * K_MOST * sizeof(f32));
-    scratch_d = aligned_alloc(64, 64 * 256 * sizeof(f32));
-  }
+  f32 *left = scratch(M, SCRATCH_A, 64 * K_MOST * sizeof *left), *right = scratch(M, SCRATCH_B, 256 * K_MOST * sizeof *right);
+  f32 *acc = scratch(M, SCRATCH_D, 64 * 256 * sizeof *acc);
   for (u32 q = 0; q < count; q++, at += (i32)o->k) {
     const issue *s = issue_at(g, 0, first + q);
     const operation *p = operation_of(M, s->i);
     operand b = operand_of(p, s->b, 0);
-    if (gather(M, w, s, &b, scratch_b + (size_t)at * (size_t)n, n, !(p->flags & B_MN))) return SYS_ERROR;
+    if (gather(M, w, s, &b, right + (size_t)at * (size_t)n, n, !(p->flags & B_MN))) return SYS_ERROR;
     if (p->flags & A_REGS) {
       for (int k = 0; k < 4; k++)
-        core_load_a(warps[k].file, p->rows + p->n_d, (i32)p->n_a, (i32)p->a_format, scratch_a + 16 * k * k_total + at, k_total);
+        core_load_a(warps[k].file, p->rows + p->n_d, (i32)p->n_a, (i32)p->a_format, left + 16 * k * k_total + at, k_total);
     } else {
       operand a = operand_of(p, s->a, 1);
-      if (gather(M, w, s, &a, scratch_a + at, k_total, (p->flags & A_MN) != 0)) return SYS_ERROR;
+      if (gather(M, w, s, &a, left + at, k_total, (p->flags & A_MN) != 0)) return SYS_ERROR;
     }
   }
-  if (o->flags & NEGATE) for (i32 k = 0; k < 64 * k_total; k++) scratch_a[k] = -scratch_a[k];
+  if (o->flags & NEGATE) for (i32 k = 0; k < 64 * k_total; k++) left[k] = -left[k];
   int keep = (int)issue_at(g, 0, first)->accumulate;
-  f32 *acc = scratch_d;
   memset(acc, 0, 64 * (size_t)n * sizeof *acc);
   if (o->d_format == FMT_S32) { /* exact: the sum of 32 products of 8-bit integers is below 2^24 */
-    static i32 total[64 * 256];
-    memset(total, 0, sizeof total);
+    i32 *total = scratch(M, SCRATCH_TOTAL, 64 * 256 * sizeof *total);
+    memset(total, 0, 64 * 256 * sizeof *total);
     if (keep) for (int k = 0; k < 4; k++) core_load_accumulators(warps[k].file, o->rows, n, (f32 *)total + 16 * k * n, n);
-    core_gemm(acc, scratch_a, scratch_b, 64, n, k_total, k_total, n, n);
+    core_gemm(acc, left, right, 64, n, k_total, k_total, n, n);
     for (i32 k = 0; k < 64 * n; k++) total[k] += (i32)acc[k];
     for (int k = 0; k < 4; k++) core_store_accumulators(warps[k].file, o->rows, n, (f32 *)total + 16 * k * n, n);
     return 0;
@@ -189,7 +183,7 @@ static int multiply(machine *M, warp *w, struct warpgroup *g, u32 first, u32 cou
   int half = o->d_format == FMT_F16;
   for (int k = 0; k < 4 && keep; k++)
     (half ? core_load_accumulators_f16 : core_load_accumulators)(warps[k].file, o->rows, n, acc + 16 * k * n, n);
-  matrix_product(M, acc, scratch_a, scratch_b, 64, n, k_total, (i32)o->k, o->a_format, UNIT_WGMMA);
+  matrix_product(M, acc, left, right, 64, n, k_total, (i32)o->k, o->a_format, UNIT_WGMMA);
   for (int k = 0; k < 4; k++)
     (half ? core_store_accumulators_f16 : core_store_accumulators)(warps[k].file, o->rows, n, acc + 16 * k * n, n);
   return 0;

@@ -7,6 +7,7 @@ import runpy
 import sys
 from pathlib import Path
 
+from ..host.runtime import take_error
 from ..options import use
 
 
@@ -29,7 +30,7 @@ def run_script(arch: str, script: Path, arguments: list[str], sms: int = 2, **se
         try:
             runpy.run_path(str(script), run_name="__main__")
         except Exception as e:
-            pending = kernels.runtime.take_error()
+            pending = take_error()
             if pending is not None:
                 raise pending from e
             raise

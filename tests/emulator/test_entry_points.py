@@ -38,7 +38,7 @@ def test_settings_of_the_environment(batch, monkeypatch):
     assert emulator.options() == emulator.Options(schedule="random", seed=5, race=True, proxy=True)
     batch.expected(CAUSAL).check(context(batch))
     monkeypatch.setenv("HOPWELL_EMULATE_CHECKS", "rac")
-    with pytest.raises(ValueError, match="unknown checks"):
+    with pytest.raises(ValueError, match=r"HOPWELL_EMULATE_CHECKS must be none or .* race, proxy, strict; got 'rac'"):
         emulator.options()
 
 
@@ -71,7 +71,7 @@ def test_another_architecture_runs_its_own_kernels(batch):
 
 def test_unknown_settings_are_refused(monkeypatch):
     monkeypatch.setenv("HOPWELL_EMULATE", "sm_42")
-    with pytest.raises(ValueError, match="unknown architecture 'sm_42'"):
+    with pytest.raises(ValueError, match=r"HOPWELL_EMULATE must be one of off, .*; got 'sm_42'"):
         emulator.options()
     monkeypatch.delenv("HOPWELL_EMULATE")
     for wrong in ({"schedule": "lazy"}, {"numerics": "exact"}, {"hazards": "ignore"}):

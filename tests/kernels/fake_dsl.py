@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import sys
 import time
 import types
@@ -31,7 +32,8 @@ class Compiler:
             record.write(f"{os.getpid()} {kernel} {options}\n")
         if self.fails:
             raise RuntimeError("no such instruction")
-        (dump,) = re.findall(r"--dump-dir (\S+)", options)
+        words = shlex.split(options)
+        dump = words[words.index("--dump-dir") + 1]
         (arch,) = re.findall(r"--gpu-arch (\S+)", options)
         unique = f"{kernel} {arch} {os.getpid()} {time.perf_counter_ns()}"
         # The DSL names its files after the traced function, not after us.

@@ -1,0 +1,31 @@
+"""Settings from the environment, checked where they are first used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+
+def choice(name: str, allowed: Sequence[str], default: str) -> str:
+    """The value of variable ``name``, one of ``allowed``; ``default`` where it is unset or empty."""
+    value = os.environ.get(name) or default
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(allowed)}, or unset; got {value!r}")
+    return value
+
+
+def choices(name: str, allowed: Sequence[str]) -> set[str]:
+    """The values of variable ``name``, a comma-separated list out of ``allowed``, or ``none``."""
+    values = {value.strip() for value in os.environ.get(name, "").split(",")} - {"", "none"}
+    if values - set(allowed):
+        wrong = ", ".join(sorted(values - set(allowed)))
+        raise ValueError(f"{name} must be none or a comma-separated list out of {', '.join(allowed)}; got {wrong!r}")
+    return values
+
+
+def count(name: str, default: int = 0) -> int:
+    """The value of variable ``name``, an integer of at least 0 in 64 bits."""
+    value = os.environ.get(name) or str(default)
+    if not (value.isascii() and value.isdecimal()) or int(value) >= 2**64:
+        raise ValueError(f"{name} must be an integer of at least 0 and below 2^64, or unset; got {value!r}")
+    return int(value)
