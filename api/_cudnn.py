@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,6 +45,14 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         if cache.shape[-1] < 1:
             raise ValueError(f"{name} must have a head_dim of at least 1, got shape {tuple(cache.shape)}")
     return views
+
+
+def _token_elements(ragged: torch.Tensor) -> int:
+    """Elements of storage from one token of a ragged tensor to the next, which element offsets count: three times
+    heads * head_dim where query, key and value are slices of one fused tensor."""
+    tokens, *token = ragged.shape
+    stride = ragged.stride(0) if tokens > 1 else 0
+    return stride or math.prod(token)  # a single token, or one token's data for all, may have any stride
 
 
 def _batch(actual_seq_lens_q: Any) -> int:
@@ -136,7 +145,7 @@ def cudnn_problem(
     if paged:
         checks.tensor("block_tables", block_tables)
     key, value = _kv(q, k_cache, v_cache, paged)
-    kv_heads, v_dim = key.shape[1], value.shape[3]
+    v_dim = value.shape[3]
     softmax_scale = checks.host_float("scale", scale, minimum=0.0)
     checks.tensor("workspace_buffer", workspace_buffer)
 
@@ -152,13 +161,15 @@ def cudnn_problem(
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a str or None, got {checks.describe(backend)}")
 
+    if out is not None:
+        checks.output("out", out, (tokens, heads, v_dim), q.dtype, on)
     starts = {
         name: checks.offsets(name, given, batch, unit, on)
         for name, given, unit in (
-            ("batch_offsets_q", batch_offsets_q, heads * qk_dim),
-            ("batch_offsets_o", batch_offsets_o, heads * v_dim),
-            ("batch_offsets_k", batch_offsets_k, kv_heads * qk_dim),
-            ("batch_offsets_v", batch_offsets_v, kv_heads * v_dim),
+            ("batch_offsets_q", batch_offsets_q, _token_elements(q)),
+            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out)),
+            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache)),
+            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache)),
             ("batch_offsets_stats", batch_offsets_stats, heads),
         )
     }
@@ -173,7 +184,6 @@ def cudnn_problem(
         ("actual_seq_lens_q", q_lens),
     )
     if out is not None:
-        checks.output("out", out, (tokens, heads, v_dim), q.dtype, on)
         checks.disjoint("out", out, (*inputs, ("actual_seq_lens_kv", kv_lens), ("lse", lse)))
     if lse is not None:
         checks.disjoint("lse", lse, (*inputs, ("actual_seq_lens_kv", kv_lens)))

@@ -358,12 +358,15 @@ def cudnn_batch_prefill_with_kv_cache(
         causal: whether to mask.
         return_lse: whether to compute and return the log-sum-exp.
         batch_offsets_q: int32 or uint32, contiguous, batch or batch + 1 elements, of which the first batch count: where
-            each request starts in q, in elements (token * num_heads * head_dim). Together with ``batch_offsets_o``;
-            both are required for more than one request, and without them the request starts at token 0.
-        batch_offsets_o: the same in the output (token * num_heads * V head_dim).
-        batch_offsets_k: the same in ragged K (token * num_kv_heads * head_dim). Together with ``batch_offsets_v``; both
-            are required for more than one request with ragged K and V, and refused with pages.
-        batch_offsets_v: the same in ragged V (token * num_kv_heads * V head_dim).
+            each request starts in q, in elements of storage from q's first on: token * q.stride(0), which is token *
+            num_heads * head_dim where q is contiguous, and three times that where q is a slice of [tokens, 3,
+            num_heads, head_dim]. An offset inside a token counts as the token's start. Together with
+            ``batch_offsets_o``; both are required for more than one request, and without them the request starts at
+            token 0.
+        batch_offsets_o: the same in the output (token * num_heads * V head_dim where it is allocated).
+        batch_offsets_k: the same in ragged K (token * k_cache.stride(0)). Together with ``batch_offsets_v``; both are
+            required for more than one request with ragged K and V, and refused with pages.
+        batch_offsets_v: the same in ragged V (token * v_cache.stride(0)).
         batch_offsets_stats: the same in the log-sum-exp (row * num_heads), which it makes ragged: row t of request b is
             row offset + t of ``lse`` seen as [rows, num_heads]. None pads: row t of request b is ``lse[b, t]``.
         out: [tokens, num_heads, V head_dim] in the dtype of q to write into, with strides of its own; None allocates.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -149,3 +150,41 @@ def test_single_request_without_offsets(dtype: torch.dtype, device: str) -> None
     expected = data.expected()
     expected.check(out)
     expected.check_lse(lse[0])
+
+
+def in_storage(data: Batch, lengths: Sequence[int], ragged: torch.Tensor) -> torch.Tensor:
+    """Offsets of requests in elements of the storage that ``ragged`` is a view of."""
+    return elements(data, starts(lengths), ragged.stride(0))
+
+
+@pytest.mark.parametrize("padding", [0, 24], ids=["fused", "padded"])
+def test_offsets_count_elements_of_storage(padding: int, device: str) -> None:
+    """The call of vLLM's vision encoders: Q, K and V are slices of one tensor, and scales are None. Requests after the
+    first start where the offsets of that tensor say; with padding each tensor has a token stride of its own."""
+    lengths = [70, 0, 130, 1]
+    data = Batch(lengths, lengths, 4, 4, 80, device=device)
+    expected = data.expected(FULL)
+    width = 4 * 80
+    fused = torch.full((data.tokens, 3 * width + padding), math.nan, dtype=data.dtype, device=device)
+    q, k, v = (fused[:, i * width : (i + 1) * width].unflatten(1, (4, 80)) for i in range(3))
+    q.copy_(data.q)
+    k.copy_(torch.cat(data.k))
+    v.copy_(torch.cat(data.v))
+    if padding:
+        v = torch.cat(data.v)
+    room = torch.full((data.tokens, width + padding), 7.0, dtype=data.dtype, device=device)
+    out = room[:, :width].unflatten(1, (4, 80))
+    starts_of = {f"batch_offsets_{name}": in_storage(data, lengths, x) for name, x in zip("qkvo", (q, k, v, out))}
+    found, none = cudnn(
+        data,
+        k,
+        v,
+        q=q,
+        out=out,
+        causal=False,
+        return_lse=False,
+        **{name: offsets.view(-1, 1, 1, 1) for name, offsets in starts_of.items()},
+    )
+    assert none is None
+    expected.check(found)
+    assert (room[:, width:] == 7).all()
