@@ -140,7 +140,7 @@ def cudnn_problem(
     checks.shape("q", q, ("tokens", None), ("num_heads", None), ("head_dim", None))
     checks.tma_readable("q", q)
     on = q.device
-    tokens, heads, qk_dim = q.shape
+    tokens, heads, _ = q.shape
     paged = block_tables is not None
     if paged:
         checks.tensor("block_tables", block_tables)
@@ -222,7 +222,7 @@ def _log_sum_exp(
     if lse is None:
         lse = torch.empty(sizes, dtype=torch.float32, device=on)
     if starts is None:
-        return LogSumExp(lse, LseLayout.PADDED, natural=True)
+        return LogSumExp(lse, LseLayout.PADDED, natural=True, fills=True)
     return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=True, offsets=starts)
 
 

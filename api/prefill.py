@@ -371,7 +371,9 @@ def cudnn_batch_prefill_with_kv_cache(
             row offset + t of ``lse`` seen as [rows, num_heads]. None pads: row t of request b is ``lse[b, t]``.
         out: [tokens, num_heads, V head_dim] in the dtype of q to write into, with strides of its own; None allocates.
         lse: float32 [batch, max_token_per_sequence, num_heads] to write into, contiguous. Written with ``return_lse``
-            only; None allocates. Rows past the end of a request are left as they are.
+            only; None allocates. Where it is padded, rows past the end of a request become -inf; where offsets place
+            requests, rows of none are left as they are. Tokens past ``max_token_per_sequence``, or past its last row,
+            have no place in it and write nothing there.
         is_cuda_graph_compatible: refuse lengths on the host, whose copies a graph would not replay.
         backend: any string or None. FlashInfer chooses between cuDNN's variants with it; hopwell has none.
 

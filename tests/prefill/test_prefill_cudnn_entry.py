@@ -122,7 +122,8 @@ def test_lengths(on: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
-    """Padded or ragged by offsets, allocated or given; rows of nobody stay as they are; the output does not change."""
+    """Padded or ragged by offsets, allocated or given. Rows of nobody are -inf where padded, else they stay as they
+    are. The output does not change."""
     data = batch(device)
     key, value, table = data.pages(16)
     options: dict[str, Any] = dict(block_tables=table)
@@ -135,8 +136,10 @@ def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
     data.expected().check_lse(lse.flatten(0, 1)[: data.tokens] if ragged else ragged_rows(data, lse))
     if given:
         assert lse is options["lse"]
-        written = data.tokens * 4
-        assert int((lse == 7).sum()) == lse.numel() - written
+    if not ragged:
+        assert all((lse[i, n:] == -math.inf).all() for i, n in enumerate(data.q_lens))
+    elif given:
+        assert (lse.flatten(0, 1)[data.tokens :] == 7).all()
     without, none = cudnn(data, key, value, block_tables=table, return_lse=False)
     assert none is None
     assert torch.equal(out, without)
@@ -174,7 +177,9 @@ def test_offsets_count_elements_of_storage(padding: int, device: str) -> None:
         v = torch.cat(data.v)
     room = torch.full((data.tokens, width + padding), 7.0, dtype=data.dtype, device=device)
     out = room[:, :width].unflatten(1, (4, 80))
-    starts_of = {f"batch_offsets_{name}": in_storage(data, lengths, x) for name, x in zip("qkvo", (q, k, v, out))}
+    starts_of = {
+        f"batch_offsets_{name}": in_storage(data, lengths, x) for name, x in zip("qkvo", (q, k, v, out), strict=True)
+    }
     found, none = cudnn(
         data,
         k,
@@ -188,3 +193,25 @@ def test_offsets_count_elements_of_storage(padding: int, device: str) -> None:
     assert none is None
     expected.check(found)
     assert (room[:, width:] == 7).all()
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
+def test_requests_longer_than_their_bound(ragged: bool, device: str) -> None:
+    """Rows that have no place in the log-sum-exp write nothing: not into the next request, not behind the tensor."""
+    data = Batch([70, 3, 130], [70, 3, 130], device=device)
+    key, value, table = data.pages(16)
+    bound = 4
+    memory = torch.full((3 * bound + 200, 4), 7.0, device=device)
+    offsets = dict(batch_offsets_stats=elements(data, [5, 1, 9], 4)) if ragged else {}
+    lse = memory[: 3 * bound].view(3, bound, 4)
+    out, _ = cudnn(data, key, value, block_tables=table, lse=lse, max_token_per_sequence=bound, **offsets)
+    expected = data.expected()
+    expected.check(out)
+    assert (memory[3 * bound :] == 7).all()
+    if not ragged:
+        exact = torch.cat(
+            [expected.lse[begin : begin + min(n, bound)] for begin, n in zip((0, 70, 73), data.q_lens, strict=True)]
+        )
+        found = torch.cat([lse[i, :n] for i, n in enumerate(data.q_lens)])
+        assert torch.allclose(found.double(), exact, atol=1e-4)
+        assert (lse[1, 3] == -math.inf).all()
