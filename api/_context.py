@@ -108,6 +108,17 @@ def _output(query: torch.Tensor, v_dim: int, out: Any, out_dtype: Any, o_sf_scal
     return _Output(out, dtype)
 
 
+def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:
+    """The scales of the cache, with the one of their two names that the caller used."""
+    if kv_cache_sf is None:
+        return "kv_block_scales", kv_block_scales
+    if not isinstance(kv_cache_sf, (torch.Tensor, tuple, list)):
+        raise TypeError(f"kv_cache_sf must be a torch.Tensor or a pair of them, got {checks.describe(kv_cache_sf)}")
+    if kv_block_scales is not None:
+        raise ValueError("kv_cache_sf and kv_block_scales are two names of one argument, got both of them")
+    return "kv_cache_sf", kv_cache_sf
+
+
 def _mask(causal: Any, window_left: Any) -> Mask:
     window_left = checks.host_int("window_left", window_left, minimum=-1)
     if not checks.flag("causal", causal):
@@ -142,6 +153,7 @@ def context_problem(
     skip_softmax_threshold_scale_factor: float | None = None,
     uses_shared_paged_kv_idx: bool = True,
     *,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     causal: bool = True,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
@@ -163,7 +175,8 @@ def context_problem(
     kv_dtypes = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
     cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes, same_pages=shared)
     _check_kv_dtype(query, cache)
-    _cache.block_scales("kv_block_scales", kv_block_scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
+    scales_name, scales = _block_scales(kv_block_scales, kv_cache_sf)
+    _cache.block_scales(scales_name, scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
     checks.tensor("workspace_buffer", workspace_buffer)
 
     batch = checks.host_int("batch_size", batch_size)

@@ -234,6 +234,8 @@ def _needs(q: torch.Tensor, scales: tuple[Any, Any, Any]) -> list[tuple[bool, st
     """What the dtype of q and the scales of quantised inputs ask for."""
     needs = [(q.dtype == checks.FP8, "fp8", f"q.dtype={q.dtype}")]
     for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True):
+        if scale is not None:
+            checks.tensor(name, scale)
         if scale is not None and q.dtype != checks.FP8:
             raise ValueError(f"{name} must be None for q of {q.dtype}: it scales {checks.FP8} inputs")
         needs.append((scale is not None, "fp8_scales", f"{name} given"))

@@ -128,10 +128,6 @@ def trtllm_batch_context_with_kv_cache(
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.support.support_matrix`.
     """
-    if kv_cache_sf is not None:
-        if kv_block_scales is not None:
-            raise ValueError("kv_cache_sf and kv_block_scales are two names of one argument, got both of them")
-        kv_block_scales = kv_cache_sf
     k, v = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else halves(kv_cache)
     arguments = (
         query,
@@ -158,6 +154,7 @@ def trtllm_batch_context_with_kv_cache(
         kv_layout,
         enable_pdl,
         uses_shared_paged_kv_idx,
+        kv_cache_sf,
         causal,
         lse,
         return_lse,
@@ -194,6 +191,7 @@ def trtllm_batch_context_with_kv_cache(
         kv_block_scales,
         skip_softmax_threshold_scale_factor,
         uses_shared_paged_kv_idx,
+        kv_cache_sf=kv_cache_sf,
         causal=causal,
         lse=lse,
         return_lse=return_lse,

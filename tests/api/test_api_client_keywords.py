@@ -68,7 +68,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     (CONTEXT, "stacked-HND", {"lse": torch.empty(TOKENS, HEADS + 1)}, ValueError, "lse must have shape"),
     (CONTEXT, "stacked-HND", {"lse": torch.empty(HEADS, TOKENS).T}, ValueError, "lse must be contiguous"),
     (CONTEXT, "stacked-HND", {"lse": torch.empty(TOKENS, HEADS).half()}, ValueError, "lse must be torch.float32"),
-    (CONTEXT, "stacked-HND", {"kv_cache_sf": torch.zeros(1)}, ValueError, "kv_block_scales"),
+    (CONTEXT, "stacked-HND", {"kv_cache_sf": torch.zeros(1)}, ValueError, "kv_cache_sf"),
     (CUDNN, "paged", {"q_scale": torch.ones(1)}, ValueError, "q_scale must be None"),
     (CUDNN, "paged", {"v_scale": torch.ones(1)}, ValueError, "v_scale must be None"),
     (CUDNN, "paged", {"o_data_type": "bfloat16"}, TypeError, "o_data_type"),

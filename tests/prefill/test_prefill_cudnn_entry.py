@@ -215,3 +215,51 @@ def test_requests_longer_than_their_bound(ragged: bool, device: str) -> None:
         found = torch.cat([lse[i, :n] for i, n in enumerate(data.q_lens)])
         assert torch.allclose(found.double(), exact, atol=1e-4)
         assert (lse[1, 3] == -math.inf).all()
+
+
+def test_offsets_in_tokens(device: str) -> None:
+    """The call of FlashInfer's wrappers: cumulative lengths in place of offsets, a packed log-sum-exp to base 2."""
+    data = batch(device)
+    key, value, _ = data.ragged()
+    q_starts, k_starts = data.ints(starts(data.q_lens)), data.ints(starts(data.kv_lens))
+    wrapper: dict[str, Any] = dict(
+        batch_offsets_q=q_starts,
+        batch_offsets_o=q_starts,
+        batch_offsets_k=k_starts,
+        batch_offsets_v=k_starts,
+        batch_offsets_stats=q_starts,
+        batch_offsets_units="tokens",
+        lse_base="log2",
+        lse=torch.full((data.tokens, 4), math.nan, device=device),
+    )
+    expected = data.expected()
+    out, lse = cudnn(data, key, value, **wrapper)
+    expected.check(out)
+    expected.check_lse(lse, natural=False)
+    del wrapper["batch_offsets_o"], wrapper["batch_offsets_v"]
+    without = cudnn(data, key, value, **wrapper, actual_seq_lens_q=None, actual_seq_lens_kv=None, batch_offsets_o=None)
+    assert torch.equal(out, without[0])
+    converted, _ = cudnn(data, key, value, **wrapper, batch_offsets_o=None, o_data_type=FP16)
+    data.expected(out_dtype=FP16).check(converted)
+
+
+def test_padding_requests(device: str) -> None:
+    """The call of SGLang's vision encoders: a batch is padded with requests of length 0, all of which start behind the
+    last token, and offsets are of shape [batch + 1, 1, 1, 1]."""
+    lengths = [70, 130]
+    data = Batch(lengths, lengths, 4, 4, 80, device=device)
+    ends = [*starts(lengths), *[data.tokens] * 3]
+    offsets = elements(data, ends, 4 * 80).view(-1, 1, 1, 1)
+    padded = data.ints([*lengths, *[0] * 3]).view(-1, 1, 1, 1)
+    out, none = cudnn(
+        data,
+        torch.cat(data.k),
+        torch.cat(data.v),
+        causal=False,
+        return_lse=False,
+        actual_seq_lens_q=padded,
+        actual_seq_lens_kv=padded,
+        **{f"batch_offsets_{name}": offsets for name in "qkvo"},
+    )
+    assert none is None
+    data.expected(FULL).check(out)
