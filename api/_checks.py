@@ -165,6 +165,28 @@ def scale(name: str, value: Any, on: torch.device, minimum: float | None = None)
     return host_float(name, value, minimum)
 
 
+def is_natural(name: str, value: Any) -> bool:
+    """Whether a base of logarithms, "log2" or "ln", is e."""
+    return choice(name, value, ("log2", "ln")) == "ln"
+
+
+def backend_name(value: Any) -> None:
+    """``backend`` is a string or None; any will do, because there is one implementation."""
+    if value is not None and not isinstance(value, str):
+        raise TypeError(f"backend must be a str or None, got {describe(value)}")
+
+
+def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int]) -> torch.Tensor:
+    """A preallocated log-sum-exp of the sizes ``dims``."""
+    checked = tensor(name, value)
+    shape(name, checked, *dims)
+    dtype(name, checked, (torch.float32,))
+    device(name, checked, on)
+    if not checked.is_contiguous():
+        raise ValueError(f"{name} must be contiguous, got strides {checked.stride()}")
+    return checked
+
+
 def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
     """Attention sinks: one float32 logit per query head, as a tensor or as a list of exactly one tensor."""
     if value is None:

@@ -14,7 +14,7 @@ from hopwell import _features as features
 from hopwell._launch import on_device
 from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
 
@@ -108,6 +108,26 @@ def _output(query: torch.Tensor, v_dim: int, out: Any, out_dtype: Any, o_sf_scal
     return _Output(out, dtype)
 
 
+def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:
+    """The scales of the cache, with the one of their two names that the caller used."""
+    if kv_cache_sf is None:
+        return "kv_block_scales", kv_block_scales
+    if not isinstance(kv_cache_sf, (torch.Tensor, tuple, list)):
+        raise TypeError(f"kv_cache_sf must be a torch.Tensor or a pair of them, got {checks.describe(kv_cache_sf)}")
+    if kv_block_scales is not None:
+        raise ValueError("kv_cache_sf and kv_block_scales are two names of one argument, got both of them")
+    return "kv_cache_sf", kv_cache_sf
+
+
+def _mask(causal: Any, window_left: Any) -> Mask:
+    window_left = checks.host_int("window_left", window_left, minimum=-1)
+    if not checks.flag("causal", causal):
+        if window_left >= 0:
+            raise ValueError(f"window_left must be -1 where causal is False, got {window_left}")
+        return Mask(MaskKind.FULL)
+    return Mask(MaskKind.SLIDING_WINDOW, window_left) if window_left >= 0 else Mask(MaskKind.CAUSAL)
+
+
 def context_problem(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -132,6 +152,16 @@ def context_problem(
     kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     uses_shared_paged_kv_idx: bool = True,
+    *,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_base: str = "log2",
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    backend: str | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
 ) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
     checks.main_tensor("query", query)
@@ -145,7 +175,8 @@ def context_problem(
     kv_dtypes = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
     cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes, same_pages=shared)
     _check_kv_dtype(query, cache)
-    _cache.block_scales("kv_block_scales", kv_block_scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
+    scales_name, scales = _block_scales(kv_block_scales, kv_cache_sf)
+    _cache.block_scales(scales_name, scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
     checks.tensor("workspace_buffer", workspace_buffer)
 
     batch = checks.host_int("batch_size", batch_size)
@@ -159,8 +190,7 @@ def context_problem(
 
     softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
     output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
-    window_left = checks.host_int("window_left", window_left, minimum=-1)
-    mask = Mask(MaskKind.SLIDING_WINDOW, window_left) if window_left >= 0 else Mask(MaskKind.CAUSAL)
+    mask = _mask(causal, window_left)
     sink_logits = checks.sinks(sinks, heads, on)
     skip_softmax = checks.optional_float("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor)
     output = _output(query, cache.v_dim, out, out_dtype, o_sf_scale, o_sf_vec_size)
@@ -175,6 +205,16 @@ def context_problem(
     )
     if output.tensor is not None:
         checks.disjoint("out", output.tensor, inputs)
+    natural = checks.is_natural("lse_base", lse_base)
+    return_lse = checks.flag("return_lse", return_lse)
+    if lse is not None:
+        checks.log_sum_exp("lse", lse, on, ("tokens", tokens), ("num_heads", heads))
+        checks.disjoint("lse", lse, (*inputs, ("out", output.tensor)))
+    elif return_lse:
+        lse = torch.empty((tokens, heads), dtype=torch.float32, device=on)
+    if multi_ctas_kv_counter_buffer is not None:
+        checks.tensor("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer)
+    checks.backend_name(backend)
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
 
     arch = support.arch_of(on)
@@ -186,6 +226,8 @@ def context_problem(
         (cache.key.dtype == checks.FP8, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
         (output.dtype == checks.FP8, "fp8_out", f"out_dtype={output.dtype}"),
         (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
+        (bool(checks.optional_flag("use_fp16_softmax", use_fp16_softmax)), "fp16_softmax", "use_fp16_softmax=True"),
+        (bool(checks.optional_flag("uses_spcompress", uses_spcompress)), "spcompress", "uses_spcompress=True"),
     )
     features.require_all(support.CONTEXT, arch, needs)
     problem = AttentionProblem(
@@ -203,6 +245,7 @@ def context_problem(
         output_scale=output_scale,
         page_table=table,
         sinks=sink_logits,
+        lse=LogSumExp(lse, LseLayout.RAGGED, natural=natural) if return_lse and lse is not None else None,
         skip_softmax=skip_softmax,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -46,8 +47,18 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
     return views
 
 
-def _batch(actual_seq_lens_q: Any) -> int:
+def _token_elements(ragged: torch.Tensor) -> int:
+    """Elements of storage from one token of a ragged tensor to the next, which element offsets count: three times
+    heads * head_dim where query, key and value are slices of one fused tensor."""
+    tokens, *token = ragged.shape
+    stride = ragged.stride(0) if tokens > 1 else 0
+    return stride or math.prod(token)  # a single token, or one token's data for all, may have any stride
+
+
+def _batch(actual_seq_lens_q: Any, batch_offsets_q: Any, in_tokens: bool) -> int:
     """The batch size, which this entry has no argument for."""
+    if actual_seq_lens_q is None and in_tokens and batch_offsets_q is not None:
+        return max(checks.tensor("batch_offsets_q", batch_offsets_q).numel() - 1, 0)
     return checks.tensor("actual_seq_lens_q", actual_seq_lens_q).numel()
 
 
@@ -85,18 +96,6 @@ def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None
             )
 
 
-def _lse_tensor(lse: Any, sizes: tuple[int, int, int], on: torch.device) -> torch.Tensor | None:
-    if lse is None:
-        return None
-    checked = checks.tensor("lse", lse)
-    checks.shape("lse", checked, *zip(("batch", "max_token_per_sequence", "num_heads"), sizes, strict=True))
-    checks.dtype("lse", checked, (torch.float32,))
-    checks.device("lse", checked, on)
-    if not checked.is_contiguous():
-        raise ValueError(f"lse must be contiguous, got strides {checked.stride()}")
-    return checked
-
-
 def cudnn_problem(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -106,8 +105,8 @@ def cudnn_problem(
     *,
     max_token_per_sequence: int,
     max_sequence_kv: int,
-    actual_seq_lens_q: torch.Tensor,
-    actual_seq_lens_kv: torch.Tensor,
+    actual_seq_lens_q: torch.Tensor | None,
+    actual_seq_lens_kv: torch.Tensor | None,
     block_tables: torch.Tensor | None = None,
     causal: bool,
     return_lse: bool,
@@ -120,6 +119,10 @@ def cudnn_problem(
     lse: torch.Tensor | None = None,
     is_cuda_graph_compatible: bool = False,
     backend: str | None = None,
+    scales: tuple[Any, Any, Any] = (None, None, None),
+    batch_offsets_units: str = "elements",
+    o_data_type: torch.dtype | None = None,
+    lse_base: str = "ln",
 ) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
 
@@ -131,40 +134,52 @@ def cudnn_problem(
     checks.shape("q", q, ("tokens", None), ("num_heads", None), ("head_dim", None))
     checks.tma_readable("q", q)
     on = q.device
-    tokens, heads, qk_dim = q.shape
+    tokens, heads, _ = q.shape
     paged = block_tables is not None
     if paged:
         checks.tensor("block_tables", block_tables)
     key, value = _kv(q, k_cache, v_cache, paged)
-    kv_heads, v_dim = key.shape[1], value.shape[3]
+    v_dim = value.shape[3]
     softmax_scale = checks.host_float("scale", scale, minimum=0.0)
     checks.tensor("workspace_buffer", workspace_buffer)
 
     max_q_len = checks.host_int("max_token_per_sequence", max_token_per_sequence)
     max_kv_len = checks.host_int("max_sequence_kv", max_sequence_kv)
     graphs = checks.flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
-    batch = _batch(actual_seq_lens_q)
-    q_lens = _lengths("actual_seq_lens_q", actual_seq_lens_q, batch, on, graphs)
-    kv_lens = _lengths("actual_seq_lens_kv", actual_seq_lens_kv, batch, on, graphs)
+    in_tokens = checks.choice("batch_offsets_units", batch_offsets_units, ("elements", "tokens")) == "tokens"
+    batch = _batch(actual_seq_lens_q, batch_offsets_q, in_tokens)
+    q_lens = kv_lens = None
+    if actual_seq_lens_q is not None or not in_tokens or batch_offsets_q is None:
+        q_lens = _lengths("actual_seq_lens_q", actual_seq_lens_q, batch, on, graphs)
+    if actual_seq_lens_kv is not None or not in_tokens or batch_offsets_k is None:
+        kv_lens = _lengths("actual_seq_lens_kv", actual_seq_lens_kv, batch, on, graphs)
+    else:  # the last key of the last request is where a further one would start
+        checks.cumulative("batch_offsets_k", batch_offsets_k, batch, on)
     table: PageTable | None = checks.page_table(block_tables, batch, on) if paged else None
     causal = checks.flag("causal", causal)
     return_lse = checks.flag("return_lse", return_lse)
-    if backend is not None and not isinstance(backend, str):
-        raise TypeError(f"backend must be a str or None, got {checks.describe(backend)}")
+    checks.backend_name(backend)
+    natural = checks.is_natural("lse_base", lse_base)
+    out_dtype = _out_dtype(q, o_data_type)
 
+    if out is not None:
+        checks.output("out", out, (tokens, heads, v_dim), out_dtype, on)
     starts = {
-        name: checks.offsets(name, given, batch, unit, on)
+        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, on)
         for name, given, unit in (
-            ("batch_offsets_q", batch_offsets_q, heads * qk_dim),
-            ("batch_offsets_o", batch_offsets_o, heads * v_dim),
-            ("batch_offsets_k", batch_offsets_k, kv_heads * qk_dim),
-            ("batch_offsets_v", batch_offsets_v, kv_heads * v_dim),
+            ("batch_offsets_q", batch_offsets_q, _token_elements(q)),
+            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out)),
+            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache)),
+            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache)),
             ("batch_offsets_stats", batch_offsets_stats, heads),
         )
     }
     _check_pairing(batch, paged, starts)
     lse_sizes = (batch, max_q_len, heads)
-    lse = _lse_tensor(lse, lse_sizes, on)
+    if lse is not None:
+        packed = starts["batch_offsets_stats"] is not None and isinstance(lse, torch.Tensor) and lse.ndim == 2
+        named = zip(("batch", "max_token_per_sequence", "num_heads"), lse_sizes, strict=True)
+        checks.log_sum_exp("lse", lse, on, *((("tokens", tokens), ("num_heads", heads)) if packed else named))
     inputs = (
         ("q", q),
         ("k_cache", key),
@@ -173,21 +188,20 @@ def cudnn_problem(
         ("actual_seq_lens_q", q_lens),
     )
     if out is not None:
-        checks.output("out", out, (tokens, heads, v_dim), q.dtype, on)
         checks.disjoint("out", out, (*inputs, ("actual_seq_lens_kv", kv_lens), ("lse", lse)))
     if lse is not None:
         checks.disjoint("lse", lse, (*inputs, ("actual_seq_lens_kv", kv_lens)))
 
     arch = support.arch_of(on)
-    features.require_all(support.CUDNN, arch, ((q.dtype == checks.FP8, "fp8", f"q.dtype={q.dtype}"),))
+    features.require_all(support.CUDNN, arch, _needs(q, scales))
     stats = None
     if return_lse:
-        stats = _log_sum_exp(lse, lse_sizes, starts["batch_offsets_stats"], on)
+        stats = _log_sum_exp(lse, lse_sizes, starts["batch_offsets_stats"], natural, on)
     problem = AttentionProblem(
         query=q,
         key=key,
         value=value,
-        out=out,
+        out=checks.allocated(out, q, v_dim, out_dtype),
         batch=batch,
         max_q_len=min(max_q_len, tokens),
         max_kv_len=min(max_kv_len, key.shape[2] if table is None else checks.capacity(table, key.shape[2])),
@@ -206,14 +220,40 @@ def cudnn_problem(
     return problem
 
 
+def _out_dtype(q: torch.Tensor, o_data_type: Any) -> torch.dtype:
+    if o_data_type is None:
+        return q.dtype
+    if not isinstance(o_data_type, torch.dtype):
+        raise TypeError(f"o_data_type must be a torch.dtype or None, got {checks.describe(o_data_type)}")
+    if o_data_type not in checks.SIXTEEN_BIT:
+        raise ValueError(f"o_data_type must be {' or '.join(map(str, checks.SIXTEEN_BIT))}, got {o_data_type}")
+    return o_data_type
+
+
+def _needs(q: torch.Tensor, scales: tuple[Any, Any, Any]) -> list[tuple[bool, str, str]]:
+    """What the dtype of q and the scales of quantised inputs ask for."""
+    needs = [(q.dtype == checks.FP8, "fp8", f"q.dtype={q.dtype}")]
+    for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True):
+        if scale is not None:
+            checks.tensor(name, scale)
+        if scale is not None and q.dtype != checks.FP8:
+            raise ValueError(f"{name} must be None for q of {q.dtype}: it scales {checks.FP8} inputs")
+        needs.append((scale is not None, "fp8_scales", f"{name} given"))
+    return needs
+
+
 def _log_sum_exp(
-    lse: torch.Tensor | None, sizes: tuple[int, int, int], starts: TokenOffsets | None, on: torch.device
+    lse: torch.Tensor | None,
+    sizes: tuple[int, int, int],
+    starts: TokenOffsets | None,
+    natural: bool,
+    on: torch.device,
 ) -> LogSumExp:
     if lse is None:
         lse = torch.empty(sizes, dtype=torch.float32, device=on)
     if starts is None:
-        return LogSumExp(lse, LseLayout.PADDED, natural=True)
-    return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=True, offsets=starts)
+        return LogSumExp(lse, LseLayout.PADDED, natural=natural, fills=True)
+    return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=natural, offsets=starts)
 
 
 def cudnn_sources(arguments: Arguments) -> Sources:

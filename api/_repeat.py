@@ -39,6 +39,8 @@ STATS = tuple(map(Addresses._fields.index, ("lse", "statistics")))  # no entry p
 SCRATCH = Addresses._fields.index("scratch")  # the workspace
 ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
 
+MINUS_INFINITY = "-1e999"  # as source code: the log-sum-exp of a row without keys
+
 SOURCE = """
 def make({variables}):
     def launch(arguments, out, stats):
@@ -52,7 +54,7 @@ def make({variables}):
         q, k, v, o = {inputs}, address(out){more}
         if (q | k | v | o) & {mask} or {overlaps}:
             return None
-        function(anchor, (q, k, v, o, {others}, ticket()), {constants})
+        {fill}function(anchor, (q, k, v, o, {others}, ticket()), {constants})
         return out, stats
     return launch
 """
@@ -81,7 +83,7 @@ class Checked(NamedTuple):
 class Repeat:
     """What it takes to repeat a checked call. ``latest`` is the function that the last repetition went through."""
 
-    __slots__ = ("_addresses", "_also_written", "_inputs", "_plain", "_variables", "latest")
+    __slots__ = ("_addresses", "_also_written", "_fills", "_inputs", "_plain", "_variables", "latest")
 
     def __init__(self, call: Checked, sources: Callable[[Arguments], Sources]):
         problem, plan, stats = call.problem, call.plan, call.stats
@@ -102,6 +104,7 @@ class Repeat:
             self._variables[f"constant{i}"] = constant
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
         self._inputs, self._addresses = self._find(call.arguments, sources, views)
+        self._fills = problem.lse is not None and problem.lse.fills
         self._also_written = {} if stats is None else {"s": "address(stats)"}
         if problem.scratch is not None:
             self._also_written["w"] = self._addresses[SCRATCH]
@@ -163,6 +166,7 @@ class Repeat:
             mask=ALIGNMENT_MASK,
             overlaps=" or ".join([*OUT_OVERLAPS, *itertools.chain(*(MORE_OVERLAPS[n] for n in self._also_written))]),
             others=", ".join(self._addresses[OUT + 1 :]),
+            fill=f"stats.fill_({MINUS_INFINITY}); " if self._fills else "",
             constants=", ".join(constants),
         )
         return _compiled(source)(**variables)

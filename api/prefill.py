@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hopwell._context import context_problem, context_sources
-from hopwell._cudnn import cudnn_problem, cudnn_sources
 from hopwell._fmha_v2 import fmha_v2_problem, fmha_v2_sources, leaves
 from hopwell._launch import Calls, halves, single, upper_bound
+from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
 
 __all__ = [
@@ -16,7 +16,7 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT, _FMHA_V2, _CUDNN = Calls(context_sources), Calls(fmha_v2_sources), Calls(cudnn_sources)
+_CONTEXT, _FMHA_V2 = Calls(context_sources), Calls(fmha_v2_sources)
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -43,8 +43,18 @@ def trtllm_batch_context_with_kv_cache(
     kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
     skip_softmax_threshold_scale_factor: float | None = None,
     uses_shared_paged_kv_idx: bool = True,
-) -> torch.Tensor | FP4Tensor:
-    """Causal attention of new tokens over a paged KV cache that already holds their keys and values.
+    *,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    causal: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    lse_base: str = "log2",
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    backend: str | None = None,
+    use_fp16_softmax: bool | None = None,
+    uses_spcompress: bool | None = None,
+) -> torch.Tensor | FP4Tensor | tuple[torch.Tensor | FP4Tensor, torch.Tensor]:
+    """Attention, causal unless told, of new tokens over a paged KV cache that already holds their keys and values.
 
     For query row t of a request with q_len new tokens and kv_len keys, p = kv_len - q_len + t is the row's own key and
     keys 0..p are visible (bottom-right alignment), or p - window_left..p with a window::
@@ -96,13 +106,25 @@ def trtllm_batch_context_with_kv_cache(
         skip_softmax_threshold_scale_factor: allows leaving out keys whose weight is below this factor / kv_len; None
             and 0 mean exact attention.
         uses_shared_paged_kv_idx: whether K and V share their page ids.
+        kv_cache_sf: another name of ``kv_block_scales``; one of the two at most is given.
+        causal: False lets every row see all keys of its request; a window is refused with it.
+        lse: float32 [tokens, num_heads] to write into, contiguous. Written with ``return_lse`` only; None allocates.
+        return_lse: also return the log-sum-exp of each row's logits, sinks included; -inf where it sees no key. Tokens
+            of no request are left as they are.
+        lse_base: "log2" for the logarithm to base 2, or "ln" for the natural one.
+        multi_ctas_kv_counter_buffer: None or any tensor. hopwell has counters of its own and does not use it.
+        backend: any string or None. FlashInfer chooses between implementations with it; hopwell has one.
+        use_fp16_softmax: None or False. True is refused: the softmax is computed in float32.
+        uses_spcompress: None or False. True is refused.
 
     Returns:
-        The output: ``out`` itself where given, else a contiguous tensor.
+        The output: ``out`` itself where given, else a contiguous tensor. With ``return_lse`` a pair of it and the
+        log-sum-exp (``lse`` itself where given).
 
     Raises:
         TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
-        ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
+        ValueError: a wrong dtype, shape, stride, alignment, device or value, or arguments that exclude each other; the
+            message names the argument.
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.support.support_matrix`.
     """
@@ -132,10 +154,19 @@ def trtllm_batch_context_with_kv_cache(
         kv_layout,
         enable_pdl,
         uses_shared_paged_kv_idx,
+        kv_cache_sf,
+        causal,
+        lse,
+        return_lse,
+        lse_base,
+        type(multi_ctas_kv_counter_buffer),
+        type(backend),
+        use_fp16_softmax,
+        uses_spcompress,
     )
-    repeated = _CONTEXT.repeat(arguments, out)
+    repeated = _CONTEXT.repeat(arguments, out, lse)
     if repeated is not None:
-        return repeated[0]
+        return repeated if return_lse else repeated[0]
     problem = context_problem(
         query,
         kv_cache,
@@ -160,8 +191,18 @@ def trtllm_batch_context_with_kv_cache(
         kv_block_scales,
         skip_softmax_threshold_scale_factor,
         uses_shared_paged_kv_idx,
+        kv_cache_sf=kv_cache_sf,
+        causal=causal,
+        lse=lse,
+        return_lse=return_lse,
+        lse_base=lse_base,
+        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
+        backend=backend,
+        use_fp16_softmax=use_fp16_softmax,
+        uses_spcompress=uses_spcompress,
     )
-    return _CONTEXT.run(arguments, problem, out)[0]
+    results = _CONTEXT.run(arguments, problem, out, None if problem.lse is None else problem.lse.tensor)
+    return results if return_lse else results[0]
 
 
 def trtllm_fmha_v2_prefill(
@@ -305,134 +346,3 @@ def trtllm_fmha_v2_prefill(
     )
     results = _FMHA_V2.run(arguments, problem, out, problem.statistics)
     return results if save_softmax_stats else results[0]
-
-
-def cudnn_batch_prefill_with_kv_cache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float,
-    workspace_buffer: torch.Tensor,
-    *,
-    max_token_per_sequence: int,
-    max_sequence_kv: int,
-    actual_seq_lens_q: torch.Tensor,
-    actual_seq_lens_kv: torch.Tensor,
-    block_tables: torch.Tensor | None = None,
-    causal: bool,
-    return_lse: bool,
-    batch_offsets_q: torch.Tensor | None = None,
-    batch_offsets_o: torch.Tensor | None = None,
-    batch_offsets_k: torch.Tensor | None = None,
-    batch_offsets_v: torch.Tensor | None = None,
-    batch_offsets_stats: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    is_cuda_graph_compatible: bool = False,
-    backend: str | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over ragged or paged K and V, with the log-sum-exp where asked for.
-
-    ``out = softmax(scale * q k^T over the visible keys) v``. With ``causal``, row t of a request with q_len queries and
-    kv_len keys sees keys 0..kv_len - q_len + t, otherwise all kv_len. A row with no visible key gives 0, and -inf
-    in the log-sum-exp.
-
-    Signature and meaning follow FlashInfer's function of this name (cuDNN itself is not used): offsets count elements,
-    and the log-sum-exp is natural.
-
-    Args:
-        q: [tokens, num_heads, head_dim], bfloat16 or float16.
-        k_cache: paged [pages, num_kv_heads, page_size, head_dim], strides free in multiples of 16 bytes but for the
-            last, so that NHD storage may come as a transposed view; or, without ``block_tables``, ragged [kv_tokens,
-            num_kv_heads, head_dim]. The dtype of q.
-        v_cache: the same with strides and head_dim of its own.
-        scale: factor on q k^T, a float in natural units, 0 or more, typically 1 / sqrt(head_dim).
-        workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
-        max_token_per_sequence: upper bound of ``actual_seq_lens_q``. It shapes ``lse`` and changes no other result.
-        max_sequence_kv: upper bound of ``actual_seq_lens_kv``. It never changes a result.
-        actual_seq_lens_q: int32 or uint32, one element per request in any shape; their number is the batch size. On the
-            device of q, or on the host, from where each call copies them, which is slower.
-        actual_seq_lens_kv: the same for the keys.
-        block_tables: int32 or uint32 page ids [batch, pages_per_request], shared by K and V. Entries past the last page
-            of a request are never read and may be -1. None for ragged K and V.
-        causal: whether to mask.
-        return_lse: whether to compute and return the log-sum-exp.
-        batch_offsets_q: int32 or uint32, contiguous, batch or batch + 1 elements, of which the first batch count: where
-            each request starts in q, in elements (token * num_heads * head_dim). Together with ``batch_offsets_o``;
-            both are required for more than one request, and without them the request starts at token 0.
-        batch_offsets_o: the same in the output (token * num_heads * V head_dim).
-        batch_offsets_k: the same in ragged K (token * num_kv_heads * head_dim). Together with ``batch_offsets_v``; both
-            are required for more than one request with ragged K and V, and refused with pages.
-        batch_offsets_v: the same in ragged V (token * num_kv_heads * V head_dim).
-        batch_offsets_stats: the same in the log-sum-exp (row * num_heads), which it makes ragged: row t of request b is
-            row offset + t of ``lse`` seen as [rows, num_heads]. None pads: row t of request b is ``lse[b, t]``.
-        out: [tokens, num_heads, V head_dim] in the dtype of q to write into, with strides of its own; None allocates.
-        lse: float32 [batch, max_token_per_sequence, num_heads] to write into, contiguous. Written with ``return_lse``
-            only; None allocates. Rows past the end of a request are left as they are.
-        is_cuda_graph_compatible: refuse lengths on the host, whose copies a graph would not replay.
-        backend: any string or None. FlashInfer chooses between cuDNN's variants with it; hopwell has none.
-
-    Returns:
-        The output (``out`` itself where given), and the log-sum-exp (``lse`` itself where given) or None.
-
-    Raises:
-        TypeError: an argument of a wrong Python type.
-        ValueError: a wrong dtype, shape, stride, alignment, device or value, or offsets missing; the message names the
-            argument.
-        NotImplementedError: a combination without a kernel on the device's architecture, see
-            :func:`hopwell.kernels.support.support_matrix`.
-    """
-    arguments = (
-        q,
-        k_cache,
-        v_cache,
-        actual_seq_lens_q,
-        actual_seq_lens_kv,
-        block_tables,
-        batch_offsets_q,
-        batch_offsets_o,
-        batch_offsets_k,
-        batch_offsets_v,
-        batch_offsets_stats,
-        out,
-        lse,
-        scale,
-        max_token_per_sequence,
-        upper_bound(max_sequence_kv),
-        causal,
-        return_lse,
-        type(workspace_buffer),
-        is_cuda_graph_compatible,
-        type(backend),
-    )
-    repeated = _CUDNN.repeat(arguments, out, lse)
-    if repeated is not None:
-        return repeated
-    problem = cudnn_problem(
-        q,
-        k_cache,
-        v_cache,
-        scale,
-        workspace_buffer,
-        max_token_per_sequence=max_token_per_sequence,
-        max_sequence_kv=max_sequence_kv,
-        actual_seq_lens_q=actual_seq_lens_q,
-        actual_seq_lens_kv=actual_seq_lens_kv,
-        block_tables=block_tables,
-        causal=causal,
-        return_lse=return_lse,
-        batch_offsets_q=batch_offsets_q,
-        batch_offsets_o=batch_offsets_o,
-        batch_offsets_k=batch_offsets_k,
-        batch_offsets_v=batch_offsets_v,
-        batch_offsets_stats=batch_offsets_stats,
-        out=out,
-        lse=lse,
-        is_cuda_graph_compatible=is_cuda_graph_compatible,
-        backend=backend,
-    )
-    stats = None
-    if problem.lse is not None:
-        # A ragged log-sum-exp was viewed as rows for the kernel.
-        stats = problem.lse.tensor.view(problem.batch, max_token_per_sequence, q.shape[1]) if lse is None else lse
-    return _CUDNN.run(arguments, problem, out, stats)

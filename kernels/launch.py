@@ -106,6 +106,7 @@ class Geometry(NamedTuple):
     v_unit: int
     lse_unit: int
     lse_request: int  # rows between requests in a padded LSE, else 0
+    lse_rows: int  # of a request in a padded LSE, else of the whole tensor; none past them is written
     lse_ragged: int  # 1: LSE rows are output tokens
     lse_row: int
     lse_head: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -84,6 +85,8 @@ class Plan:
         if out is None:
             query = problem.query
             out = torch.empty((*query.shape[:2], problem.value.shape[3]), dtype=query.dtype, device=query.device)
+        if problem.lse is not None and problem.lse.fills:
+            problem.lse.tensor.fill_(-math.inf)
         if self.has_work:
             views = operands(problem, out)
             addresses = [0 if view is None else view.data_ptr() for view in views]
@@ -290,12 +293,13 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
 def _lse_geometry(problem: AttentionProblem) -> dict[str, int]:
     lse = problem.lse
     if lse is None:
-        return dict(lse_unit=1, lse_request=0, lse_ragged=0, lse_row=0, lse_head=0, lse_natural=0)
+        return dict(lse_unit=1, lse_request=0, lse_rows=0, lse_ragged=0, lse_row=0, lse_head=0, lse_natural=0)
     row, head = lse.tensor.stride()[-2:]
     return dict(
         lse_unit=_unit(lse.offsets),
         # Rows between requests: they lie one behind the other, which a padded tensor's strides guarantee.
         lse_request=lse.tensor.shape[1] if lse.layout is LseLayout.PADDED else 0,
+        lse_rows=lse.tensor.shape[-2],
         lse_ragged=int(lse.layout is LseLayout.RAGGED),
         lse_row=row,
         lse_head=head,

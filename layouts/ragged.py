@@ -65,8 +65,9 @@ def element_offsets(
 ) -> TokenOffsets:
     """Read element offsets: request b starts at token ``batch_offsets[b] // elements_per_token``.
 
-    These are the ``batch_offsets_*`` arguments of FlashInfer's ``cudnn_batch_prefill_with_kv_cache``. A token has
-    heads * head_dim elements in q, k, v and o, and heads elements in the log-sum-exp (``batch_offsets_stats``). The
+    These are the ``batch_offsets_*`` arguments of FlashInfer's ``cudnn_batch_prefill_with_kv_cache``. They count
+    elements of storage: a token has heads * head_dim elements in contiguous q, k, v and o, as many as its stride where
+    the tensor is a slice of a larger one, and heads elements in the log-sum-exp (``batch_offsets_stats``). The
     reference documents ``batch_size`` entries and passes one more; only the first ``batch_size`` say where requests
     start.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import hopwell.prefill
-from hopwell import _launch, decode, mla
+from hopwell import _launch, cudnn, decode, mla
 from hopwell.kernels.plan import operands
 from hopwell.kernels.problem import AttentionProblem
 
@@ -49,8 +49,8 @@ class RecordingPlan:
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
     """The recording plan, with nothing recorded and no call prepared."""
     monkeypatch.setattr(_launch, "Plan", RecordingPlan)
-    prefill = [(hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2", "_CUDNN")]
-    for module, calls in (*prefill, (decode, "_XQA"), (mla, "_MLA")):
+    prefill = [(hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2")]
+    for module, calls in (*prefill, (cudnn, "_CUDNN"), (decode, "_XQA"), (mla, "_MLA")):
         monkeypatch.setattr(module, calls, _launch.Calls(getattr(module, calls).sources))
     RecordingPlan.problems.clear()
     RecordingPlan.addresses.clear()

@@ -1,4 +1,5 @@
-"""The public signatures are FlashInfer's, transcribed here as plain data from its documentation."""
+"""The public signatures are FlashInfer's, transcribed here as plain data from its documentation. What its newer
+versions have beside that follows as keywords."""
 
 from __future__ import annotations
 
@@ -37,6 +38,15 @@ CONTEXT = [
     ("kv_block_scales", None),
     ("skip_softmax_threshold_scale_factor", None),
     ("uses_shared_paged_kv_idx", True),
+    ("kv_cache_sf", None),
+    ("causal", True),
+    ("lse", None),
+    ("return_lse", False),
+    ("lse_base", "log2"),
+    ("multi_ctas_kv_counter_buffer", None),
+    ("backend", None),
+    ("use_fp16_softmax", None),
+    ("uses_spcompress", None),
 ]
 XQA = [
     ("query", NONE),
@@ -103,6 +113,12 @@ CUDNN = [
     ("lse", None),
     ("is_cuda_graph_compatible", False),
     ("backend", None),
+    ("q_scale", None),
+    ("k_scale", None),
+    ("v_scale", None),
+    ("batch_offsets_units", "elements"),
+    ("o_data_type", None),
+    ("lse_base", "ln"),
 ]
 MLA = [
     ("query", NONE),
@@ -128,7 +144,7 @@ EXPECTED = [
     ("hopwell.prefill", "trtllm_batch_context_with_kv_cache", CONTEXT, 23),
     ("hopwell.decode", "xqa_batch_decode_with_kv_cache", XQA, 17),
     ("hopwell.prefill", "trtllm_fmha_v2_prefill", FMHA_V2, 22),
-    ("hopwell.prefill", "cudnn_batch_prefill_with_kv_cache", CUDNN, 5),
+    ("hopwell.cudnn", "cudnn_batch_prefill_with_kv_cache", CUDNN, 5),
     ("hopwell.mla", "trtllm_batch_decode_with_kv_cache_mla", MLA, 16),
 ]
 
@@ -151,6 +167,10 @@ def test_exported_at_top_level(module: str, name: str) -> None:
     assert getattr(hopwell, name) is function
     assert name in hopwell.__all__
     assert function.__module__ == module
+
+
+def test_names_in_several_modules() -> None:
+    assert hopwell.prefill.cudnn_batch_prefill_with_kv_cache is hopwell.cudnn_batch_prefill_with_kv_cache
 
 
 def test_top_level_names() -> None:

@@ -286,16 +286,19 @@ class TestRowResults:
     def test_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of a tile from row 256 of its request on, of head 2 of 6."""
         monkeypatch.setattr(epilogue, "load_float", lambda address, index, default: (address, index, default))
-        request = SimpleNamespace(lse_start=1000, o_start=2000, first_position=-3)
+        request = SimpleNamespace(index=2, lse_start=1000, o_start=2000, first_position=-3)
         tile = SimpleNamespace(request=request, first_row=256, head=2)
         score = SimpleNamespace(slope=lambda head: 0.1 * head)
         a = Addresses(*[0] * len(Addresses._fields))._replace(lse=4096, statistics=8192, sinks=77)
         g = Geometry(*[0] * len(Geometry._fields))._replace(heads=6, lse_row=6, lse_head=1, lse_natural=1)
+        g = g._replace(lse_request=500, lse_rows=263)  # this request has room for 7 rows of the tile
         found = RowResults.create(tile, 9, score, 64, a, g)
         assert (number(found.lse_rows.offset), found.lse_rows.row) == (1256 * 6 + 2, 6)
         assert (number(found.statistics.first), found.statistics.row) == (2256 * 6 + 2, 6)
         assert (found.lse_rows.address, found.statistics.address) == (4096, 8192)
-        assert found.lse_rows.count == found.statistics.count == 9
+        assert (number(found.lse_rows.count), found.statistics.count) == (7, 9)
+        flat = RowResults.create(tile, 9, score, 64, a, g._replace(lse_request=0, lse_rows=1260))
+        assert number(flat.lse_rows.count) == 4
         assert number(found.lse_rows.natural) == 1
         assert found.sink[:2] == (77, 2)
         assert number(found.sink[2]) == -math.inf

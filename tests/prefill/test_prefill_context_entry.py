@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, Batch, window
+from batches import CAUSAL, FULL, Batch, window
 from config_cases import MAIN_DIMS
 from entry_calls import KV_LENS, Q_LENS, cache_forms, context
 
@@ -168,3 +168,26 @@ def test_pools_of_other_strides(device: str) -> None:
     wide = torch.full((value.shape[0], 2, *value.shape[1:]), torch.nan, dtype=data.dtype, device=device)
     wide[:, 1] = value
     data.expected().check(context(data, (key, wide[:, 1]), table))
+
+
+@pytest.mark.parametrize("natural", [False, True], ids=["log2", "ln"])
+def test_context_parallel_calls(natural: bool, device: str) -> None:
+    """The calls of vLLM's decode context parallelism: log-sum-exp wanted, and no mask for keys of earlier chunks."""
+    data = batch(device)
+    key, value, table = data.pages(16)
+    counters = torch.zeros(64, dtype=torch.int32, device=device)
+    client: dict[str, Any] = dict(kv_cache_sf=None, multi_ctas_kv_counter_buffer=counters, return_lse=True)
+    base = dict(lse_base="ln") if natural else {}
+    for causal, mask in ((True, CAUSAL), (False, FULL)):
+        given = torch.full((data.tokens, 4), 7.0, device=device)
+        out, lse = context(data, (key, value), table, causal=causal, lse=given, **client, **base)
+        assert lse is given
+        expected = data.expected(mask)
+        expected.check(out)
+        expected.check_lse(lse, natural=natural)
+        assert torch.equal(out, context(data, (key, value), table, causal=causal))
+    sinks = torch.randn(4, device=device)
+    out, lse = context(data, (key, value), table, sinks=sinks, window_left=40, **client, **base)
+    expected = data.expected(window(40), sinks=sinks)
+    expected.check(out)
+    expected.check_lse(lse, natural=natural)

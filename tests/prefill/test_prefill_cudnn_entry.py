@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -121,7 +122,8 @@ def test_lengths(on: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
-    """Padded or ragged by offsets, allocated or given; rows of nobody stay as they are; the output does not change."""
+    """Padded or ragged by offsets, allocated or given. Rows of nobody are -inf where padded, else they stay as they
+    are. The output does not change."""
     data = batch(device)
     key, value, table = data.pages(16)
     options: dict[str, Any] = dict(block_tables=table)
@@ -134,8 +136,10 @@ def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
     data.expected().check_lse(lse.flatten(0, 1)[: data.tokens] if ragged else ragged_rows(data, lse))
     if given:
         assert lse is options["lse"]
-        written = data.tokens * 4
-        assert int((lse == 7).sum()) == lse.numel() - written
+    if not ragged:
+        assert all((lse[i, n:] == -math.inf).all() for i, n in enumerate(data.q_lens))
+    elif given:
+        assert (lse.flatten(0, 1)[data.tokens :] == 7).all()
     without, none = cudnn(data, key, value, block_tables=table, return_lse=False)
     assert none is None
     assert torch.equal(out, without)
@@ -149,3 +153,113 @@ def test_single_request_without_offsets(dtype: torch.dtype, device: str) -> None
     expected = data.expected()
     expected.check(out)
     expected.check_lse(lse[0])
+
+
+def in_storage(data: Batch, lengths: Sequence[int], ragged: torch.Tensor) -> torch.Tensor:
+    """Offsets of requests in elements of the storage that ``ragged`` is a view of."""
+    return elements(data, starts(lengths), ragged.stride(0))
+
+
+@pytest.mark.parametrize("padding", [0, 24], ids=["fused", "padded"])
+def test_offsets_count_elements_of_storage(padding: int, device: str) -> None:
+    """The call of vLLM's vision encoders: Q, K and V are slices of one tensor, and scales are None. Requests after the
+    first start where the offsets of that tensor say; with padding each tensor has a token stride of its own."""
+    lengths = [70, 0, 130, 1]
+    data = Batch(lengths, lengths, 4, 4, 80, device=device)
+    expected = data.expected(FULL)
+    width = 4 * 80
+    fused = torch.full((data.tokens, 3 * width + padding), math.nan, dtype=data.dtype, device=device)
+    q, k, v = (fused[:, i * width : (i + 1) * width].unflatten(1, (4, 80)) for i in range(3))
+    q.copy_(data.q)
+    k.copy_(torch.cat(data.k))
+    v.copy_(torch.cat(data.v))
+    if padding:
+        v = torch.cat(data.v)
+    room = torch.full((data.tokens, width + padding), 7.0, dtype=data.dtype, device=device)
+    out = room[:, :width].unflatten(1, (4, 80))
+    starts_of = {
+        f"batch_offsets_{name}": in_storage(data, lengths, x) for name, x in zip("qkvo", (q, k, v, out), strict=True)
+    }
+    found, none = cudnn(
+        data,
+        k,
+        v,
+        q=q,
+        out=out,
+        causal=False,
+        return_lse=False,
+        **{name: offsets.view(-1, 1, 1, 1) for name, offsets in starts_of.items()},
+    )
+    assert none is None
+    expected.check(found)
+    assert (room[:, width:] == 7).all()
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
+def test_requests_longer_than_their_bound(ragged: bool, device: str) -> None:
+    """Rows that have no place in the log-sum-exp write nothing: not into the next request, not behind the tensor."""
+    data = Batch([70, 3, 130], [70, 3, 130], device=device)
+    key, value, table = data.pages(16)
+    bound = 4
+    memory = torch.full((3 * bound + 200, 4), 7.0, device=device)
+    offsets = dict(batch_offsets_stats=elements(data, [5, 1, 9], 4)) if ragged else {}
+    lse = memory[: 3 * bound].view(3, bound, 4)
+    out, _ = cudnn(data, key, value, block_tables=table, lse=lse, max_token_per_sequence=bound, **offsets)
+    expected = data.expected()
+    expected.check(out)
+    assert (memory[3 * bound :] == 7).all()
+    if not ragged:
+        exact = torch.cat(
+            [expected.lse[begin : begin + min(n, bound)] for begin, n in zip((0, 70, 73), data.q_lens, strict=True)]
+        )
+        found = torch.cat([lse[i, :n] for i, n in enumerate(data.q_lens)])
+        assert torch.allclose(found.double(), exact, atol=1e-4)
+        assert (lse[1, 3] == -math.inf).all()
+
+
+def test_offsets_in_tokens(device: str) -> None:
+    """The call of FlashInfer's wrappers: cumulative lengths in place of offsets, a packed log-sum-exp to base 2."""
+    data = batch(device)
+    key, value, _ = data.ragged()
+    q_starts, k_starts = data.ints(starts(data.q_lens)), data.ints(starts(data.kv_lens))
+    wrapper: dict[str, Any] = dict(
+        batch_offsets_q=q_starts,
+        batch_offsets_o=q_starts,
+        batch_offsets_k=k_starts,
+        batch_offsets_v=k_starts,
+        batch_offsets_stats=q_starts,
+        batch_offsets_units="tokens",
+        lse_base="log2",
+        lse=torch.full((data.tokens, 4), math.nan, device=device),
+    )
+    expected = data.expected()
+    out, lse = cudnn(data, key, value, **wrapper)
+    expected.check(out)
+    expected.check_lse(lse, natural=False)
+    del wrapper["batch_offsets_o"], wrapper["batch_offsets_v"]
+    without = cudnn(data, key, value, **wrapper, actual_seq_lens_q=None, actual_seq_lens_kv=None, batch_offsets_o=None)
+    assert torch.equal(out, without[0])
+    converted, _ = cudnn(data, key, value, **wrapper, batch_offsets_o=None, o_data_type=FP16)
+    data.expected(out_dtype=FP16).check(converted)
+
+
+def test_padding_requests(device: str) -> None:
+    """The call of SGLang's vision encoders: a batch is padded with requests of length 0, all of which start behind the
+    last token, and offsets are of shape [batch + 1, 1, 1, 1]."""
+    lengths = [70, 130]
+    data = Batch(lengths, lengths, 4, 4, 80, device=device)
+    ends = [*starts(lengths), *[data.tokens] * 3]
+    offsets = elements(data, ends, 4 * 80).view(-1, 1, 1, 1)
+    padded = data.ints([*lengths, *[0] * 3]).view(-1, 1, 1, 1)
+    out, none = cudnn(
+        data,
+        torch.cat(data.k),
+        torch.cat(data.v),
+        causal=False,
+        return_lse=False,
+        actual_seq_lens_q=padded,
+        actual_seq_lens_kv=padded,
+        **{f"batch_offsets_{name}": offsets for name in "qkvo"},
+    )
+    assert none is None
+    data.expected(FULL).check(out)

@@ -1,0 +1,174 @@
+"""The prefill entry point of ``flashinfer.cudnn``, which ``hopwell.prefill`` has as well."""
+
+from __future__ import annotations
+
+import torch
+
+from hopwell._cudnn import cudnn_problem, cudnn_sources
+from hopwell._launch import Calls, upper_bound
+
+__all__ = ["cudnn_batch_prefill_with_kv_cache"]
+
+_CUDNN = Calls(cudnn_sources)
+
+
+def cudnn_batch_prefill_with_kv_cache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    scale: float,
+    workspace_buffer: torch.Tensor,
+    *,
+    max_token_per_sequence: int,
+    max_sequence_kv: int,
+    actual_seq_lens_q: torch.Tensor | None,
+    actual_seq_lens_kv: torch.Tensor | None,
+    block_tables: torch.Tensor | None = None,
+    causal: bool,
+    return_lse: bool,
+    batch_offsets_q: torch.Tensor | None = None,
+    batch_offsets_o: torch.Tensor | None = None,
+    batch_offsets_k: torch.Tensor | None = None,
+    batch_offsets_v: torch.Tensor | None = None,
+    batch_offsets_stats: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    is_cuda_graph_compatible: bool = False,
+    backend: str | None = None,
+    q_scale: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    batch_offsets_units: str = "elements",
+    o_data_type: torch.dtype | None = None,
+    lse_base: str = "ln",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention over ragged or paged K and V, with the log-sum-exp where asked for.
+
+    ``out = softmax(scale * q k^T over the visible keys) v``. With ``causal``, row t of a request with q_len queries and
+    kv_len keys sees keys 0..kv_len - q_len + t, otherwise all kv_len. A row with no visible key gives 0, and -inf
+    in the log-sum-exp.
+
+    Signature and meaning follow FlashInfer's function of this name (cuDNN itself is not used): unless told, offsets
+    count elements, and the log-sum-exp is natural.
+
+    Args:
+        q: [tokens, num_heads, head_dim], bfloat16 or float16.
+        k_cache: paged [pages, num_kv_heads, page_size, head_dim], strides free in multiples of 16 bytes but for the
+            last, so that NHD storage may come as a transposed view; or, without ``block_tables``, ragged [kv_tokens,
+            num_kv_heads, head_dim]. The dtype of q.
+        v_cache: the same with strides and head_dim of its own.
+        scale: factor on q k^T, a float in natural units, 0 or more, typically 1 / sqrt(head_dim).
+        workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
+        max_token_per_sequence: upper bound of ``actual_seq_lens_q``. It shapes ``lse`` and changes no other result.
+        max_sequence_kv: upper bound of ``actual_seq_lens_kv``. It never changes a result.
+        actual_seq_lens_q: int32 or uint32, one element per request in any shape; their number is the batch size. On the
+            device of q, or on the host, from where each call copies them, which is slower. None where
+            ``batch_offsets_q`` counts tokens: they are the differences of its batch + 1 elements then.
+        actual_seq_lens_kv: the same for the keys; None where ``batch_offsets_k`` counts tokens.
+        block_tables: int32 or uint32 page ids [batch, pages_per_request], shared by K and V. Entries past the last page
+            of a request are never read and may be -1. None for ragged K and V.
+        causal: whether to mask.
+        return_lse: whether to compute and return the log-sum-exp.
+        batch_offsets_q: int32 or uint32, contiguous, batch or batch + 1 elements, of which the first batch count: where
+            each request starts in q, in elements of storage from q's first on: token * q.stride(0), which is token *
+            num_heads * head_dim where q is contiguous, and three times that where q is a slice of [tokens, 3,
+            num_heads, head_dim]. An offset inside a token counts as the token's start. Together with
+            ``batch_offsets_o``; both are required for more than one request, and without them the request starts at
+            token 0.
+        batch_offsets_o: the same in the output (token * num_heads * V head_dim where it is allocated).
+        batch_offsets_k: the same in ragged K (token * k_cache.stride(0)). Together with ``batch_offsets_v``; both are
+            required for more than one request with ragged K and V, and refused with pages.
+        batch_offsets_v: the same in ragged V (token * v_cache.stride(0)).
+        batch_offsets_stats: the same in the log-sum-exp (row * num_heads), which it makes ragged: row t of request b is
+            row offset + t of ``lse`` seen as [rows, num_heads]. None pads: row t of request b is ``lse[b, t]``.
+        out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates.
+        lse: float32 [batch, max_token_per_sequence, num_heads], or with ``batch_offsets_stats`` [tokens, num_heads], to
+            write into, contiguous. Written with ``return_lse`` only; None allocates. Where it is padded, rows past the
+            end of a request become -inf; where offsets place requests, rows of none are left as they are. Tokens past
+            ``max_token_per_sequence``, or past its last row, have no place in it and write nothing there.
+        is_cuda_graph_compatible: refuse lengths on the host, whose copies a graph would not replay.
+        backend: any string or None. FlashInfer chooses between cuDNN's variants with it; hopwell has none.
+        q_scale: None, as for bfloat16 and float16; the scales of fp8 inputs are refused.
+        k_scale: likewise.
+        v_scale: likewise.
+        batch_offsets_units: what all ``batch_offsets_*`` count: "elements" as above, or "tokens", where those of the
+            output are those of q unless given, and those of V those of K.
+        o_data_type: dtype of the output, float16 or bfloat16; None means that of q.
+        lse_base: "ln" for the natural logarithm, or "log2" for that to base 2, which is the default of newer versions
+            of FlashInfer.
+
+    Returns:
+        The output (``out`` itself where given), and the log-sum-exp (``lse`` itself where given) or None.
+
+    Raises:
+        TypeError: an argument of a wrong Python type.
+        ValueError: a wrong dtype, shape, stride, alignment, device or value, or offsets missing; the message names the
+            argument.
+        NotImplementedError: a combination without a kernel on the device's architecture, see
+            :func:`hopwell.kernels.support.support_matrix`.
+    """
+    if batch_offsets_units == "tokens":
+        batch_offsets_o = batch_offsets_q if batch_offsets_o is None else batch_offsets_o
+        batch_offsets_v = batch_offsets_k if batch_offsets_v is None else batch_offsets_v
+    arguments = (
+        q,
+        k_cache,
+        v_cache,
+        actual_seq_lens_q,
+        actual_seq_lens_kv,
+        block_tables,
+        batch_offsets_q,
+        batch_offsets_o,
+        batch_offsets_k,
+        batch_offsets_v,
+        batch_offsets_stats,
+        out,
+        lse,
+        scale,
+        max_token_per_sequence,
+        upper_bound(max_sequence_kv),
+        causal,
+        return_lse,
+        type(workspace_buffer),
+        is_cuda_graph_compatible,
+        type(backend),
+        q_scale is k_scale is v_scale is None,
+        batch_offsets_units,
+        o_data_type,
+        lse_base,
+    )
+    repeated = _CUDNN.repeat(arguments, out, lse)
+    if repeated is not None:
+        return repeated
+    problem = cudnn_problem(
+        q,
+        k_cache,
+        v_cache,
+        scale,
+        workspace_buffer,
+        max_token_per_sequence=max_token_per_sequence,
+        max_sequence_kv=max_sequence_kv,
+        actual_seq_lens_q=actual_seq_lens_q,
+        actual_seq_lens_kv=actual_seq_lens_kv,
+        block_tables=block_tables,
+        causal=causal,
+        return_lse=return_lse,
+        batch_offsets_q=batch_offsets_q,
+        batch_offsets_o=batch_offsets_o,
+        batch_offsets_k=batch_offsets_k,
+        batch_offsets_v=batch_offsets_v,
+        batch_offsets_stats=batch_offsets_stats,
+        out=out,
+        lse=lse,
+        is_cuda_graph_compatible=is_cuda_graph_compatible,
+        backend=backend,
+        scales=(q_scale, k_scale, v_scale),
+        batch_offsets_units=batch_offsets_units,
+        o_data_type=o_data_type,
+        lse_base=lse_base,
+    )
+    stats = None
+    if problem.lse is not None:
+        # A ragged log-sum-exp was viewed as rows for the kernel.
+        stats = problem.lse.tensor.view(problem.batch, max_token_per_sequence, q.shape[1]) if lse is None else lse
+    return _CUDNN.run(arguments, problem, out, stats)
