@@ -10,6 +10,7 @@ import torch
 from hopwell import _checks as checks
 from hopwell._launch import on_device
 from hopwell._repeat import Arguments, Sources
+from hopwell.kernels import support
 from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import LogSumExp, LseLayout, TokenOffsets
 from hopwell.kernels.scratch import own_scratch
@@ -103,14 +104,16 @@ def ragged_starts(
     return batch, most, checks.cumulative(name, starts, batch, query.device)
 
 
-def refuse_skip_softmax(entry: str, value: Any) -> None:
+def refused(entry: str, what: str, on: torch.device) -> NotImplementedError:
+    """The error for an argument that no architecture's kernels serve."""
+    return NotImplementedError(f"{entry}: {what} is not supported on {support.arch_of(on)}, nor elsewhere")
+
+
+def refuse_skip_softmax(entry: str, value: Any, on: torch.device) -> None:
     """No decode kernel leaves keys out."""
     factor = checks.optional_float("skip_softmax_threshold_scale_factor", value)
     if factor:
-        raise NotImplementedError(
-            f"{entry}: skip_softmax_threshold_scale_factor={factor} is not supported: decode kernels take every "
-            "visible key; pass None or 0"
-        )
+        raise refused(entry, f"skip_softmax_threshold_scale_factor={factor} (allowed: None or 0)", on)
 
 
 def check_counter_buffer(value: Any) -> None:

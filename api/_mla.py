@@ -15,6 +15,7 @@ from hopwell._decoding import (
     log_sum_exp,
     ragged_starts,
     refuse_skip_softmax,
+    refused,
     workspace,
     workspace_bytes,
 )
@@ -43,18 +44,20 @@ class MlaOptions(NamedTuple):
     cp_rank: Any = 0
     use_fp16_softmax: Any = None
 
-    def check(self, q_len: int, kv_global: Any, return_lse: bool) -> None:
+    def check(self, q_len: int, kv_global: Any, return_lse: bool, on: torch.device) -> None:
         """Refuse by name what would change a result; ``kv_global`` is ``causal_seqlens_kv_global``."""
-        refuse_skip_softmax(support.MLA, self.skip_softmax_threshold_scale_factor)
+        refuse_skip_softmax(support.MLA, self.skip_softmax_threshold_scale_factor, on)
         checks.flag("is_var_seq", self.is_var_seq)
         checks.flag("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
         checks.choice("cute_dsl_impl", self.cute_dsl_impl, CUTE_DSL_IMPLEMENTATIONS)
         checks.choice("kv_scale_format", self.kv_scale_format, KV_SCALE_FORMATS)
         if checks.optional_flag("use_fp16_softmax", self.use_fp16_softmax):
-            raise NotImplementedError(f"{support.MLA}: use_fp16_softmax=True is not supported: sums are float32")
-        self._check_context_parallel(q_len, kv_global, return_lse)
+            raise refused(support.MLA, "use_fp16_softmax=True", on)
+        self._check_context_parallel(q_len, kv_global, return_lse, on)
 
-    def _check_context_parallel(self, q_len: int, kv_global: Any, return_lse: bool) -> None:
+    def _check_context_parallel(self, q_len: int, kv_global: Any, return_lse: bool, on: torch.device) -> None:
+        if kv_global is not None:
+            checks.tensor("causal_seqlens_kv_global", kv_global)
         world = checks.host_int("cp_world", self.cp_world, minimum=1)
         checks.host_int("cp_rank", self.cp_rank, maximum=world - 1)
         if not checks.flag("enable_dcp", self.enable_dcp):
@@ -66,12 +69,10 @@ class MlaOptions(NamedTuple):
             return
         if not return_lse:
             raise ValueError("return_lse must be True with enable_dcp: ranks are merged by it")
-        checks.tensor("causal_seqlens_kv_global", kv_global)
+        if kv_global is None:
+            raise ValueError("causal_seqlens_kv_global must be given with enable_dcp, got None")
         if q_len > 1:
-            raise NotImplementedError(
-                f"{support.MLA}: enable_dcp=True with several new tokens of a request (up to {q_len}) is not "
-                "supported: each would see another number of this rank's keys; one new token is"
-            )
+            raise refused(support.MLA, f"enable_dcp=True with several new tokens of a request (up to {q_len})", on)
 
 
 def _check_dims(rank: int, rope: int, top_k: int) -> None:
@@ -126,6 +127,7 @@ def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: in
     lens = checks.lengths("seq_lens", seq_lens, batch, on)
     if sparse_lens is None:
         return lens
+    checks.tensor("sparse_mla_top_k_lens", sparse_lens)
     if top_k == 0:
         raise ValueError("sparse_mla_top_k_lens must be None for dense attention (sparse_mla_top_k=0)")
     return checks.lengths("sparse_mla_top_k_lens", sparse_lens, tokens, on)
@@ -186,6 +188,8 @@ def mla_problem(
     checks.main_tensor("query", query)
     checks.dtype("query", query, (torch.bfloat16, checks.FP8))
     is_ragged, on = cum_seq_lens_q is not None, query.device
+    if is_ragged:
+        checks.tensor("cum_seq_lens_q", cum_seq_lens_q)
     sizes = (("tokens", None),) if is_ragged else (("batch", None), ("q_len", None))
     checks.shape("query", query, *sizes, ("num_heads", None), ("head_dim", None))
     checks.tma_readable("query", query)
@@ -196,11 +200,13 @@ def mla_problem(
         dense_tokens("query", query)
         (batch, q_len), starts = query.shape[:2], None
         if max_q_len is not None:
-            raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {max_q_len}")
+            most = checks.host_int("max_q_len", max_q_len)
+            raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {most}")
     flat_query = flat_tokens(query)
     tokens = flat_query.shape[0]
+    checks.flag("return_lse", return_lse)
     check_counter_buffer(multi_ctas_kv_counter_buffer)
-    options.check(q_len, causal_seqlens_kv_global, return_lse)
+    options.check(q_len, causal_seqlens_kv_global, return_lse, on)
     if heads < 1:
         raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
 

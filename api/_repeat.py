@@ -132,12 +132,12 @@ class Repeat:
                 addresses.append("0")
             elif place in STATS:
                 addresses.append("s")
+            elif source is None:
+                raise AssertionError(f"operand {place} of the kernel lies in no argument")
             elif place == SCRATCH and not _same_memory(view, source):
                 # Launches on another stream have other memory.
                 self._variables["own_scratch"] = functools.partial(own_scratch(view.device).address, view.numel())
                 addresses.append("own_scratch()")
-            elif source is None:
-                raise AssertionError(f"operand {place} of the kernel lies in no argument")
             else:
                 inputs.append(number[id(mark)])
                 addresses.append(f"p{inputs[-1]}")

@@ -15,6 +15,7 @@ from hopwell._decoding import (
     log_sum_exp,
     ragged_starts,
     refuse_skip_softmax,
+    refused,
     workspace,
     workspace_bytes,
 )
@@ -24,7 +25,6 @@ from hopwell.utils import FP4Tensor
 
 MAX_HEAD_DIM = 512
 HEAD_DIM_STEP = 16
-TRTLLM_DECODE = "trtllm_batch_decode_with_kv_cache"
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 MASK_BITS = 32  # a row of the speculative mask is a whole number of 32-bit words, seen as uint16
 
@@ -88,6 +88,7 @@ def xqa_workspace_bytes(
 
 
 def _require(
+    entry: str,
     arch: str,
     query: torch.Tensor,
     cache: _cache.PagedCache,
@@ -119,7 +120,7 @@ def _require(
         (has_sinks, "sinks", "sinks given"),
         (has_tensor_scale, "tensor_scales", "scale given as a tensor"),
     )
-    features.require_all(support.XQA, arch, needs)
+    features.require_all(entry, arch, needs)
 
 
 def xqa_problem(
@@ -145,13 +146,13 @@ def xqa_problem(
     return_lse: bool = False,
     return_lse_base: str | None = None,
     *,
-    needs_mask: bool = True,
+    entry: str = support.XQA,
     shared_pages: bool = True,
 ) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
 
-    ``needs_mask``: several tokens per request without a mask are refused, else they are causal. ``shared_pages``: K and
-    V share the ids of ``block_tables``, else it is [batch, 2, pages_per_request].
+    ``entry`` is whom refusals name; several tokens per request without a mask are refused by xqa, else they are causal.
+    ``shared_pages``: K and V share the ids of ``block_tables``, else it is [batch, 2, pages_per_request].
     """
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
@@ -177,7 +178,7 @@ def xqa_problem(
     else:
         batch, q_len, starts = ragged_starts("q_cu_seq_lens", q_cu_seq_lens, "q_len_per_req", q_len_per_req, query)
         ragged_tokens = tokens
-    if needs_mask and q_len > 1 and mask is None:
+    if entry == support.XQA and q_len > 1 and mask is None:
         raise ValueError(f"mask must be given for q_len_per_req > 1, got None with q_len_per_req={q_len}")
     table = checks.page_table(block_tables, batch, on, shared=shared_pages)
     kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
@@ -210,7 +211,7 @@ def xqa_problem(
     is_fp8_out = out is not None and out.dtype == checks.FP8
     scales = (softmax_scale, output_scale, output_factor)
     arch = support.arch_of(on)
-    _require(arch, query, cache, is_fp8_out, q_len, window_left, sinks is not None, scales)
+    _require(entry, arch, query, cache, is_fp8_out, q_len, window_left, sinks is not None, scales)
     kind = MaskKind.SLIDING_WINDOW if window_left >= 0 else MaskKind.FULL
     return AttentionProblem(
         query=query,
@@ -250,17 +251,21 @@ def trtllm_decode_problem(
     **same: Any,
 ) -> AttentionProblem:
     """The problem of ``trtllm_batch_decode_with_kv_cache``, as :func:`xqa_problem` makes it of ``same`` arguments."""
-    others.check()
+    checks.main_tensor("query", query)
+    checks.dtype("query", query, checks.SIXTEEN_BIT)
+    others.check(query.device)
     checks.choice("backend", backend, BACKENDS)
     checks.flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
-    checks.main_tensor("query", query)
+    if max_q_len is not None:
+        checks.host_int("max_q_len", max_q_len, minimum=1)
     if cum_seq_lens_q is None:
         if max_q_len is not None:
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {max_q_len}")
     else:
+        checks.tensor("cum_seq_lens_q", cum_seq_lens_q)
         if max_q_len is None:
             raise ValueError("max_q_len must be given with cum_seq_lens_q, whose values are not read on the host")
-        if q_len_per_req not in (None, 1, max_q_len):
+        if q_len_per_req is not None and checks.host_int("q_len_per_req", q_len_per_req) not in (1, max_q_len):
             raise ValueError(f"q_len_per_req must be None or max_q_len with cum_seq_lens_q, got {q_len_per_req}")
         q_len_per_req = max_q_len
     return xqa_problem(
@@ -269,7 +274,7 @@ def trtllm_decode_problem(
         out=_out_of_type(out, out_dtype, query),
         q_len_per_req=q_len_per_req,
         q_cu_seq_lens=cum_seq_lens_q,
-        needs_mask=False,
+        entry=support.TRTLLM_DECODE,
         shared_pages=uses_shared_paged_kv_idx,
         **same,
     )
@@ -277,11 +282,8 @@ def trtllm_decode_problem(
 
 def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor) -> torch.Tensor | None:
     """``out``, or a new tensor where ``out_dtype`` is not what the launch allocates."""
-    if out_dtype == "nvfp4" or isinstance(out, FP4Tensor):
-        raise NotImplementedError(
-            f"{TRTLLM_DECODE}: an nvfp4 output (out_dtype={out_dtype!r}) is not supported; supported are the dtype of "
-            "query and, with a float8_e4m3fn cache, float8_e4m3fn"
-        )
+    if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or isinstance(out, FP4Tensor):
+        raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", query.device)
     if out_dtype is None:
         return out
     if not isinstance(out_dtype, torch.dtype):
@@ -300,15 +302,16 @@ class TrtllmOptions(NamedTuple):
     bmm1_scale_log2: Any = None
     enable_block_sparse_attention: Any = False
 
-    def check(self) -> None:
+    def check(self, on: torch.device) -> None:
         """Refuse by name what would change a result."""
         for name in ("o_sf_scale", "o_sf_vec_size"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} must be None without an nvfp4 output, got {getattr(self, name)}")
-        refuse_skip_softmax(TRTLLM_DECODE, self.skip_softmax_threshold_scale_factor)
+            value = getattr(self, name)
+            if value is not None:
+                checks.host_float(name, value)
+                raise ValueError(f"{name} must be None without an nvfp4 output, got {value}")
+        refuse_skip_softmax(support.TRTLLM_DECODE, self.skip_softmax_threshold_scale_factor, on)
         if self.bmm1_scale_log2 is not None:
-            raise NotImplementedError(
-                f"{TRTLLM_DECODE}: bmm1_scale_log2 is not supported; pass bmm1_scale, as a float or a tensor"
-            )
+            checks.tensor("bmm1_scale_log2", self.bmm1_scale_log2)
+            raise refused(support.TRTLLM_DECODE, "bmm1_scale_log2 (bmm1_scale takes tensors)", on)
         if checks.flag("enable_block_sparse_attention", self.enable_block_sparse_attention):
-            raise NotImplementedError(f"{TRTLLM_DECODE}: enable_block_sparse_attention=True is not supported")
+            raise refused(support.TRTLLM_DECODE, "enable_block_sparse_attention=True", on)

@@ -257,13 +257,6 @@ def trtllm_batch_decode_with_kv_cache(
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
     k, v = halves(kv_cache)
-    options = (
-        o_sf_scale,
-        o_sf_vec_size,
-        skip_softmax_threshold_scale_factor,
-        bmm1_scale_log2,
-        enable_block_sparse_attention,
-    )
     arguments = (
         query,
         k,
@@ -291,7 +284,11 @@ def trtllm_batch_decode_with_kv_cache(
         backend,
         max_q_len,
         uses_shared_paged_kv_idx,
-        options,
+        o_sf_scale,
+        o_sf_vec_size,
+        skip_softmax_threshold_scale_factor,
+        bmm1_scale_log2,
+        enable_block_sparse_attention,
     )
     done = _TRTLLM.repeat(arguments, out, lse)
     if done is None:
@@ -306,7 +303,13 @@ def trtllm_batch_decode_with_kv_cache(
             max_q_len,
             cum_seq_lens_q,
             uses_shared_paged_kv_idx,
-            TrtllmOptions(*options),
+            TrtllmOptions(
+                o_sf_scale,
+                o_sf_vec_size,
+                skip_softmax_threshold_scale_factor,
+                bmm1_scale_log2,
+                enable_block_sparse_attention,
+            ),
             workspace_buffer=workspace_buffer,
             block_tables=block_tables,
             seq_lens=seq_lens,

@@ -122,17 +122,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    options = (
-        skip_softmax_threshold_scale_factor,
-        is_var_seq,
-        uses_shared_paged_kv_idx,
-        cute_dsl_impl,
-        kv_scale_format,
-        enable_dcp,
-        cp_world,
-        cp_rank,
-        use_fp16_softmax,
-    )
     arguments = (
         query,
         kv_cache,
@@ -155,7 +144,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
         None if sparse_mla_top_k_lens is None else seq_lens,
         None if sparse_mla_top_k_lens is None else cum_seq_lens_q,
         causal_seqlens_kv_global,
-        options,
+        skip_softmax_threshold_scale_factor,
+        is_var_seq,
+        uses_shared_paged_kv_idx,
+        cute_dsl_impl,
+        kv_scale_format,
+        enable_dcp,
+        cp_world,
+        cp_rank,
+        use_fp16_softmax,
         qk_nope_head_dim,
         kv_lora_rank,
         qk_rope_head_dim,
@@ -183,7 +180,17 @@ def trtllm_batch_decode_with_kv_cache_mla(
             sinks,
             enable_pdl,
             backend,
-            options=MlaOptions(*options),
+            options=MlaOptions(
+                skip_softmax_threshold_scale_factor,
+                is_var_seq,
+                uses_shared_paged_kv_idx,
+                cute_dsl_impl,
+                kv_scale_format,
+                enable_dcp,
+                cp_world,
+                cp_rank,
+                use_fp16_softmax,
+            ),
             lse=lse,
             return_lse=return_lse,
             return_lse_base=return_lse_base,
