@@ -5,7 +5,7 @@ from hopwell._toolchain import check_toolchain
 # before anything that may need the toolchain, so that a wrong one gives this message and no other
 check_toolchain()
 
-from hopwell.decode import xqa_batch_decode_with_kv_cache  # noqa: E402
+from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache  # noqa: E402
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla  # noqa: E402
 from hopwell.prefill import (  # noqa: E402
     cudnn_batch_prefill_with_kv_cache,
@@ -20,6 +20,7 @@ __all__ = [
     "__version__",
     "cudnn_batch_prefill_with_kv_cache",
     "trtllm_batch_context_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
     "trtllm_fmha_v2_prefill",
     "xqa_batch_decode_with_kv_cache",

@@ -10,8 +10,14 @@ import torch
 from hopwell import _checks as checks
 from hopwell._launch import on_device
 from hopwell._repeat import Arguments, Sources
+from hopwell.kernels import support
 from hopwell.kernels.plan import multiprocessors
+from hopwell.kernels.problem import LogSumExp, LseLayout, TokenOffsets
+from hopwell.kernels.scratch import own_scratch
 from hopwell.kernels.splitting import scratch_bytes
+
+NATURAL_BASE = "basee"
+LSE_BASES = (NATURAL_BASE, "base2")
 
 
 def flat_tokens(value: Any) -> Any:
@@ -40,32 +46,91 @@ def workspace_bytes(
 
 
 def workspace(
-    value: Any, needed: int, size_function: str, out: torch.Tensor | None, inputs: Sequence[tuple[str, Any]]
+    value: Any, needed: int, results: Sequence[tuple[str, torch.Tensor | None]], inputs: Sequence[tuple[str, Any]]
 ) -> torch.Tensor:
-    """``workspace_buffer`` of ``needed`` bytes or more, which ``size_function`` tells callers. No two of it, the output
-    and the inputs share memory, but for the inputs, of which the first is the query."""
+    """``needed`` bytes of scratch: the last ones of ``workspace_buffer``, because FlashInfer, with which callers may
+    share it, keeps statistics in the first ones; memory of our own where it has no room for them. No two of it, the
+    results and the inputs share memory, but for the inputs, of which the first is the query."""
     checked = checks.tensor("workspace_buffer", value)
     checks.device("workspace_buffer", checked, inputs[0][1].device)
     if not checked.is_contiguous():
         raise ValueError(f"workspace_buffer must be contiguous, got strides {checked.stride()}")
-    size = checked.numel() * checked.element_size()
-    if size < needed:
-        raise ValueError(
-            f"workspace_buffer must have at least {needed} bytes for this call ({size_function}), got {size}"
-        )
     checks.disjoint("workspace_buffer", checked, inputs)
-    if out is not None:
-        checks.disjoint("out", out, (*inputs, ("workspace_buffer", checked)))
-    return checked
+    others = [*inputs, ("workspace_buffer", checked)]
+    for name, result in results:
+        if result is not None:
+            checks.disjoint(name, result, others)
+            others.append((name, result))
+    if checked.nbytes < needed:
+        return own_scratch(checked.device).tensor(needed)[:needed]
+    return checked.view(-1).view(torch.uint8)[checked.nbytes - needed :]
+
+
+def log_sum_exp(lse: Any, return_lse: Any, base: Any, query: torch.Tensor, sizes: tuple[int, ...]) -> LogSumExp | None:
+    """Where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes, if it is asked for: into ``lse`` of shape
+    [tokens, heads] or ``sizes``."""
+    checks.flag("return_lse", return_lse)
+    if base is not None:
+        checks.choice("return_lse_base", base, LSE_BASES)
+    if lse is None and not return_lse:
+        return None
+    tokens, heads, _ = query.shape
+    if lse is None:
+        rows = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
+    else:
+        checks.tensor("lse", lse)
+        checks.dtype("lse", lse, (torch.float32,))
+        checks.device("lse", lse, query.device)
+        if tuple(lse.shape) not in ((tokens, heads), sizes):
+            raise ValueError(f"lse must have shape {(tokens, heads)} or {sizes}, got {tuple(lse.shape)}")
+        if not lse.is_contiguous():
+            raise ValueError(f"lse must be contiguous, got strides {lse.stride()}")
+        rows = lse.view(tokens, heads)
+    return LogSumExp(rows, LseLayout.RAGGED, natural=base == NATURAL_BASE)
+
+
+def ragged_starts(
+    name: str, cumulative: Any, max_name: str, max_q_len: Any, query: torch.Tensor
+) -> tuple[int, int, TokenOffsets]:
+    """(requests, most new tokens of one, where each starts) of cumulative lengths in tokens, which stay on the device.
+    ``max_q_len`` is the caller's bound of them, called ``max_name``."""
+    starts = checks.index_tensor(name, cumulative, query.device)
+    if max_q_len is None:
+        raise ValueError(f"{max_name} must be given with {name}, whose values are not read on the host, got None")
+    most = checks.host_int(max_name, max_q_len, minimum=1)
+    if starts.numel() < 1:
+        raise ValueError(f"{name} must have batch_size + 1 elements, got shape {tuple(starts.shape)}")
+    batch = starts.numel() - 1
+    return batch, most, checks.cumulative(name, starts, batch, query.device)
+
+
+def refused(entry: str, what: str, on: torch.device) -> NotImplementedError:
+    """The error for an argument that no architecture's kernels serve."""
+    return NotImplementedError(f"{entry}: {what} is not supported on {support.arch_of(on)}, nor elsewhere")
+
+
+def refuse_skip_softmax(entry: str, value: Any, on: torch.device) -> None:
+    """No decode kernel leaves keys out."""
+    factor = checks.optional_float("skip_softmax_threshold_scale_factor", value)
+    if factor:
+        raise refused(entry, f"skip_softmax_threshold_scale_factor={factor} (allowed: None or 0)", on)
+
+
+def check_counter_buffer(value: Any) -> None:
+    """FlashInfer's kernels count in it, ours have counters of their own."""
+    if value is not None:
+        checks.tensor("multi_ctas_kv_counter_buffer", value)
 
 
 def decode_sources(arguments: Arguments) -> Sources:
-    """The arguments that the kernel's operands lie in. Those of each entry for decode begin with the same eleven."""
-    query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, sinks, o_scale, mask, workspace_buffer, *_ = arguments
+    """The arguments that the kernel's operands lie in. Those of each entry for decode begin with the same ones.
+    The log-sum-exp is a result, which is found by itself."""
+    query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, sinks, o_scale, mask, *rest = arguments
+    workspace_buffer, q_starts, *_ = rest
     value = k if v is None else v
-    starts = (None, None, None, None)
+    starts = (q_starts, None, None, None)
     scales = (on_device(bmm1_scale), on_device(bmm2_scale))
     nothing = (None, None, None, None)  # lse, its offsets, statistics, skipped tiles
     table = (block_tables, block_tables)
-    rest = (on_device(o_scale), mask, workspace_buffer)
-    return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *rest
+    own = (on_device(o_scale), mask, workspace_buffer)
+    return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *own

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._decoding import dense_tokens, flat_tokens, workspace, workspace_bytes
+from hopwell._decoding import (
+    check_counter_buffer,
+    dense_tokens,
+    flat_tokens,
+    log_sum_exp,
+    ragged_starts,
+    refuse_skip_softmax,
+    refused,
+    workspace,
+    workspace_bytes,
+)
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.layouts import KVViews, mla_kv_views
@@ -17,6 +27,52 @@ BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
 SPARSE_DIMS = (*DIMS, (512, 0))
 TOP_K_STEP = 4
+CUTE_DSL_IMPLEMENTATIONS = ("auto", "modular", "monolithic")
+KV_SCALE_FORMATS = ("auto", "pow2_fp32", "arbitrary_fp32")
+
+
+class MlaOptions(NamedTuple):
+    """What the entry takes as plain values besides those of FlashInfer's documentation."""
+
+    skip_softmax_threshold_scale_factor: Any = None
+    is_var_seq: Any = True
+    uses_shared_paged_kv_idx: Any = True
+    cute_dsl_impl: Any = "auto"
+    kv_scale_format: Any = "auto"
+    enable_dcp: Any = False
+    cp_world: Any = 1
+    cp_rank: Any = 0
+    use_fp16_softmax: Any = None
+
+    def check(self, q_len: int, kv_global: Any, return_lse: bool, on: torch.device) -> None:
+        """Refuse by name what would change a result; ``kv_global`` is ``causal_seqlens_kv_global``."""
+        refuse_skip_softmax(support.MLA, self.skip_softmax_threshold_scale_factor, on)
+        checks.flag("is_var_seq", self.is_var_seq)
+        checks.flag("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
+        checks.choice("cute_dsl_impl", self.cute_dsl_impl, CUTE_DSL_IMPLEMENTATIONS)
+        checks.choice("kv_scale_format", self.kv_scale_format, KV_SCALE_FORMATS)
+        if checks.optional_flag("use_fp16_softmax", self.use_fp16_softmax):
+            raise refused(support.MLA, "use_fp16_softmax=True", on)
+        self._check_context_parallel(q_len, kv_global, return_lse, on)
+
+    def _check_context_parallel(self, q_len: int, kv_global: Any, return_lse: bool, on: torch.device) -> None:
+        if kv_global is not None:
+            checks.tensor("causal_seqlens_kv_global", kv_global)
+        world = checks.host_int("cp_world", self.cp_world, minimum=1)
+        checks.host_int("cp_rank", self.cp_rank, maximum=world - 1)
+        if not checks.flag("enable_dcp", self.enable_dcp):
+            if world > 1 or kv_global is not None:
+                raise ValueError(
+                    "cp_world must be 1 and causal_seqlens_kv_global None without enable_dcp, "
+                    f"got cp_world={world} and {checks.describe(kv_global)}"
+                )
+            return
+        if not return_lse:
+            raise ValueError("return_lse must be True with enable_dcp: ranks are merged by it")
+        if kv_global is None:
+            raise ValueError("causal_seqlens_kv_global must be given with enable_dcp, got None")
+        if q_len > 1:
+            raise refused(support.MLA, f"enable_dcp=True with several new tokens of a request (up to {q_len})", on)
 
 
 def _check_dims(rank: int, rope: int, top_k: int) -> None:
@@ -32,7 +88,7 @@ def _checked_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rop
     checks.device("kv_cache", kv_cache, query.device)
     cache = mla_kv_views(kv_cache, kv_lora_rank)
     width = kv_lora_rank + qk_rope_head_dim
-    for name, row in (("query", query.shape[3]), ("kv_cache", cache.key.shape[3])):
+    for name, row in (("query", query.shape[-1]), ("kv_cache", cache.key.shape[3])):
         if row != width:
             raise ValueError(f"{name} must have kv_lora_rank + qk_rope_head_dim = {width} as its last size, got {row}")
     checks.tma_readable("kv_cache", kv_cache)
@@ -40,9 +96,14 @@ def _checked_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rop
     return cache
 
 
-def _token_table(block_tables: Any, batch: int, q_len: int, top_k: int, on: torch.device) -> torch.Tensor:
-    """The table of sparse attention, token indices, as [batch * q_len, top_k]."""
-    checks.index_tensor("block_tables", block_tables, on)
+def _token_table(block_tables: Any, query: torch.Tensor, top_k: int) -> torch.Tensor:
+    """The table of sparse attention, token indices, as [tokens, top_k]. It has the first dimensions of ``query``."""
+    checks.index_tensor("block_tables", block_tables, query.device)
+    if query.dim() == 3:
+        checks.shape("block_tables", block_tables, ("tokens", query.shape[0]), ("sparse_mla_top_k", top_k))
+        checks.unit_stride("block_tables", block_tables)
+        return block_tables
+    batch, q_len = query.shape[:2]
     checks.shape("block_tables", block_tables, ("batch", batch), ("q_len", q_len), ("sparse_mla_top_k", top_k))
     checks.unit_stride("block_tables", block_tables)
     dense_tokens("block_tables", block_tables)
@@ -53,10 +114,23 @@ def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
     if out is None:
         return
     checks.tensor("out", out)
-    batch, q_len, heads, _ = query.shape
-    checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("kv_lora_rank", rank))
-    dense_tokens("out", out)
-    checks.output("out", flat_tokens(out), (batch * q_len, heads, rank), torch.bfloat16, query.device)
+    if query.dim() == 4:
+        names = ("batch", "q_len", "num_heads")
+        checks.shape("out", out, *zip(names, query.shape[:3], strict=True), ("kv_lora_rank", rank))
+        dense_tokens("out", out)
+    tokens, heads, _ = flat_tokens(query).shape
+    checks.output("out", flat_tokens(out), (tokens, heads, rank), torch.bfloat16, query.device)
+
+
+def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: int, on: torch.device) -> torch.Tensor:
+    """Lengths of the requests, or of the lists of all ``tokens`` where they are given."""
+    lens = checks.lengths("seq_lens", seq_lens, batch, on)
+    if sparse_lens is None:
+        return lens
+    checks.tensor("sparse_mla_top_k_lens", sparse_lens)
+    if top_k == 0:
+        raise ValueError("sparse_mla_top_k_lens must be None for dense attention (sparse_mla_top_k=0)")
+    return checks.lengths("sparse_mla_top_k_lens", sparse_lens, tokens, on)
 
 
 def mla_workspace_bytes(
@@ -99,15 +173,40 @@ def mla_problem(
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
+    *,
+    options: MlaOptions = MlaOptions(),  # noqa: B008 - immutable
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_lse_base: str | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    sparse_mla_top_k_lens: torch.Tensor | None = None,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
 ) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
     checks.main_tensor("query", query)
     checks.dtype("query", query, (torch.bfloat16, checks.FP8))
-    checks.shape("query", query, ("batch", None), ("q_len", None), ("num_heads", None), ("head_dim", None))
+    is_ragged, on = cum_seq_lens_q is not None, query.device
+    if is_ragged:
+        checks.tensor("cum_seq_lens_q", cum_seq_lens_q)
+    sizes = (("tokens", None),) if is_ragged else (("batch", None), ("q_len", None))
+    checks.shape("query", query, *sizes, ("num_heads", None), ("head_dim", None))
     checks.tma_readable("query", query)
-    dense_tokens("query", query)
-    on = query.device
-    batch, q_len, heads, width = query.shape
+    heads, width = query.shape[-2:]
+    if is_ragged:
+        batch, q_len, starts = ragged_starts("cum_seq_lens_q", cum_seq_lens_q, "max_q_len", max_q_len, query)
+    else:
+        dense_tokens("query", query)
+        (batch, q_len), starts = query.shape[:2], None
+        if max_q_len is not None:
+            most = checks.host_int("max_q_len", max_q_len)
+            raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {most}")
+    flat_query = flat_tokens(query)
+    tokens = flat_query.shape[0]
+    checks.flag("return_lse", return_lse)
+    check_counter_buffer(multi_ctas_kv_counter_buffer)
+    options.check(q_len, causal_seqlens_kv_global, return_lse, on)
     if heads < 1:
         raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
 
@@ -121,12 +220,16 @@ def mla_problem(
     cache = _checked_cache(query, kv_cache, rank, rope)
     page_size = cache.key.shape[2]
     if top_k > 0:
-        tokens = _token_table(block_tables, batch, q_len, top_k, on)
+        if not options.uses_shared_paged_kv_idx:
+            raise ValueError(f"uses_shared_paged_kv_idx must be True with sparse_mla_top_k={top_k}")
+        lists = _token_table(block_tables, query, top_k)
         table, capacity = None, top_k
     else:
-        table, tokens = checks.page_table(block_tables, batch, on), None
+        table, lists = checks.page_table(block_tables, batch, on, shared=options.uses_shared_paged_kv_idx), None
         capacity = checks.capacity(table, page_size)
-    kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
+    kv_lens = _kv_lens(seq_lens, sparse_mla_top_k_lens, batch, tokens, top_k, on)
+    if sparse_mla_top_k_lens is not None:  # Every token is a request of its own then, with its list as its keys.
+        batch, q_len, starts = tokens, 1, None
     checks.host_int("max_seq_len", max_seq_len)
     softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
     output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
@@ -134,6 +237,7 @@ def mla_problem(
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     checks.choice("backend", backend, BACKENDS)
     _check_out(out, query, rank)
+    log = log_sum_exp(lse, return_lse, return_lse_base, flat_query, tuple(query.shape[:-1]))
     needed = mla_workspace_bytes(heads, capacity, q_len, rank, on)
     inputs = (
         ("query", query),
@@ -141,8 +245,11 @@ def mla_problem(
         ("block_tables", block_tables),
         ("seq_lens", seq_lens),
         ("sinks", sink_logits),
+        ("cum_seq_lens_q", cum_seq_lens_q),
+        ("sparse_mla_top_k_lens", sparse_mla_top_k_lens),
     )
-    scratch = workspace(workspace_buffer, needed, "hopwell.mla.mla_workspace_bytes", out, inputs)
+    results = (("out", out), ("lse", None if log is None else log.tensor))
+    scratch = workspace(workspace_buffer, needed, results, inputs)
 
     arch = support.arch_of(on)
     dtypes = f"query.dtype={query.dtype}, kv_cache.dtype={kv_cache.dtype}"
@@ -161,21 +268,22 @@ def mla_problem(
     )
     features.require_all(support.MLA, arch, needs)
     return AttentionProblem(
-        query=flat_tokens(query),
+        query=flat_query,
         key=cache.key,
         value=cache.value,
         out=flat_tokens(out),
         batch=batch,
         max_q_len=q_len,
         max_kv_len=capacity,
-        q_offsets=None,
+        q_offsets=starts,
         kv_lens=kv_lens,
         mask=Mask(MaskKind.CAUSAL),
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         page_table=table,
-        token_table=tokens,
+        token_table=lists,
         sinks=sink_logits,
+        lse=log,
         scratch=scratch,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )

@@ -19,6 +19,7 @@ from hopwell.kernels import Plan
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
+from hopwell.kernels.scratch import own_scratch
 
 # An entry point's arguments in one row: tensors, and plain values that can be compared. None for what is not given.
 Arguments = tuple[Any, ...]
@@ -136,6 +137,10 @@ class Repeat:
                 addresses.append("s")
             elif source is None:
                 raise AssertionError(f"operand {place} of the kernel lies in no argument")
+            elif place == SCRATCH and not _same_memory(view, source):
+                # Launches on another stream have other memory.
+                self._variables["own_scratch"] = functools.partial(own_scratch(view.device).address, view.numel())
+                addresses.append("own_scratch()")
             else:
                 inputs.append(number[id(mark)])
                 addresses.append(f"p{inputs[-1]}")
@@ -199,6 +204,10 @@ def _conditions(plain: Arguments, firsts: Sequence[int | None], variables: dict[
             variables[f"type{i}"], variables[f"value{i}"] = type(value), value
             equal.append(f"(a{i} is value{i} or type(a{i}) is type{i} and a{i} == value{i})")
     return [*single, *equal, f"check({', '.join(tensors)})"]
+
+
+def _same_memory(view: torch.Tensor, source: torch.Tensor) -> bool:
+    return view.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
 def _like(result: torch.Tensor) -> torch.Tensor:

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import decode_sources
+from hopwell._decoding import check_counter_buffer, decode_sources
 from hopwell._launch import Calls, halves, single, upper_bound
-from hopwell._xqa import xqa_problem, xqa_workspace_bytes
+from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, xqa_problem, xqa_workspace_bytes
+from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
 
-__all__ = ["xqa_batch_decode_with_kv_cache", "xqa_workspace_bytes"]
+__all__ = [
+    "trtllm_batch_decode_with_kv_cache",
+    "trtllm_batch_decode_with_kv_cache_mla",
+    "xqa_batch_decode_with_kv_cache",
+    "xqa_workspace_bytes",
+]
 
 _XQA = Calls(decode_sources)
+_TRTLLM = Calls(decode_sources)
 
 
 def xqa_batch_decode_with_kv_cache(
@@ -31,7 +38,12 @@ def xqa_batch_decode_with_kv_cache(
     o_scale: float | None = 1.0,
     mask: torch.Tensor | None = None,
     kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-) -> torch.Tensor:
+    *,
+    q_cu_seq_lens: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    return_lse_base: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one or a few new tokens per request over a paged KV cache.
 
     With one new token per request all of its seq_len keys are visible, or with a window those at seq_len - 1 -
@@ -55,8 +67,10 @@ def xqa_batch_decode_with_kv_cache(
             e2m1 values a byte, head_dim / 2 wide). page_size is a power of two up to 1024, num_heads a multiple of
             num_kv_heads. 8-bit values are widened to float16 before they are multiplied, which holds all of them: the
             result is at least as accurate as that of a 16-bit cache with the same values.
-        workspace_buffer: contiguous memory of any dtype for partial results, ``xqa_workspace_bytes`` bytes or more. It
-            may hold anything. Calls that may run at the same time need one each.
+        workspace_buffer: contiguous memory of any dtype for partial results, best of ``xqa_workspace_bytes`` bytes or
+            more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
+            each. In place of one that is too small, memory of our own is used, one piece for each device and stream;
+            CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
         block_tables: int32 or uint32 page ids [batch, pages_per_request]; entries past a request's last page are not
             read.
         seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
@@ -78,10 +92,20 @@ def xqa_batch_decode_with_kv_cache(
             the new tokens are always visible.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, in the layout of
             ``kv_cache`` with head_dim / 16 as its last size; linear for K and V.
+        q_cu_seq_lens: int32 or uint32 [batch + 1], cumulative numbers of new tokens, for requests with different ones.
+            They stay on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim], ``q_len_per_req`` is
+            an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 * ceil(q_len_per_req / 32)]. Rows
+            behind the last request's are neither read nor written.
+        lse: float32 [batch * q_len_per_req, num_heads], contiguous, to write the log-sum-exp of the scaled scores and
+            sinks into, whatever ``return_lse`` says. A row with no visible key has -inf.
+        return_lse: whether to return the log-sum-exp.
+        return_lse_base: "base2" or None for logarithms to base 2, as in FlashInfer's other functions for decode, and
+            "basee" for natural ones.
 
     Returns:
-        The output: ``out`` itself where given; else the shape of query for one token per request and
-        [batch, q_len_per_req, num_heads, head_dim] for more.
+        The output: ``out`` itself where given; else the shape of query for one token per request and with
+        ``q_cu_seq_lens``, and [batch, q_len_per_req, num_heads, head_dim] for more. With ``return_lse`` a pair of it
+        and the log-sum-exp, ``lse`` itself where given.
 
     Raises:
         TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
@@ -101,7 +125,11 @@ def xqa_batch_decode_with_kv_cache(
         o_scale,
         mask,
         workspace_buffer,
+        q_cu_seq_lens,
         out,
+        lse,
+        return_lse,
+        return_lse_base,
         upper_bound(max_seq_len),
         window_left,
         kv_layout,
@@ -109,7 +137,7 @@ def xqa_batch_decode_with_kv_cache(
         q_len_per_req,
         kv_cache_sf,
     )
-    done = _XQA.repeat(arguments, out)
+    done = _XQA.repeat(arguments, out, lse)
     if done is None:
         problem = xqa_problem(
             query,
@@ -129,7 +157,176 @@ def xqa_batch_decode_with_kv_cache(
             o_scale,
             mask,
             kv_cache_sf,
+            q_cu_seq_lens,
+            lse,
+            return_lse,
+            return_lse_base,
         )
-        rows = (problem.batch, problem.max_q_len) if problem.max_q_len > 1 else ()
-        done = _XQA.run(arguments, problem, out, rows=rows)
-    return done[0]
+        is_nested = problem.max_q_len > 1 and q_cu_seq_lens is None
+        rows = (problem.batch, problem.max_q_len) if is_nested else ()
+        stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
+        done = _XQA.run(arguments, problem, out, stats, rows)
+    return done if return_lse else done[0]
+
+
+def trtllm_batch_decode_with_kv_cache(
+    query: torch.Tensor,
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+    workspace_buffer: torch.Tensor,
+    block_tables: torch.Tensor,
+    seq_lens: torch.Tensor,
+    max_seq_len: int,
+    bmm1_scale: float | torch.Tensor = 1.0,
+    bmm2_scale: float | torch.Tensor = 1.0,
+    window_left: int = -1,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | str | None = None,
+    o_sf_scale: float | None = None,
+    o_sf_vec_size: int | None = None,
+    sinks: torch.Tensor | list[torch.Tensor] | None = None,
+    kv_layout: str = "HND",
+    enable_pdl: bool | None = None,
+    backend: str = "auto",
+    q_len_per_req: int | None = 1,
+    o_scale: float | None = 1.0,
+    mask: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    cum_seq_lens_q: torch.Tensor | None = None,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    bmm1_scale_log2: torch.Tensor | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    enable_block_sparse_attention: bool = False,
+    *,
+    return_lse_base: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Attention of one or a few new tokens per request over a paged KV cache, as
+    :func:`xqa_batch_decode_with_kv_cache` computes it.
+
+    Several new tokens of a request see the keys in front of them and each other as ``mask`` says; without a mask, each
+    sees itself and the ones before it.
+
+    Signature and meaning follow FlashInfer's function of this name. What is not described here is as in
+    :func:`xqa_batch_decode_with_kv_cache`.
+
+    Args:
+        query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16.
+        kv_cache: as there; a tensor or a pair (K, V).
+        workspace_buffer: as there.
+        block_tables: int32 or uint32 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with ids of
+            the K and of the V pages where ``uses_shared_paged_kv_idx`` is False.
+        seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
+        max_seq_len: upper bound of ``seq_lens``. It never changes a result.
+        bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
+        bmm2_scale: factor on the output, likewise.
+        window_left: keys to the left of its own that a row sees; -1 for all of them.
+        out: [tokens, num_heads, head_dim] to write into; None allocates.
+        out_dtype: dtype of the output: that of ``query``, or float8_e4m3fn with a float8_e4m3fn cache. None means that
+            of ``out``, or of ``query``. "nvfp4" is refused.
+        o_sf_scale: for nvfp4 outputs; must be None.
+        o_sf_vec_size: for nvfp4 outputs; must be None.
+        sinks: float32 [num_heads], or a list of one such tensor.
+        kv_layout: "HND" or "NHD".
+        enable_pdl: programmatic dependent launch; None means where the device has it.
+        backend: "auto", "xqa" or "trtllm-gen", which all mean the same here.
+        q_len_per_req: new tokens of each request; None means 1.
+        o_scale: a second factor on a 16-bit output.
+        mask: uint16 bits as there, for several new tokens; None for causal ones.
+        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
+        cum_seq_lens_q: int32 or uint32 [batch + 1], cumulative numbers of new tokens, for requests with different ones.
+        skip_softmax_threshold_scale_factor: None or 0; other values are refused.
+        kv_cache_sf: block scales of an NVFP4 cache.
+        uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``.
+        lse: float32 [tokens, num_heads], contiguous, to write the log-sum-exp into, whatever ``return_lse`` says.
+        return_lse: whether to return the log-sum-exp.
+        bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
+        multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
+        enable_block_sparse_attention: must be False.
+        return_lse_base: "base2" or None for logarithms to base 2, as FlashInfer returns them, "basee" for natural ones.
+
+    Returns:
+        The output: ``out`` itself where given, else a tensor of the shape of query. With ``return_lse`` a pair of it
+        and the log-sum-exp, ``lse`` itself where given.
+
+    Raises:
+        TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
+        ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
+        NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
+    """
+    k, v = halves(kv_cache)
+    arguments = (
+        query,
+        k,
+        v,
+        block_tables,
+        seq_lens,
+        bmm1_scale,
+        bmm2_scale,
+        single(sinks),
+        o_scale,
+        mask,
+        workspace_buffer,
+        cum_seq_lens_q,
+        out,
+        lse,
+        return_lse,
+        return_lse_base,
+        upper_bound(max_seq_len),
+        window_left,
+        kv_layout,
+        enable_pdl,
+        q_len_per_req,
+        kv_cache_sf,
+        out_dtype,
+        backend,
+        max_q_len,
+        uses_shared_paged_kv_idx,
+        o_sf_scale,
+        o_sf_vec_size,
+        skip_softmax_threshold_scale_factor,
+        bmm1_scale_log2,
+        enable_block_sparse_attention,
+    )
+    done = _TRTLLM.repeat(arguments, out, lse)
+    if done is None:
+        check_counter_buffer(multi_ctas_kv_counter_buffer)
+        problem = trtllm_decode_problem(
+            query,
+            kv_cache,
+            out,
+            out_dtype,
+            backend,
+            q_len_per_req,
+            max_q_len,
+            cum_seq_lens_q,
+            uses_shared_paged_kv_idx,
+            TrtllmOptions(
+                o_sf_scale,
+                o_sf_vec_size,
+                skip_softmax_threshold_scale_factor,
+                bmm1_scale_log2,
+                enable_block_sparse_attention,
+            ),
+            workspace_buffer=workspace_buffer,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            max_seq_len=max_seq_len,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+            window_left=window_left,
+            sinks=sinks,
+            kv_layout=kv_layout,
+            enable_pdl=enable_pdl,
+            o_scale=o_scale,
+            mask=mask,
+            kv_cache_sf=kv_cache_sf,
+            lse=lse,
+            return_lse=return_lse,
+            return_lse_base=return_lse_base,
+        )
+        stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
+        done = _TRTLLM.run(arguments, problem, out, stats)
+    return done if return_lse else done[0]

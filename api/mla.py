@@ -6,7 +6,7 @@ import torch
 
 from hopwell._decoding import decode_sources
 from hopwell._launch import Calls, single, upper_bound
-from hopwell._mla import mla_problem, mla_workspace_bytes
+from hopwell._mla import MlaOptions, mla_problem, mla_workspace_bytes
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
@@ -30,7 +30,25 @@ def trtllm_batch_decode_with_kv_cache_mla(
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
     backend: str = "auto",
-) -> torch.Tensor:
+    *,
+    skip_softmax_threshold_scale_factor: float | None = None,
+    is_var_seq: bool = True,
+    uses_shared_paged_kv_idx: bool = True,
+    lse: torch.Tensor | None = None,
+    return_lse: bool = False,
+    cute_dsl_impl: str = "auto",
+    kv_scale_format: str = "auto",
+    cum_seq_lens_q: torch.Tensor | None = None,
+    max_q_len: int | None = None,
+    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
+    sparse_mla_top_k_lens: torch.Tensor | None = None,
+    enable_dcp: bool = False,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    use_fp16_softmax: bool | None = None,
+    return_lse_base: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Multi-head latent attention (DeepSeek) of one or a few new tokens per request over a paged latent cache.
 
     All heads share one key row per token, ``kv_lora_rank + qk_rope_head_dim`` wide, whose first ``kv_lora_rank``
@@ -46,17 +64,20 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     Args:
         query: [batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], the absorbed latent query first and the
-            rotary part last; bfloat16 or float8_e4m3fn. Tokens lie at equal distances: no gap between requests.
+            rotary part last; bfloat16 or float8_e4m3fn. Tokens lie at equal distances: no gap between requests. With
+            ``cum_seq_lens_q`` [tokens, num_heads, ...].
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...] in the dtype of
             query. page_size is a power of two up to 1024.
-        workspace_buffer: contiguous memory of any dtype for partial results, ``mla_workspace_bytes`` bytes or more. It
-            may hold anything. Calls that may run at the same time need one each.
+        workspace_buffer: contiguous memory of any dtype for partial results, best of ``mla_workspace_bytes`` bytes or
+            more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
+            each. In place of one that is too small, memory of our own is used, one piece for each device and stream;
+            CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
         qk_nope_head_dim: head dimension before absorption. It enters no computation.
         kv_lora_rank: 512 or 256.
         qk_rope_head_dim: 64; sparse with a kv_lora_rank of 512 also 0.
         block_tables: int32 or uint32. Dense: page ids [batch, pages_per_request], for 2^30 tokens of a request at most;
             entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token indices
-            page * page_size + offset, -1 where there is none.
+            page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens, sparse_mla_top_k].
         seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
@@ -68,9 +89,33 @@ def trtllm_batch_decode_with_kv_cache_mla(
             value and not scaled.
         enable_pdl: programmatic dependent launch; None means where the device has it.
         backend: "auto", "xqa", "trtllm-gen" or "cute-dsl". FlashInfer's implementations; all mean the same here.
+        skip_softmax_threshold_scale_factor: None or 0; other values are refused.
+        is_var_seq: not used: lengths may always differ.
+        uses_shared_paged_kv_idx: False for page ids [batch, 2, pages_per_request]. A page holds keys and values at
+            once, so that both rows are the same, of which the first is read.
+        lse: float32 [batch * q_len, num_heads] or [batch, q_len, num_heads], contiguous, to write the log-sum-exp of
+            the scaled scores and sinks into, whatever ``return_lse`` says. A row with no visible key has -inf.
+        return_lse: whether to return the log-sum-exp.
+        cute_dsl_impl: "auto", "modular" or "monolithic", which all mean the same here.
+        kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32". It enters no computation, as the caches that are
+            taken have no scales in them.
+        cum_seq_lens_q: int32 or uint32 [batch + 1], cumulative numbers of new tokens, for requests with different ones.
+            They stay on the device. Rows behind the last request's are neither read nor written.
+        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
+        multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
+        sparse_mla_top_k_lens: int32 or uint32, one element per new token: how many entries of its list count, in place
+            of what ``seq_lens`` says; sparse only.
+        enable_dcp: whether ``kv_cache`` and ``seq_lens`` are one rank's share of each request's keys. Needs
+            ``return_lse``; with one new token of each request only.
+        cp_world: number of ranks.
+        cp_rank: of this rank.
+        causal_seqlens_kv_global: the keys of each request on all ranks. The one new token sees all of this rank's.
+        use_fp16_softmax: None or False; True is refused.
+        return_lse_base: "base2" or None for logarithms to base 2, as FlashInfer returns them, "basee" for natural ones.
 
     Returns:
-        The output: ``out`` itself where given.
+        The output: ``out`` itself where given. With ``return_lse`` a pair of it and the log-sum-exp: ``lse`` itself
+        where given, else [batch * q_len, num_heads].
 
     Raises:
         TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.
@@ -82,14 +127,32 @@ def trtllm_batch_decode_with_kv_cache_mla(
         kv_cache,
         None,
         block_tables,
-        seq_lens,
+        seq_lens if sparse_mla_top_k_lens is None else sparse_mla_top_k_lens,
         bmm1_scale,
         bmm2_scale,
         single(sinks),
         None,
         None,
         workspace_buffer,
+        cum_seq_lens_q if sparse_mla_top_k_lens is None else None,
         out,
+        lse,
+        return_lse,
+        return_lse_base,
+        max_q_len,
+        # What no kernel reads, but the checks do.
+        None if sparse_mla_top_k_lens is None else seq_lens,
+        None if sparse_mla_top_k_lens is None else cum_seq_lens_q,
+        causal_seqlens_kv_global,
+        skip_softmax_threshold_scale_factor,
+        is_var_seq,
+        uses_shared_paged_kv_idx,
+        cute_dsl_impl,
+        kv_scale_format,
+        enable_dcp,
+        cp_world,
+        cp_rank,
+        use_fp16_softmax,
         qk_nope_head_dim,
         kv_lora_rank,
         qk_rope_head_dim,
@@ -98,7 +161,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         enable_pdl,
         backend,
     )
-    done = _MLA.repeat(arguments, out)
+    done = _MLA.repeat(arguments, out, lse)
     if done is None:
         problem = mla_problem(
             query,
@@ -117,6 +180,27 @@ def trtllm_batch_decode_with_kv_cache_mla(
             sinks,
             enable_pdl,
             backend,
+            options=MlaOptions(
+                skip_softmax_threshold_scale_factor,
+                is_var_seq,
+                uses_shared_paged_kv_idx,
+                cute_dsl_impl,
+                kv_scale_format,
+                enable_dcp,
+                cp_world,
+                cp_rank,
+                use_fp16_softmax,
+            ),
+            lse=lse,
+            return_lse=return_lse,
+            return_lse_base=return_lse_base,
+            cum_seq_lens_q=cum_seq_lens_q,
+            max_q_len=max_q_len,
+            sparse_mla_top_k_lens=sparse_mla_top_k_lens,
+            causal_seqlens_kv_global=causal_seqlens_kv_global,
+            multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
         )
-        done = _MLA.run(arguments, problem, out, rows=query.shape[:2])
-    return done[0]
+        rows = query.shape[:2] if cum_seq_lens_q is None else ()
+        stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
+        done = _MLA.run(arguments, problem, out, stats, rows)
+    return done if return_lse else done[0]

@@ -191,7 +191,6 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
         f"{p.score.kind.value} scores": p.score != Score(),
         "statistics": p.statistics is not None,
         "skip_softmax": p.skip_softmax != 0 or p.skipped_tiles is not None,
-        "a natural log-sum-exp": lse is not None and lse.natural,
         "a log-sum-exp that is not ragged": lse is not None and lse.layout is not LseLayout.RAGGED,
     }
     for what, is_given in given.items():

@@ -69,6 +69,7 @@ class DecodeGeometry(NamedTuple):
     listed: int  # tokens in the list of a query token; 0 where there are no lists
     lse_row: int
     lse_head: int
+    lse_natural: int  # 1: base e, 0: base 2
     slots: int  # for partial results
     slot_rows: int
     spilled_levels: int  # of decode with few rows: of a CTA's tree, in memory

@@ -249,6 +249,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         listed=0 if problem.token_table is None else problem.token_table.shape[1],
         lse_row=0 if lse is None else lse.tensor.stride(0),
         lse_head=0 if lse is None else lse.tensor.stride(1),
+        lse_natural=int(lse is not None and lse.natural),
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
         spilled_levels=spilled_levels(config.chunk_tokens, capacity, config.near_levels),

@@ -24,7 +24,7 @@ class MaskKind(enum.Enum):
     CAUSAL = "causal"  # keys 0..p (bottom-right aligned)
     SLIDING_WINDOW = "sliding_window"  # keys p - window_left..p
     CHUNKED = "chunked"  # keys (p // chunk) * chunk..p
-    DRAFT = "draft"  # keys p - window_left.., before the request's queries all of them, then those of draft_mask
+    DRAFT = "draft"  # keys p - window_left.., of the request's queries those of draft_mask, without one up to p
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,8 @@ class AttentionProblem:
             or None.
         output_factor: a second factor on the output, likewise; only decode takes one.
         draft_mask: for MaskKind.DRAFT, contiguous uint16 pairs [T, 2 * words]: the words of 32 bits of a query token
-            say which of its request's query tokens, as keys, it sees; bits at or past q_len are ignored.
+            say which of its request's query tokens, as keys, it sees; bits at or past q_len are ignored. Without it a
+            query token sees itself and those before it.
         token_table: [T, k] int32 or None: what a query token attends to, in place of a page table. An entry is a token
             of ``key``, page * page_size + row. A query token takes the first entries, as many as it sees keys and k at
             most, and ignores negative ones. Only MLA decode takes one.

@@ -19,7 +19,9 @@ CONTEXT = "trtllm_batch_context_with_kv_cache"
 FMHA_V2 = "trtllm_fmha_v2_prefill"
 CUDNN = "cudnn_batch_prefill_with_kv_cache"
 XQA = "xqa_batch_decode_with_kv_cache"
+TRTLLM_DECODE = "trtllm_batch_decode_with_kv_cache"
 MLA = "trtllm_batch_decode_with_kv_cache_mla"
+SAME_AS = {TRTLLM_DECODE: XQA}  # entries without a table of their own
 
 # (QK, V) of the prefill kernels
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
@@ -213,8 +215,9 @@ def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedE
         detail: the argument and value that ask for it, for example ``"out_dtype='nvfp4'"``.
         arch: architecture of the call.
     """
-    row = ENTRIES[entry].feature(feature)
-    here = [other.title for other in ENTRIES[entry].features if other.kind == row.kind and arch in other.archs]
+    table = ENTRIES[SAME_AS.get(entry, entry)]
+    row = table.feature(feature)
+    here = [other.title for other in table.features if other.kind == row.kind and arch in other.archs]
     return NotImplementedError(
         f"{entry}: {row.title} ({detail}) is not supported on {arch}; "
         f"{row.kind} supported on {arch}: {'; '.join(here) or 'none yet'}; "
@@ -224,7 +227,7 @@ def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedE
 
 def require(entry: str, feature: str, detail: str, arch: str) -> None:
     """Raise :func:`refusal`'s error unless ``entry`` has ``feature`` on ``arch``."""
-    if arch not in ENTRIES[entry].feature(feature).archs:
+    if arch not in ENTRIES[SAME_AS.get(entry, entry)].feature(feature).archs:
         raise refusal(entry, feature, detail, arch)
 
 

@@ -39,15 +39,15 @@ class Tickets:
         """Address of a set for a launch on the current stream."""
         if not self._has_streams:
             return self._for_thread()
-        stream = _current_stream(self._index)
-        if stream != LEGACY_STREAM and _is_capturing():
+        stream = current_stream(self._index)
+        if stream != LEGACY_STREAM and is_capturing():
             return self._for_capture()
         found = self._of_stream.get(stream)
         return self._for_stream(stream) if found is None else found
 
     def reserve(self) -> None:
         """Keep enough sets in store for the captures that may follow. Called once for each plan."""
-        if self._has_streams and _is_capturing():
+        if self._has_streams and is_capturing():
             return
         with self._lock:
             if len(self._free) < self._at_once // 2 + 1:
@@ -97,8 +97,8 @@ def _stream_of_object(index: int) -> int:
 
 
 # Without building a Stream object, which takes 1 us of a call that should cost 8, and without a function in between.
-_current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
-_is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
+current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
+is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 
 
 _sets: dict[tuple[torch.device, int], Tickets] = {}

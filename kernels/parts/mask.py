@@ -114,11 +114,16 @@ class DraftRow(LogitRow):
     @cute.jit
     def word(self, r: cutlass.Constexpr[int], index):
         """Which of the 32 keys from new token 32 * ``index`` on row r sees: all of those before the new tokens. Bits of
-        keys that the request does not have may be anything: the interval ends before them."""
+        keys that the request does not have may be anything: the interval ends before them. Without a mask in memory a
+        new token sees itself and those before it."""
         bits = Uint32(0xFFFFFFFF)
         if index >= 0:
             bits = Uint32(0)
-            if index * WORD_BITS < self.q_len:
+            if self.words[r] == 0:
+                hidden = index * WORD_BITS + (WORD_BITS - 1) - (self.positions[r] - self.first_draft)
+                if hidden < WORD_BITS:
+                    bits = Uint32(0xFFFFFFFF) >> cutlass.max(hidden, 0).to(Uint32)
+            elif index * WORD_BITS < self.q_len:
                 # The caller's elements are 16 bits wide, and so may be their alignment.
                 halves = global_array(Uint16, self.words[r])
                 bits = halves[2 * index].to(Uint32) | halves[2 * index + 1].to(Uint32) << Uint32(16)

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.device import DeviceStruct, global_array
-from hopwell.kernels.parts.softmax import normalised
+from hopwell.kernels.parts.softmax import LN_2, normalised
 
 
 @dataclass
@@ -60,5 +60,6 @@ class PackedRows(DeviceStruct):
             sink = global_array(Float32, a.sinks)[head]
         factor, lse = normalised(reference, total, sink)
         if a.lse != 0 and writes:
-            global_array(Float32, a.lse)[Int64(token) * g.lse_row + head * g.lse_head] = lse
+            scaled = lse * LN_2 if g.lse_natural != 0 else lse
+            global_array(Float32, a.lse)[Int64(token) * g.lse_row + head * g.lse_head] = scaled
         return factor * self.scale

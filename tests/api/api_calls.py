@@ -251,11 +251,20 @@ def _xqa_forms() -> list[Form]:
         cache = data(PAGES, *page_shape("HND")), data(PAGES, *page_shape("HND"))
         return xqa(cache, "HND", q_len=3, mask=torch.zeros(BATCH, 3, 2, dtype=torch.uint16))
 
+    def ragged() -> dict[str, Any]:
+        more = dict(
+            query=data(TOKENS, HEADS, DIM),
+            q_cu_seq_lens=cumulative(Q_LENS),
+            mask=torch.zeros(TOKENS, 2, dtype=torch.uint16),
+        )
+        return xqa(stacked("NHD"), "NHD", q_len=5, lse=data(TOKENS, HEADS, dtype=torch.float32), **more)
+
     return [
         Form("stacked-NHD", function, lambda: xqa(stacked("NHD"), "NHD")),
         Form("fp8-HND", function, lambda: xqa(stacked("HND", FP8), "HND")),
         Form("nvfp4", function, nvfp4, runs=False),
         Form("drafts", function, drafts),
+        Form("ragged", function, ragged),
     ]
 
 
@@ -269,15 +278,44 @@ def _mla_forms() -> list[Form]:
     def several_tokens() -> dict[str, Any]:
         return mla(data(PAGES, 1, PAGE, 320), ints(*TABLE), q_len=3, rank=256, bmm1_scale=0.125)
 
+    def ragged() -> dict[str, Any]:
+        arguments = mla(data(PAGES, PAGE, 576), ints(*TABLE), q_len=5)
+        more = dict(cum_seq_lens_q=cumulative(Q_LENS), max_q_len=5, return_lse_base="basee")
+        lse = data(TOKENS, HEADS, dtype=torch.float32)
+        return {**arguments, **more, "query": data(TOKENS, HEADS, 576), "lse": lse}
+
+    def counted() -> dict[str, Any]:
+        return {**sparse(), "sparse_mla_top_k_lens": torch.ones(BATCH, 2, dtype=torch.int32)}
+
     return [
         Form("dense", function, lambda: mla(data(PAGES, PAGE, 576), ints(*TABLE))),
         Form("several-tokens", function, several_tokens),
         Form("fp8", function, lambda: mla(data(PAGES, 1, PAGE, 576, dtype=FP8), ints(*TABLE)), runs=False),
         Form("sparse", function, sparse),
+        Form("ragged", function, ragged),
+        Form("counted", function, counted),
     ]
 
 
-FORMS = [*_context_forms(), *_fmha_v2_forms(), *_cudnn_forms(), *_xqa_forms(), *_mla_forms()]
+def _trtllm_decode_forms() -> list[Form]:
+    function = hopwell.trtllm_batch_decode_with_kv_cache
+
+    def causal() -> dict[str, Any]:
+        return xqa(stacked("HND"), "HND", q_len=3, lse=data(BATCH * 3, HEADS, dtype=torch.float32))
+
+    def separate_ids() -> dict[str, Any]:
+        tables = ints(*TABLE)[:, None].expand(-1, 2, -1).contiguous()
+        cache = data(PAGES, *page_shape("HND")), data(PAGES, *page_shape("HND"))
+        return {**xqa(cache, "HND"), "block_tables": tables, "uses_shared_paged_kv_idx": False}
+
+    return [
+        Form("causal", function, causal),
+        Form("fp8-out", function, lambda: xqa(stacked("HND", FP8), "HND", out_dtype=FP8)),
+        Form("separate-ids", function, separate_ids),
+    ]
+
+
+FORMS = [*_context_forms(), *_fmha_v2_forms(), *_cudnn_forms(), *_xqa_forms(), *_mla_forms(), *_trtllm_decode_forms()]
 
 
 def form(entry: str, name: str) -> dict[str, Any]:

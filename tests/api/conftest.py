@@ -50,7 +50,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
     """The recording plan, with nothing recorded and no call prepared."""
     monkeypatch.setattr(_launch, "Plan", RecordingPlan)
     prefill = [(hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2")]
-    for module, calls in (*prefill, (cudnn, "_CUDNN"), (decode, "_XQA"), (mla, "_MLA")):
+    for module, calls in (*prefill, (cudnn, "_CUDNN"), (decode, "_XQA"), (decode, "_TRTLLM"), (mla, "_MLA")):
         monkeypatch.setattr(module, calls, _launch.Calls(getattr(module, calls).sources))
     RecordingPlan.problems.clear()
     RecordingPlan.addresses.clear()

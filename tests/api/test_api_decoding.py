@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from typing import Any
 
 import pytest
@@ -10,15 +11,20 @@ import torch
 from api_calls import BATCH, DEFAULT, FP8, FUNCTIONS, HEADS, MLA, PAGE, TABLE, U8, XQA, form, ints, refused
 
 from hopwell.kernels.problem import AttentionProblem
+from hopwell.kernels.scratch import own_scratch
 
 Problems = list[AttentionProblem]
 
 CAPACITY = len(TABLE[0]) * PAGE
-SIZES = {XQA: r"hopwell\.decode\.xqa_workspace_bytes", MLA: r"hopwell\.mla\.mla_workspace_bytes"}
+ENTRIES = (XQA, MLA)
 SEVERAL = {XQA: "drafts", MLA: "several-tokens"}
 TENSORS = ("query", "kv_cache", "block_tables", "seq_lens", "sinks", "out")
 
-each_entry = pytest.mark.parametrize("entry", SIZES)
+each_entry = pytest.mark.parametrize("entry", ENTRIES)
+
+
+def within(part: torch.Tensor, whole: torch.Tensor) -> bool:
+    return whole.data_ptr() <= part.data_ptr() < whole.data_ptr() + whole.nbytes
 
 
 def decode(entry: str, name: str | None = None, **changes: Any) -> torch.Tensor:
@@ -59,15 +65,46 @@ class TestWorkspace:
         workspace = torch.empty(-(-size // dtype.itemsize), dtype=dtype)
         decode(entry, workspace_buffer=workspace)
         decode(entry, workspace_buffer=workspace.view(1, -1))
-        assert launched[0].scratch is workspace
+        scratch = launched[0].scratch
+        assert scratch.data_ptr() + scratch.nbytes == workspace.data_ptr() + workspace.nbytes
+        assert scratch.nbytes == size
+
+    @each_entry
+    def test_the_front_is_left_alone(self, entry: str, launched: Problems) -> None:
+        """FlashInfer keeps statistics there between calls."""
+        size = form(entry, DEFAULT[entry])["workspace_buffer"].numel()
+        workspace = torch.empty(size + 4096, dtype=U8)
+        decode(entry, workspace_buffer=workspace)
+        assert launched[0].scratch.data_ptr() == workspace.data_ptr() + 4096
 
     @pytest.mark.parametrize("names", [DEFAULT, SEVERAL], ids=["one", "several"])
     @each_entry
-    def test_too_small(self, entry: str, names: dict[str, str]) -> None:
+    def test_too_small(
+        self, entry: str, names: dict[str, str], recorded: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Memory of our own then, the same in all calls of a thread, and one line about it."""
         name = names[entry]
+        own_scratch.cache_clear()
         size = form(entry, name)["workspace_buffer"].numel()
-        text = rf"^workspace_buffer must have at least {size} bytes for this call \({SIZES[entry]}\), got {size - 1}$"
-        refused(entry, ValueError, text, name, workspace_buffer=torch.empty(size - 1, dtype=U8))
+        small = {**form(entry, name), "workspace_buffer": torch.empty(size - 1, dtype=U8)}
+        for _ in range(4):
+            FUNCTIONS[entry](**small)
+        (problem,) = recorded.problems
+        assert problem.scratch.numel() == size
+        assert not within(problem.scratch, small["workspace_buffer"])
+        assert {addresses[-1] for addresses in recorded.addresses} == {problem.scratch.data_ptr()}
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert str(size) in caplog.text
+
+    def test_threads_have_memory_of_their_own(self) -> None:
+        scratch, found = own_scratch(torch.device("cpu")), []
+        for _ in range(2):
+            thread = threading.Thread(target=lambda: found.append((scratch.address(100), scratch.address(50))))
+            thread.start()
+            thread.join()
+        assert all(first == second for first, second in found)
+        assert found[0] != found[1]
+        assert scratch.address(10**6) != scratch.address(10**7)
 
     @each_entry
     def test_other_refusals(self, entry: str) -> None:
@@ -78,7 +115,7 @@ class TestWorkspace:
         text = r"^workspace_buffer must be contiguous, got strides \(2,\)$"
         refused(entry, ValueError, text, workspace_buffer=torch.empty(2 * good.numel(), dtype=U8)[::2])
 
-    @pytest.mark.parametrize(("entry", "argument"), [*itertools.product(SIZES, TENSORS), (XQA, "mask")])
+    @pytest.mark.parametrize(("entry", "argument"), [*itertools.product(ENTRIES, TENSORS), (XQA, "mask")])
     def test_shares_no_memory(self, entry: str, argument: str) -> None:
         arguments = {**form(entry, SEVERAL[entry]), "sinks": torch.zeros(HEADS)}
         arguments["out"] = torch.empty_like(decode(entry, SEVERAL[entry]))

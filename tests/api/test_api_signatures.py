@@ -66,6 +66,34 @@ XQA = [
     ("o_scale", 1.0),
     ("mask", None),
     ("kv_cache_sf", None),
+    ("q_cu_seq_lens", None),
+    ("lse", None),
+    ("return_lse", False),
+    ("return_lse_base", None),
+]
+TRTLLM_DECODE = [
+    *XQA[:10],
+    ("out_dtype", None),
+    ("o_sf_scale", None),
+    ("o_sf_vec_size", None),
+    ("sinks", None),
+    ("kv_layout", "HND"),
+    ("enable_pdl", None),
+    ("backend", "auto"),
+    ("q_len_per_req", 1),
+    ("o_scale", 1.0),
+    ("mask", None),
+    ("max_q_len", None),
+    ("cum_seq_lens_q", None),
+    ("skip_softmax_threshold_scale_factor", None),
+    ("kv_cache_sf", None),
+    ("uses_shared_paged_kv_idx", True),
+    ("lse", None),
+    ("return_lse", False),
+    ("bmm1_scale_log2", None),
+    ("multi_ctas_kv_counter_buffer", None),
+    ("enable_block_sparse_attention", False),
+    ("return_lse_base", None),
 ]
 FMHA_V2 = [
     ("qkv", NONE),
@@ -137,12 +165,30 @@ MLA = [
     ("sinks", None),
     ("enable_pdl", None),
     ("backend", "auto"),
+    ("skip_softmax_threshold_scale_factor", None),
+    ("is_var_seq", True),
+    ("uses_shared_paged_kv_idx", True),
+    ("lse", None),
+    ("return_lse", False),
+    ("cute_dsl_impl", "auto"),
+    ("kv_scale_format", "auto"),
+    ("cum_seq_lens_q", None),
+    ("max_q_len", None),
+    ("multi_ctas_kv_counter_buffer", None),
+    ("sparse_mla_top_k_lens", None),
+    ("enable_dcp", False),
+    ("cp_world", 1),
+    ("cp_rank", 0),
+    ("causal_seqlens_kv_global", None),
+    ("use_fp16_softmax", None),
+    ("return_lse_base", None),
 ]
 
 # module, name, parameters, number of positional ones
 EXPECTED = [
     ("hopwell.prefill", "trtllm_batch_context_with_kv_cache", CONTEXT, 23),
     ("hopwell.decode", "xqa_batch_decode_with_kv_cache", XQA, 17),
+    ("hopwell.decode", "trtllm_batch_decode_with_kv_cache", TRTLLM_DECODE, 30),
     ("hopwell.prefill", "trtllm_fmha_v2_prefill", FMHA_V2, 22),
     ("hopwell.cudnn", "cudnn_batch_prefill_with_kv_cache", CUDNN, 5),
     ("hopwell.mla", "trtllm_batch_decode_with_kv_cache_mla", MLA, 16),
@@ -177,6 +223,12 @@ def test_top_level_names() -> None:
     assert hopwell.FP4Tensor is importlib.import_module("hopwell.utils").FP4Tensor
     assert isinstance(hopwell.__version__, str)
     assert all(hasattr(hopwell, name) for name in hopwell.__all__)
+
+
+def test_latent_attention_is_found_beside_decode() -> None:
+    """Where FlashInfer had it at first, and engines still import it from."""
+    decode, mla = (importlib.import_module(f"hopwell.{name}") for name in ("decode", "mla"))
+    assert decode.trtllm_batch_decode_with_kv_cache_mla is mla.trtllm_batch_decode_with_kv_cache_mla
 
 
 @pytest.mark.parametrize(("module", "name", "parameters"), [row[:3] for row in EXPECTED])

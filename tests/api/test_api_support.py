@@ -134,15 +134,17 @@ def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
         (form, feature.key)
         for form in FORMS
         if form.runs
-        for feature in support.ENTRIES[form.function.__name__].features
+        for name in [form.function.__name__]
+        for feature in support.ENTRIES[support.SAME_AS.get(name, name)].features
         if feature.key in ("16bit", "head_dim", "cache")
     ],
     ids=str,
 )
 def test_the_table_decides(monkeypatch: pytest.MonkeyPatch, form: Form, feature: str) -> None:
     name = form.function.__name__
-    entry = support.ENTRIES[name]
+    table = support.SAME_AS.get(name, name)
+    entry = support.ENTRIES[table]
     rows = tuple(replace(row, archs=()) if row.key == feature else row for row in entry.features)
-    monkeypatch.setitem(support.ENTRIES, name, replace(entry, features=rows))
+    monkeypatch.setitem(support.ENTRIES, table, replace(entry, features=rows))
     with pytest.raises(NotImplementedError, match=name):
         form.function(**form.build())

@@ -60,7 +60,6 @@ UNSEEN: dict[str, dict[str, Any]] = {
     "soft_cap scores": dict(score=Score(ScoreKind.SOFT_CAP, 30.0)),
     "statistics": dict(statistics=empty(60, 4, 2, dtype=torch.float32)),
     "skip_softmax": dict(skip_softmax=1.0),
-    "a natural log-sum-exp": dict(lse=LogSumExp(LSE, LseLayout.RAGGED, natural=True)),
     "a log-sum-exp that is not ragged": dict(lse=LogSumExp(LSE, LseLayout.PADDED, natural=False)),
 }
 

@@ -38,6 +38,8 @@ from hopwell.kernels.splitting import (
 )
 
 pytestmark = pytest.mark.traced
+
+MASK_ADDRESS = 4096  # of the draft mask; 0 stands for none
 # The DSL warns where a value does not fit its type and would wrap around on the device.
 exact = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
 
@@ -385,13 +387,15 @@ class TestDrafts:
         # Bits at and past q_len are anything.
         bits = [draw.getrandbits(32 * words) for _ in range(q_len)]
         halves = [value >> 16 * i & 0xFFFF for value in bits for i in range(2 * words)]
-        monkeypatch.setattr(mask_module, "global_array", lambda dtype, address: Halves(dtype, halves, host(address)))
+        monkeypatch.setattr(
+            mask_module, "global_array", lambda dtype, address: Halves(dtype, halves, host(address) - MASK_ADDRESS)
+        )
         device = DraftMask(MaskKind.DRAFT, Int32(window))
         monkeypatch.setattr(DraftRow, "word", DraftRow.word.__wrapped__)
         for kv_len in (q_len, q_len + 1, q_len + 31, q_len + 70, q_len + 1000, max(q_len - 3, 0)):
             first = kv_len - q_len
             tokens = [draw.randrange(q_len) for _ in range(2)]
-            addresses = tuple(Int64(4 * words * token) for token in tokens)
+            addresses = tuple(Int64(MASK_ADDRESS + 4 * words * token) for token in tokens)
             positions = tuple(Int32(first + token) for token in tokens)
             row = DraftRow(positions, Int32(kv_len), 0.0, Int32(first), Int32(q_len), addresses)
             for tile in range(max(first // self.TILE_N - 1, 0), -(-kv_len // self.TILE_N)):
@@ -404,6 +408,22 @@ class TestDrafts:
                     if key >= first:
                         shown = shown and bool(bits[tokens[r]] >> (key - first) & 1)
                     assert (value == 1.0) == shown, (kv_len, tokens[r], key)
+
+    @pytest.mark.parametrize("q_len", [1, 2, 33, 100])
+    def test_without_bits_drafts_are_causal(
+        self, q_len: int, lane: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(DraftRow, "word", DraftRow.word.__wrapped__)
+        device = DraftMask(MaskKind.DRAFT, Int32(MAX_WINDOW))
+        for kv_len, token in itertools.product((q_len, q_len + 70, max(q_len - 3, 0)), (0, q_len // 2, q_len - 1)):
+            position = kv_len - q_len + token
+            row = DraftRow((Int32(position),) * 2, Int32(kv_len), 0.0, Int32(kv_len - q_len), Int32(q_len), (0, 0))
+            for tile in range(-(-kv_len // self.TILE_N)):
+                scores = Scores(self.TILE_N // RowFragment.lanes_per_row)
+                DraftMask.apply.__wrapped__(device, scores, Int32(tile * self.TILE_N), row)
+                for (_, c), value in scores.values.items():
+                    key = tile * self.TILE_N + host(RowFragment.first_column()) + RowFragment.column_offset(c)
+                    assert (value == 1.0) == (key <= position), (kv_len, token, key)
 
 
 @dataclass

@@ -142,8 +142,8 @@ class FakeStreams:
         self.store = Tickets(CPU, INTS)
         self.store.reserve()
         self.store._has_streams, self.store._index = True, 0
-        monkeypatch.setattr(module, "_current_stream", lambda index: self.current)
-        monkeypatch.setattr(module, "_is_capturing", self.is_capturing)
+        monkeypatch.setattr(module, "current_stream", lambda index: self.current)
+        monkeypatch.setattr(module, "is_capturing", self.is_capturing)
 
     def is_capturing(self) -> bool:
         self.asked += 1

@@ -216,10 +216,9 @@ def test_refusals_of_lists_name_the_argument() -> None:
 
 
 @KINDS
-def test_workspace_must_be_large_enough(top_k: int) -> None:
+def test_workspace_must_be_contiguous_and_apart(top_k: int) -> None:
     data = batch("cpu", 2, top_k)
     workspace = data.workspace(CAPACITY)
-    refused(data, "^workspace_buffer must have at least .*mla_workspace_bytes", workspace_buffer=workspace[:100])
     refused(data, "^workspace_buffer must be contiguous", workspace_buffer=workspace[::2])
     room = workspace.view(data.dtype)[: data.tokens * data.heads * 512]
     refused(data, "must not share memory", workspace_buffer=workspace, out=room.view(data.size, 2, data.heads, 512))

@@ -1,0 +1,104 @@
+"""The calls that serving engines make for latent attention, as they stand in their sources, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batches import starts
+from entry_calls import repeated
+from mla_batches import MlaBatch, listing
+
+from hopwell import decode
+
+KV_LENS = [70, 0, 3, 330]
+
+
+def batch(device: str, q_lens: list[int], top_k: int = 0, **options: Any) -> MlaBatch:
+    lengths = zip(q_lens, KV_LENS, strict=True)
+    lists = [listing("any", q_len, n, top_k, seed) for seed, (q_len, n) in enumerate(lengths)] if top_k else None
+    return MlaBatch(q_lens, KV_LENS, device=device, lists=lists, **({"heads": 8} | options))
+
+
+def call(data: MlaBatch, problem: Any, **more: Any) -> Any:
+    arguments: dict[str, Any] = dict(
+        kv_cache=problem.key,
+        workspace_buffer=torch.zeros(1 << 20, dtype=torch.int8, device=data.device),
+        qk_nope_head_dim=128,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        block_tables=None if problem.page_table is None else problem.page_table.key,
+        seq_lens=problem.kv_lens,
+        max_seq_len=max(KV_LENS),
+        bmm1_scale=data.scale,
+        bmm2_scale=1.0,
+        multi_ctas_kv_counter_buffer=torch.zeros(64, dtype=torch.uint8, device=data.device),
+    )
+    return repeated(decode.trtllm_batch_decode_with_kv_cache_mla, data, arguments | more)
+
+
+def even(data: MlaBatch) -> torch.Tensor:
+    return data.q.view(data.size, -1, data.heads, data.head_dim)
+
+
+@pytest.mark.parametrize("heads", [8, 40])
+def test_vllm_and_sglang(heads: int, device: str) -> None:
+    """Either engine's arguments. The log-sum-exp has base 2, or the one that is asked for."""
+    data = batch(device, [1] * 4, heads=heads)
+    problem, expected = data.decode(64), data.expected_mla()
+    options: dict[str, Any] = dict(query=even(data), skip_softmax_threshold_scale_factor=None, enable_dcp=False)
+    out, lse = call(data, problem, return_lse=True, cp_world=1, cp_rank=0, causal_seqlens_kv_global=None, **options)
+    expected.check(out.flatten(0, 1))
+    expected.check_lse(lse, natural=False)
+    given = torch.full((data.size, 1, heads), torch.nan, device=device)
+    assert torch.equal(call(data, problem, lse=given, return_lse_base="basee", is_var_seq=False, **options), out)
+    expected.check_lse(given[:, 0], natural=True)
+
+
+@pytest.mark.parametrize("top_k", [0, 68], ids=["dense", "sparse"])
+def test_uneven_new_tokens(top_k: int, device: str) -> None:
+    """Lengths come from the device; rows behind the last request's keep what they hold, and are not read."""
+    data = batch(device, [3, 0, 2, 1], top_k)
+    problem = data.decode(64, ragged=True)
+    query = torch.cat((data.q, data.q.new_full((4, data.heads, 576), torch.nan)))
+    out = torch.full((data.tokens + 4, data.heads, 512), 7.0, dtype=data.dtype, device=device)
+    options: dict[str, Any] = dict(query=query, out=out, cum_seq_lens_q=data.ints(starts(data.q_lens)), max_q_len=3)
+    if top_k:
+        table = torch.cat((problem.token_table, problem.token_table[:4]))
+        options |= dict(block_tables=table, sparse_mla_top_k=top_k)
+    found, lse = call(data, problem, return_lse=True, **options)
+    assert found is out
+    expected = data.expected_mla()
+    expected.check(out[: data.tokens])
+    expected.check_lse(lse[: data.tokens], natural=False)
+    assert (out[data.tokens :] == 7).all()
+
+
+def test_counts_of_lists(device: str) -> None:
+    """Of each new token; what is said of all tokens of a request is not looked at."""
+    data = batch(device, [2] * 4, 68)
+    problem = data.decode(16)
+    counted = torch.cat([data.counted(i).sum(1) for i in range(data.size)]).to(torch.int32).to(device)
+    options = dict(query=even(data), block_tables=problem.token_table.view(data.size, 2, -1), sparse_mla_top_k=68)
+    seq_lens = torch.full_like(problem.kv_lens, 10**6)
+    out = call(data, problem, sparse_mla_top_k_lens=counted, seq_lens=seq_lens, **options)
+    data.expected_mla().check(out.flatten(0, 1))
+
+
+def test_context_parallel_ranks(device: str) -> None:
+    """One new token sees every key of the rank, and the log-sum-exp is there to merge ranks by."""
+    data = batch(device, [1] * 4)
+    problem = data.decode(64)
+    options = dict(enable_dcp=True, cp_world=2, cp_rank=1, causal_seqlens_kv_global=2 * problem.kv_lens)
+    out, lse = call(data, problem, query=even(data), return_lse=True, backend="cute-dsl", **options)
+    data.expected_mla().check(out.flatten(0, 1))
+    data.expected_mla().check_lse(lse, natural=False)
+
+
+def test_tables_of_keys_and_values(device: str) -> None:
+    data = batch(device, [2] * 4)
+    problem = data.decode(64)
+    table = problem.page_table.key[:, None].expand(-1, 2, -1).contiguous()
+    out = call(data, problem, query=even(data), block_tables=table, uses_shared_paged_kv_idx=False)
+    data.expected_mla().check(out.flatten(0, 1))
