@@ -19,8 +19,8 @@ def full_page() -> str:
     """What docs/support.md holds."""
     return (
         "# What each entry can do on each architecture\n\n"
-        '"yes" is what has run on GPUs of that architecture. "emulator-verified" has not: its kernels compile for it, and\n'
-        "the emulator has executed the same PTX, checked it against float64 and looked for races.\n\n"
+        '"yes" is what has run on GPUs of that architecture. "emulator-verified" has not: its kernels compile for it,\n'
+        "and the emulator has executed the same PTX, checked it against float64 and looked for races.\n\n"
         + support_matrix()
     )
 

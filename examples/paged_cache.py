@@ -51,7 +51,7 @@ def attend(request=slice(None)):
     )
 
 
-for step in range(3):
+for _ in range(3):
     query, key, value = (torch.randn(3, n, head_dim, device=device).bfloat16() for n in (heads, kv_heads, kv_heads))
     page = block_tables[torch.arange(3), seq_lens // page_size]
     kv_cache[page, 0, :, seq_lens % page_size] = key

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-
 from oracles import check_attention, check_generation
 
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from oracles import check_attention
 
 from hopwell import _demo, emulator
 from hopwell.__main__ import main
 from hopwell.kernels.support import support_matrix
-from oracles import check_attention
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
