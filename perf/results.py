@@ -197,7 +197,9 @@ class Run:
                 best = colors.ratio(shown, at)
                 if rate and best and best[0] == name:
                     style = dict(fontsize=7, weight="bold", bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
-                    axes.annotate(f"{best[1]:.2f}", (place, rate), (0, 2), None, "offset points", ha="center", **style)
+                    axes.annotate(
+                        f"{best[1]:.2f}", (place, rate), (0, 2), textcoords="offset points", ha="center", **style
+                    )
         for title, rates in self._rooflines(workloads).items():
             for at, rate in enumerate(rates):
                 if rate:
