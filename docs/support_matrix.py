@@ -10,7 +10,13 @@ from hopwell.kernels.support import support_matrix
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
 FULL = ROOT / "docs" / "support.md"
-NAMES = ("context", "FMHAv2", "cuDNN", "decode", "MLA")  # of the entries, in the order of the table
+SHORT_NAMES = {  # others stand for themselves
+    "trtllm_batch_context_with_kv_cache": "context",
+    "trtllm_fmha_v2_prefill": "FMHAv2",
+    "cudnn_batch_prefill_with_kv_cache": "cuDNN",
+    "xqa_batch_decode_with_kv_cache": "decode",
+    "trtllm_batch_decode_with_kv_cache_mla": "MLA",
+}
 PLACE = re.compile(r"(<!-- support matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
 STYLE = {"yes": "{}", "emulator-verified": "*{}*"}  # of an architecture's name in a cell
 
@@ -28,16 +34,17 @@ def full_page() -> str:
 def compact_matrix() -> str:
     """All entries in one table: features as rows, and in the cells the architectures that have them."""
     sections = support_matrix().strip().split("\n\n`")
-    assert len(sections) == len(NAMES)
+    entries = [section.partition("\n")[0].strip("`").rpartition(".")[2] for section in sections]
+    names = [SHORT_NAMES.get(entry, entry) for entry in entries]
     cells: dict[str, list[str]] = {}
     for column, section in enumerate(sections):
         header, _, *rows = [line for line in section.split("\n") if line.startswith("|")]
         archs = _fields(header)[1:]
         for title, *marks in map(_fields, rows):
             known = [STYLE[mark].format(arch[3:-1]) for arch, mark in zip(archs, marks, strict=True) if mark in STYLE]
-            cells.setdefault(title, ["-"] * len(NAMES))[column] = ", ".join(known) or "-"
+            cells.setdefault(title, ["-"] * len(names))[column] = ", ".join(known) or "-"
     supported = {title: row for title, row in cells.items() if set(row) != {"-"}}
-    lines = ["| sm_ | " + " | ".join(NAMES) + " |", "|---|" + ":---:|" * len(NAMES)]
+    lines = ["| sm_ | " + " | ".join(names) + " |", "|---|" + ":---:|" * len(names)]
     return "\n".join(lines + [f"| {title} | " + " | ".join(row) + " |" for title, row in supported.items()]) + "\n"
 
 
