@@ -120,7 +120,7 @@ TILES = {
 SHORT_WINDOW, SHORT_STEP = 512, 64
 # Where K and V are widened there is one more warpgroup, for which the others leave registers, and there are stages of
 # what was loaded beside those of what is multiplied. Beyond head dim 128 shared memory has one stage of either.
-_WIDENING = dict(q_stages=1, producer_registers=40, consumer_registers=208, widening_registers=56)
+_WIDENING: dict[str, Any] = dict(q_stages=1, producer_registers=40, consumer_registers=208, widening_registers=56)
 WIDENED_PAIRS_TO = 128
 MOST_COLUMNS_OF_512_THREADS = 192  # of V: ptxas refuses a product of 256 columns in a kernel of 128 registers at launch
 # The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head

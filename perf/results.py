@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hopwell.perf import colors
+
 PACKAGES = ("hopwell", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "flashinfer-python")
 
 ROOFLINE = "roofline"
@@ -185,10 +187,19 @@ class Run:
         self._finish(figure, path)
 
     def _bars(self, axes: Any, workloads: Sequence[str]) -> None:
-        width = 0.85 / len(self.candidates)
-        for index, (name, rates) in enumerate(self._rates(workloads).items()):
-            places = [at + (index - (len(self.candidates) - 1) / 2) * width for at in range(len(workloads))]
-            axes.bar(places, [rate or 0 for rate in rates], width, label=name, color=_color(index))
+        shown = colors.shown(self._rates(workloads))
+        palette = colors.colors(list(shown))
+        width = 0.85 / len(shown)
+        for index, (name, rates) in enumerate(shown.items()):
+            places = [at + (index - (len(shown) - 1) / 2) * width for at in range(len(workloads))]
+            axes.bar(places, [rate or 0 for rate in rates], width, label=name, color=palette[name])
+            for at, (place, rate) in enumerate(zip(places, rates, strict=True)):
+                best = colors.ratio(shown, at)
+                if rate and best and best[0] == name:
+                    style = dict(fontsize=7, weight="bold", bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+                    axes.annotate(
+                        f"{best[1]:.2f}", (place, rate), (0, 2), textcoords="offset points", ha="center", **style
+                    )
         for title, rates in self._rooflines(workloads).items():
             for at, rate in enumerate(rates):
                 if rate:
@@ -204,8 +215,11 @@ class Run:
         figure, panels = _panels(len(self.series), columns, width=5.0)
         for axes, series in zip(panels, self.series, strict=True):
             points = self._workloads(series)
-            for index, (name, rates) in enumerate(self._rates(list(points)).items()):
-                _line(axes, points, rates, label=name, color=_color(index), marker=".")
+            shown = colors.shown(self._rates(list(points)))
+            palette = colors.colors(list(shown))
+            for name, rates in shown.items():
+                # Drawn above peers, whose lines may lie on ours.
+                _line(axes, points, rates, label=name, color=palette[name], marker=".", zorder=2 + colors.is_ours(name))
             for title, rates in self._rooflines(list(points)).items():
                 _line(axes, points, rates, label=title, color="black", linestyle="dashed")
             axes.set_xscale("log", base=2)
@@ -220,7 +234,8 @@ class Run:
         drawn: dict[str, Any] = {}
         top = max(axes.get_ylim()[1] for axes in figure.axes)
         for axes in figure.axes:
-            axes.set_ylim(0, top)
+            if axes.patches:  # bars are compared by their lengths; lines begin where they differ
+                axes.set_ylim(0, top)
             axes.grid(axis="y", alpha=0.3)
             drawn |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
         figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside right upper")
@@ -267,9 +282,3 @@ def _line(axes: Any, points: Mapping[str, int], rates: Sequence[float | None], *
     measured = [(x, rate) for x, rate in zip(points.values(), rates, strict=True) if rate]
     if measured:
         axes.plot(*zip(*measured, strict=True), **style)
-
-
-def _color(index: int) -> Any:
-    from matplotlib import pyplot
-
-    return pyplot.get_cmap("tab20")(index)

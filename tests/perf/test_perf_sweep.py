@@ -224,6 +224,14 @@ def test_bars_come_in_rows(count: int, in_rows: list[int], figures: list[Any], t
     assert legend(figure) == {"clone", "read"}
 
 
+def test_bars_of_ours_say_how_they_compare(figures: list[Any], tmp_path: Path) -> None:
+    rates = {"hopwell": 3.0, "hopwell, pages of 16": 2.0, "peer, pages of 16": 1.0, "peer": 1.5, "read": 4.0}
+    unmeasured(*(Row("case", name, rate=rate) for name, rate in rates.items())).save(tmp_path / "run.json")
+    [figure] = figures
+    assert [text.get_text() for text in figure.axes[0].texts] == ["2.00"]
+    assert legend(figure) == {"hopwell", "hopwell, pages of 16", "peer", "read"}
+
+
 def test_lines_have_one_legend_beside_them(figures: list[Any], tmp_path: Path) -> None:
     rows = [Row(f"{i}-{x}", who, f"series {i}", x, rate=x) for i in range(5) for x in (1, 2) for who in ("one", "read")]
     rows.append(Row("4-1", "other", "series 4", 1, rate=1.0))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 import pathlib
 import re
-from collections.abc import Sequence
+import runpy
 from typing import Any
 
 import pytest
 import torch
+from oracles import check_attention
 
 from hopwell import _demo, emulator
 from hopwell.__main__ import main
@@ -35,7 +35,11 @@ def run(code: str, names: dict[str, Any]) -> None:
 def test_support_matrix_is_up_to_date() -> None:
     found = re.search(r"<!-- support matrix.*?-->\n(.*?)<!-- end", README, re.DOTALL)
     assert found is not None
-    assert found[1].strip() == support_matrix().strip(), "paste the output of `python -m hopwell support`"
+    matrix = runpy.run_path(str(ROOT / "docs" / "support_matrix.py"))
+    assert found[1].strip() == matrix["compact_matrix"]().strip(), "run `python docs/support_matrix.py`"
+    full = (ROOT / "docs" / "support.md").read_text()
+    assert full == matrix["full_page"](), "run `python docs/support_matrix.py`"
+    assert full.endswith(support_matrix())
 
 
 def check_demo(capsys: pytest.CaptureFixture[str], device: str) -> None:
@@ -104,28 +108,12 @@ def test_demo_is_emulated_without_kernels_for_the_gpu(
     assert main(["demo"]) == status
 
 
-def check_attention(names: dict[str, Any], q_lens: Sequence[int], kv_lens: Sequence[int]) -> None:
-    """The example's output is the attention of its queries over its cache."""
-    begin = 0
-    for request, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens, strict=True)):
-        pages = names["block_tables"][request, : math.ceil(kv_len / names["page_size"])].long()
-        key, value = names["kv_cache"][pages].permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len].double()
-        query = names["query"][begin : begin + q_len].double().transpose(0, 1)
-        visible = torch.ones(q_len, kv_len, dtype=torch.bool, device=query.device).tril(kv_len - q_len)
-        want = torch.nn.functional.scaled_dot_product_attention(query, key, value, visible, enable_gqa=True)
-        got = names["out"][begin : begin + q_len].double().transpose(0, 1)
-        assert (got - want).norm() < 5e-3 * want.norm()
-        begin += q_len
-
-
 def check_paged_cache_example() -> None:
-    context, decode = examples("A paged cache")
     names: dict[str, Any] = {}
-    run(context, names)
-    check_attention(names, names["q_lens"], names["kv_lens"])
-    run(decode, names)
-    assert names["seq_lens"].tolist() == [n + 3 for n in names["kv_lens"]]
-    check_attention(names, [1, 1, 1], names["seq_lens"].tolist())
+    (code,) = examples("A paged cache")
+    run(code, names)
+    lengths = names["q_lens"], names["kv_lens"]
+    check_attention(names["query"], names["out"], names["kv_cache"], names["block_tables"], *lengths)
 
 
 @pytest.mark.gpu
@@ -139,65 +127,13 @@ def test_paged_cache_example_without_a_gpu() -> None:
     check_paged_cache_example()
 
 
-def check_generation(model: Any, prompts: Sequence[bytes], logits: Sequence[Any], tokens: Sequence[Any]) -> None:
-    """Logits are as good as with torch's attention in bf16, and tokens those of float32 unless bf16 cannot tell.
-
-    torch gets each request's prompt and the tokens that were chosen for it at a time.
-    """
-    model.set_attn_implementation("sdpa")
-    prompt_logits = logits[0].split([len(prompt) for prompt in prompts])
-    chosen = torch.stack(list(tokens), 1)
-    texts = [[*prompt, *ids] for prompt, ids in zip(prompts, chosen[:, :-1].tolist(), strict=True)]
-    ours = [torch.cat([first, *(step[i : i + 1] for step in logits[1:])]) for i, first in enumerate(prompt_logits)]
-
-    def alone(text: Sequence[int]) -> torch.Tensor:
-        with torch.inference_mode():
-            return model(torch.tensor(text, device=model.device)[None], use_cache=False).logits[0].float()
-
-    theirs = [alone(text) for text in texts]
-    model.float()
-    exact = [alone(text) for text in texts]
-    decided = 0
-    for i, prompt in enumerate(prompts):
-        for rows in (slice(len(prompt)), slice(len(prompt), None)):
-            our_error, their_error = (x[i][rows].float() - exact[i][rows] for x in (ours, theirs))
-            noise = their_error.norm()
-            assert our_error.norm() < 1.2 * noise, "further from float32 than torch's attention in bf16"
-            assert (our_error - their_error).norm() < 1.5 * noise
-        # The noise of a logit; two of them that are further apart than this keep their order.
-        margin = 8 * (theirs[i] - exact[i]).square().mean().sqrt()
-        best, second = exact[i][len(prompt) - 1 :].topk(2).values.unbind(1)
-        clear = best - second > margin
-        assert torch.equal(chosen[i][clear], exact[i][len(prompt) - 1 :].argmax(1)[clear])
-        decided += int(clear.sum())
-    assert decided > chosen.numel() / 4, "the tokens were hardly compared"
+def test_links_lead_somewhere() -> None:
+    """Links and pictures of the README and the documents that are files of this repository."""
+    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    for document in documents:
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (document.parent / target).exists(), f"{document.name}: {target}"
 
 
-@pytest.mark.gpu
-def test_model_example(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("transformers")
-    monkeypatch.chdir(ROOT)
-    names: dict[str, Any] = {}
-    for code in examples("In a model"):
-        run(code, names)
-    assert len(names["tokens"]) == 1 + 64
-    check_generation(names["model"], names["prompts"], names["logits"], names["tokens"])
-
-
-@pytest.mark.emulator
-def test_model_example_on_the_emulator() -> None:
-    """The example's code with a small model."""
-    pytest.importorskip("transformers")
-    names: dict[str, Any] = {}
-    run(examples("In a model")[0], names)
-    torch.manual_seed(0)
-    sizes = dict(hidden_size=256, intermediate_size=512, num_hidden_layers=2)
-    config = names["LlamaConfig"](
-        **sizes, vocab_size=256, num_attention_heads=4, num_key_value_heads=2, head_dim=64, max_position_embeddings=128
-    )
-    options = dict(dtype=torch.bfloat16, attn_implementation="hopwell")
-    model = names["LlamaForCausalLM"]._from_config(config, **options).eval()
-    text = (ROOT / "LICENSE").read_bytes()
-    prompts = [text[1000 : 1000 + n] for n in (47, 64, 30)]
-    logits, tokens = zip(*names["generate"](model, prompts, steps=4), strict=True)
-    check_generation(model, prompts, logits, tokens)
+def test_readme_is_short() -> None:
+    assert README.count("\n") <= 250

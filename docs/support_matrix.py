@@ -1,0 +1,57 @@
+"""Write what ``python -m hopwell support`` prints to docs/support.md, and a compact form of it into README.md."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+from hopwell.kernels.support import support_matrix
+
+ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
+FULL = ROOT / "docs" / "support.md"
+SHORT_NAMES = {  # others stand for themselves
+    "trtllm_batch_context_with_kv_cache": "context",
+    "trtllm_fmha_v2_prefill": "FMHAv2",
+    "cudnn_batch_prefill_with_kv_cache": "cuDNN",
+    "xqa_batch_decode_with_kv_cache": "decode",
+    "trtllm_batch_decode_with_kv_cache_mla": "MLA",
+}
+PLACE = re.compile(r"(<!-- support matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
+STYLE = {"yes": "{}", "emulator-verified": "*{}*"}  # of an architecture's name in a cell
+
+
+def full_page() -> str:
+    """What docs/support.md holds."""
+    return (
+        "# What each entry can do on each architecture\n\n"
+        '"yes" is what has run on GPUs of that architecture. "emulator-verified" has not: its kernels compile for it,\n'
+        "and the emulator has executed the same PTX, checked it against float64 and looked for races.\n\n"
+        + support_matrix()
+    )
+
+
+def compact_matrix() -> str:
+    """All entries in one table: features as rows, and in the cells the architectures that have them."""
+    sections = support_matrix().strip().split("\n\n`")
+    entries = [section.partition("\n")[0].strip("`").rpartition(".")[2] for section in sections]
+    names = [SHORT_NAMES.get(entry, entry) for entry in entries]
+    cells: dict[str, list[str]] = {}
+    for column, section in enumerate(sections):
+        header, _, *rows = [line for line in section.split("\n") if line.startswith("|")]
+        archs = _fields(header)[1:]
+        for title, *marks in map(_fields, rows):
+            known = [STYLE[mark].format(arch[3:-1]) for arch, mark in zip(archs, marks, strict=True) if mark in STYLE]
+            cells.setdefault(title, ["-"] * len(names))[column] = ", ".join(known) or "-"
+    supported = {title: row for title, row in cells.items() if set(row) != {"-"}}
+    lines = ["| sm_ | " + " | ".join(names) + " |", "|---|" + ":---:|" * len(names)]
+    return "\n".join(lines + [f"| {title} | " + " | ".join(row) + " |" for title, row in supported.items()]) + "\n"
+
+
+def _fields(line: str) -> list[str]:
+    return [field.strip() for field in line.strip("|").split("|")]
+
+
+if __name__ == "__main__":
+    FULL.write_text(full_page())
+    README.write_text(PLACE.sub(lambda found: f"{found[1]}\n{compact_matrix()}\n{found[3]}", README.read_text()))

@@ -1,0 +1,65 @@
+"""What a figure shows of each candidate, and in which colour: the same in all figures."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+OURS = "hopwell"
+OUR_SHADES = ("#a50f26", "#e0445c", "#f2929f", "#f7bcc4", "#fbdfe3")  # one strong hue, lighter from form to form
+PEER_COLORS = {
+    "FlashAttention 4": "#7f95b8",
+    "FlashInfer fa2": "#8fb3a3",
+    "FlashInfer fa3": "#a7c4a0",
+    "FlashInfer FMHAv2": "#b9aed0",
+    "FlashInfer xqa": "#cdbfa6",
+    "FlashInfer cuDNN": "#9fb8c8",
+    "cuDNN SDPA": "#a9a9a9",
+}
+OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # of candidates without a colour of their own
+MOST = 8  # candidates in a figure
+
+Rates = Mapping[str, Sequence["float | None"]]
+
+
+def base(candidate: str) -> str:
+    """A candidate's name without the form of its keys."""
+    return candidate.partition(", pages of ")[0]
+
+
+def is_ours(candidate: str) -> bool:
+    """Whether it is a form of hopwell."""
+    return base(candidate) == OURS
+
+
+def shown(rates: Rates) -> dict[str, list[float | None]]:
+    """What a figure shows of the candidates' rates: of each peer the best form, case by case, and the first forms of
+    ours, so that there are :data:`MOST` at most as long as there are fewer peers than that."""
+    peers: dict[str, list[float | None]] = {}
+    for name, row in rates.items():
+        if not is_ours(name):
+            best = peers.get(base(name), [None] * len(row))
+            pairs = zip(best, row, strict=True)
+            peers[base(name)] = [max(filter(None, pair), default=None) for pair in pairs]
+    ours = [name for name in rates if is_ours(name)][: max(MOST - len(peers), 1)]
+    return {name: list(rates[name]) for name in ours} | peers
+
+
+def colors(candidates: Sequence[str]) -> dict[str, str]:
+    """The colour of each."""
+    ours = [name for name in candidates if is_ours(name)]
+    others = [name for name in candidates if not is_ours(name) and name not in PEER_COLORS]
+    return (
+        {name: OUR_SHADES[i % len(OUR_SHADES)] for i, name in enumerate(ours)}
+        | {name: PEER_COLORS[name] for name in candidates if name in PEER_COLORS}
+        | {name: OTHER_COLORS[i % len(OTHER_COLORS)] for i, name in enumerate(others)}
+    )
+
+
+def ratio(rates: Rates, at: int) -> tuple[str, float] | None:
+    """The form of ours that is best at a case, and its rate as a multiple of the best peer's."""
+    ours = {name: row[at] or 0.0 for name, row in rates.items() if is_ours(name)}
+    best_peer = max((row[at] or 0.0 for name, row in rates.items() if not is_ours(name)), default=0.0)
+    if not best_peer or not any(ours.values()):
+        return None
+    best = max(ours, key=lambda name: ours[name])
+    return best, ours[best] / best_peer

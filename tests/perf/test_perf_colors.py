@@ -1,0 +1,38 @@
+"""Figures: which bars there are, and in which colours."""
+
+from __future__ import annotations
+
+from hopwell.perf import colors
+
+RATES = {
+    "hopwell": [4.0, 4.0],
+    "hopwell, pages of 16": [5.0, 3.0],
+    "FlashAttention 4": [2.0, None],
+    "FlashAttention 4, pages of 128": [2.5, None],
+    "other": [None, 8.0],
+}
+
+
+def test_peers_have_one_bar_each() -> None:
+    shown = colors.shown(RATES)
+    assert list(shown) == ["hopwell", "hopwell, pages of 16", "FlashAttention 4", "other"]
+    assert shown["FlashAttention 4"] == [2.5, None]
+
+
+def test_no_more_than_eight_bars() -> None:
+    many = {f"hopwell, pages of {1 << i}": [1.0] for i in range(7)} | {f"peer {i}": [1.0] for i in range(5)}
+    shown = colors.shown(many)
+    assert len(shown) == colors.MOST
+    assert sum(map(colors.is_ours, shown)) == 3
+
+
+def test_ratio_is_to_the_best_peer() -> None:
+    assert colors.ratio(RATES, 0) == ("hopwell, pages of 16", 5.0 / 2.5)
+    assert colors.ratio(RATES, 1) == ("hopwell", 4.0 / 8.0)
+    assert colors.ratio({"hopwell": [1.0]}, 0) is None
+
+
+def test_a_peer_keeps_its_colour() -> None:
+    alone, together = colors.colors(["FlashInfer fa3"]), colors.colors(["hopwell", "FlashInfer xqa", "FlashInfer fa3"])
+    assert alone["FlashInfer fa3"] == together["FlashInfer fa3"]
+    assert len(set(together.values())) == 3
