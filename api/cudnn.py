@@ -107,7 +107,7 @@ def cudnn_batch_prefill_with_kv_cache(
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.support.support_matrix`.
     """
-    if batch_offsets_units == "tokens":
+    if isinstance(batch_offsets_units, str) and batch_offsets_units == "tokens":
         batch_offsets_o = batch_offsets_q if batch_offsets_o is None else batch_offsets_o
         batch_offsets_v = batch_offsets_k if batch_offsets_v is None else batch_offsets_v
     arguments = (
