@@ -34,7 +34,7 @@ def full_page() -> str:
 def compact_matrix() -> str:
     """All entries in one table: features as rows, and in the cells the architectures that have them."""
     sections = support_matrix().strip().split("\n\n`")
-    entries = [section.partition("\n")[0].strip("`").rpartition(".")[2] for section in sections]
+    entries = [section.strip("`").partition("`")[0].rpartition(".")[2] for section in sections]  # of several the first
     names = [SHORT_NAMES.get(entry, entry) for entry in entries]
     cells: dict[str, list[str]] = {}
     for column, section in enumerate(sections):

@@ -467,18 +467,18 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
 
 
 def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str) -> KvType:
-    """The type of K and V.
+    """The type of K and V: WIDE where no kernel of ``arch`` widens them, whatever they are.
 
     Raises:
-        NotImplementedError: they have 8 bits, and there is no kernel that widens them.
+        NotImplementedError: they have 8 bits, and there is no kernel for these head dims that widens them.
     """
-    if (problem.key.dtype, problem.value.dtype) != (torch.float8_e4m3fn, torch.float8_e4m3fn):
+    if arch not in HOPPER or (problem.key.dtype, problem.value.dtype) != (torch.float8_e4m3fn, torch.float8_e4m3fn):
         return KvType.WIDE
-    if dims not in support.WIDENED_HEAD_DIMS or arch not in HOPPER:
+    if dims not in support.WIDENED_HEAD_DIMS:
         listed = ", ".join(f"{qk}/{v}" for qk, v in support.WIDENED_HEAD_DIMS)
         raise NotImplementedError(
             f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with {problem.key.dtype} K and V; "
-            f"supported: {listed} on {', '.join(HOPPER)}"
+            f"supported: {listed}"
         )
     return KvType.E4M3
 

@@ -244,8 +244,9 @@ def support_matrix() -> str:
     """
     sections = []
     for name, entry in ENTRIES.items():
+        names = [name, *(other for other, table in SAME_AS.items() if table == name)]
         lines = [
-            f"`{entry.module}.{name}`",
+            ", ".join(f"`{entry.module}.{one}`" for one in names),
             "",
             "| | " + " | ".join(ARCHS) + " |",
             "|---|" + ":---:|" * len(ARCHS),

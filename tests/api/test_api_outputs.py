@@ -145,7 +145,7 @@ def test_context_nvfp4_output_changed_after_construction() -> None:
     [
         ({"query": data(8, 4, 72), "kv_cache": data(PAGES, 2, 2, 16, 72)}, "head_dim=72"),
         ({"kv_cache": data(PAGES, 2, 2, 2048, DIM)}, "page_size=2048"),
-        ({"kv_cache": stacked("HND", FP8)}, "kv_cache.dtype=torch.float8_e4m3fn"),
+        ({"kv_cache": stacked("HND", FP8), "query": data(8, 4, DIM, dtype=FP8)}, "query.dtype=torch.float8_e4m3fn"),
     ],
 )
 def test_context_without_kernel(changes: dict[str, Any], text: str) -> None:

@@ -12,12 +12,30 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from covering import COVERING_DECODE, COVERING_MLA, covering_blackwell_configs, covering_configs
+from covering import (
+    COVERING_DECODE,
+    COVERING_MLA,
+    PAGES16,
+    PAGES64,
+    ROWS,
+    covering_blackwell_configs,
+    covering_configs,
+)
 
 from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.config import MMA_DEPTH, REGISTERS, SHARED_BYTES, WARPGROUP, KernelConfig, KvFetch, PrefillConfig
+from hopwell.kernels.config import (
+    MMA_DEPTH,
+    REGISTERS,
+    SHARED_BYTES,
+    WARPGROUP,
+    KernelConfig,
+    KvFetch,
+    KvType,
+    PrefillConfig,
+)
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact
 from hopwell.perf.sass import cuda_tool
@@ -32,7 +50,17 @@ BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),
     *(c for c in covering_blackwell_configs("sm_103a") if c.name.removeprefix("prefill_sm_103a_bf16_") in SM_103A),
 ]
-CONFIGS: list[KernelConfig] = [*PREFILL, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
+# K and V of 8 bits: boxes and rows, with one column block and several, with one consumer warpgroup and two.
+BYTE_PREFILL = [
+    PrefillConfig("sm_90a", dtype, dtype, *dims, MaskKind.CAUSAL, *fetch, kv_type=KvType.E4M3)
+    for dtype, dims, fetch in (
+        ("bf16", (128, 128), PAGES16),
+        ("fp16", (64, 64), ROWS),
+        ("bf16", (192, 128), PAGES64),
+        ("bf16", (256, 256), PAGES64),
+    )
+]
+CONFIGS: list[KernelConfig] = [*PREFILL, *BYTE_PREFILL, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 

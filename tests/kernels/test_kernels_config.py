@@ -23,6 +23,7 @@ from hopwell.kernels.config import (
     WARPGROUP,
     WORK_STAGES,
     KvFetch,
+    KvType,
     PrefillConfig,
     kv_fetch,
     packed_shape,
@@ -68,6 +69,7 @@ class TestShipped:
             skip_softmax=True,
             short_steps=True,
             packs_heads=True,
+            kv_type=KvType.E4M3,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
         assert set(others) == {f.name for f in fields(PrefillConfig)}
