@@ -106,9 +106,8 @@ class Geometry(NamedTuple):
     k_unit: int
     v_unit: int
     lse_unit: int
-    lse_request: int  # rows between requests in a padded LSE, else 0
+    lse_request: int  # rows between requests in a padded LSE; -1: rows are output tokens; 0: offsets place them
     lse_rows: int  # of a request in a padded LSE, else of the whole tensor; none past them is written
-    lse_ragged: int  # 1: LSE rows are output tokens
     lse_row: int
     lse_head: int
     lse_natural: int  # 1: base e, 0: base 2

@@ -294,14 +294,13 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
 def _lse_geometry(problem: AttentionProblem) -> dict[str, int]:
     lse = problem.lse
     if lse is None:
-        return dict(lse_unit=1, lse_request=0, lse_rows=0, lse_ragged=0, lse_row=0, lse_head=0, lse_natural=0)
+        return dict(lse_unit=1, lse_request=0, lse_rows=0, lse_row=0, lse_head=0, lse_natural=0)
     row, head = lse.tensor.stride()[-2:]
     return dict(
         lse_unit=_unit(lse.offsets),
         # Rows between requests: they lie one behind the other, which a padded tensor's strides guarantee.
-        lse_request=lse.tensor.shape[1] if lse.layout is LseLayout.PADDED else 0,
+        lse_request={LseLayout.PADDED: lse.tensor.shape[1], LseLayout.RAGGED: -1}.get(lse.layout, 0),
         lse_rows=lse.tensor.shape[-2],
-        lse_ragged=int(lse.layout is LseLayout.RAGGED),
         lse_row=row,
         lse_head=head,
         lse_natural=int(lse.natural),

@@ -94,7 +94,12 @@ class RowResults(DeviceStruct):
     def create(tile, count, score: ScoreMap, head_dim: int, a: Addresses, g: Geometry) -> "RowResults":
         """Of ``tile``, whose first ``count`` rows are valid."""
         request = tile.request
-        room = Int32(g.lse_rows) + request.index * Int32(g.lse_request) - request.lse_start - tile.first_row
+        room = (
+            Int32(g.lse_rows)
+            + request.index * cutlass.max(Int32(g.lse_request), 0)
+            - request.lse_start
+            - tile.first_row
+        )
         lse_rows = LseRows(
             address=a.lse,
             offset=Int64(request.lse_start + tile.first_row) * g.lse_row + tile.head * g.lse_head,

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import cutlass
 from cutlass import Int32, Uint32
 
 from hopwell.kernels.launch import Addresses, Geometry
@@ -37,7 +38,8 @@ def load_request(index, addresses: Addresses, geometry: Geometry) -> Request:
     k_start = _tokens(load_int(a.k_offsets, index, 0), g.k_unit)
     k_end = _tokens(load_int(a.k_offsets, index + (a.kv_lens == 0).to(Int32), 0), g.k_unit)
     o_start = _tokens(load_int(a.o_offsets, index, q_start * Int32(g.o_unit)), g.o_unit)
-    lse_row = index * Int32(g.lse_request) + o_start * Int32(g.lse_ragged)
+    lse_request = Int32(g.lse_request)
+    lse_row = index * cutlass.max(lse_request, 0) + o_start * (lse_request < 0).to(Int32)
     return Request(
         index=index,
         q_start=q_start,

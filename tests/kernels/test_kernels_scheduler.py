@@ -111,7 +111,7 @@ class TestRequest:
 
     def test_places_of_the_log_sum_exp(self, memory: Memory) -> None:
         a = ADDRESSES._replace(q_offsets=memory.put([0, 5, 9]), kv_lens=memory.put([9, 9]))
-        ragged, padded = GEOMETRY._replace(lse_ragged=Int64(1)), GEOMETRY._replace(lse_request=Int64(300))
+        ragged, padded = GEOMETRY._replace(lse_request=Int64(-1)), GEOMETRY._replace(lse_request=Int64(300))
         assert [request(i, a, ragged).lse_start for i in range(2)] == [0, 5]
         assert [request(i, a, padded).lse_start for i in range(2)] == [0, 300]
 

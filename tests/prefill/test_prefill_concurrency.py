@@ -117,15 +117,15 @@ def cudnn_ragged(data: Batch) -> dict[str, Any]:
 
 
 def check_cudnn(data: Batch, arguments: dict[str, Any], out: torch.Tensor, lse: torch.Tensor) -> None:
-    """Rows past the end of a request stay."""
+    """Rows past the end of a request are -inf in a padded log-sum-exp, and stay where offsets place rows."""
     expected = data.expected(CAUSAL if arguments["causal"] else FULL)
     expected.check(out[: data.tokens])
     if arguments.get("batch_offsets_stats") is None:
-        rows = torch.cat([lse[i, :n] for i, n in enumerate(data.q_lens)])
+        rows, rest = torch.cat([lse[i, :n] for i, n in enumerate(data.q_lens)]), -torch.inf
     else:
-        rows = lse.flatten(0, 1)[: data.tokens]
+        rows, rest = lse.flatten(0, 1)[: data.tokens], 7
     expected.check_lse(rows)
-    assert int((lse == 7).sum()) == lse.numel() - rows.numel()
+    assert int((lse == rest).sum()) == lse.numel() - rows.numel()
 
 
 CONTEXT, FMHA_V2, CUDNN = (
