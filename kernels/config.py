@@ -22,6 +22,7 @@ from hopwell.kernels.support import BLACKWELL, HOPPER
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
+ALL_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
 
 SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
 RESERVED_BYTES = 1024  # of shared memory, for the system, with each CTA
@@ -37,6 +38,11 @@ MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time
 
 def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
+
+
+def _in_words(element_bytes: int, strides: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Strides in elements as strides in units of 16 bits."""
+    return tuple(stride * element_bytes // 2 for stride in strides) if element_bytes < 2 else strides
 
 
 class KvFetch(enum.Enum):
@@ -73,13 +79,13 @@ class Tile:
     consumer_registers: int
     splits_v: bool = False  # two consumer warpgroups share 64 rows, each for half of V's columns
     merge_registers: int = 88  # where a warpgroup of decode merges
-    narrow_stages: tuple[int, int] | None = None  # of K and of V before they are widened, where they are
-    widening_registers: int = 0  # of the warpgroup that widens them
+    source_stages: tuple[int, int] | None = None  # of K and of V as they are loaded, where they are converted
+    converting_registers: int = 0  # of the warpgroup that converts them
 
     @property
     def loaded_stages(self) -> tuple[int, int]:
         """Stages that the loaders of K and of V fill."""
-        return self.narrow_stages or (self.kv_stages, self.kv_stages)
+        return self.source_stages or (self.kv_stages, self.kv_stages)
 
 
 # Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
@@ -118,9 +124,9 @@ TILES = {
 # time with windows of 128, 256, 384, 512, 768 and 1024 at head dim 64, and 8, 5, 4, 0, -1 and -2 % less at 128; without
 # a window head dim 64 takes 14 % more (H200, 2026-11-24).
 SHORT_WINDOW, SHORT_STEP = 512, 64
-# Where K and V are widened there is one more warpgroup, for which the others leave registers, and there are stages of
-# what was loaded beside those of what is multiplied. Beyond head dim 128 shared memory has one stage of either.
-_WIDENING: dict[str, Any] = dict(q_stages=1, producer_registers=40, consumer_registers=208, widening_registers=56)
+# Where K and V are converted there is one more warpgroup, for which the others leave registers, and there are stages of
+# what was loaded beside those of what is multiplied. Widened and beyond head dim 128, shared memory has one of either.
+_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=40, consumer_registers=208, converting_registers=56)
 WIDENED_PAIRS_TO = 128
 MOST_COLUMNS_OF_512_THREADS = 192  # of V: ptxas refuses a product of 256 columns in a kernel of 128 registers at launch
 # The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
@@ -182,9 +188,24 @@ class KernelConfig:
         return KvType.WIDE
 
     @property
+    def q_bytes(self) -> int:
+        """Bytes of an element of the queries."""
+        return 1 if self.dtype == "e4m3" else 2
+
+    @property
     def kv_bytes(self) -> int:
-        """Of an element of K and V in memory."""
-        return self.kv_type.bytes
+        """Bytes of an element of K and V in memory."""
+        return self.q_bytes if self.kv_type is KvType.WIDE else self.kv_type.bytes
+
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether the matrix products take operands of 8 bits."""
+        return self.q_bytes == 1
+
+    @property
+    def mma_depth(self) -> int:
+        """Elements that a matrix instruction multiplies at a time: 32 bytes of them."""
+        return 2 * MMA_DEPTH // self.q_bytes
 
     @property
     def reads_kv_once(self) -> bool:
@@ -198,7 +219,11 @@ class KernelConfig:
 
     def kv_strides(self, *strides: Any) -> tuple[Any, ...]:
         """Strides of K or V, given in elements, in units of 16 bits."""
-        return tuple(stride * self.kv_bytes // 2 for stride in strides) if self.kv_bytes < 2 else strides
+        return _in_words(self.kv_bytes, strides)
+
+    def q_strides(self, *strides: Any) -> tuple[Any, ...]:
+        """Strides of Q, given in elements, in units of 16 bits."""
+        return _in_words(self.q_bytes, strides)
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -212,8 +237,18 @@ class KernelConfig:
         return False
 
     @property
+    def transposes_v(self) -> bool:
+        """Whether a warpgroup transposes V: products of 8-bit operands take both with their depth along the rows."""
+        return False
+
+    @property
+    def converts(self) -> bool:
+        """Whether a warpgroup stands between those that load K and V and those that multiply."""
+        return self.widens or self.transposes_v
+
+    @property
     def operand_columns(self) -> tuple[int, int]:
-        """Columns of the tiles of K and V that are multiplied."""
+        """Columns of the tiles of K and V that are multiplied, in units of 16 bits."""
         return self.columns
 
     @property
@@ -222,17 +257,23 @@ class KernelConfig:
         return self.depth[0], self.depth[1] * self.v_parts
 
     @property
+    def q_dim(self) -> int:
+        """Width of a row of Q in units of 16 bits."""
+        return self.head_dim_qk * self.q_bytes // 2
+
+    @property
     def q_columns(self) -> int:
-        """Columns of the Q tile in shared memory."""
-        return _up(self.head_dim_qk, BLOCK_COLUMNS)
+        """Columns of the Q tile in shared memory, in units of 16 bits."""
+        return _up(self.q_dim, BLOCK_COLUMNS)
 
     @property
     def depth(self) -> tuple[int, int]:
         """Columns of Q and K that a warpgroup multiplies, and of V: what the matrix instructions can take. A product
         with V is one instruction over all columns, which takes whole column blocks where there are several."""
         columns = self.operand_columns[1]
-        value = columns if columns > BLOCK_COLUMNS else _up(self.head_dim_v, MMA_DEPTH)
-        return _up(self.head_dim_qk, MMA_DEPTH), value // self.v_parts
+        whole_blocks = columns > BLOCK_COLUMNS and not self.multiplies_bytes
+        value = columns if whole_blocks else _up(self.head_dim_v, MMA_DEPTH)
+        return _up(self.head_dim_qk, self.mma_depth), value // self.v_parts
 
     @property
     def ctas_per_sm(self) -> int:
@@ -252,8 +293,8 @@ class KernelConfig:
     @property
     def registers(self) -> tuple[int, ...]:
         """Registers of a thread of each warpgroup."""
-        widening = [self.tile.widening_registers] if self.widens else []
-        return (self.tile.producer_registers, *[self.tile.consumer_registers] * self.consumer_warpgroups, *widening)
+        converting = [self.tile.converting_registers] if self.converts else []
+        return (self.tile.producer_registers, *[self.tile.consumer_registers] * self.consumer_warpgroups, *converting)
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -295,6 +336,7 @@ class PrefillConfig(KernelConfig):
         short_steps: bool = False,
         packs_heads: bool = False,
         kv_type: KvType = KvType.WIDE,
+        multiplies_bytes: bool = False,
     ) -> Tile:
         """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
         cache of 8 bits gives the bits that its values give in 16."""
@@ -307,14 +349,16 @@ class PrefillConfig(KernelConfig):
             # Queries are few, and a row's head and token are more to keep than three warpgroups have registers for.
             registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
             tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
-        if kv_type is not KvType.WIDE:
+        if multiplies_bytes:
+            tile = replace(tile, m=_MIDDLE.m, n=min(tile.n, _MIDDLE.n), kv_stages=2, source_stages=(2, 1), **_CONVERTING)
+        elif kv_type is not KvType.WIDE:
             has_pairs = max(dims) <= WIDENED_PAIRS_TO
             tile = replace(
                 tile,
                 m=_MIDDLE.m if dims[1] <= MOST_COLUMNS_OF_512_THREADS else _MIDDLE.m // 2,
                 kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
-                narrow_stages=(2, 1) if has_pairs else (1, 1),
-                **_WIDENING,
+                source_stages=(2, 1) if has_pairs else (1, 1),
+                **_CONVERTING,
             )
         return tile
 
@@ -344,19 +388,38 @@ class PrefillConfig(KernelConfig):
     @property
     def tile(self) -> Tile:
         dims = self.head_dim_qk, self.head_dim_v
-        return self.tile_of(dims, self.score, self.skip_softmax, self.short_steps, self.packs_heads, self.kv_type)
+        choices = self.score, self.skip_softmax, self.short_steps, self.packs_heads
+        return self.tile_of(dims, *choices, self.kv_type, self.multiplies_bytes)
 
     @property
     def widens(self) -> bool:
         return self.kv_type is not KvType.WIDE
 
     @property
+    def transposes_v(self) -> bool:
+        return self.multiplies_bytes
+
+    @property
     def operand_columns(self) -> tuple[int, int]:
+        if self.multiplies_bytes:
+            return self.columns
         return _up(self.head_dim_qk, BLOCK_COLUMNS), _up(self.head_dim_v, BLOCK_COLUMNS)
 
     @property
+    def transposed_columns(self) -> int:
+        """Elements in a row of a tile of V that has been transposed: its keys, in whole rows of the swizzle."""
+        return _up(self.tile.n, 2 * BLOCK_COLUMNS)
+
+    @property
+    def converted_bytes(self) -> dict[str, int]:
+        """Bytes of a tile of K and of V as they are multiplied, where they are converted."""
+        if self.transposes_v:
+            return {"V": self.depth[1] * self.transposed_columns}
+        return {name: self.tile.n * columns * 2 for name, columns in zip("KV", self.operand_columns, strict=True)}
+
+    @property
     def loaded_depth(self) -> tuple[int, int]:
-        return self.kv_dims if self.widens else super().loaded_depth
+        return self.kv_dims if self.converts else super().loaded_depth
 
     @property
     def name(self) -> str:
@@ -452,11 +515,12 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
         features |= dict(kv_type=kv_type)
-    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, **features).n)
+    multiplies_bytes = {"multiplies_bytes": True} if problem.query.dtype == torch.float8_e4m3fn else {}
+    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, **features, **multiplies_bytes).n)
     return kind(
         arch=arch,
-        dtype=DTYPES[problem.query.dtype],
-        out_dtype=DTYPES[out_dtype],
+        dtype=ALL_DTYPES[problem.query.dtype],
+        out_dtype=ALL_DTYPES[out_dtype],
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         mask=problem.mask.kind,
@@ -467,29 +531,33 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
 
 
 def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str) -> KvType:
-    """The type of K and V: WIDE where no kernel of ``arch`` widens them, whatever they are.
+    """The type of K and V: WIDE where no kernel of ``arch`` converts them, whatever they are.
 
     Raises:
-        NotImplementedError: they have 8 bits, and there is no kernel for these head dims that widens them.
+        NotImplementedError: operands have 8 bits, and there is no kernel for these head dims that takes them.
     """
-    if arch not in HOPPER or (problem.key.dtype, problem.value.dtype) != (torch.float8_e4m3fn, torch.float8_e4m3fn):
+    fp8 = torch.float8_e4m3fn
+    types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
+    if arch not in HOPPER or fp8 not in types:
         return KvType.WIDE
-    if dims not in support.WIDENED_HEAD_DIMS:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in support.WIDENED_HEAD_DIMS)
+    if dims not in support.BYTE_HEAD_DIMS:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in support.BYTE_HEAD_DIMS)
         raise NotImplementedError(
-            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with {problem.key.dtype} K and V; "
+            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with {fp8} operands; "
             f"supported: {listed}"
         )
-    return KvType.E4M3
+    return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
 
 
 def require_dtypes(problem: AttentionProblem, out_dtype: torch.dtype, arch: str, kv_type: KvType = KvType.WIDE) -> None:
-    """Refuse queries and outputs that are not 16 bits wide, and K and V of other types than the queries' or
-    ``kv_type``."""
-    for what, dtype in (("query", problem.query.dtype), ("output", out_dtype)):
-        if dtype not in DTYPES:
+    """Refuse queries that are neither 16 bits wide nor, on Hopper, e4m3; outputs that are neither 16 bits wide nor like
+    the queries; and K and V of other types than the queries' or ``kv_type``."""
+    queries = list(DTYPES) + [torch.float8_e4m3fn] * (arch in HOPPER)
+    outputs = list(DTYPES) + [torch.float8_e4m3fn] * (problem.query.dtype == torch.float8_e4m3fn)
+    for what, dtype, supported in (("query", problem.query.dtype, queries), ("output", out_dtype, outputs)):
+        if dtype not in supported:
             raise NotImplementedError(
-                f"{what} dtype {dtype} has no kernel on {arch}; supported: {', '.join(map(str, DTYPES))}"
+                f"{what} dtype {dtype} has no kernel on {arch}; supported: {', '.join(map(str, supported))}"
             )
     for what, operand in (("key", problem.key), ("value", problem.value)):
         if operand.dtype != problem.query.dtype and kv_type is KvType.WIDE:

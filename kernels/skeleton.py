@@ -50,7 +50,7 @@ class SharedTiles(DeviceStruct):
     k: Any
     v: Any
     staging: Any
-    loaded: tuple  # K and V as they are in memory: the tiles above, but where they are widened
+    loaded: tuple  # K and V as they are in memory: the tiles above, but where they are converted
 
 
 class AttentionKernel:
@@ -65,6 +65,8 @@ class AttentionKernel:
         self.config = config
         self.tile = config.tile
         self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
+        # What TMA moves: elements of 8 bits travel two by two, as 16-bit ones of half as many columns.
+        self.word = self.dtype if self.dtype.width == 16 else cutlass.BFloat16
         self.source = SOURCES[config.kv_fetch]
         if self.source is PageBoxes and config.columns != config.kv_dims:
             self.source = PageColumnBoxes
@@ -137,7 +139,7 @@ class AttentionKernel:
         columns, steps = ((BLOCK_COLUMNS, blocks), (1, BLOCK_COLUMNS)) if blocks > 1 else (BLOCK_COLUMNS, 1)
         shape = ((GROUP_ROWS, Int32(rows) // GROUP_ROWS), columns, Int32(slots))
         layout = cute.make_layout(shape, stride=((row, GROUP_ROWS * row), steps, head))
-        box = copy.swizzled_layout(self.dtype, self.config.box_rows, head_dim, columns_first=True)
+        box = copy.swizzled_layout(self.word, self.config.box_rows, head_dim, columns_first=True)
         return self._tma_atom(address, layout, box, ((GROUP_ROWS, groups), columns))
 
     def _row_boxes(self, address, shape, strides, box_rows):
@@ -145,11 +147,11 @@ class AttentionKernel:
         rows, head_dim, heads = shape
         row, head = (cute.assume(stride, divby=8) for stride in strides)
         layout = cute.make_layout((Int32(rows), head_dim, Int32(heads)), stride=(row, 1, head))
-        box = copy.swizzled_layout(self.dtype, box_rows, BLOCK_COLUMNS)
+        box = copy.swizzled_layout(self.word, box_rows, BLOCK_COLUMNS)
         return self._tma_atom(address, layout, box, (box_rows, BLOCK_COLUMNS))
 
     def _tma_atom(self, address, layout, box, tiler):
-        tensor = cute.make_tensor(global_pointer(self.dtype, address, copy.CHUNK_BYTES), layout)
+        tensor = cute.make_tensor(global_pointer(self.word, address, copy.CHUNK_BYTES), layout)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, tiler)[0]
 
     def _kv_atoms(self, a: Addresses, g):
@@ -176,19 +178,22 @@ class AttentionKernel:
 
     def _allocate_tiles(self, smem) -> SharedTiles:
         c, t = self.config, self.tile
-        columns_first = self.source.columns_first
-        layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns, t.q_stages)]
+        columns_first, per_word = self.source.columns_first, 16 // self.dtype.width
+        layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns * per_word, t.q_stages)]
         layouts += [
-            copy.swizzled_layout(self.dtype, t.n, columns, stages, columns_first=columns_first)
+            copy.swizzled_layout(self.dtype, t.n, columns * per_word, stages, columns_first=columns_first)
             for columns, stages in zip(c.columns, t.loaded_stages, strict=True)
         ]
         if const_expr(c.widens):
             layouts += [copy.swizzled_layout(self.dtype, t.n, columns, t.kv_stages) for columns in c.operand_columns]
+        if const_expr(c.transposes_v):
+            layouts += [copy.swizzled_layout(self.dtype, c.depth[1], c.transposed_columns, t.kv_stages)]
         tensors = [smem.allocate_tensor(self.dtype, l.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=l.inner) for l in layouts]
         staging = None
         if const_expr(self.staging_bytes > 0):
             staging = smem.allocate(self.storing_warps * self.staging_bytes, copy.SWIZZLE_ROW_BYTES)
-        return SharedTiles(tensors[0], *tensors[-2:], staging, loaded=tuple(tensors[1:3]))
+        key = tensors[1] if const_expr(c.transposes_v) else tensors[-2]
+        return SharedTiles(tensors[0], key, tensors[-1], staging, loaded=tuple(tensors[1:3]))
 
     def set_registers(self, wanted: int) -> None:
         """Give the threads of this warpgroup ``wanted`` registers."""
@@ -266,7 +271,7 @@ class PrefillLaunch:
     ):
         """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
         c, g, a = self.config, geometry, addresses
-        q = self._row_boxes(a.query, (g.tokens, c.head_dim_qk, g.heads), (g.q_token, g.q_head), self.q_box_rows)
+        q = self._row_boxes(a.query, (g.tokens, c.q_dim, g.heads), c.q_strides(g.q_token, g.q_head), self.q_box_rows)
         k, v = self._kv_atoms(a, g)
         self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
             grid=[Int32(geometry.grid), 1, 1],

@@ -38,6 +38,13 @@ def block_row(row, block, rows: int, columns: int, columns_first: bool):
     return block * rows + row
 
 
+def tile_chunk(stage, row, chunk, rows: int, columns: int, columns_first: bool):
+    """Address of a row's 16-byte chunk in a stage of :func:`swizzled_layout`; ``columns`` counts units of 16 bits."""
+    block, place = chunk // CHUNKS_PER_ROW, chunk % CHUNKS_PER_ROW
+    # Where a row lies, it has the same number modulo the swizzle's period as in the tile.
+    return swizzled_chunk(stage, block_row(row, block, rows, columns, columns_first), place)
+
+
 @dsl_user_op
 def tma_descriptor(atom, *, loc=None, ip=None):
     """Address of the descriptor that a TMA copy atom carries in the kernel's parameters."""
@@ -174,6 +181,19 @@ def pack_e4m3_x2(low, high, *, loc=None, ip=None):
         "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};",
         write_only_types=[Uint16],
         read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def pack_e4m3_x4(values, *, loc=None, ip=None):
+    """Four float32 values rounded to nearest even, or to the largest finite value, and packed into 32 bits."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Uint32],
+        read_only_args=list(values),
         loc=loc,
         ip=ip,
     )

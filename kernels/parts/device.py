@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import WARPS
@@ -74,6 +74,18 @@ def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
         ip=ip,
     )
     return held != 0
+
+
+@dsl_user_op
+def prmt(first, second, select: int, *, loc=None, ip=None):
+    """Four of the eight bytes of two words, picked by the digits of ``select`` from the lowest on."""
+    return cute.arch.inline_ptx(
+        f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {select:#06x};",
+        write_only_types=[Uint32],
+        read_only_args=[first, second],
+        loc=loc,
+        ip=ip,
+    )
 
 
 @dsl_user_op

@@ -20,6 +20,8 @@ from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import LN_2, LOG2_E
 
 WARP_ROWS = RowFragment.warp_rows
+LANE_COLUMNS = 8  # that a lane stores at a time: 16 bytes of 16-bit elements
+STAGED_FLOATS = copy.SWIZZLE_ROW_BYTES // 4  # columns of a staged row
 STAGING_BYTES = 2 * WARP_ROWS * RowFragment.pass_columns  # of each warp
 
 
@@ -33,12 +35,15 @@ class OutputRows(DeviceStruct):
     count: Int32
     columns: int  # of the output; what is stored may have up to 15 more
 
-    @staticmethod
-    def of(tile, columns: int, a: Addresses, g: Geometry, first_column=0) -> "OutputRows":
+    element_bytes = 2
+
+    @classmethod
+    def of(cls, tile, columns: int, a: Addresses, g: Geometry, first_column=0) -> "OutputRows":
         """Of ``tile``, ``columns`` from ``first_column`` on."""
+        size = cls.element_bytes
         first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head + first_column
         count = tile.request.q_len - tile.first_row
-        return OutputRows(a.out + 2 * first, 2 * g.o_token, 2 * g.o_head, count, columns)
+        return cls(a.out + size * first, size * g.o_token, size * g.o_head, count, columns)
 
     @cute.jit
     def store(
@@ -56,26 +61,69 @@ class OutputRows(DeviceStruct):
         ``staging`` is the warp's own shared memory.
         """
         lane = cute.arch.lane_idx()
-        chunks = output.pass_columns // 8  # of 16 bytes
+        pass_columns = self.pass_columns(output)
+        chunks = pass_columns // LANE_COLUMNS
         rows_at_once = LANES // chunks
         width = output.columns * output.lanes_per_row
-        for begin in cutlass.range_constexpr(0, width, output.pass_columns):
-            rest = min(width - begin, output.pass_columns)
-            output.stage(staging, factors, begin, rest, dtype)
+        for begin in cutlass.range_constexpr(0, width, pass_columns):
+            rest = min(width - begin, pass_columns)
+            self.stage(output, staging, factors, begin, rest, dtype)
             cute.arch.sync_warp()
             for step in cutlass.range_constexpr(output.warp_rows // rows_at_once):
                 row, chunk = step * rows_at_once + lane // chunks, lane % chunks
                 # Lanes past the last column, which store nothing, read what is there.
-                words = copy.load_shared(output.staged_chunk(staging, row, cutlass.min(chunk, rest // 8 - 1)), 4)
-                column = first_column + begin + chunk * 8
+                words = self.staged_words(output, staging, row, cutlass.min(chunk, rest // LANE_COLUMNS - 1), dtype)
+                column = first_column + begin + chunk * LANE_COLUMNS
                 group = step * rows_at_once // copy.GROUP_ROWS
                 token = rows.token(row, group)
                 if token < self.count and column < self.columns:
-                    place = self.address + token * self.row_bytes + column * 2
+                    place = self.address + token * self.row_bytes + column * self.element_bytes
                     if const_expr(not rows.of_one_head):
                         place += rows.head(group) * self.head_bytes
                     copy.store_global(place, words)
             cute.arch.sync_warp()
+
+    def pass_columns(self, output) -> int:
+        """Columns that go through shared memory at a time."""
+        return output.pass_columns
+
+    def stage(self, output, staging, factors, begin: int, columns: int, dtype) -> None:
+        output.stage(staging, factors, begin, columns, dtype)
+
+    def staged_words(self, output, staging, row, chunk, dtype) -> list:
+        """What a lane stores: ``LANE_COLUMNS`` columns of a staged row."""
+        return copy.load_shared(output.staged_chunk(staging, row, chunk), 4)
+
+
+@dataclass(frozen=True)
+class ConvertedRows(OutputRows):
+    """Output of 16 bits that is staged as float32: for fragments that do not hold the pairs that stmatrix takes."""
+
+    def pass_columns(self, output) -> int:
+        return STAGED_FLOATS
+
+    def stage(self, output, staging, factors, begin: int, columns: int, dtype) -> None:
+        output.stage_floats(staging, factors, begin, columns)
+
+    def staged_words(self, output, staging, row, chunk, dtype) -> list:
+        values = []
+        for half in range(2):
+            values += copy.load_shared(output.staged_chunk(staging, row, 2 * chunk + half), 4, Float32)
+        return self.converted(values, dtype)
+
+    def converted(self, values: list, dtype) -> list:
+        """The words of some neighbouring values."""
+        return [copy.pack_x2(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
+
+
+@dataclass(frozen=True)
+class ByteRows(ConvertedRows):
+    """Output of e4m3, whose largest values saturate."""
+
+    element_bytes = 1
+
+    def converted(self, values: list, dtype) -> list:
+        return [copy.pack_e4m3_x4(values[i : i + 4]) for i in range(0, len(values), 4)]
 
 
 @dataclass(frozen=True)

@@ -80,10 +80,35 @@ class RowFragment(Fragment):
                     words.append(copy.pack_x2(dtype, *pair))
             copy.store_matrix_x4(self.staged_chunk(staging, lane % 16, 2 * block + lane // 16), words)
 
+    def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
+        """Tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory as float32."""
+        for pair in range(columns // 8):
+            first = begin // self.lanes_per_row + 2 * pair
+            column = 8 * pair + self.first_column()
+            for r in range(self.rows):
+                place = self.staged_chunk(staging, self.first_row() + self.row_offset(r), column // 4)
+                values = [self.get(r, first + c) * factors[r] for c in range(2)]
+                copy.store_shared(place + column % 4 * 4, values)
+
     @staticmethod
     def staged_chunk(staging, row, chunk):
         """Where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
         return copy.swizzled_chunk(staging, row, chunk)
+
+
+@dataclass
+class SplitRowFragment(RowFragment):
+    """Rows whose even columns come before the odd ones within sixteens, as ``TransposingStream`` leaves V: of every
+    sixteen a lane holds four neighbours."""
+
+    def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
+        for block in range(columns // 16):
+            first = begin // self.lanes_per_row + 4 * block
+            for r in range(self.rows):
+                values = [self.get(r, first + c) * factors[r] for c in (0, 2, 1, 3)]
+                chunk = 4 * block + cute.arch.lane_idx() % 4
+                place = self.staged_chunk(staging, self.first_row() + self.row_offset(r), chunk)
+                copy.store_shared(place, values)
 
 
 @dataclass

@@ -28,6 +28,8 @@ CHAINS = 4
 # exact in every output type, and each row decides for itself, so its result does not depend on its neighbours.
 SLACK = 8.0
 FLOAT32_TINY = 1.1754944e-38
+LARGE_FLOAT32 = 1e38  # of which three do not overflow
+MOST_BELOW = 60.0  # powers of two that a tile's reference may lie below the largest score
 
 
 @dataclass
@@ -37,6 +39,8 @@ class OnlineSoftmax(DeviceStruct):
     largest: Any  # raw logit
     row_sum: Any
     rescale: Any  # factor for what was accumulated before the latest step
+
+    headroom = 0.0  # weights reach up to 2 to this power
 
     @classmethod
     def create(cls, scale, rows: int) -> "OnlineSoftmax":
@@ -92,6 +96,8 @@ class OnlineSoftmax(DeviceStruct):
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
         """Replace the scores of row r by their exponentials relative to its reference, and add them up."""
         offset = self._safe(self.reference[r]) * self.scale
+        if const_expr(self.headroom > 0.0):
+            offset -= self.headroom
         sums = [Float32(0.0)] * CHAINS
         for c in cutlass.range_constexpr(scores.columns):
             p = cute.math.exp2(scores.get(r, c) * self.scale - offset, fastmath=True)
@@ -123,7 +129,7 @@ class OnlineSoftmax(DeviceStruct):
     def sum_of_largest(self, r: int, lanes_per_row: int):
         """Sum of the exponentials of row r relative to its largest logit; 0 where it saw no key."""
         seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
-        moved = cute.math.exp2((self.reference[r] - self.largest[r]) * self.scale, fastmath=True)
+        moved = cute.math.exp2((self.reference[r] - self.largest[r]) * self.scale - self.headroom, fastmath=True)
         return seen * moved if self.largest[r] > -Float32.inf else Float32(0.0)
 
     @cute.jit
@@ -131,11 +137,35 @@ class OnlineSoftmax(DeviceStruct):
         """(reference, sum) of row r over the keys so far, the reference as an exponent of 2."""
         seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
         reference = -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
-        return reference, seen
+        return reference - self.headroom, seen
 
     def finish(self, r: int, sink, lanes_per_row: int):
         """(factor for the accumulated output, base-2 LSE) of row r, see :func:`normalised`."""
         return normalised(*self.partial(r, lanes_per_row), sink)
+
+
+@dataclass
+class TileSoftmax(OnlineSoftmax):
+    """For weights of few bits: every tile has the reference that fits its own largest score, be it lower than the one
+    before, and its weights reach up to 2^HEADROOM.
+
+    e4m3 ends at 2^-9, so tiles whose scores all lie some way below those of other tiles would lose their weight if they
+    were rounded relative to the largest score so far. What was accumulated before is brought to the new reference as
+    soon as a tile's product is added, which the caller has to do in float32 anyway: see ``sm90/byte_prefill.py``.
+    """
+
+    headroom = 8.0  # 2^8 is the largest power of two that e4m3 has
+
+    @cute.jit
+    def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
+        before = self.reference[r]
+        self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
+        # Further below the largest score a weight counts for nothing, and what was accumulated would overflow.
+        depth = cute.arch.fmin(MOST_BELOW * cute.arch.rcp_approx(self.scale), LARGE_FLOAT32)
+        reference = cute.arch.fmax(row_max, self.largest[r] - depth)
+        self.reference[r] = reference
+        self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
+        self.row_sum[r] = self.row_sum[r] * self.rescale[r]
 
 
 @dataclass

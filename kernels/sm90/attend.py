@@ -54,6 +54,10 @@ class Attend(Consumer):
         """The rows that a lane holds of those from ``warp_row`` of the tile on."""
         raise NotImplementedError
 
+    def operands(self, row_group, column_group) -> "Operands":
+        """The operands of one warpgroup."""
+        return Operands.create(self.kernel, self.tiles, row_group, column_group)
+
     def own_keys(self, tile, row) -> TileRange:
         """Of the tile's keys those that a warpgroup's rows see, from ``row`` of the tile on."""
         raise NotImplementedError
@@ -68,7 +72,7 @@ class Attend(Consumer):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
         parts = self.kernel.config.v_parts
         row_group, column_group = group // parts, group % parts
-        operands = Operands.create(self.kernel, self.tiles, row_group, column_group)
+        operands = self.operands(row_group, column_group)
         turns = Turns(group, self.kernel.warpgroups)
         turns.begin()
         warp_row = row_group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
@@ -166,9 +170,13 @@ class Attend(Consumer):
     def last_step(self, operands, kv_step):
         _, _, v_ring, *_ = self.rings
         v_ring.wait_full(kv_step)
-        operands.issue_pv(v_ring.stage(kv_step))
+        self.begin_pv(operands, v_ring.stage(kv_step))
         warpgroup.wait_group(0)
         v_ring.release(kv_step)
+
+    def begin_pv(self, operands, v_stage) -> None:
+        """Add P V of a stage to O; it may still be under way on return."""
+        operands.issue_pv(v_stage)
 
 
 @dataclass

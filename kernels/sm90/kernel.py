@@ -27,17 +27,12 @@ class AttentionSm90(AttentionKernel):
         others = roles["all others"] = 4 * len(c.registers) - 1 - self.warps_without_work
         edges = (
             Edge("Q", self.q_role, "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2, **self.q_arrivals),
-            *self._kv_edges(*self.kv_readers),
+            *self._kv_edges("attend", consumers),
             self._work_edge(others),
             *self._more_edges(),
         )
         check_arrivals(edges, roles)
         return edges
-
-    @property
-    def kv_readers(self) -> tuple[str, int]:
-        """The role that reads what load_k and load_v have fetched, and its warps."""
-        return "attend", 4 * self.warpgroups
 
     @property
     def q_arrivals(self) -> dict[str, int]:

@@ -10,8 +10,11 @@ from hopwell.kernels.config import MMA_DEPTH
 WARPGROUP_ROWS = 64  # rows of the M dimension that one wgmma computes
 
 
-def make_mma(dtype, shape_mn, *, a_source, b_major, warpgroups: int, a_major=OperandMajorMode.K):
-    op = warpgroup.MmaF16BF16Op(dtype, Float32, (*shape_mn, MMA_DEPTH), a_source, a_major, b_major)
+def make_mma(dtype, shape_mn, a_source, b_major, *, warpgroups: int, a_major=OperandMajorMode.K):
+    if dtype.width == 8:
+        op = warpgroup.MmaF8Op(dtype, dtype, Float32, (*shape_mn, 2 * MMA_DEPTH), a_source, a_major, b_major)
+    else:
+        op = warpgroup.MmaF16BF16Op(dtype, Float32, (*shape_mn, MMA_DEPTH), a_source, a_major, b_major)
     return cute.make_tiled_mma(cute.make_mma_atom(op), (warpgroups, 1, 1))
 
 
@@ -37,8 +40,9 @@ def issue_mma(
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)
-    a_first, b_first = (each // MMA_DEPTH for each in first)
-    for k in cutlass.range_constexpr(depth // MMA_DEPTH):
+    at_once = mma.op.shape_mnk[2]
+    a_first, b_first = (each // at_once for each in first)
+    for k in cutlass.range_constexpr(depth // at_once):
         cute.gemm(atom, accumulator, a[None, None, a_first + k], b[None, None, b_first + k], accumulator)
         atom.set(warpgroup.Field.ACCUMULATE, True)
     warpgroup.commit_group()

@@ -1,5 +1,6 @@
 """Hopper prefill: TMA, specialised warps, wgmma; one persistent kernel for ragged and paged KV."""
 
+from dataclasses import replace
 from typing import Any
 
 import cutlass
@@ -18,13 +19,14 @@ from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.scheduler import TileSchedule
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
-from hopwell.kernels.parts.softmax import OnlineSoftmax
+from hopwell.kernels.parts.softmax import OnlineSoftmax, TileSoftmax
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import PrefillLaunch, example_arguments
+from hopwell.kernels.sm90.byte_prefill import ByteAttend
+from hopwell.kernels.sm90.conversion import Conversion
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
-from hopwell.kernels.sm90.skip import SkippingAttend
-from hopwell.kernels.sm90.widening import Widening
+from hopwell.kernels.sm90.skip import SkippingAttend, SkippingByteAttend
 
 
 class PrefillSm90(PrefillLaunch, AttentionSm90):
@@ -36,7 +38,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      Q tiles
         warp 3 schedule    work tiles: which query rows, which keys, where they are
-        last four widen    where K and V have 8 bits: their tiles in 16 bits, for attend; elsewhere there are none
+        last four convert  where K and V have 8 bits: their tiles in 16 bits, or, where Q has 8 bits as well, those of V
+                           transposed; elsewhere there are none
         warps 4.. attend   consumer warpgroups, each 64 query rows from Q K^T to the output; at head dim 512 two that
                            share 64 rows, each for half of V's columns
 
@@ -45,9 +48,9 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         K       load_k -> attend      released when S has been computed
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
-        Where K and V have 8 bits, K and V end at widen, which releases them when it has written a stage of
-        wide K  widen -> attend       and
-        wide V  widen -> attend       released as K and V are elsewhere
+        What is converted ends at convert, which releases it when it has written a stage of
+        converted K  convert -> attend   and
+        converted V  convert -> attend   released as K and V are elsewhere
 
     Steady state: one step of two consumer warpgroups, A and B. "S" and "O" are matrix products on the tensor cores,
     which take about half of a step for each warpgroup; named barriers give the warpgroups turns at them.
@@ -95,12 +98,13 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             cute.arch.griddepcontrol_launch_dependents()
         else:
             numbers = (addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax)
-            if const_expr(self.config.widens):
+            if const_expr(self.config.converts):
                 if warp >= 4 * (len(self.config.registers) - 1):
-                    self.set_registers(self.tile.widening_registers)
-                    Widening.create(self, tiles, rings[1:], board).run()
+                    self.set_registers(self.tile.converting_registers)
+                    Conversion.create(self, tiles, rings[1:], board).run()
                 else:
-                    self.attend(tiles, (q_ring, *operand_rings), board, mask, *numbers)
+                    keys = () if const_expr(self.config.widens) else (k_ring,)
+                    self.attend(tiles, (q_ring, *keys, *operand_rings), board, mask, *numbers)
             else:
                 self.attend(tiles, rings, board, mask, *numbers)
 
@@ -112,43 +116,52 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         self.set_registers(self.tile.consumer_registers)
         scale = load_scale(addresses.softmax_scale, softmax_scale)
         score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
-        softmax = OnlineSoftmax.create(score.softmax_scale, RowFragment.rows)
+        kind = TileSoftmax if self.config.multiplies_bytes else OnlineSoftmax
+        softmax = kind.create(score.softmax_scale, RowFragment.rows)
         scale = load_scale(addresses.output_scale, output_scale)
         parts = (self, tiles, rings, board, mask, score, softmax, scale, self.tile_shape(geometry))
         if const_expr(self.config.skip_softmax):
             skip = SkipRule.create(skip_softmax, softmax.scale)
-            attend = SkippingAttend(*parts, skip)
+            attend = (SkippingByteAttend if self.config.multiplies_bytes else SkippingAttend)(*parts, skip)
             attend.run(addresses, geometry)
             # Of warpgroups that share rows the first one reports.
             sharing = WARPGROUP * self.config.v_parts
             first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
             skip.report(addresses.skipped, first)
         else:
-            PrefillAttend(*parts).run(addresses, geometry)
+            (ByteAttend if self.config.multiplies_bytes else PrefillAttend)(*parts).run(addresses, geometry)
 
-    @property
-    def kv_readers(self) -> tuple[str, int]:
-        return ("widen", WARPS) if self.config.widens else super().kv_readers
+    def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
+        edges = super()._kv_edges(consumer, warps)
+        converted = [self._is_converted(is_value) for is_value in (False, True)]
+        readers = [("convert", WARPS) if is_converted else (consumer, warps) for is_converted in converted]
+        return [
+            replace(edge, consumer=role, consumer_warps=count)
+            for edge, (role, count) in zip(edges, readers, strict=True)
+        ]
+
+    def _is_converted(self, is_value: bool) -> bool:
+        return self.config.widens or (is_value and self.config.transposes_v)
 
     @property
     def more_roles(self) -> dict[str, int]:
-        return {"widen": WARPS} if self.config.widens else {}
+        return {"convert": WARPS} if self.config.converts else {}
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
         arrivals = super().kv_arrivals(is_value)
-        if not self.config.widens:
+        if not self._is_converted(is_value):
             return arrivals
         # Zeros that load_v writes are read by lanes, not by the tensor cores, which is why all of its lanes arrive.
         zeroes = dict(producer_lanes=LANES) if is_value else {}
         return arrivals | zeroes | dict(consumer_lanes=LANES, consumer_fences=False)
 
     def _more_edges(self) -> tuple[Edge, ...]:
-        if not self.config.widens:
+        if not self.config.converts:
             return ()
-        t, consumers = self.tile, 4 * self.warpgroups
+        stages, consumers = self.tile.kv_stages, 4 * self.warpgroups
         return tuple(
-            Edge(f"wide {name}", "widen", "attend", t.kv_stages, WARPS, consumers, t.n * columns * 2, LANES)
-            for name, columns in zip("KV", self.config.operand_columns, strict=True)
+            Edge(f"converted {name}", "convert", "attend", stages, WARPS, consumers, size, LANES)
+            for name, size in self.config.converted_bytes.items()
         )
 
     @property

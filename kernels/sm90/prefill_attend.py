@@ -9,7 +9,7 @@ from cutlass import Int32, const_expr
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts.device import shared_address
-from hopwell.kernels.parts.epilogue import STAGING_BYTES, OutputRows, RowResults
+from hopwell.kernels.parts.epilogue import STAGING_BYTES, ByteRows, OutputRows, RowResults
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import LogitRow, TileRange
 from hopwell.kernels.parts.query_rows import QueryRows
@@ -27,6 +27,10 @@ class PrefillAttend(Attend):
         rows = self._rows(warp_row)
         positions = tuple(first + rows.token(RowFragment.row_offset(r), r) for r in range(RowFragment.rows))
         return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
+
+    def output_rows(self) -> type[OutputRows]:
+        """How rows of the output are written."""
+        return ByteRows if self.kernel.out_dtype.width == 8 else OutputRows
 
     def _rows(self, warp_row) -> QueryRows:
         if self.kernel.config.packs_heads:
@@ -55,7 +59,7 @@ class PrefillAttend(Attend):
         """Normalise this warp's rows; write them and their log-sum-exp."""
         config, output, rows = self.kernel.config, operands.output(), self._rows(warp_row)
         columns = config.head_dim_v // config.v_parts
-        out = OutputRows.of(tile, columns, addresses, geometry, column_group * operands.depth_v)
+        out = self.output_rows().of(tile, columns, addresses, geometry, column_group * operands.depth_v)
         if const_expr(config.packs_heads):
             out = replace(out, count=cutlass.min(out.count, self.tile_shape.tokens))
         # Warpgroups that share rows all know what there is to say of them; the first says it.

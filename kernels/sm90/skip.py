@@ -10,6 +10,7 @@ from hopwell.kernels.config import WARPGROUP
 from hopwell.kernels.parts.device import barrier_all
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.sm90.attend import GROUP_BARRIER
+from hopwell.kernels.sm90.byte_prefill import ByteAttend
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 
 
@@ -30,7 +31,7 @@ class SkippingAttend(PrefillAttend):
         operands.issue_qk(q_stage, k_ring.stage(kv_step + 1))
         v_ring.wait_full(kv_step)
         if self.skip.pending[0] != 0:
-            operands.issue_pv(v_ring.stage(kv_step))
+            self.begin_pv(operands, v_ring.stage(kv_step))
         turns.pass_on()
         warpgroup.wait_group(0)
         k_ring.release(kv_step + 1)
@@ -53,6 +54,11 @@ class SkippingAttend(PrefillAttend):
         _, _, v_ring = self.rings
         v_ring.wait_full(kv_step)
         if self.skip.pending[0] != 0:
-            operands.issue_pv(v_ring.stage(kv_step))
+            self.begin_pv(operands, v_ring.stage(kv_step))
         warpgroup.wait_group(0)
         v_ring.release(kv_step)
+
+
+@dataclass
+class SkippingByteAttend(SkippingAttend, ByteAttend):
+    """The rule of the one over the products of the other."""

@@ -1,0 +1,142 @@
+"""Consumer warpgroups of Hopper prefill whose operands have 8 bits: Q, K, P and V."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import fma
+from hopwell.kernels.parts.epilogue import ByteRows, ConvertedRows
+from hopwell.kernels.parts.fragment import SplitRowFragment
+from hopwell.kernels.skeleton import SharedTiles
+from hopwell.kernels.sm90.attend import Operands
+from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.sm90.prefill_attend import PrefillAttend
+
+# Columns of V in one product at most. The tensor cores of Hopper add products of 8-bit operands with 13 to 14 bits of
+# mantissa, so O is accumulated by float32 instructions, tile by tile, from products with zero accumulators: these take
+# registers, which O, S and P have to leave.
+PART_COLUMNS, FEW_PART_COLUMNS = 64, 32
+MOST_WITH_PARTS = 192  # columns of O beside which registers have room for 64 of a product
+
+
+@dataclass
+class ByteAttend(PrefillAttend):
+    """A tile's P V is added to O when it has been brought to the tile's reference, see ``TileSoftmax``.
+
+    In a turn a warpgroup issues the first columns of P V of the tile before, then Q K^T, under which these columns are
+    added to O, and then the other columns of P V.
+    """
+
+    def operands(self, row_group, column_group) -> "ByteOperands":
+        return ByteOperands.create(self.kernel, self.tiles, row_group, column_group)
+
+    def output_rows(self) -> type[ConvertedRows]:
+        return ByteRows if self.kernel.out_dtype.width == 8 else ConvertedRows
+
+    @cute.jit
+    def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
+        _, k_ring, v_ring = self.rings
+        v_stage = v_ring.stage(kv_step)
+        k_ring.wait_full(kv_step + 1)
+        v_ring.wait_full(kv_step)
+        turns.wait()
+        operands.issue_part(v_stage, 0)
+        operands.issue_qk(q_stage, k_ring.stage(kv_step + 1))
+        for part in cutlass.range_constexpr(operands.parts):
+            if const_expr(part == operands.parts - 1):
+                turns.pass_on()
+            warpgroup.wait_group(1 if part == 0 else 0)
+            operands.add_part(part, self.softmax.rescale)
+            if const_expr(part + 1 < operands.parts):
+                operands.issue_part(v_stage, part + 1)
+        v_ring.release(kv_step)
+        warpgroup.wait_group(0)
+        k_ring.release(kv_step + 1)
+        self.to_logits(operands.scores(), n, row, masked)
+        self.softmax.step(operands.scores())
+        operands.round_scores()
+
+    @cute.jit
+    def begin_pv(self, operands, v_stage):
+        for part in cutlass.range_constexpr(operands.parts):
+            operands.issue_part(v_stage, part)
+            warpgroup.wait_group(0)
+            operands.add_part(part, self.softmax.rescale)
+
+    def rescale(self, operands) -> None:
+        """O follows when a product is added to it."""
+
+
+@dataclass
+class ByteOperands(Operands):
+    """``v`` is transposed: its columns are rows, in the order of ``TransposingStream``. ``part`` is what a product of
+    some of them gives."""
+
+    part: object
+    parts: int
+
+    @staticmethod
+    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "ByteOperands":
+        t, source = kernel.tile, warpgroup.OperandSource
+        depth_qk, depth_v = kernel.config.depth
+        width = part_columns(depth_v)
+        qk_mma = make_mma(
+            kernel.dtype, (WARPGROUP_ROWS, t.n), source.SMEM, OperandMajorMode.K, warpgroups=kernel.warpgroups
+        )
+        pv_mma = make_mma(
+            kernel.dtype, (WARPGROUP_ROWS, width), source.RMEM, OperandMajorMode.K, warpgroups=kernel.warpgroups
+        )
+        qk, pv = qk_mma.get_slice(row_group * WARPGROUP), pv_mma.get_slice(row_group * WARPGROUP)
+        return ByteOperands(
+            qk_mma=qk_mma,
+            pv_mma=pv_mma,
+            q=qk.make_fragment_A(qk.partition_A(tiles.q)),
+            k=qk.make_fragment_B(qk.partition_B(tiles.k)),
+            v=pv.make_fragment_B(pv.partition_B(tiles.v)),
+            s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
+            o=cute.make_rmem_tensor(depth_v // SplitRowFragment.lanes_per_row * SplitRowFragment.rows, Float32),
+            p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
+            dtype=kernel.dtype,
+            tile_n=t.n,
+            depth_qk=depth_qk,
+            depth_v=depth_v,
+            part=cute.make_rmem_tensor(pv.partition_shape_C((t.m, width)), Float32),
+            parts=depth_v // width,
+        )
+
+    def issue_part(self, v_stage, part: int) -> None:
+        """Issue the product of P and some columns of V."""
+        v = self.v[None, part, None, v_stage]
+        (values, keys), (value_step, key_step) = v.layout.shape, v.layout.stride
+        v = cute.make_tensor(v.iterator, cute.make_layout((values, 1, keys), stride=(value_step, 0, key_step)))
+        issue_mma(self.pv_mma, self.part, self.p, v, self.tile_n, False)
+
+    @cute.jit
+    def add_part(self, part: cutlass.Constexpr[int], factors) -> None:
+        """Add it to its columns of O times ``factors``, one a row."""
+        first = part * cute.size(self.part)
+        for i in cutlass.range_constexpr(cute.size(self.part)):
+            self.o[first + i] = fma(self.o[first + i], factors[i // 2 % 2], self.part[i])
+
+    def output(self) -> SplitRowFragment:
+        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row)
+
+    @cute.jit
+    def round_scores(self) -> None:
+        """P = S in 8 bits. A lane's operand takes four neighbouring keys where its accumulators hold two each of two
+        eights; ``TransposingStream`` has put V's keys in this order."""
+        words = cute.recast_tensor(self.p, Uint32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            first = i // 2 * 8 + i % 2 * 2
+            words[i] = copy.pack_e4m3_x4([self.s[first + k] for k in (0, 1, 4, 5)])
+
+
+def part_columns(depth_v: int) -> int:
+    """Columns of V in one product: as many as there may be and divide all of them."""
+    most = PART_COLUMNS if depth_v <= MOST_WITH_PARTS else FEW_PART_COLUMNS
+    return max(width for width in range(8, most + 1, 8) if depth_v % width == 0)
