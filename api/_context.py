@@ -223,7 +223,7 @@ def context_problem(
         (output.is_nvfp4, "nvfp4_out", "out_dtype='nvfp4'"),
         (cache.is_nvfp4, "nvfp4_kv", kv_dtype),
         (query.dtype == checks.FP8, "fp8", f"query.dtype={query.dtype}, {kv_dtype}"),
-        (cache.key.dtype == checks.FP8, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
+        (cache.key.dtype == checks.FP8 != query.dtype, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
         (output.dtype == checks.FP8, "fp8_out", f"out_dtype={output.dtype}"),
         (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
         (bool(checks.optional_flag("use_fp16_softmax", use_fp16_softmax)), "fp16_softmax", "use_fp16_softmax=True"),

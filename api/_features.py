@@ -47,7 +47,7 @@ def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
             (True, "cache", f"KV of shape {tuple(key.shape)}"),
             (True, _MASK_FEATURES[problem.mask.kind], f"{problem.mask.kind.value} mask"),
             (problem.sinks is not None, "sinks", "sinks given"),
-            (bool(scales), "tensor_scales", "scale given as a tensor"),
+            (bool(scales) and entry != support.CUDNN, "tensor_scales", "scale given as a tensor"),
             (problem.lse is not None, "lse", "return_lse=True"),
         ),
     )

@@ -159,6 +159,10 @@ def fmha_v2_problem(
         checks.disjoint("out", out, (*given, *indices))
 
     arch = support.arch_of(on)
+    if dtype == checks.FP8 != query.dtype:
+        raise ValueError(
+            f"out_dtype must be {' or '.join(map(str, checks.SIXTEEN_BIT))} for qkv of {query.dtype}, got {dtype}"
+        )
     needs = (
         (query.dtype == checks.FP8, "fp8", f"qkv.dtype={query.dtype}"),
         (dtype == checks.FP8, "fp8_out", f"out_dtype={dtype}"),

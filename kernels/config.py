@@ -350,7 +350,9 @@ class PrefillConfig(KernelConfig):
             registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
             tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
         if multiplies_bytes:
-            tile = replace(tile, m=_MIDDLE.m, n=min(tile.n, _MIDDLE.n), kv_stages=2, source_stages=(2, 1), **_CONVERTING)
+            tile = replace(
+                tile, m=_MIDDLE.m, n=min(tile.n, _MIDDLE.n), kv_stages=2, source_stages=(2, 1), **_CONVERTING
+            )
         elif kv_type is not KvType.WIDE:
             has_pairs = max(dims) <= WIDENED_PAIRS_TO
             tile = replace(
