@@ -205,7 +205,7 @@ def unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
 
 def test_byte_matrices_feed_the_product() -> None:
     """V [32 keys][16 columns] as two B operands: registers 0 and 2 of the transposing load, then 1 and 3."""
-    v, p = draw("e4m3", (32, 16), 0.5, 4, 1), draw("e4m3", (16, 32), 0.5, 4, 2)
+    v = draw("e4m3", (32, 16), 0.5, 4, 1)
     words = loaded("ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8", v, 4, 32)
     for tile in range(2):
         np.testing.assert_array_equal(words[[tile, tile + 2]], words_of_rows(v.T[8 * tile : 8 * tile + 8], 2, 1))
