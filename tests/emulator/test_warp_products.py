@@ -39,8 +39,17 @@ def matrix_of(words: np.ndarray) -> np.ndarray:
     return out
 
 
-def product(op: str, a: np.ndarray, b: np.ndarray, scales: np.ndarray | None = None, select: str = "") -> np.ndarray:
-    """D of one instruction with C = 1, from the bytes of A's rows and of B's columns; ``scales`` are the registers of
+def product(
+    op: str,
+    a: np.ndarray,
+    b: np.ndarray,
+    scales: np.ndarray | None = None,
+    select: str = "",
+    start: str = "3F800000",
+    target: str = TARGET,
+    numerics: str = "auto",
+) -> np.ndarray:
+    """D of one instruction whose C is ``start``, by default 1, everywhere, from the bytes of A's rows and of B's columns; ``scales`` are the registers of
     A's and B's scales, ``select`` the byte and thread of each."""
     source = [words_of_rows(a, 4, 2), words_of_rows(b, b.shape[1] // 16, 1)]
     n_b = len(source[1])
@@ -48,12 +57,12 @@ def product(op: str, a: np.ndarray, b: np.ndarray, scales: np.ndarray | None = N
     flat = torch.from_numpy(np.concatenate(source).astype(np.int64).astype(np.uint32).view(np.int32).reshape(-1))
     y = empty(128)
     body = LOADS + "".join(f"ld.global.b32 %r{k}, [%d4+{128 * k}];\n" for k in range(6 + n_b))
-    body += "".join(f"mov.b32 %r{20 + k}, 0f3F800000;\n" for k in range(4))
+    body += "".join(f"mov.b32 %r{20 + k}, 0f{start};\n" for k in range(4))
     b_list = ", ".join(f"%r{4 + k}" for k in range(n_b))
     chosen = [f", %r{4 + n_b + k}, {{{pair}}}" for k, pair in enumerate(select.split(";"))] if select else []
     body += f"{op} {{%r10, %r11, %r12, %r13}}, {{%r0, %r1, %r2, %r3}}, {{{b_list}}}, {{%r20, %r21, %r22, %r23}}"
     body += "".join(chosen) + ";\n" + "".join(f"st.global.b32 [%d5+{128 * k}], %r{10 + k};\n" for k in range(4))
-    run_ptx(body, flat, y, target=TARGET, strict=True)
+    run_ptx(body, flat, y, target=target, strict=True, numerics=numerics)
     return matrix_of(y.numpy().view(np.uint32).reshape(4, 32))
 
 
@@ -86,6 +95,25 @@ def test_8_bit_products(form: str, a_kind: str, b_kind: str) -> None:
     op = f"mma.sync.aligned.m16n8k32.row.col.{form}f32.{a_kind}.{b_kind}.f32"
     got = product(op, in_bytes(a, a_kind), in_bytes(b, b_kind))
     np.testing.assert_array_equal(got, 1 + VALUES[a_kind][a] @ VALUES[b_kind][b].T)
+
+
+@pytest.mark.parametrize("numerics", ["fast", "hardware"])
+def test_8_bit_products_without_the_instruction(numerics: str) -> None:
+    """On Hopper ptxas sums products from zero, in f16 instructions, and adds the sum to C with one rounding: 2^24 + 1.5
+    rounds up. sm_120 has the instruction, which adds C with the products and cuts off."""
+    one, half = (np.flatnonzero(VALUES["e4m3"] == x)[0] for x in (1, 0.5))
+    a, b = np.zeros((16, 32), np.uint8), np.zeros((8, 32), np.uint8)
+    a[:, [0, 3]], b[:, 0], b[:, 3] = one, one, half
+    op = "mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32"
+    start = f"{int(np.float32(2**24).view(np.uint32)):08X}"
+    hopper, blackwell = (
+        product(op, a, b, start=start, target=target, numerics=numerics) for target in ("sm_90a", "sm_120a")
+    )
+    assert (hopper == 2**24 + 2).all()
+    assert (blackwell == 2**24).all()
+    a, b = draw("e4m3", (16, 32), 0.5, 4, 1), draw("e4m3", (8, 32), 0.5, 4, 2)
+    exact = 1 + VALUES["e4m3"][a] @ VALUES["e4m3"][b].T
+    np.testing.assert_array_equal(product(op, a, b, target="sm_90a", numerics=numerics), exact)
 
 
 def scale_registers(codes: np.ndarray, threads: int, thread: int, byte: int, seed: int) -> np.ndarray:
