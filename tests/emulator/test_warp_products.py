@@ -49,8 +49,10 @@ def product(
     target: str = TARGET,
     numerics: str = "auto",
 ) -> np.ndarray:
-    """D of one instruction whose C is ``start``, by default 1, everywhere, from the bytes of A's rows and of B's columns; ``scales`` are the registers of
-    A's and B's scales, ``select`` the byte and thread of each."""
+    """D of one instruction whose C is ``start``, by default 1, from the bytes of A's rows and of B's columns.
+
+    ``scales`` are the registers of A's and B's scales, ``select`` the byte and thread of each.
+    """
     source = [words_of_rows(a, 4, 2), words_of_rows(b, b.shape[1] // 16, 1)]
     n_b = len(source[1])
     source += [np.zeros((2, 32), np.uint32) if scales is None else scales]
