@@ -13,6 +13,7 @@ from ptx_harness import empty, run_ptx
 from tmem_harness import VALUES, draw
 
 from hopwell.emulator import EmulatorError
+from hopwell.emulator.tools import devices
 
 TARGET = "sm_120a"
 LANES = np.arange(32)
@@ -270,3 +271,61 @@ def test_stmatrix(shape: str, element: str, trans: bool, count: int) -> None:
 def test_matrix_loads_that_do_not_exist() -> None:
     with pytest.raises(EmulatorError, match="m16n16"):
         loaded("ldmatrix.sync.aligned.m16n16.x1.shared.b8", noise(16), 2, 16)
+
+
+# ------------------------------------------------------------------ rounding, against a GPU
+CHAIN, TILES = 4, 256
+
+
+def chain_text(kind: str) -> str:
+    """A kernel of products in a chain, one warp for each block; its operands are words [block][register][lane]."""
+    each, depth = 6, 32 if kind == "e4m3" else 16
+    op = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32"
+    row = CHAIN * each * 128
+    body = "".join(
+        f"mul.lo.u32 %r1, %block, {size}; mad.lo.u32 %r1, %thread, 4, %r1; cvt.u64.u32 %d{k}, %r1;\n"
+        f"add.u64 %d{k}, %a{k}, %d{k};\n"
+        for k, size in enumerate((row, 512))
+    )
+    body += "".join(f"ld.global.b32 %r{10 + k}, [%d0+{128 * k}];\n" for k in range(CHAIN * each))
+    body += "".join(f"mov.b32 %r{2 + k}, 0;\n" for k in range(4))
+    for step in range(CHAIN):
+        first = 10 + each * step
+        spans = ((2, 6), (first, first + 4), (first + 4, first + 6), (2, 6))
+        groups = ["{" + ", ".join(f"%r{r}" for r in range(*span)) + "}" for span in spans]
+        body += f"{op} {', '.join(groups)};\n"
+    body += "".join(f"st.global.b32 [%d1+{128 * k}], %r{2 + k};\n" for k in range(4))
+    return devices.module_text("sm_90a", devices.entry("k", "u64 u64", body))
+
+
+def chains(kind: str, device: devices.Device) -> np.ndarray:
+    """Bits of the sums of random operands."""
+    generator = np.random.default_rng(3)
+    count = TILES * CHAIN * 6 * 32
+    if kind == "e4m3":
+        codes = generator.integers(0, 256, 4 * count, np.uint8)
+        codes[codes & 0x7F == 0x7F] = 0
+        words = torch.from_numpy(codes.view(np.int32))
+    else:
+        dtype = {"f16": torch.float16, "bf16": torch.bfloat16}[kind]
+        words = torch.from_numpy(generator.standard_normal(2 * count)).to(dtype).view(torch.int32)
+    operands = words.to(device.torch_device)
+    out = torch.zeros(TILES * 128, dtype=torch.int32, device=device.torch_device)
+    device.launch(chain_text(kind), TILES, 32, 0, [operands, out])
+    return out.cpu().numpy()
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16", "e4m3"])
+def test_chains_are_near_float64(kind: str) -> None:
+    """The emulator's hardware rounding differs from its chains of multiply-adds, but not by much."""
+    modelled, fast = (chains(kind, devices.Emulated("sm_90a", n)).view(np.float32) for n in ("hardware", "fast"))
+    assert (modelled != fast).any()
+    np.testing.assert_allclose(modelled, fast, rtol=1e-5, atol=1e-6 * np.abs(fast).max())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["f16", "bf16", "e4m3"])
+def test_chains_have_the_bits_of_hopper(kind: str) -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    np.testing.assert_array_equal(chains(kind, devices.Emulated("sm_90a")), chains(kind, devices.Gpu()))
