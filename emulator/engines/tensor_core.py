@@ -303,7 +303,7 @@ class Job:
                 s.n,
                 s.k,
                 s.k,
-                FORMAT[s.a_type],
+                FORMAT["f32" if s.scales else s.a_type],  # scaled, they have exponents that the format lacks
                 UNIT_TCGEN05,
             )
             # f16 accumulators take a whole 32-bit column each; .pack::16b loads squeeze them.

@@ -230,7 +230,7 @@ EXPORT int sys_mma(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   if (fc == FMT_F16) core_load_accumulators_f16(w->file, c, 8, acc, 8);
   else core_load_accumulators(w->file, c, 8, acc, 8);
   if (i->aux) product_in_halves(M, acc, A, Bt, k);
-  else matrix_product(M, acc, A, Bt, 16, 8, k, k, (u32)fa, UNIT_MMA);
+  else matrix_product(M, acc, A, Bt, 16, 8, k, k, i->o[4] == NONE ? (u32)fa : FMT_F32, UNIT_MMA);
   if (fc == FMT_F16) core_store_accumulators_f16(w->file, d, 8, acc, 8);
   else core_store_accumulators(w->file, d, 8, acc, 8);
   return SYS_NEXT;

@@ -143,6 +143,16 @@ def test_mxf8f6f4_scales_rows_by_powers_of_two(a_kind, b_kind, byte_a, thread_a,
     np.testing.assert_array_equal(got, 1 + (VALUES[a_kind][a] * ue8m0[sa]) @ (VALUES[b_kind][b] * ue8m0[sb]).T)
 
 
+@pytest.mark.parametrize("numerics", ["fast", "hardware"])
+def test_small_scales_lose_nothing(numerics: str) -> None:
+    """Products are aligned to the largest of them as they are after scaling, not to what the format could hold."""
+    a, b = draw("e4m3", (16, 32), 0.5, 4, 3), draw("e4m3", (8, 32), 0.5, 4, 4)
+    registers = np.full((2, 32), 127 - 30, np.uint32)
+    op = "mma.sync.aligned.m16n8k32.row.col.kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
+    got = product(op, a, b, registers, "0, 0;0, 0", start="00000000", numerics=numerics)
+    np.testing.assert_array_equal(got, 2.0**-60 * (VALUES["e4m3"][a] @ VALUES["e4m3"][b].T))
+
+
 def test_unit_scales_give_the_plain_product() -> None:
     a, b = draw("e4m3", (16, 32), 2**-9, 448, 1), draw("e4m3", (8, 32), 2**-9, 448, 2)
     plain = product("mma.sync.aligned.m16n8k32.row.col.kind::f8f6f4.f32.e4m3.e4m3.f32", a, b)
