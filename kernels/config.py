@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -144,7 +144,7 @@ WORK_STAGES = 1
 @dataclass(frozen=True)
 class KernelConfig:
     """What any kernel needs to know of its operands. ``box_rows`` counts the tokens of a TMA box of pages, 0 for other
-    ways to fetch."""
+    ways to fetch. ``compiled_for`` names the architecture to compile for where it is not the usual one of ``arch``."""
 
     arch: str
     dtype: str
@@ -154,6 +154,12 @@ class KernelConfig:
     mask: MaskKind
     kv_fetch: KvFetch
     box_rows: int
+    compiled_for: str = field(default="", kw_only=True)
+
+    @property
+    def target(self) -> str:
+        """The architecture that the kernel is compiled for."""
+        return self.compiled_for or support.build_of(self.arch)
 
     @property
     def tile(self) -> Tile:
@@ -173,7 +179,7 @@ class KernelConfig:
         return "_".join(
             [
                 kind,
-                self.arch,
+                self.arch + (f"_on_{self.compiled_for}" if self.compiled_for else ""),
                 self.dtype,
                 *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
                 f"d{self.head_dim_qk}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""),

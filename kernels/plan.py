@@ -54,7 +54,9 @@ class Plan:
     def __init__(self, problem: AttentionProblem):
         query = problem.query
         family = PREFILL if problem.scratch is None else MLA if problem.is_latent else DECODE
-        self.config = family.resolve(problem, support.arch_of(query.device))
+        config = family.resolve(problem, support.arch_of(query.device))
+        target = support.target_of(query.device)
+        self.config = config if config.target == target else replace(config, compiled_for=target)
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
         # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
         self.repeatable = query.device.type == "cuda"

@@ -10,6 +10,8 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from hopwell.kernels import settings
+
 if TYPE_CHECKING:
     import torch
 
@@ -39,6 +41,12 @@ HOPPER = ("sm_90a",)
 BLACKWELL = ("sm_100a", "sm_103a")
 _PREFILL = (*HOPPER, *BLACKWELL)
 _NOWHERE: tuple[str, ...] = ()
+
+# A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
+FAMILY_BUILDS = {"sm_120a": "sm_120f"}
+# Architectures besides their own that can run kernels, compiled for them. Those of sm_120a multiply with mma.sync and
+# load with TMA, which the others have as well; what needs the block-scaled instructions is refused when it compiles.
+ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
 # Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator only.
 RUN_ON_HARDWARE = HOPPER
@@ -257,7 +265,37 @@ def support_matrix() -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """The architecture whose kernels a call on ``device`` uses; for the CPU the one that is emulated.
+    """The architecture whose kernels a call on ``device`` uses: the device's own, unless HOPWELL_KERNELS names another
+    one whose kernels the device can run.
+
+    Raises:
+        NotImplementedError: no kernel family exists for the device.
+        ValueError: the device is the CPU, and the emulator is switched off; or HOPWELL_KERNELS does not go with it.
+    """
+    own = native_arch(device)
+    kernels = settings.choice("HOPWELL_KERNELS", ARCHS, "") or own
+    if kernels != own and own not in ALSO_RUN_ON.get(kernels, ()):
+        able = [arch for arch in ARCHS if arch == own or own in ALSO_RUN_ON.get(arch, ())]
+        raise ValueError(
+            f"HOPWELL_KERNELS={kernels}: kernels of {kernels} cannot run on device {device}, which is {own}; "
+            f"kernels that can: {', '.join(able) or 'none'}"
+        )
+    return kernels
+
+
+def target_of(device: torch.device) -> str:
+    """The architecture for which the kernels of a call on ``device`` are compiled."""
+    own, kernels = native_arch(device), arch_of(device)
+    return build_of(kernels) if kernels == own else own
+
+
+def build_of(arch: str) -> str:
+    """The architecture for which kernels of ``arch`` are compiled where nothing else is asked for."""
+    return FAMILY_BUILDS.get(arch, arch)
+
+
+def native_arch(device: torch.device) -> str:
+    """The architecture that ``device`` is; for the CPU the one that is emulated.
 
     Raises:
         NotImplementedError: no kernel family exists for the device.
@@ -274,7 +312,7 @@ def arch_of(device: torch.device) -> str:
     arch = options().arch
     if arch is None:
         raise ValueError("the tensors are on the CPU, and HOPWELL_EMULATE=off switches off running kernels there")
-    return arch
+    return "sm_120a" if arch == "sm_121a" else arch
 
 
 @functools.lru_cache(maxsize=64)

@@ -162,7 +162,7 @@ def _compile(config: KernelConfig, target: Artifact) -> None:
         cache_folder.make(dump)
         kernel, arguments = config.build()
         options = (
-            f"--enable-tvm-ffi --gpu-arch {config.arch} --generate-line-info --keep-ptx --keep-cubin "
+            f"--enable-tvm-ffi --gpu-arch {config.target} --generate-line-info --keep-ptx --keep-cubin "
             f"--dump-dir {shlex.quote(str(dump))}"
         )
         with warnings.catch_warnings():

@@ -62,6 +62,19 @@ def model(
         (out / "prefill.md").write_text(text)
 
 
+@app.command()
+def warp_model(
+    cubin: Annotated[Path, typer.Argument(help="kernel.cubin of a kernel in the cache")],
+    warps: Annotated[int, typer.Option(min=1, help="warps of a multiprocessor that multiply")],
+    loaded_bytes: Annotated[int, typer.Option(min=0, help="of K and V that a step of them loads")],
+    streams: Annotated[bool, typer.Option(help="K and V come from memory, as in decode")] = False,
+) -> None:
+    """Predict what a kernel of mma.sync reaches on cards of sm_120 from its machine code; needs no GPU."""
+    from hopwell.perf.warp_model import Shape, report
+
+    typer.echo(report(cubin, Shape(warps, loaded_bytes, streams)))
+
+
 def _families() -> Sequence[Family]:
     from hopwell.perf.decode import DECODE
     from hopwell.perf.mla import MLA

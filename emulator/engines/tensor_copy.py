@@ -12,8 +12,9 @@ from ..errors import EmulatorError, MemoryFault, Unsupported
 from ..machine.state import Cta, Warp, first_lane, lanes_of
 from ..native.layout import OFFSET_MASK, TOUCH_ASYNC, TOUCH_READ
 from ..ptx import Instr
-from .tensor_core import chunks, group_ctas, queue_clock, queue_key
+from .tensor_core import chunks
 from .tensor_memory import tensor_memory, touch
+from .tensor_queue import group_ctas, queue_clock, queue_key
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine

@@ -169,6 +169,12 @@ def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> Launc
     o = options()
     if o.arch is None:
         raise EmulatorError("the emulator is switched off (HOPWELL_EMULATE=off)")
+    shared = launch.smem + program.kernel.static_smem
+    if shared > o.limits.cta_shared_bytes:
+        raise HostError(
+            f"kernel {program.kernel.name[:80]} asks for {shared} bytes of shared memory; a CTA of {o.arch} can have "
+            f"{o.limits.cta_shared_bytes}"
+        )
     memory = GlobalMemory(spans, track=o.strict or spans is not None)
     report = Machine(program, launch, memory, o).run()
     if report.hazards and o.hazards == "raise":

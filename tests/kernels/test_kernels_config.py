@@ -65,6 +65,7 @@ class TestShipped:
             mask=MaskKind.CAUSAL,
             kv_fetch=KvFetch.PAGE_ROWS,
             box_rows=16,
+            compiled_for="sm_100a",
             score=ScoreKind.ALIBI,
             skip_softmax=True,
             short_steps=True,

@@ -113,6 +113,7 @@ class TestShipped:
             mask=MaskKind.DRAFT,
             kv_fetch=KvFetch.PAGE_ROWS,
             box_rows=16,
+            compiled_for="sm_100a",
             kv_type=KvType.INT8,
             rows=FEW_ROWS[0],
         )

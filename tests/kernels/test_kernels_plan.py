@@ -184,7 +184,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What compiled kernels are called with."""
     recorded: list[tuple[Any, ...]] = []
     monkeypatch.setattr(plan, "_bind", lambda config, device: lambda *arguments: recorded.append(arguments))
-    monkeypatch.setattr(plan.support, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_90a")
     monkeypatch.setattr(plan, "tickets", lambda device, ints: COUNTERS)
     return recorded
 
@@ -223,6 +223,20 @@ class TestLaunch:
         _, arguments = build(resolve(everything()[0], "sm_90a"))
         assert len(arguments) == len(self.PARAMETERS)
         assert [type(argument) for argument in arguments[1:3]] == [Addresses, Geometry]
+
+    def test_kernels_of_one_architecture_compiled_for_another(
+        self, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        problem = paged(*cache("tuple-HND", 16, (128, 128)))
+        own = Plan(problem).config
+        assert own == resolve(problem, "sm_90a")
+        monkeypatch.setattr(plan.support, "ALSO_RUN_ON", {"sm_90a": ("sm_100a",)})
+        monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_100a")
+        monkeypatch.setenv("HOPWELL_KERNELS", "sm_90a")
+        moved = Plan(problem).config
+        assert (moved.arch, moved.target) == ("sm_90a", "sm_100a")
+        assert moved == replace(own, compiled_for="sm_100a")
+        assert moved.name != own.name
 
     @pytest.mark.parametrize("changes", [dict(batch=0), dict(max_q_len=0), dict(query=empty(0, 4, 128))], ids=str)
     def test_nothing_to_do_is_not_launched(self, changes: dict[str, Any], calls: list[tuple[Any, ...]]) -> None:
