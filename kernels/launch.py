@@ -6,11 +6,15 @@ Both are flat tuples of integers because that is what crosses the host boundary 
 once and keeps it as one ready-made FFI array.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 
 class Addresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent."""
+    """Device addresses in bytes; 0 means absent. Those of :data:`INDICES` and of sinks say by their lowest bit how
+    wide elements are, see :func:`address_of`."""
 
     query: int
     key: int
@@ -35,6 +39,24 @@ class Addresses(NamedTuple):
     draft_mask: int = 0  # uint32 words of each query token
     scratch: int = 0  # memory for partial results
     tickets: int = 0  # zero int32 that the kernel leaves zero: work handed out, CTAs done, decode's counters
+
+
+STARTS, LENGTHS, TABLES = Addresses._fields[4:8], Addresses._fields[8:10], Addresses._fields[10:12]
+INDICES = frozenset((*STARTS, *LENGTHS, *TABLES, "lse_offsets"))
+
+
+def address_of(name: str, view: torch.Tensor | None) -> int:
+    """The address of operand ``name``. It is odd, which no array's is, for indices that are the lower halves of 64-bit
+    ones, and for bfloat16 sinks: kernels learn of it without an argument or a kernel more."""
+    if view is None:
+        return 0
+    is_other = view.dtype == torch.bfloat16 if name == "sinks" else name in INDICES and view.stride(-1) == 2
+    return view.data_ptr() | int(is_other)
+
+
+def addresses_of(views: Sequence[torch.Tensor | None]) -> list[int]:
+    """The addresses of the first operands."""
+    return [address_of(name, view) for name, view in zip(Addresses._fields, views, strict=False)]
 
 
 class DecodeGeometry(NamedTuple):

@@ -16,7 +16,7 @@ import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would b
 from hopwell.kernels import support, toolchain
 from hopwell.kernels.config import KernelConfig, PrefillConfig, TileShape, packed_shape, page_and_head_stride, resolve
 from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
-from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
+from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, addresses_of
 from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
@@ -89,7 +89,7 @@ class Plan:
             problem.lse.tensor.fill_(-math.inf)
         if self.has_work:
             views = operands(problem, out)
-            addresses = [0 if view is None else view.data_ptr() for view in views]
+            addresses = addresses_of(views)
             with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views):
                 self.launch(addresses, *host_scales(problem))
         return out

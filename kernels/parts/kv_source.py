@@ -28,7 +28,7 @@ from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MAX_BOX_ROWS
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
-from hopwell.kernels.parts.device import DeviceStruct, global_array
+from hopwell.kernels.parts.device import DeviceStruct, load_index
 
 BOXES_AT_ONCE = 8  # whose corners a lane holds before they are fetched
 
@@ -248,7 +248,7 @@ class PagedSource(KvSource):
     def lookup(self, key):
         """(page, row within it) of a token."""
         page, row = self.in_page(key)
-        return global_array(Int32, self.table)[page], row
+        return load_index(self.table, page), row
 
 
 @dataclass
@@ -419,7 +419,7 @@ class PageRows(PagedSource):
     def _entry(self, key):
         entry = Int32(-1)
         if key >= self.first_key and key < self.end_key:
-            entry = global_array(Int32, self.table)[self._index(key)]
+            entry = load_index(self.table, self._index(key))
         return entry
 
     def _index(self, key):

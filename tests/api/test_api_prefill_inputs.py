@@ -61,7 +61,7 @@ def test_fmha_v2_pages(layout: str) -> None:
     q, pool = form(FMHA, name)["qkv"]
     refused(FMHA, ValueError, "requires block_tables", name, block_tables=None)
     refused(FMHA, TypeError, "^block_tables must be a torch.Tensor", name, block_tables=[1])
-    refused(FMHA, ValueError, "^block_tables must be torch.int32", name, block_tables=ints(*TABLE).long())
+    refused(FMHA, ValueError, "^block_tables must be torch.int32", name, block_tables=ints(*TABLE).short())
     refused(FMHA, ValueError, "^block_tables must be on cpu", name, block_tables=ints(*TABLE).to("meta"))
     refused(
         FMHA, ValueError, "^block_tables must be 2-D", name, block_tables=form(FMHA, f"pair-{layout}")["block_tables"]

@@ -55,6 +55,17 @@ def mla(data: MlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
 
 @KINDS
 @BOTH_ROWS
+def test_index_types(heads: int, top_k: int, device: str) -> None:
+    """64-bit lengths, page ids and lists give the bits of 32-bit ones."""
+    data = batch(device, 2, top_k, heads=heads)
+    problem = data.decode(64)
+    given = arguments(data, problem)
+    wide = {name: given[name].long() for name in ("block_tables", "seq_lens")}
+    assert torch.equal(mla(data, problem), mla(data, problem, **wide))
+
+
+@KINDS
+@BOTH_ROWS
 @pytest.mark.parametrize("q_len", [1, 2, 3])
 def test_heads_of_both_kernels(q_len: int, heads: int, top_k: int) -> None:
     """What tests with few rows and with many rely on."""
