@@ -252,6 +252,12 @@ def capacity(table: PageTable, page_size: int) -> int:
     return pages * page_size
 
 
+def page_size(name: str, size: int) -> None:
+    """Pages of the cache ``name`` have at least one token."""
+    if size < 1:
+        raise ValueError(f"{name} must have a page size of at least 1, got {size}")
+
+
 def power_of_two(name: str, number: int) -> None:
     """``number`` is 1, 2, 4, ..."""
     if number < 1 or number & (number - 1):

@@ -33,7 +33,7 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         checks.device(name, cache, q.device)
     if paged:
         views = separate_kv_views(k_cache, v_cache, KVLayout.HND, names=KV_NAMES)
-        checks.power_of_two("the page size of k_cache", k_cache.shape[2])
+        checks.page_size("k_cache", k_cache.shape[2])
     else:
         views = ragged_kv_views(k_cache, v_cache, KV_NAMES)
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):

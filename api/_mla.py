@@ -92,7 +92,7 @@ def _checked_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rop
         if row != width:
             raise ValueError(f"{name} must have kv_lora_rank + qk_rope_head_dim = {width} as its last size, got {row}")
     checks.tma_readable("kv_cache", kv_cache)
-    checks.power_of_two("the page size of kv_cache", cache.key.shape[2])
+    checks.page_size("kv_cache", cache.key.shape[2])
     return cache
 
 

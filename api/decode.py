@@ -64,7 +64,7 @@ def xqa_batch_decode_with_kv_cache(
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
-            e2m1 values a byte, head_dim / 2 wide). page_size is a power of two up to 1024, num_heads a multiple of
+            e2m1 values a byte, head_dim / 2 wide). page_size is 1 to 1024, num_heads a multiple of
             num_kv_heads. 8-bit values are widened to float16 before they are multiplied, which holds all of them: the
             result is at least as accurate as that of a 16-bit cache with the same values.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``xqa_workspace_bytes`` bytes or

@@ -67,7 +67,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             rotary part last; bfloat16 or float8_e4m3fn. Tokens lie at equal distances: no gap between requests. With
             ``cum_seq_lens_q`` [tokens, num_heads, ...].
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...] in the dtype of
-            query. page_size is a power of two up to 1024.
+            query. page_size is 1 to 1024.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``mla_workspace_bytes`` bytes or
             more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
             each. In place of one that is too small, memory of our own is used, one piece for each device and stream;

@@ -72,8 +72,8 @@ def trtllm_batch_context_with_kv_cache(
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors whose strides and V head_dim are independent. ``page`` is
             [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype of
-            query, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). page_size is a power
-            of two; num_heads is a multiple of num_kv_heads.
+            query, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). page_size is
+            1 to 1024; num_heads is a multiple of num_kv_heads.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request], or [batch_size, 2,
             pages_per_request] with ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False. Entries

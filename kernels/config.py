@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -148,6 +148,7 @@ class KernelConfig:
     mask: MaskKind
     kv_fetch: KvFetch
     box_rows: int
+    uneven_pages: bool = field(default=False, kw_only=True)  # of a size that is not a power of two
 
     @property
     def tile(self) -> Tile:
@@ -174,6 +175,7 @@ class KernelConfig:
                 self.mask.value,
                 *details,
                 self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
+                *["uneven"] * self.uneven_pages,
             ]
         )
 
@@ -396,10 +398,17 @@ def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
     """The way to fetch K and V, and the tokens of a box."""
     if problem.page_table is None:
         return KvFetch.CONTIGUOUS, 0
-    box_rows = min(math.gcd(problem.key.shape[2], tile_n), MAX_BOX_ROWS)
+    rows = math.gcd(problem.key.shape[2], tile_n)
+    box_rows = min(rows & -rows, MAX_BOX_ROWS)
     if box_rows < MIN_BOX_ROWS or not all(_has_slots(view) for view in (problem.key, problem.value)):
         return KvFetch.PAGE_ROWS, 0
     return KvFetch.PAGE_BOXES, box_rows
+
+
+def has_uneven_pages(problem: AttentionProblem) -> bool:
+    """Whether pages have a size that is not a power of two."""
+    size = problem.key.shape[2]
+    return (problem.page_table is not None or problem.token_table is not None) and size & (size - 1) != 0
 
 
 def _has_slots(view: torch.Tensor) -> bool:
@@ -462,6 +471,7 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         mask=problem.mask.kind,
         kv_fetch=fetch,
         box_rows=box_rows,
+        uneven_pages=has_uneven_pages(problem),
         **features,
     )
 
@@ -503,9 +513,9 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
     """Refuse page sizes without a kernel."""
     page_size = problem.key.shape[2]
     paged = problem.page_table is not None or problem.token_table is not None
-    if paged and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
+    if paged and page_size > support.MAX_PAGE_SIZE:
         raise NotImplementedError(
-            f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
+            f"page size {page_size} has no kernel on {arch}; supported: 1 to {support.MAX_PAGE_SIZE}"
         )
 
 

@@ -86,7 +86,7 @@ def prefill_head_dim(dims: tuple[int, int]) -> str:
 
 def _page_sizes(archs: tuple[str, ...]) -> tuple[Feature, ...]:
     return (
-        Feature("page_size", "page sizes", f"page size: powers of two from 1 to {MAX_PAGE_SIZE}", archs),
+        Feature("page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", archs),
         Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE),
     )
 

@@ -113,6 +113,14 @@ def test_scales_sinks_and_window(device: str) -> None:
 both_kernels = pytest.mark.parametrize("heads", [4, 36])
 
 
+@pytest.mark.parametrize(("page_size", "heads"), [(7, 4), (24, 36)])
+def test_pages_of_any_size(page_size: int, heads: int, device: str) -> None:
+    data = batch(device, heads=heads)
+    out = xqa(data, data.decode(page_size))
+    data.expected_decode().check(out)
+    assert torch.equal(out, xqa(data, data.decode(16)))
+
+
 @both_kernels
 def test_index_types(heads: int, device: str) -> None:
     """64-bit lengths and page ids, and bfloat16 sinks, give the bits of 32-bit ones and float32."""

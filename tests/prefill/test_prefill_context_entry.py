@@ -35,6 +35,16 @@ def test_caches(page_size: int, dims: tuple[int, int], device: str) -> None:
         assert all(torch.equal(outs[0], out) for out in outs)
 
 
+@pytest.mark.parametrize(("page_size", "dim"), [(3, 64), (24, 128), (48, 80), (1000, 64)])
+def test_pages_of_any_size(page_size: int, dim: int, device: str) -> None:
+    """Rows, boxes of all columns and of a block of them, and pages taller than requests: to the bit as pages of 16."""
+    data = batch(device, head_dim=dim, v_head_dim=dim)
+    pages = {size: data.pages(size) for size in (16, page_size)}
+    even, uneven = (context(data, (key, value), table) for key, value, table in pages.values())
+    data.expected().check(uneven)
+    assert torch.equal(even, uneven)
+
+
 @pytest.mark.parametrize("dims", [dims for dims in TILES if dims not in MAIN_DIMS], ids=str)
 def test_other_head_dims(dims: tuple[int, int], device: str) -> None:
     data = batch(device, head_dim=dims[0], v_head_dim=dims[1])
