@@ -18,7 +18,7 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
-from hopwell.kernels.support import BLACKWELL, HOPPER
+from hopwell.kernels.support import BLACKWELL, HOPPER, OTHER_HOPPER_HEAD_DIMS
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -110,6 +110,11 @@ TILES = {
     # 64 x 512 of O are more registers than a warpgroup has. Both of a pair compute the same S: half as much work again,
     # but nothing to exchange.
     (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
+}
+
+# Head dims that fill as many column blocks differ by nothing but what TMA fills with zeros and the depth of products.
+OTHER_TILES = {
+    (d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in OTHER_HOPPER_HEAD_DIMS
 }
 
 
@@ -287,6 +292,12 @@ class PrefillConfig(KernelConfig):
     kv_type: KvType = KvType.WIDE
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
+
+    @classmethod
+    def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
+        """Those of all head dims (QK, V)."""
+        return {**cls.tiles, **cls.other_tiles}
 
     @classmethod
     def tile_of(
@@ -300,7 +311,7 @@ class PrefillConfig(KernelConfig):
     ) -> Tile:
         """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
         cache of 8 bits gives the bits that its values give in 16."""
-        tile = cls.tiles[dims]
+        tile = cls.all_tiles()[dims]
         if tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
         if short_steps:
@@ -323,7 +334,7 @@ class PrefillConfig(KernelConfig):
     @classmethod
     def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
         """Whether there are kernels with short steps besides those without."""
-        return mask is MaskKind.SLIDING_WINDOW and cls.tiles[dims].n == 2 * SHORT_STEP
+        return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
@@ -451,8 +462,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
     kind = config_type(arch)
-    if dims not in kind.tiles:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.tiles)
+    if dims not in kind.all_tiles():
+        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)

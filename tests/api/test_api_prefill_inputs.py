@@ -106,7 +106,7 @@ def test_fmha_v2_strings() -> None:
         ({"out_dtype": "float8_e4m3fn"}, "out_dtype=torch.float8_e4m3fn"),
         ({"out": data(TOKENS, HEADS, DIM, dtype=FP8)}, "out_dtype=torch.float8_e4m3fn"),
         ({"qkv": (data(8, 4, DIM, dtype=FP8), data(58, 2, 2, DIM, dtype=FP8))}, "qkv.dtype=torch.float8_e4m3fn"),
-        ({"qkv": (data(8, 4, 72), data(58, 2, 2, 72))}, "head_dim=72"),
+        ({"qkv": (data(8, 4, 264), data(58, 2, 2, 264))}, "head_dim=264"),
     ],
 )
 def test_fmha_v2_without_kernel(changes: dict[str, Any], text: str) -> None:
@@ -183,5 +183,5 @@ def test_cudnn_other_rules() -> None:
     refused(CUDNN, TypeError, "^backend must be a str", backend=3)
     q, k, v = (data(n, h, d, dtype=FP8) for n, h, d in ((8, 4, 192), (58, 2, 192), (58, 2, 128)))
     refused(CUDNN, NotImplementedError, "q.dtype=torch.float8_e4m3fn", q=q, k_cache=k, v_cache=v)
-    k, v = data(KV_TOKENS, KV_HEADS, 72), data(KV_TOKENS, KV_HEADS, 72)
-    refused(CUDNN, NotImplementedError, "head_dim=72", q=data(TOKENS, HEADS, 72), k_cache=k, v_cache=v)
+    k, v = data(KV_TOKENS, KV_HEADS, 264), data(KV_TOKENS, KV_HEADS, 264)
+    refused(CUDNN, NotImplementedError, "head_dim=264", q=data(TOKENS, HEADS, 264), k_cache=k, v_cache=v)

@@ -428,7 +428,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "dims",
         [
-            *((dim, dim) for dim in (8, 16, 24, 56, 72, 112, 136, 224, 264, 1024)),
+            *((dim, dim) for dim in (4, 12, 100, 264, 1024)),
             # Widths that there are, but not together.
             *((64, 32), (32, 64), (128, 64), (128, 192), (192, 64), (256, 128), (576, 512)),
         ],

@@ -52,6 +52,20 @@ def test_other_head_dims(dims: tuple[int, int], device: str) -> None:
     data.expected().check(context(data, (key, value), table))
 
 
+@pytest.mark.parametrize(("dim", "page_size"), [(8, 16), (72, 2), (248, 16)])
+def test_multiples_of_8_between_those(dim: int, page_size: int, device: str) -> None:
+    """Columns beyond the head dim, of which others' data may be in memory, count for nothing and are not written."""
+    data = batch(device, head_dim=dim, v_head_dim=dim)
+    key, value, table = data.pages(page_size)
+    pool = torch.full((*key.shape[:-1], 2 * dim + 8), torch.nan, dtype=data.dtype, device=device)
+    cache = pool[..., :dim], pool[..., dim : 2 * dim]
+    for part, values in zip(cache, (key, value), strict=True):
+        part.copy_(values)
+    room = torch.full((data.tokens, data.heads, dim + 8), 7.0, dtype=data.dtype, device=device)
+    data.expected().check(context(data, cache, table, out=room[..., :dim]))
+    assert (room[..., dim:] == 7).all()
+
+
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
 @pytest.mark.parametrize("page_size", [2, 16])
 def test_separate_page_ids(page_size: int, layout: str, device: str) -> None:
