@@ -26,8 +26,9 @@ from hopwell.layouts import (
 
 FP8 = torch.float8_e4m3fn
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-INTEGERS = (torch.int32, torch.uint32)
+INTEGERS = (torch.int32, torch.uint32, torch.int64)
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
@@ -188,7 +189,7 @@ def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int])
 
 
 def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
-    """Attention sinks: one float32 logit per query head, as a tensor or as a list of exactly one tensor."""
+    """Attention sinks: one float32 or bfloat16 logit per query head, as a tensor or as a list of exactly one tensor."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
@@ -196,7 +197,7 @@ def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
             raise ValueError(f"sinks as a {type(value).__name__} must hold exactly one tensor, got {len(value)}")
         value = value[0]
     checked = tensor("sinks", value)
-    dtype("sinks", checked, (torch.float32,))
+    dtype("sinks", checked, (torch.float32, torch.bfloat16))
     shape("sinks", checked, ("num_heads", heads))
     unit_stride("sinks", checked)
     device("sinks", checked, on)
@@ -221,9 +222,17 @@ def cumulative(name: str, value: Any, batch: int, on: torch.device) -> TokenOffs
     return token_offsets(index_tensor(name, value, on), batch, name)
 
 
-def offsets(name: str, value: Any, batch: int, unit: int, on: torch.device) -> TokenOffsets | None:
-    """Starts of requests in elements, ``unit`` elements to a token."""
-    return None if value is None else element_offsets(index_tensor(name, value, on), batch, unit, name)
+def offsets(name: str, value: Any, batch: int, unit: int, tokens: int, on: torch.device) -> TokenOffsets | None:
+    """Starts of requests in elements of a tensor of so many ``tokens``, ``unit`` elements each."""
+    if value is None:
+        return None
+    starts = element_offsets(index_tensor(name, value, on), batch, unit, name)
+    if value.dtype == torch.int64 and tokens * unit > UINT32_MAX:
+        raise ValueError(
+            f"{name} as torch.int64 must fit 32 bits, got them for {tokens} tokens of {unit} elements; "
+            "offsets in tokens reach further"
+        )
+    return starts
 
 
 def page_table(value: Any, batch: int, on: torch.device, *, shared: bool = True) -> PageTable:
@@ -241,6 +250,12 @@ def capacity(table: PageTable, page_size: int) -> int:
             f"got {pages} pages of {page_size}, which are {pages * page_size}"
         )
     return pages * page_size
+
+
+def page_size(name: str, size: int) -> None:
+    """Pages of the cache ``name`` have at least one token."""
+    if size < 1:
+        raise ValueError(f"{name} must have a page size of at least 1, got {size}")
 
 
 def power_of_two(name: str, number: int) -> None:

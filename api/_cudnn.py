@@ -34,7 +34,7 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         checks.device(name, cache, q.device)
     if paged:
         views = separate_kv_views(k_cache, v_cache, KVLayout.HND, names=KV_NAMES)
-        checks.power_of_two("the page size of k_cache", k_cache.shape[2])
+        checks.page_size("k_cache", k_cache.shape[2])
     else:
         views = ragged_kv_views(k_cache, v_cache, KV_NAMES)
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
@@ -72,7 +72,8 @@ def _lengths(name: str, value: Any, batch: int, on: torch.device, graphs: bool) 
             f"{name} must be on {on}, the device of q, where is_cuda_graph_compatible is True: "
             f"a copy from {checked.device} would not be replayed"
         )
-    return checks.lengths(name, checked, batch, checked.device).to(on, non_blocking=True)
+    checks.lengths(name, checked, batch, checked.device)
+    return checks.lengths(name, checked.to(on, non_blocking=True), batch, on)
 
 
 def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None]) -> None:
@@ -166,13 +167,13 @@ def cudnn_problem(
     if out is not None:
         checks.output("out", out, (tokens, heads, v_dim), out_dtype, on)
     starts = {
-        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, on)
-        for name, given, unit in (
-            ("batch_offsets_q", batch_offsets_q, _token_elements(q)),
-            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out)),
-            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache)),
-            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache)),
-            ("batch_offsets_stats", batch_offsets_stats, heads),
+        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, size, on)
+        for name, given, unit, size in (
+            ("batch_offsets_q", batch_offsets_q, _token_elements(q), tokens),
+            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out), tokens),
+            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache), k_cache.shape[0]),
+            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache), v_cache.shape[0]),
+            ("batch_offsets_stats", batch_offsets_stats, heads, tokens),
         )
     }
     _check_pairing(batch, paged, starts)

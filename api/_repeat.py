@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell.kernels import Plan
-from hopwell.kernels.launch import Addresses
+from hopwell.kernels.launch import Addresses, address_of
 from hopwell.kernels.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.scratch import own_scratch
@@ -144,7 +144,7 @@ class Repeat:
             else:
                 inputs.append(number[id(mark)])
                 addresses.append(f"p{inputs[-1]}")
-                offset = view.data_ptr() - source.data_ptr()
+                offset = address_of(Addresses._fields[place], view) - source.data_ptr()
                 if offset:
                     self._variables[f"offset{place}"] = offset
                     addresses[-1] += f" + offset{place}"

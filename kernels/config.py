@@ -18,7 +18,7 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
-from hopwell.kernels.support import BLACKWELL, HOPPER
+from hopwell.kernels.support import BLACKWELL, HOPPER, OTHER_HOPPER_HEAD_DIMS
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -118,6 +118,11 @@ TILES = {
     (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
 
+# Head dims that fill as many column blocks differ by nothing but what TMA fills with zeros and the depth of products.
+OTHER_TILES = {
+    (d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in OTHER_HOPPER_HEAD_DIMS
+}
+
 
 # Windows of up to so many keys have steps of 64 where head dims have 128: with a window of 128 the 64 rows of a
 # warpgroup then see 3 steps of 64 keys, not 2 of 128. 8 x 512 queries of 8192 keys take 21, 16, 12, 9, 4 and 1 % less
@@ -154,6 +159,7 @@ class KernelConfig:
     mask: MaskKind
     kv_fetch: KvFetch
     box_rows: int
+    uneven_pages: bool = field(default=False, kw_only=True)  # of a size that is not a power of two
     compiled_for: str = field(default="", kw_only=True)
 
     @property
@@ -186,6 +192,7 @@ class KernelConfig:
                 self.mask.value,
                 *details,
                 self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
+                *["uneven"] * self.uneven_pages,
             ]
         )
 
@@ -332,6 +339,12 @@ class PrefillConfig(KernelConfig):
     kv_type: KvType = KvType.WIDE
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
+
+    @classmethod
+    def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
+        """Those of all head dims (QK, V)."""
+        return {**cls.tiles, **cls.other_tiles}
 
     @classmethod
     def tile_of(
@@ -346,7 +359,7 @@ class PrefillConfig(KernelConfig):
     ) -> Tile:
         """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
         cache of 8 bits gives the bits that its values give in 16."""
-        tile = cls.tiles[dims]
+        tile = cls.all_tiles()[dims]
         if tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
         if short_steps:
@@ -373,7 +386,7 @@ class PrefillConfig(KernelConfig):
     @classmethod
     def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
         """Whether there are kernels with short steps besides those without."""
-        return mask is MaskKind.SLIDING_WINDOW and cls.tiles[dims].n == 2 * SHORT_STEP
+        return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
@@ -467,10 +480,17 @@ def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
     """The way to fetch K and V, and the tokens of a box."""
     if problem.page_table is None:
         return KvFetch.CONTIGUOUS, 0
-    box_rows = min(math.gcd(problem.key.shape[2], tile_n), MAX_BOX_ROWS)
+    rows = math.gcd(problem.key.shape[2], tile_n)
+    box_rows = min(rows & -rows, MAX_BOX_ROWS)
     if box_rows < MIN_BOX_ROWS or not all(_has_slots(view) for view in (problem.key, problem.value)):
         return KvFetch.PAGE_ROWS, 0
     return KvFetch.PAGE_BOXES, box_rows
+
+
+def has_uneven_pages(problem: AttentionProblem) -> bool:
+    """Whether pages have a size that is not a power of two."""
+    size = problem.key.shape[2]
+    return (problem.page_table is not None or problem.token_table is not None) and size & (size - 1) != 0
 
 
 def _has_slots(view: torch.Tensor) -> bool:
@@ -513,8 +533,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
     kind = config_type(arch)
-    if dims not in kind.tiles:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.tiles)
+    if dims not in kind.all_tiles():
+        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)
@@ -534,6 +554,7 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         mask=problem.mask.kind,
         kv_fetch=fetch,
         box_rows=box_rows,
+        uneven_pages=has_uneven_pages(problem),
         **features,
     )
 
@@ -579,9 +600,9 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
     """Refuse page sizes without a kernel."""
     page_size = problem.key.shape[2]
     paged = problem.page_table is not None or problem.token_table is not None
-    if paged and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
+    if paged and page_size > support.MAX_PAGE_SIZE:
         raise NotImplementedError(
-            f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
+            f"page size {page_size} has no kernel on {arch}; supported: 1 to {support.MAX_PAGE_SIZE}"
         )
 
 

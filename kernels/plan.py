@@ -16,7 +16,7 @@ import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would b
 from hopwell.kernels import support, toolchain
 from hopwell.kernels.config import KernelConfig, PrefillConfig, TileShape, packed_shape, page_and_head_stride, resolve
 from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
-from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
+from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, addresses_of, page_divisor
 from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
@@ -91,7 +91,7 @@ class Plan:
             problem.lse.tensor.fill_(-math.inf)
         if self.has_work:
             views = operands(problem, out)
-            addresses = [0 if view is None else view.data_ptr() for view in views]
+            addresses = addresses_of(views)
             with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views):
                 self.launch(addresses, *host_scales(problem))
         return out
@@ -281,7 +281,7 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
         v_pages=value.shape[0],
         k_rows=key.shape[2],
         v_rows=value.shape[2],
-        page_shift=key.shape[2].bit_length() - 1,
+        page_divisor=page_divisor(key.shape[2]),
         k_page=k_page,
         k_head=k_head,
         k_row=_row_stride(key),

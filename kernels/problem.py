@@ -59,7 +59,8 @@ class Score:
 class TokenOffsets:
     """Where requests start in a ragged tensor: request b starts at token ``tensor[b] // unit``.
 
-    ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences). ``unit`` is
+    ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences), or the lower
+    halves of 64-bit ones, as all indices may be. ``unit`` is
     1 for cumulative token counts and the number of elements per token for cuDNN's element offsets.
     """
 
@@ -72,8 +73,8 @@ class PageTable:
     """Page ids of each request: ``key[b, i]`` is the page of ``AttentionProblem.key`` that holds its tokens
     [i * page_size, (i + 1) * page_size). ``value`` is the same for V; one tensor serves both when ids are shared.
 
-    Both are [B, P] int32 or uint32 views with a unit last stride. Entries at or past ceil(kv_len / page_size) are never
-    read and may hold anything.
+    Both are [B, P] int32 or uint32 views with a unit last stride, or of 2 where they are lower halves
+    of 64-bit ids. Entries at or past ceil(kv_len / page_size) are never read and may hold anything.
     """
 
     key: torch.Tensor
@@ -125,7 +126,7 @@ class AttentionProblem:
         score: what happens to scores before the softmax.
         softmax_scale: natural scale of the logits, a host float or a one-element float32 tensor on the device.
         output_scale: factor on the output, likewise.
-        sinks: [H] float32 natural logits of one extra key per head with a zero value, or None.
+        sinks: [H] float32 or bfloat16 natural logits of one extra key per head with a zero value, or None.
         lse: where to store log-sum-exp, or None.
         statistics: [T, H, 2] float32, contiguous, or None: where to store for each row of the output the largest logit
             divided by sqrt(Dqk), for plain scores without ``softmax_scale``, and the sum of exponentials relative to

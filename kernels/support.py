@@ -28,6 +28,8 @@ SAME_AS = {TRTLLM_DECODE: XQA}  # entries without a table of their own
 # (QK, V) of the prefill kernels
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
+# Compiled on demand only.
+OTHER_HOPPER_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS))
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # of 512 columns, O and Q of a warp take too many registers
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
@@ -81,20 +83,20 @@ def _listed(dims: tuple[tuple[int, int], ...]) -> str:
 _OTHER_HEAD_DIM = Feature("other_head_dim", "head dims", "other head dims", _NOWHERE)
 _PREFILL_HEAD_DIMS = (
     Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
-    Feature("hopper_head_dim", "head dims", _listed(HOPPER_HEAD_DIMS), HOPPER),
+    Feature("hopper_head_dim", "head dims", "head dim: other multiples of 8 up to 256, and 512", HOPPER),
     _OTHER_HEAD_DIM,
 )
 
 
 def prefill_head_dim(dims: tuple[int, int]) -> str:
     """The key of the feature that a prefill of these head dims (QK, V) needs."""
-    known = {"head_dim": COMMON_HEAD_DIMS, "hopper_head_dim": HOPPER_HEAD_DIMS}
+    known = {"head_dim": COMMON_HEAD_DIMS, "hopper_head_dim": (*HOPPER_HEAD_DIMS, *OTHER_HOPPER_HEAD_DIMS)}
     return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
 
 
 def _page_sizes(archs: tuple[str, ...]) -> tuple[Feature, ...]:
     return (
-        Feature("page_size", "page sizes", f"page size: powers of two from 1 to {MAX_PAGE_SIZE}", archs),
+        Feature("page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", archs),
         Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE),
     )
 

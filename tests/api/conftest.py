@@ -9,6 +9,7 @@ import torch
 
 import hopwell.prefill
 from hopwell import _launch, cudnn, decode, mla
+from hopwell.kernels.launch import addresses_of
 from hopwell.kernels.plan import operands
 from hopwell.kernels.problem import AttentionProblem
 
@@ -31,7 +32,7 @@ class RecordingPlan:
         out = problem.out
         if out is None:
             out = problem.query.new_empty((*problem.query.shape[:-1], problem.value.shape[-1]))
-        addresses = [0 if view is None else view.data_ptr() for view in operands(problem, out)]
+        addresses = addresses_of(operands(problem, out))
         self.function(self.anchor, (*addresses, TICKETS))
         return out
 

@@ -60,7 +60,14 @@ BYTE_PREFILL = [
         ("bf16", (256, 256), PAGES64),
     )
 ]
-CONFIGS: list[KernelConfig] = [*PREFILL, *BYTE_PREFILL, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
+# Head dims and page sizes that are compiled on demand only.
+RARER = [
+    PrefillConfig("sm_90a", "bf16", "bf16", 72, 72, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0),
+    PrefillConfig("sm_90a", "bf16", "bf16", 248, 248, MaskKind.CAUSAL, *PAGES16),
+    PrefillConfig("sm_90a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, *ROWS, uneven_pages=True),
+    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 8, uneven_pages=True),
+]
+CONFIGS: list[KernelConfig] = [*PREFILL, *RARER, *BYTE_PREFILL, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 

@@ -71,6 +71,7 @@ class TestShipped:
             short_steps=True,
             packs_heads=True,
             kv_type=KvType.E4M3,
+            uneven_pages=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
         assert set(others) == {f.name for f in fields(PrefillConfig)}
@@ -428,7 +429,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "dims",
         [
-            *((dim, dim) for dim in (8, 16, 24, 56, 72, 112, 136, 224, 264, 1024)),
+            *((dim, dim) for dim in (4, 12, 100, 264, 1024)),
             # Widths that there are, but not together.
             *((64, 32), (32, 64), (128, 64), (128, 192), (192, 64), (256, 128), (576, 512)),
         ],
@@ -460,9 +461,8 @@ class TestRefusals:
         assert f"{role} dtype {dtype}" in message
         assert "torch.bfloat16" in message
 
-    @pytest.mark.parametrize("page_size", [3, 24, 96, 2 * MAX_PAGE_SIZE])
+    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
     def test_other_page_sizes(self, page_size: int) -> None:
-        """Kernels find pages with shifts."""
         message = self.refusal(paged(*cache("tuple-HND", page_size, (128, 128))))
         assert f"page size {page_size}" in message
         assert f"1 to {MAX_PAGE_SIZE}" in message
@@ -475,6 +475,14 @@ class TestRefusals:
 
 
 class TestKvFetch:
+    @pytest.mark.parametrize(("page_size", "box_rows"), [(3, 0), (12, 0), (24, 8), (48, 16), (96, 32), (960, 64)])
+    def test_pages_of_other_sizes_are_divided(self, page_size: int, box_rows: int) -> None:
+        """Boxes have as many rows as divide a page and a tile, and kernels for powers of two keep their shifts."""
+        config = resolve(paged(*cache("tuple-HND", page_size, (128, 128))), ARCH)
+        assert config.uneven_pages
+        assert config.name.endswith("_uneven")
+        assert config.box_rows == box_rows
+
     @pytest.mark.parametrize("form", CACHES)
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
     def test_pages_of_8_tokens_and_more_are_boxes(self, page_size: int, form: str) -> None:

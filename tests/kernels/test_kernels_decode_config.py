@@ -116,6 +116,7 @@ class TestShipped:
             compiled_for="sm_100a",
             kv_type=KvType.INT8,
             rows=FEW_ROWS[0],
+            uneven_pages=True,
         )
         assert set(others) == {field.name for field in fields(DecodeConfig)}
         for field, value in others.items():
@@ -283,7 +284,7 @@ class TestRefusals:
     def test_v_of_another_width(self) -> None:
         assert "192/128" in self.refusal(paged(*cache("tuple-HND", 16, (192, 128)), mask=Mask(MaskKind.FULL)))
 
-    @pytest.mark.parametrize("page_size", [3, 24, 2 * MAX_PAGE_SIZE])
+    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
     def test_other_page_sizes(self, page_size: int) -> None:
         message = self.refusal(problem(page_size=page_size))
         assert f"page size {page_size}" in message

@@ -107,7 +107,7 @@ class TestGeometry:
         dim_qk, dim_v = dims
         assert (g.tokens, g.heads, g.kv_heads, g.batch) == (600, 4, 2, 3)
         assert (g.q_token, g.q_head, g.o_token, g.o_head) == (4 * dim_qk, dim_qk, 4 * dim_v, dim_v)
-        assert (g.k_pages, g.k_rows, g.page_shift) == (5, 16, 4)
+        assert (g.k_pages, g.k_rows, g.page_divisor) == (5, 16, 4)
         assert (g.k_page, g.k_head, g.k_row) == (2 * 16 * dim_qk, 16 * dim_qk, dim_qk)
         assert (g.v_pages, g.v_rows) == (5, 16)
         assert (g.v_page, g.v_head, g.v_row) == (2 * 16 * dim_v, 16 * dim_v, dim_v)
