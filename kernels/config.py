@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from hopwell.kernels import support
+from hopwell.kernels.elements import ELEMENTS, Element
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 from hopwell.kernels.support import BLACKWELL, HOPPER, OTHER_HOPPER_HEAD_DIMS
 
@@ -61,10 +62,9 @@ class KvType(enum.Enum):
     E4M3 = "e4m3"
     INT8 = "int8"
 
-    @property
-    def bytes(self) -> int:
-        """Of an element."""
-        return 2 if self is KvType.WIDE else 1
+    def element(self, dtype: str) -> Element:
+        """The element type of K and V beside queries of ``dtype``."""
+        return ELEMENTS[dtype if self is KvType.WIDE else self.value]
 
 
 @dataclass(frozen=True)
@@ -203,12 +203,12 @@ class KernelConfig:
     @property
     def q_bytes(self) -> int:
         """Bytes of an element of the queries."""
-        return 1 if self.dtype == "e4m3" else 2
+        return ELEMENTS[self.dtype].bytes_of(1)
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of an element of K and V in memory."""
-        return self.q_bytes if self.kv_type is KvType.WIDE else self.kv_type.bytes
+        return self.kv_type.element(self.dtype).bytes_of(1)
 
     @property
     def multiplies_bytes(self) -> bool:

@@ -200,9 +200,9 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
             raise NotImplementedError(f"there is no {kernel} with {what} for {arch}")
 
 
-def tile_rows(rows: int, head_dim: int, kv_type: KvType) -> int:
-    """Of the kernel for so many packed rows of a request."""
-    return min((m for m in tree_rows(head_dim, kv_type.bytes) if m >= rows), default=ROWS)
+def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
+    """Rows of a tile of the kernel for so many packed rows of a request; ``dtype`` is that of the queries."""
+    return min((m for m in tree_rows(head_dim, kv_type.element(dtype).bytes_of(1)) if m >= rows), default=ROWS)
 
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
