@@ -177,7 +177,7 @@ def context_problem(
     _check_kv_dtype(query, cache)
     scales_name, scales = _block_scales(kv_block_scales, kv_cache_sf)
     _cache.block_scales(scales_name, scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
-    checks.tensor("workspace_buffer", workspace_buffer)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     batch = checks.host_int("batch_size", batch_size)
     table = checks.page_table(block_tables, batch, on, shared=shared)
@@ -213,7 +213,7 @@ def context_problem(
     elif return_lse:
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=on)
     if multi_ctas_kv_counter_buffer is not None:
-        checks.tensor("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer)
+        checks.unread_tensor("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer)
     checks.backend_name(backend)
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
 

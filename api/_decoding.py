@@ -119,7 +119,7 @@ def refuse_skip_softmax(entry: str, value: Any, on: torch.device) -> None:
 def check_counter_buffer(value: Any) -> None:
     """FlashInfer's kernels count in it, ours have counters of their own."""
     if value is not None:
-        checks.tensor("multi_ctas_kv_counter_buffer", value)
+        checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
 
 
 def decode_sources(arguments: Arguments) -> Sources:

@@ -135,7 +135,7 @@ def fmha_v2_problem(
     on = query.device
     tokens, heads, qk_dim = query.shape
     v_dim = value.shape[3]
-    checks.tensor("workspace_buffer", workspace_buffer)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     checks.lengths("seq_lens", seq_lens, batch, on)
     q_offsets = checks.cumulative("cum_seq_lens_q", cum_seq_lens_q, batch, on)
