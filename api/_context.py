@@ -253,6 +253,17 @@ def context_problem(
     return problem
 
 
+# Arguments by the operands that lie in them.
+CONTEXT_NAMES = {
+    "q_offsets": "cum_seq_lens_q",
+    "kv_lens": "seq_lens",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+    "softmax_scale": "bmm1_scale",
+    "output_scale": "bmm2_scale",
+}
+
+
 def context_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
     query, k, v, block_tables, seq_lens, cum_seq_lens_q, bmm1_scale, bmm2_scale, sinks, *_ = arguments

@@ -256,6 +256,17 @@ def _log_sum_exp(
     return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=natural, offsets=starts)
 
 
+# Arguments by the operands that lie in them.
+CUDNN_NAMES = {
+    **{f"{of}_offsets": f"batch_offsets_{of}" for of in "qokv"},
+    "lse_offsets": "batch_offsets_stats",
+    "q_lens": "actual_seq_lens_q",
+    "kv_lens": "actual_seq_lens_kv",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+}
+
+
 def cudnn_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
     q, k_cache, v_cache, q_lens, kv_lens, block_tables, *rest = arguments

@@ -122,6 +122,19 @@ def check_counter_buffer(value: Any) -> None:
         checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
 
 
+def decode_names(q_offsets: str, kv_lens: str = "seq_lens") -> dict[str, str]:
+    """Arguments by the operands that lie in them, where these two are called so."""
+    return {
+        "q_offsets": q_offsets,
+        "kv_lens": kv_lens,
+        "key_table": "block_tables",
+        "value_table": "block_tables",
+        "softmax_scale": "bmm1_scale",
+        "output_scale": "bmm2_scale",
+        "output_factor": "o_scale",
+    }
+
+
 def decode_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in. Those of each entry for decode begin with the same ones.
     The log-sum-exp is a result, which is found by itself."""

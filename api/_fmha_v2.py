@@ -210,6 +210,16 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
     return qkv, None, None, None
 
 
+# Arguments by the operands that lie in them.
+FMHA_V2_NAMES = {
+    "q_offsets": "cum_seq_lens_q",
+    "k_offsets": "cum_seq_lens_kv",
+    "v_offsets": "cum_seq_lens_kv",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+}
+
+
 def fmha_v2_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
     query, k, v, _, cum_seq_lens_q, cum_seq_lens_kv, block_tables, sinks, *_ = arguments

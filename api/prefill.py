@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._context import context_problem, context_sources
-from hopwell._fmha_v2 import fmha_v2_problem, fmha_v2_sources, leaves
+from hopwell._context import CONTEXT_NAMES, context_problem, context_sources
+from hopwell._fmha_v2 import FMHA_V2_NAMES, fmha_v2_problem, fmha_v2_sources, leaves
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
@@ -16,7 +16,8 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT, _FMHA_V2 = Calls(context_sources), Calls(fmha_v2_sources)
+_CONTEXT = Calls(context_sources, CONTEXT_NAMES)
+_FMHA_V2 = Calls(fmha_v2_sources, FMHA_V2_NAMES)
 
 
 def trtllm_batch_context_with_kv_cache(
