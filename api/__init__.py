@@ -5,6 +5,7 @@ from hopwell._toolchain import check_toolchain
 # before anything that may need the toolchain, so that a wrong one gives this message and no other
 check_toolchain()
 
+from hopwell._device_data import check_device_data  # noqa: E402
 from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache  # noqa: E402
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla  # noqa: E402
 from hopwell.prefill import (  # noqa: E402
@@ -18,6 +19,7 @@ from hopwell.version import __version__  # noqa: E402
 __all__ = [
     "FP4Tensor",
     "__version__",
+    "check_device_data",
     "cudnn_batch_prefill_with_kv_cache",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",

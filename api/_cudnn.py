@@ -143,7 +143,7 @@ def cudnn_problem(
     key, value = _kv(q, k_cache, v_cache, paged)
     v_dim = value.shape[3]
     softmax_scale = checks.scale("scale", scale, on, minimum=0.0)
-    checks.tensor("workspace_buffer", workspace_buffer)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     max_q_len = checks.host_int("max_token_per_sequence", max_token_per_sequence)
     max_kv_len = checks.host_int("max_sequence_kv", max_sequence_kv)
@@ -268,6 +268,19 @@ def _log_sum_exp(
     if starts is None:
         return LogSumExp(lse, LseLayout.PADDED, natural=natural, fills=True)
     return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=natural, offsets=starts)
+
+
+# Arguments by the operands that lie in them.
+CUDNN_NAMES = {
+    **{f"{of}_offsets": f"batch_offsets_{of}" for of in "qokv"},
+    "lse_offsets": "batch_offsets_stats",
+    "softmax_scale": "scale",
+    "output_scale": "v_scale",
+    "q_lens": "actual_seq_lens_q",
+    "kv_lens": "actual_seq_lens_kv",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+}
 
 
 def cudnn_sources(arguments: Arguments) -> Sources:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hopwell._checks import is_plain
 from hopwell.kernels import Plan
 from hopwell.kernels.launch import Addresses, address_of
 from hopwell.kernels.plan import host_scales, operands
@@ -30,6 +31,8 @@ Results = tuple[Any, Any]
 # Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
 # arguments differ from the checked ones in more than addresses, where addresses are unaligned, and where queries, keys,
 # values, output, statistics and workspace overlap. Tables, lengths and sinks are not looked at: they are a few bytes.
+# Nor does it launch where a tensor is of another kind, or has no memory. Whether one is nested is asked first: torch's
+# guards throw what ends the process at such a tensor. What is no tensor has no answer.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
@@ -46,6 +49,11 @@ SOURCE = """
 def make({variables}):
     def launch(arguments, out, stats):
         {arguments} = arguments
+        try:
+            if {nested}:
+                return None
+        except AttributeError:
+            return None
         if not ({conditions}):
             return None
         if out is None:
@@ -53,7 +61,7 @@ def make({variables}):
         stats = {stats}
         {pointers}
         q, k, v, o = {inputs}, address(out){more}
-        if (q | k | v | o) & {mask} or {overlaps}:
+        if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
             return None
         {fill}function(anchor, (q, k, v, o, {others}, ticket()), {constants})
         return out, stats
@@ -116,6 +124,9 @@ class Repeat:
         """Launch for arguments that have the key of the checked ones."""
         results = None if self.latest is None else self.latest(arguments, out, stats)
         if results is None:
+            # No key holds what else a tensor may be, such as a fake one.
+            if not all(is_plain(argument) for argument in arguments if isinstance(argument, torch.Tensor)):
+                return None
             # The first repetition, or tensors that differ in what no key holds, such as requires_grad.
             self.latest = self._function(arguments)
             results = self.latest(arguments, out, stats)
@@ -163,10 +174,12 @@ class Repeat:
         source = SOURCE.format(
             variables=", ".join(variables),
             arguments=", ".join(f"a{i}" for i in range(len(arguments))),
+            nested=" or ".join(f"a{i}.is_nested" for i in firsts.values()),
             conditions=" and ".join(conditions),
             stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
             pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
             inputs=", ".join(self._addresses[:OUT]),
+            present=" and ".join([*(f"p{i}" for i in self._inputs), *self._also_written]),
             more="".join(f"; {name} = {address}" for name, address in self._also_written.items()),
             mask=ALIGNMENT_MASK,
             overlaps=" or ".join([*OUT_OVERLAPS, *itertools.chain(*(MORE_OVERLAPS[n] for n in self._also_written))]),
@@ -234,7 +247,7 @@ def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that tells whether other tensors differ from these in nothing but addresses.
+    """A function that tells whether other tensors, none of them nested, differ from these in nothing but addresses.
 
     It uses the guards that ``torch.compile`` puts before its compiled code: a tenth of the time of reading shapes and
     strides from Python. They also compare what decides between torch's implementations, such as requires_grad.
@@ -253,11 +266,4 @@ def _torch_guard(*tensors: torch.Tensor) -> Callable[..., bool]:
 
 def _slow_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     known = [*map(metadata, tensors)]
-
-    def check(*others: torch.Tensor) -> bool:
-        try:
-            return all(isinstance(other, torch.Tensor) for other in others) and [*map(metadata, others)] == known
-        except RuntimeError:  # a tensor without strides
-            return False
-
-    return check
+    return lambda *others: all(map(is_plain, others)) and [*map(metadata, others)] == known

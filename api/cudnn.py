@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._cudnn import cudnn_problem, cudnn_sources, scaled
+from hopwell._cudnn import CUDNN_NAMES, cudnn_problem, cudnn_sources, scaled
 from hopwell._launch import Calls, upper_bound
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
-_CUDNN = Calls(cudnn_sources)
+_CUDNN = Calls(cudnn_sources, CUDNN_NAMES)
 
 
 def cudnn_batch_prefill_with_kv_cache(

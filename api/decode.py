@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import check_counter_buffer, decode_sources
+from hopwell._decoding import check_counter_buffer, decode_names, decode_sources
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, xqa_problem, xqa_workspace_bytes
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
@@ -16,8 +16,8 @@ __all__ = [
     "xqa_workspace_bytes",
 ]
 
-_XQA = Calls(decode_sources)
-_TRTLLM = Calls(decode_sources)
+_XQA = Calls(decode_sources, decode_names("q_cu_seq_lens"))
+_TRTLLM = Calls(decode_sources, decode_names("cum_seq_lens_q"))
 
 
 def xqa_batch_decode_with_kv_cache(

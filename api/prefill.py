@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._context import context_problem, context_sources
-from hopwell._fmha_v2 import fmha_v2_problem, fmha_v2_sources, leaves
+from hopwell._context import CONTEXT_NAMES, context_problem, context_sources
+from hopwell._fmha_v2 import FMHA_V2_NAMES, fmha_v2_problem, fmha_v2_sources, leaves
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
@@ -16,7 +16,8 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT, _FMHA_V2 = Calls(context_sources), Calls(fmha_v2_sources)
+_CONTEXT = Calls(context_sources, CONTEXT_NAMES)
+_FMHA_V2 = Calls(fmha_v2_sources, FMHA_V2_NAMES)
 
 
 def trtllm_batch_context_with_kv_cache(
@@ -268,7 +269,8 @@ def trtllm_fmha_v2_prefill(
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
         pos_encoding_mode: None or "none", or "alibi"; case does not matter.
-        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c); None and 0 mean off.
+        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c); None and 0 mean off, as does c > 2^64, where
+            the two are the same in float32.
         mask_mode: "causal" (keys 0..p), "sliding_window", "chunked" or "padding" (every key of the request); case does
             not matter. A window or a chunk size takes effect under all modes but "padding", where it is refused, and
             without either "sliding_window" and "chunked" are causal.

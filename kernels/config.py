@@ -360,7 +360,7 @@ class PrefillConfig(KernelConfig):
         """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
         cache of 8 bits gives the bits that its values give in 16."""
         tile = cls.all_tiles()[dims]
-        if tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax):
+        if tile is _NARROW and (score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP) or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
         if short_steps:
             tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)

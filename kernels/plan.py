@@ -16,6 +16,7 @@ import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would b
 from hopwell.kernels import support, toolchain
 from hopwell.kernels.config import KernelConfig, PrefillConfig, TileShape, packed_shape, page_and_head_stride, resolve
 from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
+from hopwell.kernels.device_data import first_fault
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, addresses_of, page_divisor
 from hopwell.kernels.mla_config import resolve_mla
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, LseLayout, PageTable, TokenOffsets
@@ -92,6 +93,8 @@ class Plan:
         if self.has_work:
             views = operands(problem, out)
             addresses = addresses_of(views)
+            if not self.repeatable:
+                _check_device_data(problem)
             with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views):
                 self.launch(addresses, *host_scales(problem))
         return out
@@ -115,6 +118,15 @@ class Plan:
         except emulator.EmulatorError:
             ctypes.memset(counters, 0, size)  # a kernel that was stopped has not done it
             raise
+
+
+def _check_device_data(problem: AttentionProblem) -> None:
+    """What leads a kernel out of its operands is a fault. On the emulator TMA would read zeros there, as on a GPU."""
+    from hopwell import emulator
+
+    fault = first_fault(problem, defined=False)
+    if fault is not None:
+        raise emulator.MemoryFault(fault.message(fault.operand))
 
 
 @functools.cache

@@ -17,6 +17,12 @@ import torch
 MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
 
 
+# The fast tanh rounds to 2^-23 of the cap, which under larger ones is more than bfloat16 makes of common logits.
+NARROW_CAP = 512.0
+# c tanh(x / c) is x in float32 for all x below c / 2^12. The softmax of larger logits is that of their rounding.
+LARGEST_CAP = 2.0**64
+
+
 class MaskKind(enum.Enum):
     """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
@@ -44,6 +50,7 @@ class ScoreKind(enum.Enum):
 
     SCALED = "scaled"  # x
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
+    WIDE_SOFT_CAP = "wide_soft_cap"  # the same, precise where x / c is small as well
     ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
 
 
@@ -53,6 +60,13 @@ class Score:
 
     kind: ScoreKind = ScoreKind.SCALED
     soft_cap: float = 0.0
+
+    @classmethod
+    def capped(cls, cap: float) -> Score:
+        """The score for a cap, where 0 means none."""
+        if not 0 < cap <= LARGEST_CAP:
+            return cls()
+        return cls(ScoreKind.SOFT_CAP if cap <= NARROW_CAP else ScoreKind.WIDE_SOFT_CAP, cap)
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,8 @@ def each(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 def test_tensor_types(entry: str, name: str) -> None:
     for value in (None, 3, [1, 2], np.zeros(3)):
         refused(entry, TypeError, f"^{name} must be a torch.Tensor", **{name: value})
-    refused(entry, ValueError, f"^{name} must be a strided tensor", **{name: torch.zeros(3, 3, 3).to_sparse()})
+    if name != "workspace_buffer" or entry in (XQA, MLA):  # elsewhere nothing is done with it
+        refused(entry, ValueError, f"^{name} must be a strided tensor", **{name: torch.zeros(3, 3, 3).to_sparse()})
 
 
 @pytest.mark.parametrize(("entry", "name"), each(INDICES))
