@@ -7,6 +7,7 @@ check_toolchain()
 
 from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache  # noqa: E402
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla  # noqa: E402
+from hopwell.page import append_paged_kv_cache, nvfp4_quantize_append_paged_kv_cache  # noqa: E402
 from hopwell.prefill import (  # noqa: E402
     cudnn_batch_prefill_with_kv_cache,
     trtllm_batch_context_with_kv_cache,
@@ -18,7 +19,9 @@ from hopwell.version import __version__  # noqa: E402
 __all__ = [
     "FP4Tensor",
     "__version__",
+    "append_paged_kv_cache",
     "cudnn_batch_prefill_with_kv_cache",
+    "nvfp4_quantize_append_paged_kv_cache",
     "trtllm_batch_context_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache",
     "trtllm_batch_decode_with_kv_cache_mla",
