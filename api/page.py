@@ -5,10 +5,16 @@ from __future__ import annotations
 
 import torch
 
+from hopwell import _checks as checks
 from hopwell._append import AppendArguments, AppendCalls
 from hopwell._launch import halves
 
-__all__ = ["append_paged_kv_cache", "nvfp4_quantize_append_paged_kv_cache"]
+__all__ = [
+    "append_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "nvfp4_quantize_append_paged_kv_cache",
+]
 
 _APPEND = AppendCalls()
 
@@ -155,3 +161,72 @@ def nvfp4_quantize_append_paged_kv_cache(
         v_scale_layout=v_scale_layout,
         enable_pdl=enable_pdl,
     )
+
+
+def get_batch_indices_positions(
+    append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Say for each new token to which request it belongs and where in it, as :func:`append_paged_kv_cache` wants it.
+
+    New tokens are the last ones of their requests. Nothing waits for the device.
+
+    Args:
+        append_indptr: int32 [batch + 1], where the new tokens of each request begin.
+        seq_lens: int32 [batch], tokens of each request, new ones included.
+        nnz: how many tokens to say it for, the last element of ``append_indptr`` or more.
+
+    Returns:
+        (batch_indices, positions): int32 [nnz] each, -1 for tokens of no request.
+
+    Raises:
+        TypeError: an argument of a wrong Python type.
+        ValueError: a wrong dtype, shape or device.
+
+    >>> starts = torch.tensor([0, 1, 3, 3, 6], dtype=torch.int32)
+    >>> get_batch_indices_positions(starts, torch.tensor([5, 5, 5, 5], dtype=torch.int32), 7)[1].tolist()
+    [4, 3, 4, 2, 3, 4, -1]
+    """
+    starts = checks.main_tensor("append_indptr", append_indptr)
+    checks.dtype("append_indptr", starts, (torch.int32,))
+    checks.shape("append_indptr", starts, ("batch + 1", None))
+    batch = starts.shape[0] - 1
+    if batch < 1:
+        raise ValueError(f"append_indptr must have batch + 1 elements of at least one request, got {batch + 1}")
+    lengths = checks.tensor("seq_lens", seq_lens)
+    checks.dtype("seq_lens", lengths, (torch.int32,))
+    checks.shape("seq_lens", lengths, ("batch", batch))
+    if lengths.device != starts.device:
+        raise ValueError(f"seq_lens must be on {starts.device}, the device of append_indptr, got {lengths.device}")
+    token = torch.arange(checks.host_int("nnz", nnz), dtype=torch.int32, device=starts.device)
+    request = torch.searchsorted(starts.contiguous(), token, right=True, out_int32=True) - 1
+    owner = request.clamp(max=batch - 1)
+    position = lengths[owner] - starts[owner + 1] + token
+    return torch.where(request < batch, request, -1), torch.where(request < batch, position, -1)
+
+
+def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Say how many tokens each request has, by its pages.
+
+    Args:
+        kv_indptr: int32 [batch + 1], where the pages of each request begin.
+        kv_last_page_len: int32 [batch], tokens in the last page of each.
+        page_size: tokens of a page.
+
+    Returns:
+        int32 [batch].
+
+    Raises:
+        TypeError: an argument of a wrong Python type.
+        ValueError: a wrong dtype or shape.
+
+    >>> get_seq_lens(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([13, 8], dtype=torch.int32), 16).tolist()
+    [45, 8]
+    """
+    starts = checks.main_tensor("kv_indptr", kv_indptr)
+    checks.dtype("kv_indptr", starts, (torch.int32,))
+    checks.shape("kv_indptr", starts, ("batch + 1", None))
+    last = checks.tensor("kv_last_page_len", kv_last_page_len)
+    checks.dtype("kv_last_page_len", last, (torch.int32,))
+    checks.shape("kv_last_page_len", last, ("batch", starts.shape[0] - 1))
+    size = checks.host_int("page_size", page_size, minimum=1)
+    return (starts[1:] - starts[:-1] - 1).clamp(min=0) * size + last

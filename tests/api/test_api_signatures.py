@@ -213,6 +213,18 @@ NVFP4_APPEND = [
 # module, name, parameters, number of positional ones
 EXPECTED = [
     ("hopwell.page", "append_paged_kv_cache", APPEND, 9),
+    (
+        "hopwell.page",
+        "get_batch_indices_positions",
+        [("append_indptr", NONE), ("seq_lens", NONE), ("nnz", NONE)],
+        3,
+    ),
+    (
+        "hopwell.page",
+        "get_seq_lens",
+        [("kv_indptr", NONE), ("kv_last_page_len", NONE), ("page_size", NONE)],
+        3,
+    ),
     ("hopwell.page", "nvfp4_quantize_append_paged_kv_cache", NVFP4_APPEND, 12),
     ("hopwell.prefill", "trtllm_batch_context_with_kv_cache", CONTEXT, 23),
     ("hopwell.decode", "xqa_batch_decode_with_kv_cache", XQA, 17),

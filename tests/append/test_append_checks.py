@@ -187,6 +187,22 @@ def test_kernels_move_16_bytes_and_wait_for_the_grid_in_front(arch: str) -> None
         assert len(re.findall(r"\bdiv\.rn\.f32\b", after)) == 2 * divisions
 
 
+def test_places_are_refused_by_name() -> None:
+    starts, lengths = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([4, 5], dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"append_indptr must be torch.int32"):
+        hopwell.get_batch_indices_positions(starts.long(), lengths, 3)
+    with pytest.raises(ValueError, match="seq_lens must have shape"):
+        hopwell.get_batch_indices_positions(starts, lengths[:1], 3)
+    with pytest.raises(ValueError, match="at least one request"):
+        hopwell.get_batch_indices_positions(starts[:1], lengths[:0], 3)
+    with pytest.raises(TypeError, match="nnz must be an int"):
+        hopwell.get_batch_indices_positions(starts, lengths, starts[2])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="kv_last_page_len must have shape"):
+        hopwell.get_seq_lens(starts, lengths[:1], 16)
+    with pytest.raises(ValueError, match="page_size must be in"):
+        hopwell.get_seq_lens(starts, lengths, 0)
+
+
 def test_one_kernel_copies_both_16_bit_types() -> None:
     names = [config.name for config in shipped_append_configs()]
     assert len(set(names)) == len(names) == 1 + 2 * 3

@@ -131,6 +131,26 @@ def test_an_append_is_read_by_attention(device: str) -> None:
     again.check([view.view(torch.uint8).cpu() for view in data.views()])
 
 
+def test_places_from_lengths(device: str) -> None:
+    data = Data(replace(CASES["bf16"], device=device))
+    starts = data.ints([sum(data.case.new[:i]) for i in range(5)])
+    lengths = hopwell.get_seq_lens(data.indptr, data.last, data.case.page_size)
+    assert lengths.tolist() == [old + new for old, new in zip(data.case.old, data.case.new, strict=True)]
+    places = hopwell.get_batch_indices_positions(starts, lengths, data.case.tokens + 2)
+    for got, want in zip(places, (data.batch_indices, data.positions), strict=True):
+        assert got.dtype == torch.int32
+        assert got.tolist() == [*want.tolist(), -1, -1]
+
+
+@pytest.mark.emulator
+def test_neighbours_of_a_scale_are_written_without_races() -> None:
+    data = Data(CASES["nvfp4-interleaved"])
+    want = data.expected()
+    with emulator.use("sm_90a", race=True, strict=True, schedule="random", seed=1):
+        append(data)
+    data.check(want)
+
+
 @pytest.mark.gpu
 def test_graphs_replay_with_new_contents() -> None:
     data = Data(replace(CASES["nvfp4-interleaved"], device="cuda"))
