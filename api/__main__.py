@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from hopwell.kernels import support
 
@@ -25,9 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
 
     compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
-    archs = (*support.HOPPER, *support.BLACKWELL)
     compile_.add_argument(
-        "--arch", default="sm_90a", choices=archs, help="architecture to compile for (default: %(default)s)"
+        "--arch", default="sm_90a", choices=support.ARCHS, help="architecture to compile for (default: %(default)s)"
     )
     compile_.add_argument("--match", type=_pattern, default=".", help="regular expression over kernel names")
     compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")
@@ -66,11 +65,17 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _compile(options: argparse.Namespace) -> int:
     from hopwell.kernels import toolchain
+    from hopwell.kernels.append_config import shipped_append_configs
     from hopwell.kernels.config import shipped_configs
     from hopwell.kernels.decode_config import shipped_decode_configs
     from hopwell.kernels.mla_config import shipped_mla_configs
 
-    families = (shipped_configs, shipped_decode_configs, shipped_mla_configs)
+    families: tuple[Callable[[str], Iterator[toolchain.Buildable]], ...] = (
+        shipped_configs,
+        shipped_decode_configs,
+        shipped_mla_configs,
+        shipped_append_configs,
+    )
     shipped = itertools.chain.from_iterable(family(options.arch) for family in families)
     configs = [config for config in shipped if options.match.search(config.name)]
     if not configs:

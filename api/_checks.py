@@ -378,12 +378,16 @@ def disjoint(name: str, written: torch.Tensor, others: Iterable[tuple[str, torch
 
 
 def _extent(value: torch.Tensor) -> tuple[int, int, int, list[int]]:
-    """First byte, one past the last byte, bytes of an innermost row, and the strides in bytes between rows."""
+    """First byte, one past the last, bytes of an innermost piece without gaps, and the strides between such pieces."""
     size = value.element_size()
     steps = [(n, stride * size) for n, stride in zip(value.shape, value.stride(), strict=True) if n > 1]
     start = value.data_ptr()
     end = start + size + sum((n - 1) * step for n, step in steps)
     row = size
-    if steps and steps[-1][1] == size:
-        row = steps.pop()[0] * size
-    return start, end, row, [step for _, step in steps]
+    rest: list[int] = []
+    for n, step in sorted(steps, key=lambda pair: pair[1]):
+        if step == row and not rest:
+            row *= n
+        else:
+            rest.append(step)
+    return start, end, row, rest

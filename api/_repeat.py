@@ -107,8 +107,8 @@ class Repeat:
             stats_like=None if stats is None else _like(stats),
         )
         for name, view in (*zip("qkvo", views, strict=False), ("s", stats), ("w", problem.scratch)):
-            self._variables[f"{name}_bytes"] = _extent_bytes(view)
-            self._variables[f"{name}_before"] = -_extent_bytes(view)
+            self._variables[f"{name}_bytes"] = extent_bytes(view)
+            self._variables[f"{name}_before"] = -extent_bytes(view)
         for i, constant in enumerate(plan.constants(*host_scales(problem))):
             self._variables[f"constant{i}"] = constant
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
@@ -233,7 +233,7 @@ def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty((), dtype=dtype, device=device)
 
 
-def _extent_bytes(view: torch.Tensor | None) -> int:
+def extent_bytes(view: torch.Tensor | None) -> int:
     """Bytes from the first element of a view to the end of its last."""
     if view is None or view.numel() == 0:
         return 0

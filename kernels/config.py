@@ -543,8 +543,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
         features |= dict(kv_type=kv_type)
-    multiplies_bytes = {"multiplies_bytes": True} if problem.query.dtype == torch.float8_e4m3fn else {}
-    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, **features, **multiplies_bytes).n)
+    multiplies_bytes = problem.query.dtype == torch.float8_e4m3fn
+    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, multiplies_bytes=multiplies_bytes, **features).n)
     return kind(
         arch=arch,
         dtype=ALL_DTYPES[problem.query.dtype],

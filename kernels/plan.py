@@ -6,7 +6,7 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would be 30 (H200's host, 2026-11-22)
 
 from hopwell.kernels import support, toolchain
-from hopwell.kernels.config import KernelConfig, PrefillConfig, TileShape, packed_shape, page_and_head_stride, resolve
+from hopwell.kernels.config import PrefillConfig, TileShape, packed_shape, page_and_head_stride, resolve
 from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
 from hopwell.kernels.device_data import first_fault
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, addresses_of, page_divisor
@@ -30,12 +30,14 @@ from hopwell.kernels.splitting import (
     tree_counter_ints,
 )
 from hopwell.kernels.tickets import tickets
+from hopwell.kernels.toolchain import Buildable
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits.
 MAX_WINDOW = MAX_KEYS
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
 SHARING = 4
+RESULTS = ("out", "lse", "statistics", "skipped", "scratch")
 EMULATED_SMS = 4  # multiprocessors of the emulated device
 
 
@@ -66,8 +68,8 @@ class Plan:
             sizes = family.geometry(problem, self.config)
             self.tickets = tickets(query.device, family.counters(sizes, self.config))
             self.tickets.reserve()
-            self.function = _bind(self.config, query.device)
-            self.anchor = _anchor(query.device)
+            self.function = bind(self.config, query.device)
+            self.anchor = device_anchor(query.device)
             # Handed over as one object: converting 30 integers in each call would cost more than the launch.
             self._geometry = tvm_ffi.convert(tuple(sizes))
 
@@ -102,20 +104,14 @@ class Plan:
     @contextlib.contextmanager
     def _emulated_memory(self, views: Sequence[torch.Tensor | None]) -> Iterator[None]:
         """Tell the emulator which memory a launch may reach, by the operands' names."""
-        from hopwell import emulator
+        from hopwell.emulator import EmulatorError
 
         named = dict(zip(Addresses._fields, views, strict=False))
-        results = ("out", "lse", "statistics", "skipped", "scratch")
-        spans = [
-            emulator.span_of(name, view, "out" if name in results else "in")
-            for name, view in named.items()
-            if view is not None
-        ]
         counters, size = self.tickets.address(), self.tickets.bytes
         try:
-            with emulator.memory([*spans, emulator.Span("tickets", counters, size)]):
+            with emulated_memory(named, RESULTS, tickets=(counters, size)):
                 yield
-        except emulator.EmulatorError:
+        except EmulatorError:
             ctypes.memset(counters, 0, size)  # a kernel that was stopped has not done it
             raise
 
@@ -129,14 +125,30 @@ def _check_device_data(problem: AttentionProblem) -> None:
         raise emulator.MemoryFault(fault.message(fault.operand))
 
 
+@contextlib.contextmanager
+def emulated_memory(
+    named: Mapping[str, torch.Tensor | None], results: Sequence[str], **areas: tuple[int, int]
+) -> Iterator[None]:
+    """Tell the emulator which memory a launch may reach: operands by name, and ``areas`` of an address and a size."""
+    from hopwell import emulator
+
+    spans = [
+        emulator.span_of(name, view, "out" if name in results else "in")
+        for name, view in named.items()
+        if view is not None
+    ]
+    with emulator.memory([*spans, *(emulator.Span(name, *area) for name, area in areas.items())]):
+        yield
+
+
 @functools.cache
-def _anchor(device: torch.device) -> torch.Tensor:
+def device_anchor(device: torch.device) -> torch.Tensor:
     """A tensor without elements: TVM-FFI takes the device of a launch, and with it the stream, from a tensor, and any
     other would have to be of the dimensions that the kernel was compiled for."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
-def _bind(config: KernelConfig, device: torch.device) -> Any:
+def bind(config: Buildable, device: torch.device) -> Any:
     """The launch function: the GPU's, or the same compiled kernel in the emulator for tensors on the CPU."""
     if device.type == "cuda":
         return toolchain.function(config)

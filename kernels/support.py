@@ -23,7 +23,9 @@ CUDNN = "cudnn_batch_prefill_with_kv_cache"
 XQA = "xqa_batch_decode_with_kv_cache"
 TRTLLM_DECODE = "trtllm_batch_decode_with_kv_cache"
 MLA = "trtllm_batch_decode_with_kv_cache_mla"
-SAME_AS = {TRTLLM_DECODE: XQA}  # entries without a table of their own
+APPEND = "append_paged_kv_cache"
+NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
+SAME_AS = {TRTLLM_DECODE: XQA, NVFP4_APPEND: APPEND}  # entries without a table of their own
 
 # (QK, V) of the prefill kernels
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
@@ -211,6 +213,17 @@ ENTRIES: dict[str, Entry] = {
             Feature("sparse", "masks", "sparse top-k", HOPPER),
             _sinks(HOPPER),
             _tensor_scales(HOPPER),
+        ),
+    ),
+    APPEND: Entry(
+        "hopwell.page",
+        (
+            Feature("16bit", "data types", "bf16 or fp16 new tokens, and a cache of their type", ARCHS),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) cache", ARCHS),
+            Feature("nvfp4_kv", "data types", "NVFP4 cache, V scales linear or interleaved", ARCHS),
+            *_page_sizes(ARCHS),
+            Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", ARCHS),
+            _tensor_scales(ARCHS),
         ),
     ),
 }

@@ -30,18 +30,33 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from hopwell.kernels import cache_folder, settings
-
-if TYPE_CHECKING:
-    from hopwell.kernels.config import KernelConfig
 
 logger = logging.getLogger("hopwell")
 
 TOOLCHAIN = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
 RUNTIME = "libcute_dsl_runtime.so"
+
+
+class Buildable(Protocol):
+    """A kernel's config, as far as compiling it goes."""
+
+    @property
+    def target(self) -> str:
+        """The architecture that the kernel is compiled for."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
+        ...
+
+    def build(self) -> tuple[Any, tuple[Any, ...]]:
+        """The kernel's traceable launch function and example arguments to compile it with."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -101,7 +116,7 @@ _functions: dict[str, Callable[..., None]] = {}
 _lock = threading.RLock()  # the DSL compiles one kernel at a time
 
 
-def function(config: KernelConfig) -> Callable[..., None]:
+def function(config: Buildable) -> Callable[..., None]:
     """The launch function of ``config``: from memory, from disk, or compiled now.
 
     Raises:
@@ -115,7 +130,7 @@ def function(config: KernelConfig) -> Callable[..., None]:
     return found
 
 
-def compile_ahead(configs: Iterable[KernelConfig], jobs: int | None = None) -> Iterator[Artifact]:
+def compile_ahead(configs: Iterable[Buildable], jobs: int | None = None) -> Iterator[Artifact]:
     """Compile what is not on disk yet, in ``jobs`` processes (default: one for each CPU); no GPU needed.
 
     Yields each kernel as soon as it is there.
@@ -126,7 +141,7 @@ def compile_ahead(configs: Iterable[KernelConfig], jobs: int | None = None) -> I
             yield done.result()
 
 
-def artifact(config: KernelConfig) -> Artifact:
+def artifact(config: Buildable) -> Artifact:
     """The compiled kernel on disk; compiled now if it is missing or damaged.
 
     Processes that need the same kernel at once wait for the first of them.
@@ -149,7 +164,7 @@ def artifact(config: KernelConfig) -> Artifact:
     return found
 
 
-def _compile(config: KernelConfig, target: Artifact) -> None:
+def _compile(config: Buildable, target: Artifact) -> None:
     import cutlass.cute as cute
 
     if "'" in str(target.path):

@@ -23,6 +23,7 @@ from covering import (
 )
 
 from hopwell.kernels import compile_ahead, toolchain
+from hopwell.kernels.append_config import CacheType, shipped_append_configs
 from hopwell.kernels.config import (
     MMA_DEPTH,
     REGISTERS,
@@ -131,6 +132,15 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
     assert kernel.shared_bytes <= SHARED_BYTES
     # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
     assert b"exceed" not in built.object_file.read_bytes()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_append_kernels_do_not_spill(arch: str) -> None:
+    for config in shipped_append_configs(arch):
+        used = usage(artifact(config).cubin)
+        assert (used.stack, used.local) == (0, 0), config.name
+        # An SM has room for all of its threads, or for half of them where they quantize: memory is the limit.
+        assert used.registers <= 32 if config.kind is CacheType.WIDE else used.registers <= 64, config.name
 
 
 @pytest.mark.parametrize("config", [*COVERING_DECODE, *COVERING_MLA, PREFILL[0]], ids=lambda config: config.name)

@@ -183,7 +183,7 @@ COUNTERS = SimpleNamespace(reserve=lambda: None, address=lambda: 77, bytes=8)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What compiled kernels are called with."""
     recorded: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(plan, "_bind", lambda config, device: lambda *arguments: recorded.append(arguments))
+    monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: recorded.append(arguments))
     monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_90a")
     monkeypatch.setattr(plan, "tickets", lambda device, ints: COUNTERS)
     return recorded
