@@ -293,6 +293,9 @@ def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor) -> torch.Tensor 
     return checks.allocated(out, query, query.shape[-1], out_dtype)
 
 
+_ONLY_NONE = ("causal_seqlens_kv_global", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
+
+
 class TrtllmOptions(NamedTuple):
     """What ``trtllm_batch_decode_with_kv_cache`` takes but does not act on: its defaults, and values like them."""
 
@@ -301,6 +304,12 @@ class TrtllmOptions(NamedTuple):
     skip_softmax_threshold_scale_factor: Any = None
     bmm1_scale_log2: Any = None
     enable_block_sparse_attention: Any = False
+    cp_world: Any = 1
+    cp_rank: Any = 0
+    causal_seqlens_kv_global: Any = None
+    bf16q_fp8kv_transform_mode: Any = None
+    request_order: Any = None
+    request_order_plan: Any = None
 
     def check(self, on: torch.device) -> None:
         """Refuse by name what would change a result."""
@@ -315,3 +324,9 @@ class TrtllmOptions(NamedTuple):
             raise refused(support.TRTLLM_DECODE, "bmm1_scale_log2 (bmm1_scale takes tensors)", on)
         if checks.flag("enable_block_sparse_attention", self.enable_block_sparse_attention):
             raise refused(support.TRTLLM_DECODE, "enable_block_sparse_attention=True", on)
+        for name, inert in (("cp_world", 1), ("cp_rank", 0)):
+            if checks.host_int(name, getattr(self, name), minimum=0) != inert:
+                raise refused(support.TRTLLM_DECODE, f"{name}={getattr(self, name)} (allowed: {inert})", on)
+        for name in _ONLY_NONE:
+            if getattr(self, name) is not None:
+                raise refused(support.TRTLLM_DECODE, f"{name} (allowed: None)", on)

@@ -201,6 +201,12 @@ def trtllm_batch_decode_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     enable_block_sparse_attention: bool = False,
     *,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: torch.Tensor | None = None,
+    request_order_plan: object | None = None,
     return_lse_base: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one or a few new tokens per request over a paged KV cache, as
@@ -246,6 +252,12 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         enable_block_sparse_attention: must be False.
+        cp_world: must be 1.
+        cp_rank: must be 0.
+        causal_seqlens_kv_global: must be None.
+        bf16q_fp8kv_transform_mode: must be None.
+        request_order: must be None.
+        request_order_plan: must be None.
         return_lse_base: "base2" or None for logarithms to base 2, as FlashInfer returns them, "basee" for natural ones.
 
     Returns:
@@ -290,6 +302,12 @@ def trtllm_batch_decode_with_kv_cache(
         skip_softmax_threshold_scale_factor,
         bmm1_scale_log2,
         enable_block_sparse_attention,
+        cp_world,
+        cp_rank,
+        causal_seqlens_kv_global,
+        bf16q_fp8kv_transform_mode,
+        request_order,
+        request_order_plan,
     )
     done = _TRTLLM.repeat(arguments, out, lse)
     if done is None:
@@ -310,6 +328,12 @@ def trtllm_batch_decode_with_kv_cache(
                 skip_softmax_threshold_scale_factor,
                 bmm1_scale_log2,
                 enable_block_sparse_attention,
+                cp_world,
+                cp_rank,
+                causal_seqlens_kv_global,
+                bf16q_fp8kv_transform_mode,
+                request_order,
+                request_order_plan,
             ),
             workspace_buffer=workspace_buffer,
             block_tables=block_tables,

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import multiprocessing
@@ -200,16 +201,32 @@ def _compile(config: Buildable, target: Artifact) -> None:
 
 
 def _load(built: Artifact, name: str) -> Callable[..., None]:
-    """The function of a compiled kernel. The DSL, which would load it too, takes ten times as long to import."""
+    """The function of a compiled kernel: loaded by orcjit where it is installed, else by the DSL.
+
+    The DSL takes ten times as long, because it has to be imported first. It stays necessary beside releases of
+    apache-tvm-ffi that are older than those which orcjit works with.
+    """
+    _load_runtime()
+    if not _has_orcjit():
+        from cutlass.cute.runtime import load_module
+
+        module = load_module(str(built.object_file), enable_tvm_ffi=True)
+        # Never freed, or its destructors would call CUDA while the process ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+        return getattr(module, name)
     import tvm_ffi_orcjit
 
-    _load_runtime()
     module = tvm_ffi_orcjit.default_session().load_module(
         built.object_file,
         cxx=os.devnull,  # or it would run a compiler, to ask for a C++ runtime that the object does not need
         keep_module_alive=True,  # or its destructors would call CUDA while the process ends
     )
     return module.get_function(name)
+
+
+@functools.cache
+def _has_orcjit() -> bool:
+    return importlib.util.find_spec("tvm_ffi_orcjit") is not None
 
 
 @functools.cache
