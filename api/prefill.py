@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._context import CONTEXT_NAMES, context_problem, context_sources
+from hopwell._context import CONTEXT_NAMES, context_problem, context_sources, widened_query
 from hopwell._fmha_v2 import FMHA_V2_NAMES, fmha_v2_problem, fmha_v2_sources, leaves
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
@@ -130,6 +130,10 @@ def trtllm_batch_context_with_kv_cache(
             :func:`hopwell.kernels.support.support_matrix`.
     """
     k, v = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else halves(kv_cache)
+    given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
+    k_scales, v_scales = (given_scales, None) if given_scales is None else halves(given_scales)
+    query_dtype = getattr(query, "dtype", None)
+    query = widened_query(query, kv_cache)
     arguments = (
         query,
         k,
@@ -140,6 +144,9 @@ def trtllm_batch_context_with_kv_cache(
         bmm1_scale,
         bmm2_scale,
         single(sinks),
+        k_scales,
+        v_scales,
+        query_dtype,
         out,
         cum_seq_lens_kv,
         max_q_len,
@@ -148,14 +155,14 @@ def trtllm_batch_context_with_kv_cache(
         window_left,
         skip_softmax_threshold_scale_factor,
         type(workspace_buffer),
-        kv_block_scales,
+        kv_block_scales is None,
         o_sf_scale,
         o_sf_vec_size,
         out_dtype,
         kv_layout,
         enable_pdl,
         uses_shared_paged_kv_idx,
-        kv_cache_sf,
+        kv_cache_sf is None,
         causal,
         lse,
         return_lse,
@@ -201,8 +208,15 @@ def trtllm_batch_context_with_kv_cache(
         backend=backend,
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,
+        query_dtype=query_dtype,
     )
-    results = _CONTEXT.run(arguments, problem, out, None if problem.lse is None else problem.lse.tensor)
+    stats = None if problem.lse is None else problem.lse.tensor
+    if problem.out_scales is not None:
+        data = _CONTEXT.run_once(problem)
+        scales = problem.out_scales
+        packed = FP4Tensor(data, scales.tensor, scales.first_row, query.shape)
+        return (packed, stats) if return_lse and stats is not None else packed
+    results = _CONTEXT.run(arguments, problem, out, stats)
     return results if return_lse else results[0]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -23,7 +23,8 @@ from hopwell.kernels.support import BLACKWELL, HOPPER, OTHER_HOPPER_HEAD_DIMS
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-ALL_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
+QUERY_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
+OUT_DTYPES = QUERY_DTYPES | {torch.uint8: "nvfp4"}  # of the tensor that has the elements
 
 SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
 RESERVED_BYTES = 1024  # of shared memory, for the system, with each CTA
@@ -61,6 +62,7 @@ class KvType(enum.Enum):
     WIDE = "wide"  # those of the queries
     E4M3 = "e4m3"
     INT8 = "int8"
+    NVFP4 = "nvfp4"
 
     def element(self, dtype: str) -> Element:
         """The element type of K and V beside queries of ``dtype``."""
@@ -206,9 +208,14 @@ class KernelConfig:
         return ELEMENTS[self.dtype].bytes_of(1)
 
     @property
+    def kv_element(self) -> Element:
+        """Elements of K and V in memory."""
+        return self.kv_type.element(self.dtype)
+
+    @property
     def kv_bytes(self) -> int:
-        """Bytes of an element of K and V in memory."""
-        return self.kv_type.element(self.dtype).bytes_of(1)
+        """Bytes of what K and V are addressed by: an element, or two of 4 bits."""
+        return max(self.kv_element.bits // 8, 1)
 
     @property
     def multiplies_bytes(self) -> bool:
@@ -228,10 +235,11 @@ class KernelConfig:
     @property
     def kv_dims(self) -> tuple[int, int]:
         """Of a row of what the two loading warps fetch, of K and of V, in units of 16 bits."""
-        return self.head_dim_qk * self.kv_bytes // 2, self.head_dim_v * self.kv_bytes // 2
+        per_word = 16 // self.kv_element.bits
+        return self.head_dim_qk // per_word, self.head_dim_v // per_word
 
     def kv_strides(self, *strides: Any) -> tuple[Any, ...]:
-        """Strides of K or V, given in elements, in units of 16 bits."""
+        """Strides of K or V, given in units of ``kv_bytes``, in units of 16 bits."""
         return _in_words(self.kv_bytes, strides)
 
     def q_strides(self, *strides: Any) -> tuple[Any, ...]:
@@ -317,6 +325,11 @@ class KernelConfig:
     def v_parts(self) -> int:
         """Consumer warpgroups that share query rows."""
         return 2 if self.tile.splits_v else 1
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether K and V, or the output, have scales of blocks in tensors of their own."""
+        return bool(self.kv_element.block) or self.out_dtype == "nvfp4"
 
     def __post_init__(self) -> None:
         tile = self.tile
@@ -531,14 +544,15 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     Raises:
         NotImplementedError: there is none; the message says what is supported.
     """
-    dims = (problem.query.shape[2], problem.value.shape[3])
+    dims = (problem.query.shape[2], problem.v_dim)
     kind = config_type(arch)
     if dims not in kind.all_tiles():
         listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)
-    require_dtypes(problem, out_dtype, arch, kv_type)
+    queries, outputs = (QUERY_DTYPES, OUT_DTYPES) if arch in HOPPER else (DTYPES, DTYPES)
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
     require_page_size(problem, arch)
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
@@ -547,8 +561,8 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
     fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, multiplies_bytes=multiplies_bytes, **features).n)
     return kind(
         arch=arch,
-        dtype=ALL_DTYPES[problem.query.dtype],
-        out_dtype=ALL_DTYPES[out_dtype],
+        dtype=QUERY_DTYPES[problem.query.dtype],
+        out_dtype=OUT_DTYPES[out_dtype],
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         mask=problem.mask.kind,
@@ -563,26 +577,35 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str)
     """The type of K and V: WIDE where no kernel of ``arch`` converts them, whatever they are.
 
     Raises:
-        NotImplementedError: operands have 8 bits, and there is no kernel for these head dims that takes them.
+        NotImplementedError: operands have 8 or 4 bits, and there is no kernel for these head dims that takes them.
     """
     fp8 = torch.float8_e4m3fn
     types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
-    if arch not in HOPPER or fp8 not in types:
+    packed = problem.kv_scales is not None
+    if arch not in HOPPER or not (packed or fp8 in types):
         return KvType.WIDE
-    if dims not in support.BYTE_HEAD_DIMS:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in support.BYTE_HEAD_DIMS)
+    served = support.NVFP4_HEAD_DIMS if packed else support.BYTE_HEAD_DIMS
+    if dims not in served:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in served)
         raise NotImplementedError(
-            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with {fp8} operands; "
-            f"supported: {listed}"
+            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with "
+            f"{'NVFP4 K and V' if packed else f'{fp8} operands'}; supported: {listed}"
         )
+    if packed:
+        return KvType.NVFP4
     return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
 
 
-def require_dtypes(problem: AttentionProblem, out_dtype: torch.dtype, arch: str, kv_type: KvType = KvType.WIDE) -> None:
-    """Refuse queries that are neither 16 bits wide nor, on Hopper, e4m3; outputs that are neither 16 bits wide nor like
-    the queries; and K and V of other types than the queries' or ``kv_type``."""
-    queries = list(DTYPES) + [torch.float8_e4m3fn] * (arch in HOPPER)
-    outputs = list(DTYPES) + [torch.float8_e4m3fn] * (problem.query.dtype == torch.float8_e4m3fn)
+def require_dtypes(
+    problem: AttentionProblem,
+    out_dtype: torch.dtype,
+    arch: str,
+    kv_type: KvType = KvType.WIDE,
+    *,
+    queries: Iterable[torch.dtype] = DTYPES,
+    outputs: Iterable[torch.dtype] = DTYPES,
+) -> None:
+    """Refuse queries and outputs of other types than these, and K and V of others than the queries' or ``kv_type``."""
     for what, dtype, supported in (("query", problem.query.dtype, queries), ("output", out_dtype, outputs)):
         if dtype not in supported:
             raise NotImplementedError(

@@ -118,6 +118,25 @@ class LogSumExp:
     fills: bool = False
 
 
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales of blocks of 16 elements of K and of V: e4m3 views [pages, Hkv, page_size, D / 16] with a unit last stride.
+    V's are interleaved by four tokens, see :mod:`hopwell.layouts.scales`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OutputScales:
+    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order. Those of query token
+    t are in row ``first_row`` + t. ``factor`` multiplies the output before it is rounded."""
+
+    tensor: torch.Tensor
+    first_row: int
+    factor: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
     """One batched attention call: ``out = output_scale * softmax(softmax_scale * q k^T, mask) v``.
@@ -156,6 +175,8 @@ class AttentionProblem:
         token_table: [T, k] int32 or None: what a query token attends to, in place of a page table. An entry is a token
             of ``key``, page * page_size + row. A query token takes the first entries, as many as it sees keys and k at
             most, and ignores negative ones. Only MLA decode takes one.
+        kv_scales: for NVFP4 K and V, which are uint8 with two elements in a byte; None for all others.
+        out_scales: for an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all others.
         scratch: memory for partial results of decode, see ``splitting.py``.
         programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
     """
@@ -186,8 +207,15 @@ class AttentionProblem:
     output_factor: float | torch.Tensor = 1.0
     draft_mask: torch.Tensor | None = None
     token_table: torch.Tensor | None = None
+    kv_scales: BlockScales | None = None
+    out_scales: OutputScales | None = None
     scratch: torch.Tensor | None = None
     programmatic_launch: bool = False
+
+    @property
+    def v_dim(self) -> int:
+        """Dv in elements."""
+        return self.value.shape[3] * (1 if self.kv_scales is None else 2)
 
     @property
     def mean_q_len(self) -> int:

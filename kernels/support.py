@@ -39,6 +39,9 @@ SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are multiples of 16 bytes
     dims for dims in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
 )
+NVFP4_HEAD_DIMS = tuple(
+    dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
+)  # scales are read by fours
 MAX_PAGE_SIZE = 1024
 
 HOPPER = ("sm_90a",)
@@ -127,9 +130,9 @@ ENTRIES: dict[str, Entry] = {
             _16BIT,
             Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
-            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
+            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", HOPPER),
             Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", HOPPER),
-            Feature("nvfp4_out", "data types", "NVFP4 output", _NOWHERE),
+            Feature("nvfp4_out", "data types", "NVFP4 output of an fp8 query", HOPPER),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
             Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", _PREFILL),

@@ -156,8 +156,8 @@ def load_float(address, index, default):
 
 
 def load_scale(address, value):
-    """A scale that is either a kernel argument or one float32 in device memory."""
-    return load_float(address, 0, value)
+    """A scale that is a kernel argument times one float32 in device memory, if there is one."""
+    return load_float(address, 0, 1.0) * value
 
 
 def from_lane(values: Any, lane) -> Any:

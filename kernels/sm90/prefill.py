@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config import LANES, WARPGROUP, WARPS, PrefillConfig, TileShape
-from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import load_scale, shared_address
@@ -70,7 +70,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         k_atom: cute.CopyAtom | None,
         v_atom: cute.CopyAtom | None,
         addresses: Addresses,
-        geometry: Geometry,
+        geometry,  # a Geometry or a ScaledGeometry
         softmax_scale: Float32,
         output_scale: Float32,
         soft_cap: Float32,
@@ -101,7 +101,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             if const_expr(self.config.converts):
                 if warp >= 4 * (len(self.config.registers) - 1):
                     self.set_registers(self.tile.converting_registers)
-                    Conversion.create(self, tiles, rings[1:], board).run()
+                    Conversion.create(self, tiles, rings[1:], board, addresses, geometry).run()
                 else:
                     keys = () if const_expr(self.config.widens) else (k_ring,)
                     self.attend(tiles, (q_ring, *keys, *operand_rings), board, mask, *numbers)
@@ -186,4 +186,5 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 def build(config: PrefillConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
     kernel = PrefillSm90(config)
-    return kernel, example_arguments((Addresses, Geometry), floats=4)
+    geometry = ScaledGeometry if config.has_block_scales else Geometry
+    return kernel, example_arguments((Addresses, geometry), floats=4)
