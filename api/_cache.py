@@ -103,7 +103,7 @@ def block_scales(
     for part_name, part in parts:
         if part.data_ptr() % SCALES_READ or any(stride % SCALES_READ for stride in part.stride()[:-1]):
             raise ValueError(
-                f"{part_name} must begin at a multiple of {SCALES_READ} bytes, and so must all of its rows, got address "
-                f"{part.data_ptr():#x} and strides {part.stride()}"
+                f"{part_name} must begin at a multiple of {SCALES_READ} bytes, and so must all of its rows, got "
+                f"address {part.data_ptr():#x} and strides {part.stride()}"
             )
     return BlockScales(views.key, views.value)

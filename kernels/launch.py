@@ -155,8 +155,8 @@ class Geometry(NamedTuple):
     tile_heads: int  # heads that share a query tile
 
 
-# Sizes, strides in elements, and the grid of prefill with scales of blocks: a tuple of its own, because one integer more
-# makes kernels of sm_100a spill, which have no such scales.
+# Sizes, strides in elements, and the grid of prefill with scales of blocks: a tuple of its own, because one integer
+# more makes kernels of sm_100a spill, which have no such scales.
 ScaledGeometry = namedtuple(  # type: ignore[misc]
     "ScaledGeometry",
     (

@@ -120,8 +120,8 @@ class LogSumExp:
 
 @dataclass(frozen=True)
 class BlockScales:
-    """Scales of blocks of 16 elements of K and of V: e4m3 views [pages, Hkv, page_size, D / 16] with a unit last stride.
-    V's are interleaved by four tokens, see :mod:`hopwell.layouts.scales`."""
+    """Scales of blocks of 16 elements of K and of V: e4m3 views [pages, Hkv, page_size, D / 16] with a unit last
+    stride. V's are interleaved by four tokens, see :mod:`hopwell.layouts.scales`."""
 
     key: torch.Tensor
     value: torch.Tensor

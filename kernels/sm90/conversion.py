@@ -112,6 +112,7 @@ class DequantisingStream(WideningStream):
         config, n, dtype = self.kernel.config, self.kernel.tile.n, self.kernel.dtype
         loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
         chunks = config.depth[self.operand] // PACKED_ELEMENTS // self.row_parts  # of a thread
+        cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
         self.source_ring.wait_full(step)
         self.target_ring.wait_empty(step)
         source = self.source + self.source_ring.stage(step) * (2 * n * loaded)
