@@ -75,7 +75,7 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask
 
 def _score(alibi: bool, soft_cap: float) -> Score:
     if alibi:
-        return Score(ScoreKind.ALIBI)
+        return Score(ScoreKind.CAPPED_ALIBI, soft_cap) if soft_cap > 0 else Score(ScoreKind.ALIBI)
     return Score(ScoreKind.SOFT_CAP, soft_cap) if soft_cap > 0 else Score()
 
 

@@ -45,6 +45,17 @@ class ScoreKind(enum.Enum):
     SCALED = "scaled"  # x
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
     ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
+    CAPPED_ALIBI = "capped_alibi"  # c * tanh(x / c) + slope_h * key: the order of FlashInfer's fmha_v2 kernels
+
+    @property
+    def caps(self) -> bool:
+        """Whether scores are capped."""
+        return self in (ScoreKind.SOFT_CAP, ScoreKind.CAPPED_ALIBI)
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether distances count, by a slope for each head."""
+        return self in (ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI)
 
 
 @dataclass(frozen=True)

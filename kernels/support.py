@@ -149,7 +149,7 @@ ENTRIES: dict[str, Entry] = {
             Feature("chunked", "masks", "chunked mask", _PREFILL),
             _sinks(_PREFILL),
             Feature("alibi", "extras", "ALiBi", _PREFILL),
-            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", _NOWHERE),
+            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", _PREFILL),
             Feature("soft_cap", "extras", "logits soft cap", _PREFILL),
             Feature("softmax_stats", "extras", "softmax statistics", _PREFILL),
             _SKIP_SOFTMAX,

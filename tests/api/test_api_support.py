@@ -30,9 +30,9 @@ def test_require_passes_what_is_supported() -> None:
 
 def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     with pytest.raises(NotImplementedError) as caught:
-        support.require(support.FMHA_V2, "alibi_soft_cap", "logits_soft_cap_scale=30.0", "sm_90a")
+        support.require(support.CONTEXT, "fp16_softmax", "use_fp16_softmax=True", "sm_90a")
     message = str(caught.value)
-    for part in (support.FMHA_V2, "ALiBi together", "logits_soft_cap_scale=30.0", "sm_90a", "attention sinks"):
+    for part in (support.CONTEXT, "softmax in fp16", "use_fp16_softmax=True", "sm_90a", "attention sinks"):
         assert part in message
 
     with pytest.raises(

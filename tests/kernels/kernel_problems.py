@@ -26,6 +26,7 @@ SCORES = {
     ScoreKind.SCALED: Score(),
     ScoreKind.SOFT_CAP: Score(ScoreKind.SOFT_CAP, 30.0),
     ScoreKind.ALIBI: Score(ScoreKind.ALIBI),
+    ScoreKind.CAPPED_ALIBI: Score(ScoreKind.CAPPED_ALIBI, 30.0),
 }
 
 
