@@ -192,7 +192,7 @@ ENTRIES: dict[str, Entry] = {
     MLA: Entry(
         "hopwell.mla",
         (
-            Feature("16bit", "data types", "bf16 query and cache", HOPPER),
+            Feature("16bit", "data types", "bf16 or fp16 query and cache", HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
             Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", HOPPER),
             _OTHER_HEAD_DIM,
