@@ -123,8 +123,8 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
     for dims, fetch in ((narrow, CONTIGUOUS), (middle, PAGES16)):
         add(dims, MaskKind.FULL, fetch)
         add(dims, MaskKind.CHUNKED, fetch)
-        for score in (ScoreKind.SOFT_CAP, ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI):
-            add(dims, MaskKind.CAUSAL, fetch, score=score)
+        add(dims, MaskKind.CAUSAL, fetch, score=ScoreKind.ALIBI)
+        add(dims, MaskKind.CAUSAL, fetch, score=ScoreKind.SOFT_CAP)
         add(dims, MaskKind.CAUSAL, fetch, skip_softmax=True)
     for fetch in (CONTIGUOUS, ROWS):
         add(uneven, MaskKind.CAUSAL, fetch)
