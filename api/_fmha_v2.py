@@ -12,7 +12,7 @@ from hopwell import _features as features
 from hopwell._launch import halves
 from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
 
 INPUT_LAYOUTS = tuple(layout.value for layout in FmhaV2Layout)
@@ -71,12 +71,6 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask
     if window >= 0:
         return Mask(MaskKind.SLIDING_WINDOW, window)
     return Mask(MaskKind.CHUNKED, chunk=chunk) if chunk else Mask(MaskKind.CAUSAL)
-
-
-def _score(alibi: bool, soft_cap: float) -> Score:
-    if alibi:
-        return Score(ScoreKind.ALIBI)
-    return Score.capped(soft_cap)
 
 
 def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
@@ -186,7 +180,7 @@ def fmha_v2_problem(
         q_offsets=q_offsets,
         kv_lens=None,
         mask=mask,
-        score=_score(alibi, soft_cap),
+        score=Score.capped(soft_cap, has_slopes=alibi),
         statistics=torch.empty((tokens, heads, 2), dtype=torch.float32, device=on) if stats else None,
         skip_softmax=skip_softmax,
         softmax_scale=softmax_scale,

@@ -119,7 +119,8 @@ def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
         checks.shape("out", out, *zip(names, query.shape[:3], strict=True), ("kv_lora_rank", rank))
         dense_tokens("out", out)
     tokens, heads, _ = flat_tokens(query).shape
-    checks.output("out", flat_tokens(out), (tokens, heads, rank), torch.bfloat16, query.device)
+    dtype = torch.bfloat16 if query.dtype == checks.FP8 else query.dtype
+    checks.output("out", flat_tokens(out), (tokens, heads, rank), dtype, query.device)
 
 
 def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: int, on: torch.device) -> torch.Tensor:
@@ -186,7 +187,7 @@ def mla_problem(
 ) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
     checks.main_tensor("query", query)
-    checks.dtype("query", query, (torch.bfloat16, checks.FP8))
+    checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
     is_ragged, on = cum_seq_lens_q is not None, query.device
     if is_ragged:
         checks.tensor("cum_seq_lens_q", cum_seq_lens_q)

@@ -283,8 +283,8 @@ def trtllm_fmha_v2_prefill(
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
         pos_encoding_mode: None or "none", or "alibi"; case does not matter.
-        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c); None and 0 mean off, as does c > 2^64, where
-            the two are the same in float32.
+        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c), to which ALiBi adds; None and 0 mean off, as
+            does c > 2^64, where the two are the same in float32.
         mask_mode: "causal" (keys 0..p), "sliding_window", "chunked" or "padding" (every key of the request); case does
             not matter. A window or a chunk size takes effect under all modes but "padding", where it is refused, and
             without either "sliding_window" and "chunked" are causal.

@@ -373,7 +373,7 @@ class PrefillConfig(KernelConfig):
         """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
         cache of 8 bits gives the bits that its values give in 16."""
         tile = cls.all_tiles()[dims]
-        if tile is _NARROW and (score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP) or skip_softmax):
+        if tile is _NARROW and (score.caps or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
         if short_steps:
             tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
@@ -409,7 +409,7 @@ class PrefillConfig(KernelConfig):
         short_steps = cls.has_short_steps(dims, problem.mask.kind) and problem.mask.window_left < SHORT_WINDOW
         tile = cls.tile_of(dims, problem.score.kind, short_steps=short_steps, packs_heads=True)
         few_queries = problem.mean_q_len <= PACKED_SHARE * tile.m
-        has_slopes = problem.score.kind is ScoreKind.ALIBI  # one for all rows of a tile
+        has_slopes = problem.score.kind.has_slopes  # one for all rows of a tile
         packs_heads = few_queries and not has_slopes and packed_shape(problem, tile.m).heads > 1
         return dict(short_steps=short_steps, packs_heads=packs_heads)
 

@@ -52,6 +52,17 @@ class ScoreKind(enum.Enum):
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
     WIDE_SOFT_CAP = "wide_soft_cap"  # the same, precise where x / c is small as well
     ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
+    CAPPED_ALIBI = "capped_alibi"  # c * tanh(x / c) + slope_h * key: the order of FlashInfer's fmha_v2 kernels
+
+    @property
+    def caps(self) -> bool:
+        """Whether scores are capped."""
+        return self in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.CAPPED_ALIBI)
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether distances count, by a slope for each head."""
+        return self in (ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI)
 
 
 @dataclass(frozen=True)
@@ -62,10 +73,12 @@ class Score:
     soft_cap: float = 0.0
 
     @classmethod
-    def capped(cls, cap: float) -> Score:
-        """The score for a cap, where 0 means none."""
+    def capped(cls, cap: float, has_slopes: bool = False) -> Score:
+        """The score for a cap, where 0 means none, with ALiBi or without."""
         if not 0 < cap <= LARGEST_CAP:
-            return cls()
+            return cls(ScoreKind.ALIBI) if has_slopes else cls()
+        if has_slopes:
+            return cls(ScoreKind.CAPPED_ALIBI, cap)
         return cls(ScoreKind.SOFT_CAP if cap <= NARROW_CAP else ScoreKind.WIDE_SOFT_CAP, cap)
 
 

@@ -162,7 +162,8 @@ ENTRIES: dict[str, Entry] = {
             Feature("chunked", "masks", "chunked mask", _PREFILL),
             _sinks(_PREFILL),
             Feature("alibi", "extras", "ALiBi", _PREFILL),
-            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", _NOWHERE),
+            # On sm_100a a kernel of 128 columns spills 8 bytes.
+            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", HOPPER),
             Feature("soft_cap", "extras", "logits soft cap", _PREFILL),
             Feature("softmax_stats", "extras", "softmax statistics", _PREFILL),
             _SKIP_SOFTMAX,
@@ -205,7 +206,7 @@ ENTRIES: dict[str, Entry] = {
     MLA: Entry(
         "hopwell.mla",
         (
-            Feature("16bit", "data types", "bf16 query and cache", HOPPER),
+            Feature("16bit", "data types", "bf16 or fp16 query and cache", HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
             Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", HOPPER),
             _OTHER_HEAD_DIM,

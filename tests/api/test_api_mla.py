@@ -220,7 +220,7 @@ class TestRefusals:
         assert problem.max_kv_len == problem.token_table.shape[1] == 8
 
     def test_fp8(self) -> None:
-        text = "fp8.*query.dtype=torch.float8_e4m3fn.*data types supported on sm_90a: bf16 query and cache"
+        text = "fp8.*query.dtype=torch.float8_e4m3fn.*data types supported on sm_90a: bf16 or fp16 query and cache"
         refused(MLA, NotImplementedError, text, "fp8")
 
     def test_out(self) -> None:

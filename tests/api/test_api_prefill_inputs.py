@@ -102,7 +102,6 @@ def test_fmha_v2_strings() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"pos_encoding_mode": "Alibi", "logits_soft_cap_scale": 30.0}, "logits_soft_cap_scale=30.0"),
         ({"out_dtype": "float8_e4m3fn"}, "out_dtype=torch.float8_e4m3fn"),
         ({"out": data(TOKENS, HEADS, DIM, dtype=FP8)}, "out_dtype=torch.float8_e4m3fn"),
         ({"qkv": (data(8, 4, DIM, dtype=FP8), data(58, 2, 2, DIM, dtype=FP8))}, "qkv.dtype=torch.float8_e4m3fn"),

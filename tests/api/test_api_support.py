@@ -30,9 +30,9 @@ def test_require_passes_what_is_supported() -> None:
 
 def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     with pytest.raises(NotImplementedError) as caught:
-        support.require(support.FMHA_V2, "alibi_soft_cap", "logits_soft_cap_scale=30.0", "sm_90a")
+        support.require(support.CONTEXT, "fp16_softmax", "use_fp16_softmax=True", "sm_90a")
     message = str(caught.value)
-    for part in (support.FMHA_V2, "ALiBi together", "logits_soft_cap_scale=30.0", "sm_90a", "attention sinks"):
+    for part in (support.CONTEXT, "softmax in fp16", "use_fp16_softmax=True", "sm_90a", "attention sinks"):
         assert part in message
 
     with pytest.raises(
@@ -169,10 +169,11 @@ def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("entry", PREFILL)
-def test_blackwell_prefill_has_what_hopper_prefill_has_but_some_head_dims_and_byte_caches(entry: str) -> None:
+def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry: str) -> None:
+    of_hopper = ("hopper_head_dim", "fp8_kv", "alibi_soft_cap")
     for feature in support.ENTRIES[entry].features:
         hopper, *blackwell = (arch in feature.archs for arch in ("sm_90a", "sm_100a", "sm_103a"))
-        assert blackwell == [hopper and feature.key not in ("hopper_head_dim", "fp8_kv")] * 2, feature.key
+        assert blackwell == [hopper and feature.key not in of_hopper] * 2, feature.key
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:

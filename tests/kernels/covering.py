@@ -41,9 +41,7 @@ def with_features(config: PrefillConfig) -> list[PrefillConfig]:
     found = []
     for score, skip in itertools.product(ScoreKind, (False, True)):
         tile = PrefillConfig.tile_of(dims, score, skip, config.short_steps, config.packs_heads)
-        refused = (skip and (config.short_steps or config.packs_heads)) or (
-            config.packs_heads and score is ScoreKind.ALIBI
-        )
+        refused = (skip and (config.short_steps or config.packs_heads)) or (config.packs_heads and score.has_slopes)
         if not refused and (not config.box_rows or tile.n % config.box_rows == 0):
             found.append(replace(config, score=score, skip_softmax=skip))
     return found
@@ -86,7 +84,7 @@ def covering_configs() -> list[PrefillConfig]:
         for fetch in (CONTIGUOUS, PAGES16):
             add(dims, MaskKind.CHUNKED, fetch)
         # Scores are mapped between Q K^T and the mask. How they were fetched does not show there.
-        for score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.ALIBI):
+        for score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI):
             add(dims, MaskKind.CAUSAL, PAGES16, score=score)
         # Consumers with another step, and a branch around the softmax, which is where registers are scarce.
         add(dims, MaskKind.CAUSAL, CONTIGUOUS, skip_softmax=True)

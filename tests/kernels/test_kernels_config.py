@@ -195,7 +195,7 @@ class TestResources:
     def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
         """Those of three warpgroups, which have the fewest; all else about a tile stays."""
         for dims, tile in TILES.items():
-            smaller = max(dims) <= 64 and (score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP) or skip)
+            smaller = max(dims) <= 64 and (score.caps or skip)
             want = replace(tile, n=96) if smaller else tile
             assert PrefillConfig.tile_of(dims, score, skip) == want
             config = replace(any_config(dims), score=score, skip_softmax=skip)
@@ -384,12 +384,7 @@ class TestChoices:
     def test_scores_and_skip_softmax(self) -> None:
         """A tile has one slope; tiles of keys are left out for 64 queries at a time, whoever else is in the batch."""
         packed = {kind: self.of(3, score=score).packs_heads for kind, score in SCORES.items()}
-        assert packed == {
-            ScoreKind.SCALED: True,
-            ScoreKind.SOFT_CAP: True,
-            ScoreKind.WIDE_SOFT_CAP: True,
-            ScoreKind.ALIBI: False,
-        }
+        assert packed == {score: not score.has_slopes for score in ScoreKind}
         window = Mask(MaskKind.SLIDING_WINDOW, 5)
         skipping = self.of(3, skip_softmax=1e-30, mask=window)
         assert not skipping.packs_heads
