@@ -236,7 +236,7 @@ def context_problem(
         value=cache.value,
         out=checks.allocated(output.tensor, query, cache.v_dim, output.dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, checks.capacity(table, cache.page_size)),
         q_offsets=q_offsets,
         kv_lens=kv_lens,

@@ -177,7 +177,7 @@ def fmha_v2_problem(
         value=value,
         out=checks.allocated(out, query, v_dim, dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, capacity),
         q_offsets=q_offsets,
         kv_lens=None,

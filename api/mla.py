@@ -78,12 +78,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         block_tables: int32 or uint32. Dense: page ids [batch, pages_per_request], for 2^30 tokens of a request at most;
             entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token indices
             page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens, sparse_mla_top_k].
-        seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
+        seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included. No more than
+            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
         out: bfloat16 [batch, q_len, num_heads, kv_lora_rank] to write into, for fp8 inputs too, without gaps between
             requests; None allocates.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, unchecked.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
+            device, which is not looked at: a negative one makes the output NaN.
         bmm2_scale: factor on the output, likewise.
         sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
             value and not scaled.
