@@ -95,7 +95,7 @@ def _output(query: torch.Tensor, v_dim: int, out: Any, out_dtype: Any, o_sf_scal
     if isinstance(out, FP4Tensor):
         raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
     if out is not None:
-        checks.tensor("out", out)
+        checks.tensor("out", out, "a torch.Tensor or None")
     dtype = out_dtype or (query.dtype if out is None else out.dtype)
     allowed = (query.dtype, torch.float16, torch.bfloat16)
     if dtype not in allowed:

@@ -87,9 +87,13 @@ def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
         out_dtype = named
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
-    if out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
+    if (
+        out is not None
+        and out_dtype is not None
+        and checks.tensor("out", out, "a torch.Tensor or None").dtype != out_dtype
+    ):
         raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}, where both are given, got {out_dtype}")
-    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out).dtype)
+    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out, "a torch.Tensor or None").dtype)
     allowed = (*checks.SIXTEEN_BIT, checks.FP8)
     if dtype not in allowed:
         name = "out" if out_dtype is None else "out_dtype"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopwell._decoding import check_counter_buffer, decode_names, decode_sources
+from hopwell._dynamo import opaque
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, xqa_problem, xqa_workspace_bytes
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
@@ -20,6 +21,7 @@ _XQA = Calls(decode_sources, decode_names("q_cu_seq_lens"))
 _TRTLLM = Calls(decode_sources, decode_names("cum_seq_lens_q"))
 
 
+@opaque
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -171,6 +173,7 @@ def xqa_batch_decode_with_kv_cache(
     return done if return_lse else done[0]
 
 
+@opaque
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopwell._decoding import decode_names, decode_sources
+from hopwell._dynamo import opaque
 from hopwell._launch import Calls, single, upper_bound
 from hopwell._mla import MlaOptions, mla_problem, mla_workspace_bytes
 
@@ -13,6 +14,7 @@ __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 _MLA = Calls(decode_sources, decode_names("cum_seq_lens_q", "seq_lens or sparse_mla_top_k_lens"))
 
 
+@opaque
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
