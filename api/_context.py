@@ -86,7 +86,7 @@ def _output(query: torch.Tensor, v_dim: int, out: Any, out_dtype: Any, o_sf_scal
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or (out_dtype is None and isinstance(out, FP4Tensor)):
         return _nvfp4_output(query, out, sizes, o_sf_scale)
     if isinstance(out_dtype, str):
-        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {out_dtype!r}")
+        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
     for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):

@@ -83,7 +83,7 @@ def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
     if isinstance(out_dtype, str):
         named = vars(torch).get(out_dtype)
         if not isinstance(named, torch.dtype):
-            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {out_dtype!r}")
+            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
         out_dtype = named
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")

@@ -208,6 +208,8 @@ def mla_problem(
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {most}")
     flat_query = flat_tokens(query)
     tokens = flat_query.shape[0]
+    if is_ragged:
+        q_len = min(q_len, max(tokens, 1))  # scratch grows with it, and no request has more tokens than there are
     checks.flag("return_lse", return_lse)
     check_counter_buffer(multi_ctas_kv_counter_buffer)
     options.check(q_len, causal_seqlens_kv_global, return_lse, on)

@@ -197,6 +197,8 @@ def xqa_problem(
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     _check_mask(mask, batch, q_len, ragged_tokens, on)
     _check_out(out, query, cache, batch, q_len)
+    if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
+        q_len = min(q_len, max(ragged_tokens, 2))
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
     log = log_sum_exp(lse, return_lse, return_lse_base, query, sizes)
     capacity = checks.capacity(table, cache.page_size)
