@@ -105,7 +105,7 @@ def _output(
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or (out_dtype is None and isinstance(out, FP4Tensor)):
         return _nvfp4_output(query, query_dtype, out, sizes, o_sf_scale)
     if isinstance(out_dtype, str):
-        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {out_dtype!r}")
+        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
     for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):
@@ -114,7 +114,7 @@ def _output(
     if isinstance(out, FP4Tensor):
         raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
     if out is not None:
-        checks.tensor("out", out)
+        checks.tensor("out", out, "a torch.Tensor or None")
     dtype = out_dtype or (query_dtype if out is None else out.dtype)
     allowed = (query_dtype, torch.float16, torch.bfloat16)
     if dtype not in allowed:
@@ -269,7 +269,7 @@ def context_problem(
         value=cache.value,
         out=checks.allocated(output.tensor, query, cache.v_dim, output.dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, checks.capacity(table, cache.page_size)),
         q_offsets=q_offsets,
         kv_lens=kv_lens,

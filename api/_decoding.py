@@ -78,7 +78,7 @@ def log_sum_exp(lse: Any, return_lse: Any, base: Any, query: torch.Tensor, sizes
     if lse is None:
         rows = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     else:
-        checks.tensor("lse", lse)
+        checks.tensor("lse", lse, "a torch.Tensor or None")
         checks.dtype("lse", lse, (torch.float32,))
         checks.device("lse", lse, query.device)
         if tuple(lse.shape) not in ((tokens, heads), sizes):

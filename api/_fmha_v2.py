@@ -77,13 +77,17 @@ def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
     if isinstance(out_dtype, str):
         named = vars(torch).get(out_dtype)
         if not isinstance(named, torch.dtype):
-            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {out_dtype!r}")
+            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
         out_dtype = named
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
-    if out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
+    if (
+        out is not None
+        and out_dtype is not None
+        and checks.tensor("out", out, "a torch.Tensor or None").dtype != out_dtype
+    ):
         raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}, where both are given, got {out_dtype}")
-    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out).dtype)
+    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out, "a torch.Tensor or None").dtype)
     allowed = (*checks.SIXTEEN_BIT, checks.FP8)
     if dtype not in allowed:
         name = "out" if out_dtype is None else "out_dtype"
@@ -175,7 +179,7 @@ def fmha_v2_problem(
         value=value,
         out=checks.allocated(out, query, v_dim, dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, capacity),
         q_offsets=q_offsets,
         kv_lens=None,

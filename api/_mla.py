@@ -113,7 +113,7 @@ def _token_table(block_tables: Any, query: torch.Tensor, top_k: int) -> torch.Te
 def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
     if out is None:
         return
-    checks.tensor("out", out)
+    checks.tensor("out", out, "a torch.Tensor or None")
     if query.dim() == 4:
         names = ("batch", "q_len", "num_heads")
         checks.shape("out", out, *zip(names, query.shape[:3], strict=True), ("kv_lora_rank", rank))
@@ -154,7 +154,11 @@ def mla_workspace_bytes(
     Returns:
         Bytes.
     """
-    return workspace_bytes(num_heads * q_len_per_req, 1, kv_lora_rank, max_seq_len, device, latent=True)
+    heads = checks.host_int("num_heads", num_heads, minimum=1)
+    checks.host_int("max_seq_len", max_seq_len)
+    checks.host_int("kv_lora_rank", kv_lora_rank, minimum=1)
+    rows = heads * checks.host_int("q_len_per_req", q_len_per_req)
+    return workspace_bytes(rows, 1, kv_lora_rank, max_seq_len, device, latent=True)
 
 
 def mla_problem(
@@ -205,6 +209,8 @@ def mla_problem(
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {most}")
     flat_query = flat_tokens(query)
     tokens = flat_query.shape[0]
+    if is_ragged:
+        q_len = min(q_len, max(tokens, 1))  # scratch grows with it, and no request has more tokens than there are
     checks.flag("return_lse", return_lse)
     check_counter_buffer(multi_ctas_kv_counter_buffer)
     options.check(q_len, causal_seqlens_kv_global, return_lse, on)

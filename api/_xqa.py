@@ -33,7 +33,7 @@ def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on
     """The mask of several tokens per request. A single one has no use for it, and upstream callers may pass any. Masks
     of ragged requests have a row for each of ``ragged_tokens``, and may have more of them."""
     if mask is not None:
-        checks.tensor("mask", mask)
+        checks.tensor("mask", mask, "a torch.Tensor or None")
     if q_len == 1 or mask is None:
         return
     words = 2 * -(-q_len // MASK_BITS)
@@ -53,7 +53,7 @@ def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on
 def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: int, q_len: int) -> None:
     if out is None:
         return
-    checks.tensor("out", out)
+    checks.tensor("out", out, "a torch.Tensor or None")
     tokens, heads, _ = query.shape
     allowed = (query.dtype, checks.FP8) if cache.key.dtype == checks.FP8 else (query.dtype,)
     checks.dtype("out", out, allowed)
@@ -83,7 +83,13 @@ def xqa_workspace_bytes(
     Returns:
         Bytes.
     """
-    rows = num_heads // num_kv_heads * q_len_per_req
+    heads = checks.host_int("num_heads", num_heads, minimum=1)
+    kv_heads = checks.host_int("num_kv_heads", num_kv_heads, minimum=1)
+    if heads % kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, {kv_heads}, got {heads}")
+    checks.host_int("head_dim", head_dim, HEAD_DIM_STEP, MAX_HEAD_DIM)
+    checks.host_int("max_seq_len", max_seq_len)
+    rows = heads // kv_heads * checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
     return workspace_bytes(rows, num_kv_heads, head_dim, max_seq_len, device)
 
 
@@ -191,6 +197,8 @@ def xqa_problem(
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     _check_mask(mask, batch, q_len, ragged_tokens, on)
     _check_out(out, query, cache, batch, q_len)
+    if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
+        q_len = min(q_len, max(ragged_tokens, 2))
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
     log = log_sum_exp(lse, return_lse, return_lse_base, query, sizes)
     capacity = checks.capacity(table, cache.page_size)
@@ -289,7 +297,7 @@ def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor) -> torch.Tensor 
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, 'nvfp4' or None, got {checks.describe(out_dtype)}")
     if out is not None:
-        checks.dtype("out", checks.tensor("out", out), (out_dtype,))
+        checks.dtype("out", checks.tensor("out", out, "a torch.Tensor or None"), (out_dtype,))
     return checks.allocated(out, query, query.shape[-1], out_dtype)
 
 

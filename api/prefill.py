@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopwell._context import CONTEXT_NAMES, context_problem, context_sources, widened_query
+from hopwell._dynamo import opaque
 from hopwell._fmha_v2 import FMHA_V2_NAMES, fmha_v2_problem, fmha_v2_sources, leaves
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
@@ -20,6 +21,7 @@ _CONTEXT = Calls(context_sources, CONTEXT_NAMES)
 _FMHA_V2 = Calls(fmha_v2_sources, FMHA_V2_NAMES)
 
 
+@opaque
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -79,12 +81,14 @@ def trtllm_batch_context_with_kv_cache(
         block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request], or [batch_size, 2,
             pages_per_request] with ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False. Entries
             past the last page of a request are never read. The table may be narrower than ``max_kv_len`` tokens.
-        seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included.
+        seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included. No
+            more than ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32
+            is 0.
         max_q_len: upper bound of the new tokens of a request. It never changes a result.
         max_kv_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, 0 or more, or a one-element
             float32 tensor that the kernel reads, so that it may change under a CUDA graph. A tensor on the host is read
-            during the call, which is slower.
+            during the call, which is slower. A negative one on the device makes the output NaN.
         bmm2_scale: factor on the output, likewise.
         batch_size: number of requests.
         cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], where each request starts in ``query``, in tokens.
@@ -220,6 +224,7 @@ def trtllm_batch_context_with_kv_cache(
     return results if return_lse else results[0]
 
 
+@opaque
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     input_layout: str,

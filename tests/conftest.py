@@ -4,6 +4,10 @@ import pytest
 import torch
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--calls", type=int, default=1500, help="calls that tests/api/test_api_seeded_fuzz.py makes")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # Compiling a kernel rewrites its parts' functions in place, and they no longer run as Python afterwards. Workers of
     # pytest-xdist take tests in this order too.

@@ -11,7 +11,7 @@ from hopwell.kernels.config import LANES, WARPGROUP, WARPS, PrefillConfig, TileS
 from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
-from hopwell.kernels.parts.device import load_scale, shared_address
+from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
@@ -118,7 +118,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
         kind = TileSoftmax if self.config.multiplies_bytes else OnlineSoftmax
         softmax = kind.create(score.softmax_scale, RowFragment.rows)
-        scale = load_scale(addresses.output_scale, output_scale)
+        scale = load_output_scale(addresses, output_scale)
         parts = (self, tiles, rings, board, mask, score, softmax, scale, self.tile_shape(geometry))
         if const_expr(self.config.skip_softmax):
             skip = SkipRule.create(skip_softmax, softmax.scale)

@@ -225,7 +225,7 @@ class TestRefusals:
 
     def test_out(self) -> None:
         good = data(BATCH, 1, HEADS, 512)
-        refused(MLA, TypeError, "^out must be a torch.Tensor, got int 3$", out=3)
+        refused(MLA, TypeError, "^out must be a torch.Tensor or None, got int 3$", out=3)
         text = r"^out must have shape \[batch=3, q_len=1, num_heads=4, kv_lora_rank=512\], got "
         for wrong in (good[:, 0], good[:-1], good[..., :256], good.transpose(1, 2)):
             refused(MLA, ValueError, text, out=wrong)
