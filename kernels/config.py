@@ -18,20 +18,13 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, Element
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 from hopwell.kernels.support import BLACKWELL, HOPPER
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 ALL_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
-
-SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
-RESERVED_BYTES = 1024  # of shared memory, for the system, with each CTA
-REGISTERS = 65536  # of an SM
-WARPGROUP = 128  # threads
-LANES = 32  # threads of a warp
-WARPS = WARPGROUP // LANES  # of a warpgroup
-
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
 MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time; a warp stores as many columns at least
@@ -288,7 +281,7 @@ class KernelConfig:
     @property
     def most_shared_bytes(self) -> int:
         """Shared memory that a CTA can have."""
-        return (SHARED_BYTES + RESERVED_BYTES) // self.ctas_per_sm - RESERVED_BYTES
+        return ARCHITECTURES[self.arch].shared_bytes_of(self.ctas_per_sm)
 
     @property
     def registers(self) -> tuple[int, ...]:

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell.kernels.config import DTYPES, LANES, WARPGROUP, KvFetch
+from hopwell.kernels.config import DTYPES, KvFetch
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.plan import section_heads
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig

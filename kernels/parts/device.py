@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.config import WARPS
+from hopwell.kernels.hardware import WARPS
 
 
 class DeviceStruct:

@@ -12,7 +12,7 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import device
 
 

@@ -23,22 +23,16 @@ from covering import (
 )
 
 from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.config import (
-    MMA_DEPTH,
-    REGISTERS,
-    SHARED_BYTES,
-    WARPGROUP,
-    KernelConfig,
-    KvFetch,
-    KvType,
-    PrefillConfig,
-)
+from hopwell.kernels.config import MMA_DEPTH, KernelConfig, KvFetch, KvType, PrefillConfig
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact
 from hopwell.perf.sass import cuda_tool
+
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 pytestmark = pytest.mark.compile
 

@@ -16,11 +16,9 @@ from hopwell.kernels.config import (
     DTYPES,
     MAX_BOX_ROWS,
     MIN_BOX_ROWS,
-    REGISTERS,
     SHORT_STEP,
     SHORT_WINDOW,
     TILES,
-    WARPGROUP,
     WORK_STAGES,
     KvFetch,
     KvType,
@@ -31,6 +29,7 @@ from hopwell.kernels.config import (
     resolve,
     shipped_configs,
 )
+from hopwell.kernels.hardware import REGISTERS, WARPGROUP
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, Score, ScoreKind
 from hopwell.kernels.support import COMMON_HEAD_DIMS, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
 

@@ -12,7 +12,7 @@ import torch
 from covering import COVERING_DECODE
 from kernel_problems import CACHES, cache, empty, paged
 
-from hopwell.kernels.config import DTYPES, REGISTERS, SHARED_BYTES, WARPGROUP, KvFetch, KvType, paged_fetches
+from hopwell.kernels.config import DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.decode_config import (
     COMPILED_HEAD_DIMS,
     DRAFT_MASKS,
@@ -23,6 +23,7 @@ from hopwell.kernels.decode_config import (
     shipped_decode_configs,
     tile_rows,
 )
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.problem import (
     AttentionProblem,
     LogSumExp,
@@ -37,6 +38,8 @@ from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
 from hopwell.kernels.splitting import FEW_ROWS, ROWS
 from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS, MAX_PAGE_SIZE
+
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 ARCH = "sm_90a"
 SHIPPED = list(shipped_decode_configs())

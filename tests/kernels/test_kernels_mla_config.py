@@ -11,8 +11,9 @@ import torch
 from covering import COVERING_MLA
 from kernel_problems import empty, paged
 
-from hopwell.kernels.config import SHARED_BYTES, KvFetch
+from hopwell.kernels.config import KvFetch
 from hopwell.kernels.decode_config import resolve_decode
+from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
@@ -20,6 +21,8 @@ from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90
 from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
 from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.layouts import mla_kv_views
+
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 ARCH = "sm_90a"
 SHIPPED = list(shipped_mla_configs())

@@ -17,8 +17,9 @@ from cutlass import Int32, Int64
 from lane_threads import Lanes, SchedulingWarp, host
 from test_kernels_scheduler import Memory
 
-from hopwell.kernels.config import LANES, KvType
+from hopwell.kernels.config import KvType
 from hopwell.kernels.decode_config import shipped_decode_configs
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import shipped_mla_configs
 from hopwell.kernels.parts import ranges as ranges_module
