@@ -1,7 +1,7 @@
 """Which kernel serves a problem: pure Python, no GPU, no DSL.
 
 A :class:`PrefillConfig` holds everything that changes generated code and nothing else, so its name is the key of the
-compiled kernel. :func:`resolve` derives it from a problem; shapes, lengths and strides stay run-time arguments, but for
+compiled kernel. ``families.resolve`` derives it from a problem; shapes, lengths and strides stay run-time arguments, but for
 how many queries there are and how large a window is, by which the fastest kernel differs.
 """
 
@@ -19,8 +19,8 @@ import torch
 from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, Element
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
-from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
-from hopwell.kernels.support import BLACKWELL, HOPPER
+from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, ScoreKind
+from hopwell.kernels.support import HOPPER
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -148,6 +148,8 @@ class KernelConfig:
     kv_fetch: KvFetch
     box_rows: int
 
+    family: ClassVar[Family]
+
     @property
     def tile(self) -> Tile:
         """Sizes and resources."""
@@ -158,14 +160,10 @@ class KernelConfig:
         """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
         raise NotImplementedError
 
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel's traceable launch function and example arguments to compile it with."""
-        raise NotImplementedError
-
-    def _named(self, kind: str, details: Sequence[str]) -> str:
+    def _named(self, details: Sequence[str]) -> str:
         return "_".join(
             [
-                kind,
+                self.family.value,
                 self.arch,
                 self.dtype,
                 *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
@@ -318,6 +316,7 @@ class PrefillConfig(KernelConfig):
     packs_heads: bool = False  # query heads of a KV head share query tiles
     kv_type: KvType = KvType.WIDE
 
+    family: ClassVar[Family] = Family.PREFILL
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
 
     @classmethod
@@ -419,12 +418,7 @@ class PrefillConfig(KernelConfig):
         details = [f"kv_{self.kv_type.value}"] if self.widens else []
         details += [self.score.value] if self.score is not ScoreKind.SCALED else []
         choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
-        return self._named("prefill", details + ["skip_softmax"] * self.skip_softmax + choices)
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm90.prefill import build
-
-        return build(self)
+        return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
 
 
 class TileShape(NamedTuple):
@@ -475,29 +469,13 @@ def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
     return page, head
 
 
-def config_type(arch: str) -> type[PrefillConfig]:
-    """The configs of an architecture.
-
-    Raises:
-        NotImplementedError: there are none.
-    """
-    if arch in HOPPER:
-        return PrefillConfig
-    if arch in BLACKWELL:
-        from hopwell.kernels.sm100_config import Sm100PrefillConfig
-
-        return Sm100PrefillConfig
-    raise NotImplementedError(f"there is no prefill kernel for {arch}; supported: {', '.join((*HOPPER, *BLACKWELL))}")
-
-
-def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
-    """The kernel for ``problem`` on ``arch``.
+def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConfig]) -> PrefillConfig:
+    """The prefill kernel for ``problem`` on ``arch``, whose configs are of ``kind``.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
-    kind = config_type(arch)
     if dims not in kind.tiles:
         listed = ", ".join(f"{qk}/{v}" for qk, v in kind.tiles)
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
@@ -570,12 +548,9 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
         )
 
 
-def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
+def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:
     """The kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others are
     compiled when they are first called for."""
-    if arch not in (*HOPPER, *BLACKWELL):
-        return
-    kind = config_type(arch)
     for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
         for choices in kind.all_choices(dims, mask):
             for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:

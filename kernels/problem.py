@@ -17,6 +17,14 @@ import torch
 MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
 
 
+class Family(enum.Enum):
+    """A family of kernels, see ``families.py``."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MLA = "mla"  # decode whose value is part of the key
+
+
 class MaskKind(enum.Enum):
     """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
@@ -143,6 +151,7 @@ class AttentionProblem:
             most, and ignores negative ones. Only MLA decode takes one.
         scratch: memory for partial results of decode, see ``splitting.py``.
         programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
+        family: the kernels that are to compute it.
     """
 
     query: torch.Tensor
@@ -173,15 +182,14 @@ class AttentionProblem:
     token_table: torch.Tensor | None = None
     scratch: torch.Tensor | None = None
     programmatic_launch: bool = False
+    family: Family = Family.PREFILL
 
     @property
     def mean_q_len(self) -> int:
-        """Rounded up, as far as shapes tell."""
+        """The mean number of queries of a request, rounded up, as far as shapes tell."""
         return min(self.max_q_len, -(-self.query.shape[0] // max(self.batch, 1)))
 
     @property
     def is_latent(self) -> bool:
         """Whether the value is part of the key, as in MLA decode."""
-        if self.scratch is None:
-            return False
-        return self.token_table is not None or self.value.shape[3] < self.key.shape[3]
+        return self.family is Family.MLA

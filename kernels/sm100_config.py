@@ -77,8 +77,3 @@ class Sm100PrefillConfig(PrefillConfig):
         columns = self.o_column + Q_TILES * self.head_dim_v
         if columns > TENSOR_MEMORY_COLUMNS:
             raise ValueError(f"{self.name} needs {columns} columns of tensor memory, {TENSOR_MEMORY_COLUMNS} are there")
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm100.prefill import build
-
-        return build(self)

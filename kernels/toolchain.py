@@ -152,6 +152,8 @@ def artifact(config: KernelConfig) -> Artifact:
 def _compile(config: KernelConfig, target: Artifact) -> None:
     import cutlass.cute as cute
 
+    from hopwell.kernels import families
+
     if "'" in str(target.path):
         # The DSL hands the path to its compiler passes between single quotes.
         raise ValueError(f"HOPWELL_CACHE_DIR must not have a single quote in its path, got {cache_folder.root()}")
@@ -160,7 +162,7 @@ def _compile(config: KernelConfig, target: Artifact) -> None:
     with cache_folder.unfinished(target.path) as work:
         dump = work / "dump"
         cache_folder.make(dump)
-        kernel, arguments = config.build()
+        kernel, arguments = families.build(config)
         options = (
             f"--enable-tvm-ffi --gpu-arch {config.arch} --generate-line-info --keep-ptx --keep-cubin "
             f"--dump-dir {shlex.quote(str(dump))}"

@@ -16,7 +16,7 @@ import torch
 import hopwell
 from hopwell._fmha_v2 import fmha_v2_problem
 from hopwell.kernels import execute, support
-from hopwell.kernels.config import resolve
+from hopwell.kernels.families import resolve
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
 from hopwell.perf.peers import flashinfer, for_pages, peer_workspace

@@ -11,7 +11,7 @@ import torch
 from batches import Batch, Expected, starts
 
 from hopwell.kernels.plan import multiprocessors
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind, PageTable, TokenOffsets
 from hopwell.kernels.splitting import scratch_bytes
 
 DRAFT = Mask(MaskKind.DRAFT)
@@ -96,6 +96,7 @@ class DecodeBatch(Batch):
             draft_mask=words if mask.kind is MaskKind.DRAFT else None,
             softmax_scale=self.scale,
             scratch=self.scratch(key, table.shape[1] * page_size),
+            family=Family.DECODE,
         )
         return AttentionProblem(**(problem | changes))
 

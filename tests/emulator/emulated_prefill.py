@@ -6,7 +6,8 @@ import torch
 from config_cases import check_config, mask_of
 
 from hopwell import emulator
-from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
+from hopwell.kernels.config import KvFetch, PrefillConfig
+from hopwell.kernels.families import shipped_configs
 
 
 def page_sizes(config: PrefillConfig) -> list[int | None]:

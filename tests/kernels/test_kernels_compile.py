@@ -25,6 +25,7 @@ from covering import (
 from hopwell.kernels import compile_ahead, toolchain
 from hopwell.kernels.config import MMA_DEPTH, KernelConfig, KvFetch, KvType, PrefillConfig
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.families import build
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.problem import MaskKind
@@ -114,7 +115,7 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
 
     # All shared memory is asked for at the launch, but for what the system keeps.
     assert used.shared <= SYSTEM_SHARED_BYTES
-    kernel, _ = config.build()
+    kernel, _ = build(config)
     assert kernel.shared_bytes <= SHARED_BYTES
     # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
     assert b"exceed" not in built.object_file.read_bytes()
@@ -194,7 +195,7 @@ import sys
 import torch
 import hopwell
 from hopwell.kernels import toolchain
-from hopwell.kernels.config import shipped_configs
+from hopwell.kernels.families import shipped_configs
 
 config = next(config for config in shipped_configs() if config.name == sys.argv[1])
 function = toolchain.function(config)

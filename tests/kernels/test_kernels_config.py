@@ -26,9 +26,8 @@ from hopwell.kernels.config import (
     kv_fetch,
     packed_shape,
     page_and_head_stride,
-    resolve,
-    shipped_configs,
 )
+from hopwell.kernels.families import resolve, shipped_configs
 from hopwell.kernels.hardware import REGISTERS, WARPGROUP
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, Score, ScoreKind
 from hopwell.kernels.support import COMMON_HEAD_DIMS, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE

@@ -23,9 +23,11 @@ from hopwell.kernels.decode_config import (
     shipped_decode_configs,
     tile_rows,
 )
+from hopwell.kernels.families import resolve, shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.problem import (
     AttentionProblem,
+    Family,
     LogSumExp,
     LseLayout,
     Mask,
@@ -49,6 +51,7 @@ PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
 def problem(form: str = "tuple-HND", page_size: int = 16, dim: int = 128, **changes: Any) -> AttentionProblem:
     dtype = changes.pop("dtype", torch.bfloat16)
     changes = dict(mask=Mask(MaskKind.FULL), q_offsets=None, scratch=empty(1, dtype=torch.uint8)) | changes
+    changes = dict(family=Family.DECODE) | changes
     return paged(*cache(form, page_size, (dim, dim), dtype=dtype), **changes)
 
 
@@ -137,7 +140,7 @@ class TestShipped:
         assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
 
     def test_other_archs_have_none(self) -> None:
-        assert list(shipped_decode_configs("sm_100a")) == []
+        assert list(shipped_configs("sm_100a", Family.DECODE)) == []
 
     def test_what_is_compiled_in_tests_stands_for_all(self) -> None:
         """Every head dim with every mask and with every way to fetch, and every dtype; few rows with each of them."""
@@ -264,7 +267,7 @@ class TestRefusals:
     @staticmethod
     def refusal(of: AttentionProblem, arch: str = ARCH) -> str:
         with pytest.raises(NotImplementedError) as caught:
-            resolve_decode(of, arch)
+            resolve(of, arch)
         return str(caught.value)
 
     @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a", "sm_120a"])
@@ -283,7 +286,8 @@ class TestRefusals:
         assert f"head dim {dim} has no decode kernel on sm_90a with a torch.int8 cache; supported: 16, 32" in message
 
     def test_v_of_another_width(self) -> None:
-        assert "192/128" in self.refusal(paged(*cache("tuple-HND", 16, (192, 128)), mask=Mask(MaskKind.FULL)))
+        key, value = cache("tuple-HND", 16, (192, 128))
+        assert "192/128" in self.refusal(replace(problem(), key=key, value=value, query=empty(600, 4, 192)))
 
     @pytest.mark.parametrize("page_size", [3, 24, 2 * MAX_PAGE_SIZE])
     def test_other_page_sizes(self, page_size: int) -> None:

@@ -15,7 +15,8 @@ import pytest
 from host_math import number
 from lane_threads import Lanes
 
-from hopwell.kernels.config import TileShape, shipped_configs
+from hopwell.kernels.config import TileShape
+from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, epilogue
 from hopwell.kernels.parts.epilogue import STAGING_BYTES, LseRows, OutputRows, RowResults, StatisticsRows

@@ -12,7 +12,8 @@ import pytest
 from covering import every_tile, with_features
 from cutlass import Int32
 
-from hopwell.kernels.config import TILES, WORK_STAGES, KvFetch, shipped_configs
+from hopwell.kernels.config import TILES, WORK_STAGES, KvFetch
+from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows

@@ -11,7 +11,8 @@ from covering import covering_blackwell_configs
 from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
 from hopwell.kernels import sm100_config
-from hopwell.kernels.config import DTYPES, KvFetch, kv_fetch, resolve, shipped_configs
+from hopwell.kernels.config import DTYPES, KvFetch, kv_fetch
+from hopwell.kernels.families import resolve, shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.scheduler import WorkTile
