@@ -25,9 +25,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
 
     compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
-    archs = (*support.HOPPER, *support.BLACKWELL)
     compile_.add_argument(
-        "--arch", default="sm_90a", choices=archs, help="architecture to compile for (default: %(default)s)"
+        "--arch", default="sm_90a", choices=support.ARCHS, help="architecture to compile for (default: %(default)s)"
     )
     compile_.add_argument("--match", type=_pattern, default=".", help="regular expression over kernel names")
     compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")

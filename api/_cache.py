@@ -62,7 +62,7 @@ def paged_cache(
     cache = PagedCache(key, value, key.shape[-1] * packing, value.shape[-1] * packing)
 
     checks.grouped_heads(query.shape[1], key.shape[1], "kv_cache")
-    checks.power_of_two("the page size of kv_cache", cache.page_size)
+    checks.page_size("kv_cache", cache.page_size)
     if cache.qk_dim != query.shape[2]:
         stored = " (two elements a byte)" if cache.is_nvfp4 else ""
         raise ValueError(f"kv_cache must have the head_dim of query, {query.shape[2]}{stored}, got {cache.qk_dim}")

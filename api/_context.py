@@ -177,7 +177,7 @@ def context_problem(
     _check_kv_dtype(query, cache)
     scales_name, scales = _block_scales(kv_block_scales, kv_cache_sf)
     _cache.block_scales(scales_name, scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
-    checks.tensor("workspace_buffer", workspace_buffer)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     batch = checks.host_int("batch_size", batch_size)
     table = checks.page_table(block_tables, batch, on, shared=shared)
@@ -213,7 +213,7 @@ def context_problem(
     elif return_lse:
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=on)
     if multi_ctas_kv_counter_buffer is not None:
-        checks.tensor("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer)
+        checks.unread_tensor("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer)
     checks.backend_name(backend)
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
 
@@ -223,7 +223,7 @@ def context_problem(
         (output.is_nvfp4, "nvfp4_out", "out_dtype='nvfp4'"),
         (cache.is_nvfp4, "nvfp4_kv", kv_dtype),
         (query.dtype == checks.FP8, "fp8", f"query.dtype={query.dtype}, {kv_dtype}"),
-        (cache.key.dtype == checks.FP8, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
+        (cache.key.dtype == checks.FP8 != query.dtype, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
         (output.dtype == checks.FP8, "fp8_out", f"out_dtype={output.dtype}"),
         (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
         (bool(checks.optional_flag("use_fp16_softmax", use_fp16_softmax)), "fp16_softmax", "use_fp16_softmax=True"),
@@ -251,6 +251,17 @@ def context_problem(
     )
     features.require_problem(support.CONTEXT, problem, arch)
     return problem
+
+
+# Arguments by the operands that lie in them.
+CONTEXT_NAMES = {
+    "q_offsets": "cum_seq_lens_q",
+    "kv_lens": "seq_lens",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+    "softmax_scale": "bmm1_scale",
+    "output_scale": "bmm2_scale",
+}
 
 
 def context_sources(arguments: Arguments) -> Sources:

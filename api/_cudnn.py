@@ -9,6 +9,7 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
+from hopwell._launch import on_device
 from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
 from hopwell.kernels.problem import (
@@ -33,7 +34,7 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         checks.device(name, cache, q.device)
     if paged:
         views = separate_kv_views(k_cache, v_cache, KVLayout.HND, names=KV_NAMES)
-        checks.power_of_two("the page size of k_cache", k_cache.shape[2])
+        checks.page_size("k_cache", k_cache.shape[2])
     else:
         views = ragged_kv_views(k_cache, v_cache, KV_NAMES)
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
@@ -71,7 +72,8 @@ def _lengths(name: str, value: Any, batch: int, on: torch.device, graphs: bool) 
             f"{name} must be on {on}, the device of q, where is_cuda_graph_compatible is True: "
             f"a copy from {checked.device} would not be replayed"
         )
-    return checks.lengths(name, checked, batch, checked.device).to(on, non_blocking=True)
+    checks.lengths(name, checked, batch, checked.device)
+    return checks.lengths(name, checked.to(on, non_blocking=True), batch, on)
 
 
 def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None]) -> None:
@@ -100,7 +102,7 @@ def cudnn_problem(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
-    scale: float,
+    scale: float | torch.Tensor,
     workspace_buffer: torch.Tensor,
     *,
     max_token_per_sequence: int,
@@ -119,7 +121,7 @@ def cudnn_problem(
     lse: torch.Tensor | None = None,
     is_cuda_graph_compatible: bool = False,
     backend: str | None = None,
-    scales: tuple[Any, Any, Any] = (None, None, None),
+    v_scale: float | torch.Tensor = 1.0,
     batch_offsets_units: str = "elements",
     o_data_type: torch.dtype | None = None,
     lse_base: str = "ln",
@@ -140,8 +142,8 @@ def cudnn_problem(
         checks.tensor("block_tables", block_tables)
     key, value = _kv(q, k_cache, v_cache, paged)
     v_dim = value.shape[3]
-    softmax_scale = checks.host_float("scale", scale, minimum=0.0)
-    checks.tensor("workspace_buffer", workspace_buffer)
+    softmax_scale = checks.scale("scale", scale, on, minimum=0.0)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     max_q_len = checks.host_int("max_token_per_sequence", max_token_per_sequence)
     max_kv_len = checks.host_int("max_sequence_kv", max_sequence_kv)
@@ -165,13 +167,13 @@ def cudnn_problem(
     if out is not None:
         checks.output("out", out, (tokens, heads, v_dim), out_dtype, on)
     starts = {
-        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, on)
-        for name, given, unit in (
-            ("batch_offsets_q", batch_offsets_q, _token_elements(q)),
-            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out)),
-            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache)),
-            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache)),
-            ("batch_offsets_stats", batch_offsets_stats, heads),
+        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, size, on)
+        for name, given, unit, size in (
+            ("batch_offsets_q", batch_offsets_q, _token_elements(q), tokens),
+            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out), tokens),
+            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache), k_cache.shape[0]),
+            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache), v_cache.shape[0]),
+            ("batch_offsets_stats", batch_offsets_stats, heads, tokens),
         )
     }
     _check_pairing(batch, paged, starts)
@@ -193,7 +195,9 @@ def cudnn_problem(
         checks.disjoint("lse", lse, (*inputs, ("actual_seq_lens_kv", kv_lens)))
 
     arch = support.arch_of(on)
-    features.require_all(support.CUDNN, arch, _needs(q, scales))
+    has_scales = any(isinstance(factor, torch.Tensor) for factor in (scale, v_scale))
+    needs = ((q.dtype == checks.FP8, "fp8", f"q.dtype={q.dtype}"), (has_scales, "fp8_scales", "scales given"))
+    features.require_all(support.CUDNN, arch, needs)
     stats = None
     if return_lse:
         stats = _log_sum_exp(lse, lse_sizes, starts["batch_offsets_stats"], natural, on)
@@ -210,6 +214,7 @@ def cudnn_problem(
         kv_lens=kv_lens,
         mask=Mask(MaskKind.CAUSAL if causal else MaskKind.FULL),
         softmax_scale=softmax_scale,
+        output_scale=v_scale,
         o_offsets=starts["batch_offsets_o"],
         k_offsets=starts["batch_offsets_k"],
         v_offsets=starts["batch_offsets_v"],
@@ -225,21 +230,30 @@ def _out_dtype(q: torch.Tensor, o_data_type: Any) -> torch.dtype:
         return q.dtype
     if not isinstance(o_data_type, torch.dtype):
         raise TypeError(f"o_data_type must be a torch.dtype or None, got {checks.describe(o_data_type)}")
-    if o_data_type not in checks.SIXTEEN_BIT:
-        raise ValueError(f"o_data_type must be {' or '.join(map(str, checks.SIXTEEN_BIT))}, got {o_data_type}")
+    allowed = (*checks.SIXTEEN_BIT, *((checks.FP8,) if q.dtype == checks.FP8 else ()))
+    if o_data_type not in allowed:
+        raise ValueError(f"o_data_type must be {' or '.join(map(str, allowed))} for q of {q.dtype}, got {o_data_type}")
     return o_data_type
 
 
-def _needs(q: torch.Tensor, scales: tuple[Any, Any, Any]) -> list[tuple[bool, str, str]]:
-    """What the dtype of q and the scales of quantised inputs ask for."""
-    needs = [(q.dtype == checks.FP8, "fp8", f"q.dtype={q.dtype}")]
-    for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales, strict=True):
-        if scale is not None:
-            checks.tensor(name, scale)
-        if scale is not None and q.dtype != checks.FP8:
+def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
+    """The factors on q k^T and on the output, where the scales of quantised inputs are taken into account.
+
+    Scales are multiplied on the device, so that they may change under a CUDA graph.
+    """
+    given = {"q_scale": q_scale, "k_scale": k_scale, "v_scale": v_scale}
+    on = checks.main_tensor("q", q).device
+    for name, factor in given.items():
+        if factor is None:
+            continue
+        checks.tensor(name, factor)
+        if q.dtype != checks.FP8:
             raise ValueError(f"{name} must be None for q of {q.dtype}: it scales {checks.FP8} inputs")
-        needs.append((scale is not None, "fp8_scales", f"{name} given"))
-    return needs
+        given[name] = checks.scale(name, factor, on)
+    product = checks.host_float("scale", scale, minimum=0.0)
+    for name in ("q_scale", "k_scale"):
+        product = product if given[name] is None else given[name] * product
+    return product, 1.0 if given["v_scale"] is None else given["v_scale"]
 
 
 def _log_sum_exp(
@@ -256,9 +270,23 @@ def _log_sum_exp(
     return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=natural, offsets=starts)
 
 
+# Arguments by the operands that lie in them.
+CUDNN_NAMES = {
+    **{f"{of}_offsets": f"batch_offsets_{of}" for of in "qokv"},
+    "lse_offsets": "batch_offsets_stats",
+    "softmax_scale": "scale",
+    "output_scale": "v_scale",
+    "q_lens": "actual_seq_lens_q",
+    "kv_lens": "actual_seq_lens_kv",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+}
+
+
 def cudnn_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
     q, k_cache, v_cache, q_lens, kv_lens, block_tables, *rest = arguments
-    *starts, lse_starts = rest[:5]
+    *starts, lse_starts, scale, v_scale = rest[:7]
     lengths, table = (q_lens, kv_lens), (block_tables, block_tables)
-    return q, k_cache, v_cache, None, *starts, *lengths, *table, None, None, None, None, lse_starts, None, None
+    scales = (on_device(scale), on_device(v_scale))
+    return q, k_cache, v_cache, None, *starts, *lengths, *table, *scales, None, None, lse_starts, None, None

@@ -119,7 +119,20 @@ def refuse_skip_softmax(entry: str, value: Any, on: torch.device) -> None:
 def check_counter_buffer(value: Any) -> None:
     """FlashInfer's kernels count in it, ours have counters of their own."""
     if value is not None:
-        checks.tensor("multi_ctas_kv_counter_buffer", value)
+        checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
+
+
+def decode_names(q_offsets: str, kv_lens: str = "seq_lens") -> dict[str, str]:
+    """Arguments by the operands that lie in them, where these two are called so."""
+    return {
+        "q_offsets": q_offsets,
+        "kv_lens": kv_lens,
+        "key_table": "block_tables",
+        "value_table": "block_tables",
+        "softmax_scale": "bmm1_scale",
+        "output_scale": "bmm2_scale",
+        "output_factor": "o_scale",
+    }
 
 
 def decode_sources(arguments: Arguments) -> Sources:

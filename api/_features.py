@@ -33,7 +33,7 @@ def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
     qk_dim, v_dim = query.shape[-1], problem.value.shape[-1]
     page_size = key.shape[2]
     paged = problem.page_table is not None
-    known_page = page_size <= support.MAX_PAGE_SIZE and page_size & (page_size - 1) == 0
+    known_page = page_size <= support.MAX_PAGE_SIZE
     out_dtype = query.dtype if problem.out is None else problem.out.dtype
     scales = [scale for scale in (problem.softmax_scale, problem.output_scale) if isinstance(scale, torch.Tensor)]
     dtypes = f"query.dtype={query.dtype}, KV dtype={key.dtype}, output dtype={out_dtype}"
@@ -47,7 +47,7 @@ def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
             (True, "cache", f"KV of shape {tuple(key.shape)}"),
             (True, _MASK_FEATURES[problem.mask.kind], f"{problem.mask.kind.value} mask"),
             (problem.sinks is not None, "sinks", "sinks given"),
-            (bool(scales), "tensor_scales", "scale given as a tensor"),
+            (bool(scales) and entry != support.CUDNN, "tensor_scales", "scale given as a tensor"),
             (problem.lse is not None, "lse", "return_lse=True"),
         ),
     )

@@ -47,7 +47,7 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
         checks.tma_readable(name, part)
     if block_tables is not None:
         checks.device("block_tables", block_tables, inputs.query.device)
-        checks.power_of_two("the page size of qkv[1]", inputs.key.shape[2])
+        checks.page_size("qkv[1]", inputs.key.shape[2])
     checks.grouped_heads(inputs.query.shape[1], inputs.key.shape[1], "qkv")
     if inputs.query.shape[2] < 1 or inputs.value.shape[3] < 1:
         raise ValueError(f"qkv must have a head_dim of at least 1, got {inputs.query.shape[2]}")
@@ -76,7 +76,7 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask
 def _score(alibi: bool, soft_cap: float) -> Score:
     if alibi:
         return Score(ScoreKind.ALIBI)
-    return Score(ScoreKind.SOFT_CAP, soft_cap) if soft_cap > 0 else Score()
+    return Score.capped(soft_cap)
 
 
 def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
@@ -135,7 +135,7 @@ def fmha_v2_problem(
     on = query.device
     tokens, heads, qk_dim = query.shape
     v_dim = value.shape[3]
-    checks.tensor("workspace_buffer", workspace_buffer)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     checks.lengths("seq_lens", seq_lens, batch, on)
     q_offsets = checks.cumulative("cum_seq_lens_q", cum_seq_lens_q, batch, on)
@@ -159,6 +159,10 @@ def fmha_v2_problem(
         checks.disjoint("out", out, (*given, *indices))
 
     arch = support.arch_of(on)
+    if dtype == checks.FP8 != query.dtype:
+        raise ValueError(
+            f"out_dtype must be {' or '.join(map(str, checks.SIXTEEN_BIT))} for qkv of {query.dtype}, got {dtype}"
+        )
     needs = (
         (query.dtype == checks.FP8, "fp8", f"qkv.dtype={query.dtype}"),
         (dtype == checks.FP8, "fp8_out", f"out_dtype={dtype}"),
@@ -208,6 +212,16 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
             pair = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
             return qkv[0], k, v, v.data_ptr() - k.data_ptr() if pair else None
     return qkv, None, None, None
+
+
+# Arguments by the operands that lie in them.
+FMHA_V2_NAMES = {
+    "q_offsets": "cum_seq_lens_q",
+    "k_offsets": "cum_seq_lens_kv",
+    "v_offsets": "cum_seq_lens_kv",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+}
 
 
 def fmha_v2_sources(arguments: Arguments) -> Sources:

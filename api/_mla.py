@@ -21,7 +21,7 @@ from hopwell._decoding import (
 )
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
-from hopwell.layouts import KVViews, mla_kv_views
+from hopwell.layouts import KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
@@ -92,22 +92,22 @@ def _checked_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rop
         if row != width:
             raise ValueError(f"{name} must have kv_lora_rank + qk_rope_head_dim = {width} as its last size, got {row}")
     checks.tma_readable("kv_cache", kv_cache)
-    checks.power_of_two("the page size of kv_cache", cache.key.shape[2])
+    checks.page_size("kv_cache", cache.key.shape[2])
     return cache
 
 
 def _token_table(block_tables: Any, query: torch.Tensor, top_k: int) -> torch.Tensor:
     """The table of sparse attention, token indices, as [tokens, top_k]. It has the first dimensions of ``query``."""
-    checks.index_tensor("block_tables", block_tables, query.device)
+    ids = low_words(checks.index_tensor("block_tables", block_tables, query.device))
     if query.dim() == 3:
         checks.shape("block_tables", block_tables, ("tokens", query.shape[0]), ("sparse_mla_top_k", top_k))
         checks.unit_stride("block_tables", block_tables)
-        return block_tables
+        return ids
     batch, q_len = query.shape[:2]
     checks.shape("block_tables", block_tables, ("batch", batch), ("q_len", q_len), ("sparse_mla_top_k", top_k))
     checks.unit_stride("block_tables", block_tables)
     dense_tokens("block_tables", block_tables)
-    return block_tables[:, 0] if q_len == 1 else block_tables.flatten(0, 1)
+    return ids[:, 0] if q_len == 1 else ids.flatten(0, 1)
 
 
 def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._cudnn import cudnn_problem, cudnn_sources
+from hopwell._cudnn import CUDNN_NAMES, cudnn_problem, cudnn_sources, scaled
 from hopwell._launch import Calls, upper_bound
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
-_CUDNN = Calls(cudnn_sources)
+_CUDNN = Calls(cudnn_sources, CUDNN_NAMES)
 
 
 def cudnn_batch_prefill_with_kv_cache(
@@ -44,15 +44,15 @@ def cudnn_batch_prefill_with_kv_cache(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over ragged or paged K and V, with the log-sum-exp where asked for.
 
-    ``out = softmax(scale * q k^T over the visible keys) v``. With ``causal``, row t of a request with q_len queries and
-    kv_len keys sees keys 0..kv_len - q_len + t, otherwise all kv_len. A row with no visible key gives 0, and -inf
-    in the log-sum-exp.
+    ``out = v_scale * softmax(scale * q_scale * k_scale * q k^T over the visible keys) v``, where scales of bfloat16 and
+    float16 are 1. With ``causal``, row t of a request with q_len queries and kv_len keys sees keys
+    0..kv_len - q_len + t, otherwise all kv_len. A row with no visible key gives 0, and -inf in the log-sum-exp.
 
     Signature and meaning follow FlashInfer's function of this name (cuDNN itself is not used): unless told, offsets
     count elements, and the log-sum-exp is natural.
 
     Args:
-        q: [tokens, num_heads, head_dim], bfloat16 or float16.
+        q: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn.
         k_cache: paged [pages, num_kv_heads, page_size, head_dim], strides free in multiples of 16 bytes but for the
             last, so that NHD storage may come as a transposed view; or, without ``block_tables``, ragged [kv_tokens,
             num_kv_heads, head_dim]. The dtype of q.
@@ -61,18 +61,18 @@ def cudnn_batch_prefill_with_kv_cache(
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         max_token_per_sequence: upper bound of ``actual_seq_lens_q``. It shapes ``lse`` and changes no other result.
         max_sequence_kv: upper bound of ``actual_seq_lens_kv``. It never changes a result.
-        actual_seq_lens_q: int32 or uint32, one element per request in any shape; their number is the batch size. On the
-            device of q, or on the host, from where each call copies them, which is slower. None where
+        actual_seq_lens_q: int32, uint32 or int64, one element per request in any shape; their number is the batch size.
+            On the device of q, or on the host, from where each call copies them, which is slower. None where
             ``batch_offsets_q`` counts tokens: they are the differences of its batch + 1 elements then.
         actual_seq_lens_kv: the same for the keys; None where ``batch_offsets_k`` counts tokens.
-        block_tables: int32 or uint32 page ids [batch, pages_per_request], shared by K and V. Entries past the last page
-            of a request are never read and may be -1. None for ragged K and V.
+        block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], shared by K and V. Entries past the
+            last page of a request are never read and may be -1. None for ragged K and V.
         causal: whether to mask.
         return_lse: whether to compute and return the log-sum-exp.
-        batch_offsets_q: int32 or uint32, contiguous, batch or batch + 1 elements, of which the first batch count: where
-            each request starts in q, in elements of storage from q's first on: token * q.stride(0), which is token *
-            num_heads * head_dim where q is contiguous, and three times that where q is a slice of [tokens, 3,
-            num_heads, head_dim]. An offset inside a token counts as the token's start. Together with
+        batch_offsets_q: int32, uint32 or int64, contiguous, batch or batch + 1 elements, of which the first batch
+            count: where each request starts in q, in elements of storage from q's first on: token * q.stride(0), which
+            is token * num_heads * head_dim where q is contiguous, and three times that where q is a slice of [tokens,
+            3, num_heads, head_dim]. An offset inside a token counts as the token's start. Together with
             ``batch_offsets_o``; both are required for more than one request, and without them the request starts at
             token 0.
         batch_offsets_o: the same in the output (token * num_heads * V head_dim where it is allocated).
@@ -88,12 +88,14 @@ def cudnn_batch_prefill_with_kv_cache(
             ``max_token_per_sequence``, or past its last row, have no place in it and write nothing there.
         is_cuda_graph_compatible: refuse lengths on the host, whose copies a graph would not replay.
         backend: any string or None. FlashInfer chooses between cuDNN's variants with it; hopwell has none.
-        q_scale: None, as for bfloat16 and float16; the scales of fp8 inputs are refused.
-        k_scale: likewise.
-        v_scale: likewise.
+        q_scale: what float8_e4m3fn queries have to be multiplied by, a one-element float32 tensor, on the device so
+            that it may change under a CUDA graph; None means 1, and is all that bfloat16 and float16 take.
+        k_scale: likewise for K.
+        v_scale: likewise for V.
         batch_offsets_units: what all ``batch_offsets_*`` count: "elements" as above, or "tokens", where those of the
             output are those of q unless given, and those of V those of K.
-        o_data_type: dtype of the output, float16 or bfloat16; None means that of q.
+        o_data_type: dtype of the output, float16 or bfloat16, or float8_e4m3fn, which saturates, for q of that dtype;
+            None means that of q.
         lse_base: "ln" for the natural logarithm, or "log2" for that to base 2, which is the default of newer versions
             of FlashInfer.
 
@@ -110,6 +112,9 @@ def cudnn_batch_prefill_with_kv_cache(
     if isinstance(batch_offsets_units, str) and batch_offsets_units == "tokens":
         batch_offsets_o = batch_offsets_q if batch_offsets_o is None else batch_offsets_o
         batch_offsets_v = batch_offsets_k if batch_offsets_v is None else batch_offsets_v
+    output_scale: float | torch.Tensor = 1.0
+    if not (q_scale is k_scale is v_scale is None):
+        scale, output_scale = scaled(q, scale, q_scale, k_scale, v_scale)
     arguments = (
         q,
         k_cache,
@@ -122,9 +127,10 @@ def cudnn_batch_prefill_with_kv_cache(
         batch_offsets_k,
         batch_offsets_v,
         batch_offsets_stats,
+        scale,
+        output_scale,
         out,
         lse,
-        scale,
         max_token_per_sequence,
         upper_bound(max_sequence_kv),
         causal,
@@ -132,7 +138,6 @@ def cudnn_batch_prefill_with_kv_cache(
         type(workspace_buffer),
         is_cuda_graph_compatible,
         type(backend),
-        q_scale is k_scale is v_scale is None,
         batch_offsets_units,
         o_data_type,
         lse_base,
@@ -162,7 +167,7 @@ def cudnn_batch_prefill_with_kv_cache(
         lse=lse,
         is_cuda_graph_compatible=is_cuda_graph_compatible,
         backend=backend,
-        scales=(q_scale, k_scale, v_scale),
+        v_scale=output_scale,
         batch_offsets_units=batch_offsets_units,
         o_data_type=o_data_type,
         lse_base=lse_base,

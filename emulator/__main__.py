@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .options import ARCHITECTURES
+
 
 def _selftest(args: argparse.Namespace) -> int:
     from .host.selftest import run_selftest
@@ -105,13 +107,13 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("case", help="Python file[:function] that launches the kernel once")
     p.add_argument("--kernel", default="", help="part of the kernel's name")
     p.add_argument("--kind", action="append", default=[], help="kind of fault; may be repeated; default all")
-    p.add_argument("--arch", default=None)
+    p.add_argument("--arch", default=None, choices=ARCHITECTURES, help="default: the one in force")
     p.add_argument("--json", help="write every outcome to this file")
     p.add_argument("--require", type=float, default=0.0, help="fail below this detection rate")
     p.set_defaults(run=_campaign)
 
     p = commands.add_parser("example", help="run a script that wants a GPU, such as a CUTLASS example")
-    p.add_argument("arch")
+    p.add_argument("arch", choices=ARCHITECTURES)
     p.add_argument("script")
     p.add_argument("--sms", type=int, default=2, help="SMs that the emulated device has")
     p.add_argument("--schedule", default="eager")

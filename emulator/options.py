@@ -21,6 +21,27 @@ DEFAULT_ARCH = "sm_90a"
 
 
 @dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a multiprocessor of an architecture has (CUDA programming guide, "technical specifications per compute
+    capability")."""
+
+    cta_shared_bytes: int  # the most that a CTA can have
+    threads: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Of all its CTAs, 1 KiB of each for the system."""
+        return self.cta_shared_bytes + 1024
+
+
+_SMALL, _LARGE = Limits(99 << 10, 1536), Limits(227 << 10, 2048)
+LIMITS = {
+    "sm_80": Limits(163 << 10, 2048), "sm_89": _SMALL, "sm_90a": _LARGE, "sm_100a": _LARGE, "sm_103a": _LARGE,
+    "sm_120a": _SMALL, "sm_121a": _SMALL,
+}  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
 class Options:
     """How a launch is emulated.
 
@@ -66,6 +87,16 @@ class Options:
             raise ValueError(f"unknown numerics {self.numerics!r}; there are {', '.join(NUMERICS)}")
         if self.hazards not in ("raise", "report"):
             raise ValueError(f"hazards must be 'raise' or 'report', not {self.hazards!r}")
+
+    @property
+    def limits(self) -> Limits:
+        return LIMITS[self.arch or DEFAULT_ARCH]
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability of the emulated device."""
+        number = (self.arch or DEFAULT_ARCH).split("_")[1].rstrip("a")
+        return int(number[:-1]), int(number[-1])
 
     def describe(self) -> str:
         """What it takes to run the same schedule again."""

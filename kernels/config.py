@@ -1,8 +1,8 @@
 """Which kernel serves a problem: pure Python, no GPU, no DSL.
 
 A :class:`PrefillConfig` holds everything that changes generated code and nothing else, so its name is the key of the
-compiled kernel. ``families.resolve`` derives it from a problem; shapes, lengths and strides stay run-time arguments, but for
-how many queries there are and how large a window is, by which the fastest kernel differs.
+compiled kernel. ``families.resolve`` derives it from a problem; shapes, lengths and strides stay run-time arguments,
+but for how many queries there are and how large a window is, by which the fastest kernel differs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import enum
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, Element
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, ScoreKind
-from hopwell.kernels.support import HOPPER
+from hopwell.kernels.support import HOPPER, OTHER_HOPPER_HEAD_DIMS
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -111,6 +111,11 @@ TILES = {
     (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
 
+# Head dims that fill as many column blocks differ by nothing but what TMA fills with zeros and the depth of products.
+OTHER_TILES = {
+    (d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in OTHER_HOPPER_HEAD_DIMS
+}
+
 
 # Windows of up to so many keys have steps of 64 where head dims have 128: with a window of 128 the 64 rows of a
 # warpgroup then see 3 steps of 64 keys, not 2 of 128. 8 x 512 queries of 8192 keys take 21, 16, 12, 9, 4 and 1 % less
@@ -137,7 +142,7 @@ WORK_STAGES = 1
 @dataclass(frozen=True)
 class KernelConfig:
     """What any kernel needs to know of its operands. ``box_rows`` counts the tokens of a TMA box of pages, 0 for other
-    ways to fetch."""
+    ways to fetch. ``compiled_for`` names the architecture to compile for where it is not the usual one of ``arch``."""
 
     arch: str
     dtype: str
@@ -147,6 +152,13 @@ class KernelConfig:
     mask: MaskKind
     kv_fetch: KvFetch
     box_rows: int
+    uneven_pages: bool = field(default=False, kw_only=True)  # of a size that is not a power of two
+    compiled_for: str = field(default="", kw_only=True)
+
+    @property
+    def target(self) -> str:
+        """The architecture that the kernel is compiled for."""
+        return self.compiled_for or support.build_of(self.arch)
 
     family: ClassVar[Family]
 
@@ -164,13 +176,14 @@ class KernelConfig:
         return "_".join(
             [
                 self.family.value,
-                self.arch,
+                self.arch + (f"_on_{self.compiled_for}" if self.compiled_for else ""),
                 self.dtype,
                 *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
                 f"d{self.head_dim_qk}" + (f"_{self.head_dim_v}" if self.head_dim_v != self.head_dim_qk else ""),
                 self.mask.value,
                 *details,
                 self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
+                *["uneven"] * self.uneven_pages,
             ]
         )
 
@@ -318,6 +331,12 @@ class PrefillConfig(KernelConfig):
 
     family: ClassVar[Family] = Family.PREFILL
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
+
+    @classmethod
+    def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
+        """Those of all head dims (QK, V)."""
+        return {**cls.tiles, **cls.other_tiles}
 
     @classmethod
     def tile_of(
@@ -332,8 +351,8 @@ class PrefillConfig(KernelConfig):
     ) -> Tile:
         """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
         cache of 8 bits gives the bits that its values give in 16."""
-        tile = cls.tiles[dims]
-        if tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax):
+        tile = cls.all_tiles()[dims]
+        if tile is _NARROW and (score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP) or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
         if short_steps:
             tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
@@ -342,7 +361,9 @@ class PrefillConfig(KernelConfig):
             registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
             tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
         if multiplies_bytes:
-            tile = replace(tile, m=_MIDDLE.m, n=min(tile.n, _MIDDLE.n), kv_stages=2, source_stages=(2, 1), **_CONVERTING)
+            tile = replace(
+                tile, m=_MIDDLE.m, n=min(tile.n, _MIDDLE.n), kv_stages=2, source_stages=(2, 1), **_CONVERTING
+            )
         elif kv_type is not KvType.WIDE:
             has_pairs = max(dims) <= WIDENED_PAIRS_TO
             tile = replace(
@@ -357,7 +378,7 @@ class PrefillConfig(KernelConfig):
     @classmethod
     def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
         """Whether there are kernels with short steps besides those without."""
-        return mask is MaskKind.SLIDING_WINDOW and cls.tiles[dims].n == 2 * SHORT_STEP
+        return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
@@ -446,10 +467,17 @@ def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
     """The way to fetch K and V, and the tokens of a box."""
     if problem.page_table is None:
         return KvFetch.CONTIGUOUS, 0
-    box_rows = min(math.gcd(problem.key.shape[2], tile_n), MAX_BOX_ROWS)
+    rows = math.gcd(problem.key.shape[2], tile_n)
+    box_rows = min(rows & -rows, MAX_BOX_ROWS)
     if box_rows < MIN_BOX_ROWS or not all(_has_slots(view) for view in (problem.key, problem.value)):
         return KvFetch.PAGE_ROWS, 0
     return KvFetch.PAGE_BOXES, box_rows
+
+
+def has_uneven_pages(problem: AttentionProblem) -> bool:
+    """Whether pages have a size that is not a power of two."""
+    size = problem.key.shape[2]
+    return (problem.page_table is not None or problem.token_table is not None) and size & (size - 1) != 0
 
 
 def _has_slots(view: torch.Tensor) -> bool:
@@ -476,8 +504,8 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         NotImplementedError: there is none; the message says what is supported.
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
-    if dims not in kind.tiles:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.tiles)
+    if dims not in kind.all_tiles():
+        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)
@@ -486,8 +514,8 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
         features |= dict(kv_type=kv_type)
-    multiplies_bytes = {"multiplies_bytes": True} if problem.query.dtype == torch.float8_e4m3fn else {}
-    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, **features, **multiplies_bytes).n)
+    multiplies_bytes = problem.query.dtype == torch.float8_e4m3fn
+    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, multiplies_bytes=multiplies_bytes, **features).n)
     return kind(
         arch=arch,
         dtype=ALL_DTYPES[problem.query.dtype],
@@ -497,6 +525,7 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         mask=problem.mask.kind,
         kv_fetch=fetch,
         box_rows=box_rows,
+        uneven_pages=has_uneven_pages(problem),
         **features,
     )
 
@@ -542,9 +571,9 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
     """Refuse page sizes without a kernel."""
     page_size = problem.key.shape[2]
     paged = problem.page_table is not None or problem.token_table is not None
-    if paged and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
+    if paged and page_size > support.MAX_PAGE_SIZE:
         raise NotImplementedError(
-            f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
+            f"page size {page_size} has no kernel on {arch}; supported: 1 to {support.MAX_PAGE_SIZE}"
         )
 
 

@@ -15,6 +15,7 @@ from hopwell.kernels.config import (
     KernelConfig,
     KvType,
     Tile,
+    has_uneven_pages,
     kv_fetch,
     paged_fetches,
     require_dtypes,
@@ -165,7 +166,8 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
     common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
     rows = tile_rows(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
     unfetched = DecodeConfig(*common, *paged_fetches(1)[0], kv_type, rows)
-    return DecodeConfig(*common, *kv_fetch(problem, unfetched.tile.n), kv_type, rows)
+    fetch = kv_fetch(problem, unfetched.tile.n)
+    return DecodeConfig(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
 
 
 def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:

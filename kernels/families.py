@@ -9,16 +9,37 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
+from hopwell.kernels import append_config, decode_config, mla_config
 from hopwell.kernels import config as prefill_config
-from hopwell.kernels import decode_config, mla_config
-from hopwell.kernels.config import KernelConfig, PrefillConfig
+from hopwell.kernels.config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
-from hopwell.kernels.support import BLACKWELL, HOPPER
+from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER
 
-TITLES = {Family.PREFILL: "prefill", Family.DECODE: "decode", Family.MLA: "MLA decode"}
+TITLES = {Family.PREFILL: "prefill", Family.DECODE: "decode", Family.MLA: "MLA decode", Family.APPEND: "append"}
+
+
+class Buildable(Protocol):
+    """A kernel's config, as far as compiling it goes."""
+
+    family: ClassVar[Family]
+
+    @property
+    def arch(self) -> str:
+        """The architecture that the kernel was written for."""
+        ...
+
+    @property
+    def target(self) -> str:
+        """The architecture that the kernel is compiled for."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -32,12 +53,12 @@ class Implementation:
         build: the traceable launch function of a config, and example arguments to compile it with.
     """
 
-    config: type[KernelConfig]
-    resolve: Callable[[AttentionProblem, str], KernelConfig]
-    shipped: Callable[[str], Iterator[KernelConfig]]
+    config: type[Buildable]
+    resolve: Callable[[Any, str], Buildable]
+    shipped: Callable[[str], Iterator[Buildable]]
     build: Callable[[Any], tuple[Any, tuple[Any, ...]]]
 
-    def refuse(self, problem: AttentionProblem, arch: str) -> str | None:
+    def refuse(self, problem: Any, arch: str) -> str | None:
         """Why no kernel serves ``problem``, or None where one does."""
         try:
             self.resolve(problem, arch)
@@ -72,6 +93,12 @@ def _build_mla(config: mla_config.MlaConfig) -> tuple[Any, tuple[Any, ...]]:
     return (mla_few_rows if config.has_tree else mla).build(config)
 
 
+def _build_append(config: append_config.AppendConfig) -> tuple[Any, tuple[Any, ...]]:
+    from hopwell.kernels.append import build
+
+    return build(config)
+
+
 def _prefill(kind: type[PrefillConfig], build: Callable[[Any], tuple[Any, tuple[Any, ...]]]) -> Implementation:
     resolve_kind = functools.partial(prefill_config.resolve_prefill, kind=kind)
     shipped = functools.partial(prefill_config.shipped_prefill_configs, kind=kind)
@@ -82,12 +109,16 @@ _DECODE = Implementation(
     decode_config.DecodeConfig, decode_config.resolve_decode, decode_config.shipped_decode_configs, _build_decode
 )
 _MLA = Implementation(mla_config.MlaConfig, mla_config.resolve_mla, mla_config.shipped_mla_configs, _build_mla)
+_APPEND = Implementation(
+    append_config.AppendConfig, append_config.resolve_append, append_config.shipped_append_configs, _build_append
+)
 
 IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
     **{(Family.PREFILL, arch): _prefill(PrefillConfig, _build_prefill) for arch in HOPPER},
     **{(Family.PREFILL, arch): _prefill(Sm100PrefillConfig, _build_sm100_prefill) for arch in BLACKWELL},
     **{(Family.DECODE, arch): _DECODE for arch in HOPPER},
     **{(Family.MLA, arch): _MLA for arch in HOPPER},
+    **{(Family.APPEND, arch): _APPEND for arch in ARCHS},
 }
 
 
@@ -147,6 +178,6 @@ def shipped_configs(arch: str = "sm_90a", family: Family = Family.PREFILL) -> It
     return iter(()) if found is None else found.shipped(arch)
 
 
-def build(config: KernelConfig) -> tuple[Any, tuple[Any, ...]]:
+def build(config: Buildable) -> tuple[Any, tuple[Any, ...]]:
     """The traceable launch function of a kernel, and example arguments to compile it with."""
     return implementation(config.family, config.arch).build(config)

@@ -13,6 +13,7 @@ from hopwell.kernels.config import (
     DTYPES,
     KvFetch,
     Tile,
+    has_uneven_pages,
     kv_fetch,
     paged_fetches,
     require_dtypes,
@@ -144,7 +145,8 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     fetch = kv_fetch(problem, _TILE.n) if problem.token_table is None else (KvFetch.LISTED_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)
-    return MlaConfig(*common, rows=LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS)
+    rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS
+    return MlaConfig(*common, rows=rows, uneven_pages=has_uneven_pages(problem))
 
 
 def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:

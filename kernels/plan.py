@@ -6,17 +6,19 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would be 30 (H200's host, 2026-11-22)
 
 from hopwell.kernels import families, support, toolchain
-from hopwell.kernels.config import KernelConfig, PrefillConfig, TileShape, packed_shape, page_and_head_stride
+from hopwell.kernels.config import PrefillConfig, TileShape, packed_shape, page_and_head_stride
 from hopwell.kernels.decode_config import DecodeConfig
-from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
+from hopwell.kernels.device_data import first_fault
+from hopwell.kernels.families import Buildable
+from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, addresses_of, page_divisor
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
     TICKETS,
@@ -34,6 +36,7 @@ MAX_WINDOW = MAX_KEYS
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
 SHARING = 4
+RESULTS = ("out", "lse", "statistics", "skipped", "scratch")
 EMULATED_SMS = 4  # multiprocessors of the emulated device
 
 
@@ -52,7 +55,9 @@ class Plan:
     def __init__(self, problem: AttentionProblem):
         query = problem.query
         family = HOST_ARGUMENTS[problem.family]
-        self.config = families.resolve(problem, support.arch_of(query.device))
+        config = families.resolve(problem, support.arch_of(query.device))
+        target = support.target_of(query.device)
+        self.config = config if config.target == target else replace(config, compiled_for=target)
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
         # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
         self.repeatable = query.device.type == "cuda"
@@ -61,8 +66,8 @@ class Plan:
             sizes = family.geometry(problem, self.config)
             self.tickets = tickets(query.device, family.counters(sizes, self.config))
             self.tickets.reserve()
-            self.function = _bind(self.config, query.device)
-            self.anchor = _anchor(query.device)
+            self.function = bind(self.config, query.device)
+            self.anchor = device_anchor(query.device)
             # Handed over as one object: converting 30 integers in each call would cost more than the launch.
             self._geometry = tvm_ffi.convert(tuple(sizes))
 
@@ -87,7 +92,9 @@ class Plan:
             problem.lse.tensor.fill_(-math.inf)
         if self.has_work:
             views = operands(problem, out)
-            addresses = [0 if view is None else view.data_ptr() for view in views]
+            addresses = addresses_of(views)
+            if not self.repeatable:
+                _check_device_data(problem)
             with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views):
                 self.launch(addresses, *host_scales(problem))
         return out
@@ -95,32 +102,51 @@ class Plan:
     @contextlib.contextmanager
     def _emulated_memory(self, views: Sequence[torch.Tensor | None]) -> Iterator[None]:
         """Tell the emulator which memory a launch may reach, by the operands' names."""
-        from hopwell import emulator
+        from hopwell.emulator import EmulatorError
 
         named = dict(zip(Addresses._fields, views, strict=False))
-        results = ("out", "lse", "statistics", "skipped", "scratch")
-        spans = [
-            emulator.span_of(name, view, "out" if name in results else "in")
-            for name, view in named.items()
-            if view is not None
-        ]
         counters, size = self.tickets.address(), self.tickets.bytes
         try:
-            with emulator.memory([*spans, emulator.Span("tickets", counters, size)]):
+            with emulated_memory(named, RESULTS, tickets=(counters, size)):
                 yield
-        except emulator.EmulatorError:
+        except EmulatorError:
             ctypes.memset(counters, 0, size)  # a kernel that was stopped has not done it
             raise
 
 
+def _check_device_data(problem: AttentionProblem) -> None:
+    """What leads a kernel out of its operands is a fault. On the emulator TMA would read zeros there, as on a GPU."""
+    from hopwell import emulator
+
+    fault = first_fault(problem, defined=False)
+    if fault is not None:
+        raise emulator.MemoryFault(fault.message(fault.operand))
+
+
+@contextlib.contextmanager
+def emulated_memory(
+    named: Mapping[str, torch.Tensor | None], results: Sequence[str], **areas: tuple[int, int]
+) -> Iterator[None]:
+    """Tell the emulator which memory a launch may reach: operands by name, and ``areas`` of an address and a size."""
+    from hopwell import emulator
+
+    spans = [
+        emulator.span_of(name, view, "out" if name in results else "in")
+        for name, view in named.items()
+        if view is not None
+    ]
+    with emulator.memory([*spans, *(emulator.Span(name, *area) for name, area in areas.items())]):
+        yield
+
+
 @functools.cache
-def _anchor(device: torch.device) -> torch.Tensor:
+def device_anchor(device: torch.device) -> torch.Tensor:
     """A tensor without elements: TVM-FFI takes the device of a launch, and with it the stream, from a tensor, and any
     other would have to be of the dimensions that the kernel was compiled for."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
-def _bind(config: KernelConfig, device: torch.device) -> Any:
+def bind(config: Buildable, device: torch.device) -> Any:
     """The launch function: the GPU's, or the same compiled kernel in the emulator for tensors on the CPU."""
     if device.type == "cuda":
         return toolchain.function(config)
@@ -277,7 +303,7 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
         v_pages=value.shape[0],
         k_rows=key.shape[2],
         v_rows=value.shape[2],
-        page_shift=key.shape[2].bit_length() - 1,
+        page_divisor=page_divisor(key.shape[2]),
         k_page=k_page,
         k_head=k_head,
         k_row=_row_stride(key),

@@ -17,12 +17,19 @@ import torch
 MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
 
 
+# The fast tanh rounds to 2^-23 of the cap, which under larger ones is more than bfloat16 makes of common logits.
+NARROW_CAP = 512.0
+# c tanh(x / c) is x in float32 for all x below c / 2^12. The softmax of larger logits is that of their rounding.
+LARGEST_CAP = 2.0**64
+
+
 class Family(enum.Enum):
     """A family of kernels, see ``families.py``."""
 
     PREFILL = "prefill"
     DECODE = "decode"
     MLA = "mla"  # decode whose value is part of the key
+    APPEND = "append"  # new tokens into a cache, see append_config.py
 
 
 class MaskKind(enum.Enum):
@@ -52,6 +59,7 @@ class ScoreKind(enum.Enum):
 
     SCALED = "scaled"  # x
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
+    WIDE_SOFT_CAP = "wide_soft_cap"  # the same, precise where x / c is small as well
     ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
 
 
@@ -62,12 +70,20 @@ class Score:
     kind: ScoreKind = ScoreKind.SCALED
     soft_cap: float = 0.0
 
+    @classmethod
+    def capped(cls, cap: float) -> Score:
+        """The score for a cap, where 0 means none."""
+        if not 0 < cap <= LARGEST_CAP:
+            return cls()
+        return cls(ScoreKind.SOFT_CAP if cap <= NARROW_CAP else ScoreKind.WIDE_SOFT_CAP, cap)
+
 
 @dataclass(frozen=True)
 class TokenOffsets:
     """Where requests start in a ragged tensor: request b starts at token ``tensor[b] // unit``.
 
-    ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences). ``unit`` is
+    ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences), or the lower
+    halves of 64-bit ones, as all indices may be. ``unit`` is
     1 for cumulative token counts and the number of elements per token for cuDNN's element offsets.
     """
 
@@ -80,8 +96,8 @@ class PageTable:
     """Page ids of each request: ``key[b, i]`` is the page of ``AttentionProblem.key`` that holds its tokens
     [i * page_size, (i + 1) * page_size). ``value`` is the same for V; one tensor serves both when ids are shared.
 
-    Both are [B, P] int32 or uint32 views with a unit last stride. Entries at or past ceil(kv_len / page_size) are never
-    read and may hold anything.
+    Both are [B, P] int32 or uint32 views with a unit last stride, or of 2 where they are lower halves
+    of 64-bit ids. Entries at or past ceil(kv_len / page_size) are never read and may hold anything.
     """
 
     key: torch.Tensor
@@ -133,7 +149,7 @@ class AttentionProblem:
         score: what happens to scores before the softmax.
         softmax_scale: natural scale of the logits, a host float or a one-element float32 tensor on the device.
         output_scale: factor on the output, likewise.
-        sinks: [H] float32 natural logits of one extra key per head with a zero value, or None.
+        sinks: [H] float32 or bfloat16 natural logits of one extra key per head with a zero value, or None.
         lse: where to store log-sum-exp, or None.
         statistics: [T, H, 2] float32, contiguous, or None: where to store for each row of the output the largest logit
             divided by sqrt(Dqk), for plain scores without ``softmax_scale``, and the sum of exponentials relative to

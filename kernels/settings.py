@@ -8,7 +8,9 @@ from collections.abc import Sequence
 
 def choice(name: str, allowed: Sequence[str], default: str) -> str:
     """The value of variable ``name``, one of ``allowed``; ``default`` where it is unset or empty."""
-    value = os.environ.get(name) or default
+    value = os.environ.get(name)
+    if not value:
+        return default
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(allowed)}, or unset; got {value!r}")
     return value

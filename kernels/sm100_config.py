@@ -34,6 +34,7 @@ class Sm100PrefillConfig(PrefillConfig):
     """A prefill kernel whose scores and output are in tensor memory."""
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {}
 
     @classmethod
     def tile_of(cls, dims: tuple[int, int], *features: Any, **more_features: Any) -> Tile:

@@ -10,7 +10,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hopwell.kernels import hardware
+from hopwell.kernels import hardware, settings
 
 if TYPE_CHECKING:
     import torch
@@ -23,11 +23,15 @@ CUDNN = "cudnn_batch_prefill_with_kv_cache"
 XQA = "xqa_batch_decode_with_kv_cache"
 TRTLLM_DECODE = "trtllm_batch_decode_with_kv_cache"
 MLA = "trtllm_batch_decode_with_kv_cache_mla"
-SAME_AS = {TRTLLM_DECODE: XQA}  # entries without a table of their own
+APPEND = "append_paged_kv_cache"
+NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
+SAME_AS = {TRTLLM_DECODE: XQA, NVFP4_APPEND: APPEND}  # entries without a table of their own
 
 # (QK, V) of the prefill kernels
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
+# Compiled on demand only.
+OTHER_HOPPER_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS))
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # of 512 columns, O and Q of a warp take too many registers
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
@@ -41,6 +45,12 @@ HOPPER = hardware.with_instruction("wgmma")
 BLACKWELL = hardware.with_instruction("tcgen05")
 _PREFILL = (*HOPPER, *BLACKWELL)
 _NOWHERE: tuple[str, ...] = ()
+
+# A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
+FAMILY_BUILDS = {"sm_120a": "sm_120f"}
+# Architectures besides their own that can run kernels, compiled for them. Those of sm_120a multiply with mma.sync and
+# load with TMA, which the others have as well; what needs the block-scaled instructions is refused when it compiles.
+ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
 # Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator only.
 RUN_ON_HARDWARE = HOPPER
@@ -75,20 +85,20 @@ def _listed(dims: tuple[tuple[int, int], ...]) -> str:
 _OTHER_HEAD_DIM = Feature("other_head_dim", "head dims", "other head dims", _NOWHERE)
 _PREFILL_HEAD_DIMS = (
     Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
-    Feature("hopper_head_dim", "head dims", _listed(HOPPER_HEAD_DIMS), HOPPER),
+    Feature("hopper_head_dim", "head dims", "head dim: other multiples of 8 up to 256, and 512", HOPPER),
     _OTHER_HEAD_DIM,
 )
 
 
 def prefill_head_dim(dims: tuple[int, int]) -> str:
     """The key of the feature that a prefill of these head dims (QK, V) needs."""
-    known = {"head_dim": COMMON_HEAD_DIMS, "hopper_head_dim": HOPPER_HEAD_DIMS}
+    known = {"head_dim": COMMON_HEAD_DIMS, "hopper_head_dim": (*HOPPER_HEAD_DIMS, *OTHER_HOPPER_HEAD_DIMS)}
     return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
 
 
 def _page_sizes(archs: tuple[str, ...]) -> tuple[Feature, ...]:
     return (
-        Feature("page_size", "page sizes", f"page size: powers of two from 1 to {MAX_PAGE_SIZE}", archs),
+        Feature("page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", archs),
         Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE),
     )
 
@@ -116,9 +126,9 @@ ENTRIES: dict[str, Entry] = {
         (
             _16BIT,
             Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", HOPPER),
-            Feature("fp8", "data types", "fp8 (e4m3) query", _NOWHERE),
+            Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
-            Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", HOPPER),
             Feature("nvfp4_out", "data types", "NVFP4 output", _NOWHERE),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
@@ -138,8 +148,8 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.prefill",
         (
             _16BIT,
-            Feature("fp8", "data types", "fp8 (e4m3) query and KV", _NOWHERE),
-            Feature("fp8_out", "data types", "fp8 (e4m3) output", _NOWHERE),
+            Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", HOPPER),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
             Feature("cache", "KV caches", "all five input layouts", _PREFILL),
@@ -159,14 +169,14 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.prefill",
         (
             _16BIT,
-            Feature("fp8", "data types", "fp8 (e4m3) query and KV", _NOWHERE),
+            Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
             Feature("cache", "KV caches", "paged and ragged KV, element offsets", _PREFILL),
             _CAUSAL,
             Feature("full", "masks", "no mask", _PREFILL),
             Feature("lse", "extras", "log-sum-exp, padded or ragged, base 2 or e", _PREFILL),
-            Feature("fp8_scales", "extras", "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)", _NOWHERE),
+            Feature("fp8_scales", "extras", "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)", HOPPER),
         ),
     ),
     XQA: Entry(
@@ -203,6 +213,17 @@ ENTRIES: dict[str, Entry] = {
             Feature("sparse", "masks", "sparse top-k", HOPPER),
             _sinks(HOPPER),
             _tensor_scales(HOPPER),
+        ),
+    ),
+    APPEND: Entry(
+        "hopwell.page",
+        (
+            Feature("16bit", "data types", "bf16 or fp16 new tokens, and a cache of their type", ARCHS),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) cache", ARCHS),
+            Feature("nvfp4_kv", "data types", "NVFP4 cache, V scales linear or interleaved", ARCHS),
+            *_page_sizes(ARCHS),
+            Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", ARCHS),
+            _tensor_scales(ARCHS),
         ),
     ),
 }
@@ -259,7 +280,37 @@ def support_matrix() -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """The architecture whose kernels a call on ``device`` uses; for the CPU the one that is emulated.
+    """The architecture whose kernels a call on ``device`` uses: the device's own, unless HOPWELL_KERNELS names another
+    one whose kernels the device can run.
+
+    Raises:
+        NotImplementedError: no kernel family exists for the device.
+        ValueError: the device is the CPU, and the emulator is switched off; or HOPWELL_KERNELS does not go with it.
+    """
+    own = native_arch(device)
+    kernels = settings.choice("HOPWELL_KERNELS", ARCHS, "") or own
+    if kernels != own and own not in ALSO_RUN_ON.get(kernels, ()):
+        able = [arch for arch in ARCHS if arch == own or own in ALSO_RUN_ON.get(arch, ())]
+        raise ValueError(
+            f"HOPWELL_KERNELS={kernels}: kernels of {kernels} cannot run on device {device}, which is {own}; "
+            f"kernels that can: {', '.join(able) or 'none'}"
+        )
+    return kernels
+
+
+def target_of(device: torch.device) -> str:
+    """The architecture for which the kernels of a call on ``device`` are compiled."""
+    own, kernels = native_arch(device), arch_of(device)
+    return build_of(kernels) if kernels == own else own
+
+
+def build_of(arch: str) -> str:
+    """The architecture for which kernels of ``arch`` are compiled where nothing else is asked for."""
+    return FAMILY_BUILDS.get(arch, arch)
+
+
+def native_arch(device: torch.device) -> str:
+    """The architecture that ``device`` is; for the CPU the one that is emulated.
 
     Raises:
         NotImplementedError: no kernel family exists for the device.
@@ -276,7 +327,7 @@ def arch_of(device: torch.device) -> str:
     arch = options().arch
     if arch is None:
         raise ValueError("the tensors are on the CPU, and HOPWELL_EMULATE=off switches off running kernels there")
-    return arch
+    return "sm_120a" if arch == "sm_121a" else arch
 
 
 @functools.lru_cache(maxsize=64)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from hopwell.kernels import cache_folder, settings
 
 if TYPE_CHECKING:
-    from hopwell.kernels.config import KernelConfig
+    from hopwell.kernels.families import Buildable
 
 logger = logging.getLogger("hopwell")
 
@@ -101,7 +101,7 @@ _functions: dict[str, Callable[..., None]] = {}
 _lock = threading.RLock()  # the DSL compiles one kernel at a time
 
 
-def function(config: KernelConfig) -> Callable[..., None]:
+def function(config: Buildable) -> Callable[..., None]:
     """The launch function of ``config``: from memory, from disk, or compiled now.
 
     Raises:
@@ -115,7 +115,7 @@ def function(config: KernelConfig) -> Callable[..., None]:
     return found
 
 
-def compile_ahead(configs: Iterable[KernelConfig], jobs: int | None = None) -> Iterator[Artifact]:
+def compile_ahead(configs: Iterable[Buildable], jobs: int | None = None) -> Iterator[Artifact]:
     """Compile what is not on disk yet, in ``jobs`` processes (default: one for each CPU); no GPU needed.
 
     Yields each kernel as soon as it is there.
@@ -126,7 +126,7 @@ def compile_ahead(configs: Iterable[KernelConfig], jobs: int | None = None) -> I
             yield done.result()
 
 
-def artifact(config: KernelConfig) -> Artifact:
+def artifact(config: Buildable) -> Artifact:
     """The compiled kernel on disk; compiled now if it is missing or damaged.
 
     Processes that need the same kernel at once wait for the first of them.
@@ -149,7 +149,7 @@ def artifact(config: KernelConfig) -> Artifact:
     return found
 
 
-def _compile(config: KernelConfig, target: Artifact) -> None:
+def _compile(config: Buildable, target: Artifact) -> None:
     import cutlass.cute as cute
 
     from hopwell.kernels import families
@@ -164,7 +164,7 @@ def _compile(config: KernelConfig, target: Artifact) -> None:
         cache_folder.make(dump)
         kernel, arguments = families.build(config)
         options = (
-            f"--enable-tvm-ffi --gpu-arch {config.arch} --generate-line-info --keep-ptx --keep-cubin "
+            f"--enable-tvm-ffi --gpu-arch {config.target} --generate-line-info --keep-ptx --keep-cubin "
             f"--dump-dir {shlex.quote(str(dump))}"
         )
         with warnings.catch_warnings():

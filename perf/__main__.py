@@ -62,6 +62,19 @@ def model(
         (out / "prefill.md").write_text(text)
 
 
+@app.command()
+def warp_model(
+    cubin: Annotated[Path, typer.Argument(help="kernel.cubin of a kernel in the cache")],
+    warps: Annotated[int, typer.Option(min=1, help="warps of a multiprocessor that multiply")],
+    loaded_bytes: Annotated[int, typer.Option(min=0, help="of K and V that a step of them loads")],
+    streams: Annotated[bool, typer.Option(help="K and V come from memory, as in decode")] = False,
+) -> None:
+    """Predict what a kernel of mma.sync reaches on cards of sm_120 from its machine code; needs no GPU."""
+    from hopwell.perf.warp_model import Shape, report
+
+    typer.echo(report(cubin, Shape(warps, loaded_bytes, streams)))
+
+
 def _families() -> Sequence[Family]:
     from hopwell.perf.decode import DECODE
     from hopwell.perf.mla import MLA
@@ -120,9 +133,10 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
                 calls[title] = call
             else:
                 row.failure = "wrong result"
+        except NotImplementedError as refusal:
+            row.failure = _first_line("not served", refusal)
         except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
-            first_line = str(failure).strip().partition("\n")[0]
-            row.failure = shorten(f"{type(failure).__name__}: {first_line}", LONGEST_FAILURE, placeholder=" ...")
+            row.failure = _first_line(type(failure).__name__, failure)
         advance(f"{case.name}: {title}")
     for title, milliseconds in interleaved(calls).items():
         if title in family.ceilings:
@@ -130,6 +144,11 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
         rows[title].milliseconds, rows[title].rate = milliseconds, case.work / milliseconds * 1e3 / family.unit_size
     advance(f"{case.name}: timed")
     return list(rows.values())
+
+
+def _first_line(what: str, failure: Exception) -> str:
+    first_line = str(failure).strip().partition("\n")[0]
+    return shorten(f"{what}: {first_line}", LONGEST_FAILURE, placeholder=" ...")
 
 
 if __name__ == "__main__":

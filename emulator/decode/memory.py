@@ -128,16 +128,21 @@ def atomic(c: Context, i: Instr) -> Op:
     )
 
 
-MATRIX_SHAPES = {"m8n8": 0, "m16n16": 1, "m8n16": 2, "m16n8": 4}
+# SHAPE_* of matrix.c, by the shape and the bits of an element in shared memory
+MATRIX_SHAPES = {
+    ("m8n8", 16): 0, ("m16n16", 8): 1, ("m8n16", 4): 2, ("m8n16", 6): 3, ("m16n8", 8): 4, ("m16n16", 4): 5,
+    ("m16n16", 6): 6,
+}  # fmt: skip
+ELEMENT_BITS = {"b16": 16, "b8": 8, "b6x16_p32": 6, "b4x16_p64": 4}
 
 
 @decodes("ldmatrix", "stmatrix")
 def matrix(c: Context, i: Instr) -> Op:
     is_load = i.parts[0] == "ldmatrix"
     mem, regs = (i.args[1], i.args[0]) if is_load else (i.args[0], i.args[1])
-    shape = MATRIX_SHAPES[next(p for p in i.parts if p in MATRIX_SHAPES)]
-    if shape == 2 and any("b6x16" in p for p in i.parts):
-        shape = 3
+    shape = MATRIX_SHAPES.get((i.parts[3], ELEMENT_BITS.get(i.parts[-1], 0)))
+    if shape is None or ((i.parts[3] == "m16n16") and "trans" not in i.parts):
+        raise Unsupported(i.op)
     row, off, wide = c.address(mem)
     words = [c.dst(r, "b32") if is_load else c.src(r, "b32") for r in items(regs)]
     count = next(int(p[1:]) for p in i.parts if p in ("x1", "x2", "x4"))

@@ -13,6 +13,9 @@ FORMAT = {
     "f32": 0, "f16": 1, "bf16": 2, "tf32": 3, "e4m3": 4, "e5m2": 5, "e2m1": 6, "e2m3": 7, "e3m2": 8, "ue8m0": 9,
     "ue4m3": 10, "s8": 11, "u8": 12, "s32": 13,
 }  # fmt: skip
+BYTE_FLOATS = {"e4m3", "e5m2"}
+# Whose machine code has no mma.sync of 8-bit floats; ptxas puts products in f16 in its place.
+WITHOUT_BYTE_FLOATS = ("sm_90a", "sm_100a", "sm_103a")
 
 
 @decodes("mma")
@@ -31,7 +34,8 @@ def mma(c: Context, i: Instr) -> Op:
         words += [c.src(r, "b32") for r in group]
     counts = len(a) | len(b) << 8 | len(d) << 16
     formats = FORMAT[a_type] | FORMAT[b_type] << 8 | FORMAT[d_type] << 16
-    op = c.system("mma", counts, formats, e=NONE, imm=k, words=words)
+    in_halves = d_type == "f32" and {a_type, b_type} <= BYTE_FLOATS and c.file.kernel.target in WITHOUT_BYTE_FLOATS
+    op = c.system("mma", counts, formats, e=NONE, imm=k, words=words, aux=int(in_halves))
     if "block_scale" in i.parts:
         block_scale(c, i, op, types)
     return op

@@ -12,8 +12,9 @@ from ..errors import EmulatorError, MemoryFault, Unsupported
 from ..machine.state import Cta, Warp, first_lane, lanes_of
 from ..native.layout import OFFSET_MASK, TOUCH_ASYNC, TOUCH_READ
 from ..ptx import Instr
-from .tensor_core import chunks, group_ctas, queue_clock, queue_key
+from .tensor_core import chunks
 from .tensor_memory import tensor_memory, touch
+from .tensor_queue import group_ctas, queue_clock, queue_key
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
@@ -111,7 +112,7 @@ def spread(raw: np.ndarray, bits: int) -> np.ndarray:
 
 @decodes("tcgen05.cp")
 def copy(c: Context, i: Instr) -> Op:
-    from .tma import address_operand
+    from .operands import address_operand
 
     p = i.parts
     shape = next(x for x in p if x[0].isdigit() and x.endswith("b"))
@@ -130,7 +131,7 @@ def copy(c: Context, i: Instr) -> Op:
 @decodes("tcgen05.shift")
 def shift(c: Context, i: Instr) -> Op:
     """tcgen05.shift.down: 32-byte elements of lanes 1.. move one lane down, for the lanes that the address selects."""
-    from .tma import address_operand
+    from .operands import address_operand
 
     target, pair = address_operand(c, i.args[0]), "cta_group::2" in i.parts
 
@@ -165,7 +166,7 @@ def shift(c: Context, i: Instr) -> Op:
 def commit(c: Context, i: Instr) -> Op:
     """Arrives on an mbarrier when all tensor-core work issued before is complete; with .multicast::cluster on the
     barrier at the same offset of every CTA in the mask."""
-    from .tma import address_operand
+    from .operands import address_operand
 
     bar, pair = address_operand(c, i.args[0]), "cta_group::2" in i.parts
     ranks_row = c.src(i.args[1], "b16") if "multicast::cluster" in i.parts else None

@@ -1,13 +1,12 @@
 """tcgen05.mma: matrix products of sm_100's tensor cores, operands in shared or tensor memory, results in tensor memory.
 
-Instruction descriptor: PTX ISA, "tcgen05 instruction descriptor"; CUTLASS, mma_sm100_desc.hpp. Where the rows of D, A
-and the scale factors lie: PTX ISA, "tcgen05 data path layout organization" and "scale factor layout"; CUTLASS,
-mma_traits_sm100_frag.hpp.
+Where the rows of D, A and the scale factors lie: PTX ISA, "tcgen05 data path layout organization" and "scale factor
+layout"; CUTLASS, mma_traits_sm100_frag.hpp.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,157 +17,17 @@ from ..errors import EmulatorError, MemoryFault, UninitializedRead, Unsupported
 from ..machine.state import Cta, Warp, first_lane
 from ..native.layout import TOUCH_ASYNC, TOUCH_READ
 from ..ptx import Imm, Instr, Mem, Vec
-from .bulk import join, keep
+from .instruction_descriptor import K_BYTES, PACK_BYTE, PACK_CHUNK, PACK_TIGHT, Shape, parse_shape
 from .tensor_memory import tensor_memory, touch
+from .tensor_queue import group_ctas, queue_clock, queue_key
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
 
-F16_KIND = {0: "f16", 1: "bf16", 2: "tf32"}
-F8_KIND = {0: "e4m3", 1: "e5m2", 3: "e2m3", 4: "e3m2", 5: "e2m1"}
-I8_KIND = {0: "u8", 1: "s8"}
-D_FORMATS = {0: "f16", 1: "f32", 2: "s32"}
-# Bytes per two elements as they lie in shared memory: kind::f8f6f4 keeps every element in one byte.
-HALF_BYTES = {"f16": 4, "bf16": 4, "tf32": 8}
-K_BYTES = 32
 LANE_WORDS = 4
-PACK_TIGHT, PACK_BYTE, PACK_CHUNK = 0, 1, 2
 # Where an element lies in its byte of tensor memory: first bit and mask. See spread() of tensor_copy.py.
 SUB_BYTE = {"e2m1": (2, 0xF), "e2m3": (0, 0x3F), "e3m2": (0, 0x3F)}
 UNIT_TCGEN05 = 1
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What an instruction descriptor and a kind say."""
-
-    m: int
-    n: int
-    a_type: str
-    b_type: str
-    d_type: str
-    a_mn: bool
-    b_mn: bool
-    negate: bool
-    half_bytes: int  # per two elements
-    k: int
-    ctas: int
-    pack: int
-    scales: int = 0  # per row, 0 for none
-    scale_format: str = ""
-    a_byte: int = 0  # first byte of a scale column that belongs to A
-    b_byte: int = 0
-
-    @property
-    def rows(self) -> int:
-        """Rows of A and D that one CTA holds."""
-        return self.m // self.ctas
-
-    def lanes(self) -> np.ndarray:
-        """Tensor-memory lane of each row that a CTA holds. M = 64 of one CTA uses the lower half of each 32-lane
-        quarter."""
-        r = np.arange(self.rows)
-        return r // 16 * 32 + r % 16 if self.ctas == 1 and self.rows == 64 else r
-
-    @property
-    def split(self) -> int:
-        """Into how many column ranges D is split when a CTA has fewer rows than lanes: the first N / split columns are
-        in lanes 0.., the next in the lanes behind them."""
-        return LANE_SPLIT.get((self.ctas, self.rows), 1)
-
-
-LANE_SPLIT = {(2, 64): 2, (2, 32): 4}
-
-
-def parse_shape(kind: str, idesc: int, ctas: int, vector: int | None, where: str) -> Shape:
-    block_scaled = kind.startswith("mx")
-    n, m = (idesc >> 17 & 63) << 3, (idesc >> 24 & 31) << 4
-    a_code, b_code = idesc >> 7 & 7, idesc >> 10 & 7
-    if idesc & 4:
-        raise Unsupported(f"sparse tcgen05.mma: {where}")
-    table = {"f16": F16_KIND, "tf32": F16_KIND, "i8": I8_KIND, "f8f6f4": F8_KIND, "mxf8f6f4": F8_KIND}.get(
-        kind, {1: "e2m1"}
-    )
-    if a_code not in table or b_code not in table:
-        raise EmulatorError(
-            f"tcgen05.mma kind::{kind} with formats {a_code}, {b_code} in its instruction descriptor: {where}"
-        )
-    a_type, b_type = table[a_code], table[b_code]
-    if kind in ("f16", "tf32") and (kind == "tf32") != (a_type == "tf32"):
-        raise EmulatorError(f"tcgen05.mma kind::{kind} with {a_type} in its instruction descriptor: {where}")
-    tight = kind in ("mxf4", "mxf4nvf4")
-    if tight and idesc >> 31:
-        raise Unsupported(f"tcgen05.mma with K = 96: {where}")
-    half = 1 if tight else HALF_BYTES.get(a_type, 2)
-    d_type = "f32" if block_scaled else D_FORMATS.get(idesc >> 4 & 3, "")
-    if not d_type:
-        raise EmulatorError(f"tcgen05.mma with accumulator format 3: {where}")
-    # CUTLASS, mma_sm100_umma.hpp: block-scaled kinds have no M = 64.
-    shapes = ((128, 1), (128, 2), (256, 2)) if block_scaled else ((64, 1), (128, 1), (128, 2), (256, 2))
-    if (m, ctas) not in shapes or n < 8 or n > 256:
-        raise EmulatorError(f"tcgen05.mma of M = {m}, N = {n} with {ctas} CTAs: {where}")
-    k = K_BYTES * 2 // half
-    scales = 0
-    if block_scaled:
-        scales = 1 if kind == "mxf8f6f4" else k // (vector or 32)
-    return Shape(
-        m,
-        n,
-        a_type,
-        b_type,
-        d_type,
-        bool(idesc >> 15 & 1),
-        bool(idesc >> 16 & 1),
-        (idesc >> 13 & 1) != (idesc >> 14 & 1),
-        half,
-        k,
-        ctas,
-        PACK_TIGHT if tight or half > 2 else PACK_CHUNK,
-        scales,
-        "ue8m0" if idesc >> 23 & 1 else "ue4m3",
-        idesc >> 29 & 3 if block_scaled else 0,
-        idesc >> 4 & 3 if block_scaled else 0,
-    )
-
-
-# ------------------------------------------------------------------ the queue of a CTA or CTA pair
-def group_ctas(w: Warp, pair: bool) -> list[Cta]:
-    """The CTAs an instruction acts on: its own, or both of its pair."""
-    if not pair:
-        return [w.cta]
-    ctas, even = w.cta.cluster.ctas, w.cta.rank & ~1
-    if even + 1 >= len(ctas):
-        raise EmulatorError(f"{w}: .cta_group::2 in a cluster without a pair")
-    return [ctas[even], ctas[even + 1]]
-
-
-def queue_key(ctas: list[Cta]) -> tuple:
-    """Tensor-core work of one CTA or pair runs in order."""
-    return ("tensor core", ctas[0].id)
-
-
-@dataclass
-class QueueClock:
-    """What the tensor-core queue knows, for the race detector."""
-
-    agent: int
-    clock: int = 0
-    vc: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-
-
-def queue_clock(m: Machine, w: Warp, ctas: list[Cta]) -> tuple[np.ndarray, QueueClock]:
-    """Advance the queue's clock for one operation issued by ``w``."""
-    cluster, key = w.cta.cluster, queue_key(ctas)
-    q = cluster.engine.get(("clock", key))
-    if q is None:
-        agent = cluster.agent(m.address, key, f"tensor core of cta {ctas[0].id}")
-        q = cluster.engine["clock", key] = QueueClock(agent, 0, np.zeros(2 * m.state.cap, np.int32))
-    join(q.vc.ctypes.data, w.vc_address, 2 * m.state.cap)
-    q.clock += 1
-    q.vc[q.agent] = q.clock
-    stamp = q.vc.copy()
-    keep(m, cluster, stamp)
-    return stamp, q
 
 
 # ------------------------------------------------------------------ operands
@@ -444,7 +303,7 @@ class Job:
                 s.n,
                 s.k,
                 s.k,
-                FORMAT[s.a_type],
+                FORMAT["f32" if s.scales else s.a_type],  # scaled, they have exponents that the format lacks
                 UNIT_TCGEN05,
             )
             # f16 accumulators take a whole 32-bit column each; .pack::16b loads squeeze them.
@@ -478,7 +337,7 @@ class Job:
 
 @decodes("tcgen05.mma")
 def mma(c: Context, i: Instr) -> Op:
-    from .tma import address_operand
+    from .operands import address_operand
 
     p = i.parts
     if "sp" in p or "ws" in p or any(x.startswith("ashift") for x in p):

@@ -169,6 +169,12 @@ def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> Launc
     o = options()
     if o.arch is None:
         raise EmulatorError("the emulator is switched off (HOPWELL_EMULATE=off)")
+    shared = launch.smem + program.kernel.static_smem
+    if shared > o.limits.cta_shared_bytes:
+        raise HostError(
+            f"kernel {program.kernel.name[:80]} asks for {shared} bytes of shared memory; a CTA of {o.arch} can have "
+            f"{o.limits.cta_shared_bytes}"
+        )
     memory = GlobalMemory(spans, track=o.strict or spans is not None)
     report = Machine(program, launch, memory, o).run()
     if report.hazards and o.hazards == "raise":
@@ -178,23 +184,3 @@ def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> Launc
         more = f"\nand {rest} more, in emulator.report().hazards" if rest else ""
         raise Hazard("\n".join(shown) + more + f"\n(kernel {program.kernel.name[:80]}; replay: {o.describe()})")
     return report
-
-
-_loading = threading.RLock()  # of several threads that want one module, one makes it
-
-
-def load(object_file: str | Path, ptx: str | Path) -> Module:
-    """The module of an exported object file and its PTX, loaded once per process.
-
-    The first load with a DSL version runs the self-test of the tensor-map format.
-    """
-    with _loading:
-        return _loaded(object_file, ptx)
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(object_file: str | Path, ptx: str | Path) -> Module:
-    from . import selftest
-
-    selftest.ensure()
-    return Module(object_file, ptx)

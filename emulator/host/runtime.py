@@ -14,8 +14,9 @@ from ..machine.launch import Launch
 from ..options import options
 
 # cudaDeviceAttr
-ATTRIBUTES = {97: 232448, 8: 49152, 81: 233472, 39: 2048, 1: 1024, 10: 32}
+ATTRIBUTES = {8: 49152, 1: 1024, 10: 32}
 ATTRIBUTE_SM_COUNT, ATTRIBUTE_MAJOR, ATTRIBUTE_MINOR = 16, 75, 76
+ATTRIBUTE_SM_THREADS, ATTRIBUTE_SM_SHARED, ATTRIBUTE_CTA_SHARED = 39, 81, 97
 # cudaLaunchConfig_t: grid, block, dynamic bytes, stream, attributes, count; cudaLaunchAttribute: id, padding, 64 bytes
 CONFIG_BYTES, ATTRIBUTE_BYTES, ATTRIBUTE_CLUSTER = 56, 72, 4
 
@@ -114,12 +115,15 @@ class Runtime:
 
     def device_attribute(self, attribute: int) -> int:
         o = options()
-        if attribute == ATTRIBUTE_SM_COUNT:
-            return o.sms
-        if attribute in (ATTRIBUTE_MAJOR, ATTRIBUTE_MINOR):
-            number = (o.arch or "sm_90a").split("_")[1].rstrip("af")
-            return int(number[:-1]) if attribute == ATTRIBUTE_MAJOR else int(number[-1])
-        return ATTRIBUTES.get(attribute, 0)
+        of_device = {
+            ATTRIBUTE_SM_COUNT: o.sms,
+            ATTRIBUTE_MAJOR: o.capability[0],
+            ATTRIBUTE_MINOR: o.capability[1],
+            ATTRIBUTE_SM_THREADS: o.limits.threads,
+            ATTRIBUTE_SM_SHARED: o.limits.shared_bytes,
+            ATTRIBUTE_CTA_SHARED: o.limits.cta_shared_bytes,
+        }
+        return (ATTRIBUTES | of_device).get(attribute, 0)
 
 
 _pointer, _u32, _u64 = ctypes.POINTER(ctypes.c_void_p), ctypes.POINTER(ctypes.c_uint32), ctypes.POINTER(ctypes.c_uint64)

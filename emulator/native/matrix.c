@@ -2,7 +2,7 @@
  * PTX ISA, "ldmatrix", "stmatrix": lane l holds row l / 4, elements 2 (l % 4) and + 1; .trans exchanges rows and columns. */
 #include "lane.h"
 
-enum { SHAPE_8X8_B16, SHAPE_16X16_B8, SHAPE_8X16_B4, SHAPE_8X16_B6, SHAPE_16X8_B8 };
+enum { SHAPE_8X8_B16, SHAPE_16X16_B8, SHAPE_8X16_B4, SHAPE_8X16_B6, SHAPE_16X8_B8, SHAPE_16X16_B4, SHAPE_16X16_B6 };
 
 static int all_here(warp *w, frag *f) {
   if (!(w->live & ~f->mask)) return 1;
@@ -49,6 +49,20 @@ static int row_pointers(machine *M, warp *w, const insn *i, int n, u32 bytes, in
 
 static inline u16 *word16(u8 *row, int k) { return (u16 *)(row + 2 * k); }
 
+static int element_bits(int shape) {
+  switch (shape) {
+    case SHAPE_8X16_B4: case SHAPE_16X16_B4: return 4;
+    case SHAPE_8X16_B6: case SHAPE_16X16_B6: return 6;
+    default: return 8;
+  }
+}
+/* Element k of a 16-byte row that holds sixteen: all of it, or its first 8 (.b4x16_p64) or 12 bytes (.b6x16_p32). A
+ * sub-byte element comes in the low bits of its byte. */
+static inline u32 element8(const u8 *row, int k, int bits) {
+  int at = k * bits;
+  return (u32)(row[at / 8] | (at % 8 ? row[at / 8 + 1] << 8 : 0)) >> (at % 8) & ((1u << bits) - 1);
+}
+
 /* lists: register rows; vec: matrices; size: SHAPE_*; space: 1 for .trans. */
 EXPORT int sys_ldmatrix(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)m;
@@ -65,28 +79,25 @@ EXPORT int sys_ldmatrix(machine *M, warp *w, frag *f, const insn *i, u32 m) {
         out[k][l] = i->space ? *word16(row[8 * k + c], r) | (u32)*word16(row[8 * k + c + 1], r) << 16
                              : *word16(row[8 * k + r], c) | (u32)*word16(row[8 * k + r], c + 1) << 16;
       }
-  } else if (i->size == SHAPE_16X16_B8) {
-    /* .m16n16.trans.b8: register h of a 16 x 16 byte matrix holds row 8h + l / 4 of the transpose, 4 bytes at 4 (l % 4);
+  } else if (i->size == SHAPE_16X16_B8 || i->size == SHAPE_16X16_B4 || i->size == SHAPE_16X16_B6) {
+    /* .m16n16.trans: register h of a 16 x 16 byte matrix holds row 8h + l / 4 of the transpose, 4 bytes at 4 (l % 4);
      * the second matrix of .x2 fills registers 2 and 3 (CUTLASS, copy_traits_sm100.hpp, SM100_U8x8_LDSM_T). */
     if (row_pointers(M, w, i, 16 * n, 16, 0, row)) return SYS_ERROR;
+    int bits = element_bits(i->size);
     for (int k = 0; k < 2 * n; k++)
       for (int l = 0; l < LANES; l++) {
         out[k][l] = 0;
-        for (int e = 0; e < 4; e++) out[k][l] |= (u32)row[16 * (k / 2) + 4 * (l % 4) + e][8 * (k & 1) + l / 4] << (8 * e);
+        for (int e = 0; e < 4; e++) out[k][l] |= element8(row[16 * (k / 2) + 4 * (l % 4) + e], 8 * (k & 1) + l / 4, bits) << (8 * e);
       }
     n = 2 * n;
   } else {
     /* .m8n16 with .b4x16_p64 or .b6x16_p32: 16 sub-byte elements of a 16-byte row, one to a byte of the register. */
     if (row_pointers(M, w, i, 8 * n, 16, 0, row)) return SYS_ERROR;
-    int bits = i->size == SHAPE_8X16_B4 ? 4 : 6;
+    int bits = element_bits(i->size);
     for (int k = 0; k < n; k++)
       for (int l = 0; l < LANES; l++) {
         out[k][l] = 0;
-        for (int e = 0; e < 4; e++) {
-          int at = (4 * (l % 4) + e) * bits;
-          u32 x = (u32)(row[8 * k + l / 4][at / 8] | row[8 * k + l / 4][at / 8 + 1] << 8) >> (at % 8) & ((1u << bits) - 1);
-          out[k][l] |= x << (8 * e);
-        }
+        for (int e = 0; e < 4; e++) out[k][l] |= element8(row[8 * k + l / 4], 4 * (l % 4) + e, bits) << (8 * e);
       }
   }
   for (int k = 0; k < n; k++) memcpy(w->file + dst[k], out[k], sizeof out[k]);

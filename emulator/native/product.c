@@ -6,6 +6,8 @@
  * to the largest exponent and cut off after F fractional bits; the sum is exact and is cut off to the width of the result.
  *     wgmma, tcgen05 and sm_120's mma.sync    F = 25, result f32
  *     wgmma with 8-bit floats                 F = 13, result cut to 13 mantissa bits
+ * That 8-bit and block-scaled products of sm_120 keep all 25 bits is an assumption: no such GPU was at hand. Scales are
+ * factors of A and B before the product, which is exact in f32.
  * Without the model, products are chains of fused multiply-adds in the order of k. */
 #include "tensor.h"
 

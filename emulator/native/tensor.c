@@ -160,9 +160,25 @@ EXPORT void core_load_a(const u8 *file, const u32 *rows, i32 n_regs, i32 format,
   for (int r = 0; r < 16; r++) decode_run(raw + r * row_bytes, elements(row_bytes, format, 0), format, 0, out + (size_t)r * stride);
 }
 
+/* An 8-bit float product of an architecture without the instruction, as ptxas 13 writes it for sm_90a and sm_100a: the
+ * operands become f16, an instruction multiplies the lower halves of all registers and the next one the upper halves,
+ * from zero, and the sum is added to the accumulator in f32. */
+static void product_in_halves(machine *M, f32 *acc, const f32 *a, const f32 *bt, int k) {
+  f32 sum[16 * 8] = {0}, left[16 * 16], right[16 * 8];
+  for (int first = 0; first < 4; first += 2) {
+    for (int q = 0; q < k / 2; q++) {
+      int from = 4 * (q / 2) + first + q % 2;
+      for (int r = 0; r < 16; r++) left[r * (k / 2) + q] = a[r * k + from];
+      memcpy(right + 8 * q, bt + 8 * from, 8 * sizeof *bt);
+    }
+    matrix_product(M, sum, left, right, 16, 8, k / 2, k / 2, FMT_F16, UNIT_MMA);
+  }
+  for (int x = 0; x < 16 * 8; x++) acc[x] += sum[x];
+}
+
 /* ------------------------------------------------------------------ mma.sync m16n8k*
  * lists: d, a, b, c rows; o[0]: a registers | b registers << 8 | d registers << 16; o[1]: formats of a, b, c/d (8 bits each);
- * imm: k. Block scaled: o[2] scale row of a, o[3] of b, o[4]: scales per row | scale format << 8; the list goes on with the
+ * imm: k; aux: 1 for a product in halves. Block scaled: o[2] scale row of a, o[3] of b, o[4]: scales per row | scale format << 8; the list goes on with the
  * 16-bit rows of byte id and thread id of a, then of b. */
 EXPORT int sys_mma(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   (void)m;
@@ -213,7 +229,8 @@ EXPORT int sys_mma(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   }
   if (fc == FMT_F16) core_load_accumulators_f16(w->file, c, 8, acc, 8);
   else core_load_accumulators(w->file, c, 8, acc, 8);
-  matrix_product(M, acc, A, Bt, 16, 8, k, k, (u32)fa, UNIT_MMA);
+  if (i->aux) product_in_halves(M, acc, A, Bt, k);
+  else matrix_product(M, acc, A, Bt, 16, 8, k, k, i->o[4] == NONE ? (u32)fa : FMT_F32, UNIT_MMA);
   if (fc == FMT_F16) core_store_accumulators_f16(w->file, d, 8, acc, 8);
   else core_store_accumulators(w->file, d, 8, acc, 8);
   return SYS_NEXT;

@@ -199,7 +199,6 @@ def install(sms: int) -> DumpedKernels:
     kernels = connect()
     import cutlass  # noqa: F401
 
-    number = (options().arch or "sm_90a").split("_")[1].rstrip("af")
     _redirect_dsl(sms)
-    _redirect_torch(sms, (int(number[:-1]), int(number[-1])))
+    _redirect_torch(sms, options().capability)
     return kernels

@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import WARPS
@@ -124,8 +124,26 @@ def load_int(address, index, default):
     """Int32 at ``address[index]``; ``default`` where no array was given (address 0)."""
     value = Int32(default)
     if address != 0:
-        value = global_array(Int32, address)[index]
+        value = load_index(address, index)
     return value
+
+
+def load_index(address, index):
+    """Entry ``index`` of lengths, offsets or a table. At an odd address it is the lower half of a 64-bit one."""
+    is_wide = address & 1
+    return global_array(Int32, address - is_wide)[index << is_wide.to(Int32)]
+
+
+@cute.jit
+def load_sink(address, head):
+    """The sink of a head as float32; -inf without sinks. At an odd address they are bfloat16."""
+    sink = -Float32.inf
+    if address != 0:
+        if address & 1 != 0:
+            sink = global_array(BFloat16, address - 1)[head].to(Float32)
+        else:
+            sink = global_array(Float32, address)[head]
+    return sink
 
 
 @cute.jit

@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, global_array, load_float
+from hopwell.kernels.parts.device import DeviceStruct, global_array, load_sink
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.query_rows import QueryRows
 from hopwell.kernels.parts.score import ScoreMap
@@ -161,7 +161,7 @@ class RowResults(DeviceStruct):
             row=g.heads,
             count=count,
         )
-        sink, slope = load_float(a.sinks, tile.head, -Float32.inf), score.slope(tile.head)
+        sink, slope = load_sink(a.sinks, tile.head), score.slope(tile.head)
         position = request.first_position + tile.first_row
         return RowResults(score, sink, slope, position, head_dim, lse_rows, statistics)
 

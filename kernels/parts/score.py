@@ -14,6 +14,22 @@ from hopwell.kernels.parts.device import DeviceStruct
 from hopwell.kernels.parts.softmax import LOG2_E
 from hopwell.kernels.problem import ScoreKind
 
+SOFT_CAPS = (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP)
+SERIES_END = 0.125  # up to where the series of tanh x to x^5 is as good as float32
+
+
+def tanh(power):
+    """tanh x, within 2^-23, of 2 x in powers of two. tanh.approx is good for 11 bits, which a cap of 50 makes 0.02."""
+    return 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(power, fastmath=True))
+
+
+def precise_tanh(power):
+    """The same, within a few 2^-22 of the result."""
+    x = power * (0.5 / LOG2_E)
+    square = x * x
+    series = x * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))
+    return cutlass.select_(square > SERIES_END * SERIES_END, tanh(power), series)
+
 
 @dataclass(frozen=True)
 class ScoreMap(DeviceStruct):
@@ -25,7 +41,7 @@ class ScoreMap(DeviceStruct):
     @property
     def softmax_scale(self):
         """Natural logits per unit of what :meth:`apply` leaves."""
-        if const_expr(self.kind is ScoreKind.SOFT_CAP):
+        if const_expr(self.kind in SOFT_CAPS):
             return self.soft_cap
         if const_expr(self.kind is ScoreKind.ALIBI):
             return Float32(1.0)
@@ -46,13 +62,12 @@ class ScoreMap(DeviceStruct):
     @cute.jit
     def apply(self, scores, slope, tile_start, positions) -> None:
         """Map the ``scores`` (a RowFragment) of the keys from ``tile_start`` on, row r at ``positions[r]``."""
-        if const_expr(self.kind is ScoreKind.SOFT_CAP):
-            # tanh x = 1 - 2 / (1 + e^(2 x)): tanh.approx is good for 11 bits, which a cap of 50 turns into 0.02.
+        if const_expr(self.kind in SOFT_CAPS):
             factor = self.scale * (2.0 * LOG2_E) / self.soft_cap
             for r in cutlass.range_constexpr(scores.rows):
                 for c in cutlass.range_constexpr(scores.columns):
-                    power = cute.math.exp2(scores.get(r, c) * factor, fastmath=True)
-                    scores.set(r, c, 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power))
+                    power = scores.get(r, c) * factor
+                    scores.set(r, c, tanh(power) if self.kind is ScoreKind.SOFT_CAP else precise_tanh(power))
         if const_expr(self.kind is ScoreKind.ALIBI):
             # Relative to the row's own key: the same softmax as with absolute positions, without their rounding.
             for r in cutlass.range_constexpr(scores.rows):
@@ -67,4 +82,4 @@ class ScoreMap(DeviceStruct):
 
     def largest_logit(self, largest, shift):
         """The natural logit of a row's largest value; for plain scores the raw q k^T."""
-        return largest * self.soft_cap if self.kind is ScoreKind.SOFT_CAP else largest + shift
+        return largest * self.soft_cap if self.kind in SOFT_CAPS else largest + shift

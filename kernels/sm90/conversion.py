@@ -1,8 +1,8 @@
 """The warpgroup of Hopper prefill that stands between those that load K and V and those that multiply them.
 
-Where the queries have 16 bits, it widens K and V of 8 bits. Those that multiply see no difference, so their results have
-the bits that K and V of 16 bits with the same values would give. Where the queries have 8 bits as well, it transposes V:
-products of 8-bit operands take keys along the rows of shared memory.
+Where the queries have 16 bits, it widens K and V of 8 bits. Those that multiply see no difference, so their results
+have the bits that K and V of 16 bits with the same values would give. Where the queries have 8 bits as well, it
+transposes V: products of 8-bit operands take keys along the rows of shared memory.
 """
 
 from dataclasses import dataclass
@@ -73,10 +73,10 @@ EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 class TransposingStream(DeviceStruct):
     """V of 8 bits: stages of ``source`` [keys, columns] become stages of ``target`` [columns, keys].
 
-    Keys and columns are permuted on the way, within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 come to lie side by
-    side, because lane t of a quad has P of these keys in its accumulators, and its operand takes four neighbours. Even
-    columns come before odd ones: both are rows of the target that stmatrix writes without bank conflicts then, and
-    :class:`~hopwell.kernels.parts.fragment.SplitRowFragment` puts them in order again.
+    Keys and columns are permuted on the way, within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 come to lie side
+    by side, because lane t of a quad has P of these keys in its accumulators, and its operand takes four neighbours.
+    Even columns come before odd ones: both are rows of the target that stmatrix writes without bank conflicts then,
+    and :class:`~hopwell.kernels.parts.fragment.SplitRowFragment` puts them in order again.
     """
 
     kernel: Any  # configuration only
@@ -109,7 +109,9 @@ class TransposingStream(DeviceStruct):
         place = copy.tile_chunk(source, key, chunk, n, config.columns[1], self.kernel.source.columns_first)
         words = copy.load_matrix_x4(place, transposes=True)
         turned = [
-            prmt(words[2 * half], words[2 * half + 1], select) for half in range(2) for select in (EVEN_BYTES, ODD_BYTES)
+            prmt(words[2 * half], words[2 * half + 1], select)
+            for half in range(2)
+            for select in (EVEN_BYTES, ODD_BYTES)
         ]
         # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the others.
         row, column = copy.CHUNK_BYTES * chunk + lane % 16, 2 * pair + lane // 16

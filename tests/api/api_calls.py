@@ -197,7 +197,7 @@ CONTEXT_FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
 def _context_forms() -> list[Form]:
     function = hopwell.trtllm_batch_context_with_kv_cache
     return [
-        Form(f"{name}-{layout}", function, partial(build, layout), runs=name not in ("fp8", "nvfp4"))
+        Form(f"{name}-{layout}", function, partial(build, layout), runs=name != "nvfp4")
         for name, build in CONTEXT_FORMS.items()
         for layout in ("HND", "NHD")
     ]

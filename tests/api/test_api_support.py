@@ -11,7 +11,7 @@ from api_calls import FORMS, Form
 
 from hopwell import emulator
 from hopwell.kernels import support
-from hopwell.kernels.families import prefill_type
+from hopwell.kernels.families import prefill_type, shipped_configs
 
 
 def test_keys_are_unique_and_archs_known() -> None:
@@ -43,7 +43,7 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
     text = support.support_matrix()
-    kernels = {"sm_90a": "yes", "sm_100a": "emulator-verified", "sm_103a": "emulator-verified"}
+    kernels = {arch: "yes" if arch in support.RUN_ON_HARDWARE else "emulator-verified" for arch in support.ARCHS}
     for name, entry in support.ENTRIES.items():
         assert f"`{entry.module}.{name}`" in text
         for feature in entry.features:
@@ -89,6 +89,61 @@ def test_arch_of_the_cpu_is_the_emulated_one(monkeypatch: pytest.MonkeyPatch) ->
         support.arch_of(torch.device("cpu"))
 
 
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("emulated", "kernels", "target"),
+    [("sm_90a", "sm_90a", "sm_90a"), ("sm_103a", "sm_103a", "sm_103a")]
+    + [(arch, "sm_120a", "sm_120f") for arch in ("sm_120a", "sm_121a")],
+)
+def test_devices_run_their_own_kernels(emulated: str, kernels: str, target: str) -> None:
+    with emulator.use(emulated):
+        assert (support.arch_of(CPU), support.target_of(CPU)) == (kernels, target)
+
+
+@pytest.mark.parametrize("emulated", ["sm_90a", "sm_100a", "sm_103a"])
+def test_kernels_of_another_arch_are_compiled_for_the_device(monkeypatch: pytest.MonkeyPatch, emulated: str) -> None:
+    monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
+    with emulator.use(emulated):
+        assert (support.arch_of(CPU), support.target_of(CPU)) == ("sm_120a", emulated)
+
+
+def test_kernels_of_another_arch_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
+    support._cuda_arch.cache_clear()
+    device = torch.device("cuda", 5)
+    assert (support.arch_of(device), support.target_of(device)) == ("sm_120a", "sm_90a")
+    support._cuda_arch.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("kernels", "emulated", "message"),
+    [
+        ("sm_90a", "sm_120a", "HOPWELL_KERNELS=sm_90a: .*device cpu, which is sm_120a; kernels that can: sm_120a"),
+        ("sm_100a", "sm_90a", "kernels that can: sm_90a, sm_120a"),
+        ("sm_120a", "sm_89", "kernels that can: none"),
+        ("sm_120", "sm_90a", "HOPWELL_KERNELS must be one of sm_90a, sm_100a, sm_103a, sm_120a"),
+    ],
+)
+def test_kernels_that_the_device_cannot_run(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, emulated: str, message: str
+) -> None:
+    monkeypatch.setenv("HOPWELL_KERNELS", kernels)
+    with emulator.use(emulated), pytest.raises(ValueError, match=message):
+        support.arch_of(CPU)
+
+
+def test_configs_have_a_target() -> None:
+    config = next(shipped_configs("sm_90a"))
+    assert config.target == "sm_90a"
+    family = replace(config, arch="sm_120a")
+    assert (family.target, family.name) == ("sm_120f", config.name.replace("sm_90a", "sm_120a"))
+    moved = replace(family, compiled_for="sm_90a")
+    assert (moved.target, moved.name) == ("sm_90a", config.name.replace("sm_90a", "sm_120a_on_sm_90a"))
+
+
 def test_pdl_by_arch() -> None:
     assert all(support.has_pdl(arch) for arch in support.ARCHS)
     assert not support.has_pdl("sm_80a")
@@ -125,7 +180,7 @@ def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
     for arch in ("sm_90a", "sm_100a", "sm_103a"):
         dims = itertools.product(range(8, 601, 8), repeat=2)
         served = {one for one in dims if arch in context.feature(support.prefill_head_dim(one)).archs}
-        assert served == set(prefill_type(arch).tiles)
+        assert served == set(prefill_type(arch).all_tiles())
 
 
 @pytest.mark.parametrize(

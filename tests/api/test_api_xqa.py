@@ -217,7 +217,7 @@ class TestRefusals:
         changes = dict(kv_cache=data(1, 2, 2048, KV_HEADS, DIM), block_tables=ints([0], [0], [0]))
         size = xqa_workspace_bytes(HEADS, KV_HEADS, DIM, 2048, device="cpu")
         changes["workspace_buffer"] = torch.empty(size, dtype=U8)
-        refused(XQA, NotImplementedError, "page_size=2048.*powers of two from 1 to 1024", **changes)
+        refused(XQA, NotImplementedError, "page_size=2048.*page size: 1 to 1024", **changes)
 
     def test_tokens_per_request(self) -> None:
         refused(XQA, ValueError, f"^q_len_per_req must divide the {BATCH} rows of query, got 2$", q_len_per_req=2)

@@ -63,6 +63,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *kinds: type | ModuleType) -> None:
     monkeypatch.setattr(cute.arch, "rcp_approx", reciprocal)
     monkeypatch.setattr(cute, "make_rmem_tensor", lambda size, dtype: Registers(size))
     monkeypatch.setattr(cutlass, "range_constexpr", range)
+    monkeypatch.setattr(cutlass, "select_", lambda condition, yes, no: yes if condition else no)
     for kind in kinds:
         for name, member in list(vars(kind).items()):
             if hasattr(member, "__wrapped__") and not isinstance(member, classmethod):

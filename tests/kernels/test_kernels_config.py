@@ -63,11 +63,13 @@ class TestShipped:
             mask=MaskKind.CAUSAL,
             kv_fetch=KvFetch.PAGE_ROWS,
             box_rows=16,
+            compiled_for="sm_100a",
             score=ScoreKind.ALIBI,
             skip_softmax=True,
             short_steps=True,
             packs_heads=True,
             kv_type=KvType.E4M3,
+            uneven_pages=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
         assert set(others) == {f.name for f in fields(PrefillConfig)}
@@ -191,7 +193,7 @@ class TestResources:
     def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
         """Those of three warpgroups, which have the fewest; all else about a tile stays."""
         for dims, tile in TILES.items():
-            smaller = max(dims) <= 64 and (score is ScoreKind.SOFT_CAP or skip)
+            smaller = max(dims) <= 64 and (score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP) or skip)
             want = replace(tile, n=96) if smaller else tile
             assert PrefillConfig.tile_of(dims, score, skip) == want
             config = replace(any_config(dims), score=score, skip_softmax=skip)
@@ -380,7 +382,12 @@ class TestChoices:
     def test_scores_and_skip_softmax(self) -> None:
         """A tile has one slope; tiles of keys are left out for 64 queries at a time, whoever else is in the batch."""
         packed = {kind: self.of(3, score=score).packs_heads for kind, score in SCORES.items()}
-        assert packed == {ScoreKind.SCALED: True, ScoreKind.SOFT_CAP: True, ScoreKind.ALIBI: False}
+        assert packed == {
+            ScoreKind.SCALED: True,
+            ScoreKind.SOFT_CAP: True,
+            ScoreKind.WIDE_SOFT_CAP: True,
+            ScoreKind.ALIBI: False,
+        }
         window = Mask(MaskKind.SLIDING_WINDOW, 5)
         skipping = self.of(3, skip_softmax=1e-30, mask=window)
         assert not skipping.packs_heads
@@ -425,7 +432,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "dims",
         [
-            *((dim, dim) for dim in (8, 16, 24, 56, 72, 112, 136, 224, 264, 1024)),
+            *((dim, dim) for dim in (4, 12, 100, 264, 1024)),
             # Widths that there are, but not together.
             *((64, 32), (32, 64), (128, 64), (128, 192), (192, 64), (256, 128), (576, 512)),
         ],
@@ -457,9 +464,8 @@ class TestRefusals:
         assert f"{role} dtype {dtype}" in message
         assert "torch.bfloat16" in message
 
-    @pytest.mark.parametrize("page_size", [3, 24, 96, 2 * MAX_PAGE_SIZE])
+    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
     def test_other_page_sizes(self, page_size: int) -> None:
-        """Kernels find pages with shifts."""
         message = self.refusal(paged(*cache("tuple-HND", page_size, (128, 128))))
         assert f"page size {page_size}" in message
         assert f"1 to {MAX_PAGE_SIZE}" in message
@@ -472,6 +478,14 @@ class TestRefusals:
 
 
 class TestKvFetch:
+    @pytest.mark.parametrize(("page_size", "box_rows"), [(3, 0), (12, 0), (24, 8), (48, 16), (96, 32), (960, 64)])
+    def test_pages_of_other_sizes_are_divided(self, page_size: int, box_rows: int) -> None:
+        """Boxes have as many rows as divide a page and a tile, and kernels for powers of two keep their shifts."""
+        config = resolve(paged(*cache("tuple-HND", page_size, (128, 128))), ARCH)
+        assert config.uneven_pages
+        assert config.name.endswith("_uneven")
+        assert config.box_rows == box_rows
+
     @pytest.mark.parametrize("form", CACHES)
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
     def test_pages_of_8_tokens_and_more_are_boxes(self, page_size: int, form: str) -> None:

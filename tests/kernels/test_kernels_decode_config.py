@@ -119,8 +119,10 @@ class TestShipped:
             mask=MaskKind.DRAFT,
             kv_fetch=KvFetch.PAGE_ROWS,
             box_rows=16,
+            compiled_for="sm_100a",
             kv_type=KvType.INT8,
             rows=FEW_ROWS[0],
+            uneven_pages=True,
         )
         assert set(others) == {field.name for field in fields(DecodeConfig)}
         for field, value in others.items():
@@ -289,7 +291,7 @@ class TestRefusals:
         key, value = cache("tuple-HND", 16, (192, 128))
         assert "192/128" in self.refusal(replace(problem(), key=key, value=value, query=empty(600, 4, 192)))
 
-    @pytest.mark.parametrize("page_size", [3, 24, 2 * MAX_PAGE_SIZE])
+    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
     def test_other_page_sizes(self, page_size: int) -> None:
         message = self.refusal(problem(page_size=page_size))
         assert f"page size {page_size}" in message

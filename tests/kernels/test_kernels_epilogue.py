@@ -286,7 +286,7 @@ class TestRowResults:
 
     def test_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of a tile from row 256 of its request on, of head 2 of 6."""
-        monkeypatch.setattr(epilogue, "load_float", lambda address, index, default: (address, index, default))
+        monkeypatch.setattr(epilogue, "load_sink", lambda address, head: (address, head))
         request = SimpleNamespace(index=2, lse_start=1000, o_start=2000, first_position=-3)
         tile = SimpleNamespace(request=request, first_row=256, head=2)
         score = SimpleNamespace(slope=lambda head: 0.1 * head)
@@ -301,6 +301,5 @@ class TestRowResults:
         flat = RowResults.create(tile, 9, score, 64, a, g._replace(lse_request=0, lse_rows=1260))
         assert number(flat.lse_rows.count) == 4
         assert number(found.lse_rows.natural) == 1
-        assert found.sink[:2] == (77, 2)
-        assert number(found.sink[2]) == -math.inf
+        assert found.sink == (77, 2)
         assert (found.slope, found.first_position) == (0.2, 253)

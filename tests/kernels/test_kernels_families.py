@@ -28,6 +28,7 @@ def test_what_is_compiled_ahead_belongs_to_the_family(family: Family, arch: str)
 
 
 def test_architectures_are_those_of_the_support_matrix() -> None:
+    assert architectures(Family.APPEND) == support.ARCHS
     entries = {Family.PREFILL: support.CONTEXT, Family.DECODE: support.XQA, Family.MLA: support.MLA}
     for family, entry in entries.items():
         assert architectures(family) == support.ENTRIES[entry].feature("16bit").archs
@@ -37,7 +38,8 @@ def test_architectures_are_those_of_the_support_matrix() -> None:
 def test_an_architecture_without_kernels_is_refused(family: Family) -> None:
     of = problem(family=family, scratch=None if family is Family.PREFILL else empty(1, dtype=torch.uint8))
     message = refuse(of, "sm_80")
-    assert message is not None and message.endswith(f"kernel for sm_80; supported: {', '.join(architectures(family))}")
+    assert message is not None
+    assert message.endswith(f"kernel for sm_80; supported: {', '.join(architectures(family))}")
     assert list(shipped_configs("sm_80", family)) == []
 
 
@@ -55,4 +57,5 @@ def test_decode_needs_scratch() -> None:
 def test_a_config_is_built_by_its_family() -> None:
     config = next(iter(shipped_configs("sm_90a", Family.MLA)))
     kernel, arguments = build(config)
-    assert callable(kernel) and arguments
+    assert callable(kernel)
+    assert arguments

@@ -117,7 +117,7 @@ def test_refusals() -> None:
         assert f"{dims[0]}/{dims[1]} have no MLA kernel on sm_90a; supported: 576/512, 320/256" in refusal(
             problem(dims)
         )
-    for page_size in (3, 24, 2 * MAX_PAGE_SIZE):
+    for page_size in (MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE):
         assert f"page size {page_size} has no kernel" in refusal(problem(page_size=page_size))
     assert "mask full has no MLA decode kernel" in refusal(problem(mask=Mask(MaskKind.FULL)))
     assert "no MLA decode kernel with statistics" in refusal(problem(statistics=empty(60, 16, 2, dtype=torch.float32)))

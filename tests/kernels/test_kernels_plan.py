@@ -108,7 +108,7 @@ class TestGeometry:
         dim_qk, dim_v = dims
         assert (g.tokens, g.heads, g.kv_heads, g.batch) == (600, 4, 2, 3)
         assert (g.q_token, g.q_head, g.o_token, g.o_head) == (4 * dim_qk, dim_qk, 4 * dim_v, dim_v)
-        assert (g.k_pages, g.k_rows, g.page_shift) == (5, 16, 4)
+        assert (g.k_pages, g.k_rows, g.page_divisor) == (5, 16, 4)
         assert (g.k_page, g.k_head, g.k_row) == (2 * 16 * dim_qk, 16 * dim_qk, dim_qk)
         assert (g.v_pages, g.v_rows) == (5, 16)
         assert (g.v_page, g.v_head, g.v_row) == (2 * 16 * dim_v, 16 * dim_v, dim_v)
@@ -184,8 +184,8 @@ COUNTERS = SimpleNamespace(reserve=lambda: None, address=lambda: 77, bytes=8)
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What compiled kernels are called with."""
     recorded: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(plan, "_bind", lambda config, device: lambda *arguments: recorded.append(arguments))
-    monkeypatch.setattr(plan.support, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: recorded.append(arguments))
+    monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_90a")
     monkeypatch.setattr(plan, "tickets", lambda device, ints: COUNTERS)
     return recorded
 
@@ -224,6 +224,20 @@ class TestLaunch:
         _, arguments = build(resolve(everything()[0], "sm_90a"))
         assert len(arguments) == len(self.PARAMETERS)
         assert [type(argument) for argument in arguments[1:3]] == [Addresses, Geometry]
+
+    def test_kernels_of_one_architecture_compiled_for_another(
+        self, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        problem = paged(*cache("tuple-HND", 16, (128, 128)))
+        own = Plan(problem).config
+        assert own == resolve(problem, "sm_90a")
+        monkeypatch.setattr(plan.support, "ALSO_RUN_ON", {"sm_90a": ("sm_100a",)})
+        monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_100a")
+        monkeypatch.setenv("HOPWELL_KERNELS", "sm_90a")
+        moved = Plan(problem).config
+        assert (moved.arch, moved.target) == ("sm_90a", "sm_100a")
+        assert moved == replace(own, compiled_for="sm_100a")
+        assert moved.name != own.name
 
     @pytest.mark.parametrize("changes", [dict(batch=0), dict(max_q_len=0), dict(query=empty(0, 4, 128))], ids=str)
     def test_nothing_to_do_is_not_launched(self, changes: dict[str, Any], calls: list[tuple[Any, ...]]) -> None:

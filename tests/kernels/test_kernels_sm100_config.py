@@ -97,8 +97,8 @@ class TestResolve:
         narrow = cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn)
         with pytest.raises(NotImplementedError, match=f"dtype torch.float8_e4m3fn has no kernel on {arch}"):
             resolve(paged(*narrow), arch)
-        with pytest.raises(NotImplementedError, match=f"page size 24 has no kernel on {arch}"):
-            resolve(paged(*cache("tuple-HND", 24, (128, 128))), arch)
+        with pytest.raises(NotImplementedError, match=f"page size 2048 has no kernel on {arch}"):
+            resolve(paged(*cache("tuple-HND", 2048, (128, 128))), arch)
 
 
 class TestKvFetch:

@@ -296,6 +296,15 @@ class TestScores:
             largest = number(found.largest_logit(got, found.shift(0.0, Int32(5))))
             assert largest == pytest.approx(want, rel=1e-4, abs=1e-5 * cap)
 
+    @pytest.mark.parametrize("place", [1e-9, 0.01, 0.0624, 0.1249, 0.1251, 1.0, 20.0])
+    def test_a_large_soft_cap_keeps_small_logits(self, place: float) -> None:
+        """The series is as good as float32 up to where the exponential takes over."""
+        found, cap = score_map(ScoreKind.WIDE_SOFT_CAP, cap=2.0**40), 2.0**40
+        fragment = Fragment([[4.0 * place * cap, -4.0 * place * cap]])
+        found.apply(fragment, 0.0, 64, (100,))
+        for got, sign in zip(fragment.values[0], (1, -1), strict=True):
+            assert got == pytest.approx(sign * math.tanh(place), rel=2.0**-22)
+
     @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 20, 64, 71])
     def test_alibi_slopes(self, heads: int) -> None:
         found = score_map(ScoreKind.ALIBI, heads=heads)
@@ -320,7 +329,9 @@ class TestScores:
             assert fragment.values[r][c] == pytest.approx(want - slope * position)
 
     def test_there_are_no_other_kinds(self) -> None:
-        assert {kind.name for kind in ScoreKind} == {"SCALED", "SOFT_CAP", "ALIBI"}, "each is tested above"
+        assert {kind.name for kind in ScoreKind} == {"SCALED", "SOFT_CAP", "WIDE_SOFT_CAP", "ALIBI"}, (
+            "each is tested above"
+        )
 
 
 class TestSkipRule:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from entry_calls import repeated
 from mla_batches import MlaBatch, listing
-from mla_cases import ARCH, BOTH_ROWS, FEW
+from mla_cases import ARCH, BOTH_ROWS, FEW, MANY
 
 import hopwell
 from hopwell.kernels.mla_config import resolve_mla
@@ -51,6 +51,23 @@ def arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[st
 
 def mla(data: MlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
     return repeated(hopwell.trtllm_batch_decode_with_kv_cache_mla, data, arguments(data, problem, **more))
+
+
+@pytest.mark.parametrize(("page_size", "heads", "top_k"), [(5, FEW, 0), (24, MANY, 0), (5, FEW, TOP_K)])
+def test_pages_of_any_size(page_size: int, heads: int, top_k: int, device: str) -> None:
+    data = batch(device, 1, top_k, heads=heads)
+    assert torch.equal(mla(data, data.decode(page_size)), mla(data, data.decode(64)))
+
+
+@KINDS
+@BOTH_ROWS
+def test_index_types(heads: int, top_k: int, device: str) -> None:
+    """64-bit lengths, page ids and lists give the bits of 32-bit ones."""
+    data = batch(device, 2, top_k, heads=heads)
+    problem = data.decode(64)
+    given = arguments(data, problem)
+    wide = {name: given[name].long() for name in ("block_tables", "seq_lens")}
+    assert torch.equal(mla(data, problem), mla(data, problem, **wide))
 
 
 @KINDS

@@ -15,7 +15,7 @@ from cutlass.cute.runtime import load_module, make_fake_stream, make_fake_tensor
 
 from hopwell import emulator
 from hopwell.emulator.host.compile import compile_function
-from hopwell.kernels.support import arch_of
+from hopwell.kernels.support import target_of
 
 THREADS = 128
 NAPS, NAP_NS = 100, 10_000  # 1 ms: much longer than a launch, and than a small kernel behind it
@@ -51,7 +51,7 @@ def copy_function(late: bool, device: str, folder: Path) -> Callable[[torch.Tens
     """The kernel as a function of two contiguous tensors, on the current stream; compiled into ``folder``."""
     words = [make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(1,), assumed_align=4) for _ in range(2)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
-    compile_function(Copy(late), *words, stream, arch=arch_of(torch.device(device)), folder=folder)
+    compile_function(Copy(late), *words, stream, arch=target_of(torch.device(device)), folder=folder)
     built, ptx = folder / "entry.o", folder / "entry.ptx"
     if device == "cuda":
         function = load_module(str(built), enable_tvm_ffi=True)["entry"]

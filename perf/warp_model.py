@@ -1,0 +1,188 @@
+"""A performance model of kernels that multiply with mma.sync on sm_120: what published rates allow a compiled loop.
+
+No such card was at hand, and nothing here was measured on one. A step of the loop takes as long as the busiest unit of
+a multiprocessor. Assumptions:
+
+* Enough warps are resident that latencies, and waits for each other, are hidden; so the model says what is possible.
+* Every warp that multiplies runs the loop once a step; the warp that loads costs nothing.
+* The units are those of the CUDA programming guide, at the rates of compute capability 12.0, and run side by side.
+* ldmatrix, loads, stores and what TMA writes share one port of shared memory, without bank conflicts.
+* Rates of products follow from the published TFLOP/s at the boost clock, which does not fall under load. GeForce halves
+  products of 16 and 8 bits that accumulate in float32, and does not halve block-scaled ones.
+* What a step loads comes from memory if ``streams``, as in decode; otherwise from the L2 cache, which is not modelled.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hopwell.kernels.hardware import LANES
+from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, sass_results
+from hopwell.perf.loops import innermost
+from hopwell.perf.model import ISSUE, MMA, SHARED, Step
+from hopwell.perf.sass import Sass, disassemble, sass_loops
+
+MEMORY = "memory"
+PLAIN_16, PLAIN_8, SCALED_8, SCALED_4 = "16-bit", "8-bit", "block-scaled 8-bit", "block-scaled 4-bit"
+SHARED_BYTES = 128  # a cycle
+LANE_RATES = {MUFU: 16, FMA: 128, ALU: 64, CONVERSION: 64}  # a cycle
+ISSUE_RATE = 4  # instructions a cycle
+
+_PRODUCT = re.compile(r"(?P<kind>[HQO]MMA)(?P<scaled>\.SF)?\.168(?P<depth>\d+)")
+_SHARED_ACCESS = re.compile(r"(?P<op>LDSM|STSM|LDS|STS)\b(?P<rest>\S*)")
+_MATRICES = re.compile(r"\.MT?(?P<shape>88|816|1616)(?:\.(?P<count>\d))?")
+_ROWS = {"88": 8, "816": 8, "1616": 16}  # of 16 bytes, by the matrix's shape
+_FULL, _HALVED = {PLAIN_16: 1024, PLAIN_8: 2048}, {PLAIN_16: 512, PLAIN_8: 1024}
+_SCALED = {SCALED_8: 2048, SCALED_4: 4096}
+
+
+@dataclass(frozen=True)
+class Card:
+    """A card and its rates. ``products`` are FLOP a cycle and multiprocessor, by kind."""
+
+    name: str
+    sms: int
+    clock: float  # Hz
+    memory_bytes: float  # a second
+    products: Mapping[str, int]
+    source: str
+
+
+CARDS = (
+    Card(
+        "RTX PRO 6000", 188, 2.617e9, 1792e9, _FULL | _SCALED,
+        "data sheet: 1792 GB/s; 504, 1008 and 2015 TFLOP/s of 16, 8 and 4 bits without sparsity",
+    ),
+    Card(
+        "RTX 5090", 170, 2.407e9, 1792e9, _HALVED | _SCALED,
+        "data sheet: 1792 GB/s; 209.5 and 419 TFLOP/s of 16 and 8 bits accumulated in float32, 1676 of 4 bits; that "
+        "block-scaled 8-bit products are twice as fast as plain ones: published microbenchmarks",
+    ),
+    Card(
+        "DGX Spark", 48, 2.5e9, 273e9, _FULL | _SCALED,
+        "data sheet: 273 GB/s; 1000 TFLOP/s of 4 bits with sparsity. Assumption: not halved, because 95 TFLOP/s of 16 "
+        "bits have been published, more than half of the rate",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LoopWork:
+    """What a warp asks for in a step."""
+
+    flop: Mapping[str, int]  # by kind of product
+    results: Mapping[str, float]  # of a lane, by unit
+    shared_bytes: int
+    instructions: int
+
+
+def product_of(one: Sass) -> tuple[str, int] | None:
+    """The kind and the FLOP of a matrix instruction."""
+    found = _PRODUCT.match(one.op)
+    if found is None:
+        return None
+    plain = {"HMMA": PLAIN_16, "QMMA": PLAIN_8}
+    scaled = {"QMMA": SCALED_8, "OMMA": SCALED_4}
+    kind = (scaled if found["scaled"] else plain)[found["kind"]]
+    return kind, 2 * 16 * 8 * int(found["depth"])
+
+
+def shared_bytes_of(one: Sass) -> int:
+    """Bytes of shared memory that an instruction of a warp reads or writes."""
+    found = _SHARED_ACCESS.match(one.op)
+    if found is None:
+        return 0
+    matrices = _MATRICES.search(found["rest"])
+    if matrices:
+        return _ROWS[matrices["shape"]] * 16 * int(matrices["count"] or 1)
+    width = re.search(r"\.(64|128|U8|S8|U16|S16)\b", found["rest"])
+    bits = int(width[1].lstrip("US")) if width else 32
+    return LANES * bits // 8
+
+
+def loop_work(code: Sequence[Sass]) -> LoopWork:
+    """The steady-state loop: of those that multiply, the one that compares and selects least for what it multiplies.
+
+    Raises:
+        ValueError: no loop multiplies.
+    """
+    loops = innermost(sass_loops(code), lambda loop: any(product_of(code[i]) for i in loop.path))
+    if not loops:
+        raise ValueError("no loop of the kernel has a matrix instruction of one warp (HMMA, QMMA, OMMA)")
+
+    def masking(path: Sequence[int]) -> float:
+        compares = sum(code[i].root in ("FSEL", "ISETP") for i in path)
+        return compares / sum(product_of(code[i]) is not None for i in path)
+
+    instructions = [code[i] for i in min((loop.path for loop in loops), key=masking)]
+    flop: Counter[str] = Counter()
+    for kind, amount in filter(None, map(product_of, instructions)):
+        flop[kind] += amount
+    return LoopWork(flop, sass_results(instructions), sum(map(shared_bytes_of, instructions)), len(instructions))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How the loop is run: ``warps`` that multiply on a multiprocessor, of all its CTAs, and the bytes of K and V that
+    their steps load together."""
+
+    warps: int
+    loaded_bytes: int
+    streams: bool = False
+
+
+@dataclass(frozen=True)
+class Prediction:
+    card: Card
+    step: Step
+
+    @property
+    def product_share(self) -> float:
+        """Of the card's rate of these products."""
+        return self.step.units[MMA] / self.step.cycles
+
+    @property
+    def memory_share(self) -> float:
+        """Of the card's bandwidth."""
+        return self.step.units[MEMORY] / self.step.cycles
+
+
+def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
+    """Cycles of a multiprocessor for a step, by unit."""
+    bytes_a_cycle = card.memory_bytes / card.clock / card.sms
+    units = {
+        MMA: shape.warps * sum(amount / card.products[kind] for kind, amount in does.flop.items()),
+        SHARED: (shape.warps * does.shared_bytes + shape.loaded_bytes) / SHARED_BYTES,
+        ISSUE: shape.warps * does.instructions / ISSUE_RATE,
+        MEMORY: shape.loaded_bytes / bytes_a_cycle if shape.streams else 0.0,
+    }
+    units |= {unit: shape.warps * LANES * does.results.get(unit, 0) / rate for unit, rate in LANE_RATES.items()}
+    return Prediction(card, Step(units))
+
+
+def report(cubin: Path, shape: Shape) -> str:
+    """A row for each card, in Markdown."""
+    does = loop_work(disassemble(cubin))
+    found = [predict(does, shape, card) for card in CARDS]
+    units = list(found[0].step.units)
+    rows = [
+        [
+            one.card.name,
+            one.step.limiter,
+            f"{one.product_share:.0%}",
+            f"{one.memory_share:.0%}" if shape.streams else "-",
+            *(f"{one.step.units[unit]:.0f}" for unit in units),
+        ]
+        for one in found
+    ]
+    table = tabulate(
+        rows, ["card", "limited by", "of mma.sync", "of memory", *units], tablefmt="github", disable_numparse=True
+    )
+    sources = "\n".join(f"- {card.name}: {card.sms} SMs, {card.clock / 1e9:.3f} GHz; {card.source}" for card in CARDS)
+    return f"{(__doc__ or '').strip()}\n\nCycles of a multiprocessor a step, by unit:\n\n{table}\n\n{sources}\n"

@@ -1,0 +1,115 @@
+"""The model of kernels of mma.sync: what it reads from machine code, and the arithmetic of its steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from hopwell.perf import __main__ as command
+from hopwell.perf import warp_model
+from hopwell.perf.kernel_work import ALU, MUFU
+from hopwell.perf.model import ISSUE, MMA, SHARED
+from hopwell.perf.sass import Sass
+from hopwell.perf.warp_model import (
+    CARDS,
+    MEMORY,
+    PLAIN_8,
+    PLAIN_16,
+    SCALED_4,
+    SCALED_8,
+    LoopWork,
+    Shape,
+    loop_work,
+    predict,
+    product_of,
+    shared_bytes_of,
+)
+
+PRO, GEFORCE, SPARK = CARDS
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "depth"),
+    [
+        ("HMMA.16816.F32.BF16 R20, R4, R2, R20", PLAIN_16, 16),
+        ("QMMA.16832.F32.E4M3.E4M3 R12, R8, R6, R12", PLAIN_8, 32),
+        ("QMMA.SF.16832.F32.E4M3.E4M3.E8 R20, R4, R12, R20, R0, R8, URZ", SCALED_8, 32),
+        ("OMMA.SF.16864.F32.E2M1.E2M1.UE4M3.4X R20, R4, R8, R20, R0, R11, URZ", SCALED_4, 64),
+    ],
+)
+def test_products(text: str, kind: str, depth: int) -> None:
+    assert product_of(Sass(text, 0)) == (kind, 2 * 16 * 8 * depth)
+    assert product_of(Sass("FFMA R1, R2, R3, R4", 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("LDSM.16.M88 R0, [R17]", 128),
+        ("LDSM.16.MT88.2 R12, [R17+0x200]", 256),
+        ("LDSM.8.MT1616.2 R8, [R17+0x400]", 512),
+        ("LDSM.U4x16P64TO8.MT1616 R2, [R17]", 256),
+        ("LDSM.U4x16P64TO8.M816.4 R12, [R17]", 512),
+        ("STSM.16.MT88.4 [R17], R12", 512),
+        ("LDS R1, [R2]", 128),
+        ("LDS.128 R4, [R2]", 512),
+        ("STS.U16 [R2], R4", 64),
+        ("LDSM_LIKE R1", 0),
+        ("LDG.E.128 R4, [R2]", 0),
+    ],
+)
+def test_bytes_of_shared_memory(text: str, size: int) -> None:
+    assert shared_bytes_of(Sass(text, 0)) == size
+
+
+def loop(*texts: str, first: int = 0) -> list[Sass]:
+    return [*(Sass(text, 0) for text in texts), Sass("@P0 BRA `(.L_x)", 0, first)]
+
+
+def test_the_loop_that_masks_least_is_read() -> None:
+    masked = loop("HMMA.16816.F32 R0, R4, R2, R0", "ISETP.GE R1", "FSEL R1")
+    plain = loop("LDSM.16.M88.4 R4, [R9]", "HMMA.16816.F32 R0, R4, R2, R0", "MUFU.EX2 R1, R2", first=len(masked))
+    found = loop_work([*masked, *plain, Sass("EXIT", 0)])
+    assert found == LoopWork({PLAIN_16: 4096}, {MUFU: 1}, 512, 4)
+    with pytest.raises(ValueError, match="no loop"):
+        loop_work(loop("MUFU.EX2 R1, R2"))
+
+
+def test_units_of_a_step() -> None:
+    """Eight warps: products of 64 x 4096 FLOP, 32 exponentials of a lane and so on."""
+    does = LoopWork({PLAIN_16: 64 * 4096}, {MUFU: 32, ALU: 64}, 64 * 512, 400)
+    units = predict(does, Shape(8, 32768), PRO).step.units
+    assert units[MMA] == 8 * 64 * 4096 / 1024
+    assert units[SHARED] == (8 * 64 * 512 + 32768) / 128
+    assert (units[MUFU], units[ALU], units[ISSUE], units[MEMORY]) == (512, 256, 800, 0)
+    geforce = predict(does, Shape(8, 32768), GEFORCE)
+    assert geforce.step.units[MMA] == 2 * units[MMA]
+    assert (geforce.step.limiter, geforce.product_share) == (MMA, 1)
+
+
+def test_block_scaled_products_are_not_halved_on_geforce() -> None:
+    plain, scaled = (LoopWork({kind: 8192}, {}, 0, 1) for kind in (PLAIN_8, SCALED_8))
+    assert predict(plain, Shape(1, 0), GEFORCE).step.units[MMA] == 8
+    assert [predict(scaled, Shape(1, 0), card).step.units[MMA] for card in CARDS] == [4, 4, 4]
+
+
+def test_streams_are_limited_by_memory() -> None:
+    found = predict(LoopWork({PLAIN_16: 4096}, {}, 0, 100), Shape(4, 65536, streams=True), SPARK)
+    assert (found.step.limiter, found.memory_share) == (MEMORY, 1)
+    assert found.step.cycles == pytest.approx(65536 * 48 * 2.5e9 / 273e9)
+
+
+def test_rates_are_the_published_ones() -> None:
+    for card, kind, published in ((PRO, PLAIN_16, 504), (PRO, SCALED_4, 2015), (GEFORCE, PLAIN_8, 419)):
+        assert card.sms * card.clock * card.products[kind] == pytest.approx(published * 1e12, rel=2e-3)
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    code = loop("HMMA.16816.F32 R0, R4, R2, R0", "LDSM.16.M88.4 R4, [R9]")
+    monkeypatch.setattr(warp_model, "disassemble", lambda cubin: code)
+    done = CliRunner().invoke(command.app, ["warp-model", str(Path("k.cubin")), "--warps", "8", "--loaded-bytes", "0"])
+    assert done.exit_code == 0, done.output
+    for card in CARDS:
+        assert f"| {card.name}" in done.output

@@ -1,0 +1,262 @@
+"""Prefill with queries, keys and values in e4m3, against float64 on the same values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import reference
+import torch
+from batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
+from entry_calls import context, cudnn, fmha_v2
+
+from hopwell.kernels import execute
+from hopwell.kernels.families import resolve
+from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, Score, ScoreKind
+
+FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+# A weight rounded to e4m3 is off by half a unit in the last of four bits, or, where it is below 2^-14 of its tile's
+# largest, by half of the smallest step.
+WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
+# The tensor cores add products of 8-bit elements with 13 to 14 bits of mantissa, so logits err by so much.
+LOGIT_ERROR = 2.0**-9
+# (head dims, page size, mask, output): boxes of every size and rows, head dims that fill no block, several parts of V.
+CASES = [
+    ((128, 128), None, CAUSAL, BF16),
+    ((128, 128), 16, CAUSAL, FP8),
+    ((128, 128), 64, window(70), FP16),
+    ((64, 64), 32, CAUSAL, FP8),
+    ((64, 64), 4, FULL, BF16),
+    ((192, 128), 16, CAUSAL, BF16),
+    ((192, 192), 32, CAUSAL, FP16),
+    ((256, 256), 64, CAUSAL, FP8),
+    ((80, 80), 16, chunked(64), BF16),
+    ((32, 32), 8, CAUSAL, FP8),
+]
+EMULATED = [CASES[0], CASES[3], CASES[7], CASES[8]]
+
+
+class ByteBatch(Batch):
+    """A batch of values that e4m3 has, in 16 bits for the reference."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.q = self.q.to(FP8).to(self.dtype)
+        for tensors in (self.k, self.v):
+            tensors[:] = [values.to(FP8).to(self.dtype) for values in tensors]
+
+    def in_bytes(self, page_size: int | None, mask: Mask, out: torch.dtype, **changes: Any) -> AttentionProblem:
+        """The batch as a problem in e4m3, with an output full of NaN."""
+        wide = self.problem(page_size, mask, **changes)
+        assert wide.out is not None
+        narrow = {name: getattr(wide, name).to(FP8) for name in ("query", "key", "value")}
+        return replace(wide, out=wide.out.to(out), **narrow)
+
+    def check_bytes(
+        self,
+        out: torch.Tensor,
+        mask: Mask,
+        *,
+        factor: float = 1.0,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        score: Score = reference.PLAIN,
+    ) -> None:
+        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it."""
+        unit = torch.finfo(out.dtype).eps / 2
+        begins = starts(self.q_lens)
+        for (q, k, v, seen), begin in zip(self.requests(mask), begins, strict=False):
+            options = dict(scale=self.scale if scale is None else scale, seen=seen, sinks=sinks, score=score)
+            exact = reference.attention(q, k, v, **options)[0] * factor
+            sizes = reference.attention(q, k, v.abs(), **options)[0] * factor
+            largest = v.double().abs().sum(0).max() * factor if v.numel() else 0.0
+            got = out[begin : begin + q.shape[0]].double()
+            allowed = (WEIGHT_ERROR + LOGIT_ERROR) * sizes + SMALLEST_WEIGHT * largest
+            allowed = allowed + unit * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
+            assert ((got - exact).abs() <= allowed).all(), f"off by {((got - exact).abs() / allowed).max():.2f} of it"
+            # Each weight errs on its own, so all together are far better than that.
+            if exact.numel():
+                assert (got - exact).norm() <= (0.03 + unit) * exact.norm()
+
+
+def batch(dims: tuple[int, int], device: str, **changes: Any) -> ByteBatch:
+    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4]) | changes
+    return ByteBatch(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], device=device, **lengths)
+
+
+def check(dims: tuple[int, int], page_size: int | None, mask: Mask, out_dtype: torch.dtype, device: str) -> None:
+    data = batch(dims, device)
+    problem = data.in_bytes(page_size, mask, out_dtype, lse=data.ragged_lse())
+    data.check_bytes(execute(problem), mask)
+    assert problem.lse is not None
+    want = data.expected(mask).lse
+    finite = want.isfinite()
+    assert torch.equal(problem.lse.tensor.isfinite(), finite)
+    assert ((problem.lse.tensor.double() - want)[finite].abs() <= LOGIT_ERROR).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_within_the_error_of_weights(case: tuple) -> None:
+    check(*case, device="cuda")
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_within_the_error_of_weights_emulated(case: tuple) -> None:
+    from hopwell import emulator
+
+    with emulator.use("sm_90a", race=True, proxy=True, strict=True, schedule="random", seed=3):
+        check(*case, device="cpu")
+
+
+def test_tails_keep_their_weight(device: str) -> None:
+    """A key of 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other tiles,
+    to four bits. Relative to the largest weight of all, e4m3 would round every one of them to 0."""
+    data = batch((64, 64), device, q_lens=[3], kv_lens=[515])
+    data.q[:] = 0.0
+    data.q[..., 0] = 1.0
+    data.k[0][:] = 0.0
+    data.k[0][100, :, 0] = 1.0
+    data.v[0][:] = 1.0
+    data.v[0][:128] = 0.0
+    out = execute(data.in_bytes(None, FULL, BF16, softmax_scale=20 * LN_2)).double()
+    exact = (515 - 128) * 2.0**-20 / (1 + 514 * 2.0**-20)
+    assert ((out - exact).abs() <= exact * 2.0**-7).all()
+
+
+def test_large_logits_and_equal_keys(device: str) -> None:
+    """Large logits choose a few keys; equal keys give the mean of visible values, which shows each key's place."""
+    data = batch((128, 128), device, q_lens=[70], kv_lens=[130], magnitude=4.0)
+    data.check_bytes(execute(data.in_bytes(16, CAUSAL, BF16)), CAUSAL)
+    data.k[0][:] = 1.0
+    data.v[0][:] = 0.0
+    data.v[0][torch.arange(128), :, torch.arange(128)] = 1.0  # key i has its value in column i
+    out = execute(data.in_bytes(16, CAUSAL, BF16)).double()
+    position = torch.arange(70, device=device) + 60
+    seen = (torch.arange(128, device=device)[None] <= position[:, None]).double()
+    assert ((out - (seen / (position[:, None] + 1))[:, None]).abs() <= 2.0**-8 / 60).all()
+
+
+def test_places_of_pages_and_requests_change_no_bit(device: str) -> None:
+    data = batch((128, 128), device)
+    problem = data.in_bytes(16, CAUSAL, FP8)
+    out = execute(problem)
+    key, value, table = data.pages(16, order=5)
+    moved = replace(problem, key=key.to(FP8), value=value.to(FP8), page_table=PageTable(table, table))
+    assert torch.equal(execute(replace(moved, out=torch.zeros_like(out))), out)
+    for index, begin in enumerate(starts(data.q_lens)[:-1]):
+        one = ByteBatch.request(data, index)
+        alone = execute(ByteBatch.in_bytes(one, 16, CAUSAL, FP8)) if data.q_lens[index] else out[:0]
+        assert torch.equal(alone, out[begin : begin + data.q_lens[index]])
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
+@pytest.mark.parametrize("out_dtype", [BF16, FP8], ids=["bf16", "fp8"])
+def test_context_entry(device: str, few: bool, out_dtype: torch.dtype) -> None:
+    """Scales, sinks, skip-softmax that leaves nothing out, forms of the cache; heads share tiles of few queries."""
+    changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
+    data = batch((128, 128), device, **changes)
+    key, value, table = data.pages(16)
+    pair = (key.to(FP8), value.to(FP8))
+    stacked = torch.stack([cache.view(torch.uint8) for cache in pair], 1).view(FP8)
+    sinks = torch.linspace(-2.0, 2.0, data.heads, device=device)
+    wide, data.q = data.q, data.q.to(FP8)
+    options = dict(sinks=sinks, out_dtype=out_dtype, bmm1_scale=0.07, bmm2_scale=0.5)
+    out = context(data, pair, table, **options)
+    assert out.dtype == out_dtype
+    assert torch.equal(out, context(data, stacked, table, **options))
+    assert torch.equal(out, context(data, pair, table, skip_softmax_threshold_scale_factor=1e-30, **options))
+    scales = {name: torch.tensor(options[name], device=device) for name in ("bmm1_scale", "bmm2_scale")}
+    assert torch.equal(out, context(data, pair, table, **options | scales))
+    data.q = wide
+    data.check_bytes(out, CAUSAL, factor=0.5, scale=0.07, sinks=sinks)
+
+
+def test_output_saturates(device: str) -> None:
+    data = batch((64, 64), device, q_lens=[3], kv_lens=[20])
+    key, value, table = data.pages(4)
+    data.q = data.q.to(FP8)
+    out = context(data, (key.to(FP8), value.to(FP8)), table, bmm2_scale=1e4).float()
+    assert not out.isnan().any()
+    assert out.abs().max() == torch.finfo(FP8).max
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(logits_soft_cap_scale=5.0, sinks=True),
+        dict(pos_encoding_mode="ALIBI"),
+        dict(window_left=33, save_softmax_stats=True),
+        dict(chunked_attention_size=64),
+    ],
+    ids=["soft_cap", "alibi", "window", "chunked"],
+)
+def test_fmha_v2_entry(device: str, options: dict[str, Any]) -> None:
+    data = batch((64, 64), device, q_lens=[70, 5], kv_lens=[130, 5])
+    key, value, _ = data.ragged()
+    wide, data.q = data.q, data.q.to(FP8)
+    sinks = torch.linspace(-2.0, 2.0, data.heads, device=device) if "sinks" in options else None
+    mask = CAUSAL
+    if "window_left" in options:
+        mask = window(options["window_left"])
+    if "chunked_attention_size" in options:
+        mask = chunked(options["chunked_attention_size"])
+    score = reference.PLAIN
+    if "pos_encoding_mode" in options:
+        score = Score(ScoreKind.ALIBI)
+    if "logits_soft_cap_scale" in options:
+        score = Score(ScoreKind.SOFT_CAP, options["logits_soft_cap_scale"])
+    result = fmha_v2(
+        data, (data.q, key.to(FP8), value.to(FP8)), "SEPARATE_Q_K_V", out_dtype=BF16, **options | dict(sinks=sinks)
+    )
+    out, statistics = result if "save_softmax_stats" in options else (result, None)
+    data.q = wide
+    data.check_bytes(out, mask, sinks=sinks, score=score)
+    if statistics is not None:
+        want = data.expected_statistics(mask)
+        assert torch.allclose(statistics.double(), want, rtol=LOGIT_ERROR, atol=LOGIT_ERROR)
+
+
+def test_fmha_v2_layouts_give_the_same_bits(device: str) -> None:
+    """Packed QKV, contiguous Q and KV, and separate tensors; an e4m3 output unless asked otherwise."""
+    data = ByteBatch([70, 5], [70, 5], heads=2, kv_heads=2, head_dim=64, device=device)
+    key, value, _ = data.ragged()
+    data.q, key, value = (tensor.to(FP8).view(torch.uint8) for tensor in (data.q, key, value))
+    packed, contiguous = torch.stack((data.q, key, value), 1).view(FP8), torch.stack((key, value), 1).view(FP8)
+    data.q, key, value = (tensor.view(FP8) for tensor in (data.q, key, value))
+    out = fmha_v2(data, (data.q, key, value), "SEPARATE_Q_K_V")
+    assert out.dtype == FP8
+    assert torch.equal(out, fmha_v2(data, packed, "PACKED_QKV"))
+    assert torch.equal(out, fmha_v2(data, (data.q, contiguous), "CONTIGUOUS_Q_KV"))
+
+
+def test_cudnn_entry(device: str) -> None:
+    """The scales of q, k and v, each by itself, and an output of 16 bits."""
+    data = batch((128, 128), device)
+    key, value, table = data.pages(16)
+    wide, data.q = data.q, data.q.to(FP8)
+    scales = dict(q_scale=1.5, k_scale=0.25, v_scale=3.0)
+    tensors = {name: torch.tensor([scale], device=device) for name, scale in scales.items()}
+    out, lse = cudnn(data, key.to(FP8), value.to(FP8), block_tables=table, o_data_type=BF16, lse_base="ln", **tensors)
+    data.q = wide
+    data.check_bytes(out, CAUSAL, factor=3.0, scale=data.scale * 0.375)
+    want = data.expected(CAUSAL, scale=data.scale * 0.375).lse
+    begins = starts(data.q_lens)
+    for index, begin in enumerate(begins[:-1]):
+        rows = want[begin : begins[index + 1]]
+        assert torch.allclose(lse[index, : rows.shape[0]].double(), rows, atol=LOGIT_ERROR)
+
+
+def test_what_has_no_kernel_is_named() -> None:
+    data = batch((512, 512), "cpu")
+    with pytest.raises(NotImplementedError, match=r"512/512 .*float8_e4m3fn operands; supported: 64/64"):
+        resolve(data.in_bytes(16, CAUSAL, BF16), "sm_90a")
+    data = batch((128, 128), "cpu")
+    with pytest.raises(NotImplementedError, match=r"query dtype .*float8_e4m3fn has no kernel on sm_100a"):
+        resolve(data.in_bytes(16, CAUSAL, BF16), "sm_100a")
+    wide = replace(data.problem(16), out=torch.zeros(data.tokens, 4, 128).to(FP8))
+    with pytest.raises(NotImplementedError, match=r"output dtype .*float8_e4m3fn has no kernel"):
+        resolve(wide, "sm_90a")
