@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hopwell.emulator.decode import sync
-from hopwell.emulator.host.runtime import ATTRIBUTES
-from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, of_capability
-
-SHARED_PER_CTA, SHARED_PER_SM = 97, 81  # cudaDeviceAttr
+from hopwell.emulator.options import LIMITS
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, Architecture, of_capability
 
 
-def test_the_emulated_device_is_a_hopper() -> None:
-    hopper = ARCHITECTURES["sm_90a"]
-    assert ATTRIBUTES[SHARED_PER_CTA] == hopper.shared_bytes == hopper.shared_bytes_of(1)
-    assert ATTRIBUTES[SHARED_PER_SM] == hopper.shared_bytes + hopper.reserved_bytes
+@pytest.mark.parametrize("arch", ARCHITECTURES.values(), ids=lambda arch: arch.name)
+def test_the_emulated_device_has_the_same(arch: Architecture) -> None:
+    limits = LIMITS[arch.name]
+    assert limits.cta_shared_bytes == arch.shared_bytes == arch.shared_bytes_of(1)
+    assert limits.shared_bytes == arch.shared_bytes + arch.reserved_bytes
     assert sync.REGISTERS == REGISTERS
 
 
