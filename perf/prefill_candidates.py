@@ -53,7 +53,7 @@ def _fmha_v2(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, 
 
 
 def _cudnn(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *pages: torch.Tensor, table: Any) -> Call:
-    """The same of cuDNN's entry, whose offsets count elements."""
+    """The candidate of cuDNN's entry, whose offsets count elements."""
     work = t.work
     offsets = {
         f"batch_offsets_{name}": t.q_starts * (work.heads * dim)

@@ -144,12 +144,12 @@ class Prediction:
 
     @property
     def product_share(self) -> float:
-        """Of the card's rate of these products."""
+        """The share of the card's rate of these products that is reached."""
         return self.step.units[MMA] / self.step.cycles
 
     @property
     def memory_share(self) -> float:
-        """Of the card's bandwidth."""
+        """The share of the card's bandwidth that is reached."""
         return self.step.units[MEMORY] / self.step.cycles
 
 

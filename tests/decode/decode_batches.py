@@ -66,7 +66,7 @@ class DecodeBatch(Batch):
 
     @property
     def scale(self) -> float:
-        """Of logits that are as large as with other caches."""
+        """The softmax scale that makes logits as large as with other caches."""
         return super().scale / (INT8_UNIT if self.kv_dtype is torch.int8 else 1)
 
     def _pool(self, *arguments: Any) -> torch.Tensor:

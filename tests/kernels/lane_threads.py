@@ -79,7 +79,7 @@ class SchedulingWarp(Lanes):
         return self
 
     def note(self, *event: Any) -> None:
-        """Of one lane for all."""
+        """One lane notes it for all."""
         if self.own.lane == 0:
             self.events.append(event)
 

@@ -191,7 +191,7 @@ class TestResources:
 
     @pytest.mark.parametrize(("score", "skip"), itertools.product(ScoreKind, (False, True)))
     def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
-        """Those of three warpgroups, which have the fewest; all else about a tile stays."""
+        """Tiles of three warpgroups do, which have the fewest; all else about a tile stays."""
         for dims, tile in TILES.items():
             smaller = max(dims) <= 64 and (score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP) or skip)
             want = replace(tile, n=96) if smaller else tile

@@ -75,7 +75,7 @@ def dims_of(kv_type: KvType) -> tuple[int, ...]:
 
 
 def rows_of(dim: int, kv_type: KvType) -> list[int]:
-    """Of the tiles of a head dim."""
+    """Rows of the tiles of a head dim."""
     return sorted({tile_rows(rows, dim, kv_type) for rows in (*FEW_ROWS, ROWS)})
 
 
@@ -87,7 +87,7 @@ def of_rows(dim: int, kv_type: KvType, rows: int) -> list[DecodeConfig]:
 
 
 def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
-    """The same of all rows."""
+    """Configs of a head dim with tiles of any rows."""
     return [config for rows in rows_of(dim, kv_type) for config in of_rows(dim, kv_type, rows)]
 
 
@@ -221,7 +221,7 @@ class TestResolve:
         ],
     )
     def test_few_rows(self, dim: int, rows: int, want: int) -> None:
-        """Of a request and KV head, whether of query heads or of new tokens."""
+        """Rows of a request and KV head count, whether of query heads or of new tokens."""
         for group, q_len in {(rows, 1), (1, rows)}:
             shape = dict(page_size=16, dim=dim, query=empty(60, 2 * group, dim), max_q_len=q_len)
             assert resolve_decode(problem(**shape), ARCH).rows == want

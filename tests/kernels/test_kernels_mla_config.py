@@ -99,7 +99,7 @@ def test_run_time_facts_do_not_make_other_kernels() -> None:
     [(16, 1, 16, 16), (8, 2, 16, 16), (1, 1, 16, 16), (17, 1, ROWS, ROWS), (16, 2, ROWS, 16), (3, 6, ROWS, 16)],
 )
 def test_few_rows_have_kernels_of_their_own(heads: int, q_len: int, rows: int, listed: int) -> None:
-    """Those of all new tokens count; with lists of each by itself."""
+    """Rows of all new tokens count together; with lists those of each token by itself."""
     dense = problem(query=empty(60, heads, 576), max_q_len=q_len)
     sparse = replace(dense, page_table=None, token_table=empty(60, 64, dtype=torch.int32))
     assert [resolve_mla(of, ARCH).rows for of in (dense, sparse)] == [rows, listed]
