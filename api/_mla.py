@@ -20,7 +20,7 @@ from hopwell._decoding import (
     workspace_bytes,
 )
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
 from hopwell.layouts import KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
@@ -292,5 +292,6 @@ def mla_problem(
         sinks=sink_logits,
         lse=log,
         scratch=scratch,
+        family=Family.MLA,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )

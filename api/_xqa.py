@@ -20,7 +20,7 @@ from hopwell._decoding import (
     workspace_bytes,
 )
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
 from hopwell.utils import FP4Tensor
 
 MAX_HEAD_DIM = 512
@@ -241,6 +241,7 @@ def xqa_problem(
         lse=log,
         draft_mask=None if q_len == 1 else mask,
         scratch=scratch,
+        family=Family.DECODE,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
 

@@ -1,8 +1,8 @@
 """Which kernel serves a problem: pure Python, no GPU, no DSL.
 
 A :class:`PrefillConfig` holds everything that changes generated code and nothing else, so its name is the key of the
-compiled kernel. :func:`resolve` derives it from a problem; shapes, lengths and strides stay run-time arguments, but for
-how many queries there are and how large a window is, by which the fastest kernel differs.
+compiled kernel. ``families.resolve`` derives it from a problem; shapes, lengths and strides stay run-time arguments,
+but for how many queries there are and how large a window is, by which the fastest kernel differs.
 """
 
 from __future__ import annotations
@@ -18,21 +18,14 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, Element
-from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
-from hopwell.kernels.support import BLACKWELL, HOPPER, OTHER_HOPPER_HEAD_DIMS
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
+from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, ScoreKind
+from hopwell.kernels.support import HOPPER, OTHER_HOPPER_HEAD_DIMS
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 QUERY_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
 OUT_DTYPES = QUERY_DTYPES | {torch.uint8: "nvfp4"}  # of the tensor that has the elements
-
-SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
-RESERVED_BYTES = 1024  # of shared memory, for the system, with each CTA
-REGISTERS = 65536  # of an SM
-WARPGROUP = 128  # threads
-LANES = 32  # threads of a warp
-WARPS = WARPGROUP // LANES  # of a warpgroup
-
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
 MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time; a warp stores as many columns at least
@@ -169,6 +162,8 @@ class KernelConfig:
         """The architecture that the kernel is compiled for."""
         return self.compiled_for or support.build_of(self.arch)
 
+    family: ClassVar[Family]
+
     @property
     def tile(self) -> Tile:
         """Sizes and resources."""
@@ -179,14 +174,10 @@ class KernelConfig:
         """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
         raise NotImplementedError
 
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel's traceable launch function and example arguments to compile it with."""
-        raise NotImplementedError
-
-    def _named(self, kind: str, details: Sequence[str]) -> str:
+    def _named(self, details: Sequence[str]) -> str:
         return "_".join(
             [
-                kind,
+                self.family.value,
                 self.arch + (f"_on_{self.compiled_for}" if self.compiled_for else ""),
                 self.dtype,
                 *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
@@ -309,7 +300,7 @@ class KernelConfig:
     @property
     def most_shared_bytes(self) -> int:
         """Shared memory that a CTA can have."""
-        return (SHARED_BYTES + RESERVED_BYTES) // self.ctas_per_sm - RESERVED_BYTES
+        return ARCHITECTURES[self.arch].shared_bytes_of(self.ctas_per_sm)
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -351,6 +342,7 @@ class PrefillConfig(KernelConfig):
     packs_heads: bool = False  # query heads of a KV head share query tiles
     kv_type: KvType = KvType.WIDE
 
+    family: ClassVar[Family] = Family.PREFILL
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
 
@@ -460,12 +452,7 @@ class PrefillConfig(KernelConfig):
         details = [f"kv_{self.kv_type.value}"] if self.widens else []
         details += [self.score.value] if self.score is not ScoreKind.SCALED else []
         choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
-        return self._named("prefill", details + ["skip_softmax"] * self.skip_softmax + choices)
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm90.prefill import build
-
-        return build(self)
+        return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
 
 
 class TileShape(NamedTuple):
@@ -523,29 +510,13 @@ def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
     return page, head
 
 
-def config_type(arch: str) -> type[PrefillConfig]:
-    """The configs of an architecture.
-
-    Raises:
-        NotImplementedError: there are none.
-    """
-    if arch in HOPPER:
-        return PrefillConfig
-    if arch in BLACKWELL:
-        from hopwell.kernels.sm100_config import Sm100PrefillConfig
-
-        return Sm100PrefillConfig
-    raise NotImplementedError(f"there is no prefill kernel for {arch}; supported: {', '.join((*HOPPER, *BLACKWELL))}")
-
-
-def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
-    """The kernel for ``problem`` on ``arch``.
+def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConfig]) -> PrefillConfig:
+    """The prefill kernel for ``problem`` on ``arch``, whose configs are of ``kind``.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
     """
     dims = (problem.query.shape[2], problem.v_dim)
-    kind = config_type(arch)
     if dims not in kind.all_tiles():
         listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
@@ -629,12 +600,9 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
         )
 
 
-def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
+def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:
     """The kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others are
     compiled when they are first called for."""
-    if arch not in (*HOPPER, *BLACKWELL):
-        return
-    kind = config_type(arch)
     for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
         for choices in kind.all_choices(dims, mask):
             for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would be 30 (H200's host, 2026-11-22)
 
-from hopwell.kernels import support, toolchain
-from hopwell.kernels.config import PrefillConfig, TileShape, packed_shape, page_and_head_stride, resolve
-from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
+from hopwell.kernels import families, support, toolchain
+from hopwell.kernels.config import PrefillConfig, TileShape, packed_shape, page_and_head_stride
+from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.device_data import first_fault
+from hopwell.kernels.families import Buildable
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, ScaledGeometry, addresses_of, page_divisor
-from hopwell.kernels.mla_config import resolve_mla
-from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, LseLayout, PageTable, TokenOffsets
+from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
     TICKETS,
     counter_ints,
@@ -30,7 +30,6 @@ from hopwell.kernels.splitting import (
     tree_counter_ints,
 )
 from hopwell.kernels.tickets import tickets
-from hopwell.kernels.toolchain import Buildable
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits.
 MAX_WINDOW = MAX_KEYS
@@ -42,10 +41,9 @@ EMULATED_SMS = 4  # multiprocessors of the emulated device
 
 
 @dataclass(frozen=True)
-class Family:
-    """What differs from one family of kernels to another, each a function of the problem."""
+class HostArguments:
+    """What a family of kernels takes besides addresses and scales, as functions of the problem."""
 
-    resolve: Callable[[AttentionProblem, str], Any]  # the config for an architecture
     geometry: Callable[[AttentionProblem, Any], tuple[int, ...]]
     numbers: Callable[[AttentionProblem], tuple[float, ...]]  # passed by value besides the two scales
     counters: Callable[[Any, Any], int]  # int32 that the kernel wants to find zero, from geometry and config
@@ -56,8 +54,8 @@ class Plan:
 
     def __init__(self, problem: AttentionProblem):
         query = problem.query
-        family = PREFILL if problem.scratch is None else MLA if problem.is_latent else DECODE
-        config = family.resolve(problem, support.arch_of(query.device))
+        family = HOST_ARGUMENTS[problem.family]
+        config = families.resolve(problem, support.arch_of(query.device))
         target = support.target_of(query.device)
         self.config = config if config.target == target else replace(config, compiled_for=target)
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
@@ -297,7 +295,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a device."""
+    """How many multiprocessors a device has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return EMULATED_SMS
@@ -370,16 +368,14 @@ def _row_stride(view: torch.Tensor) -> int:
     return view.stride(2) if view.shape[2] > 1 else view.shape[3]
 
 
-PREFILL = Family(
-    resolve=resolve,
+_PREFILL = HostArguments(
     geometry=geometry,
     numbers=lambda problem: (problem.score.soft_cap, problem.skip_softmax),
     counters=lambda sizes, config: TICKETS,
 )
-DECODE = Family(
-    resolve=resolve_decode,
+_DECODE = HostArguments(
     geometry=decode_geometry,
     numbers=lambda problem: (_host_value(problem.output_factor),),
     counters=lambda sizes, config: tree_counter_ints(sizes.slots) if config.has_tree else counter_ints(sizes.slots),
 )
-MLA = replace(DECODE, resolve=resolve_mla)
+HOST_ARGUMENTS = {Family.PREFILL: _PREFILL, Family.DECODE: _DECODE, Family.MLA: _DECODE}

@@ -23,6 +23,15 @@ NARROW_CAP = 512.0
 LARGEST_CAP = 2.0**64
 
 
+class Family(enum.Enum):
+    """A family of kernels, see ``families.py``."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MLA = "mla"  # decode whose value is part of the key
+    APPEND = "append"  # new tokens into a cache, see append_config.py
+
+
 class MaskKind(enum.Enum):
     """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
@@ -192,6 +201,7 @@ class AttentionProblem:
         out_scales: for an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all others.
         scratch: memory for partial results of decode, see ``splitting.py``.
         programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
+        family: the kernels that are to compute it.
     """
 
     query: torch.Tensor
@@ -224,6 +234,7 @@ class AttentionProblem:
     out_scales: OutputScales | None = None
     scratch: torch.Tensor | None = None
     programmatic_launch: bool = False
+    family: Family = Family.PREFILL
 
     @property
     def v_dim(self) -> int:
@@ -232,12 +243,10 @@ class AttentionProblem:
 
     @property
     def mean_q_len(self) -> int:
-        """Rounded up, as far as shapes tell."""
+        """The mean number of queries of a request, rounded up, as far as shapes tell."""
         return min(self.max_q_len, -(-self.query.shape[0] // max(self.batch, 1)))
 
     @property
     def is_latent(self) -> bool:
         """Whether the value is part of the key, as in MLA decode."""
-        if self.scratch is None:
-            return False
-        return self.token_table is not None or self.value.shape[3] < self.key.shape[3]
+        return self.family is Family.MLA

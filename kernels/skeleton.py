@@ -9,14 +9,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from hopwell.kernels.config import (
-    BLOCK_COLUMNS,
-    LANES,
-    WARPGROUP,
-    WORK_STAGES,
-    KernelConfig,
-    KvFetch,
-)
+from hopwell.kernels.config import BLOCK_COLUMNS, WORK_STAGES, KernelConfig, KvFetch
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS

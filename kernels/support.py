@@ -10,12 +10,12 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hopwell.kernels import settings
+from hopwell.kernels import hardware, settings
 
 if TYPE_CHECKING:
     import torch
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+ARCHS = tuple(hardware.ARCHITECTURES)
 
 CONTEXT = "trtllm_batch_context_with_kv_cache"
 FMHA_V2 = "trtllm_fmha_v2_prefill"
@@ -44,8 +44,8 @@ NVFP4_HEAD_DIMS = tuple(
 )  # scales are read by fours
 MAX_PAGE_SIZE = 1024
 
-HOPPER = ("sm_90a",)
-BLACKWELL = ("sm_100a", "sm_103a")
+HOPPER = hardware.with_instruction("wgmma")
+BLACKWELL = hardware.with_instruction("tcgen05")
 _PREFILL = (*HOPPER, *BLACKWELL)
 _NOWHERE: tuple[str, ...] = ()
 
@@ -339,7 +339,7 @@ def _cuda_arch(device: torch.device) -> str:
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
-    arch = "sm_120a" if major == 12 else {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}.get((major, minor))
+    arch = hardware.of_capability(major, minor)
     if arch is None:
         raise NotImplementedError(
             f"device {device} has compute capability {major}.{minor}, which is not supported; "

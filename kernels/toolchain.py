@@ -31,33 +31,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hopwell.kernels import cache_folder, settings
+
+if TYPE_CHECKING:
+    from hopwell.kernels.families import Buildable
 
 logger = logging.getLogger("hopwell")
 
 TOOLCHAIN = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
 RUNTIME = "libcute_dsl_runtime.so"
-
-
-class Buildable(Protocol):
-    """A kernel's config, as far as compiling it goes."""
-
-    @property
-    def target(self) -> str:
-        """The architecture that the kernel is compiled for."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
-        ...
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel's traceable launch function and example arguments to compile it with."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -168,6 +153,8 @@ def artifact(config: Buildable) -> Artifact:
 def _compile(config: Buildable, target: Artifact) -> None:
     import cutlass.cute as cute
 
+    from hopwell.kernels import families
+
     if "'" in str(target.path):
         # The DSL hands the path to its compiler passes between single quotes.
         raise ValueError(f"HOPWELL_CACHE_DIR must not have a single quote in its path, got {cache_folder.root()}")
@@ -176,7 +163,7 @@ def _compile(config: Buildable, target: Artifact) -> None:
     with cache_folder.unfinished(target.path) as work:
         dump = work / "dump"
         cache_folder.make(dump)
-        kernel, arguments = config.build()
+        kernel, arguments = families.build(config)
         options = (
             f"--enable-tvm-ffi --gpu-arch {config.target} --generate-line-info --keep-ptx --keep-cubin "
             f"--dump-dir {shlex.quote(str(dump))}"

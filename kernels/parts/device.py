@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.config import WARPS
+from hopwell.kernels.hardware import WARPS
 
 
 class DeviceStruct:
@@ -166,7 +166,7 @@ def load_output_scale(addresses, value):
     """The scale of the output. It is NaN where that of scores, on the device, is negative: results would be wrong, as
     the softmax rests on a row's largest score, which is not the largest logit then."""
     scale = load_scale(addresses.output_scale, value)
-    if load_scale(addresses.softmax_scale, 0.0) < 0.0:
+    if load_float(addresses.softmax_scale, 0, 0.0) < 0.0:
         scale = Float32(math.nan)
     return scale
 

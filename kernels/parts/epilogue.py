@@ -10,8 +10,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from hopwell.kernels.config import LANES
 from hopwell.kernels.elements import ELEMENTS
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, quantize
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_sink

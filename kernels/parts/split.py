@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.copy import EVICT_FIRST
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, load_int, running_sum

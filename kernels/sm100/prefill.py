@@ -7,7 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import LANES, WARPGROUP, TileShape
+from hopwell.kernels.config import TileShape
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address, shared_array

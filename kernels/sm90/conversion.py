@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, const_expr
 
-from hopwell.kernels.config import WARPGROUP, WARPS
+from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.block_scales import ScaleRows
 from hopwell.kernels.parts.device import DeviceStruct, prmt, shared_address, warp_in_group

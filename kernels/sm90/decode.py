@@ -9,8 +9,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import BLOCK_COLUMNS, LANES, WARPGROUP
+from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address

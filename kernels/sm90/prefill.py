@@ -7,7 +7,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import LANES, WARPGROUP, WARPS, PrefillConfig, TileShape
+from hopwell.kernels.config import PrefillConfig, TileShape
+from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS

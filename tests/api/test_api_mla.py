@@ -168,7 +168,7 @@ class TestWorkspace:
             assert problem.scratch.nbytes == size
 
     def test_size_is_what_the_docs_say(self) -> None:
-        """Of 132 multiprocessors, in MiB, for up to 256 rows; less of narrow outputs."""
+        """Sizes are those of 132 multiprocessors, in MiB, for up to 256 rows; less of narrow outputs."""
         for rows, (rank, said) in itertools.product((1, 16, 128, 256), ((256, [54, 60]), (512, [72, 84]))):
             sizes = [scratch_bytes(rows, 1, rank, keys, 132, latent=True) for keys in (131072, 1 << 20)]
             assert [math.ceil(size / 2**20) for size in sizes] == said

@@ -11,7 +11,7 @@ from api_calls import FORMS, Form
 
 from hopwell import emulator
 from hopwell.kernels import support
-from hopwell.kernels.config import config_type, shipped_configs
+from hopwell.kernels.families import prefill_type, shipped_configs
 
 
 def test_keys_are_unique_and_archs_known() -> None:
@@ -181,7 +181,7 @@ def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
     for arch in ("sm_90a", "sm_100a", "sm_103a"):
         dims = itertools.product(range(8, 601, 8), repeat=2)
         served = {one for one in dims if arch in context.feature(support.prefill_head_dim(one)).archs}
-        assert served == set(config_type(arch).all_tiles())
+        assert served == set(prefill_type(arch).all_tiles())
 
 
 @pytest.mark.parametrize(

@@ -186,7 +186,7 @@ class TestWorkspace:
             assert problem.scratch.nbytes == size
 
     def test_size_is_what_the_docs_say(self) -> None:
-        """Of 132 multiprocessors."""
+        """Sizes are those of 132 multiprocessors."""
         for rows, most in ((8, 24), (32, 53), (64, 101)):
             assert scratch_bytes(rows, 8, 128, 131072, 132) <= most * 2**20
 

@@ -6,8 +6,9 @@ import itertools
 from dataclasses import replace
 
 from hopwell.kernels import splitting, support
-from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile, shipped_configs
+from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.sm100_config import Sm100PrefillConfig

@@ -16,11 +16,9 @@ from hopwell.kernels.config import (
     DTYPES,
     MAX_BOX_ROWS,
     MIN_BOX_ROWS,
-    REGISTERS,
     SHORT_STEP,
     SHORT_WINDOW,
     TILES,
-    WARPGROUP,
     WORK_STAGES,
     KvFetch,
     KvType,
@@ -28,9 +26,9 @@ from hopwell.kernels.config import (
     kv_fetch,
     packed_shape,
     page_and_head_stride,
-    resolve,
-    shipped_configs,
 )
+from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.hardware import REGISTERS, WARPGROUP
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, Score, ScoreKind
 from hopwell.kernels.support import COMMON_HEAD_DIMS, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
 
@@ -193,7 +191,7 @@ class TestResources:
 
     @pytest.mark.parametrize(("score", "skip"), itertools.product(ScoreKind, (False, True)))
     def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
-        """Those of three warpgroups, which have the fewest; all else about a tile stays."""
+        """Tiles of three warpgroups do, which have the fewest; all else about a tile stays."""
         for dims, tile in TILES.items():
             smaller = max(dims) <= 64 and (score.caps or skip)
             want = replace(tile, n=96) if smaller else tile

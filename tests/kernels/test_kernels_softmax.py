@@ -154,7 +154,7 @@ class TestOnlineSoftmax:
             assert [number(value) for value in state.row_sum] == [TILE] * ROWS
 
     def test_maximum(self) -> None:
-        """Of every column: they are compared in several chains."""
+        """The maximum takes in every column: they are compared in several chains."""
         state = softmax(1.0)
         for place in range(TILE):
             row = [float(-c) for c in range(TILE)]

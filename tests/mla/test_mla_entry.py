@@ -189,7 +189,7 @@ def test_scales_and_sinks(top_k: int, device: str) -> None:
 @BOTH_ROWS
 @pytest.mark.parametrize("top_k", [0, LONG_TOP_K], ids=["dense", "sparse"])
 def test_content_of_workspace_does_not_matter(top_k: int, heads: int, device: str) -> None:
-    """Of keys that several multiprocessors share."""
+    """The keys are such that several multiprocessors share them."""
     data = batch(device, 2, top_k, kv_lens=LONG, heads=heads)
     problem = data.decode(64)
     workspace, outs = data.workspace(CAPACITY), []
