@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
@@ -538,7 +538,7 @@ def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)
-    require_dtypes(problem, out_dtype, arch, kv_type)
+    require_dtypes(problem, out_dtype, arch, kv_type, ALL_DTYPES if arch in HOPPER else DTYPES)
     require_page_size(problem, arch)
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
@@ -578,10 +578,15 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str)
     return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
 
 
-def require_dtypes(problem: AttentionProblem, out_dtype: torch.dtype, arch: str, kv_type: KvType = KvType.WIDE) -> None:
-    """Refuse queries that are neither 16 bits wide nor, on Hopper, e4m3; outputs that are neither 16 bits wide nor like
-    the queries; and K and V of other types than the queries' or ``kv_type``."""
-    queries = list(DTYPES) + [torch.float8_e4m3fn] * (arch in HOPPER)
+def require_dtypes(
+    problem: AttentionProblem,
+    out_dtype: torch.dtype,
+    arch: str,
+    kv_type: KvType = KvType.WIDE,
+    queries: Iterable[torch.dtype] = tuple(DTYPES),
+) -> None:
+    """Refuse queries of other types than ``queries``; outputs that are neither 16 bits wide nor like the queries; and K
+    and V of other types than the queries' or ``kv_type``."""
     outputs = list(DTYPES) + [torch.float8_e4m3fn] * (problem.query.dtype == torch.float8_e4m3fn)
     for what, dtype, supported in (("query", problem.query.dtype, queries), ("output", out_dtype, outputs)):
         if dtype not in supported:

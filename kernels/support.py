@@ -87,6 +87,8 @@ _PREFILL_HEAD_DIMS = (
     Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
     Feature("hopper_head_dim", "head dims", "head dim: other multiples of 8 up to 256, and 512", HOPPER),
     _OTHER_HEAD_DIM,
+    Feature("8bit_head_dim", "head dims", f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}", HOPPER),
+    Feature("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV", _NOWHERE),
 )
 
 

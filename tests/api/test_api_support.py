@@ -169,10 +169,11 @@ def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("entry", PREFILL)
-def test_blackwell_prefill_has_what_hopper_prefill_has_but_some_head_dims_and_byte_caches(entry: str) -> None:
+def test_blackwell_prefill_has_what_hopper_prefill_has_but_some_head_dims_and_operands_of_8_bits(entry: str) -> None:
+    absent = ("hopper_head_dim", "8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales")
     for feature in support.ENTRIES[entry].features:
         hopper, *blackwell = (arch in feature.archs for arch in ("sm_90a", "sm_100a", "sm_103a"))
-        assert blackwell == [hopper and feature.key not in ("hopper_head_dim", "fp8_kv")] * 2, feature.key
+        assert blackwell == [hopper and feature.key not in absent] * 2, feature.key
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
