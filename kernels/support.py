@@ -98,10 +98,18 @@ def prefill_head_dim(dims: tuple[int, int]) -> str:
     return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
 
 
+_OTHER_PAGE_SIZE = Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE)
+
+
+def append_page_size(size: int) -> str:
+    """The key of the feature that an append to pages of so many tokens needs."""
+    return "page_size" if size <= MAX_PAGE_SIZE and size & (size - 1) == 0 else "other_page_size"
+
+
 def _page_sizes(archs: tuple[str, ...]) -> tuple[Feature, ...]:
     return (
         Feature("page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", archs),
-        Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE),
+        _OTHER_PAGE_SIZE,
     )
 
 
@@ -223,7 +231,8 @@ ENTRIES: dict[str, Entry] = {
             Feature("16bit", "data types", "bf16 or fp16 new tokens, and a cache of their type", ARCHS),
             Feature("fp8_kv", "data types", "fp8 (e4m3) cache", ARCHS),
             Feature("nvfp4_kv", "data types", "NVFP4 cache, V scales linear or interleaved", ARCHS),
-            *_page_sizes(ARCHS),
+            Feature("page_size", "page sizes", f"page size: powers of two up to {MAX_PAGE_SIZE}", ARCHS),
+            _OTHER_PAGE_SIZE,
             Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", ARCHS),
             _tensor_scales(ARCHS),
         ),
