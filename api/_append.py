@@ -21,6 +21,7 @@ from hopwell.layouts import NVFP4_BLOCK, KVViews, VScaleLayout, block_scale_view
 
 CACHE_TYPES = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
 SCALE_TYPES = (checks.FP8, torch.uint8)
+INDICES = (torch.int32, torch.uint32)  # the kernel reads neighbouring words, which 64-bit indices are not
 V_SCALE_LAYOUTS = tuple(layout.value for layout in VScaleLayout)
 INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # what page sizes and V's head dims are multiples of
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # what is smaller may be 0 in float32
@@ -157,6 +158,7 @@ def append_problem(arguments: AppendArguments) -> AppendProblem:
     )
     _check_apart(problem)
     page_size = caches.key.shape[2]
+    known_page = support.append_page_size(page_size)
     needs = {CacheType.WIDE: "16bit", CacheType.E4M3: "fp8_kv"}.get(kind, "nvfp4_kv")
     tensor_scales = isinstance(a.k_scale, torch.Tensor) or isinstance(a.v_scale, torch.Tensor)
     require_all(
@@ -164,8 +166,7 @@ def append_problem(arguments: AppendArguments) -> AppendProblem:
         arch,
         (
             (True, needs, f"append_key.dtype={key.dtype}, cache dtype={caches.key.dtype}"),
-            (page_size > support.MAX_PAGE_SIZE, "other_page_size", f"page_size={page_size}"),
-            (True, "page_size", f"page_size={page_size}"),
+            (True, known_page, f"page_size={page_size}"),
             (True, "cache", f"cache of shape {tuple(caches.key.shape)}"),
             (tensor_scales, "tensor_scales", "scale given as a tensor"),
         ),
@@ -210,7 +211,6 @@ def _caches(
     nvfp4 = CacheType.NVFP4_INTERLEAVED if interleaves else CacheType.NVFP4
     kind = {checks.FP8: CacheType.E4M3, torch.uint8: nvfp4}.get(of, CacheType.WIDE)
     packing = 2 if kind.is_nvfp4 else 1
-    checks.power_of_two("the page size of paged_kv_cache", caches.key.shape[2])
     for name, tokens, cache in (("K", key, caches.key), ("V", value, caches.value)):
         wanted, got = (tokens.shape[1], tokens.shape[2]), (cache.shape[1], cache.shape[3] * packing)
         if wanted != got:
@@ -264,6 +264,7 @@ def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, Pag
         batch, table = starts.shape[0] - 1, PageTable(ids, ids)
     else:
         tables = checks.tensor("block_tables", a.block_tables)
+        checks.dtype("block_tables", tables, INDICES)
         _on("block_tables", tables, on)
         starts, batch = None, tables.shape[0] if tables.dim() else 0
         table = checks.page_table(tables, batch, on, shared=shared)
@@ -275,7 +276,7 @@ def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, Pag
 def _index(name: str, value: Any, dim: tuple[str, int | None], on: torch.device) -> torch.Tensor:
     """A contiguous 1-D tensor of 32-bit integers."""
     checked = checks.tensor(name, value)
-    checks.dtype(name, checked, checks.INTEGERS)
+    checks.dtype(name, checked, INDICES)
     _on(name, checked, on)
     checks.shape(name, checked, dim)
     checks.unit_stride(name, checked)

@@ -88,10 +88,10 @@ def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
     ):
         raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}, where both are given, got {out_dtype}")
     dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out, "a torch.Tensor or None").dtype)
-    allowed = (*checks.SIXTEEN_BIT, checks.FP8)
+    allowed = (*checks.SIXTEEN_BIT, *((checks.FP8,) if query.dtype == checks.FP8 else ()))
     if dtype not in allowed:
         name = "out" if out_dtype is None else "out_dtype"
-        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {dtype}")
+        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))} for qkv of {query.dtype}, got {dtype}")
     return dtype
 
 
@@ -157,10 +157,6 @@ def fmha_v2_problem(
         checks.disjoint("out", out, (*given, *indices))
 
     arch = support.arch_of(on)
-    if dtype == checks.FP8 != query.dtype:
-        raise ValueError(
-            f"out_dtype must be {' or '.join(map(str, checks.SIXTEEN_BIT))} for qkv of {query.dtype}, got {dtype}"
-        )
     needs = (
         (query.dtype == checks.FP8, "fp8", f"qkv.dtype={query.dtype}"),
         (dtype == checks.FP8, "fp8_out", f"out_dtype={dtype}"),

@@ -115,7 +115,7 @@ def cudnn_batch_prefill_with_kv_cache(
         batch_offsets_o = batch_offsets_q if batch_offsets_o is None else batch_offsets_o
         batch_offsets_v = batch_offsets_k if batch_offsets_v is None else batch_offsets_v
     output_scale: float | torch.Tensor = 1.0
-    if not (q_scale is k_scale is v_scale is None):
+    if isinstance(scale, torch.Tensor) or not (q_scale is k_scale is v_scale is None):
         scale, output_scale = scaled(q, scale, q_scale, k_scale, v_scale)
     arguments = (
         q,

@@ -157,7 +157,7 @@ class Geometry(NamedTuple):
 
 # Sizes, strides in elements, and the grid of prefill with scales of blocks: a tuple of its own, because one integer
 # more makes kernels of sm_100a spill, which have no such scales.
-ScaledGeometry: Any = namedtuple(  # type: ignore[misc]
+ScaledGeometry: Any = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
     "ScaledGeometry",
     (
         *Geometry._fields,

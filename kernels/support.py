@@ -90,6 +90,8 @@ _PREFILL_HEAD_DIMS = (
     Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
     Feature("hopper_head_dim", "head dims", "head dim: other multiples of 8 up to 256, and 512", HOPPER),
     _OTHER_HEAD_DIM,
+    Feature("8bit_head_dim", "head dims", f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}", HOPPER),
+    Feature("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV", _NOWHERE),
 )
 
 
@@ -99,10 +101,18 @@ def prefill_head_dim(dims: tuple[int, int]) -> str:
     return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
 
 
+_OTHER_PAGE_SIZE = Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE)
+
+
+def append_page_size(size: int) -> str:
+    """The key of the feature that an append to pages of so many tokens needs."""
+    return "page_size" if size <= MAX_PAGE_SIZE and size & (size - 1) == 0 else "other_page_size"
+
+
 def _page_sizes(archs: tuple[str, ...]) -> tuple[Feature, ...]:
     return (
         Feature("page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", archs),
-        Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE),
+        _OTHER_PAGE_SIZE,
     )
 
 
@@ -225,7 +235,8 @@ ENTRIES: dict[str, Entry] = {
             Feature("16bit", "data types", "bf16 or fp16 new tokens, and a cache of their type", ARCHS),
             Feature("fp8_kv", "data types", "fp8 (e4m3) cache", ARCHS),
             Feature("nvfp4_kv", "data types", "NVFP4 cache, V scales linear or interleaved", ARCHS),
-            *_page_sizes(ARCHS),
+            Feature("page_size", "page sizes", f"page size: powers of two up to {MAX_PAGE_SIZE}", ARCHS),
+            _OTHER_PAGE_SIZE,
             Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", ARCHS),
             _tensor_scales(ARCHS),
         ),

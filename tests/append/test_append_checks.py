@@ -57,6 +57,7 @@ BAD = {
         "append_value must be on cpu",
     ),
     "int64 positions": ("bf16", "positions", lambda x: x.long(), ValueError, "positions must be torch.int32"),
+    "int64 pages": ("bf16", "kv_indices", lambda x: x.long(), ValueError, "kv_indices must be torch.int32"),
     "short positions": ("bf16", "positions", lambda x: x[1:], ValueError, "positions must have shape"),
     "strided requests": (
         "bf16",
@@ -82,7 +83,13 @@ BAD = {
         ValueError,
         "heads and head_dim of the new tokens",
     ),
-    "page size": ("bf16", "paged_kv_cache", lambda x: tuple(p[:, :7] for p in x), ValueError, "power of two"),
+    "page size": (
+        "bf16",
+        "paged_kv_cache",
+        lambda x: tuple(p[:, :7] for p in x),
+        NotImplementedError,
+        "other page sizes .page_size=7.*powers of two up to 1024",
+    ),
     "layout": ("bf16", "kv_layout", lambda x: "NDH", ValueError, "kv_layout must be one of"),
     "scale of bf16": ("bf16", "k_scale", lambda x: 2.0, ValueError, "k_scale must be 1.0 for a 16-bit cache"),
     "tensor scale of bf16": ("bf16", "v_scale", lambda x: torch.ones(1), ValueError, "v_scale must be 1.0"),
@@ -135,6 +142,17 @@ def test_bad_arguments_are_named(
 
     with pytest.raises(error, match=message):
         call(case, change)
+
+
+def test_int64_block_tables_are_refused() -> None:
+    """The kernel would read the upper halves as page ids too."""
+
+    def change(arguments: dict[str, Any]) -> None:
+        tables = torch.zeros(4, 9, dtype=torch.int64)
+        arguments |= dict(kv_indices=None, kv_indptr=None, block_tables=tables)
+
+    with pytest.raises(ValueError, match=r"block_tables must be torch\.int32"):
+        call("bf16", change)
 
 
 def test_interleaved_scales_need_whole_groups() -> None:

@@ -12,6 +12,7 @@ import torch
 from covering import MAIN_DIMS, covering_configs, every_tile, stands_for_masks, with_features
 from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
+from hopwell._features import require_problem
 from hopwell.kernels.config import (
     DTYPES,
     MAX_BOX_ROWS,
@@ -30,7 +31,7 @@ from hopwell.kernels.config import (
 from hopwell.kernels.families import resolve, shipped_configs
 from hopwell.kernels.hardware import REGISTERS, WARPGROUP
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, Score, ScoreKind
-from hopwell.kernels.support import COMMON_HEAD_DIMS, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
+from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
 
 ARCH = "sm_90a"
 HEAD_DIMS = (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS)
@@ -439,16 +440,39 @@ class TestRefusals:
         for qk, v in HEAD_DIMS:
             assert f"{qk}/{v}" in message
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str)
-    def test_other_dtypes(self, dtype: torch.dtype) -> None:
-        views = cache("tuple-HND", 16, (128, 128))
-        for role, problem in (
-            ("query", paged(*views, query=empty(600, 4, 128, dtype=dtype))),
-            ("output", paged(*views, out=empty(600, 4, 128, dtype=dtype))),
-        ):
-            message = self.refusal(problem)
-            assert f"{role} dtype {dtype}" in message
-            assert "torch.bfloat16, torch.float16" in message
+    @pytest.mark.parametrize(
+        ("role", "dtype"),
+        [
+            *(("query", dtype) for dtype in (torch.float32, torch.float8_e5m2, torch.uint8)),
+            *(("out", dtype) for dtype in (torch.float32, torch.float8_e4m3fn, torch.uint8)),
+        ],
+        ids=str,
+    )
+    def test_other_dtypes(self, role: str, dtype: torch.dtype) -> None:
+        operand = {role: empty(600, 4, 128, dtype=dtype)}
+        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), **operand))
+        assert f"{'output' if role == 'out' else role} dtype {dtype}" in message
+        assert "torch.bfloat16, torch.float16" in message
+
+    def test_queries_of_8_bits_beside_wider_keys(self) -> None:
+        query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
+        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), query=query))
+        assert "key dtype torch.bfloat16" in message
+        assert "with query dtype torch.float8_e4m3fn; supported: torch.float8_e4m3fn" in message
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+    @pytest.mark.parametrize("dims", PrefillConfig.all_tiles(), ids=str)
+    def test_head_dims_with_operands_of_8_bits(self, dims: tuple[int, int], dtype: torch.dtype) -> None:
+        """The table refuses those without a kernel, with the entry's name, before one is looked for."""
+        views = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
+        problem = paged(*views, query=empty(600, 4, dims[0], dtype=dtype))
+        if dims in BYTE_HEAD_DIMS:
+            require_problem(CONTEXT, problem, "sm_90a")
+            assert resolve(problem, "sm_90a").kv_bytes == 1
+        else:
+            with pytest.raises(NotImplementedError, match=f"^{CONTEXT}: other head dims with fp8 query or KV"):
+                require_problem(CONTEXT, problem, "sm_90a")
+            assert f"{dims[0]}/{dims[1]} have no prefill kernel" in self.refusal(problem)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str)
     @pytest.mark.parametrize("role", ["key", "value"])
