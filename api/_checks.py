@@ -333,13 +333,30 @@ def grouped_heads(heads: int, kv_heads: int, kv_name: str) -> None:
         )
 
 
-def output(name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device) -> torch.Tensor:
-    """A preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share memory."""
+def stored_in(name: str, value: torch.Tensor, unit: int) -> None:
+    """Kernels can store ``unit`` bytes at a time: unit last stride, address and strides in multiples of them."""
+    steps = [stride for size, stride in zip(value.shape[:-1], value.stride(), strict=False) if size != 1]
+    addresses = (value.data_ptr(), *(stride * value.element_size() for stride in steps))
+    if value.stride(-1) != 1 or any(address % unit for address in addresses):
+        raise ValueError(
+            f"{name} must have 1 as its last stride, and its address and its other strides must be multiples of {unit} "
+            f"bytes, got strides {value.stride()} at address {value.data_ptr():#x}"
+        )
+
+
+def output(
+    name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device, unit: int = 0
+) -> torch.Tensor:
+    """A preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share memory; kernels store
+    ``unit`` bytes at a time, or what TMA can address where it is 0."""
     checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *zip(("tokens", "heads", "head_dim"), sizes, strict=True))
     dtype(name, checked, (of,))
     device(name, checked, on)
-    tma_readable(name, checked)
+    if unit:
+        stored_in(name, checked, unit)
+    else:
+        tma_readable(name, checked)
     reach = 1
     for stride, size in sorted(zip(checked.stride(), checked.shape, strict=True)):
         if size > 1 and checked.numel():

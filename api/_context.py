@@ -63,7 +63,8 @@ def _nvfp4_output(
     if out is not None:
         if not isinstance(out, FP4Tensor):
             raise TypeError(f"out must be an FP4Tensor or None for out_dtype 'nvfp4', got {checks.describe(out)}")
-        checks.output("out.data", out.data, (tokens, heads, (dim + 1) // 2), torch.uint8, query.device)
+        block_bytes = NVFP4_BLOCK // 2
+        checks.output("out.data", out.data, (tokens, heads, dim // 2), torch.uint8, query.device, block_bytes)
         _, columns = swizzled_128x4_shape(tokens, heads * dim // NVFP4_BLOCK)
         scale = checks.tensor("out.scale", out.scale)
         checks.dtype("out.scale", scale, (checks.FP8,))
@@ -80,7 +81,7 @@ def _nvfp4_output(
                 f"got {start} + {tokens}"
             )
     else:
-        shape = swizzled_128x4_shape(tokens, heads * dim // NVFP4_BLOCK)
+        shape = swizzled_128x4_shape(max(tokens, 1), heads * dim // NVFP4_BLOCK)
         data = torch.empty((tokens, heads, dim // 2), dtype=torch.uint8, device=query.device)
         out = FP4Tensor(data, torch.empty(shape, dtype=checks.FP8, device=query.device))
     scales = OutputScales(out.scale, out.scale_start_index, o_sf_scale)
@@ -127,13 +128,23 @@ def _output(
     return _Output(out, dtype)
 
 
+def _check_query(query: Any) -> None:
+    checks.main_tensor("query", query)
+    checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
+    checks.shape("query", query, ("tokens", None), ("num_heads", None), ("head_dim", None))
+    checks.tma_readable("query", query)
+
+
 def widened_query(query: Any, kv_cache: Any) -> Any:
     """e4m3 queries over an NVFP4 cache as float16, which holds all of their values: that is what kernels multiply with
     NVFP4 elements times their scales, which e4m3 does not hold. All other queries as they are."""
-    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
-    if not (type(query) is type(first) is torch.Tensor):
+    if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8):
         return query
-    return query.to(torch.float16) if query.dtype == checks.FP8 and first.dtype == torch.uint8 else query
+    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
+    if not (isinstance(first, torch.Tensor) and first.dtype == torch.uint8):
+        return query
+    _check_query(query)  # a copy has none of the faults that are looked for
+    return query.to(torch.float16)
 
 
 def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:
@@ -196,10 +207,7 @@ def context_problem(
 
     ``query_dtype`` is that of the caller's query, where ``query`` has been widened.
     """
-    checks.main_tensor("query", query)
-    checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
-    checks.shape("query", query, ("tokens", None), ("num_heads", None), ("head_dim", None))
-    checks.tma_readable("query", query)
+    _check_query(query)
     on = query.device
     tokens, heads, _ = query.shape
 
@@ -235,9 +243,12 @@ def context_problem(
         ("seq_lens", seq_lens),
         ("cum_seq_lens_q", cum_seq_lens_q),
         ("sinks", sink_logits),
+        *((scales_name, part) for part in ((kv_scales.key, kv_scales.value) if kv_scales is not None else ())),
     )
     if output.tensor is not None:
         checks.disjoint("out", output.tensor, inputs)
+    if output.scales is not None:
+        checks.disjoint("out.scale", output.scales.tensor, (*inputs, ("out.data", output.tensor)))
     natural = checks.is_natural("lse_base", lse_base)
     return_lse = checks.flag("return_lse", return_lse)
     if lse is not None:

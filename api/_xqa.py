@@ -302,7 +302,12 @@ def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor) -> torch.Tensor 
     return checks.allocated(out, query, query.shape[-1], out_dtype)
 
 
-_ONLY_NONE = ("causal_seqlens_kv_global", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
+_ONLY_NONE = {  # names and types of what is refused; the class of a plan is FlashInfer's
+    "causal_seqlens_kv_global": torch.Tensor,
+    "bf16q_fp8kv_transform_mode": str,
+    "request_order": torch.Tensor,
+    "request_order_plan": object,
+}
 
 
 class TrtllmOptions(NamedTuple):
@@ -336,6 +341,9 @@ class TrtllmOptions(NamedTuple):
         for name, inert in (("cp_world", 1), ("cp_rank", 0)):
             if checks.host_int(name, getattr(self, name), minimum=0) != inert:
                 raise refused(support.TRTLLM_DECODE, f"{name}={getattr(self, name)} (allowed: {inert})", on)
-        for name in _ONLY_NONE:
-            if getattr(self, name) is not None:
+        for name, kind in _ONLY_NONE.items():
+            value = getattr(self, name)
+            if value is not None:
+                if not isinstance(value, kind):
+                    raise TypeError(f"{name} must be a {kind.__name__} or None, got {checks.describe(value)}")
                 raise refused(support.TRTLLM_DECODE, f"{name} (allowed: None)", on)

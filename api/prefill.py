@@ -217,8 +217,9 @@ def trtllm_batch_context_with_kv_cache(
     stats = None if problem.lse is None else problem.lse.tensor
     if problem.out_scales is not None:
         data = _CONTEXT.run_once(problem)
-        scales = problem.out_scales
-        packed = FP4Tensor(data, scales.tensor, scales.first_row, query.shape)
+        packed = out
+        if not isinstance(packed, FP4Tensor):
+            packed = FP4Tensor(data, problem.out_scales.tensor, original_shape=(*query.shape[:-1], problem.v_dim))
         return (packed, stats) if return_lse and stats is not None else packed
     results = _CONTEXT.run(arguments, problem, out, stats)
     return results if return_lse else results[0]

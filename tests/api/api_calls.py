@@ -29,6 +29,7 @@ class Form:
     function: Callable[..., Any]
     build: Callable[[], dict[str, Any]]
     runs: bool = True  # False: well formed, but without a kernel
+    copies: bool = False  # the query is copied before the launch
 
     def __str__(self) -> str:
         return f"{self.function.__name__}-{self.name}"
@@ -84,8 +85,8 @@ def context_separate_ids(layout: str) -> dict[str, Any]:
     return context((pool, pool), layout, block_tables=tables, uses_shared_paged_kv_idx=False)
 
 
-def context_nvfp4(layout: str) -> dict[str, Any]:
-    query = data(TOKENS, HEADS, DIM, dtype=FP8)
+def context_nvfp4(layout: str, dtype: torch.dtype = BF16) -> dict[str, Any]:
+    query = data(TOKENS, HEADS, DIM, dtype=dtype)
     return context(stacked(layout, U8, DIM // 2), layout, query, kv_block_scales=nvfp4_scales(layout))
 
 
@@ -191,13 +192,14 @@ CONTEXT_FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
     "strided-query": lambda layout: context(stacked(layout), layout, data(TOKENS, HEADS, 2 * DIM)[..., :DIM]),
     "fp8": lambda layout: context(stacked(layout, FP8), layout, data(TOKENS, HEADS, DIM, dtype=FP8)),
     "nvfp4": context_nvfp4,
+    "nvfp4-fp8": partial(context_nvfp4, dtype=FP8),  # whose query is widened
 }
 
 
 def _context_forms() -> list[Form]:
     function = hopwell.trtllm_batch_context_with_kv_cache
     return [
-        Form(f"{name}-{layout}", function, partial(build, layout), runs=name != "nvfp4")
+        Form(f"{name}-{layout}", function, partial(build, layout), copies=name == "nvfp4-fp8")
         for name, build in CONTEXT_FORMS.items()
         for layout in ("HND", "NHD")
     ]
@@ -316,6 +318,9 @@ def _trtllm_decode_forms() -> list[Form]:
 
 
 FORMS = [*_context_forms(), *_fmha_v2_forms(), *_cudnn_forms(), *_xqa_forms(), *_mla_forms(), *_trtllm_decode_forms()]
+
+
+IN_PLACE = [form for form in FORMS if form.runs and not form.copies]
 
 
 def form(entry: str, name: str) -> dict[str, Any]:

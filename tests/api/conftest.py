@@ -31,7 +31,7 @@ class RecordingPlan:
     def execute(self, problem: AttentionProblem) -> torch.Tensor:
         out = problem.out
         if out is None:
-            out = problem.query.new_empty((*problem.query.shape[:-1], problem.value.shape[-1]))
+            out = problem.query.new_empty((*problem.query.shape[:-1], problem.v_dim))
         addresses = addresses_of(operands(problem, out))
         self.function(self.anchor, (*addresses, TICKETS))
         return out

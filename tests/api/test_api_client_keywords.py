@@ -92,14 +92,16 @@ def test_refused_by_name(
     assert len(recorded.problems) == 1
 
 
-def test_scales_have_two_names() -> None:
+def test_scales_have_two_names(recorded: Any) -> None:
     arguments = form(CONTEXT, "nvfp4-HND")
     scales = arguments["kv_block_scales"]
     with pytest.raises(ValueError, match="two names of one argument"):
         FUNCTIONS[CONTEXT](**arguments, kv_cache_sf=scales)
+    FUNCTIONS[CONTEXT](**arguments)
     del arguments["kv_block_scales"]
-    with pytest.raises(NotImplementedError, match="NVFP4 KV cache"):
-        FUNCTIONS[CONTEXT](**arguments, kv_cache_sf=scales)
+    FUNCTIONS[CONTEXT](**arguments, kv_cache_sf=scales)
+    for problem in recorded.problems:
+        assert problem.kv_scales.key.data_ptr() == scales.data_ptr()
 
 
 @pytest.mark.parametrize("base", ["log2", "ln"])

@@ -122,7 +122,7 @@ def test_context_nvfp4_cache() -> None:
     bad(ValueError, "K head_dim that is a multiple of 64", kv_cache=narrow, query=data(TOKENS, HEADS, 32, dtype=FP8))
     refused(CONTEXT, ValueError, "^kv_block_scales must be None unless", kv_block_scales=scales)
     hnd_pair = (scales[:, 0].clone(), scales[:, 1].clone())
-    bad(NotImplementedError, "NVFP4 KV cache", kv_block_scales=hnd_pair)
+    FUNCTIONS[CONTEXT](**arguments | {"kv_block_scales": hnd_pair})
 
 
 PAGED = {CONTEXT: DEFAULT[CONTEXT], FMHA: "paged-HND", CUDNN: "paged", XQA: DEFAULT[XQA], MLA: DEFAULT[MLA]}

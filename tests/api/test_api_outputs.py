@@ -11,6 +11,7 @@ from api_calls import (
     BATCH,
     CONTEXT,
     CUDNN,
+    DEFAULT,
     DIM,
     FMHA,
     FORMS,
@@ -19,12 +20,15 @@ from api_calls import (
     HEADS,
     KV_HEADS,
     KV_TOKENS,
+    PAGE,
     PAGES,
     TOKENS,
     U8,
     Form,
     data,
+    form,
     misaligned,
+    nvfp4_scales,
     odd_stride,
     refused,
     stacked,
@@ -101,10 +105,6 @@ def fp4(rows: int = 128, columns: int = HEADS * DIM // 16, start: int = 0, token
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
-        ({}, NotImplementedError, "NVFP4 output .out_dtype='nvfp4'"),
-        ({"out": fp4()}, NotImplementedError, "NVFP4 output"),
-        ({"out": fp4(256, start=200), "out_dtype": None}, NotImplementedError, "NVFP4 output"),
-        ({"o_sf_vec_size": 16}, NotImplementedError, "NVFP4 output"),
         ({"o_sf_vec_size": 32}, ValueError, "^o_sf_vec_size must be"),
         ({"o_sf_vec_size": 16.0}, TypeError, "^o_sf_vec_size must be"),
         ({"o_sf_scale": None}, ValueError, "^o_sf_scale must be a float"),
@@ -120,6 +120,66 @@ def fp4(rows: int = 128, columns: int = HEADS * DIM // 16, start: int = 0, token
 )
 def test_context_nvfp4_output(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     refused(CONTEXT, error, text, **{**FP4_ARGUMENTS, "out_dtype": "nvfp4", "o_sf_scale": 1.0, **changes})
+
+
+def served(**changes: Any) -> Any:
+    arguments = form(CONTEXT, DEFAULT[CONTEXT]) | FP4_ARGUMENTS | {"out_dtype": "nvfp4", "o_sf_scale": 2.0} | changes
+    return hopwell.trtllm_batch_context_with_kv_cache(**arguments)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"out": fp4()}, {"out": fp4(256, start=200), "out_dtype": None}, {"o_sf_vec_size": 16}, {"return_lse": True}],
+    ids=lambda changes: "-".join(changes) or "plain",
+)
+def test_context_nvfp4_output_is_served(changes: dict[str, Any], launched: list[Any]) -> None:
+    found = served(**changes)
+    if "return_lse" in changes:
+        found, lse = found
+        assert lse.shape == (TOKENS, HEADS)
+    (problem,) = launched
+    assert problem.out_scales.factor == 2.0
+    assert (problem.out_scales.tensor is found.scale, problem.out is found.data) == (True, True)
+    assert problem.out_scales.first_row == found.scale_start_index
+    if "out" in changes:
+        assert found is changes["out"]
+    else:
+        assert (found.scale.shape, found.original_shape) == ((128, HEADS * DIM // 16), (TOKENS, HEADS, DIM))
+
+
+def test_context_nvfp4_output_of_values_of_another_width() -> None:
+    """The shape before packing is the output's, not that of the queries."""
+    changes = {"query": data(TOKENS, HEADS, 192, dtype=FP8)}
+    cache = tuple(data(PAGES, KV_HEADS, PAGE, width, dtype=FP8) for width in (192, 128))
+    assert served(kv_cache=cache, **changes).original_shape == (TOKENS, HEADS, 128)
+
+
+def test_context_nvfp4_output_of_rows_that_are_whole_blocks() -> None:
+    """Heads of 80 columns are 40 bytes apart, of which kernels store 8 at a time."""
+    out = hopwell.FP4Tensor(data(TOKENS, HEADS, 40, dtype=U8), torch.zeros(128, HEADS * 5, dtype=FP8))
+    changes = {"query": data(TOKENS, HEADS, 80, dtype=FP8), "kv_cache": stacked("HND", FP8, 80)}
+    assert served(out=out, **changes) is out
+    out.data = torch.zeros(TOKENS * HEADS * 40 + 4, dtype=U8)[4:].view(TOKENS, HEADS, 40)
+    with pytest.raises(ValueError, match=r"^out\.data must .* multiples of 8 bytes"):
+        served(out=out, **changes)
+
+
+def test_context_nvfp4_output_without_tokens() -> None:
+    changes = {"query": data(0, HEADS, DIM, dtype=FP8), "cum_seq_lens_q": torch.zeros(BATCH + 1, dtype=torch.int32)}
+    assert served(**changes).data.shape == (0, HEADS, DIM // 2)
+
+
+def test_context_nvfp4_output_must_not_share_memory() -> None:
+    out = fp4()
+    out.scale = out.data.new_zeros(128 * HEADS * DIM // 16).view(FP8).view(128, -1)
+    out.data = out.scale.view(U8).flatten()[: TOKENS * HEADS * DIM // 2].view(TOKENS, HEADS, DIM // 2)
+    with pytest.raises(ValueError, match=r"^out\.scale must not share memory with out\.data"):
+        served(out=out)
+    cache, scales = stacked("HND", U8, DIM // 2), nvfp4_scales("HND")
+    out = data(TOKENS, HEADS, DIM)
+    scales = out.view(FP8).flatten()[: scales.numel()].view(scales.shape)
+    changes = {"query": data(TOKENS, HEADS, DIM), "kv_cache": cache, "kv_block_scales": scales}
+    refused(CONTEXT, ValueError, "^out must not share memory with kv_block_scales", out=out, **changes)
 
 
 def test_context_nvfp4_output_changed_after_construction() -> None:

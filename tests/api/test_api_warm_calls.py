@@ -10,13 +10,13 @@ from typing import Any
 import api_calls
 import pytest
 import torch
-from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, XQA, Form, form
+from api_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, IN_PLACE, MLA, XQA, Form, form
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopwell import _launch, _repeat
 
 # The log-sum-exp of cuDNN's entry is allocated anew in each call: test_warm_cudnn_lse looks at that.
-RUNNING = [case for case in FORMS if case.runs and not case.function.__name__.startswith(CUDNN)]
+RUNNING = [case for case in IN_PLACE if not case.function.__name__.startswith(CUDNN)]
 
 
 @pytest.mark.parametrize("case", RUNNING, ids=str)
@@ -52,7 +52,7 @@ class Operations(TorchDispatchMode):
         return self.names
 
 
-@pytest.mark.parametrize("case", [case for case in FORMS if case.runs], ids=str)
+@pytest.mark.parametrize("case", IN_PLACE, ids=str)
 def test_a_warm_call_makes_no_tensors_but_its_results(case: Form) -> None:
     """Not even a view of one, which takes about as long as all the rest. A padded log-sum-exp is filled."""
     arguments = case.build()
