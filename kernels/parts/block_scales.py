@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint32, const_expr
+from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr
 
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_index
@@ -84,7 +84,11 @@ class ScaleRows(DeviceStruct):
                     place += block % quarter * TOKENS + row % TOKENS
                     scale = global_array(Uint8, place)[0].to(Uint32)
                     words[i // TOKENS] = words[i // TOKENS] | (scale << (8 * (i % TOKENS)))
-            else:
+            elif const_expr(count % TOKENS == 0):
                 for i in cutlass.range_constexpr(len(words)):
                     words[i] = global_array(Uint32, head + row * self.row + first)[i]
+            else:  # a part of a row of 4 or 12 blocks begins in the middle of a word
+                for i in cutlass.range_constexpr(count // 2):
+                    pair = global_array(Uint16, head + row * self.row + first)[i].to(Uint32)
+                    words[i // 2] = words[i // 2] | (pair << (16 * (i % 2)))
         return words

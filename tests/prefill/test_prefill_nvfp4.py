@@ -25,8 +25,10 @@ CASES = [
     ((192, 192), 32, CAUSAL, BF16),
     ((256, 256), 64, CAUSAL, E4M3),
     ((128, 128), 12, CAUSAL, E4M3),
+    ((64, 64), 16, window(70), BF16),  # parts of a row that have 2 scales of K, and 6
+    ((192, 128), 32, window(70), FP16),
 ]
-EMULATED = [CASES[0], CASES[3], CASES[5]]
+EMULATED = [CASES[0], CASES[3], CASES[5], CASES[8]]
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> LowPrecisionBatch:
