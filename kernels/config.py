@@ -522,10 +522,8 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)
-    queries, outputs = (QUERY_DTYPES, QUERY_DTYPES) if arch in HOPPER else (DTYPES, DTYPES)
-    if arch in HOPPER and problem.out_scales is not None:
-        outputs = OUT_DTYPES
-    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
+    queries = QUERY_DTYPES if arch in HOPPER else DTYPES
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=_output_dtypes(problem, arch))
     require_page_size(problem, arch)
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
@@ -544,6 +542,13 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         uneven_pages=has_uneven_pages(problem),
         **features,
     )
+
+
+def _output_dtypes(problem: AttentionProblem, arch: str) -> Iterable[torch.dtype]:
+    """Types of the output: narrow ones are for queries of e4m3, which an NVFP4 cache has widened."""
+    if arch not in HOPPER or (problem.query.dtype in DTYPES and problem.kv_scales is None):
+        return DTYPES
+    return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
 
 
 def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str) -> KvType:
@@ -565,6 +570,10 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str)
             f"{'NVFP4 K and V' if packed else f'{fp8} operands'}; supported: {listed}"
         )
     if packed:
+        if types[0] not in DTYPES:
+            raise NotImplementedError(
+                f"query dtype {types[0]} has no kernel on {arch} with NVFP4 K and V; supported: {_listed(DTYPES)}"
+            )
         return KvType.NVFP4
     return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
 
@@ -581,15 +590,17 @@ def require_dtypes(
     """Refuse queries and outputs of other types than these, and K and V of others than the queries' or ``kv_type``."""
     for what, dtype, supported in (("query", problem.query.dtype, queries), ("output", out_dtype, outputs)):
         if dtype not in supported:
-            raise NotImplementedError(
-                f"{what} dtype {dtype} has no kernel on {arch}; supported: {', '.join(map(str, supported))}"
-            )
+            raise NotImplementedError(f"{what} dtype {dtype} has no kernel on {arch}; supported: {_listed(supported)}")
     for what, operand in (("key", problem.key), ("value", problem.value)):
         if operand.dtype != problem.query.dtype and kv_type is KvType.WIDE:
             raise NotImplementedError(
                 f"{what} dtype {operand.dtype} has no kernel on {arch} with query dtype {problem.query.dtype}; "
                 f"supported: {problem.query.dtype}"
             )
+
+
+def _listed(dtypes: Iterable[torch.dtype]) -> str:
+    return ", ".join(map(str, dtypes))
 
 
 def require_page_size(problem: AttentionProblem, arch: str) -> None:

@@ -30,7 +30,16 @@ from hopwell.kernels.config import (
 )
 from hopwell.kernels.families import resolve, shipped_configs
 from hopwell.kernels.hardware import REGISTERS, WARPGROUP
-from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    BlockScales,
+    LogSumExp,
+    LseLayout,
+    Mask,
+    MaskKind,
+    Score,
+    ScoreKind,
+)
 from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
 
 ARCH = "sm_90a"
@@ -444,7 +453,7 @@ class TestRefusals:
         ("role", "dtype"),
         [
             *(("query", dtype) for dtype in (torch.float32, torch.float8_e5m2, torch.uint8)),
-            *(("out", dtype) for dtype in (torch.float32, torch.float8_e5m2, torch.uint8)),
+            *(("out", dtype) for dtype in (torch.float32, torch.float8_e4m3fn, torch.uint8)),
         ],
         ids=str,
     )
@@ -453,6 +462,15 @@ class TestRefusals:
         message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), **operand))
         assert f"{'output' if role == 'out' else role} dtype {dtype}" in message
         assert "torch.bfloat16, torch.float16" in message
+
+    def test_queries_of_8_bits_over_nvfp4(self) -> None:
+        """Entries widen them: e4m3 does not hold what elements times their scales are."""
+        scales = BlockScales(*(empty(5, 2, 16, 8, dtype=torch.float8_e4m3fn) for _ in "kv"))
+        query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
+        key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)
+        message = self.refusal(paged(key, value, query=query, kv_scales=scales))
+        assert "query dtype torch.float8_e4m3fn has no kernel" in message
+        assert "with NVFP4 K and V; supported: torch.bfloat16, torch.float16" in message
 
     def test_queries_of_8_bits_beside_wider_keys(self) -> None:
         query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)

@@ -101,19 +101,24 @@ def test_forms_of_the_cache_give_the_same_bits(device: str, few: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
-def test_nvfp4_output(device: str, dims: tuple[int, int]) -> None:
-    """Codes and scales are those of the quantizer, but where 16 bits round the other way; rows of others stay."""
-    data = batch(dims, device, q_dtype=E4M3, kv_dtype=E4M3)
+@pytest.mark.parametrize(("dims", "few"), [((64, 64), False), ((256, 256), False), ((80, 80), True)], ids=str)
+def test_nvfp4_output(device: str, dims: tuple[int, int], few: bool) -> None:
+    """Codes and scales are those of the quantizer, but where 16 bits round the other way; rows of others stay. Few
+    queries share tiles with those of other heads."""
+    changes = dict(q_lens=[3, 1, 0, 2], kv_lens=[300, 1, 5, 0]) if few else {}
+    data = batch(dims, device, q_dtype=E4M3, kv_dtype=E4M3, v_scale=1.5, **changes)
     key, value, table = data.pages(16)
-    given = options(data, CAUSAL)
-    wide_out = context(data, (key, value), table, out_dtype=FP16, **given)
+    given = options(data, CAUSAL) | dict(return_lse=True)
+    if few:
+        given["bmm2_scale"] = torch.tensor([1.5], device=device)
+    wide_out, wide_lse = context(data, (key, value), table, out_dtype=FP16, **given)
     factor = 3.0
     blocks, first = data.heads * dims[1] // 16, 100
     scales = torch.full((384, -(-blocks // 4) * 4), 7.0, device=device).to(E4M3)
     codes = torch.zeros(data.tokens, data.heads, dims[1] // 2, dtype=torch.uint8, device=device)
     given_out = FP4Tensor(codes, scales, first, data.q.shape)
-    out = context(data, (key, value), table, out=given_out, o_sf_scale=factor, **given)
+    out, lse = context(data, (key, value), table, out=given_out, o_sf_scale=factor, **given)
+    assert torch.equal(lse, wide_lse)
     assert out.data.data_ptr() == codes.data_ptr()
     assert out.scale_start_index == first
     want = layouts.quantize_nvfp4_output(wide_out, factor)
@@ -124,7 +129,7 @@ def test_nvfp4_output(device: str, dims: tuple[int, int]) -> None:
     rows = torch.arange(384, device=device)
     others = layouts.unswizzle_128x4(out.scale, 384, blocks)[(rows < first) | (rows >= first + data.tokens)]
     assert (others.float() == 7.0).all()
-    fresh = context(data, (key, value), table, out_dtype="nvfp4", o_sf_scale=factor, **given)
+    fresh, _ = context(data, (key, value), table, out_dtype="nvfp4", o_sf_scale=factor, **given)
     assert torch.equal(fresh.data, out.data)
     again = layouts.unswizzle_128x4(fresh.scale, data.tokens, blocks)
     assert torch.equal(again.float(), layouts.unswizzle_128x4(out.scale, data.tokens, blocks, first).float())
@@ -135,5 +140,9 @@ def test_scales_off_their_unit_are_refused() -> None:
     key, value, table = data.pages(16)
     k_scales, v_scales = data.block_scales(16, "interleaved")
     shifted = torch.zeros(k_scales.numel() + 1, dtype=torch.uint8)[1:].view(k_scales.shape).view(E4M3)
-    with pytest.raises(ValueError, match=r"kv_block_scales\[0\] must begin at a multiple of 4 bytes"):
+    with pytest.raises(ValueError, match=r"kv_block_scales starts at address .* needs a multiple of 16 bytes"):
         context(data, (key, value), table, kv_block_scales=(shifted, v_scales), **options(data, CAUSAL))
+    nhd = dict(kv_layout="NHD", kv_block_scales=(shifted.transpose(1, 2), v_scales.transpose(1, 2)))
+    caches = (key.transpose(1, 2), value.transpose(1, 2))
+    with pytest.raises(ValueError, match=r"kv_block_scales\[0\] must begin at a multiple of 4 bytes"):
+        context(data, caches, table, **nhd, **options(data, CAUSAL))
