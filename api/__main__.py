@@ -8,7 +8,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 from hopwell.kernels import support
 
@@ -64,19 +64,10 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from hopwell.kernels import toolchain
-    from hopwell.kernels.append_config import shipped_append_configs
-    from hopwell.kernels.config import shipped_configs
-    from hopwell.kernels.decode_config import shipped_decode_configs
-    from hopwell.kernels.mla_config import shipped_mla_configs
+    from hopwell.kernels import families, toolchain
+    from hopwell.kernels.problem import Family
 
-    families: tuple[Callable[[str], Iterator[toolchain.Buildable]], ...] = (
-        shipped_configs,
-        shipped_decode_configs,
-        shipped_mla_configs,
-        shipped_append_configs,
-    )
-    shipped = itertools.chain.from_iterable(family(options.arch) for family in families)
+    shipped = itertools.chain.from_iterable(families.shipped_configs(options.arch, family) for family in Family)
     configs = [config for config in shipped if options.match.search(config.name)]
     if not configs:
         print(f"no kernel for {options.arch} has a name that matches {options.match.pattern!r}", file=sys.stderr)

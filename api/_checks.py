@@ -166,10 +166,10 @@ def host_int(name: str, value: Any, minimum: int = 0, maximum: int = INT32_MAX) 
     return number
 
 
-def host_float(name: str, value: Any, minimum: float | None = None) -> float:
-    """``value`` as a finite float on the host."""
+def host_float(name: str, value: Any, minimum: float | None = None, kinds: str = "a float") -> float:
+    """``value`` as a finite float on the host. ``kinds`` is for the message: what the argument may be."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a float, got {describe(value)}")
+        raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -183,19 +183,19 @@ def host_float(name: str, value: Any, minimum: float | None = None) -> float:
 
 def optional_float(name: str, value: Any) -> float:
     """``value`` as a float that is not negative; None means 0."""
-    return 0.0 if value is None else host_float(name, value, minimum=0.0)
+    return 0.0 if value is None else host_float(name, value, 0.0, "a float or None")
 
 
-def flag(name: str, value: Any) -> bool:
-    """``value`` as a bool."""
+def flag(name: str, value: Any, kinds: str = "True or False") -> bool:
+    """``value`` as a bool. ``kinds`` is for the message: what the argument may be."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {describe(value)}")
+        raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     return value
 
 
 def optional_flag(name: str, value: Any) -> bool | None:
     """``value`` as a bool or None."""
-    return None if value is None else flag(name, value)
+    return None if value is None else flag(name, value, "True, False or None")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
@@ -203,7 +203,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}")
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}")
     return value
 
 
@@ -223,7 +223,7 @@ def scale(name: str, value: Any, on: torch.device, minimum: float | None = None)
         if value.device.type != "cpu":
             raise ValueError(f"{name} must be on {on} or on the host, got {value.device}")
         value = value.item()
-    return host_float(name, value, minimum)
+    return host_float(name, value, minimum, "a float or a float32 tensor of one element")
 
 
 def is_natural(name: str, value: Any) -> bool:
@@ -239,7 +239,7 @@ def backend_name(value: Any) -> None:
 
 def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int]) -> torch.Tensor:
     """A preallocated log-sum-exp of the sizes ``dims``."""
-    checked = tensor(name, value)
+    checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *dims)
     dtype(name, checked, (torch.float32,))
     device(name, checked, on)
@@ -256,7 +256,7 @@ def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
         if len(value) != 1:
             raise ValueError(f"sinks as a {type(value).__name__} must hold exactly one tensor, got {len(value)}")
         value = value[0]
-    checked = tensor("sinks", value)
+    checked = tensor("sinks", value, "a torch.Tensor, a list of one, or None")
     dtype("sinks", checked, (torch.float32, torch.bfloat16))
     shape("sinks", checked, ("num_heads", heads))
     unit_stride("sinks", checked)
@@ -335,7 +335,7 @@ def grouped_heads(heads: int, kv_heads: int, kv_name: str) -> None:
 
 def output(name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device) -> torch.Tensor:
     """A preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share memory."""
-    checked = tensor(name, value)
+    checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *zip(("tokens", "heads", "head_dim"), sizes, strict=True))
     dtype(name, checked, (of,))
     device(name, checked, on)

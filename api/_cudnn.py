@@ -207,7 +207,7 @@ def cudnn_problem(
         value=value,
         out=checks.allocated(out, q, v_dim, out_dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, key.shape[2] if table is None else checks.capacity(table, key.shape[2])),
         q_offsets=starts["batch_offsets_q"],
         q_lens=q_lens,

@@ -78,7 +78,7 @@ def log_sum_exp(lse: Any, return_lse: Any, base: Any, query: torch.Tensor, sizes
     if lse is None:
         rows = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     else:
-        checks.tensor("lse", lse)
+        checks.tensor("lse", lse, "a torch.Tensor or None")
         checks.dtype("lse", lse, (torch.float32,))
         checks.device("lse", lse, query.device)
         if tuple(lse.shape) not in ((tokens, heads), sizes):
@@ -145,5 +145,6 @@ def decode_sources(arguments: Arguments) -> Sources:
     scales = (on_device(bmm1_scale), on_device(bmm2_scale))
     nothing = (None, None, None, None)  # lse, its offsets, statistics, skipped tiles
     table = (block_tables, block_tables)
-    own = (on_device(o_scale), mask, workspace_buffer)
+    no_block_scales = (None, None, None)
+    own = (on_device(o_scale), mask, *no_block_scales, workspace_buffer)
     return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *own

@@ -30,7 +30,7 @@ def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -
 def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
     """Refuse a problem that ``entry`` cannot solve on ``arch``; features beyond AttentionProblem are the caller's."""
     query, key = problem.query, problem.key
-    qk_dim, v_dim = query.shape[-1], problem.value.shape[-1]
+    qk_dim, v_dim = query.shape[-1], problem.v_dim
     page_size = key.shape[2]
     paged = problem.page_table is not None
     known_page = page_size <= support.MAX_PAGE_SIZE

@@ -12,7 +12,7 @@ from hopwell import _features as features
 from hopwell._launch import halves
 from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
 
 INPUT_LAYOUTS = tuple(layout.value for layout in FmhaV2Layout)
@@ -73,23 +73,21 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask
     return Mask(MaskKind.CHUNKED, chunk=chunk) if chunk else Mask(MaskKind.CAUSAL)
 
 
-def _score(alibi: bool, soft_cap: float) -> Score:
-    if alibi:
-        return Score(ScoreKind.ALIBI)
-    return Score.capped(soft_cap)
-
-
 def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
     if isinstance(out_dtype, str):
         named = vars(torch).get(out_dtype)
         if not isinstance(named, torch.dtype):
-            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {out_dtype!r}")
+            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
         out_dtype = named
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
-    if out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
+    if (
+        out is not None
+        and out_dtype is not None
+        and checks.tensor("out", out, "a torch.Tensor or None").dtype != out_dtype
+    ):
         raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}, where both are given, got {out_dtype}")
-    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out).dtype)
+    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out, "a torch.Tensor or None").dtype)
     allowed = (*checks.SIXTEEN_BIT, *((checks.FP8,) if query.dtype == checks.FP8 else ()))
     if dtype not in allowed:
         name = "out" if out_dtype is None else "out_dtype"
@@ -177,12 +175,12 @@ def fmha_v2_problem(
         value=value,
         out=checks.allocated(out, query, v_dim, dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, capacity),
         q_offsets=q_offsets,
         kv_lens=None,
         mask=mask,
-        score=_score(alibi, soft_cap),
+        score=Score.capped(soft_cap, has_slopes=alibi),
         statistics=torch.empty((tokens, heads, 2), dtype=torch.float32, device=on) if stats else None,
         skip_softmax=skip_softmax,
         softmax_scale=softmax_scale,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopwell._cudnn import CUDNN_NAMES, cudnn_problem, cudnn_sources, scaled
+from hopwell._dynamo import opaque
 from hopwell._launch import Calls, upper_bound
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
@@ -12,6 +13,7 @@ __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 _CUDNN = Calls(cudnn_sources, CUDNN_NAMES)
 
 
+@opaque
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopwell._decoding import check_counter_buffer, decode_names, decode_sources
+from hopwell._dynamo import opaque
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, xqa_problem, xqa_workspace_bytes
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
@@ -20,6 +21,7 @@ _XQA = Calls(decode_sources, decode_names("q_cu_seq_lens"))
 _TRTLLM = Calls(decode_sources, decode_names("cum_seq_lens_q"))
 
 
+@opaque
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -73,9 +75,11 @@ def xqa_batch_decode_with_kv_cache(
             CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request]; entries past a request's last page are
             not read.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
+            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, unchecked.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
+            device, which is not looked at: a negative one makes the output NaN.
         bmm2_scale: factor on the output, likewise.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
@@ -169,6 +173,7 @@ def xqa_batch_decode_with_kv_cache(
     return done if return_lse else done[0]
 
 
+@opaque
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -201,6 +206,12 @@ def trtllm_batch_decode_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     enable_block_sparse_attention: bool = False,
     *,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: torch.Tensor | None = None,
+    request_order_plan: object | None = None,
     return_lse_base: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one or a few new tokens per request over a paged KV cache, as
@@ -218,7 +229,8 @@ def trtllm_batch_decode_with_kv_cache(
         workspace_buffer: as there.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
             ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
+            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
         bmm2_scale: factor on the output, likewise.
@@ -246,6 +258,12 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         enable_block_sparse_attention: must be False.
+        cp_world: must be 1.
+        cp_rank: must be 0.
+        causal_seqlens_kv_global: must be None.
+        bf16q_fp8kv_transform_mode: must be None.
+        request_order: must be None.
+        request_order_plan: must be None.
         return_lse_base: "base2" or None for logarithms to base 2, as FlashInfer returns them, "basee" for natural ones.
 
     Returns:
@@ -290,6 +308,12 @@ def trtllm_batch_decode_with_kv_cache(
         skip_softmax_threshold_scale_factor,
         bmm1_scale_log2,
         enable_block_sparse_attention,
+        cp_world,
+        cp_rank,
+        causal_seqlens_kv_global,
+        bf16q_fp8kv_transform_mode,
+        request_order,
+        request_order_plan,
     )
     done = _TRTLLM.repeat(arguments, out, lse)
     if done is None:
@@ -310,6 +334,12 @@ def trtllm_batch_decode_with_kv_cache(
                 skip_softmax_threshold_scale_factor,
                 bmm1_scale_log2,
                 enable_block_sparse_attention,
+                cp_world,
+                cp_rank,
+                causal_seqlens_kv_global,
+                bf16q_fp8kv_transform_mode,
+                request_order,
+                request_order_plan,
             ),
             workspace_buffer=workspace_buffer,
             block_tables=block_tables,

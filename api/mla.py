@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hopwell._decoding import decode_names, decode_sources
+from hopwell._dynamo import opaque
 from hopwell._launch import Calls, single, upper_bound
 from hopwell._mla import MlaOptions, mla_problem, mla_workspace_bytes
 
@@ -13,6 +14,7 @@ __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 _MLA = Calls(decode_sources, decode_names("cum_seq_lens_q", "seq_lens or sparse_mla_top_k_lens"))
 
 
+@opaque
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -64,8 +66,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     Args:
         query: [batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], the absorbed latent query first and the
-            rotary part last; bfloat16 or float8_e4m3fn. Tokens lie at equal distances: no gap between requests. With
-            ``cum_seq_lens_q`` [tokens, num_heads, ...].
+            rotary part last; bfloat16, float16 or float8_e4m3fn. Tokens lie at equal distances: no gap between
+            requests. With ``cum_seq_lens_q`` [tokens, num_heads, ...].
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...] in the dtype of
             query. page_size is 1 to 1024.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``mla_workspace_bytes`` bytes or
@@ -79,12 +81,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
             at most; entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token
             indices page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens,
             sparse_mla_top_k].
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
+            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
-        out: bfloat16 [batch, q_len, num_heads, kv_lora_rank] to write into, for fp8 inputs too, without gaps between
-            requests; None allocates.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, unchecked.
+        out: [batch, q_len, num_heads, kv_lora_rank] to write into, in the dtype of query, bfloat16 for fp8 inputs,
+            without gaps between requests; None allocates.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
+            device, which is not looked at: a negative one makes the output NaN.
         bmm2_scale: factor on the output, likewise.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._context import CONTEXT_NAMES, context_problem, context_sources
+from hopwell._context import CONTEXT_NAMES, context_problem, context_sources, widened_query
+from hopwell._dynamo import opaque
 from hopwell._fmha_v2 import FMHA_V2_NAMES, fmha_v2_problem, fmha_v2_sources, leaves
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
@@ -20,6 +21,7 @@ _CONTEXT = Calls(context_sources, CONTEXT_NAMES)
 _FMHA_V2 = Calls(fmha_v2_sources, FMHA_V2_NAMES)
 
 
+@opaque
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -79,12 +81,14 @@ def trtllm_batch_context_with_kv_cache(
         block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request], or [batch_size, 2,
             pages_per_request] with ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False. Entries
             past the last page of a request are never read. The table may be narrower than ``max_kv_len`` tokens.
-        seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included.
+        seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included. No
+            more than ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32
+            is 0.
         max_q_len: upper bound of the new tokens of a request. It never changes a result.
         max_kv_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, 0 or more, or a one-element
             float32 tensor that the kernel reads, so that it may change under a CUDA graph. A tensor on the host is read
-            during the call, which is slower.
+            during the call, which is slower. A negative one on the device makes the output NaN.
         bmm2_scale: factor on the output, likewise.
         batch_size: number of requests.
         cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], where each request starts in ``query``, in tokens.
@@ -130,6 +134,10 @@ def trtllm_batch_context_with_kv_cache(
             :func:`hopwell.kernels.support.support_matrix`.
     """
     k, v = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else halves(kv_cache)
+    given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
+    k_scales, v_scales = (given_scales, None) if given_scales is None else halves(given_scales)
+    query_dtype = getattr(query, "dtype", None)
+    query = widened_query(query, kv_cache)
     arguments = (
         query,
         k,
@@ -140,6 +148,9 @@ def trtllm_batch_context_with_kv_cache(
         bmm1_scale,
         bmm2_scale,
         single(sinks),
+        k_scales,
+        v_scales,
+        query_dtype,
         out,
         cum_seq_lens_kv,
         max_q_len,
@@ -148,14 +159,14 @@ def trtllm_batch_context_with_kv_cache(
         window_left,
         skip_softmax_threshold_scale_factor,
         type(workspace_buffer),
-        kv_block_scales,
+        kv_block_scales is None,
         o_sf_scale,
         o_sf_vec_size,
         out_dtype,
         kv_layout,
         enable_pdl,
         uses_shared_paged_kv_idx,
-        kv_cache_sf,
+        kv_cache_sf is None,
         causal,
         lse,
         return_lse,
@@ -201,11 +212,19 @@ def trtllm_batch_context_with_kv_cache(
         backend=backend,
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,
+        query_dtype=query_dtype,
     )
-    results = _CONTEXT.run(arguments, problem, out, None if problem.lse is None else problem.lse.tensor)
+    stats = None if problem.lse is None else problem.lse.tensor
+    if problem.out_scales is not None:
+        data = _CONTEXT.run_once(problem)
+        scales = problem.out_scales
+        packed = FP4Tensor(data, scales.tensor, scales.first_row, query.shape)
+        return (packed, stats) if return_lse and stats is not None else packed
+    results = _CONTEXT.run(arguments, problem, out, stats)
     return results if return_lse else results[0]
 
 
+@opaque
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     input_layout: str,
@@ -269,8 +288,8 @@ def trtllm_fmha_v2_prefill(
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
         pos_encoding_mode: None or "none", or "alibi"; case does not matter.
-        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c); None and 0 mean off, as does c > 2^64, where
-            the two are the same in float32.
+        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c), to which ALiBi adds; None and 0 mean off, as
+            does c > 2^64, where the two are the same in float32.
         mask_mode: "causal" (keys 0..p), "sliding_window", "chunked" or "padding" (every key of the request); case does
             not matter. A window or a chunk size takes effect under all modes but "padding", where it is refused, and
             without either "sliding_window" and "chunked" are causal.

@@ -6,13 +6,13 @@ import enum
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.config import DTYPES
-from hopwell.kernels.problem import PageTable
+from hopwell.kernels.problem import Family, PageTable
 
 
 class CacheType(enum.Enum):
@@ -122,6 +122,8 @@ class AppendGeometry(NamedTuple):
 class AppendConfig:
     """An append kernel: all that changes generated code. Sizes, head dims among them, are run-time arguments."""
 
+    family: ClassVar[Family] = Family.APPEND
+
     arch: str
     dtype: str  # of the new tokens; "16bit" where they are copied
     kind: CacheType
@@ -135,12 +137,6 @@ class AppendConfig:
     def name(self) -> str:
         """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
         return f"append_{self.arch}_{self.dtype}_{self.kind.value}"
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel's traceable launch function and example arguments to compile it with."""
-        from hopwell.kernels import append
-
-        return append.build(self)
 
 
 def _config(arch: str, dtype: str, kind: CacheType) -> AppendConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -21,7 +21,7 @@ from hopwell.kernels.config import (
     require_dtypes,
     require_page_size,
 )
-from hopwell.kernels.problem import AttentionProblem, LseLayout, MaskKind, Score
+from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, MaskKind, Score
 from hopwell.kernels.splitting import (
     CTAS_PER_SM,
     FEW_ROWS,
@@ -67,6 +67,8 @@ _BYTE_TILES = {
 @dataclass(frozen=True)
 class DecodeConfig(KernelConfig):
     """A decode kernel."""
+
+    family: ClassVar[Family] = Family.DECODE
 
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS  # packed rows of a tile
@@ -134,13 +136,7 @@ class DecodeConfig(KernelConfig):
     @property
     def name(self) -> str:
         kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
-        return self._named("decode", kind + [f"rows{self.rows}"] * (self.rows != ROWS))
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm90 import byte_few_rows, decode, decode_few_rows
-
-        few_rows = decode_few_rows if self.kv_type is KvType.WIDE else byte_few_rows
-        return (few_rows if self.has_tree else decode).build(self)
+        return self._named(kind + [f"rows{self.rows}"] * (self.rows != ROWS))
 
 
 def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
@@ -150,8 +146,6 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     head_dim = problem.query.shape[2]
-    if arch not in support.HOPPER:
-        raise NotImplementedError(f"there is no decode kernel for {arch}; supported: {', '.join(support.HOPPER)}")
     if head_dim not in HEAD_DIMS or problem.value.shape[3] != head_dim:
         raise NotImplementedError(
             f"head dims (QK/V) {head_dim}/{problem.value.shape[3]} have no decode kernel on {arch}; supported: equal "
@@ -207,8 +201,6 @@ def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") ->
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
     """The decode kernels that are compiled ahead."""
-    if arch not in support.HOPPER:
-        return
     for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KvType):
         if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
             continue

@@ -6,8 +6,9 @@ Both are flat tuples of integers because that is what crosses the host boundary 
 once and keeps it as one ready-made FFI array.
 """
 
+from collections import namedtuple
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -37,6 +38,9 @@ class Addresses(NamedTuple):
     skipped: int = 0  # one int32 that counts skipped (64 rows, KV tile) pairs
     output_factor: int = 0  # a second scale of the output; 0: passed by value
     draft_mask: int = 0  # uint32 words of each query token
+    key_scales: int = 0  # of blocks of K, of V and of the output
+    value_scales: int = 0
+    out_scales: int = 0
     scratch: int = 0  # memory for partial results
     tickets: int = 0  # zero int32 that the kernel leaves zero: work handed out, CTAs done, decode's counters
 
@@ -149,3 +153,21 @@ class Geometry(NamedTuple):
     mask_size: int  # of an ``IntervalMask``
     alibi_heads: int
     tile_heads: int  # heads that share a query tile
+
+
+# Sizes, strides in elements, and the grid of prefill with scales of blocks: a tuple of its own, because one integer
+# more makes kernels of sm_100a spill, which have no such scales.
+ScaledGeometry: Any = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
+    "ScaledGeometry",
+    (
+        *Geometry._fields,
+        "k_scale_page",
+        "k_scale_head",
+        "k_scale_row",
+        "v_scale_page",
+        "v_scale_head",
+        "v_scale_row",
+        "out_scale_row",  # of the first query token
+        "out_scale_columns",
+    ),
+)

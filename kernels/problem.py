@@ -23,6 +23,15 @@ NARROW_CAP = 512.0
 LARGEST_CAP = 2.0**64
 
 
+class Family(enum.Enum):
+    """A family of kernels, see ``families.py``."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MLA = "mla"  # decode whose value is part of the key
+    APPEND = "append"  # new tokens into a cache, see append_config.py
+
+
 class MaskKind(enum.Enum):
     """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
@@ -52,6 +61,17 @@ class ScoreKind(enum.Enum):
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
     WIDE_SOFT_CAP = "wide_soft_cap"  # the same, precise where x / c is small as well
     ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
+    CAPPED_ALIBI = "capped_alibi"  # c * tanh(x / c) + slope_h * key: the order of FlashInfer's fmha_v2 kernels
+
+    @property
+    def caps(self) -> bool:
+        """Whether scores are capped."""
+        return self in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.CAPPED_ALIBI)
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether distances count, by a slope for each head."""
+        return self in (ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI)
 
 
 @dataclass(frozen=True)
@@ -62,10 +82,12 @@ class Score:
     soft_cap: float = 0.0
 
     @classmethod
-    def capped(cls, cap: float) -> Score:
-        """The score for a cap, where 0 means none."""
+    def capped(cls, cap: float, has_slopes: bool = False) -> Score:
+        """The score for a cap, where 0 means none, with ALiBi or without."""
         if not 0 < cap <= LARGEST_CAP:
-            return cls()
+            return cls(ScoreKind.ALIBI) if has_slopes else cls()
+        if has_slopes:
+            return cls(ScoreKind.CAPPED_ALIBI, cap)
         return cls(ScoreKind.SOFT_CAP if cap <= NARROW_CAP else ScoreKind.WIDE_SOFT_CAP, cap)
 
 
@@ -118,6 +140,25 @@ class LogSumExp:
     fills: bool = False
 
 
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales of blocks of 16 elements of K and of V: e4m3 views [pages, Hkv, page_size, D / 16] with a unit last
+    stride. V's are interleaved by four tokens, see :mod:`hopwell.layouts.scales`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OutputScales:
+    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order. Those of query token
+    t are in row ``first_row`` + t. ``factor`` multiplies the output before it is rounded."""
+
+    tensor: torch.Tensor
+    first_row: int
+    factor: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
     """One batched attention call: ``out = output_scale * softmax(softmax_scale * q k^T, mask) v``.
@@ -156,8 +197,11 @@ class AttentionProblem:
         token_table: [T, k] int32 or None: what a query token attends to, in place of a page table. An entry is a token
             of ``key``, page * page_size + row. A query token takes the first entries, as many as it sees keys and k at
             most, and ignores negative ones. Only MLA decode takes one.
+        kv_scales: for NVFP4 K and V, which are uint8 with two elements in a byte; None for all others.
+        out_scales: for an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all others.
         scratch: memory for partial results of decode, see ``splitting.py``.
         programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
+        family: the kernels that are to compute it.
     """
 
     query: torch.Tensor
@@ -186,17 +230,23 @@ class AttentionProblem:
     output_factor: float | torch.Tensor = 1.0
     draft_mask: torch.Tensor | None = None
     token_table: torch.Tensor | None = None
+    kv_scales: BlockScales | None = None
+    out_scales: OutputScales | None = None
     scratch: torch.Tensor | None = None
     programmatic_launch: bool = False
+    family: Family = Family.PREFILL
+
+    @property
+    def v_dim(self) -> int:
+        """Dv in elements."""
+        return self.value.shape[3] * (1 if self.kv_scales is None else 2)
 
     @property
     def mean_q_len(self) -> int:
-        """Rounded up, as far as shapes tell."""
+        """The mean number of queries of a request, rounded up, as far as shapes tell."""
         return min(self.max_q_len, -(-self.query.shape[0] // max(self.batch, 1)))
 
     @property
     def is_latent(self) -> bool:
         """Whether the value is part of the key, as in MLA decode."""
-        if self.scratch is None:
-            return False
-        return self.token_table is not None or self.value.shape[3] < self.key.shape[3]
+        return self.family is Family.MLA

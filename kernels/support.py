@@ -10,12 +10,12 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hopwell.kernels import settings
+from hopwell.kernels import hardware, settings
 
 if TYPE_CHECKING:
     import torch
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+ARCHS = tuple(hardware.ARCHITECTURES)
 
 CONTEXT = "trtllm_batch_context_with_kv_cache"
 FMHA_V2 = "trtllm_fmha_v2_prefill"
@@ -39,10 +39,13 @@ SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are multiples of 16 bytes
     dims for dims in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
 )
+NVFP4_HEAD_DIMS = tuple(
+    dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
+)  # scales are read by fours
 MAX_PAGE_SIZE = 1024
 
-HOPPER = ("sm_90a",)
-BLACKWELL = ("sm_100a", "sm_103a")
+HOPPER = hardware.with_instruction("wgmma")
+BLACKWELL = hardware.with_instruction("tcgen05")
 _PREFILL = (*HOPPER, *BLACKWELL)
 _NOWHERE: tuple[str, ...] = ()
 
@@ -137,9 +140,9 @@ ENTRIES: dict[str, Entry] = {
             _16BIT,
             Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
-            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
+            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", HOPPER),
             Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", HOPPER),
-            Feature("nvfp4_out", "data types", "NVFP4 output", _NOWHERE),
+            Feature("nvfp4_out", "data types", "NVFP4 output of an fp8 query", HOPPER),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
             Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", _PREFILL),
@@ -169,7 +172,8 @@ ENTRIES: dict[str, Entry] = {
             Feature("chunked", "masks", "chunked mask", _PREFILL),
             _sinks(_PREFILL),
             Feature("alibi", "extras", "ALiBi", _PREFILL),
-            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", _NOWHERE),
+            # On sm_100a a kernel of 128 columns spills 8 bytes.
+            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", HOPPER),
             Feature("soft_cap", "extras", "logits soft cap", _PREFILL),
             Feature("softmax_stats", "extras", "softmax statistics", _PREFILL),
             _SKIP_SOFTMAX,
@@ -212,7 +216,7 @@ ENTRIES: dict[str, Entry] = {
     MLA: Entry(
         "hopwell.mla",
         (
-            Feature("16bit", "data types", "bf16 query and cache", HOPPER),
+            Feature("16bit", "data types", "bf16 or fp16 query and cache", HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
             Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", HOPPER),
             _OTHER_HEAD_DIM,
@@ -346,7 +350,7 @@ def _cuda_arch(device: torch.device) -> str:
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
-    arch = "sm_120a" if major == 12 else {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}.get((major, minor))
+    arch = hardware.of_capability(major, minor)
     if arch is None:
         raise NotImplementedError(
             f"device {device} has compute capability {major}.{minor}, which is not supported; "

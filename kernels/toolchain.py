@@ -17,6 +17,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import multiprocessing
@@ -30,33 +31,18 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from hopwell.kernels import cache_folder, settings
+
+if TYPE_CHECKING:
+    from hopwell.kernels.families import Buildable
 
 logger = logging.getLogger("hopwell")
 
 TOOLCHAIN = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
 RUNTIME = "libcute_dsl_runtime.so"
-
-
-class Buildable(Protocol):
-    """A kernel's config, as far as compiling it goes."""
-
-    @property
-    def target(self) -> str:
-        """The architecture that the kernel is compiled for."""
-        ...
-
-    @property
-    def name(self) -> str:
-        """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
-        ...
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel's traceable launch function and example arguments to compile it with."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -167,6 +153,8 @@ def artifact(config: Buildable) -> Artifact:
 def _compile(config: Buildable, target: Artifact) -> None:
     import cutlass.cute as cute
 
+    from hopwell.kernels import families
+
     if "'" in str(target.path):
         # The DSL hands the path to its compiler passes between single quotes.
         raise ValueError(f"HOPWELL_CACHE_DIR must not have a single quote in its path, got {cache_folder.root()}")
@@ -175,7 +163,7 @@ def _compile(config: Buildable, target: Artifact) -> None:
     with cache_folder.unfinished(target.path) as work:
         dump = work / "dump"
         cache_folder.make(dump)
-        kernel, arguments = config.build()
+        kernel, arguments = families.build(config)
         options = (
             f"--enable-tvm-ffi --gpu-arch {config.target} --generate-line-info --keep-ptx --keep-cubin "
             f"--dump-dir {shlex.quote(str(dump))}"
@@ -200,16 +188,32 @@ def _compile(config: Buildable, target: Artifact) -> None:
 
 
 def _load(built: Artifact, name: str) -> Callable[..., None]:
-    """The function of a compiled kernel. The DSL, which would load it too, takes ten times as long to import."""
+    """The function of a compiled kernel: loaded by orcjit where it is installed, else by the DSL.
+
+    The DSL takes ten times as long, because it has to be imported first. It stays necessary beside releases of
+    apache-tvm-ffi that are older than those which orcjit works with.
+    """
+    _load_runtime()
+    if not _has_orcjit():
+        from cutlass.cute.runtime import load_module
+
+        module = load_module(str(built.object_file), enable_tvm_ffi=True)
+        # Never freed, or its destructors would call CUDA while the process ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+        return getattr(module, name)
     import tvm_ffi_orcjit
 
-    _load_runtime()
     module = tvm_ffi_orcjit.default_session().load_module(
         built.object_file,
         cxx=os.devnull,  # or it would run a compiler, to ask for a C++ runtime that the object does not need
         keep_module_alive=True,  # or its destructors would call CUDA while the process ends
     )
     return module.get_function(name)
+
+
+@functools.cache
+def _has_orcjit() -> bool:
+    return importlib.util.find_spec("tvm_ffi_orcjit") is not None
 
 
 @functools.cache

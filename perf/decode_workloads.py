@@ -76,12 +76,12 @@ class Decode:
 
     @property
     def read_bytes(self) -> float:
-        """Of keys and values, and of their block scales where there are any."""
+        """Bytes of keys and values, and of their block scales where there are any."""
         return 2.0 * sum(self.kv_lens) * self.kv_heads * self.head_dim * ELEMENT_BYTES[self.kv_dtype]
 
     @property
     def flop(self) -> float:
-        """Of both matrix products, visible keys only."""
+        """Operations of both matrix products, which count visible keys only."""
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.kv_lens))
 
     def _visible(self, kv_len: int) -> int:

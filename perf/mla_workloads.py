@@ -42,12 +42,12 @@ class Mla(Decode):
 
     @property
     def row_bytes(self) -> int:
-        """Of a key."""
+        """Bytes of a key."""
         return PACKED_ROW_BYTES if self.packed_rows else self.head_dim * self.kv_dtype.itemsize
 
     @property
     def q_dtype(self) -> torch.dtype:
-        """That of the cache, but for packed rows."""
+        """The type of the queries: that of the cache, but for packed rows."""
         return BF16 if self.packed_rows else self.kv_dtype
 
     @property
@@ -56,7 +56,7 @@ class Mla(Decode):
 
     @property
     def read_bytes(self) -> float:
-        """Of the keys, values among them; a listed one as often as it is listed."""
+        """Bytes of the keys, values among them; a listed one as often as it is listed."""
         listed = self.batch * self.q_len * self.top_k
         return float(listed * self.row_bytes if self.top_k else self.cache_bytes)
 
@@ -117,7 +117,7 @@ class MlaTensors(DecodeTensors):
         return torch.stack(rows).view(work.batch, work.q_len, work.top_k)
 
     def _draw(self, kv_len: int, generator: torch.Generator) -> torch.Tensor:
-        """Of tokens that the first new token sees as well."""
+        """Draw from the tokens that the first new token sees as well."""
         seen = kv_len - self.work.q_len + 1
         return torch.randperm(seen, generator=generator, device=self.device)[: self.work.top_k]
 

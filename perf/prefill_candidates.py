@@ -16,7 +16,7 @@ import torch
 import hopwell
 from hopwell._fmha_v2 import fmha_v2_problem
 from hopwell.kernels import execute, support
-from hopwell.kernels.config import resolve
+from hopwell.kernels.families import resolve
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
 from hopwell.perf.peers import flash_attention_3, flashinfer, for_pages, peer_workspace
@@ -53,7 +53,7 @@ def _fmha_v2(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, 
 
 
 def _cudnn(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *pages: torch.Tensor, table: Any) -> Call:
-    """The same of cuDNN's entry, whose offsets count elements."""
+    """The candidate of cuDNN's entry, whose offsets count elements."""
     work = t.work
     offsets = {
         f"batch_offsets_{name}": t.q_starts * (work.heads * dim)

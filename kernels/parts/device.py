@@ -1,5 +1,6 @@
 """Small things every device part needs: structs that survive the DSL's loops, and access through raw addresses."""
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
@@ -8,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.config import WARPS
+from hopwell.kernels.hardware import WARPS
 
 
 class DeviceStruct:
@@ -156,8 +157,18 @@ def load_float(address, index, default):
 
 
 def load_scale(address, value):
-    """A scale that is either a kernel argument or one float32 in device memory."""
-    return load_float(address, 0, value)
+    """A scale that is a kernel argument times one float32 in device memory, if there is one."""
+    return load_float(address, 0, 1.0) * value
+
+
+@cute.jit
+def load_output_scale(addresses, value):
+    """The scale of the output. It is NaN where that of scores, on the device, is negative: results would be wrong, as
+    the softmax rests on a row's largest score, which is not the largest logit then."""
+    scale = load_scale(addresses.output_scale, value)
+    if load_float(addresses.softmax_scale, 0, 0.0) < 0.0:
+        scale = Float32(math.nan)
+    return scale
 
 
 def from_lane(values: Any, lane) -> Any:

@@ -24,7 +24,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MAX_BOX_ROWS
+from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS

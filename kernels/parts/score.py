@@ -14,7 +14,6 @@ from hopwell.kernels.parts.device import DeviceStruct
 from hopwell.kernels.parts.softmax import LOG2_E
 from hopwell.kernels.problem import ScoreKind
 
-SOFT_CAPS = (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP)
 SERIES_END = 0.125  # up to where the series of tanh x to x^5 is as good as float32
 
 
@@ -41,18 +40,16 @@ class ScoreMap(DeviceStruct):
     @property
     def softmax_scale(self):
         """Natural logits per unit of what :meth:`apply` leaves."""
-        if const_expr(self.kind in SOFT_CAPS):
-            return self.soft_cap
-        if const_expr(self.kind is ScoreKind.ALIBI):
+        if const_expr(self.kind.has_slopes):
             return Float32(1.0)
-        return self.scale
+        return self.soft_cap if const_expr(self.kind.caps) else self.scale
 
     @cute.jit
     def slope(self, head):
         """ALiBi's slope: with n the largest power of two up to the number of heads, 2^(-8 (h + 1) / n) for the first n
         heads and 2^(-4 (2 (h - n) + 1) / n) for the others. 0 without ALiBi."""
         slope = Float32(0.0)
-        if const_expr(self.kind is ScoreKind.ALIBI):
+        if const_expr(self.kind.has_slopes):
             numerator = 8 * (head + 1)
             if head >= self.alibi_heads:
                 numerator = 4 * (2 * (head - self.alibi_heads) + 1)
@@ -62,24 +59,25 @@ class ScoreMap(DeviceStruct):
     @cute.jit
     def apply(self, scores, slope, tile_start, positions) -> None:
         """Map the ``scores`` (a RowFragment) of the keys from ``tile_start`` on, row r at ``positions[r]``."""
-        if const_expr(self.kind in SOFT_CAPS):
+        if const_expr(self.kind.caps):
             factor = self.scale * (2.0 * LOG2_E) / self.soft_cap
             for r in cutlass.range_constexpr(scores.rows):
                 for c in cutlass.range_constexpr(scores.columns):
                     power = scores.get(r, c) * factor
                     scores.set(r, c, tanh(power) if self.kind is ScoreKind.SOFT_CAP else precise_tanh(power))
-        if const_expr(self.kind is ScoreKind.ALIBI):
+        if const_expr(self.kind.has_slopes):
+            unit = self.soft_cap if const_expr(self.kind.caps) else self.scale
             # Relative to the row's own key: the same softmax as with absolute positions, without their rounding.
             for r in cutlass.range_constexpr(scores.rows):
                 distance = tile_start + scores.first_column() - positions[r]
                 bias = slope * distance.to(Float32)
                 for c in cutlass.range_constexpr(scores.columns):
-                    scores.set(r, c, scores.get(r, c) * self.scale + (bias + slope * float(scores.column_offset(c))))
+                    scores.set(r, c, scores.get(r, c) * unit + (bias + slope * float(scores.column_offset(c))))
 
     def shift(self, slope, position):
         """What the natural logits of a row at ``position`` lack in the softmax: ALiBi counts from the first key."""
-        return slope * position.to(Float32) if self.kind is ScoreKind.ALIBI else Float32(0.0)
+        return slope * position.to(Float32) if self.kind.has_slopes else Float32(0.0)
 
     def largest_logit(self, largest, shift):
         """The natural logit of a row's largest value; for plain scores the raw q k^T."""
-        return largest * self.soft_cap if self.kind in SOFT_CAPS else largest + shift
+        return largest * self.soft_cap if self.kind.caps and not self.kind.has_slopes else largest + shift

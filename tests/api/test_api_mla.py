@@ -168,7 +168,7 @@ class TestWorkspace:
             assert problem.scratch.nbytes == size
 
     def test_size_is_what_the_docs_say(self) -> None:
-        """Of 132 multiprocessors, in MiB, for up to 256 rows; less of narrow outputs."""
+        """Sizes are those of 132 multiprocessors, in MiB, for up to 256 rows; less of narrow outputs."""
         for rows, (rank, said) in itertools.product((1, 16, 128, 256), ((256, [54, 60]), (512, [72, 84]))):
             sizes = [scratch_bytes(rows, 1, rank, keys, 132, latent=True) for keys in (131072, 1 << 20)]
             assert [math.ceil(size / 2**20) for size in sizes] == said
@@ -220,12 +220,12 @@ class TestRefusals:
         assert problem.max_kv_len == problem.token_table.shape[1] == 8
 
     def test_fp8(self) -> None:
-        text = "fp8.*query.dtype=torch.float8_e4m3fn.*data types supported on sm_90a: bf16 query and cache"
+        text = "fp8.*query.dtype=torch.float8_e4m3fn.*data types supported on sm_90a: bf16 or fp16 query and cache"
         refused(MLA, NotImplementedError, text, "fp8")
 
     def test_out(self) -> None:
         good = data(BATCH, 1, HEADS, 512)
-        refused(MLA, TypeError, "^out must be a torch.Tensor, got int 3$", out=3)
+        refused(MLA, TypeError, "^out must be a torch.Tensor or None, got int 3$", out=3)
         text = r"^out must have shape \[batch=3, q_len=1, num_heads=4, kv_lora_rank=512\], got "
         for wrong in (good[:, 0], good[:-1], good[..., :256], good.transpose(1, 2)):
             refused(MLA, ValueError, text, out=wrong)

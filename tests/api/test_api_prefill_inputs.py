@@ -105,7 +105,6 @@ def test_fmha_v2_strings() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"pos_encoding_mode": "Alibi", "logits_soft_cap_scale": 30.0}, "logits_soft_cap_scale=30.0"),
         ({"qkv": (data(8, 4, 264), data(58, 2, 2, 264))}, "head_dim=264"),
         ({"qkv": (data(8, 4, 112, dtype=FP8), data(58, 2, 2, 112, dtype=FP8))}, "head_dim=112"),
     ],

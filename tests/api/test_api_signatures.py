@@ -93,6 +93,12 @@ TRTLLM_DECODE = [
     ("bmm1_scale_log2", None),
     ("multi_ctas_kv_counter_buffer", None),
     ("enable_block_sparse_attention", False),
+    ("cp_world", 1),
+    ("cp_rank", 0),
+    ("causal_seqlens_kv_global", None),
+    ("bf16q_fp8kv_transform_mode", None),
+    ("request_order", None),
+    ("request_order_plan", None),
     ("return_lse_base", None),
 ]
 FMHA_V2 = [

@@ -123,7 +123,7 @@ class Data:
         )
 
     def block_tables(self) -> torch.Tensor:
-        """The same pages as a table that ends in -1."""
+        """Give the same pages as a table that ends in -1."""
         table = torch.full((len(self.case.new), max(self.case.counts) + 1), -1, dtype=torch.int32)
         for row, ids in zip(table, self.ids.split(self.case.counts), strict=True):
             row[: len(ids)] = ids

@@ -17,11 +17,9 @@ from hopwell.kernels.config import (
     DTYPES,
     MAX_BOX_ROWS,
     MIN_BOX_ROWS,
-    REGISTERS,
     SHORT_STEP,
     SHORT_WINDOW,
     TILES,
-    WARPGROUP,
     WORK_STAGES,
     KvFetch,
     KvType,
@@ -29,9 +27,9 @@ from hopwell.kernels.config import (
     kv_fetch,
     packed_shape,
     page_and_head_stride,
-    resolve,
-    shipped_configs,
 )
+from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.hardware import REGISTERS, WARPGROUP
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, Score, ScoreKind
 from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
 
@@ -194,9 +192,9 @@ class TestResources:
 
     @pytest.mark.parametrize(("score", "skip"), itertools.product(ScoreKind, (False, True)))
     def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
-        """Those of three warpgroups, which have the fewest; all else about a tile stays."""
+        """Tiles of three warpgroups do, which have the fewest; all else about a tile stays."""
         for dims, tile in TILES.items():
-            smaller = max(dims) <= 64 and (score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP) or skip)
+            smaller = max(dims) <= 64 and (score.caps or skip)
             want = replace(tile, n=96) if smaller else tile
             assert PrefillConfig.tile_of(dims, score, skip) == want
             config = replace(any_config(dims), score=score, skip_softmax=skip)
@@ -385,12 +383,7 @@ class TestChoices:
     def test_scores_and_skip_softmax(self) -> None:
         """A tile has one slope; tiles of keys are left out for 64 queries at a time, whoever else is in the batch."""
         packed = {kind: self.of(3, score=score).packs_heads for kind, score in SCORES.items()}
-        assert packed == {
-            ScoreKind.SCALED: True,
-            ScoreKind.SOFT_CAP: True,
-            ScoreKind.WIDE_SOFT_CAP: True,
-            ScoreKind.ALIBI: False,
-        }
+        assert packed == {score: not score.has_slopes for score in ScoreKind}
         window = Mask(MaskKind.SLIDING_WINDOW, 5)
         skipping = self.of(3, skip_softmax=1e-30, mask=window)
         assert not skipping.packs_heads

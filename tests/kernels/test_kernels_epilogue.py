@@ -15,7 +15,8 @@ import pytest
 from host_math import number
 from lane_threads import Lanes
 
-from hopwell.kernels.config import TileShape, shipped_configs
+from hopwell.kernels.config import TileShape
+from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, epilogue
 from hopwell.kernels.parts.epilogue import STAGING_BYTES, LseRows, OutputRows, RowResults, StatisticsRows
@@ -104,7 +105,7 @@ class Warp(Lanes):
 
 
 def assert_no_bank_conflict(addresses: Sequence[int]) -> None:
-    """Of eight lanes' chunks of 16 bytes those that differ lie in different ones of the 32 banks."""
+    """Eight lanes' chunks of 16 bytes, where they differ, lie in different ones of the 32 banks."""
     assert len(addresses) == 8
     assert len({address % 128 for address in addresses}) == len(set(addresses))
 
@@ -284,7 +285,7 @@ class TestRowResults:
         assert memory == ({4096: pytest.approx(lse), 8192: statistics} if writes else {})
 
     def test_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of a tile from row 256 of its request on, of head 2 of 6."""
+        """The tile begins at row 256 of its request, and is that of head 2 of 6."""
         monkeypatch.setattr(epilogue, "load_sink", lambda address, head: (address, head))
         request = SimpleNamespace(index=2, lse_start=1000, o_start=2000, first_position=-3)
         tile = SimpleNamespace(request=request, first_row=256, head=2)

@@ -19,8 +19,9 @@ import pytest
 from cutlass import Int32
 
 from hopwell.kernels import pipeline
-from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS, KernelConfig, KvFetch, KvType, shipped_configs
+from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS, KernelConfig, KvFetch, KvType
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.launch import Addresses, Geometry, page_divisor
 from hopwell.kernels.mla_config import shipped_mla_configs
 from hopwell.kernels.parts import copy, kv_source

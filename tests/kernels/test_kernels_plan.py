@@ -12,7 +12,8 @@ import torch
 from kernel_problems import cache, contiguous, empty, paged
 
 from hopwell.kernels import plan
-from hopwell.kernels.config import TILES, resolve
+from hopwell.kernels.config import TILES
+from hopwell.kernels.families import resolve
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.plan import MAX_WINDOW, Plan, geometry, host_scales, operands
 from hopwell.kernels.problem import (
@@ -186,7 +187,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: recorded.append(arguments))
     monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_90a")
     monkeypatch.setattr(plan, "tickets", lambda device, ints: COUNTERS)
-    monkeypatch.setattr(plan, "first_fault", lambda problem, defined: None)  # these tensors have no values to look at
+    monkeypatch.setattr(plan, "_check_device_data", lambda problem: None)  # there is none in meta tensors
     return recorded
 
 

@@ -126,6 +126,7 @@ FEATURES: list[tuple[dict[str, Any], Mask, Score]] = [
     (dict(pos_encoding_mode="alibi", window_left=40), window(40), ALIBI),
     (dict(pos_encoding_mode="alibi", chunked_attention_size=64), chunked(64), ALIBI),
     (dict(pos_encoding_mode="alibi", mask_mode="padding"), FULL, ALIBI),
+    (dict(pos_encoding_mode="alibi", logits_soft_cap_scale=2.0), CAUSAL, Score(ScoreKind.CAPPED_ALIBI, 2.0)),
 ]
 
 

@@ -12,7 +12,7 @@ from batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
 from entry_calls import context, cudnn, fmha_v2
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import resolve
+from hopwell.kernels.families import resolve
 from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, Score, ScoreKind
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
