@@ -8,7 +8,7 @@ once and keeps it as one ready-made FFI array.
 
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -157,7 +157,7 @@ class Geometry(NamedTuple):
 
 # Sizes, strides in elements, and the grid of prefill with scales of blocks: a tuple of its own, because one integer
 # more makes kernels of sm_100a spill, which have no such scales.
-ScaledGeometry: Any = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
+ScaledGeometry = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
     "ScaledGeometry",
     (
         *Geometry._fields,

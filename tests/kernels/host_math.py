@@ -30,6 +30,11 @@ def fmax(a: Any, b: Any, nan: bool = False, abs: bool = False) -> float:
     return max(first, second)
 
 
+def fmin(a: Any, b: Any) -> float:
+    """Of a NaN and a number the number."""
+    return -fmax(-number(a), -number(b))
+
+
 def exp2(value: Any, fastmath: bool = False) -> float:
     return 2.0 ** number(value) if number(value) < 1024 else INF
 
@@ -60,6 +65,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *kinds: type | ModuleType) -> None:
     for name in ("warp_reduction_max", "warp_reduction_sum"):
         monkeypatch.setattr(cute.arch, name, lambda value, threads_in_group: value)
     monkeypatch.setattr(cute.arch, "fmax", fmax)
+    monkeypatch.setattr(cute.arch, "fmin", fmin)
     monkeypatch.setattr(cute.arch, "add_packed_f32x2", add_packed)
     monkeypatch.setattr(cute.arch, "fma_packed_f32x2", fma_packed)
     monkeypatch.setattr(cute.arch, "rcp_approx", reciprocal)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -19,8 +20,16 @@ from hopwell.kernels.config import TileShape
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, epilogue
-from hopwell.kernels.parts.epilogue import STAGING_BYTES, LseRows, OutputRows, RowResults, StatisticsRows
-from hopwell.kernels.parts.fragment import LaneRow, RowFragment
+from hopwell.kernels.parts.epilogue import (
+    STAGING_BYTES,
+    ByteRows,
+    ConvertedRows,
+    LseRows,
+    OutputRows,
+    RowResults,
+    StatisticsRows,
+)
+from hopwell.kernels.parts.fragment import LaneRow, RowFragment, SplitRowFragment
 from hopwell.kernels.parts.query_rows import QueryRows
 
 pytestmark = pytest.mark.traced
@@ -29,6 +38,9 @@ pytestmark = pytest.mark.traced
 WIDTHS = sorted({(c.head_dim_v // c.v_parts, c.depth[1]) for c in shipped_configs()})
 LANE_WIDTHS = sorted({(c.head_dim_v, LaneRow.pass_columns) for c in shipped_configs("sm_100a")})
 CASES = [*((RowFragment, *width) for width in WIDTHS), *((LaneRow, *width) for width in LANE_WIDTHS)]
+# Rows that are staged as float32: whole passes of 32 columns, and the half of one.
+FLOAT_WIDTHS = [16, 80, 128]
+FLOAT_CASES = list(itertools.product((ConvertedRows, ByteRows), (RowFragment, SplitRowFragment), FLOAT_WIDTHS))
 STAGING = 5 * STAGING_BYTES  # the warp's own, among those of others
 
 
@@ -44,7 +56,8 @@ class Warp(Lanes):
         self._words: dict[int, Any] = {}
         self._written: dict[int, int] = {}
         self._read: dict[int, int] = {}
-        self._accesses: list[list[int]] = [[] for _ in range(32)]
+        self._accesses: list[list[tuple[int, int]]] = [[] for _ in range(32)]
+        self.most_in_a_bank = 1
         monkeypatch.setattr(cute.arch, "lane_idx", lambda: self.own.lane)
         monkeypatch.setattr(cute.arch, "sync_warp", self._sync)
         monkeypatch.setattr(cutlass, "range_constexpr", range)
@@ -71,20 +84,20 @@ class Warp(Lanes):
         assert self._read.get(place) != self.own.phase, "overwritten while it is read"
         self._words[place], self._written[place] = word, self.own.phase
 
-    def _chunk(self, address: int) -> list[int]:
-        """The places of the four words at an address that this lane reads or writes."""
-        assert address % copy.CHUNK_BYTES == 0
+    def _words_at(self, address: int, count: int) -> list[int]:
+        """The places of the words at an address that this lane reads or writes."""
+        assert address % (4 * count) == 0
         assert STAGING <= address < STAGING + STAGING_BYTES
-        self._accesses[self.own.lane].append(address)
-        return [address + 4 * i for i in range(4)]
+        self._accesses[self.own.lane].append((address, 4 * count))
+        return [address + 4 * i for i in range(count)]
 
     def _store(self, address: int, words: list[Any]) -> None:
-        for place, word in zip(self._chunk(address), words, strict=True):
+        for place, word in zip(self._words_at(address, len(words)), words, strict=True):
             self._write(place, word)
 
-    def _load(self, address: int, count: int) -> list[Any]:
+    def _load(self, address: int, count: int, dtype: Any = None) -> list[Any]:
         assert count * 4 == copy.CHUNK_BYTES
-        places = self._chunk(address)
+        places = self._words_at(address, count)
         for place in places:
             assert self._written.get(place) != self.own.phase, "read while it is written"
             self._read[place] = self.own.phase
@@ -98,16 +111,20 @@ class Warp(Lanes):
             work()
 
         super().run(of_lane)
-        # 16-byte accesses are served eight lanes at a time.
-        for addresses in zip(*self._accesses, strict=True):
-            for first in range(0, 32, 8):
-                assert_no_bank_conflict(addresses[first : first + 8])
+        # So many lanes at a time are served as access 128 bytes.
+        for accesses in zip(*self._accesses, strict=True):
+            ((size, count),) = Counter(size for _, size in accesses).items()
+            assert count == 32
+            lanes = 128 // size
+            for first in range(0, 32, lanes):
+                assert_no_bank_conflict([a for a, _ in accesses[first : first + lanes]], self.most_in_a_bank)
 
 
-def assert_no_bank_conflict(addresses: Sequence[int]) -> None:
-    """Eight lanes' chunks of 16 bytes, where they differ, lie in different ones of the 32 banks."""
-    assert len(addresses) == 8
-    assert len({address % 128 for address in addresses}) == len(set(addresses))
+def assert_no_bank_conflict(addresses: Sequence[int], most: int = 1) -> None:
+    """Of some lanes' accesses to 128 bytes those that differ lie in different ones of the 32 banks, or up to ``most``
+    of them in the same."""
+    assert 128 % len(addresses) == 0
+    assert max(Counter(address % 128 for address in set(addresses)).values()) <= most
 
 
 @pytest.fixture
@@ -193,6 +210,50 @@ def test_rows_are_written_once(
     assert found == {
         base + (first_row + row) * row_bytes + 2 * column: value(row, column) * 2.0**row
         for base, row, column in itertools.product(bases, valid, range(columns))
+    }
+
+
+@pytest.mark.parametrize(("rows_out", "kind", "columns"), FLOAT_CASES)
+def test_rows_staged_as_floats_are_written_once(
+    rows_out: Any, kind: Any, columns: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, for fragments whose neighbours are not a lane's pairs, and for output of 8 bits: then 8 bytes go out at
+    a time. Two rows' stores may share banks."""
+    warp.most_in_a_bank = 2
+    stored: list[tuple[int, list[tuple[float, ...]]]] = []
+    monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
+    monkeypatch.setattr(copy, "pack_e4m3_x4", tuple)
+    monkeypatch.setattr(copy, "store_global", lambda address, words: stored.append((address, words)))
+    size, count, base = rows_out.element_bytes, 9, 1 << 20
+    row_bytes = size * (columns + 16)
+
+    def column(lane_column: int) -> int:
+        if kind is RowFragment:
+            return kind.first_column() + kind.column_offset(lane_column)
+        block, place = divmod(lane_column, 4)
+        return 16 * block + 4 * (warp.own.lane % 4) + (0, 2, 1, 3)[place]
+
+    def work() -> None:
+        per_row = columns // kind.lanes_per_row
+        rows = [kind.first_row() + kind.row_offset(r) for r in range(kind.rows)]
+        fragment = kind([math.nan] * (kind.rows * per_row), per_row)
+        for r, c in itertools.product(range(kind.rows), range(per_row)):
+            fragment.set(r, c, 1000.0 * rows[r] + column(c))
+        out = rows_out(base, row_bytes, 0, count, columns)
+        own = QueryRows(0, TileShape.of(1, 128))
+        OutputRows.store.__wrapped__(out, fragment, [2.0**row for row in rows], STAGING, own, "dtype")
+
+    warp.run(work)
+    found = {}
+    for address, words in stored:
+        assert address % (8 * size) == 0
+        assert len(words) == 2 * size
+        for i, element in enumerate(itertools.chain(*words)):
+            assert address + size * i not in found, "written twice"
+            found[address + size * i] = element
+    assert found == {
+        base + row * row_bytes + size * c: (1000.0 * row + c) * 2.0**row
+        for row, c in itertools.product(range(count), range(columns))
     }
 
 

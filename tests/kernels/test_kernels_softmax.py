@@ -21,7 +21,7 @@ from hopwell.kernels.parts import skip as skip_module
 from hopwell.kernels.parts import softmax as softmax_module
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
-from hopwell.kernels.parts.softmax import SLACK, OnlineSoftmax
+from hopwell.kernels.parts.softmax import MOST_BELOW, SLACK, OnlineSoftmax, TileSoftmax
 from hopwell.kernels.problem import ScoreKind
 from hopwell.kernels.sm100 import softmax as packed_module
 from hopwell.kernels.sm100.softmax import PackedSoftmax, polynomial_powers
@@ -35,7 +35,7 @@ CLOSE = dict(rel=1e-5, abs=1e-30)  # constants are float32
 
 @pytest.fixture(autouse=True)
 def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    host_math.use(monkeypatch, OnlineSoftmax, PackedSoftmax, ScoreMap, SkipRule, softmax_module)
+    host_math.use(monkeypatch, OnlineSoftmax, TileSoftmax, PackedSoftmax, ScoreMap, SkipRule, softmax_module)
     monkeypatch.setattr(packed_module, "_add_exponent", add_exponent)
 
 
@@ -48,6 +48,12 @@ def add_exponent(power: float, integer: float) -> float:
 
 def softmax(scale: float) -> OnlineSoftmax:
     state = OnlineSoftmax.create(scale, ROWS)
+    state.reset()
+    return state
+
+
+def tile_softmax(scale: float) -> OnlineSoftmax:
+    state = TileSoftmax.create(scale, ROWS)
     state.reset()
     return state
 
@@ -102,7 +108,7 @@ MASKS = {
 
 
 class TestOnlineSoftmax:
-    @pytest.mark.parametrize("kind", [softmax, packed_softmax])
+    @pytest.mark.parametrize("kind", [softmax, packed_softmax, tile_softmax])
     @pytest.mark.parametrize("sink", [-INF, -3.0, 0.5, 40.0, 3000.0])
     @pytest.mark.parametrize("mask", MASKS)
     @pytest.mark.parametrize("scale", [0.0, 1e-3, 0.11, 4.0])
@@ -180,6 +186,39 @@ class TestOnlineSoftmax:
             assert joined == pytest.approx(at_once.values[r], rel=1e-5)
             assert number(parted.row_sum[r]) == pytest.approx(sum(joined), rel=1e-6)
             assert number(whole.row_sum[r]) == pytest.approx(sum(at_once.values[r]), rel=1e-6)
+
+
+class TestTileSoftmax:
+    def test_every_tile_has_the_weights_that_fit(self) -> None:
+        """Its largest one is 2^8, be the tile above or below the largest score so far; far below, it counts for
+        nothing, and what was accumulated is brought no further down."""
+        state = tile_softmax(math.log(2))  # raw scores are exponents of 2
+        below = MOST_BELOW + 3
+        tops = [0.0, 5.0, -20.0, -MOST_BELOW + 5, -below, 4.0, 300.0, 300.0 - below]
+        weights, references = [], []
+        for top in tops:
+            fragment = Fragment([[top - c for c in range(TILE)]] * ROWS)
+            state.step(fragment)
+            weights.append(math.log2(max(fragment.values[0])))
+            references.append(number(state.reference[0]))
+        most = [5.0] * 6 + [300.0] * 2  # so far
+        wanted = [max(top, largest - MOST_BELOW) for top, largest in zip(tops, [0.0, *most[1:]], strict=True)]
+        assert references == pytest.approx(wanted, abs=1e-4)
+        assert weights == pytest.approx([8 + top - w for top, w in zip(tops, wanted, strict=True)], abs=1e-3)
+
+    @pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-3, 1.0, 1e4])
+    def test_tiles_that_a_row_does_not_see(self, scale: float) -> None:
+        """In front, between others, and at the end: weights are zeros, and sums stay what they are."""
+        tiles = masked(scores(tiles=6), lambda row, key: key // TILE in (1, 4))
+        state = tile_softmax(scale)
+        for n, tile in enumerate(tiles):
+            fragment = Fragment(tile)
+            state.step(fragment)
+            assert n in (1, 4) or not any(fragment.values[0])
+            # Float32 has room for 2^127; values and as many keys as there may be take 2^40 of it.
+            assert 0 <= number(state.row_sum[0]) <= TILE * len(tiles) * 2.0 ** (8 + MOST_BELOW + 1)
+            assert 0 <= number(state.rescale[0]) <= 2.0 ** (MOST_BELOW + 1)
+        assert number(state.sum_of_largest(0, 1)) >= 1.0 - 1e-5
 
 
 class TestPolynomials:

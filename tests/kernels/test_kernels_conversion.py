@@ -1,0 +1,139 @@
+"""V of 8 bits on its way to the tensor cores: what a warp transposes, and which keys and columns meet there."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+from lane_threads import Lanes
+
+from hopwell.kernels.parts import copy
+from hopwell.kernels.sm90 import conversion
+from hopwell.kernels.sm90.byte_prefill import (
+    FEW_PART_COLUMNS,
+    MOST_WITH_PARTS,
+    PART_COLUMNS,
+    ByteOperands,
+    part_columns,
+)
+from hopwell.kernels.sm90.conversion import PAIRED_KEYS, TransposingStream
+from hopwell.kernels.support import BYTE_HEAD_DIMS
+
+pytestmark = pytest.mark.traced
+
+KEYS, TARGET = 64, 1 << 20  # of a tile, and where its transposed stage begins
+
+
+class Bytes(Lanes):
+    """A warp over shared memory whose bytes are (key, column) of V, and its matrix instructions (PTX ISA, ldmatrix and
+    stmatrix)."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.memory: dict[int, Any] = {}
+        monkeypatch.setattr(cute.arch, "lane_idx", lambda: self.own.lane)
+        monkeypatch.setattr(copy, "load_matrix_x4", self._load)
+        monkeypatch.setattr(copy, "store_matrix_x4", self._store)
+        monkeypatch.setattr(conversion, "prmt", lambda a, b, select: [(a + b)[select >> 4 * i & 15] for i in range(4)])
+
+    def _load(self, address: int, transposes: bool) -> list[list[Any]]:
+        """Of each matrix the elements [2 (lane % 4) + i, lane // 4], each of two bytes."""
+        assert transposes
+        rows, lane = self.exchange(address), self.own.lane
+        self._check(rows)
+        return [
+            [self.memory[rows[8 * m + 2 * (lane % 4) + i] + 2 * (lane // 4) + byte] for i in (0, 1) for byte in (0, 1)]
+            for m in range(4)
+        ]
+
+    def _store(self, address: int, words: list[list[Any]]) -> None:
+        rows, lane = self.exchange(address), self.own.lane
+        self._check(rows)
+        for m, word in enumerate(words):
+            for i, byte in enumerate(word):
+                place = rows[8 * m + lane // 4] + 4 * (lane % 4) + i
+                assert place not in self.memory, "written twice"
+                self.memory[place] = byte
+        self.meet()
+
+    @staticmethod
+    def _check(rows: list[int]) -> None:
+        """Eight rows at a time are served, which lie in different banks."""
+        for first in range(0, 32, 8):
+            assert len({row % 128 for row in rows[first : first + 8]}) == 8
+
+
+@pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.parametrize("columns", [32, 80, 192])
+def test_transposed_keys_and_columns(columns: int, columns_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each byte of the target is what the order says: keys 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 side by side, even columns
+    before odd ones. Reads and writes meet no bank conflict."""
+    warp = Bytes(monkeypatch)
+    loaded = -(-columns // 128) * 64  # in units of 16 bits
+    config = SimpleNamespace(columns=(loaded, loaded), depth=(columns, columns), transposed_columns=128)
+    kernel = SimpleNamespace(
+        config=config, tile=SimpleNamespace(n=KEYS), source=SimpleNamespace(columns_first=columns_first)
+    )
+    for key, column in itertools.product(range(KEYS), range(columns)):
+        chunk = copy.tile_chunk(0, key, column // 16, KEYS, loaded, columns_first)
+        warp.memory[chunk + column % 16] = (key, column)
+    assert len(warp.memory) == KEYS * columns
+    stream = TransposingStream(kernel, 0, None, TARGET, None)
+
+    def work() -> None:
+        for pair, chunk in itertools.product(range(KEYS // PAIRED_KEYS), range(columns // 16)):
+            stream._transpose(0, TARGET, pair, chunk)
+
+    warp.run(work)
+    found = {place: value for place, value in warp.memory.items() if place >= TARGET}
+    want = {}
+    for row, place in itertools.product(range(columns), range(KEYS)):
+        lane, byte = divmod(place % 16, 4)
+        key = place // 16 * 16 + 2 * lane + (0, 1, 8, 9)[byte]
+        column = row // 16 * 16 + row % 8 * 2 + row % 16 // 8
+        want[copy.tile_chunk(TARGET, row, place // 16, columns, 64, False) + place % 16] = (key, column)
+    assert found == want
+
+
+def test_keys_of_p_are_those_of_v(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lane's operand P (PTX ISA, "wgmma register fragment A", 8 bits) has the keys in the order of transposed V."""
+    monkeypatch.setattr(cutlass, "range_constexpr", range)
+    monkeypatch.setattr(cute, "size", len)
+    monkeypatch.setattr(cute, "recast_tensor", lambda words, dtype: words)
+    monkeypatch.setattr(copy, "pack_e4m3_x4", tuple)
+    for lane in range(4):
+        # Accumulators: two neighbouring keys of each eight, of two rows.
+        scores = [(r, 8 * block + 2 * lane + i) for block in range(KEYS // 8) for r in range(2) for i in range(2)]
+        words: list[Any] = [None] * (KEYS // 8)
+        ByteOperands.round_scores.__wrapped__(SimpleNamespace(p=words, s=scores))
+        for i, word in enumerate(words):
+            # Words are rows 0 and 8 of bytes 4 lane and on of a sixteen, then those of the next sixteen.
+            row, first = i % 2, i // 2 * 16
+            assert word == tuple((row, first + 2 * lane + k) for k in (0, 1, 8, 9))
+
+
+def test_parts_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each register of O is brought to the reference of its row once, and gets the product of its own columns."""
+    monkeypatch.setattr(cutlass, "range_constexpr", range)
+    monkeypatch.setattr(cute, "size", len)
+    monkeypatch.setattr("hopwell.kernels.sm90.byte_prefill.fma", lambda a, b, c: a * b + c)
+    size, parts, factors = 8, 3, [10.0, 1000.0]
+    operands = SimpleNamespace(o=[1.0 + i for i in range(size * parts)], part=None)
+    for part in range(parts):
+        operands.part = [0.25 * (part * size + i) for i in range(size)]
+        ByteOperands.add_part.__wrapped__(operands, part, factors)
+    rows = [i // 2 % 2 for i in range(size * parts)]
+    assert operands.o == [(1.0 + i) * factors[row] + 0.25 * i for i, row in enumerate(rows)]
+
+
+@pytest.mark.parametrize("dims", BYTE_HEAD_DIMS, ids=str)
+def test_parts_of_v_begin_at_swizzle_atoms(dims: tuple[int, int]) -> None:
+    """All products together have all columns."""
+    width = part_columns(dims[1])
+    assert dims[1] % width == 0
+    assert width % copy.GROUP_ROWS == 0
+    assert width <= (PART_COLUMNS if dims[1] <= MOST_WITH_PARTS else FEW_PART_COLUMNS)
