@@ -129,7 +129,7 @@ BAD = {
         "kv_last_page_len must have shape",
     ),
     "separate ids in a row": ("bf16", "uses_shared_paged_kv_idx", lambda x: False, ValueError, "needs block_tables"),
-    "enable_pdl": ("bf16", "enable_pdl", lambda x: 1, TypeError, "enable_pdl must be True or False"),
+    "enable_pdl": ("bf16", "enable_pdl", lambda x: 1, TypeError, "enable_pdl must be True, False or None"),
 }
 
 
