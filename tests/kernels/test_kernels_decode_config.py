@@ -133,7 +133,7 @@ class TestShipped:
 
     def test_all_combinations(self) -> None:
         found = {(c.dtype, c.mask, c.head_dim_qk, c.kv_type, c.rows) for c in SHIPPED}
-        combinations = itertools.product(DTYPES.values(), MASKS, COMPILED_HEAD_DIMS, KvType)
+        combinations = itertools.product(DTYPES.values(), MASKS, COMPILED_HEAD_DIMS, KV_KINDS)
         assert found == {
             (*rest, dim, kv_type, rows)
             for *rest, dim, kv_type in combinations
