@@ -35,8 +35,8 @@ from hopwell.kernels.splitting import (
 )
 
 FP8 = {torch.float8_e4m3fn: "e4m3"}
-KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
-KV_KINDS = (KvType.WIDE, *KV_TYPES.values())
+EIGHT_BIT_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
+KV_TYPES = (KvType.WIDE, *EIGHT_BIT_TYPES.values())  # that there are decode kernels for
 MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)
 DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT)  # of several new tokens: the others have one position for all rows
 HEAD_DIMS = support.DECODE_HEAD_DIMS
@@ -153,7 +153,7 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
             f"ones, multiples of 16 up to {HEAD_DIMS[-2]}, and {HEAD_DIMS[-1]}"
         )
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    kv_type = KV_TYPES.get(problem.key.dtype, KvType.WIDE)
+    kv_type = EIGHT_BIT_TYPES.get(problem.key.dtype, KvType.WIDE)
     if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
         raise NotImplementedError(
             f"head dim {head_dim} has no decode kernel on {arch} with a {problem.key.dtype} cache; supported: "
@@ -202,7 +202,7 @@ def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") ->
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
     """The decode kernels that are compiled ahead."""
-    for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_KINDS):
+    for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_TYPES):
         if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
             continue
         common = (arch, dtype, dtype, head_dim, head_dim, mask)

@@ -56,7 +56,7 @@ class Attend(Consumer):
         """The rows that a lane holds of those from ``warp_row`` of the tile on."""
         raise NotImplementedError
 
-    def operands(self, row_group, column_group) -> "Operands":
+    def operands(self, row_group, column_group) -> "RowOperands":
         """The operands of one warpgroup."""
         return Operands.create(self.kernel, self.tiles, row_group, column_group)
 

@@ -224,7 +224,7 @@ def test_rows_staged_as_floats_are_written_once(
     monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
     monkeypatch.setattr(copy, "pack_e4m3_x4", tuple)
     monkeypatch.setattr(copy, "store_global", lambda address, words: stored.append((address, words)))
-    size, count, base = rows_out.element_bytes, 9, 1 << 20
+    size, count, base = rows_out.bytes_of(1), 9, 1 << 20
     row_bytes = size * (columns + 16)
 
     def column(lane_column: int) -> int:

@@ -14,14 +14,16 @@ from kernel_problems import cache, contiguous, empty, paged
 from hopwell.kernels import plan
 from hopwell.kernels.config import TILES
 from hopwell.kernels.families import resolve
-from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
 from hopwell.kernels.plan import MAX_WINDOW, Plan, geometry, host_scales, operands
 from hopwell.kernels.problem import (
     AttentionProblem,
+    BlockScales,
     LogSumExp,
     LseLayout,
     Mask,
     MaskKind,
+    OutputScales,
     PageTable,
     Score,
     ScoreKind,
@@ -36,7 +38,7 @@ def numbers(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
 
 def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
     """A problem with all tensors that a kernel can get, and those by the names of the fields of Addresses."""
-    key, value = cache("tuple-HND", 16, (128, 128))
+    key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)  # of NVFP4, two elements in a byte
     names = ("q_offsets", "o_offsets", "k_offsets", "v_offsets", "q_lens", "kv_lens", "lse_offsets", "skipped")
     tensors = {name: numbers(4) for name in names}
     tensors |= {name: numbers(1, torch.float32) for name in ("softmax_scale", "output_scale", "output_factor")}
@@ -45,11 +47,14 @@ def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
         query=empty(600, 4, 128),
         key=key,
         value=value,
-        out=empty(600, 4, 128),
+        out=empty(600, 4, 64, dtype=torch.uint8),
         sinks=numbers(4, torch.float32),
         lse=empty(600, 4, dtype=torch.float32),
         statistics=empty(600, 4, 2, dtype=torch.float32),
         draft_mask=empty(600, 2, dtype=torch.uint16),
+        key_scales=empty(40, 2, 16, 8, dtype=torch.float8_e4m3fn),
+        value_scales=empty(40, 2, 16, 8, dtype=torch.float8_e4m3fn),
+        out_scales=empty(640, 32, dtype=torch.float8_e4m3fn),
         scratch=numbers(99, torch.uint8),
     )
     t = tensors
@@ -64,6 +69,8 @@ def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
         page_table=PageTable(t["key_table"], t["value_table"]),
         lse=LogSumExp(t["lse"], LseLayout.OFFSETS, natural=True, offsets=TokenOffsets(t["lse_offsets"])),
         skipped_tiles=t["skipped"],
+        kv_scales=BlockScales(t["key_scales"], t["value_scales"]),
+        out_scales=OutputScales(t["out_scales"], first_row=0, factor=2.0),
     )
     return problem, tensors
 
@@ -78,7 +85,8 @@ class TestOperands:
         assert set(tensors) | {"tickets"} == set(Addresses._fields)
         for name, tensor in zip(Addresses._fields, found, strict=False):
             assert tensor is tensors[name], name
-        places = {"out": 3, "kv_lens": 9, "sinks": 14, "lse": 15, "statistics": 17, "scratch": 21, "tickets": 22}
+        places = {"out": 3, "kv_lens": 9, "sinks": 14, "lse": 15, "statistics": 17, "key_scales": 21, "scratch": 24}
+        places |= {"tickets": 25}
         assert {name: Addresses._fields.index(name) for name in places} == places
 
     def test_absent_tensors(self) -> None:
@@ -91,9 +99,16 @@ class TestOperands:
     def test_scales(self) -> None:
         """A scale is passed by value or read from memory; in the latter case its value must not count."""
         problem, _ = everything()
-        assert host_scales(problem) == (1.0, 1.0)
-        assert host_scales(replace(problem, softmax_scale=0.25)) == (0.25, 1.0)
-        assert host_scales(replace(problem, output_scale=3.0)) == (1.0, 3.0)
+        plain = replace(problem, out_scales=None)
+        assert host_scales(plain) == (1.0, 1.0)
+        assert host_scales(replace(plain, softmax_scale=0.25)) == (0.25, 1.0)
+        assert host_scales(replace(plain, output_scale=3.0)) == (1.0, 3.0)
+
+    def test_factor_of_an_nvfp4_output(self) -> None:
+        """It is passed by value, and kernels multiply with what they read."""
+        problem, _ = everything()
+        assert host_scales(problem) == (1.0, 2.0)
+        assert host_scales(replace(problem, output_scale=3.0)) == (1.0, 6.0)
 
 
 class TestGeometry:
@@ -222,9 +237,11 @@ class TestLaunch:
         assert [found[name] for name in ("soft_cap", "skip_softmax", "programmatic_launch")] == [0.0, 0.0, 0]
 
     def test_a_kernel_is_compiled_with_as_many(self) -> None:
-        _, arguments = build(resolve(everything()[0], "sm_90a"))
-        assert len(arguments) == len(self.PARAMETERS)
-        assert [type(argument) for argument in arguments[1:3]] == [Addresses, Geometry]
+        scaled, _ = everything()
+        for problem, kind in ((paged(*cache("tuple-HND", 16, (128, 128))), Geometry), (scaled, ScaledGeometry)):
+            _, arguments = build(resolve(problem, "sm_90a"))
+            assert len(arguments) == len(self.PARAMETERS)
+            assert [type(argument) for argument in arguments[1:3]] == [Addresses, kind]
 
     def test_kernels_of_one_architecture_compiled_for_another(
         self, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
