@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from covering import (
+    COVERING_BYTES,
     COVERING_DECODE,
     COVERING_MLA,
     PAGES16,
@@ -60,7 +61,7 @@ BYTE_PREFILL = [
         ("bf16", (256, 256), PAGES64),
     )
 ]
-CONFIGS: list[KernelConfig] = [*PREFILL, *BYTE_PREFILL, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
+CONFIGS: list[KernelConfig] = [*PREFILL, *BYTE_PREFILL, *COVERING_BYTES, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 
