@@ -114,18 +114,20 @@ def test_within_the_error_of_weights_emulated(case: tuple) -> None:
         check(*case, device="cpu")
 
 
-def test_tails_keep_their_weight(device: str) -> None:
+@pytest.mark.parametrize("place", [100, 300, 513])
+def test_tails_keep_their_weight(place: int, device: str) -> None:
     """A key of 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other tiles,
-    to four bits. Relative to the largest weight of all, e4m3 would round every one of them to 0."""
+    to four bits, be these visited before or after. Relative to the largest weight of all, e4m3 would round every one of
+    them to 0."""
     data = batch((64, 64), device, q_lens=[3], kv_lens=[515])
     data.q[:] = 0.0
     data.q[..., 0] = 1.0
     data.k[0][:] = 0.0
-    data.k[0][100, :, 0] = 1.0
-    data.v[0][:] = 1.0
-    data.v[0][:128] = 0.0
+    data.k[0][place, :, 0] = 1.0
+    others = torch.arange(515, device=device) // 128 != place // 128
+    data.v[0][:] = others[:, None, None].to(data.dtype)
     out = execute(data.in_bytes(None, FULL, BF16, softmax_scale=20 * LN_2)).double()
-    exact = (515 - 128) * 2.0**-20 / (1 + 514 * 2.0**-20)
+    exact = int(others.sum()) * 2.0**-20 / (1 + 514 * 2.0**-20)
     assert ((out - exact).abs() <= exact * 2.0**-7).all()
 
 
