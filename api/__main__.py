@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import re
 import sys
 import time
 from collections.abc import Sequence
 
-from hopwell.kernels import support
+from hopwell.kernels import shipped, support
 
 MAX_JOBS = 1024  # processes; each takes hundreds of megabytes
 
@@ -28,6 +27,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     archs = (*support.HOPPER, *support.BLACKWELL)
     compile_.add_argument(
         "--arch", default="sm_90a", choices=archs, help="architecture to compile for (default: %(default)s)"
+    )
+    compile_.add_argument(
+        "--prefill-types",
+        nargs="+",
+        choices=shipped.PREFILL_TYPES,
+        default=[shipped.WIDE],
+        help="what prefill multiplies: 16bit, with all of decode and MLA; fp8_kv, 16-bit queries over e4m3 caches; "
+        "fp8, e4m3 queries and caches (default: 16bit)",
     )
     compile_.add_argument("--match", type=_pattern, default=".", help="regular expression over kernel names")
     compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")
@@ -66,15 +73,15 @@ def _demo(options: argparse.Namespace) -> int:
 
 def _compile(options: argparse.Namespace) -> int:
     from hopwell.kernels import toolchain
-    from hopwell.kernels.config import shipped_configs
-    from hopwell.kernels.decode_config import shipped_decode_configs
-    from hopwell.kernels.mla_config import shipped_mla_configs
 
-    families = (shipped_configs, shipped_decode_configs, shipped_mla_configs)
-    shipped = itertools.chain.from_iterable(family(options.arch) for family in families)
-    configs = [config for config in shipped if options.match.search(config.name)]
+    types = tuple(options.prefill_types)
+    configs = [c for c in shipped.kernels_to_ship(options.arch, types) if options.match.search(c.name)]
     if not configs:
-        print(f"no kernel for {options.arch} has a name that matches {options.match.pattern!r}", file=sys.stderr)
+        print(
+            f"no kernel for {options.arch} with --prefill-types {' '.join(types)} has a name that matches "
+            f"{options.match.pattern!r}",
+            file=sys.stderr,
+        )
         return 1
     begin = time.perf_counter()
     for done, built in enumerate(toolchain.compile_ahead(configs, options.jobs), 1):
