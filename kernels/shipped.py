@@ -48,4 +48,4 @@ def _byte_configs(arch: str, dtypes: list[tuple[str, str]], **types: Any) -> Ite
         for choices in kind.all_choices(dims, mask):
             tile = kind.tile_of(dims, **choices, **types, multiplies_bytes=dtype == "e4m3")
             for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(tile.n)]:
-                yield kind(arch, dtype, out, *dims, mask, fetch, rows, **choices, **types)
+                yield kind(arch, dtype, out, dims[0], dims[1], mask, fetch, rows, **choices, **types)
