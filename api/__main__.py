@@ -24,9 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     demo.set_defaults(run=_demo)
 
     compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
-    archs = (*support.HOPPER, *support.BLACKWELL)
     compile_.add_argument(
-        "--arch", default="sm_90a", choices=archs, help="architecture to compile for (default: %(default)s)"
+        "--arch", default="sm_90a", choices=support.ARCHS, help="architecture to compile for (default: %(default)s)"
     )
     compile_.add_argument(
         "--prefill-types",
@@ -72,7 +71,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from hopwell.kernels import toolchain
+    from hopwell.kernels import shipped, toolchain
 
     types = tuple(options.prefill_types)
     configs = [c for c in shipped.kernels_to_ship(options.arch, types) if options.match.search(c.name)]

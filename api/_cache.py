@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from hopwell import _checks as checks
+from hopwell.kernels.problem import BlockScales
 from hopwell.layouts import KVLayout, KVViews, block_scale_views, paged_kv_views, scale_tma_violation
 
+SCALES_READ = 4  # scales that kernels read at a time
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 
 
@@ -62,7 +64,7 @@ def paged_cache(
     cache = PagedCache(key, value, key.shape[-1] * packing, value.shape[-1] * packing)
 
     checks.grouped_heads(query.shape[1], key.shape[1], "kv_cache")
-    checks.power_of_two("the page size of kv_cache", cache.page_size)
+    checks.page_size("kv_cache", cache.page_size)
     if cache.qk_dim != query.shape[2]:
         stored = " (two elements a byte)" if cache.is_nvfp4 else ""
         raise ValueError(f"kv_cache must have the head_dim of query, {query.shape[2]}{stored}, got {cache.qk_dim}")
@@ -75,8 +77,8 @@ def paged_cache(
 
 def block_scales(
     name: str, scales: Any, cache: PagedCache, kv_layout: str, dtypes: Sequence[torch.dtype], *, dense_pages: bool
-) -> None:
-    """Check the NVFP4 block scales that belong to ``cache``: required for NVFP4, refused otherwise.
+) -> BlockScales | None:
+    """Check the NVFP4 block scales that belong to ``cache``, required for NVFP4 and refused otherwise, and view them.
 
     ``dense_pages``: with HND the scales of one head in one page must be contiguous, so that TMA can fetch them.
     """
@@ -86,7 +88,7 @@ def block_scales(
             raise ValueError(
                 f"{name} must be None unless kv_cache is NVFP4 (torch.uint8), kv_cache is {cache.key.dtype}"
             )
-        return
+        return None
     if not parts:
         raise ValueError(f"{name} must be provided for an NVFP4 (torch.uint8) kv_cache, got None")
     for part_name, part in parts:
@@ -98,3 +100,10 @@ def block_scales(
             violation = scale_tma_violation(view, name)
             if violation is not None:
                 raise ValueError(violation)
+    for part_name, part in parts:
+        if part.data_ptr() % SCALES_READ or any(stride % SCALES_READ for stride in part.stride()[:-1]):
+            raise ValueError(
+                f"{part_name} must begin at a multiple of {SCALES_READ} bytes, and so must all of its rows, got "
+                f"address {part.data_ptr():#x} and strides {part.stride()}"
+            )
+    return BlockScales(views.key, views.value)

@@ -26,28 +26,89 @@ from hopwell.layouts import (
 
 FP8 = torch.float8_e4m3fn
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
-INTEGERS = (torch.int32, torch.uint32)
+INTEGERS = (torch.int32, torch.uint32, torch.int64)
 INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
+# Those of torch.Tensor, and of classes such as torch.nn.Parameter that do without.
+_TENSOR: Any = torch.Tensor  # whose class methods type checkers do not know
+TORCH_FUNCTIONS = (_TENSOR.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 
 
 def describe(value: Any) -> str:
-    """``value`` for a message, short."""
-    if isinstance(value, torch.Tensor):
+    """``value`` for a message, short. What may be large is not formatted: the text of a storage of 4 MB takes 12 s."""
+    if is_plain(value):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
+    kind = type(value).__name__
+    if value is None:
+        return "None"
     if isinstance(value, int) and value.bit_length() > 64:
         return f"an int of {value.bit_length()} bits"  # Python refuses to print the largest ones
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+    if type(value) in (list, tuple, dict):
+        return f"a {kind} of {len(value)}"
+    if type(value) in (str, bytes):
+        return f"{kind} {value[:57]!r}{'...' if len(value) > 57 else ''}"
+    if isinstance(value, (bool, int, float, complex, type, torch.dtype, torch.device)):
+        return f"{kind} {value!r}"
+    return f"an object of type {kind}"
 
 
-def tensor(name: str, value: Any) -> torch.Tensor:
-    """``value`` as a strided tensor."""
-    if not isinstance(value, torch.Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {describe(value)}")
+def is_plain(value: Any) -> bool:
+    """Whether ``value`` is a tensor whose elements lie in its memory as its shape and strides say."""
+    if not isinstance(value, torch.Tensor) or not _is_plain_type(type(value)):
+        return False
+    return not (value.layout is not torch.strided or value.is_nested or _unread(value))
+
+
+def _is_plain_type(kind: Any) -> bool:
+    """Whether tensors of a class answer for themselves: fake and distributed tensors, for two, do not."""
+    function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+    dispatches = kind.__torch_dispatch__ is not _TENSOR.__torch_dispatch__
+    return kind is torch.Tensor or (function in TORCH_FUNCTIONS and not dispatches)
+
+
+def _unread(value: torch.Tensor) -> str:
+    """What a kernel that reads a strided tensor's memory would not see; empty where there is no such thing."""
+    if value.is_quantized:
+        return "a quantised one"
+    if value.is_neg():
+        return "a view that negates, for resolve_neg() to resolve"
+    if value.is_conj():
+        return "a view that conjugates, for resolve_conj() to resolve"
+    return "a ZeroTensor, which has no memory" if value._is_zerotensor() else ""
+
+
+def tensor(name: str, value: Any, kinds: str = "a torch.Tensor") -> torch.Tensor:
+    """``value`` as a strided tensor with memory of its own. ``kinds`` is for the message: what the argument may be."""
+    unread_tensor(name, value, kinds)
+    if not _is_plain_type(type(value)):
+        raise ValueError(
+            f"{name} must be a torch.Tensor, or of a subclass without __torch_function__ and __torch_dispatch__ of its "
+            f"own, got a {type(value).__name__}"
+        )
     if value.layout is not torch.strided or value.is_nested:
         raise ValueError(f"{name} must be a strided tensor, got layout {value.layout}, nested={value.is_nested}")
+    unread = _unread(value)
+    if unread:
+        raise ValueError(f"{name} must be a tensor whose memory holds its elements as they are, got {unread}")
+    if value.device.type != "meta" and value.numel() and value.untyped_storage().nbytes() < _end_bytes(value):
+        raise ValueError(
+            f"{name} must have memory for its elements, got a storage of {value.untyped_storage().nbytes()} bytes "
+            f"for {describe(value)}"
+        )
     return value
+
+
+def unread_tensor(name: str, value: Any, kinds: str = "a torch.Tensor") -> None:
+    """``value`` is a tensor of whatever kind, because nothing looks at it."""
+    if not isinstance(value, torch.Tensor):
+        raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
+
+
+def _end_bytes(value: torch.Tensor) -> int:
+    """Bytes from the beginning of the storage to the end of the last element."""
+    reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
+    return (int(value.storage_offset()) + reach + 1) * value.element_size()
 
 
 def main_tensor(name: str, value: Any) -> torch.Tensor:
@@ -105,10 +166,10 @@ def host_int(name: str, value: Any, minimum: int = 0, maximum: int = INT32_MAX) 
     return number
 
 
-def host_float(name: str, value: Any, minimum: float | None = None) -> float:
-    """``value`` as a finite float on the host."""
+def host_float(name: str, value: Any, minimum: float | None = None, kinds: str = "a float") -> float:
+    """``value`` as a finite float on the host. ``kinds`` is for the message: what the argument may be."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"{name} must be a float, got {describe(value)}")
+        raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     try:
         number = float(value)
     except OverflowError:
@@ -122,19 +183,19 @@ def host_float(name: str, value: Any, minimum: float | None = None) -> float:
 
 def optional_float(name: str, value: Any) -> float:
     """``value`` as a float that is not negative; None means 0."""
-    return 0.0 if value is None else host_float(name, value, minimum=0.0)
+    return 0.0 if value is None else host_float(name, value, 0.0, "a float or None")
 
 
-def flag(name: str, value: Any) -> bool:
-    """``value`` as a bool."""
+def flag(name: str, value: Any, kinds: str = "True or False") -> bool:
+    """``value`` as a bool. ``kinds`` is for the message: what the argument may be."""
     if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {describe(value)}")
+        raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     return value
 
 
 def optional_flag(name: str, value: Any) -> bool | None:
     """``value`` as a bool or None."""
-    return None if value is None else flag(name, value)
+    return None if value is None else flag(name, value, "True, False or None")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
@@ -142,7 +203,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}")
     if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}")
     return value
 
 
@@ -162,7 +223,7 @@ def scale(name: str, value: Any, on: torch.device, minimum: float | None = None)
         if value.device.type != "cpu":
             raise ValueError(f"{name} must be on {on} or on the host, got {value.device}")
         value = value.item()
-    return host_float(name, value, minimum)
+    return host_float(name, value, minimum, "a float or a float32 tensor of one element")
 
 
 def is_natural(name: str, value: Any) -> bool:
@@ -178,7 +239,7 @@ def backend_name(value: Any) -> None:
 
 def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int]) -> torch.Tensor:
     """A preallocated log-sum-exp of the sizes ``dims``."""
-    checked = tensor(name, value)
+    checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *dims)
     dtype(name, checked, (torch.float32,))
     device(name, checked, on)
@@ -188,15 +249,15 @@ def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int])
 
 
 def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
-    """Attention sinks: one float32 logit per query head, as a tensor or as a list of exactly one tensor."""
+    """Attention sinks: one float32 or bfloat16 logit per query head, as a tensor or as a list of exactly one tensor."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
         if len(value) != 1:
             raise ValueError(f"sinks as a {type(value).__name__} must hold exactly one tensor, got {len(value)}")
         value = value[0]
-    checked = tensor("sinks", value)
-    dtype("sinks", checked, (torch.float32,))
+    checked = tensor("sinks", value, "a torch.Tensor, a list of one, or None")
+    dtype("sinks", checked, (torch.float32, torch.bfloat16))
     shape("sinks", checked, ("num_heads", heads))
     unit_stride("sinks", checked)
     device("sinks", checked, on)
@@ -221,9 +282,17 @@ def cumulative(name: str, value: Any, batch: int, on: torch.device) -> TokenOffs
     return token_offsets(index_tensor(name, value, on), batch, name)
 
 
-def offsets(name: str, value: Any, batch: int, unit: int, on: torch.device) -> TokenOffsets | None:
-    """Starts of requests in elements, ``unit`` elements to a token."""
-    return None if value is None else element_offsets(index_tensor(name, value, on), batch, unit, name)
+def offsets(name: str, value: Any, batch: int, unit: int, tokens: int, on: torch.device) -> TokenOffsets | None:
+    """Starts of requests in elements of a tensor of so many ``tokens``, ``unit`` elements each."""
+    if value is None:
+        return None
+    starts = element_offsets(index_tensor(name, value, on), batch, unit, name)
+    if value.dtype == torch.int64 and tokens * unit > UINT32_MAX:
+        raise ValueError(
+            f"{name} as torch.int64 must fit 32 bits, got them for {tokens} tokens of {unit} elements; "
+            "offsets in tokens reach further"
+        )
+    return starts
 
 
 def page_table(value: Any, batch: int, on: torch.device, *, shared: bool = True) -> PageTable:
@@ -243,6 +312,12 @@ def capacity(table: PageTable, page_size: int) -> int:
     return pages * page_size
 
 
+def page_size(name: str, size: int) -> None:
+    """Pages of the cache ``name`` have at least one token."""
+    if size < 1:
+        raise ValueError(f"{name} must have a page size of at least 1, got {size}")
+
+
 def power_of_two(name: str, number: int) -> None:
     """``number`` is 1, 2, 4, ..."""
     if number < 1 or number & (number - 1):
@@ -260,7 +335,7 @@ def grouped_heads(heads: int, kv_heads: int, kv_name: str) -> None:
 
 def output(name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device) -> torch.Tensor:
     """A preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share memory."""
-    checked = tensor(name, value)
+    checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *zip(("tokens", "heads", "head_dim"), sizes, strict=True))
     dtype(name, checked, (of,))
     device(name, checked, on)
@@ -303,12 +378,16 @@ def disjoint(name: str, written: torch.Tensor, others: Iterable[tuple[str, torch
 
 
 def _extent(value: torch.Tensor) -> tuple[int, int, int, list[int]]:
-    """First byte, one past the last byte, bytes of an innermost row, and the strides in bytes between rows."""
+    """First byte, one past the last, bytes of an innermost piece without gaps, and the strides between such pieces."""
     size = value.element_size()
     steps = [(n, stride * size) for n, stride in zip(value.shape, value.stride(), strict=True) if n > 1]
     start = value.data_ptr()
     end = start + size + sum((n - 1) * step for n, step in steps)
     row = size
-    if steps and steps[-1][1] == size:
-        row = steps.pop()[0] * size
-    return start, end, row, [step for _, step in steps]
+    rest: list[int] = []
+    for n, step in sorted(steps, key=lambda pair: pair[1]):
+        if step == row and not rest:
+            row *= n
+        else:
+            rest.append(step)
+    return start, end, row, rest

@@ -14,7 +14,7 @@ from hopwell import _features as features
 from hopwell._launch import on_device
 from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
 
@@ -28,6 +28,7 @@ class _Output:
     tensor: torch.Tensor | None
     dtype: torch.dtype
     is_nvfp4: bool = False
+    scales: OutputScales | None = None
 
 
 def _check_kv_dtype(query: torch.Tensor, cache: _cache.PagedCache) -> None:
@@ -45,19 +46,23 @@ def _check_kv_dtype(query: torch.Tensor, cache: _cache.PagedCache) -> None:
                 raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}")
 
 
-def _nvfp4_output(query: torch.Tensor, out: Any, sizes: Sequence[int], o_sf_scale: float | None) -> _Output:
-    if query.dtype != checks.FP8:
-        raise ValueError(f"query must be {checks.FP8} for an output of out_dtype 'nvfp4', got {query.dtype}")
+def _nvfp4_output(
+    query: torch.Tensor, dtype: torch.dtype, out: Any, sizes: Sequence[int], o_sf_scale: float | None
+) -> _Output:
+    if dtype != checks.FP8:
+        raise ValueError(f"query must be {checks.FP8} for an output of out_dtype 'nvfp4', got {dtype}")
     if o_sf_scale is None:
         raise ValueError("o_sf_scale must be a float for an output of out_dtype 'nvfp4', got None")
     if o_sf_scale <= 0:
         raise ValueError(f"o_sf_scale must be positive, got {o_sf_scale}")
     if isinstance(out, torch.Tensor):
         raise ValueError("out must be an FP4Tensor or None for out_dtype 'nvfp4', got a torch.Tensor")
+    tokens, heads, dim = sizes
+    if dim % NVFP4_BLOCK:
+        raise ValueError(f"kv_cache must have a V head_dim that is a multiple of 16 for out_dtype 'nvfp4', got {dim}")
     if out is not None:
         if not isinstance(out, FP4Tensor):
             raise TypeError(f"out must be an FP4Tensor or None for out_dtype 'nvfp4', got {checks.describe(out)}")
-        tokens, heads, dim = sizes
         checks.output("out.data", out.data, (tokens, heads, (dim + 1) // 2), torch.uint8, query.device)
         _, columns = swizzled_128x4_shape(tokens, heads * dim // NVFP4_BLOCK)
         scale = checks.tensor("out.scale", out.scale)
@@ -74,19 +79,33 @@ def _nvfp4_output(query: torch.Tensor, out: Any, sizes: Sequence[int], o_sf_scal
                 f"out.scale_start_index + tokens must not exceed the {scale.shape[0]} rows of out.scale, "
                 f"got {start} + {tokens}"
             )
-    return _Output(None if out is None else out.data, torch.uint8, is_nvfp4=True)
+    else:
+        shape = swizzled_128x4_shape(tokens, heads * dim // NVFP4_BLOCK)
+        data = torch.empty((tokens, heads, dim // 2), dtype=torch.uint8, device=query.device)
+        out = FP4Tensor(data, torch.empty(shape, dtype=checks.FP8, device=query.device))
+    scales = OutputScales(out.scale, out.scale_start_index, o_sf_scale)
+    return _Output(out.data, torch.uint8, is_nvfp4=True, scales=scales)
 
 
-def _output(query: torch.Tensor, v_dim: int, out: Any, out_dtype: Any, o_sf_scale: Any, o_sf_vec_size: Any) -> _Output:
+def _output(
+    query: torch.Tensor,
+    query_dtype: torch.dtype,
+    v_dim: int,
+    out: Any,
+    out_dtype: Any,
+    o_sf_scale: Any,
+    o_sf_vec_size: Any,
+) -> _Output:
+    """The output that is asked for, by a query that came as ``query_dtype``."""
     sizes = (*query.shape[:-1], v_dim)
     if o_sf_scale is not None:
         o_sf_scale = checks.host_float("o_sf_scale", o_sf_scale)
     if o_sf_vec_size is not None:
         o_sf_vec_size = checks.host_int("o_sf_vec_size", o_sf_vec_size, NVFP4_BLOCK, NVFP4_BLOCK)
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or (out_dtype is None and isinstance(out, FP4Tensor)):
-        return _nvfp4_output(query, out, sizes, o_sf_scale)
+        return _nvfp4_output(query, query_dtype, out, sizes, o_sf_scale)
     if isinstance(out_dtype, str):
-        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {out_dtype!r}")
+        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
     for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):
@@ -95,17 +114,26 @@ def _output(query: torch.Tensor, v_dim: int, out: Any, out_dtype: Any, o_sf_scal
     if isinstance(out, FP4Tensor):
         raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
     if out is not None:
-        checks.tensor("out", out)
-    dtype = out_dtype or (query.dtype if out is None else out.dtype)
-    allowed = (query.dtype, torch.float16, torch.bfloat16)
+        checks.tensor("out", out, "a torch.Tensor or None")
+    dtype = out_dtype or (query_dtype if out is None else out.dtype)
+    allowed = (query_dtype, torch.float16, torch.bfloat16)
     if dtype not in allowed:
         named = "out_dtype" if out_dtype is not None else "out"
         raise ValueError(
-            f"{named} must be {' or '.join(map(str, dict.fromkeys(allowed)))} for a {query.dtype} query, got {dtype}"
+            f"{named} must be {' or '.join(map(str, dict.fromkeys(allowed)))} for a {query_dtype} query, got {dtype}"
         )
     if out is not None:
         checks.output("out", out, sizes, dtype, query.device)
     return _Output(out, dtype)
+
+
+def widened_query(query: Any, kv_cache: Any) -> Any:
+    """e4m3 queries over an NVFP4 cache as float16, which holds all of their values: that is what kernels multiply with
+    NVFP4 elements times their scales, which e4m3 does not hold. All other queries as they are."""
+    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
+    if not (type(query) is type(first) is torch.Tensor):
+        return query
+    return query.to(torch.float16) if query.dtype == checks.FP8 and first.dtype == torch.uint8 else query
 
 
 def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:
@@ -162,8 +190,12 @@ def context_problem(
     backend: str | None = None,
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
+    query_dtype: torch.dtype | None = None,
 ) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
+
+    ``query_dtype`` is that of the caller's query, where ``query`` has been widened.
+    """
     checks.main_tensor("query", query)
     checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
     checks.shape("query", query, ("tokens", None), ("num_heads", None), ("head_dim", None))
@@ -176,8 +208,8 @@ def context_problem(
     cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes, same_pages=shared)
     _check_kv_dtype(query, cache)
     scales_name, scales = _block_scales(kv_block_scales, kv_cache_sf)
-    _cache.block_scales(scales_name, scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
-    checks.tensor("workspace_buffer", workspace_buffer)
+    kv_scales = _cache.block_scales(scales_name, scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     batch = checks.host_int("batch_size", batch_size)
     table = checks.page_table(block_tables, batch, on, shared=shared)
@@ -193,7 +225,8 @@ def context_problem(
     mask = _mask(causal, window_left)
     sink_logits = checks.sinks(sinks, heads, on)
     skip_softmax = checks.optional_float("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor)
-    output = _output(query, cache.v_dim, out, out_dtype, o_sf_scale, o_sf_vec_size)
+    query_dtype = query_dtype or query.dtype
+    output = _output(query, query_dtype, cache.v_dim, out, out_dtype, o_sf_scale, o_sf_vec_size)
     inputs = (
         ("query", query),
         ("kv_cache", cache.key),
@@ -213,7 +246,7 @@ def context_problem(
     elif return_lse:
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=on)
     if multi_ctas_kv_counter_buffer is not None:
-        checks.tensor("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer)
+        checks.unread_tensor("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer)
     checks.backend_name(backend)
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
 
@@ -222,7 +255,7 @@ def context_problem(
     needs = (
         (output.is_nvfp4, "nvfp4_out", "out_dtype='nvfp4'"),
         (cache.is_nvfp4, "nvfp4_kv", kv_dtype),
-        (query.dtype == checks.FP8, "fp8", f"query.dtype={query.dtype}, {kv_dtype}"),
+        (query_dtype == checks.FP8, "fp8", f"query.dtype={query_dtype}, {kv_dtype}"),
         (cache.key.dtype == checks.FP8 != query.dtype, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
         (output.dtype == checks.FP8, "fp8_out", f"out_dtype={output.dtype}"),
         (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
@@ -236,7 +269,7 @@ def context_problem(
         value=cache.value,
         out=checks.allocated(output.tensor, query, cache.v_dim, output.dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, checks.capacity(table, cache.page_size)),
         q_offsets=q_offsets,
         kv_lens=kv_lens,
@@ -245,6 +278,8 @@ def context_problem(
         output_scale=output_scale,
         page_table=table,
         sinks=sink_logits,
+        kv_scales=kv_scales,
+        out_scales=output.scales,
         lse=LogSumExp(lse, LseLayout.RAGGED, natural=natural) if return_lse and lse is not None else None,
         skip_softmax=skip_softmax,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
@@ -253,12 +288,41 @@ def context_problem(
     return problem
 
 
+# Arguments by the operands that lie in them.
+CONTEXT_NAMES = {
+    "q_offsets": "cum_seq_lens_q",
+    "kv_lens": "seq_lens",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+    "softmax_scale": "bmm1_scale",
+    "output_scale": "bmm2_scale",
+}
+
+
 def context_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in."""
-    query, k, v, block_tables, seq_lens, cum_seq_lens_q, bmm1_scale, bmm2_scale, sinks, *_ = arguments
+    query, k, v, block_tables, seq_lens, cum_seq_lens_q, bmm1_scale, bmm2_scale, sinks, *rest = arguments
+    k_scales, v_scales, *_ = rest
     starts = (cum_seq_lens_q, None, None, None)
     scales = (on_device(bmm1_scale), on_device(bmm2_scale))
     value = k if v is None else v
     lse = statistics = (None, None)
     table = (block_tables, block_tables)
-    return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *lse, *statistics
+    block_scales = (k_scales, k_scales if v_scales is None else v_scales)
+    nothing = (None, None)  # a second factor of the output, a draft mask
+    return (
+        query,
+        k,
+        value,
+        None,
+        *starts,
+        None,
+        seq_lens,
+        *table,
+        *scales,
+        sinks,
+        *lse,
+        *statistics,
+        *nothing,
+        *block_scales,
+    )

@@ -34,7 +34,7 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         checks.device(name, cache, q.device)
     if paged:
         views = separate_kv_views(k_cache, v_cache, KVLayout.HND, names=KV_NAMES)
-        checks.power_of_two("the page size of k_cache", k_cache.shape[2])
+        checks.page_size("k_cache", k_cache.shape[2])
     else:
         views = ragged_kv_views(k_cache, v_cache, KV_NAMES)
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
@@ -72,7 +72,8 @@ def _lengths(name: str, value: Any, batch: int, on: torch.device, graphs: bool) 
             f"{name} must be on {on}, the device of q, where is_cuda_graph_compatible is True: "
             f"a copy from {checked.device} would not be replayed"
         )
-    return checks.lengths(name, checked, batch, checked.device).to(on, non_blocking=True)
+    checks.lengths(name, checked, batch, checked.device)
+    return checks.lengths(name, checked.to(on, non_blocking=True), batch, on)
 
 
 def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None]) -> None:
@@ -142,7 +143,7 @@ def cudnn_problem(
     key, value = _kv(q, k_cache, v_cache, paged)
     v_dim = value.shape[3]
     softmax_scale = checks.scale("scale", scale, on, minimum=0.0)
-    checks.tensor("workspace_buffer", workspace_buffer)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     max_q_len = checks.host_int("max_token_per_sequence", max_token_per_sequence)
     max_kv_len = checks.host_int("max_sequence_kv", max_sequence_kv)
@@ -166,13 +167,13 @@ def cudnn_problem(
     if out is not None:
         checks.output("out", out, (tokens, heads, v_dim), out_dtype, on)
     starts = {
-        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, on)
-        for name, given, unit in (
-            ("batch_offsets_q", batch_offsets_q, _token_elements(q)),
-            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out)),
-            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache)),
-            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache)),
-            ("batch_offsets_stats", batch_offsets_stats, heads),
+        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, size, on)
+        for name, given, unit, size in (
+            ("batch_offsets_q", batch_offsets_q, _token_elements(q), tokens),
+            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out), tokens),
+            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache), k_cache.shape[0]),
+            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache), v_cache.shape[0]),
+            ("batch_offsets_stats", batch_offsets_stats, heads, tokens),
         )
     }
     _check_pairing(batch, paged, starts)
@@ -206,7 +207,7 @@ def cudnn_problem(
         value=value,
         out=checks.allocated(out, q, v_dim, out_dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, key.shape[2] if table is None else checks.capacity(table, key.shape[2])),
         q_offsets=starts["batch_offsets_q"],
         q_lens=q_lens,
@@ -267,6 +268,19 @@ def _log_sum_exp(
     if starts is None:
         return LogSumExp(lse, LseLayout.PADDED, natural=natural, fills=True)
     return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=natural, offsets=starts)
+
+
+# Arguments by the operands that lie in them.
+CUDNN_NAMES = {
+    **{f"{of}_offsets": f"batch_offsets_{of}" for of in "qokv"},
+    "lse_offsets": "batch_offsets_stats",
+    "softmax_scale": "scale",
+    "output_scale": "v_scale",
+    "q_lens": "actual_seq_lens_q",
+    "kv_lens": "actual_seq_lens_kv",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+}
 
 
 def cudnn_sources(arguments: Arguments) -> Sources:

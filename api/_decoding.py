@@ -78,7 +78,7 @@ def log_sum_exp(lse: Any, return_lse: Any, base: Any, query: torch.Tensor, sizes
     if lse is None:
         rows = torch.empty(tokens, heads, dtype=torch.float32, device=query.device)
     else:
-        checks.tensor("lse", lse)
+        checks.tensor("lse", lse, "a torch.Tensor or None")
         checks.dtype("lse", lse, (torch.float32,))
         checks.device("lse", lse, query.device)
         if tuple(lse.shape) not in ((tokens, heads), sizes):
@@ -119,7 +119,20 @@ def refuse_skip_softmax(entry: str, value: Any, on: torch.device) -> None:
 def check_counter_buffer(value: Any) -> None:
     """FlashInfer's kernels count in it, ours have counters of their own."""
     if value is not None:
-        checks.tensor("multi_ctas_kv_counter_buffer", value)
+        checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
+
+
+def decode_names(q_offsets: str, kv_lens: str = "seq_lens") -> dict[str, str]:
+    """Arguments by the operands that lie in them, where these two are called so."""
+    return {
+        "q_offsets": q_offsets,
+        "kv_lens": kv_lens,
+        "key_table": "block_tables",
+        "value_table": "block_tables",
+        "softmax_scale": "bmm1_scale",
+        "output_scale": "bmm2_scale",
+        "output_factor": "o_scale",
+    }
 
 
 def decode_sources(arguments: Arguments) -> Sources:
@@ -132,5 +145,6 @@ def decode_sources(arguments: Arguments) -> Sources:
     scales = (on_device(bmm1_scale), on_device(bmm2_scale))
     nothing = (None, None, None, None)  # lse, its offsets, statistics, skipped tiles
     table = (block_tables, block_tables)
-    own = (on_device(o_scale), mask, workspace_buffer)
+    no_block_scales = (None, None, None)
+    own = (on_device(o_scale), mask, *no_block_scales, workspace_buffer)
     return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *own

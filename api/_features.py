@@ -30,19 +30,23 @@ def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -
 def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
     """Refuse a problem that ``entry`` cannot solve on ``arch``; features beyond AttentionProblem are the caller's."""
     query, key = problem.query, problem.key
-    qk_dim, v_dim = query.shape[-1], problem.value.shape[-1]
+    qk_dim, v_dim = query.shape[-1], problem.v_dim
     page_size = key.shape[2]
     paged = problem.page_table is not None
-    known_page = page_size <= support.MAX_PAGE_SIZE and page_size & (page_size - 1) == 0
+    known_page = page_size <= support.MAX_PAGE_SIZE
     out_dtype = query.dtype if problem.out is None else problem.out.dtype
     scales = [scale for scale in (problem.softmax_scale, problem.output_scale) if isinstance(scale, torch.Tensor)]
+    has_bytes = any(operand.dtype.itemsize == 1 for operand in (query, key))
+    known_byte_dim = "8bit_head_dim" if (qk_dim, v_dim) in support.BYTE_HEAD_DIMS else "other_8bit_head_dim"
+    head_dims = f"head_dim={qk_dim} for Q and K, {v_dim} for V"
     dtypes = f"query.dtype={query.dtype}, KV dtype={key.dtype}, output dtype={out_dtype}"
     require_all(
         entry,
         arch,
         (
             (True, "16bit", dtypes),
-            (True, support.prefill_head_dim((qk_dim, v_dim)), f"head_dim={qk_dim} for Q and K, {v_dim} for V"),
+            (True, support.prefill_head_dim((qk_dim, v_dim)), head_dims),
+            (has_bytes, known_byte_dim, f"{head_dims}, {dtypes}"),
             (paged, "page_size" if known_page else "other_page_size", f"page_size={page_size}"),
             (True, "cache", f"KV of shape {tuple(key.shape)}"),
             (True, _MASK_FEATURES[problem.mask.kind], f"{problem.mask.kind.value} mask"),

@@ -12,7 +12,7 @@ from hopwell import _features as features
 from hopwell._launch import halves
 from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
 
 INPUT_LAYOUTS = tuple(layout.value for layout in FmhaV2Layout)
@@ -47,7 +47,7 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
         checks.tma_readable(name, part)
     if block_tables is not None:
         checks.device("block_tables", block_tables, inputs.query.device)
-        checks.power_of_two("the page size of qkv[1]", inputs.key.shape[2])
+        checks.page_size("qkv[1]", inputs.key.shape[2])
     checks.grouped_heads(inputs.query.shape[1], inputs.key.shape[1], "qkv")
     if inputs.query.shape[2] < 1 or inputs.value.shape[3] < 1:
         raise ValueError(f"qkv must have a head_dim of at least 1, got {inputs.query.shape[2]}")
@@ -73,27 +73,25 @@ def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask
     return Mask(MaskKind.CHUNKED, chunk=chunk) if chunk else Mask(MaskKind.CAUSAL)
 
 
-def _score(alibi: bool, soft_cap: float) -> Score:
-    if alibi:
-        return Score(ScoreKind.ALIBI)
-    return Score(ScoreKind.SOFT_CAP, soft_cap) if soft_cap > 0 else Score()
-
-
 def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
     if isinstance(out_dtype, str):
         named = vars(torch).get(out_dtype)
         if not isinstance(named, torch.dtype):
-            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {out_dtype!r}")
+            raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
         out_dtype = named
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
-    if out is not None and out_dtype is not None and checks.tensor("out", out).dtype != out_dtype:
+    if (
+        out is not None
+        and out_dtype is not None
+        and checks.tensor("out", out, "a torch.Tensor or None").dtype != out_dtype
+    ):
         raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}, where both are given, got {out_dtype}")
-    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out).dtype)
-    allowed = (*checks.SIXTEEN_BIT, checks.FP8)
+    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out, "a torch.Tensor or None").dtype)
+    allowed = (*checks.SIXTEEN_BIT, *((checks.FP8,) if query.dtype == checks.FP8 else ()))
     if dtype not in allowed:
         name = "out" if out_dtype is None else "out_dtype"
-        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))}, got {dtype}")
+        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))} for qkv of {query.dtype}, got {dtype}")
     return dtype
 
 
@@ -135,7 +133,7 @@ def fmha_v2_problem(
     on = query.device
     tokens, heads, qk_dim = query.shape
     v_dim = value.shape[3]
-    checks.tensor("workspace_buffer", workspace_buffer)
+    checks.unread_tensor("workspace_buffer", workspace_buffer)
 
     checks.lengths("seq_lens", seq_lens, batch, on)
     q_offsets = checks.cumulative("cum_seq_lens_q", cum_seq_lens_q, batch, on)
@@ -159,10 +157,6 @@ def fmha_v2_problem(
         checks.disjoint("out", out, (*given, *indices))
 
     arch = support.arch_of(on)
-    if dtype == checks.FP8 != query.dtype:
-        raise ValueError(
-            f"out_dtype must be {' or '.join(map(str, checks.SIXTEEN_BIT))} for qkv of {query.dtype}, got {dtype}"
-        )
     needs = (
         (query.dtype == checks.FP8, "fp8", f"qkv.dtype={query.dtype}"),
         (dtype == checks.FP8, "fp8_out", f"out_dtype={dtype}"),
@@ -181,12 +175,12 @@ def fmha_v2_problem(
         value=value,
         out=checks.allocated(out, query, v_dim, dtype),
         batch=batch,
-        max_q_len=min(max_q_len, tokens),
+        max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, capacity),
         q_offsets=q_offsets,
         kv_lens=None,
         mask=mask,
-        score=_score(alibi, soft_cap),
+        score=Score.capped(soft_cap, has_slopes=alibi),
         statistics=torch.empty((tokens, heads, 2), dtype=torch.float32, device=on) if stats else None,
         skip_softmax=skip_softmax,
         softmax_scale=softmax_scale,
@@ -212,6 +206,16 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
             pair = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
             return qkv[0], k, v, v.data_ptr() - k.data_ptr() if pair else None
     return qkv, None, None, None
+
+
+# Arguments by the operands that lie in them.
+FMHA_V2_NAMES = {
+    "q_offsets": "cum_seq_lens_q",
+    "k_offsets": "cum_seq_lens_kv",
+    "v_offsets": "cum_seq_lens_kv",
+    "key_table": "block_tables",
+    "value_table": "block_tables",
+}
 
 
 def fmha_v2_sources(arguments: Arguments) -> Sources:

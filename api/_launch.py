@@ -11,11 +11,12 @@ and over. So the latest calls are recognised without one, see :mod:`hopwell._rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from hopwell import _device_data
 from hopwell._checks import INT32_MAX
 from hopwell._repeat import Arguments, Checked, Launch, Repeat, Results, Sources, metadata
 from hopwell.kernels import Plan
@@ -56,12 +57,18 @@ def _key(arguments: Arguments) -> Hashable:
 
 
 class Calls:
-    """The checked calls of one entry point. ``sources`` finds the tensors that operands lie in."""
+    """The checked calls of one entry point. ``sources`` finds the tensors that operands lie in, ``names`` are those of
+    arguments by the operands in :class:`hopwell.kernels.launch.Addresses` that are read from them."""
 
-    def __init__(self, sources: Callable[[Arguments], Sources]) -> None:
+    def __init__(self, sources: Callable[[Arguments], Sources], names: Mapping[str, str]) -> None:
         self.sources = sources
+        self.names = names
         self._checked: dict[Hashable, Repeat] = {}
         self._recent: tuple[Launch, ...] = ()
+        _device_data.on_switch(self._forget)
+
+    def _forget(self) -> None:
+        self._checked, self._recent = {}, ()
 
     def repeat(self, arguments: Arguments, out: Any, stats: Any = None) -> Results | None:
         """Launch a call like one that has been checked; None where there was none like it, or where addresses have to
@@ -81,6 +88,12 @@ class Calls:
             self._recent = (found.latest, *self._recent[: RECENT - 1])
         return results
 
+    def run_once(self, problem: AttentionProblem) -> torch.Tensor:
+        """Launch a problem that has just been checked, without remembering it. Returns its output."""
+        if _device_data.is_enabled():
+            _device_data.check(problem, self.names)
+        return Plan(problem).execute(problem)
+
     def run(
         self, arguments: Arguments, problem: AttentionProblem, out: Any, stats: Any = None, rows: Sequence[int] = ()
     ) -> Results:
@@ -89,6 +102,9 @@ class Calls:
         ``out`` and ``stats`` are the results as they are returned: the output if given, and the log-sum-exp or the
         statistics if asked for. An output allocated here has the problem's rows in dimensions of sizes ``rows``.
         """
+        looks = _device_data.is_enabled()
+        if looks:
+            _device_data.check(problem, self.names)
         plan = Plan(problem)
         result = plan.execute(problem)
         if out is None:
@@ -96,7 +112,7 @@ class Calls:
         device = problem.query.device
         # What lies elsewhere was copied or read, and has to be in each call.
         here = all(argument.device == device for argument in arguments if isinstance(argument, torch.Tensor))
-        if plan.has_work and plan.repeatable and here:
+        if plan.has_work and plan.repeatable and here and not looks:
             if len(self._checked) >= CAPACITY:
                 self._checked.clear()
             self._checked[_key(arguments)] = Repeat(Checked(arguments, problem, plan, out, stats), self.sources)

@@ -20,8 +20,8 @@ from hopwell._decoding import (
     workspace_bytes,
 )
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
-from hopwell.layouts import KVViews, mla_kv_views
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
+from hopwell.layouts import KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
@@ -92,34 +92,35 @@ def _checked_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rop
         if row != width:
             raise ValueError(f"{name} must have kv_lora_rank + qk_rope_head_dim = {width} as its last size, got {row}")
     checks.tma_readable("kv_cache", kv_cache)
-    checks.power_of_two("the page size of kv_cache", cache.key.shape[2])
+    checks.page_size("kv_cache", cache.key.shape[2])
     return cache
 
 
 def _token_table(block_tables: Any, query: torch.Tensor, top_k: int) -> torch.Tensor:
     """The table of sparse attention, token indices, as [tokens, top_k]. It has the first dimensions of ``query``."""
-    checks.index_tensor("block_tables", block_tables, query.device)
+    ids = low_words(checks.index_tensor("block_tables", block_tables, query.device))
     if query.dim() == 3:
         checks.shape("block_tables", block_tables, ("tokens", query.shape[0]), ("sparse_mla_top_k", top_k))
         checks.unit_stride("block_tables", block_tables)
-        return block_tables
+        return ids
     batch, q_len = query.shape[:2]
     checks.shape("block_tables", block_tables, ("batch", batch), ("q_len", q_len), ("sparse_mla_top_k", top_k))
     checks.unit_stride("block_tables", block_tables)
     dense_tokens("block_tables", block_tables)
-    return block_tables[:, 0] if q_len == 1 else block_tables.flatten(0, 1)
+    return ids[:, 0] if q_len == 1 else ids.flatten(0, 1)
 
 
 def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
     if out is None:
         return
-    checks.tensor("out", out)
+    checks.tensor("out", out, "a torch.Tensor or None")
     if query.dim() == 4:
         names = ("batch", "q_len", "num_heads")
         checks.shape("out", out, *zip(names, query.shape[:3], strict=True), ("kv_lora_rank", rank))
         dense_tokens("out", out)
     tokens, heads, _ = flat_tokens(query).shape
-    checks.output("out", flat_tokens(out), (tokens, heads, rank), torch.bfloat16, query.device)
+    dtype = torch.bfloat16 if query.dtype == checks.FP8 else query.dtype
+    checks.output("out", flat_tokens(out), (tokens, heads, rank), dtype, query.device)
 
 
 def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: int, on: torch.device) -> torch.Tensor:
@@ -153,7 +154,11 @@ def mla_workspace_bytes(
     Returns:
         Bytes.
     """
-    return workspace_bytes(num_heads * q_len_per_req, 1, kv_lora_rank, max_seq_len, device, latent=True)
+    heads = checks.host_int("num_heads", num_heads, minimum=1)
+    checks.host_int("max_seq_len", max_seq_len)
+    checks.host_int("kv_lora_rank", kv_lora_rank, minimum=1)
+    rows = heads * checks.host_int("q_len_per_req", q_len_per_req)
+    return workspace_bytes(rows, 1, kv_lora_rank, max_seq_len, device, latent=True)
 
 
 def mla_problem(
@@ -186,7 +191,7 @@ def mla_problem(
 ) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
     checks.main_tensor("query", query)
-    checks.dtype("query", query, (torch.bfloat16, checks.FP8))
+    checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
     is_ragged, on = cum_seq_lens_q is not None, query.device
     if is_ragged:
         checks.tensor("cum_seq_lens_q", cum_seq_lens_q)
@@ -204,6 +209,8 @@ def mla_problem(
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {most}")
     flat_query = flat_tokens(query)
     tokens = flat_query.shape[0]
+    if is_ragged:
+        q_len = min(q_len, max(tokens, 1))  # scratch grows with it, and no request has more tokens than there are
     checks.flag("return_lse", return_lse)
     check_counter_buffer(multi_ctas_kv_counter_buffer)
     options.check(q_len, causal_seqlens_kv_global, return_lse, on)
@@ -285,5 +292,6 @@ def mla_problem(
         sinks=sink_logits,
         lse=log,
         scratch=scratch,
+        family=Family.MLA,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hopwell._checks import is_plain
 from hopwell.kernels import Plan
-from hopwell.kernels.launch import Addresses
+from hopwell.kernels.launch import Addresses, address_of
 from hopwell.kernels.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.scratch import own_scratch
@@ -30,6 +31,8 @@ Results = tuple[Any, Any]
 # Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
 # arguments differ from the checked ones in more than addresses, where addresses are unaligned, and where queries, keys,
 # values, output, statistics and workspace overlap. Tables, lengths and sinks are not looked at: they are a few bytes.
+# Nor does it launch where a tensor is of another kind, or has no memory. Whether one is nested is asked first: torch's
+# guards throw what ends the process at such a tensor. What is no tensor has no answer.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
@@ -46,6 +49,11 @@ SOURCE = """
 def make({variables}):
     def launch(arguments, out, stats):
         {arguments} = arguments
+        try:
+            if {nested}:
+                return None
+        except AttributeError:
+            return None
         if not ({conditions}):
             return None
         if out is None:
@@ -53,7 +61,7 @@ def make({variables}):
         stats = {stats}
         {pointers}
         q, k, v, o = {inputs}, address(out){more}
-        if (q | k | v | o) & {mask} or {overlaps}:
+        if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
             return None
         {fill}function(anchor, (q, k, v, o, {others}, ticket()), {constants})
         return out, stats
@@ -99,8 +107,8 @@ class Repeat:
             stats_like=None if stats is None else _like(stats),
         )
         for name, view in (*zip("qkvo", views, strict=False), ("s", stats), ("w", problem.scratch)):
-            self._variables[f"{name}_bytes"] = _extent_bytes(view)
-            self._variables[f"{name}_before"] = -_extent_bytes(view)
+            self._variables[f"{name}_bytes"] = extent_bytes(view)
+            self._variables[f"{name}_before"] = -extent_bytes(view)
         for i, constant in enumerate(plan.constants(*host_scales(problem))):
             self._variables[f"constant{i}"] = constant
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
@@ -116,6 +124,9 @@ class Repeat:
         """Launch for arguments that have the key of the checked ones."""
         results = None if self.latest is None else self.latest(arguments, out, stats)
         if results is None:
+            # No key holds what else a tensor may be, such as a fake one.
+            if not all(is_plain(argument) for argument in arguments if isinstance(argument, torch.Tensor)):
+                return None
             # The first repetition, or tensors that differ in what no key holds, such as requires_grad.
             self.latest = self._function(arguments)
             results = self.latest(arguments, out, stats)
@@ -144,7 +155,7 @@ class Repeat:
             else:
                 inputs.append(number[id(mark)])
                 addresses.append(f"p{inputs[-1]}")
-                offset = view.data_ptr() - source.data_ptr()
+                offset = address_of(Addresses._fields[place], view) - source.data_ptr()
                 if offset:
                     self._variables[f"offset{place}"] = offset
                     addresses[-1] += f" + offset{place}"
@@ -163,10 +174,12 @@ class Repeat:
         source = SOURCE.format(
             variables=", ".join(variables),
             arguments=", ".join(f"a{i}" for i in range(len(arguments))),
+            nested=" or ".join(f"a{i}.is_nested" for i in firsts.values()),
             conditions=" and ".join(conditions),
             stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
             pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
             inputs=", ".join(self._addresses[:OUT]),
+            present=" and ".join([*(f"p{i}" for i in self._inputs), *self._also_written]),
             more="".join(f"; {name} = {address}" for name, address in self._also_written.items()),
             mask=ALIGNMENT_MASK,
             overlaps=" or ".join([*OUT_OVERLAPS, *itertools.chain(*(MORE_OVERLAPS[n] for n in self._also_written))]),
@@ -220,7 +233,7 @@ def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty((), dtype=dtype, device=device)
 
 
-def _extent_bytes(view: torch.Tensor | None) -> int:
+def extent_bytes(view: torch.Tensor | None) -> int:
     """Bytes from the first element of a view to the end of its last."""
     if view is None or view.numel() == 0:
         return 0
@@ -234,7 +247,7 @@ def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that tells whether other tensors differ from these in nothing but addresses.
+    """A function that tells whether other tensors, none of them nested, differ from these in nothing but addresses.
 
     It uses the guards that ``torch.compile`` puts before its compiled code: a tenth of the time of reading shapes and
     strides from Python. They also compare what decides between torch's implementations, such as requires_grad.
@@ -253,11 +266,4 @@ def _torch_guard(*tensors: torch.Tensor) -> Callable[..., bool]:
 
 def _slow_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     known = [*map(metadata, tensors)]
-
-    def check(*others: torch.Tensor) -> bool:
-        try:
-            return all(isinstance(other, torch.Tensor) for other in others) and [*map(metadata, others)] == known
-        except RuntimeError:  # a tensor without strides
-            return False
-
-    return check
+    return lambda *others: all(map(is_plain, others)) and [*map(metadata, others)] == known

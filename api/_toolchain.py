@@ -9,7 +9,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 PACKAGE = "nvidia-cutlass-dsl"
-TESTED = ">=4.8.1,<4.9"
+TESTED = ">=4.8.0,<4.9"
 
 
 def check_toolchain(version_of: Callable[[str], str] = importlib.metadata.version) -> None:

@@ -20,7 +20,7 @@ from hopwell._decoding import (
     workspace_bytes,
 )
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
 from hopwell.utils import FP4Tensor
 
 MAX_HEAD_DIM = 512
@@ -33,7 +33,7 @@ def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on
     """The mask of several tokens per request. A single one has no use for it, and upstream callers may pass any. Masks
     of ragged requests have a row for each of ``ragged_tokens``, and may have more of them."""
     if mask is not None:
-        checks.tensor("mask", mask)
+        checks.tensor("mask", mask, "a torch.Tensor or None")
     if q_len == 1 or mask is None:
         return
     words = 2 * -(-q_len // MASK_BITS)
@@ -53,7 +53,7 @@ def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on
 def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: int, q_len: int) -> None:
     if out is None:
         return
-    checks.tensor("out", out)
+    checks.tensor("out", out, "a torch.Tensor or None")
     tokens, heads, _ = query.shape
     allowed = (query.dtype, checks.FP8) if cache.key.dtype == checks.FP8 else (query.dtype,)
     checks.dtype("out", out, allowed)
@@ -83,7 +83,13 @@ def xqa_workspace_bytes(
     Returns:
         Bytes.
     """
-    rows = num_heads // num_kv_heads * q_len_per_req
+    heads = checks.host_int("num_heads", num_heads, minimum=1)
+    kv_heads = checks.host_int("num_kv_heads", num_kv_heads, minimum=1)
+    if heads % kv_heads:
+        raise ValueError(f"num_heads must be a multiple of num_kv_heads, {kv_heads}, got {heads}")
+    checks.host_int("head_dim", head_dim, HEAD_DIM_STEP, MAX_HEAD_DIM)
+    checks.host_int("max_seq_len", max_seq_len)
+    rows = heads // kv_heads * checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
     return workspace_bytes(rows, num_kv_heads, head_dim, max_seq_len, device)
 
 
@@ -191,6 +197,8 @@ def xqa_problem(
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     _check_mask(mask, batch, q_len, ragged_tokens, on)
     _check_out(out, query, cache, batch, q_len)
+    if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
+        q_len = min(q_len, max(ragged_tokens, 2))
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
     log = log_sum_exp(lse, return_lse, return_lse_base, query, sizes)
     capacity = checks.capacity(table, cache.page_size)
@@ -233,6 +241,7 @@ def xqa_problem(
         lse=log,
         draft_mask=None if q_len == 1 else mask,
         scratch=scratch,
+        family=Family.DECODE,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
 
@@ -289,8 +298,11 @@ def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor) -> torch.Tensor 
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, 'nvfp4' or None, got {checks.describe(out_dtype)}")
     if out is not None:
-        checks.dtype("out", checks.tensor("out", out), (out_dtype,))
+        checks.dtype("out", checks.tensor("out", out, "a torch.Tensor or None"), (out_dtype,))
     return checks.allocated(out, query, query.shape[-1], out_dtype)
+
+
+_ONLY_NONE = ("causal_seqlens_kv_global", "bf16q_fp8kv_transform_mode", "request_order", "request_order_plan")
 
 
 class TrtllmOptions(NamedTuple):
@@ -301,6 +313,12 @@ class TrtllmOptions(NamedTuple):
     skip_softmax_threshold_scale_factor: Any = None
     bmm1_scale_log2: Any = None
     enable_block_sparse_attention: Any = False
+    cp_world: Any = 1
+    cp_rank: Any = 0
+    causal_seqlens_kv_global: Any = None
+    bf16q_fp8kv_transform_mode: Any = None
+    request_order: Any = None
+    request_order_plan: Any = None
 
     def check(self, on: torch.device) -> None:
         """Refuse by name what would change a result."""
@@ -315,3 +333,9 @@ class TrtllmOptions(NamedTuple):
             raise refused(support.TRTLLM_DECODE, "bmm1_scale_log2 (bmm1_scale takes tensors)", on)
         if checks.flag("enable_block_sparse_attention", self.enable_block_sparse_attention):
             raise refused(support.TRTLLM_DECODE, "enable_block_sparse_attention=True", on)
+        for name, inert in (("cp_world", 1), ("cp_rank", 0)):
+            if checks.host_int(name, getattr(self, name), minimum=0) != inert:
+                raise refused(support.TRTLLM_DECODE, f"{name}={getattr(self, name)} (allowed: {inert})", on)
+        for name in _ONLY_NONE:
+            if getattr(self, name) is not None:
+                raise refused(support.TRTLLM_DECODE, f"{name} (allowed: None)", on)

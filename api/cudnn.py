@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._cudnn import cudnn_problem, cudnn_sources, scaled
+from hopwell._cudnn import CUDNN_NAMES, cudnn_problem, cudnn_sources, scaled
+from hopwell._dynamo import opaque
 from hopwell._launch import Calls, upper_bound
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
-_CUDNN = Calls(cudnn_sources)
+_CUDNN = Calls(cudnn_sources, CUDNN_NAMES)
 
 
+@opaque
 def cudnn_batch_prefill_with_kv_cache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -61,18 +63,18 @@ def cudnn_batch_prefill_with_kv_cache(
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         max_token_per_sequence: upper bound of ``actual_seq_lens_q``. It shapes ``lse`` and changes no other result.
         max_sequence_kv: upper bound of ``actual_seq_lens_kv``. It never changes a result.
-        actual_seq_lens_q: int32 or uint32, one element per request in any shape; their number is the batch size. On the
-            device of q, or on the host, from where each call copies them, which is slower. None where
+        actual_seq_lens_q: int32, uint32 or int64, one element per request in any shape; their number is the batch size.
+            On the device of q, or on the host, from where each call copies them, which is slower. None where
             ``batch_offsets_q`` counts tokens: they are the differences of its batch + 1 elements then.
         actual_seq_lens_kv: the same for the keys; None where ``batch_offsets_k`` counts tokens.
-        block_tables: int32 or uint32 page ids [batch, pages_per_request], shared by K and V. Entries past the last page
-            of a request are never read and may be -1. None for ragged K and V.
+        block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], shared by K and V. Entries past the
+            last page of a request are never read and may be -1. None for ragged K and V.
         causal: whether to mask.
         return_lse: whether to compute and return the log-sum-exp.
-        batch_offsets_q: int32 or uint32, contiguous, batch or batch + 1 elements, of which the first batch count: where
-            each request starts in q, in elements of storage from q's first on: token * q.stride(0), which is token *
-            num_heads * head_dim where q is contiguous, and three times that where q is a slice of [tokens, 3,
-            num_heads, head_dim]. An offset inside a token counts as the token's start. Together with
+        batch_offsets_q: int32, uint32 or int64, contiguous, batch or batch + 1 elements, of which the first batch
+            count: where each request starts in q, in elements of storage from q's first on: token * q.stride(0), which
+            is token * num_heads * head_dim where q is contiguous, and three times that where q is a slice of [tokens,
+            3, num_heads, head_dim]. An offset inside a token counts as the token's start. Together with
             ``batch_offsets_o``; both are required for more than one request, and without them the request starts at
             token 0.
         batch_offsets_o: the same in the output (token * num_heads * V head_dim where it is allocated).
@@ -113,7 +115,7 @@ def cudnn_batch_prefill_with_kv_cache(
         batch_offsets_o = batch_offsets_q if batch_offsets_o is None else batch_offsets_o
         batch_offsets_v = batch_offsets_k if batch_offsets_v is None else batch_offsets_v
     output_scale: float | torch.Tensor = 1.0
-    if not (q_scale is k_scale is v_scale is None):
+    if isinstance(scale, torch.Tensor) or not (q_scale is k_scale is v_scale is None):
         scale, output_scale = scaled(q, scale, q_scale, k_scale, v_scale)
     arguments = (
         q,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import check_counter_buffer, decode_sources
+from hopwell._decoding import check_counter_buffer, decode_names, decode_sources
+from hopwell._dynamo import opaque
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, xqa_problem, xqa_workspace_bytes
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
@@ -16,10 +17,11 @@ __all__ = [
     "xqa_workspace_bytes",
 ]
 
-_XQA = Calls(decode_sources)
-_TRTLLM = Calls(decode_sources)
+_XQA = Calls(decode_sources, decode_names("q_cu_seq_lens"))
+_TRTLLM = Calls(decode_sources, decode_names("cum_seq_lens_q"))
 
 
+@opaque
 def xqa_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -64,24 +66,26 @@ def xqa_batch_decode_with_kv_cache(
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
-            e2m1 values a byte, head_dim / 2 wide). page_size is a power of two up to 1024, num_heads a multiple of
+            e2m1 values a byte, head_dim / 2 wide). page_size is 1 to 1024, num_heads a multiple of
             num_kv_heads. 8-bit values are widened to float16 before they are multiplied, which holds all of them: the
             result is at least as accurate as that of a 16-bit cache with the same values.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``xqa_workspace_bytes`` bytes or
             more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
             each. In place of one that is too small, memory of our own is used, one piece for each device and stream;
             CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
-        block_tables: int32 or uint32 page ids [batch, pages_per_request]; entries past a request's last page are not
-            read.
-        seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
+        block_tables: int32, uint32 or int64 page ids [batch, pages_per_request]; entries past a request's last page are
+            not read.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
+            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, unchecked.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
+            device, which is not looked at: a negative one makes the output NaN.
         bmm2_scale: factor on the output, likewise.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
             in the dtype of query, or float8_e4m3fn (saturating) with a float8_e4m3fn cache; None allocates.
-        sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
-            value and not scaled.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
+            without a value and not scaled.
         kv_layout: "NHD" or "HND".
         enable_pdl: programmatic dependent launch; None means where the device has it.
         q_len_per_req: new tokens of each request; None means 1.
@@ -92,10 +96,10 @@ def xqa_batch_decode_with_kv_cache(
             the new tokens are always visible.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, in the layout of
             ``kv_cache`` with head_dim / 16 as its last size; linear for K and V.
-        q_cu_seq_lens: int32 or uint32 [batch + 1], cumulative numbers of new tokens, for requests with different ones.
-            They stay on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim], ``q_len_per_req`` is
-            an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 * ceil(q_len_per_req / 32)]. Rows
-            behind the last request's are neither read nor written.
+        q_cu_seq_lens: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with different
+            ones. They stay on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim],
+            ``q_len_per_req`` is an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 *
+            ceil(q_len_per_req / 32)]. Rows behind the last request's are neither read nor written.
         lse: float32 [batch * q_len_per_req, num_heads], contiguous, to write the log-sum-exp of the scaled scores and
             sinks into, whatever ``return_lse`` says. A row with no visible key has -inf.
         return_lse: whether to return the log-sum-exp.
@@ -169,6 +173,7 @@ def xqa_batch_decode_with_kv_cache(
     return done if return_lse else done[0]
 
 
+@opaque
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -201,6 +206,12 @@ def trtllm_batch_decode_with_kv_cache(
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     enable_block_sparse_attention: bool = False,
     *,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
+    bf16q_fp8kv_transform_mode: str | None = None,
+    request_order: torch.Tensor | None = None,
+    request_order_plan: object | None = None,
     return_lse_base: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Attention of one or a few new tokens per request over a paged KV cache, as
@@ -216,9 +227,10 @@ def trtllm_batch_decode_with_kv_cache(
         query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16.
         kv_cache: as there; a tensor or a pair (K, V).
         workspace_buffer: as there.
-        block_tables: int32 or uint32 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with ids of
-            the K and of the V pages where ``uses_shared_paged_kv_idx`` is False.
-        seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
+        block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
+            ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
+            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
         bmm2_scale: factor on the output, likewise.
@@ -228,7 +240,7 @@ def trtllm_batch_decode_with_kv_cache(
             of ``out``, or of ``query``. "nvfp4" is refused.
         o_sf_scale: for nvfp4 outputs; must be None.
         o_sf_vec_size: for nvfp4 outputs; must be None.
-        sinks: float32 [num_heads], or a list of one such tensor.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means where the device has it.
         backend: "auto", "xqa" or "trtllm-gen", which all mean the same here.
@@ -236,7 +248,8 @@ def trtllm_batch_decode_with_kv_cache(
         o_scale: a second factor on a 16-bit output.
         mask: uint16 bits as there, for several new tokens; None for causal ones.
         max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
-        cum_seq_lens_q: int32 or uint32 [batch + 1], cumulative numbers of new tokens, for requests with different ones.
+        cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
+            different ones.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
         kv_cache_sf: block scales of an NVFP4 cache.
         uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``.
@@ -245,6 +258,12 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         enable_block_sparse_attention: must be False.
+        cp_world: must be 1.
+        cp_rank: must be 0.
+        causal_seqlens_kv_global: must be None.
+        bf16q_fp8kv_transform_mode: must be None.
+        request_order: must be None.
+        request_order_plan: must be None.
         return_lse_base: "base2" or None for logarithms to base 2, as FlashInfer returns them, "basee" for natural ones.
 
     Returns:
@@ -289,6 +308,12 @@ def trtllm_batch_decode_with_kv_cache(
         skip_softmax_threshold_scale_factor,
         bmm1_scale_log2,
         enable_block_sparse_attention,
+        cp_world,
+        cp_rank,
+        causal_seqlens_kv_global,
+        bf16q_fp8kv_transform_mode,
+        request_order,
+        request_order_plan,
     )
     done = _TRTLLM.repeat(arguments, out, lse)
     if done is None:
@@ -309,6 +334,12 @@ def trtllm_batch_decode_with_kv_cache(
                 skip_softmax_threshold_scale_factor,
                 bmm1_scale_log2,
                 enable_block_sparse_attention,
+                cp_world,
+                cp_rank,
+                causal_seqlens_kv_global,
+                bf16q_fp8kv_transform_mode,
+                request_order,
+                request_order_plan,
             ),
             workspace_buffer=workspace_buffer,
             block_tables=block_tables,

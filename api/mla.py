@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import decode_sources
+from hopwell._decoding import decode_names, decode_sources
+from hopwell._dynamo import opaque
 from hopwell._launch import Calls, single, upper_bound
 from hopwell._mla import MlaOptions, mla_problem, mla_workspace_bytes
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
-_MLA = Calls(decode_sources)
+_MLA = Calls(decode_sources, decode_names("cum_seq_lens_q", "seq_lens or sparse_mla_top_k_lens"))
 
 
+@opaque
 def trtllm_batch_decode_with_kv_cache_mla(
     query: torch.Tensor,
     kv_cache: torch.Tensor,
@@ -64,10 +66,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     Args:
         query: [batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], the absorbed latent query first and the
-            rotary part last; bfloat16 or float8_e4m3fn. Tokens lie at equal distances: no gap between requests. With
-            ``cum_seq_lens_q`` [tokens, num_heads, ...].
+            rotary part last; bfloat16, float16 or float8_e4m3fn. Tokens lie at equal distances: no gap between
+            requests. With ``cum_seq_lens_q`` [tokens, num_heads, ...].
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...] in the dtype of
-            query. page_size is a power of two up to 1024.
+            query. page_size is 1 to 1024.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``mla_workspace_bytes`` bytes or
             more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
             each. In place of one that is too small, memory of our own is used, one piece for each device and stream;
@@ -75,18 +77,21 @@ def trtllm_batch_decode_with_kv_cache_mla(
         qk_nope_head_dim: head dimension before absorption. It enters no computation.
         kv_lora_rank: 512 or 256.
         qk_rope_head_dim: 64; sparse with a kv_lora_rank of 512 also 0.
-        block_tables: int32 or uint32. Dense: page ids [batch, pages_per_request], for 2^30 tokens of a request at most;
-            entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token indices
-            page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens, sparse_mla_top_k].
-        seq_lens: int32 or uint32, one element per request: its keys in tokens, new ones included.
+        block_tables: int32, uint32 or int64. Dense: page ids [batch, pages_per_request], for 2^30 tokens of a request
+            at most; entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token
+            indices page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens,
+            sparse_mla_top_k].
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
+            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
-        out: bfloat16 [batch, q_len, num_heads, kv_lora_rank] to write into, for fp8 inputs too, without gaps between
-            requests; None allocates.
-        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor, unchecked.
+        out: [batch, q_len, num_heads, kv_lora_rank] to write into, in the dtype of query, bfloat16 for fp8 inputs,
+            without gaps between requests; None allocates.
+        bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
+            device, which is not looked at: a negative one makes the output NaN.
         bmm2_scale: factor on the output, likewise.
-        sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
-            value and not scaled.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
+            without a value and not scaled.
         enable_pdl: programmatic dependent launch; None means where the device has it.
         backend: "auto", "xqa", "trtllm-gen" or "cute-dsl". FlashInfer's implementations; all mean the same here.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
@@ -99,12 +104,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
         cute_dsl_impl: "auto", "modular" or "monolithic", which all mean the same here.
         kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32". It enters no computation, as the caches that are
             taken have no scales in them.
-        cum_seq_lens_q: int32 or uint32 [batch + 1], cumulative numbers of new tokens, for requests with different ones.
-            They stay on the device. Rows behind the last request's are neither read nor written.
+        cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
+            different ones. They stay on the device. Rows behind the last request's are neither read nor written.
         max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
-        sparse_mla_top_k_lens: int32 or uint32, one element per new token: how many entries of its list count, in place
-            of what ``seq_lens`` says; sparse only.
+        sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: how many entries of its list count, in
+            place of what ``seq_lens`` says; sparse only.
         enable_dcp: whether ``kv_cache`` and ``seq_lens`` are one rank's share of each request's keys. Needs
             ``return_lse``; with one new token of each request only.
         cp_world: number of ranks.

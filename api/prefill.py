@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._context import context_problem, context_sources
-from hopwell._fmha_v2 import fmha_v2_problem, fmha_v2_sources, leaves
+from hopwell._context import CONTEXT_NAMES, context_problem, context_sources, widened_query
+from hopwell._dynamo import opaque
+from hopwell._fmha_v2 import FMHA_V2_NAMES, fmha_v2_problem, fmha_v2_sources, leaves
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
@@ -16,9 +17,11 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT, _FMHA_V2 = Calls(context_sources), Calls(fmha_v2_sources)
+_CONTEXT = Calls(context_sources, CONTEXT_NAMES)
+_FMHA_V2 = Calls(fmha_v2_sources, FMHA_V2_NAMES)
 
 
+@opaque
 def trtllm_batch_context_with_kv_cache(
     query: torch.Tensor,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -72,23 +75,25 @@ def trtllm_batch_context_with_kv_cache(
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors whose strides and V head_dim are independent. ``page`` is
             [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype of
-            query, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). page_size is a power
-            of two; num_heads is a multiple of num_kv_heads.
+            query, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). page_size is
+            1 to 1024; num_heads is a multiple of num_kv_heads.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
-        block_tables: int32 or uint32 page ids, [batch_size, pages_per_request], or [batch_size, 2, pages_per_request]
-            with ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False. Entries past the last page
-            of a request are never read. The table may be narrower than ``max_kv_len`` tokens.
-        seq_lens: int32 or uint32, ``batch_size`` elements: keys of each request in tokens, new ones included.
+        block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request], or [batch_size, 2,
+            pages_per_request] with ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False. Entries
+            past the last page of a request are never read. The table may be narrower than ``max_kv_len`` tokens.
+        seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included. No
+            more than ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32
+            is 0.
         max_q_len: upper bound of the new tokens of a request. It never changes a result.
         max_kv_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, 0 or more, or a one-element
             float32 tensor that the kernel reads, so that it may change under a CUDA graph. A tensor on the host is read
-            during the call, which is slower.
+            during the call, which is slower. A negative one on the device makes the output NaN.
         bmm2_scale: factor on the output, likewise.
         batch_size: number of requests.
-        cum_seq_lens_q: int32 or uint32 [batch_size + 1], where each request starts in ``query``, in tokens.
-        cum_seq_lens_kv: int32 or uint32. Lengths come from ``seq_lens``; callers of FlashInfer pass token or page
-            counts here, so only its type and device are checked.
+        cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], where each request starts in ``query``, in tokens.
+        cum_seq_lens_kv: int32, uint32 or int64. Lengths come from ``seq_lens``; callers of FlashInfer pass token or
+            page counts here, so only its type and device are checked.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own, or an FP4Tensor; None allocates.
         out_dtype: dtype of the output: that of query, float16 or bfloat16, or for fp8 queries the string "nvfp4". None
@@ -97,8 +102,8 @@ def trtllm_batch_context_with_kv_cache(
         o_sf_vec_size: None, or 16 for an NVFP4 output.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means where the device has it (compute capability 9 and later).
-        sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
-            value and not scaled.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
+            without a value and not scaled.
         kv_block_scales: float8_e4m3fn, one for 16 elements of an NVFP4 cache, in the layout of ``kv_cache`` with
             head_dim / 16 as its last size; FlashInfer's code calls it ``kv_cache_sf``. V scales are interleaved in
             groups of four tokens (see :class:`hopwell.layouts.VScaleLayout`). With HND the last two dimensions are
@@ -129,6 +134,10 @@ def trtllm_batch_context_with_kv_cache(
             :func:`hopwell.kernels.support.support_matrix`.
     """
     k, v = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else halves(kv_cache)
+    given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
+    k_scales, v_scales = (given_scales, None) if given_scales is None else halves(given_scales)
+    query_dtype = getattr(query, "dtype", None)
+    query = widened_query(query, kv_cache)
     arguments = (
         query,
         k,
@@ -139,6 +148,9 @@ def trtllm_batch_context_with_kv_cache(
         bmm1_scale,
         bmm2_scale,
         single(sinks),
+        k_scales,
+        v_scales,
+        query_dtype,
         out,
         cum_seq_lens_kv,
         max_q_len,
@@ -147,14 +159,14 @@ def trtllm_batch_context_with_kv_cache(
         window_left,
         skip_softmax_threshold_scale_factor,
         type(workspace_buffer),
-        kv_block_scales,
+        kv_block_scales is None,
         o_sf_scale,
         o_sf_vec_size,
         out_dtype,
         kv_layout,
         enable_pdl,
         uses_shared_paged_kv_idx,
-        kv_cache_sf,
+        kv_cache_sf is None,
         causal,
         lse,
         return_lse,
@@ -200,11 +212,19 @@ def trtllm_batch_context_with_kv_cache(
         backend=backend,
         use_fp16_softmax=use_fp16_softmax,
         uses_spcompress=uses_spcompress,
+        query_dtype=query_dtype,
     )
-    results = _CONTEXT.run(arguments, problem, out, None if problem.lse is None else problem.lse.tensor)
+    stats = None if problem.lse is None else problem.lse.tensor
+    if problem.out_scales is not None:
+        data = _CONTEXT.run_once(problem)
+        scales = problem.out_scales
+        packed = FP4Tensor(data, scales.tensor, scales.first_row, query.shape)
+        return (packed, stats) if return_lse and stats is not None else packed
+    results = _CONTEXT.run(arguments, problem, out, stats)
     return results if return_lse else results[0]
 
 
+@opaque
 def trtllm_fmha_v2_prefill(
     qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     input_layout: str,
@@ -251,24 +271,25 @@ def trtllm_fmha_v2_prefill(
               contiguous [pages, page_size, num_kv_heads, head_dim] in one storage, V behind K.
             * "Q_PAGED_KV_HND": the same with num_kv_heads before page_size.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
-        seq_lens: int32 or uint32, ``batch_size`` elements. As in FlashInfer, KV lengths are the differences of
+        seq_lens: int32, uint32 or int64, ``batch_size`` elements. As in FlashInfer, KV lengths are the differences of
             ``cum_seq_lens_kv``; this is checked but not read.
         max_q_len: upper bound of the queries of a request. It never changes a result.
         max_kv_len: upper bound of the keys of a request. It never changes a result.
         bmm1_scale: factor on q k^T, a float in natural units, not negative; 0 means 1 / sqrt(head_dim).
         bmm2_scale: factor on the output, a float.
         batch_size: number of requests.
-        cum_seq_lens_q: int32 or uint32 [batch_size + 1], where each request starts in Q, in tokens.
+        cum_seq_lens_q: int32, uint32 or int64 [batch_size + 1], where each request starts in Q, in tokens.
         cum_seq_lens_kv: the same for K and V. With pages only the differences matter.
-        block_tables: page ids, int32 or uint32, for the two paged layouts and only for them: [batch_size,
+        block_tables: page ids, int32, uint32 or int64, for the two paged layouts and only for them: [batch_size,
             pages_per_request] with a stacked pool; [batch_size, 2, pages_per_request] with a (K, V) pair, where both
             rows count pages from K's first.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates.
         out_dtype: a torch.dtype or the name of one such as "bfloat16"; None means that of ``out``, or of Q.
-        sinks: float32 [num_heads], or a list of one such tensor: natural logits of one more key per head, without a
-            value and not scaled.
+        sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
+            without a value and not scaled.
         pos_encoding_mode: None or "none", or "alibi"; case does not matter.
-        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c); None and 0 mean off.
+        logits_soft_cap_scale: c > 0 turns logits x into c * tanh(x / c), to which ALiBi adds; None and 0 mean off, as
+            does c > 2^64, where the two are the same in float32.
         mask_mode: "causal" (keys 0..p), "sliding_window", "chunked" or "padding" (every key of the request); case does
             not matter. A window or a chunk size takes effect under all modes but "padding", where it is refused, and
             without either "sliding_window" and "chunked" are causal.

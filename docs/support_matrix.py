@@ -16,6 +16,7 @@ SHORT_NAMES = {  # others stand for themselves
     "cudnn_batch_prefill_with_kv_cache": "cuDNN",
     "xqa_batch_decode_with_kv_cache": "decode",
     "trtllm_batch_decode_with_kv_cache_mla": "MLA",
+    "append_paged_kv_cache": "append",
 }
 PLACE = re.compile(r"(<!-- support matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
 STYLE = {"yes": "{}", "emulator-verified": "*{}*"}  # of an architecture's name in a cell

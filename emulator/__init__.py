@@ -24,7 +24,8 @@ from .errors import (
     UninitializedRead,
     Unsupported,
 )
-from .host.module import Function, Module, load, memory, reports
+from .host.load import load
+from .host.module import Function, Module, memory, reports
 from .machine.memory import Span, span_of
 from .options import Options, options, use
 

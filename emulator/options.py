@@ -30,7 +30,7 @@ class Limits:
 
     @property
     def shared_bytes(self) -> int:
-        """Of all its CTAs, 1 KiB of each for the system."""
+        """Shared memory of all its CTAs, of which the system takes 1 KiB with each."""
         return self.cta_shared_bytes + 1024
 
 

@@ -1,8 +1,8 @@
 """Which kernel serves a problem: pure Python, no GPU, no DSL.
 
 A :class:`PrefillConfig` holds everything that changes generated code and nothing else, so its name is the key of the
-compiled kernel. :func:`resolve` derives it from a problem; shapes, lengths and strides stay run-time arguments, but for
-how many queries there are and how large a window is, by which the fastest kernel differs.
+compiled kernel. ``families.resolve`` derives it from a problem; shapes, lengths and strides stay run-time arguments,
+but for how many queries there are and how large a window is, by which the fastest kernel differs.
 """
 
 from __future__ import annotations
@@ -10,27 +10,22 @@ from __future__ import annotations
 import enum
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
-from hopwell.kernels.support import BLACKWELL, HOPPER
+from hopwell.kernels.elements import ELEMENTS, Element
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
+from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, ScoreKind
+from hopwell.kernels.support import HOPPER, OTHER_HOPPER_HEAD_DIMS
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-ALL_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
-
-SHARED_BYTES = 232448  # what a Hopper CTA can have: 227 KiB
-RESERVED_BYTES = 1024  # of shared memory, for the system, with each CTA
-REGISTERS = 65536  # of an SM
-WARPGROUP = 128  # threads
-LANES = 32  # threads of a warp
-WARPS = WARPGROUP // LANES  # of a warpgroup
-
+QUERY_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
+OUT_DTYPES = QUERY_DTYPES | {torch.uint8: "nvfp4"}  # of the tensor that has the elements
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
 MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time; a warp stores as many columns at least
@@ -60,11 +55,11 @@ class KvType(enum.Enum):
     WIDE = "wide"  # those of the queries
     E4M3 = "e4m3"
     INT8 = "int8"
+    NVFP4 = "nvfp4"
 
-    @property
-    def bytes(self) -> int:
-        """Of an element."""
-        return 2 if self is KvType.WIDE else 1
+    def element(self, dtype: str) -> Element:
+        """The element type of K and V beside queries of ``dtype``."""
+        return ELEMENTS[dtype if self is KvType.WIDE else self.value]
 
 
 @dataclass(frozen=True)
@@ -118,6 +113,11 @@ TILES = {
     (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
 
+# Head dims that fill as many column blocks differ by nothing but what TMA fills with zeros and the depth of products.
+OTHER_TILES = {
+    (d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in OTHER_HOPPER_HEAD_DIMS
+}
+
 
 # Windows of up to so many keys have steps of 64 where head dims have 128: with a window of 128 the 64 rows of a
 # warpgroup then see 3 steps of 64 keys, not 2 of 128. 8 x 512 queries of 8192 keys take 21, 16, 12, 9, 4 and 1 % less
@@ -154,12 +154,15 @@ class KernelConfig:
     mask: MaskKind
     kv_fetch: KvFetch
     box_rows: int
+    uneven_pages: bool = field(default=False, kw_only=True)  # of a size that is not a power of two
     compiled_for: str = field(default="", kw_only=True)
 
     @property
     def target(self) -> str:
         """The architecture that the kernel is compiled for."""
         return self.compiled_for or support.build_of(self.arch)
+
+    family: ClassVar[Family]
 
     @property
     def tile(self) -> Tile:
@@ -171,14 +174,10 @@ class KernelConfig:
         """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
         raise NotImplementedError
 
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        """The kernel's traceable launch function and example arguments to compile it with."""
-        raise NotImplementedError
-
-    def _named(self, kind: str, details: Sequence[str]) -> str:
+    def _named(self, details: Sequence[str]) -> str:
         return "_".join(
             [
-                kind,
+                self.family.value,
                 self.arch + (f"_on_{self.compiled_for}" if self.compiled_for else ""),
                 self.dtype,
                 *([f"to_{self.out_dtype}"] if self.out_dtype != self.dtype else []),
@@ -186,6 +185,7 @@ class KernelConfig:
                 self.mask.value,
                 *details,
                 self.kv_fetch.value + (str(self.box_rows) if self.box_rows else ""),
+                *["uneven"] * self.uneven_pages,
             ]
         )
 
@@ -196,12 +196,17 @@ class KernelConfig:
     @property
     def q_bytes(self) -> int:
         """Bytes of an element of the queries."""
-        return 1 if self.dtype == "e4m3" else 2
+        return ELEMENTS[self.dtype].bytes_of(1)
+
+    @property
+    def kv_element(self) -> Element:
+        """Elements of K and V in memory."""
+        return self.kv_type.element(self.dtype)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of an element of K and V in memory."""
-        return self.q_bytes if self.kv_type is KvType.WIDE else self.kv_type.bytes
+        """Bytes of what K and V are addressed by: an element, or two of 4 bits."""
+        return max(self.kv_element.bits // 8, 1)
 
     @property
     def multiplies_bytes(self) -> bool:
@@ -221,10 +226,11 @@ class KernelConfig:
     @property
     def kv_dims(self) -> tuple[int, int]:
         """Of a row of what the two loading warps fetch, of K and of V, in units of 16 bits."""
-        return self.head_dim_qk * self.kv_bytes // 2, self.head_dim_v * self.kv_bytes // 2
+        per_word = 16 // self.kv_element.bits
+        return self.head_dim_qk // per_word, self.head_dim_v // per_word
 
     def kv_strides(self, *strides: Any) -> tuple[Any, ...]:
-        """Strides of K or V, given in elements, in units of 16 bits."""
+        """Strides of K or V, given in units of ``kv_bytes``, in units of 16 bits."""
         return _in_words(self.kv_bytes, strides)
 
     def q_strides(self, *strides: Any) -> tuple[Any, ...]:
@@ -294,7 +300,7 @@ class KernelConfig:
     @property
     def most_shared_bytes(self) -> int:
         """Shared memory that a CTA can have."""
-        return (SHARED_BYTES + RESERVED_BYTES) // self.ctas_per_sm - RESERVED_BYTES
+        return ARCHITECTURES[self.arch].shared_bytes_of(self.ctas_per_sm)
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -310,6 +316,11 @@ class KernelConfig:
     def v_parts(self) -> int:
         """Consumer warpgroups that share query rows."""
         return 2 if self.tile.splits_v else 1
+
+    @property
+    def has_block_scales(self) -> bool:
+        """Whether K and V, or the output, have scales of blocks in tensors of their own."""
+        return bool(self.kv_element.block) or self.out_dtype == "nvfp4"
 
     def __post_init__(self) -> None:
         tile = self.tile
@@ -331,7 +342,14 @@ class PrefillConfig(KernelConfig):
     packs_heads: bool = False  # query heads of a KV head share query tiles
     kv_type: KvType = KvType.WIDE
 
+    family: ClassVar[Family] = Family.PREFILL
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
+
+    @classmethod
+    def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
+        """Those of all head dims (QK, V)."""
+        return {**cls.tiles, **cls.other_tiles}
 
     @classmethod
     def tile_of(
@@ -346,8 +364,8 @@ class PrefillConfig(KernelConfig):
     ) -> Tile:
         """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
         cache of 8 bits gives the bits that its values give in 16."""
-        tile = cls.tiles[dims]
-        if tile is _NARROW and (score is ScoreKind.SOFT_CAP or skip_softmax):
+        tile = cls.all_tiles()[dims]
+        if tile is _NARROW and (score.caps or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
         if short_steps:
             tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
@@ -373,7 +391,7 @@ class PrefillConfig(KernelConfig):
     @classmethod
     def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
         """Whether there are kernels with short steps besides those without."""
-        return mask is MaskKind.SLIDING_WINDOW and cls.tiles[dims].n == 2 * SHORT_STEP
+        return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
@@ -383,7 +401,7 @@ class PrefillConfig(KernelConfig):
         short_steps = cls.has_short_steps(dims, problem.mask.kind) and problem.mask.window_left < SHORT_WINDOW
         tile = cls.tile_of(dims, problem.score.kind, short_steps=short_steps, packs_heads=True)
         few_queries = problem.mean_q_len <= PACKED_SHARE * tile.m
-        has_slopes = problem.score.kind is ScoreKind.ALIBI  # one for all rows of a tile
+        has_slopes = problem.score.kind.has_slopes  # one for all rows of a tile
         packs_heads = few_queries and not has_slopes and packed_shape(problem, tile.m).heads > 1
         return dict(short_steps=short_steps, packs_heads=packs_heads)
 
@@ -434,12 +452,7 @@ class PrefillConfig(KernelConfig):
         details = [f"kv_{self.kv_type.value}"] if self.widens else []
         details += [self.score.value] if self.score is not ScoreKind.SCALED else []
         choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
-        return self._named("prefill", details + ["skip_softmax"] * self.skip_softmax + choices)
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm90.prefill import build
-
-        return build(self)
+        return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
 
 
 class TileShape(NamedTuple):
@@ -467,10 +480,17 @@ def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
     """The way to fetch K and V, and the tokens of a box."""
     if problem.page_table is None:
         return KvFetch.CONTIGUOUS, 0
-    box_rows = min(math.gcd(problem.key.shape[2], tile_n), MAX_BOX_ROWS)
+    rows = math.gcd(problem.key.shape[2], tile_n)
+    box_rows = min(rows & -rows, MAX_BOX_ROWS)
     if box_rows < MIN_BOX_ROWS or not all(_has_slots(view) for view in (problem.key, problem.value)):
         return KvFetch.PAGE_ROWS, 0
     return KvFetch.PAGE_BOXES, box_rows
+
+
+def has_uneven_pages(problem: AttentionProblem) -> bool:
+    """Whether pages have a size that is not a power of two."""
+    size = problem.key.shape[2]
+    return (problem.page_table is not None or problem.token_table is not None) and size & (size - 1) != 0
 
 
 def _has_slots(view: torch.Tensor) -> bool:
@@ -490,50 +510,36 @@ def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
     return page, head
 
 
-def config_type(arch: str) -> type[PrefillConfig]:
-    """The configs of an architecture.
-
-    Raises:
-        NotImplementedError: there are none.
-    """
-    if arch in HOPPER:
-        return PrefillConfig
-    if arch in BLACKWELL:
-        from hopwell.kernels.sm100_config import Sm100PrefillConfig
-
-        return Sm100PrefillConfig
-    raise NotImplementedError(f"there is no prefill kernel for {arch}; supported: {', '.join((*HOPPER, *BLACKWELL))}")
-
-
-def resolve(problem: AttentionProblem, arch: str) -> PrefillConfig:
-    """The kernel for ``problem`` on ``arch``.
+def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConfig]) -> PrefillConfig:
+    """The prefill kernel for ``problem`` on ``arch``, whose configs are of ``kind``.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
     """
-    dims = (problem.query.shape[2], problem.value.shape[3])
-    kind = config_type(arch)
-    if dims not in kind.tiles:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.tiles)
+    dims = (problem.query.shape[2], problem.v_dim)
+    if dims not in kind.all_tiles():
+        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)
-    require_dtypes(problem, out_dtype, arch, kv_type)
+    queries, outputs = (QUERY_DTYPES, OUT_DTYPES) if arch in HOPPER else (DTYPES, DTYPES)
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
     require_page_size(problem, arch)
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
         features |= dict(kv_type=kv_type)
-    multiplies_bytes = {"multiplies_bytes": True} if problem.query.dtype == torch.float8_e4m3fn else {}
-    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, **features, **multiplies_bytes).n)
+    multiplies_bytes = problem.query.dtype == torch.float8_e4m3fn
+    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, multiplies_bytes=multiplies_bytes, **features).n)
     return kind(
         arch=arch,
-        dtype=ALL_DTYPES[problem.query.dtype],
-        out_dtype=ALL_DTYPES[out_dtype],
+        dtype=QUERY_DTYPES[problem.query.dtype],
+        out_dtype=OUT_DTYPES[out_dtype],
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         mask=problem.mask.kind,
         kv_fetch=fetch,
         box_rows=box_rows,
+        uneven_pages=has_uneven_pages(problem),
         **features,
     )
 
@@ -542,26 +548,35 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str)
     """The type of K and V: WIDE where no kernel of ``arch`` converts them, whatever they are.
 
     Raises:
-        NotImplementedError: operands have 8 bits, and there is no kernel for these head dims that takes them.
+        NotImplementedError: operands have 8 or 4 bits, and there is no kernel for these head dims that takes them.
     """
     fp8 = torch.float8_e4m3fn
     types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
-    if arch not in HOPPER or fp8 not in types:
+    packed = problem.kv_scales is not None
+    if arch not in HOPPER or not (packed or fp8 in types):
         return KvType.WIDE
-    if dims not in support.BYTE_HEAD_DIMS:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in support.BYTE_HEAD_DIMS)
+    served = support.NVFP4_HEAD_DIMS if packed else support.BYTE_HEAD_DIMS
+    if dims not in served:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in served)
         raise NotImplementedError(
-            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with {fp8} operands; "
-            f"supported: {listed}"
+            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with "
+            f"{'NVFP4 K and V' if packed else f'{fp8} operands'}; supported: {listed}"
         )
+    if packed:
+        return KvType.NVFP4
     return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
 
 
-def require_dtypes(problem: AttentionProblem, out_dtype: torch.dtype, arch: str, kv_type: KvType = KvType.WIDE) -> None:
-    """Refuse queries that are neither 16 bits wide nor, on Hopper, e4m3; outputs that are neither 16 bits wide nor like
-    the queries; and K and V of other types than the queries' or ``kv_type``."""
-    queries = list(DTYPES) + [torch.float8_e4m3fn] * (arch in HOPPER)
-    outputs = list(DTYPES) + [torch.float8_e4m3fn] * (problem.query.dtype == torch.float8_e4m3fn)
+def require_dtypes(
+    problem: AttentionProblem,
+    out_dtype: torch.dtype,
+    arch: str,
+    kv_type: KvType = KvType.WIDE,
+    *,
+    queries: Iterable[torch.dtype] = DTYPES,
+    outputs: Iterable[torch.dtype] = DTYPES,
+) -> None:
+    """Refuse queries and outputs of other types than these, and K and V of others than the queries' or ``kv_type``."""
     for what, dtype, supported in (("query", problem.query.dtype, queries), ("output", out_dtype, outputs)):
         if dtype not in supported:
             raise NotImplementedError(
@@ -579,18 +594,15 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
     """Refuse page sizes without a kernel."""
     page_size = problem.key.shape[2]
     paged = problem.page_table is not None or problem.token_table is not None
-    if paged and (page_size > support.MAX_PAGE_SIZE or page_size & (page_size - 1)):
+    if paged and page_size > support.MAX_PAGE_SIZE:
         raise NotImplementedError(
-            f"page size {page_size} has no kernel on {arch}; supported: powers of two from 1 to {support.MAX_PAGE_SIZE}"
+            f"page size {page_size} has no kernel on {arch}; supported: 1 to {support.MAX_PAGE_SIZE}"
         )
 
 
-def shipped_configs(arch: str = "sm_90a") -> Iterator[PrefillConfig]:
+def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:
     """The kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others are
     compiled when they are first called for."""
-    if arch not in (*HOPPER, *BLACKWELL):
-        return
-    kind = config_type(arch)
     for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
         for choices in kind.all_choices(dims, mask):
             for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:

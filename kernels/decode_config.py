@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 import torch
 
@@ -15,12 +15,13 @@ from hopwell.kernels.config import (
     KernelConfig,
     KvType,
     Tile,
+    has_uneven_pages,
     kv_fetch,
     paged_fetches,
     require_dtypes,
     require_page_size,
 )
-from hopwell.kernels.problem import AttentionProblem, LseLayout, MaskKind, Score
+from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, MaskKind, Score
 from hopwell.kernels.splitting import (
     CTAS_PER_SM,
     FEW_ROWS,
@@ -66,6 +67,8 @@ _BYTE_TILES = {
 @dataclass(frozen=True)
 class DecodeConfig(KernelConfig):
     """A decode kernel."""
+
+    family: ClassVar[Family] = Family.DECODE
 
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS  # packed rows of a tile
@@ -133,13 +136,7 @@ class DecodeConfig(KernelConfig):
     @property
     def name(self) -> str:
         kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
-        return self._named("decode", kind + [f"rows{self.rows}"] * (self.rows != ROWS))
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm90 import byte_few_rows, decode, decode_few_rows
-
-        few_rows = decode_few_rows if self.kv_type is KvType.WIDE else byte_few_rows
-        return (few_rows if self.has_tree else decode).build(self)
+        return self._named(kind + [f"rows{self.rows}"] * (self.rows != ROWS))
 
 
 def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
@@ -149,8 +146,6 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     head_dim = problem.query.shape[2]
-    if arch not in support.HOPPER:
-        raise NotImplementedError(f"there is no decode kernel for {arch}; supported: {', '.join(support.HOPPER)}")
     if head_dim not in HEAD_DIMS or problem.value.shape[3] != head_dim:
         raise NotImplementedError(
             f"head dims (QK/V) {head_dim}/{problem.value.shape[3]} have no decode kernel on {arch}; supported: equal "
@@ -171,7 +166,8 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
     common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
     rows = tile_rows(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
     unfetched = DecodeConfig(*common, *paged_fetches(1)[0], kv_type, rows)
-    return DecodeConfig(*common, *kv_fetch(problem, unfetched.tile.n), kv_type, rows)
+    fetch = kv_fetch(problem, unfetched.tile.n)
+    return DecodeConfig(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
 
 
 def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:
@@ -198,16 +194,15 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
             raise NotImplementedError(f"there is no {kernel} with {what} for {arch}")
 
 
-def tile_rows(rows: int, head_dim: int, kv_type: KvType) -> int:
-    """Of the kernel for so many packed rows of a request."""
-    return min((m for m in tree_rows(head_dim, kv_type.bytes) if m >= rows), default=ROWS)
+def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
+    """Rows of a tile of the kernel for so many packed rows of a request; ``dtype`` is that of the queries."""
+    return min((m for m in tree_rows(head_dim, kv_type.element(dtype).bytes_of(1)) if m >= rows), default=ROWS)
 
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
     """The decode kernels that are compiled ahead."""
-    if arch not in support.HOPPER:
-        return
-    for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KvType):
+    kv_types = (KvType.WIDE, *KV_TYPES.values())
+    for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, kv_types):
         if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
             continue
         common = (arch, dtype, dtype, head_dim, head_dim, mask)

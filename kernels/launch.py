@@ -6,11 +6,16 @@ Both are flat tuples of integers because that is what crosses the host boundary 
 once and keeps it as one ready-made FFI array.
 """
 
+from collections import namedtuple
+from collections.abc import Sequence
 from typing import NamedTuple
+
+import torch
 
 
 class Addresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent."""
+    """Device addresses in bytes; 0 means absent. Those of :data:`INDICES` and of sinks say by their lowest bit how
+    wide elements are, see :func:`address_of`."""
 
     query: int
     key: int
@@ -33,8 +38,42 @@ class Addresses(NamedTuple):
     skipped: int = 0  # one int32 that counts skipped (64 rows, KV tile) pairs
     output_factor: int = 0  # a second scale of the output; 0: passed by value
     draft_mask: int = 0  # uint32 words of each query token
+    key_scales: int = 0  # of blocks of K, of V and of the output
+    value_scales: int = 0
+    out_scales: int = 0
     scratch: int = 0  # memory for partial results
     tickets: int = 0  # zero int32 that the kernel leaves zero: work handed out, CTAs done, decode's counters
+
+
+STARTS, LENGTHS, TABLES = Addresses._fields[4:8], Addresses._fields[8:10], Addresses._fields[10:12]
+INDICES = frozenset((*STARTS, *LENGTHS, *TABLES, "lse_offsets"))
+
+
+DIVISOR_BITS = 8  # of a page divisor, for the shift
+
+
+def page_divisor(size: int) -> int:
+    """What kernels divide positions by a page size with: log2 of a power of two; of any other size a multiplier,
+    2^shift / size rounded up, above the ``DIVISOR_BITS`` bits of the shift."""
+    length = (size - 1).bit_length()
+    if size & (size - 1) == 0:
+        return length
+    shift = 31 + length  # so that the multiplier has 32 bits and the product of both less than 64
+    return -(-(1 << shift) // size) << DIVISOR_BITS | shift
+
+
+def address_of(name: str, view: torch.Tensor | None) -> int:
+    """The address of operand ``name``. It is odd, which no array's is, for indices that are the lower halves of 64-bit
+    ones, and for bfloat16 sinks: kernels learn of it without an argument or a kernel more."""
+    if view is None:
+        return 0
+    is_other = view.dtype == torch.bfloat16 if name == "sinks" else name in INDICES and view.stride(-1) == 2
+    return view.data_ptr() | int(is_other)
+
+
+def addresses_of(views: Sequence[torch.Tensor | None]) -> list[int]:
+    """The addresses of the first operands."""
+    return [address_of(name, view) for name, view in zip(Addresses._fields, views, strict=False)]
 
 
 class DecodeGeometry(NamedTuple):
@@ -55,7 +94,7 @@ class DecodeGeometry(NamedTuple):
     v_pages: int
     k_rows: int
     v_rows: int
-    page_shift: int
+    page_divisor: int
     k_page: int
     k_head: int
     k_row: int
@@ -92,7 +131,7 @@ class Geometry(NamedTuple):
     v_pages: int
     k_rows: int  # tokens in a page; for contiguous K all of them
     v_rows: int
-    page_shift: int  # paged: log2 of the page size
+    page_divisor: int  # paged: of the page size
     k_page: int
     k_head: int
     k_row: int
@@ -114,3 +153,21 @@ class Geometry(NamedTuple):
     mask_size: int  # of an ``IntervalMask``
     alibi_heads: int
     tile_heads: int  # heads that share a query tile
+
+
+# Sizes, strides in elements, and the grid of prefill with scales of blocks: a tuple of its own, because one integer
+# more makes kernels of sm_100a spill, which have no such scales.
+ScaledGeometry = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
+    "ScaledGeometry",
+    (
+        *Geometry._fields,
+        "k_scale_page",
+        "k_scale_head",
+        "k_scale_row",
+        "v_scale_page",
+        "v_scale_head",
+        "v_scale_row",
+        "out_scale_row",  # of the first query token
+        "out_scale_columns",
+    ),
+)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import ClassVar
 
 from hopwell.kernels import support
 from hopwell.kernels.config import (
@@ -13,13 +13,14 @@ from hopwell.kernels.config import (
     DTYPES,
     KvFetch,
     Tile,
+    has_uneven_pages,
     kv_fetch,
     paged_fetches,
     require_dtypes,
     require_page_size,
 )
 from hopwell.kernels.decode_config import DecodeConfig, require_seen
-from hopwell.kernels.problem import AttentionProblem, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, MaskKind
 from hopwell.kernels.splitting import (
     LATENT_FEW_ROWS,
     LATENT_LEAF_TILES,
@@ -52,6 +53,8 @@ _TREE_TILES = {256: replace(_TREE_TILE, kv_stages=4), 512: _TREE_TILE}
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
     """An MLA decode kernel. The first ``head_dim_v`` columns of a key are its value."""
+
+    family: ClassVar[Family] = Family.MLA
 
     @property
     def has_tree(self) -> bool:
@@ -119,12 +122,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def name(self) -> str:
-        return self._named("mla", [f"rows{self.rows}"] if self.rows != ROWS else [])
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm90 import mla, mla_few_rows
-
-        return (mla_few_rows if self.has_tree else mla).build(self)
+        return self._named([f"rows{self.rows}"] if self.rows != ROWS else [])
 
 
 def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
@@ -134,8 +132,6 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     dims = (problem.query.shape[2], problem.value.shape[3])
-    if arch not in support.HOPPER:
-        raise NotImplementedError(f"there is no MLA decode kernel for {arch}; supported: {', '.join(support.HOPPER)}")
     known = support.MLA_HEAD_DIMS if problem.token_table is None else support.SPARSE_MLA_HEAD_DIMS
     if dims not in known:
         listed = ", ".join(f"{qk}/{v}" for qk, v in known)
@@ -149,13 +145,12 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     fetch = kv_fetch(problem, _TILE.n) if problem.token_table is None else (KvFetch.LISTED_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)
-    return MlaConfig(*common, rows=LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS)
+    rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS
+    return MlaConfig(*common, rows=rows, uneven_pages=has_uneven_pages(problem))
 
 
 def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
     """The MLA kernels that are compiled ahead."""
-    if arch not in support.HOPPER:
-        return
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.LISTED_ROWS, 0)])
     for rows, (dims, fetch) in itertools.product((ROWS, LATENT_FEW_ROWS), kinds):

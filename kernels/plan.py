@@ -6,19 +6,20 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would be 30 (H200's host, 2026-11-22)
 
-from hopwell.kernels import support, toolchain
-from hopwell.kernels.config import KernelConfig, PrefillConfig, TileShape, packed_shape, page_and_head_stride, resolve
-from hopwell.kernels.decode_config import DecodeConfig, resolve_decode
-from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry
-from hopwell.kernels.mla_config import resolve_mla
-from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, LseLayout, PageTable, TokenOffsets
+from hopwell.kernels import families, support, toolchain
+from hopwell.kernels.config import PrefillConfig, TileShape, packed_shape, page_and_head_stride
+from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.device_data import first_fault
+from hopwell.kernels.families import Buildable
+from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, ScaledGeometry, addresses_of, page_divisor
+from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
     TICKETS,
     counter_ints,
@@ -35,14 +36,14 @@ MAX_WINDOW = MAX_KEYS
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
 SHARING = 4
+RESULTS = ("out", "lse", "statistics", "skipped", "out_scales", "scratch")
 EMULATED_SMS = 4  # multiprocessors of the emulated device
 
 
 @dataclass(frozen=True)
-class Family:
-    """What differs from one family of kernels to another, each a function of the problem."""
+class HostArguments:
+    """What a family of kernels takes besides addresses and scales, as functions of the problem."""
 
-    resolve: Callable[[AttentionProblem, str], Any]  # the config for an architecture
     geometry: Callable[[AttentionProblem, Any], tuple[int, ...]]
     numbers: Callable[[AttentionProblem], tuple[float, ...]]  # passed by value besides the two scales
     counters: Callable[[Any, Any], int]  # int32 that the kernel wants to find zero, from geometry and config
@@ -53,8 +54,8 @@ class Plan:
 
     def __init__(self, problem: AttentionProblem):
         query = problem.query
-        family = PREFILL if problem.scratch is None else MLA if problem.is_latent else DECODE
-        config = family.resolve(problem, support.arch_of(query.device))
+        family = HOST_ARGUMENTS[problem.family]
+        config = families.resolve(problem, support.arch_of(query.device))
         target = support.target_of(query.device)
         self.config = config if config.target == target else replace(config, compiled_for=target)
         self.has_work = min(problem.batch, query.shape[0], problem.max_q_len) > 0
@@ -65,8 +66,8 @@ class Plan:
             sizes = family.geometry(problem, self.config)
             self.tickets = tickets(query.device, family.counters(sizes, self.config))
             self.tickets.reserve()
-            self.function = _bind(self.config, query.device)
-            self.anchor = _anchor(query.device)
+            self.function = bind(self.config, query.device)
+            self.anchor = device_anchor(query.device)
             # Handed over as one object: converting 30 integers in each call would cost more than the launch.
             self._geometry = tvm_ffi.convert(tuple(sizes))
 
@@ -86,12 +87,14 @@ class Plan:
         out = problem.out
         if out is None:
             query = problem.query
-            out = torch.empty((*query.shape[:2], problem.value.shape[3]), dtype=query.dtype, device=query.device)
+            out = torch.empty((*query.shape[:2], problem.v_dim), dtype=query.dtype, device=query.device)
         if problem.lse is not None and problem.lse.fills:
             problem.lse.tensor.fill_(-math.inf)
         if self.has_work:
             views = operands(problem, out)
-            addresses = [0 if view is None else view.data_ptr() for view in views]
+            addresses = addresses_of(views)
+            if not self.repeatable:
+                _check_device_data(problem)
             with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views):
                 self.launch(addresses, *host_scales(problem))
         return out
@@ -99,32 +102,51 @@ class Plan:
     @contextlib.contextmanager
     def _emulated_memory(self, views: Sequence[torch.Tensor | None]) -> Iterator[None]:
         """Tell the emulator which memory a launch may reach, by the operands' names."""
-        from hopwell import emulator
+        from hopwell.emulator import EmulatorError
 
         named = dict(zip(Addresses._fields, views, strict=False))
-        results = ("out", "lse", "statistics", "skipped", "scratch")
-        spans = [
-            emulator.span_of(name, view, "out" if name in results else "in")
-            for name, view in named.items()
-            if view is not None
-        ]
         counters, size = self.tickets.address(), self.tickets.bytes
         try:
-            with emulator.memory([*spans, emulator.Span("tickets", counters, size)]):
+            with emulated_memory(named, RESULTS, tickets=(counters, size)):
                 yield
-        except emulator.EmulatorError:
+        except EmulatorError:
             ctypes.memset(counters, 0, size)  # a kernel that was stopped has not done it
             raise
 
 
+def _check_device_data(problem: AttentionProblem) -> None:
+    """What leads a kernel out of its operands is a fault. On the emulator TMA would read zeros there, as on a GPU."""
+    from hopwell import emulator
+
+    fault = first_fault(problem, defined=False)
+    if fault is not None:
+        raise emulator.MemoryFault(fault.message(fault.operand))
+
+
+@contextlib.contextmanager
+def emulated_memory(
+    named: Mapping[str, torch.Tensor | None], results: Sequence[str], **areas: tuple[int, int]
+) -> Iterator[None]:
+    """Tell the emulator which memory a launch may reach: operands by name, and ``areas`` of an address and a size."""
+    from hopwell import emulator
+
+    spans = [
+        emulator.span_of(name, view, "out" if name in results else "in")
+        for name, view in named.items()
+        if view is not None
+    ]
+    with emulator.memory([*spans, *(emulator.Span(name, *area) for name, area in areas.items())]):
+        yield
+
+
 @functools.cache
-def _anchor(device: torch.device) -> torch.Tensor:
+def device_anchor(device: torch.device) -> torch.Tensor:
     """A tensor without elements: TVM-FFI takes the device of a launch, and with it the stream, from a tensor, and any
     other would have to be of the dimensions that the kernel was compiled for."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
-def _bind(config: KernelConfig, device: torch.device) -> Any:
+def bind(config: Buildable, device: torch.device) -> Any:
     """The launch function: the GPU's, or the same compiled kernel in the emulator for tensors on the CPU."""
     if device.type == "cuda":
         return toolchain.function(config)
@@ -171,6 +193,9 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         problem.skipped_tiles,
         on_device(problem.output_factor),
         problem.draft_mask,
+        None if problem.kv_scales is None else problem.kv_scales.key,
+        None if problem.kv_scales is None else problem.kv_scales.value,
+        None if problem.out_scales is None else problem.out_scales.tensor,
         problem.scratch,
     )
 
@@ -182,7 +207,8 @@ def _lists(problem: AttentionProblem) -> PageTable | None:
 
 def host_scales(problem: AttentionProblem) -> tuple[float, float]:
     """Softmax and output scale as kernel arguments."""
-    return _host_value(problem.softmax_scale), _host_value(problem.output_scale)
+    factor = 1.0 if problem.out_scales is None else problem.out_scales.factor
+    return _host_value(problem.softmax_scale), _host_value(problem.output_scale) * factor
 
 
 def _host_value(scale: float | torch.Tensor) -> float:
@@ -190,14 +216,14 @@ def _host_value(scale: float | torch.Tensor) -> float:
     return 1.0 if isinstance(scale, torch.Tensor) else scale
 
 
-def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
+def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...]:
     """The run-time sizes and strides of a problem."""
     query, heads, kv_heads = problem.query, problem.query.shape[1], problem.key.shape[1]
     tile_m = config.tile.m
     tile = packed_shape(problem, tile_m) if config.packs_heads else TileShape.of(1, tile_m)
     q_tiles = -(-problem.max_q_len // tile.tokens)
     ctas = multiprocessors(query.device)
-    return Geometry(
+    sizes = Geometry(
         tokens=query.shape[0],
         heads=heads,
         batch=problem.batch,
@@ -213,6 +239,16 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> Geometry:
         **_lse_geometry(problem),
         tile_heads=tile.heads,
     )
+    return ScaledGeometry._make((*sizes, *_scale_geometry(problem))) if config.has_block_scales else sizes
+
+
+def _scale_geometry(problem: AttentionProblem) -> list[int]:
+    """What a scaled geometry has beyond another one."""
+    strides = [0] * 6
+    if problem.kv_scales is not None:
+        strides = [stride for scales in vars(problem.kv_scales).values() for stride in scales.stride()[:3]]
+    out = problem.out_scales
+    return [*strides, *((0, 0) if out is None else (out.first_row, out.tensor.shape[1]))]
 
 
 def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
@@ -259,7 +295,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
 
 
 def multiprocessors(device: torch.device) -> int:
-    """Of a device."""
+    """How many multiprocessors a device has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return EMULATED_SMS
@@ -270,7 +306,7 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
     query, key, value, table = problem.query, problem.key, problem.value, problem.page_table or _lists(problem)
     (k_page, k_head), (v_page, v_head) = page_and_head_stride(key), page_and_head_stride(value)
     q_token, q_head = _row_strides(query)
-    o_token, o_head = _row_strides(problem.out) if problem.out is not None else _packed(query.shape[1], value.shape[3])
+    o_token, o_head = _row_strides(problem.out) if problem.out is not None else _packed(query.shape[1], problem.v_dim)
     return dict(
         kv_heads=key.shape[1],
         q_token=q_token,
@@ -281,7 +317,7 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
         v_pages=value.shape[0],
         k_rows=key.shape[2],
         v_rows=value.shape[2],
-        page_shift=key.shape[2].bit_length() - 1,
+        page_divisor=page_divisor(key.shape[2]),
         k_page=k_page,
         k_head=k_head,
         k_row=_row_stride(key),
@@ -332,16 +368,14 @@ def _row_stride(view: torch.Tensor) -> int:
     return view.stride(2) if view.shape[2] > 1 else view.shape[3]
 
 
-PREFILL = Family(
-    resolve=resolve,
+_PREFILL = HostArguments(
     geometry=geometry,
     numbers=lambda problem: (problem.score.soft_cap, problem.skip_softmax),
     counters=lambda sizes, config: TICKETS,
 )
-DECODE = Family(
-    resolve=resolve_decode,
+_DECODE = HostArguments(
     geometry=decode_geometry,
     numbers=lambda problem: (_host_value(problem.output_factor),),
     counters=lambda sizes, config: tree_counter_ints(sizes.slots) if config.has_tree else counter_ints(sizes.slots),
 )
-MLA = replace(DECODE, resolve=resolve_mla)
+HOST_ARGUMENTS = {Family.PREFILL: _PREFILL, Family.DECODE: _DECODE, Family.MLA: _DECODE}

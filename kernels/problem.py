@@ -17,6 +17,21 @@ import torch
 MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
 
 
+# The fast tanh rounds to 2^-23 of the cap, which under larger ones is more than bfloat16 makes of common logits.
+NARROW_CAP = 512.0
+# c tanh(x / c) is x in float32 for all x below c / 2^12. The softmax of larger logits is that of their rounding.
+LARGEST_CAP = 2.0**64
+
+
+class Family(enum.Enum):
+    """A family of kernels, see ``families.py``."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+    MLA = "mla"  # decode whose value is part of the key
+    APPEND = "append"  # new tokens into a cache, see append_config.py
+
+
 class MaskKind(enum.Enum):
     """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
@@ -44,7 +59,19 @@ class ScoreKind(enum.Enum):
 
     SCALED = "scaled"  # x
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
+    WIDE_SOFT_CAP = "wide_soft_cap"  # the same, precise where x / c is small as well
     ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
+    CAPPED_ALIBI = "capped_alibi"  # c * tanh(x / c) + slope_h * key: the order of FlashInfer's fmha_v2 kernels
+
+    @property
+    def caps(self) -> bool:
+        """Whether scores are capped."""
+        return self in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.CAPPED_ALIBI)
+
+    @property
+    def has_slopes(self) -> bool:
+        """Whether distances count, by a slope for each head."""
+        return self in (ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI)
 
 
 @dataclass(frozen=True)
@@ -54,12 +81,22 @@ class Score:
     kind: ScoreKind = ScoreKind.SCALED
     soft_cap: float = 0.0
 
+    @classmethod
+    def capped(cls, cap: float, has_slopes: bool = False) -> Score:
+        """The score for a cap, where 0 means none, with ALiBi or without."""
+        if not 0 < cap <= LARGEST_CAP:
+            return cls(ScoreKind.ALIBI) if has_slopes else cls()
+        if has_slopes:
+            return cls(ScoreKind.CAPPED_ALIBI, cap)
+        return cls(ScoreKind.SOFT_CAP if cap <= NARROW_CAP else ScoreKind.WIDE_SOFT_CAP, cap)
+
 
 @dataclass(frozen=True)
 class TokenOffsets:
     """Where requests start in a ragged tensor: request b starts at token ``tensor[b] // unit``.
 
-    ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences). ``unit`` is
+    ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences), or the lower
+    halves of 64-bit ones, as all indices may be. ``unit`` is
     1 for cumulative token counts and the number of elements per token for cuDNN's element offsets.
     """
 
@@ -72,8 +109,8 @@ class PageTable:
     """Page ids of each request: ``key[b, i]`` is the page of ``AttentionProblem.key`` that holds its tokens
     [i * page_size, (i + 1) * page_size). ``value`` is the same for V; one tensor serves both when ids are shared.
 
-    Both are [B, P] int32 or uint32 views with a unit last stride. Entries at or past ceil(kv_len / page_size) are never
-    read and may hold anything.
+    Both are [B, P] int32 or uint32 views with a unit last stride, or of 2 where they are lower halves
+    of 64-bit ids. Entries at or past ceil(kv_len / page_size) are never read and may hold anything.
     """
 
     key: torch.Tensor
@@ -103,6 +140,25 @@ class LogSumExp:
     fills: bool = False
 
 
+@dataclass(frozen=True)
+class BlockScales:
+    """Scales of blocks of 16 elements of K and of V: e4m3 views [pages, Hkv, page_size, D / 16] with a unit last
+    stride. V's are interleaved by four tokens, see :mod:`hopwell.layouts.scales`."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class OutputScales:
+    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order. Those of query token
+    t are in row ``first_row`` + t. ``factor`` multiplies the output before it is rounded."""
+
+    tensor: torch.Tensor
+    first_row: int
+    factor: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttentionProblem:
     """One batched attention call: ``out = output_scale * softmax(softmax_scale * q k^T, mask) v``.
@@ -125,7 +181,7 @@ class AttentionProblem:
         score: what happens to scores before the softmax.
         softmax_scale: natural scale of the logits, a host float or a one-element float32 tensor on the device.
         output_scale: factor on the output, likewise.
-        sinks: [H] float32 natural logits of one extra key per head with a zero value, or None.
+        sinks: [H] float32 or bfloat16 natural logits of one extra key per head with a zero value, or None.
         lse: where to store log-sum-exp, or None.
         statistics: [T, H, 2] float32, contiguous, or None: where to store for each row of the output the largest logit
             divided by sqrt(Dqk), for plain scores without ``softmax_scale``, and the sum of exponentials relative to
@@ -141,8 +197,11 @@ class AttentionProblem:
         token_table: [T, k] int32 or None: what a query token attends to, in place of a page table. An entry is a token
             of ``key``, page * page_size + row. A query token takes the first entries, as many as it sees keys and k at
             most, and ignores negative ones. Only MLA decode takes one.
+        kv_scales: for NVFP4 K and V, which are uint8 with two elements in a byte; None for all others.
+        out_scales: for an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all others.
         scratch: memory for partial results of decode, see ``splitting.py``.
         programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
+        family: the kernels that are to compute it.
     """
 
     query: torch.Tensor
@@ -171,17 +230,23 @@ class AttentionProblem:
     output_factor: float | torch.Tensor = 1.0
     draft_mask: torch.Tensor | None = None
     token_table: torch.Tensor | None = None
+    kv_scales: BlockScales | None = None
+    out_scales: OutputScales | None = None
     scratch: torch.Tensor | None = None
     programmatic_launch: bool = False
+    family: Family = Family.PREFILL
+
+    @property
+    def v_dim(self) -> int:
+        """Dv in elements."""
+        return self.value.shape[3] * (1 if self.kv_scales is None else 2)
 
     @property
     def mean_q_len(self) -> int:
-        """Rounded up, as far as shapes tell."""
+        """The mean number of queries of a request, rounded up, as far as shapes tell."""
         return min(self.max_q_len, -(-self.query.shape[0] // max(self.batch, 1)))
 
     @property
     def is_latent(self) -> bool:
         """Whether the value is part of the key, as in MLA decode."""
-        if self.scratch is None:
-            return False
-        return self.token_table is not None or self.value.shape[3] < self.key.shape[3]
+        return self.family is Family.MLA

@@ -3,7 +3,9 @@
 FlashInfer asks for less memory than the decode kernels here in some shapes, so callers may bring too little. Launches
 that may run at the same time must not share scratch, and a CUDA graph keeps the address that it was captured with: so
 every stream has memory of its own, captured launches have other memory than the eager ones of their stream, and none of
-it is ever freed. Graphs that were captured on one stream share it: they must not be replayed at the same time.
+it is ever freed. An allocation in a capture is served from the memory of the graph and costs no replay anything; as
+long as it is kept, torch gives that memory to nobody else, not even after the graph is gone. Graphs that were captured
+on one stream share it: they must not be replayed at the same time.
 """
 
 from __future__ import annotations

@@ -9,15 +9,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
-from hopwell.kernels.config import (
-    BLOCK_COLUMNS,
-    LANES,
-    WARPGROUP,
-    WORK_STAGES,
-    KernelConfig,
-    KvFetch,
-)
-from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.config import BLOCK_COLUMNS, WORK_STAGES, KernelConfig, KvFetch
+from hopwell.kernels.hardware import LANES, WARPGROUP
+from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, global_pointer, shared_address
@@ -32,7 +26,12 @@ from hopwell.kernels.parts.kv_source import (
 from hopwell.kernels.parts.scheduler import Board, WorkTile
 from hopwell.kernels.pipeline import Edge, barrier_count, create_rings
 
-DTYPES = {"e4m3": cutlass.Float8E4M3FN, "bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+DTYPES = {
+    "nvfp4": cutlass.Float4E2M1FN,
+    "e4m3": cutlass.Float8E4M3FN,
+    "bf16": cutlass.BFloat16,
+    "fp16": cutlass.Float16,
+}
 SOURCES = {
     KvFetch.CONTIGUOUS: ContiguousBoxes,
     KvFetch.PAGE_BOXES: PageBoxes,
@@ -261,7 +260,7 @@ class PrefillLaunch:
         self,
         anchor: cute.Tensor,
         addresses: Addresses,
-        geometry: Geometry,
+        geometry,  # a Geometry or a ScaledGeometry
         softmax_scale: Float32,
         output_scale: Float32,
         soft_cap: Float32,

@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from hopwell.kernels.config import PrefillConfig, Tile
+from hopwell.kernels.hardware import ARCHITECTURES, with_instruction
 from hopwell.kernels.problem import AttentionProblem, MaskKind
 
 Q_TILES = 2  # of a CTA: the softmax of one runs under the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
-TENSOR_MEMORY_COLUMNS = 512
+TENSOR_MEMORY_COLUMNS = min(ARCHITECTURES[arch].tensor_memory_columns for arch in with_instruction("tcgen05"))
 
 # Two warpgroups compute softmax, a row of scores in each thread's registers; one corrects and stores O, 32 columns at a
 # time; the last is the warps that load, schedule and issue products. Together what 512 threads have at launch.
@@ -33,6 +34,7 @@ class Sm100PrefillConfig(PrefillConfig):
     """A prefill kernel whose scores and output are in tensor memory."""
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {}
 
     @classmethod
     def tile_of(cls, dims: tuple[int, int], *features: Any, **more_features: Any) -> Tile:
@@ -57,7 +59,7 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def o_column(self) -> int:
-        """The same of the output."""
+        """First column of the output of query tile 0; then come those of tile 1."""
         return Q_TILES * self.tile.n
 
     @property
@@ -76,8 +78,3 @@ class Sm100PrefillConfig(PrefillConfig):
         columns = self.o_column + Q_TILES * self.head_dim_v
         if columns > TENSOR_MEMORY_COLUMNS:
             raise ValueError(f"{self.name} needs {columns} columns of tensor memory, {TENSOR_MEMORY_COLUMNS} are there")
-
-    def build(self) -> tuple[Any, tuple[Any, ...]]:
-        from hopwell.kernels.sm100.prefill import build
-
-        return build(self)

@@ -10,12 +10,12 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from hopwell.kernels import settings
+from hopwell.kernels import hardware, settings
 
 if TYPE_CHECKING:
     import torch
 
-ARCHS = ("sm_90a", "sm_100a", "sm_103a", "sm_120a")
+ARCHS = tuple(hardware.ARCHITECTURES)
 
 CONTEXT = "trtllm_batch_context_with_kv_cache"
 FMHA_V2 = "trtllm_fmha_v2_prefill"
@@ -23,11 +23,15 @@ CUDNN = "cudnn_batch_prefill_with_kv_cache"
 XQA = "xqa_batch_decode_with_kv_cache"
 TRTLLM_DECODE = "trtllm_batch_decode_with_kv_cache"
 MLA = "trtllm_batch_decode_with_kv_cache_mla"
-SAME_AS = {TRTLLM_DECODE: XQA}  # entries without a table of their own
+APPEND = "append_paged_kv_cache"
+NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
+SAME_AS = {TRTLLM_DECODE: XQA, NVFP4_APPEND: APPEND}  # entries without a table of their own
 
 # (QK, V) of the prefill kernels
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
+# Compiled on demand only.
+OTHER_HOPPER_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS))
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # of 512 columns, O and Q of a warp take too many registers
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
@@ -35,10 +39,13 @@ SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are multiples of 16 bytes
     dims for dims in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
 )
+NVFP4_HEAD_DIMS = tuple(
+    dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
+)  # scales are read by fours
 MAX_PAGE_SIZE = 1024
 
-HOPPER = ("sm_90a",)
-BLACKWELL = ("sm_100a", "sm_103a")
+HOPPER = hardware.with_instruction("wgmma")
+BLACKWELL = hardware.with_instruction("tcgen05")
 _PREFILL = (*HOPPER, *BLACKWELL)
 _NOWHERE: tuple[str, ...] = ()
 
@@ -81,21 +88,31 @@ def _listed(dims: tuple[tuple[int, int], ...]) -> str:
 _OTHER_HEAD_DIM = Feature("other_head_dim", "head dims", "other head dims", _NOWHERE)
 _PREFILL_HEAD_DIMS = (
     Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
-    Feature("hopper_head_dim", "head dims", _listed(HOPPER_HEAD_DIMS), HOPPER),
+    Feature("hopper_head_dim", "head dims", "head dim: other multiples of 8 up to 256, and 512", HOPPER),
     _OTHER_HEAD_DIM,
+    Feature("8bit_head_dim", "head dims", f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}", HOPPER),
+    Feature("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV", _NOWHERE),
 )
 
 
 def prefill_head_dim(dims: tuple[int, int]) -> str:
     """The key of the feature that a prefill of these head dims (QK, V) needs."""
-    known = {"head_dim": COMMON_HEAD_DIMS, "hopper_head_dim": HOPPER_HEAD_DIMS}
+    known = {"head_dim": COMMON_HEAD_DIMS, "hopper_head_dim": (*HOPPER_HEAD_DIMS, *OTHER_HOPPER_HEAD_DIMS)}
     return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
+
+
+_OTHER_PAGE_SIZE = Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE)
+
+
+def append_page_size(size: int) -> str:
+    """The key of the feature that an append to pages of so many tokens needs."""
+    return "page_size" if size <= MAX_PAGE_SIZE and size & (size - 1) == 0 else "other_page_size"
 
 
 def _page_sizes(archs: tuple[str, ...]) -> tuple[Feature, ...]:
     return (
-        Feature("page_size", "page sizes", f"page size: powers of two from 1 to {MAX_PAGE_SIZE}", archs),
-        Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE),
+        Feature("page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", archs),
+        _OTHER_PAGE_SIZE,
     )
 
 
@@ -123,9 +140,9 @@ ENTRIES: dict[str, Entry] = {
             _16BIT,
             Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
-            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
+            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", HOPPER),
             Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", HOPPER),
-            Feature("nvfp4_out", "data types", "NVFP4 output", _NOWHERE),
+            Feature("nvfp4_out", "data types", "NVFP4 output of an fp8 query", HOPPER),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
             Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", _PREFILL),
@@ -155,7 +172,8 @@ ENTRIES: dict[str, Entry] = {
             Feature("chunked", "masks", "chunked mask", _PREFILL),
             _sinks(_PREFILL),
             Feature("alibi", "extras", "ALiBi", _PREFILL),
-            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", _NOWHERE),
+            # On sm_100a a kernel of 128 columns spills 8 bytes.
+            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", HOPPER),
             Feature("soft_cap", "extras", "logits soft cap", _PREFILL),
             Feature("softmax_stats", "extras", "softmax statistics", _PREFILL),
             _SKIP_SOFTMAX,
@@ -198,7 +216,7 @@ ENTRIES: dict[str, Entry] = {
     MLA: Entry(
         "hopwell.mla",
         (
-            Feature("16bit", "data types", "bf16 query and cache", HOPPER),
+            Feature("16bit", "data types", "bf16 or fp16 query and cache", HOPPER),
             Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
             Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", HOPPER),
             _OTHER_HEAD_DIM,
@@ -209,6 +227,18 @@ ENTRIES: dict[str, Entry] = {
             Feature("sparse", "masks", "sparse top-k", HOPPER),
             _sinks(HOPPER),
             _tensor_scales(HOPPER),
+        ),
+    ),
+    APPEND: Entry(
+        "hopwell.page",
+        (
+            Feature("16bit", "data types", "bf16 or fp16 new tokens, and a cache of their type", ARCHS),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) cache", ARCHS),
+            Feature("nvfp4_kv", "data types", "NVFP4 cache, V scales linear or interleaved", ARCHS),
+            Feature("page_size", "page sizes", f"page size: powers of two up to {MAX_PAGE_SIZE}", ARCHS),
+            _OTHER_PAGE_SIZE,
+            Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", ARCHS),
+            _tensor_scales(ARCHS),
         ),
     ),
 }
@@ -320,7 +350,7 @@ def _cuda_arch(device: torch.device) -> str:
     import torch
 
     major, minor = torch.cuda.get_device_capability(device)
-    arch = "sm_120a" if major == 12 else {(9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a"}.get((major, minor))
+    arch = hardware.of_capability(major, minor)
     if arch is None:
         raise NotImplementedError(
             f"device {device} has compute capability {major}.{minor}, which is not supported; "

@@ -17,6 +17,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.metadata
+import importlib.util
 import json
 import logging
 import multiprocessing
@@ -35,7 +36,7 @@ from typing import TYPE_CHECKING, Any
 from hopwell.kernels import cache_folder, settings
 
 if TYPE_CHECKING:
-    from hopwell.kernels.config import KernelConfig
+    from hopwell.kernels.families import Buildable
 
 logger = logging.getLogger("hopwell")
 
@@ -101,7 +102,7 @@ _functions: dict[str, Callable[..., None]] = {}
 _lock = threading.RLock()  # the DSL compiles one kernel at a time
 
 
-def function(config: KernelConfig) -> Callable[..., None]:
+def function(config: Buildable) -> Callable[..., None]:
     """The launch function of ``config``: from memory, from disk, or compiled now.
 
     Raises:
@@ -115,7 +116,7 @@ def function(config: KernelConfig) -> Callable[..., None]:
     return found
 
 
-def compile_ahead(configs: Iterable[KernelConfig], jobs: int | None = None) -> Iterator[Artifact]:
+def compile_ahead(configs: Iterable[Buildable], jobs: int | None = None) -> Iterator[Artifact]:
     """Compile what is not on disk yet, in ``jobs`` processes (default: one for each CPU); no GPU needed.
 
     Yields each kernel as soon as it is there.
@@ -126,7 +127,7 @@ def compile_ahead(configs: Iterable[KernelConfig], jobs: int | None = None) -> I
             yield done.result()
 
 
-def artifact(config: KernelConfig) -> Artifact:
+def artifact(config: Buildable) -> Artifact:
     """The compiled kernel on disk; compiled now if it is missing or damaged.
 
     Processes that need the same kernel at once wait for the first of them.
@@ -149,8 +150,10 @@ def artifact(config: KernelConfig) -> Artifact:
     return found
 
 
-def _compile(config: KernelConfig, target: Artifact) -> None:
+def _compile(config: Buildable, target: Artifact) -> None:
     import cutlass.cute as cute
+
+    from hopwell.kernels import families
 
     if "'" in str(target.path):
         # The DSL hands the path to its compiler passes between single quotes.
@@ -160,7 +163,7 @@ def _compile(config: KernelConfig, target: Artifact) -> None:
     with cache_folder.unfinished(target.path) as work:
         dump = work / "dump"
         cache_folder.make(dump)
-        kernel, arguments = config.build()
+        kernel, arguments = families.build(config)
         options = (
             f"--enable-tvm-ffi --gpu-arch {config.target} --generate-line-info --keep-ptx --keep-cubin "
             f"--dump-dir {shlex.quote(str(dump))}"
@@ -185,16 +188,32 @@ def _compile(config: KernelConfig, target: Artifact) -> None:
 
 
 def _load(built: Artifact, name: str) -> Callable[..., None]:
-    """The function of a compiled kernel. The DSL, which would load it too, takes ten times as long to import."""
+    """The function of a compiled kernel: loaded by orcjit where it is installed, else by the DSL.
+
+    The DSL takes ten times as long, because it has to be imported first. It stays necessary beside releases of
+    apache-tvm-ffi that are older than those which orcjit works with.
+    """
+    _load_runtime()
+    if not _has_orcjit():
+        from cutlass.cute.runtime import load_module
+
+        module = load_module(str(built.object_file), enable_tvm_ffi=True)
+        # Never freed, or its destructors would call CUDA while the process ends.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
+        return getattr(module, name)
     import tvm_ffi_orcjit
 
-    _load_runtime()
     module = tvm_ffi_orcjit.default_session().load_module(
         built.object_file,
         cxx=os.devnull,  # or it would run a compiler, to ask for a C++ runtime that the object does not need
         keep_module_alive=True,  # or its destructors would call CUDA while the process ends
     )
     return module.get_function(name)
+
+
+@functools.cache
+def _has_orcjit() -> bool:
+    return importlib.util.find_spec("tvm_ffi_orcjit") is not None
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-INT32_TYPES = (torch.int32, torch.uint32)
+INDEX_TYPES = (torch.int32, torch.uint32, torch.int64)
 SCALE_TYPES = (torch.float8_e4m3fn, torch.uint8)  # uint8 holds the bits of e4m3
 WIDE_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # what low-precision caches are quantized from and back to
 

@@ -73,9 +73,9 @@ def fmha_v2_inputs(
         qkv: see the table at the top of this module; all with a unit last stride.
         input_layout: one of the five names.
         batch_size: number of requests.
-        block_tables: for the paged layouts, int32 or uint32: [batch_size, pages_per_request] with a stacked pool,
-            [batch_size, 2, pages_per_request] with a (K, V) pair, where both rows count blocks from K's base address
-            (see :func:`block_offset_views`). None otherwise.
+        block_tables: for the paged layouts, int32, uint32 or int64: [batch_size, pages_per_request] with a stacked
+            pool, [batch_size, 2, pages_per_request] with a (K, V) pair, where both rows count blocks from K's base
+            address (see :func:`block_offset_views`). None otherwise.
 
     Returns:
         Views of the caller's storage.

@@ -48,7 +48,7 @@ def quantize_fp8(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """
     require_tensor(x, "x")
     require_dtype(x, WIDE_TYPES, "x")
-    return saturate_e4m3(x.float() / scalar(scale, "scale"))
+    return saturate_e4m3(divided(x, scale, "scale"))
 
 
 def dequantize_fp8(data: torch.Tensor, scale: float | torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -91,6 +91,15 @@ def scalar(scale: float | torch.Tensor, name: str) -> float | torch.Tensor:
     """Check a scale argument; a tensor comes back 0-d, which broadcasts against anything."""
     require_scale(scale, name)
     return scale.reshape(()) if isinstance(scale, torch.Tensor) else scale
+
+
+def divided(x: torch.Tensor, scale: float | torch.Tensor, name: str) -> torch.Tensor:
+    """Compute x / scale in float32, rounded once on every device: by a number of the host, CUDA would not divide but
+    multiply with its rounded reciprocal."""
+    divisor = scalar(scale, name)
+    if not isinstance(divisor, torch.Tensor):
+        divisor = torch.full((), divisor, dtype=torch.float64, device=x.device).float()
+    return x.float() / divisor.to(x.device)
 
 
 def require_wide(dtype: torch.dtype) -> None:

@@ -21,7 +21,7 @@ from hopwell.layouts._checks import (
     require_tensor,
 )
 from hopwell.layouts.e2m1 import E2M1_MAX, decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
-from hopwell.layouts.fp8 import E4M3_MAX, require_wide, saturate_e4m3, scalar, scale_to_range
+from hopwell.layouts.fp8 import E4M3_MAX, divided, require_wide, saturate_e4m3, scalar, scale_to_range
 from hopwell.layouts.kv_cache import KVLayout
 from hopwell.layouts.scales import NVFP4_BLOCK, VScaleLayout, deinterleave_v_scales, interleave_v_scales
 from hopwell.layouts.swizzle import swizzle_128x4, unswizzle_128x4
@@ -75,7 +75,7 @@ def quantize_nvfp4(x: torch.Tensor, global_scale: float | torch.Tensor) -> NVFP4
     ([2.5], [16, 34, 67, 84])
     """
     _check_blocks(x, "x")
-    return _quantize(x.float() / scalar(global_scale, "global_scale"))
+    return _quantize(divided(x, global_scale, "global_scale"))
 
 
 def dequantize_nvfp4(
@@ -260,8 +260,8 @@ def quantize_nvfp4_kv_cache(
     _check_blocks(value, "value")
     key_global = nvfp4_global_scale(key) if key_global_scale is None else key_global_scale
     value_global = nvfp4_global_scale(value) if value_global_scale is None else value_global_scale
-    key_data, key_scales = _quantize(key.float() / scalar(key_global, "key_global_scale"))
-    value_data, value_scales = _quantize(value.float() / scalar(value_global, "value_global_scale"))
+    key_data, key_scales = _quantize(divided(key, key_global, "key_global_scale"))
+    value_data, value_scales = _quantize(divided(value, value_global, "value_global_scale"))
     if v_layout is VScaleLayout.INTERLEAVED:
         value_scales = interleave_v_scales(value_scales, layout)
     return NVFP4KVCache(
@@ -303,7 +303,7 @@ def dequantize_nvfp4_kv_cache(
 def _quantize(y: torch.Tensor) -> NVFP4Blocks:
     """Quantize float32 blocks that already include the global scale."""
     blocks = y.unflatten(-1, (y.shape[-1] // NVFP4_BLOCK, NVFP4_BLOCK))
-    scales = saturate_e4m3(blocks.abs().amax(-1) / E2M1_MAX)
+    scales = saturate_e4m3(divided(blocks.abs().amax(-1), E2M1_MAX, "the largest code"))
     wide = scales.float().unsqueeze(-1)
     codes = encode_e2m1(torch.where(wide == 0, 0.0, blocks / wide))
     return NVFP4Blocks(pack_e2m1(codes.flatten(-2)), scales)

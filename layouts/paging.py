@@ -9,11 +9,12 @@ from __future__ import annotations
 import torch
 
 from hopwell.kernels.problem import PageTable
-from hopwell.layouts._checks import INT32_TYPES, require_dtype, require_rank, require_unit_last_stride
+from hopwell.layouts._checks import INDEX_TYPES, require_dtype, require_rank, require_unit_last_stride
+from hopwell.layouts.ragged import low_words
 
 
 def _check_table(table: torch.Tensor, batch_size: int, name: str) -> None:
-    require_dtype(table, INT32_TYPES, name)
+    require_dtype(table, INDEX_TYPES, name)
     require_unit_last_stride(table, name)
     if table.shape[0] != batch_size:
         raise ValueError(f"{name} must have batch_size = {batch_size} rows, got shape {tuple(table.shape)}")
@@ -26,12 +27,12 @@ def shared_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "
     ``uses_shared_paged_kv_idx`` is True.
 
     Args:
-        block_tables: int32 or uint32 [batch_size, pages_per_request], last stride 1, any row stride.
+        block_tables: int32, uint32 or int64 [batch_size, pages_per_request], last stride 1, any row stride.
         batch_size: number of requests.
         name: what messages call ``block_tables``.
 
     Returns:
-        A table whose ``key`` and ``value`` are ``block_tables`` itself.
+        A table whose ``key`` and ``value`` are ``block_tables`` itself, or the lower halves of its 64-bit ids.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -43,7 +44,8 @@ def shared_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "
     """
     require_rank(block_tables, 2, name, "[batch_size, pages_per_request] (ids shared by K and V)")
     _check_table(block_tables, batch_size, name)
-    return PageTable(block_tables, block_tables)
+    ids = low_words(block_tables)
+    return PageTable(ids, ids)
 
 
 def split_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "block_tables") -> PageTable:
@@ -58,7 +60,7 @@ def split_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "b
       :func:`~hopwell.layouts.block_offset_views`.
 
     Args:
-        block_tables: int32 or uint32 [batch_size, 2, pages_per_request], last stride 1.
+        block_tables: int32, uint32 or int64 [batch_size, 2, pages_per_request], last stride 1.
         batch_size: number of requests.
         name: what messages call ``block_tables``.
 
@@ -75,4 +77,4 @@ def split_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "b
     _check_table(block_tables, batch_size, name)
     if block_tables.shape[1] != 2:
         raise ValueError(f"{name} must have 2 as dimension 1 (K, V), got shape {tuple(block_tables.shape)}")
-    return PageTable(*block_tables.unbind(1))
+    return PageTable(*low_words(block_tables).unbind(1))

@@ -8,18 +8,30 @@ from __future__ import annotations
 import torch
 
 from hopwell.kernels.problem import TokenOffsets
-from hopwell.layouts._checks import INT32_TYPES, require_dtype, require_tensor
+from hopwell.layouts._checks import INDEX_TYPES, require_dtype, require_tensor
+
+
+def low_words(indices: torch.Tensor) -> torch.Tensor:
+    """View indices as 32-bit ones: of int64 the lower halves, whose strides are twice as large, anything else as it is.
+
+    Kernels tell the two apart and read either, so that nobody's lengths, offsets and page ids have to be copied.
+
+    >>> view = low_words(torch.tensor([[5, -1], [7, 2]]))
+    >>> view.tolist(), view.stride()
+    ([[5, -1], [7, 2]], (4, 2))
+    """
+    return indices.unsqueeze(-1).view(torch.int32)[..., 0] if indices.dtype == torch.int64 else indices
 
 
 def _flat(tensor: torch.Tensor, counts: tuple[int, ...], name: str) -> torch.Tensor:
     require_tensor(tensor, name)
-    require_dtype(tensor, INT32_TYPES, name)
+    require_dtype(tensor, INDEX_TYPES, name)
     if tensor.numel() not in counts:
         allowed = " or ".join(str(count) for count in counts)
         raise ValueError(f"{name} must have {allowed} elements, got shape {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got shape {tuple(tensor.shape)} and strides {tensor.stride()}")
-    return tensor.view(-1)
+    return low_words(tensor.view(-1))
 
 
 def sequence_lengths(seq_lens: torch.Tensor, batch_size: int, name: str = "seq_lens") -> torch.Tensor:
@@ -28,7 +40,7 @@ def sequence_lengths(seq_lens: torch.Tensor, batch_size: int, name: str = "seq_l
     Callers of FlashInfer pass [batch_size] and, following cuDNN, [batch_size, 1, 1, 1]; both are accepted.
 
     Args:
-        seq_lens: int32 or uint32, contiguous, ``batch_size`` elements in any shape.
+        seq_lens: int32, uint32 or int64, contiguous, ``batch_size`` elements in any shape.
         batch_size: number of requests.
         name: what messages call ``seq_lens``.
 
@@ -46,7 +58,7 @@ def token_offsets(cum_seq_lens: torch.Tensor, batch_size: int, name: str = "cum_
     """Read cumulative lengths: request b has tokens [cum_seq_lens[b], cum_seq_lens[b + 1]).
 
     Args:
-        cum_seq_lens: int32 or uint32, contiguous, ``batch_size + 1`` elements, in tokens.
+        cum_seq_lens: int32, uint32 or int64, contiguous, ``batch_size + 1`` elements, in tokens.
         batch_size: number of requests.
         name: what messages call ``cum_seq_lens``.
 
@@ -72,7 +84,7 @@ def element_offsets(
     start.
 
     Args:
-        batch_offsets: int32 or uint32, contiguous, ``batch_size`` or ``batch_size + 1`` elements in any shape.
+        batch_offsets: int32, uint32 or int64, contiguous, ``batch_size`` or ``batch_size + 1`` elements in any shape.
         batch_size: number of requests.
         elements_per_token: at least 1.
         name: what messages call ``batch_offsets``.
@@ -94,7 +106,7 @@ def cumulative_lengths(lengths: torch.Tensor) -> torch.Tensor:
     """Sum lengths up to the int32 [batch_size + 1] form of ``cum_seq_lens_q``, on their own device.
 
     Args:
-        lengths: int32 or uint32 [batch_size].
+        lengths: int32, uint32 or int64 [batch_size].
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -104,10 +116,10 @@ def cumulative_lengths(lengths: torch.Tensor) -> torch.Tensor:
     [0, 5, 5, 12]
     """
     require_tensor(lengths, "lengths")
-    require_dtype(lengths, INT32_TYPES, "lengths")
+    require_dtype(lengths, INDEX_TYPES, "lengths")
     if lengths.dim() != 1:
         raise ValueError(f"lengths must be 1-D, got shape {tuple(lengths.shape)}")
     total = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
     # torch has no cumsum for uint32; the bits of a length below 2**31 mean the same in int32.
-    torch.cumsum(lengths.view(torch.int32), 0, dtype=torch.int32, out=total[1:])
+    torch.cumsum(low_words(lengths).view(torch.int32), 0, dtype=torch.int32, out=total[1:])
     return total

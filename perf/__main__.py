@@ -133,9 +133,10 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
                 calls[title] = call
             else:
                 row.failure = "wrong result"
+        except NotImplementedError as refusal:
+            row.failure = _first_line("not served", refusal)
         except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
-            first_line = str(failure).strip().partition("\n")[0]
-            row.failure = shorten(f"{type(failure).__name__}: {first_line}", LONGEST_FAILURE, placeholder=" ...")
+            row.failure = _first_line(type(failure).__name__, failure)
         advance(f"{case.name}: {title}")
     for title, milliseconds in interleaved(calls).items():
         if title in family.ceilings:
@@ -143,6 +144,11 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
         rows[title].milliseconds, rows[title].rate = milliseconds, case.work / milliseconds * 1e3 / family.unit_size
     advance(f"{case.name}: timed")
     return list(rows.values())
+
+
+def _first_line(what: str, failure: Exception) -> str:
+    first_line = str(failure).strip().partition("\n")[0]
+    return shorten(f"{what}: {first_line}", LONGEST_FAILURE, placeholder=" ...")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,9 @@ from collections.abc import Mapping, Sequence
 OURS = "hopwell"
 OUR_SHADES = ("#a50f26", "#e0445c", "#f2929f", "#f7bcc4", "#fbdfe3")  # one strong hue, lighter from form to form
 PEER_COLORS = {
+    "FlashAttention 3": "#4f6f9f",
     "FlashAttention 4": "#7f95b8",
+    "FlashMLA": "#8d7fae",
     "FlashInfer fa2": "#8fb3a3",
     "FlashInfer fa3": "#a7c4a0",
     "FlashInfer FMHAv2": "#b9aed0",

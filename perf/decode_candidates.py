@@ -13,7 +13,8 @@ from hopwell.decode import xqa_workspace_bytes
 from hopwell.perf.decode_workloads import DecodeTensors
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
-from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
+from hopwell.perf.peers import flash_attention_3, flashinfer, for_pages, peer_workspace
+from hopwell.perf.quantized import NVFP4
 
 
 def hopwell_paged(page_size: int) -> Candidate:
@@ -33,15 +34,22 @@ def hopwell_paged(page_size: int) -> Candidate:
             out=out,
             q_len_per_req=work.q_len,
             mask=t.mask,
+            kv_cache_sf=pages.scales,
         )
 
     return prepare
+
+
+def _no_nvfp4(t: DecodeTensors) -> None:
+    if t.work.kv_dtype is NVFP4:
+        raise NotImplementedError("no NVFP4 cache")
 
 
 def flashinfer_fa2(page_size: int) -> Candidate:
     """Decode on tensor cores, planned once."""
 
     def prepare(t: DecodeTensors) -> Call:
+        _no_nvfp4(t)
         work, out, pages = t.work, t.output(), t.pages(page_size)
         options = dict(use_tensor_cores=True, backend="fa2")
         wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(peer_workspace(), "NHD", **options)
@@ -57,6 +65,7 @@ def flashinfer_fa2(page_size: int) -> Candidate:
 
 def flashinfer_xqa(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
+        _no_nvfp4(t)
         work, out, pages, workspace = t.work, t.output(), t.pages(page_size), peer_workspace()
         decode = flashinfer().decode.xqa_batch_decode_with_kv_cache
         shaped = out if work.q_len == 1 else out.unflatten(0, (work.batch, work.q_len))
@@ -101,6 +110,21 @@ def flashinfer_cudnn(page_size: int) -> Candidate:
     return prepare
 
 
+def fa3(page_size: int) -> Candidate:
+    """FlashAttention 3, which chooses itself into how many parts it splits the keys."""
+
+    def prepare(t: DecodeTensors) -> Call:
+        work, pages = t.work, t.pages(page_size)
+        if work.kv_dtype != t.q.dtype:
+            raise NotImplementedError("a cache of the query's dtype only")
+        q = t.q.unflatten(0, (work.batch, work.q_len))
+        options = dict(page_table=pages.table, seqused_k=t.kv_lens, softmax_scale=work.scale, is_causal=True)
+        call = flash_attention_3(q, pages.key, pages.value, num_splits=0, **options)
+        return lambda: call().flatten(0, 1)
+
+    return prepare
+
+
 def fa4(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
         from flash_attn.cute.interface import _flash_attn_fwd
@@ -125,5 +149,6 @@ DECODE: dict[str, Candidate] = {
     **for_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
     **for_pages("FlashInfer xqa", flashinfer_xqa, 16, 64),
     **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
+    **for_pages("FlashAttention 3", fa3, 16, 64),
     **for_pages("FlashAttention 4", fa4, 128),  # loaded with TMA up to head dim 128
 }

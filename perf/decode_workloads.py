@@ -11,13 +11,21 @@ from typing import Any
 import torch
 
 from hopwell.perf import ceilings
-from hopwell.perf.paging import Pages, in_pages
+from hopwell.perf.quantized import (
+    BF16,
+    CACHES,
+    E4M3,
+    ELEMENT_BYTES,
+    MAX_BYTE_ERROR,
+    MAX_ERROR,
+    NVFP4,
+    CachePages,
+    Stored,
+    cache_pages,
+    stored,
+)
 
 MASK_BITS = 32  # a row of a draft mask is a whole number of 32-bit words
-# Relative, of bf16 attention on random data; a page of 16 keys too few among 8192 gives five times as much. Some peers
-# quantize the query and the weights as the cache is.
-MAX_ERRORS = {torch.bfloat16: 8e-3, torch.float8_e4m3fn: 6e-2}
-CACHES = {torch.bfloat16: "", torch.float8_e4m3fn: ", e4m3 cache"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Decode:
     kv_heads: int = 8
     head_dim: int = 128
     q_len: int = 1
-    kv_dtype: torch.dtype = torch.bfloat16
+    kv_dtype: torch.dtype = BF16
     series: str = ""  # what it has in common with the other points of a plot's line
 
     @property
@@ -58,17 +66,22 @@ class Decode:
     @property
     def demand(self) -> dict[str, float]:
         """Both products; query and output, keys and values once."""
-        tokens = self.batch * self.q_len * self.heads * (self.head_dim + self.v_head_dim) * torch.bfloat16.itemsize
+        columns = ELEMENT_BYTES[self.q_dtype] * self.head_dim + ELEMENT_BYTES[BF16] * self.v_head_dim
+        tokens = self.batch * self.q_len * self.heads * columns
         return {ceilings.MATMUL: self.flop, ceilings.READ: self.read_bytes + tokens}
 
     @property
+    def q_dtype(self) -> torch.dtype:
+        return BF16
+
+    @property
     def read_bytes(self) -> float:
-        """Of keys and values."""
-        return 2.0 * sum(self.kv_lens) * self.kv_heads * self.head_dim * self.kv_dtype.itemsize
+        """Bytes of keys and values, and of their block scales where there are any."""
+        return 2.0 * sum(self.kv_lens) * self.kv_heads * self.head_dim * ELEMENT_BYTES[self.kv_dtype]
 
     @property
     def flop(self) -> float:
-        """Of both matrix products, visible keys only."""
+        """Operations of both matrix products, which count visible keys only."""
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.kv_lens))
 
     def _visible(self, kv_len: int) -> int:
@@ -82,7 +95,7 @@ class Decode:
 
     @property
     def max_error(self) -> float:
-        return MAX_ERRORS[self.kv_dtype]
+        return MAX_BYTE_ERROR if self.kv_dtype is E4M3 else MAX_ERROR
 
     @property
     def scale(self) -> float:
@@ -94,7 +107,11 @@ def _uniform(name: str, batch: int, length: int, **options: Any) -> Decode:
 
 
 def _with_fp8_cache(case: Decode) -> Decode:
-    return replace(case, name=f"{case.name}-fp8", kv_dtype=torch.float8_e4m3fn)
+    return replace(case, name=f"{case.name}-fp8", kv_dtype=E4M3)
+
+
+def _with_nvfp4_cache(case: Decode) -> Decode:
+    return replace(case, name=f"{case.name}-nvfp4", kv_dtype=NVFP4)
 
 
 BATCHES = tuple(4**i for i in range(5))  # 1 to 256
@@ -117,6 +134,7 @@ DECODE = (
     FEW,
     *MANY,
     *map(_with_fp8_cache, MANY),
+    *map(_with_nvfp4_cache, (FEW, *MANY)),
     _uniform("D2-q4", 32, 8192, q_len=4),
     _uniform("D2-h32", 32, 8192, heads=32),
     _uniform("D2-h8", 32, 8192, heads=8, kv_heads=1),
@@ -140,21 +158,26 @@ class DecodeTensors:
         def normal(tokens: int, heads: int) -> torch.Tensor:
             return torch.randn(tokens, heads, work.head_dim, generator=generator, device=device)
 
-        self.q = normal(work.batch * work.q_len, work.heads).bfloat16()
-        self.k = normal(sum(work.kv_lens), work.kv_heads).to(work.kv_dtype)
-        self._own_values = normal(*self.k.shape[:2]).to(work.kv_dtype) if work.v_head_dim == work.head_dim else None
-        self.v = self.k[..., : work.v_head_dim] if self._own_values is None else self._own_values
+        self.q = normal(work.batch * work.q_len, work.heads).to(work.q_dtype)
+        self._key = self._stored(normal(sum(work.kv_lens), work.kv_heads))
+        self.k = self._key.values
+        own_values = work.v_head_dim == work.head_dim
+        self._value = self._stored(normal(*self.k.shape[:2])) if own_values else None
+        self.v = self.k[..., : work.v_head_dim] if self._value is None else self._value.values
         self.kv_lens = torch.tensor(work.kv_lens, dtype=torch.int32, device=device)
         self.mask = self._causal_drafts() if work.q_len > 1 else None
-        self._pages: dict[int, Pages] = {}
+        self._pages: dict[int, CachePages] = {}
+
+    def _stored(self, tokens: torch.Tensor) -> Stored:
+        return stored(tokens, self.work.kv_dtype)
 
     def output(self) -> torch.Tensor:
-        return self.q.new_empty(*self.q.shape[:2], self.work.v_head_dim)
+        return torch.empty(*self.q.shape[:2], self.work.v_head_dim, dtype=BF16, device=self.device)
 
-    def pages(self, page_size: int) -> Pages:
+    def pages(self, page_size: int) -> CachePages:
         """The cache. Ids past a request's last page are those of a page, as there are peers that read them."""
         if page_size not in self._pages:
-            pages = in_pages(self.k, self._own_values, self.work.kv_lens, page_size)
+            pages = cache_pages(self._key, self._value, self.work.kv_lens, page_size, interleaves=False)
             self._pages[page_size] = pages._replace(table=pages.table.clamp(min=0))
         return self._pages[page_size]
 

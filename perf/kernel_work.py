@@ -48,7 +48,7 @@ class Product:
 
     @property
     def shared_bytes(self) -> int:
-        """Of the operands that it reads from shared memory."""
+        """Bytes of the operands that it reads from shared memory."""
         return ELEMENT_BYTES * MMA_DEPTH * (self.columns + self.rows * self.a_in_shared)
 
 
@@ -142,7 +142,7 @@ class PtxLoops:
 
 
 class SassLoops:
-    """The same loops in machine code."""
+    """The loops of a kernel in machine code."""
 
     def __init__(self, code: Sequence[Sass]):
         self.code, self.loops = code, sass_loops(code)
@@ -187,7 +187,7 @@ def ptx_results(code: Iterable[Instr]) -> Counter[str]:
 
 
 def sass_results(code: Iterable[Sass]) -> Counter[str]:
-    """As :func:`ptx_results`."""
+    """Does for machine code what :func:`ptx_results` does for PTX."""
     results: Counter[str] = Counter()
     for one in code:
         if one.root in _SASS_UNITS:

@@ -11,7 +11,8 @@ from hopwell.mla import mla_workspace_bytes
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.mla_workloads import MlaTensors
 from hopwell.perf.paging import page_starts
-from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
+from hopwell.perf.peers import flash_mla, flashinfer, for_pages, peer_workspace
+from hopwell.perf.quantized import BF16, E4M3
 
 NOPE_HEAD_DIM = 128  # before absorption; it enters no computation
 
@@ -19,6 +20,8 @@ NOPE_HEAD_DIM = 128  # before absorption; it enters no computation
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: MlaTensors) -> Call:
         work, pages = t.work, t.pages(page_size)
+        if work.packed_rows:
+            raise NotImplementedError("no rows of 656 bytes")
         query, out = (tokens.unflatten(0, (work.batch, work.q_len)) for tokens in (t.q, t.output()))
         rank, capacity = work.v_head_dim, work.top_k or pages.table.shape[1] * page_size
         workspace_bytes = mla_workspace_bytes(work.heads, capacity, work.q_len, rank, t.q.device)
@@ -48,8 +51,8 @@ def flashinfer_fa3(page_size: int) -> Candidate:
     """Planned once. Queries come in two tensors, latent and rotary; the cache is one that is looked at as two."""
 
     def prepare(t: MlaTensors) -> Call:
-        if t.work.top_k:
-            raise NotImplementedError("dense attention only")
+        if t.work.top_k or t.work.q_dtype is not BF16:
+            raise NotImplementedError("dense attention in bf16 only")
         flashinfer()
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
@@ -78,7 +81,47 @@ def flashinfer_fa3(page_size: int) -> Candidate:
     return prepare
 
 
+def flashmla(page_size: int) -> Candidate:
+    """FlashMLA, scheduled once: bf16 and e4m3 dense, and sparse over rows of 656 bytes."""
+
+    def prepare(t: MlaTensors) -> Call:
+        peer, work, pages = flash_mla(), t.work, t.pages(page_size)
+        q = t.q.unflatten(0, (work.batch, work.q_len))
+        rows, causal = work.q_len * work.heads, work.q_len > 1
+        common = (work.v_head_dim, t.kv_lens, pages.table, work.scale)
+        if work.top_k:
+            if not work.packed_rows:
+                raise NotImplementedError("sparse attention over rows of 656 bytes only")
+            schedule, splits = peer.get_mla_metadata(t.kv_lens, rows, 1, work.heads, True, work.top_k)
+            call = partial(
+                peer.flash_mla_with_kvcache,
+                *(q, pages.key.view(E4M3), pages.table, t.kv_lens, work.v_head_dim, schedule, splits),
+                softmax_scale=work.scale,
+                is_fp8_kvcache=True,
+                indices=t.token_table(page_size),
+            )
+        elif work.q_dtype is E4M3:
+            # Its Python function refuses what the operator has.
+            operators, one = torch.ops.sgl_kernel, torch.ones(1, device=t.device)
+            schedule, splits = operators.get_mla_decoding_metadata_dense_fp8.default(t.kv_lens, rows, 1)
+            call = partial(
+                operators.fwd_kvcache_mla_fp8.default, q, pages.key, *common, causal, schedule, splits, one, one
+            )
+        else:
+            schedule, splits = peer.get_mla_metadata(t.kv_lens, rows, 1)
+            call = partial(
+                peer.flash_mla_with_kvcache,
+                *(q, pages.key, pages.table, t.kv_lens, work.v_head_dim, schedule, splits),
+                softmax_scale=work.scale,
+                causal=causal,
+            )
+        return lambda: call()[0].flatten(0, 1)
+
+    return prepare
+
+
 MLA: dict[str, Candidate] = {
     **for_pages("hopwell", hopwell_paged, 64, 32),
+    **for_pages("FlashMLA", flashmla, 64),
     **for_pages("FlashInfer fa3", flashinfer_fa3, 64),
 }

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 
 from hopwell.perf.decode_workloads import LENGTHS, MOST_TOKENS, Decode, DecodeTensors
+from hopwell.perf.quantized import BF16, E4M3, Stored, latent_rows
+
+PACKED_ROW_BYTES = 656
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,7 @@ class Mla(Decode):
     head_dim: int = 576
     kv_lora_rank: int = 512
     top_k: int = 0  # tokens that each new token lists, of sparse attention; 0 for dense
+    packed_rows: bool = False  # keys are rows of 656 bytes, see ``latent_rows``
 
     @property
     def v_head_dim(self) -> int:
@@ -29,11 +33,22 @@ class Mla(Decode):
     def sizes(self) -> str:
         """With the bytes of the keys: few heads are limited by memory, and bytes over time tell how much."""
         keys = f"{self.cache_bytes / 1e6:.0f} MB of keys" + (f", {self.top_k} listed" if self.top_k else "")
+        keys += f", rows of {PACKED_ROW_BYTES} bytes" * self.packed_rows + ", e4m3 query" * (self.q_dtype is E4M3)
         return f"{self.heads} heads, d{self.head_dim}/{self.v_head_dim}, {keys}"
 
     @property
     def cache_bytes(self) -> int:
-        return sum(self.kv_lens) * self.head_dim * self.kv_dtype.itemsize
+        return sum(self.kv_lens) * self.row_bytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a key."""
+        return PACKED_ROW_BYTES if self.packed_rows else self.head_dim * self.kv_dtype.itemsize
+
+    @property
+    def q_dtype(self) -> torch.dtype:
+        """The type of the queries: that of the cache, but for packed rows."""
+        return BF16 if self.packed_rows else self.kv_dtype
 
     @property
     def work(self) -> float:
@@ -41,9 +56,9 @@ class Mla(Decode):
 
     @property
     def read_bytes(self) -> float:
-        """Of the keys, values among them; a listed one as often as it is listed."""
+        """Bytes of the keys, values among them; a listed one as often as it is listed."""
         listed = self.batch * self.q_len * self.top_k
-        return float(listed * self.head_dim * self.kv_dtype.itemsize if self.top_k else self.cache_bytes)
+        return float(listed * self.row_bytes if self.top_k else self.cache_bytes)
 
     def _visible(self, kv_len: int) -> int:
         return self.q_len * self.top_k or super()._visible(kv_len)
@@ -51,6 +66,11 @@ class Mla(Decode):
 
 def _uniform(name: str, batch: int, length: int, **options: Any) -> Mla:
     return Mla(name, f"{batch} x {length}", (length,) * batch, **options)
+
+
+def _in_fp8(case: Mla) -> Mla:
+    """Query and cache in e4m3; sparse over rows of 656 bytes with a query of bfloat16."""
+    return replace(case, name=f"{case.name}-fp8", kv_dtype=E4M3, packed_rows=case.top_k > 0)
 
 
 BATCHES = (1, 8, 64)
@@ -62,7 +82,7 @@ def _lengths(batch: int) -> list[Mla]:
     return [_uniform(f"mla-b{batch}-{n}", batch, n, series=f"batch {batch}, 128 heads") for n in lengths]
 
 
-MLA = (
+DENSE = (
     _uniform("M1", 32, 8192),
     _uniform("M1-q2", 32, 8192, q_len=2),
     _uniform("M2", 128, 4096),
@@ -71,14 +91,23 @@ MLA = (
     _uniform("M3-q2", 1, 65536, q_len=2),
     _uniform("H16", 32, 8192, heads=16),
     _uniform("H16-long", 1, 65536, heads=16),
-    _uniform("S1", 64, 32768, top_k=2048),
-    _uniform("S1-q2", 64, 32768, q_len=2, top_k=2048),
+)
+SPARSE = (_uniform("S1", 64, 32768, top_k=2048), _uniform("S1-q2", 64, 32768, q_len=2, top_k=2048))
+
+MLA = (
+    *DENSE,
+    *SPARSE,
+    *map(_in_fp8, (*DENSE, _uniform("H64", 32, 8192, heads=64))),
+    *map(_in_fp8, (*SPARSE, _uniform("S1-h64", 64, 32768, heads=64, top_k=2048))),
     *(case for batch in BATCHES for case in _lengths(batch)),
 )
 
 
 class MlaTensors(DecodeTensors):
     work: Mla
+
+    def _stored(self, tokens: torch.Tensor) -> Stored:
+        return latent_rows(tokens) if self.work.packed_rows else super()._stored(tokens)
 
     @cached_property
     def lists(self) -> torch.Tensor:
@@ -88,7 +117,7 @@ class MlaTensors(DecodeTensors):
         return torch.stack(rows).view(work.batch, work.q_len, work.top_k)
 
     def _draw(self, kv_len: int, generator: torch.Generator) -> torch.Tensor:
-        """Of tokens that the first new token sees as well."""
+        """Draw from the tokens that the first new token sees as well."""
         seen = kv_len - self.work.q_len + 1
         return torch.randperm(seen, generator=generator, device=self.device)[: self.work.top_k]
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell.kernels.config import DTYPES, LANES, WARPGROUP, KvFetch
+from hopwell.kernels.config import DTYPES, KvFetch
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.plan import section_heads
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
@@ -40,7 +41,7 @@ _LIKE_OTHERS = "assumption, from what is measured on Ampere and Hopper"
 
 @dataclass(frozen=True)
 class Rates:
-    """Of a B200, a cycle and SM unless said."""
+    """Rates of a B200, for a cycle and SM unless said."""
 
     sms: int = _rate(148, "published microbenchmarks: 74 of the 80 of each die")
     mma_flop: int = _rate(8192, "2250 TFLOP/s over 148 SMs at 1.856 GHz; FlashAttention-4 paper")
@@ -241,7 +242,7 @@ def work_tiles(case: Prefill, rows: int, keys: int, section: int) -> Iterator[Wo
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a case, with the shares of the dense rate that are lost one after the other."""
+    """What is predicted of a case, with the shares of the dense rate that are lost one after the other."""
 
     case: Prefill
     kernel: KernelModel
@@ -306,7 +307,7 @@ def config_of(case: Prefill, arch: str) -> Sm100PrefillConfig:
 
 @dataclass(frozen=True)
 class OtherShare(Sm100PrefillConfig):
-    """The same kernel with another share of polynomials."""
+    """A kernel with another share of polynomials."""
 
     eighths: int = 0
 

@@ -20,6 +20,47 @@ def flashinfer() -> Any:
     return peer
 
 
+# The arguments of sglang-kernel's operator, in their order, and what they are where nothing is said.
+FA3_ARGUMENTS: dict[str, Any] = {
+    **dict.fromkeys(("q", "k", "v", "k_new", "v_new", "q_v", "out")),
+    **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k", "cu_seqlens_k_new", "seqused_q", "seqused_k")),
+    **dict.fromkeys(("max_seqlen_q", "max_seqlen_k", "page_table", "kv_batch_idx", "leftpad_k")),
+    **dict.fromkeys(("rotary_cos", "rotary_sin", "seqlens_rotary", "q_descale", "k_descale", "v_descale")),
+    "softmax_scale": None,
+    "is_causal": False,
+    "window_size_left": -1,
+    "window_size_right": -1,
+    "attention_chunk": 0,
+    "softcap": 0.0,
+    "is_rotary_interleaved": False,
+    "scheduler_metadata": None,
+    "num_splits": 1,
+    "pack_gqa": None,
+    "sm_margin": 0,
+    "sinks": None,
+}
+
+
+def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
+    """A call of FlashAttention 3 as sglang-kernel has it. Its own wrappers would check and copy in each call."""
+    from sgl_kernel import flash_attn  # noqa: F401  (registers the operator)
+
+    given = dict(q=q, k=k, v=v, **options)
+    unknown = set(given) - set(FA3_ARGUMENTS)
+    if unknown:
+        raise TypeError(f"FlashAttention 3 has no arguments {', '.join(sorted(unknown))}")
+    arguments = tuple((FA3_ARGUMENTS | given).values())
+    operator = torch.ops.sgl_kernel.fwd.default
+    return lambda: operator(*arguments)[0]
+
+
+def flash_mla() -> Any:
+    """FlashMLA as sglang-kernel has it."""
+    from sgl_kernel import flash_mla as peer
+
+    return peer
+
+
 def peer_workspace() -> torch.Tensor:
     return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
 

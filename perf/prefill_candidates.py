@@ -16,11 +16,12 @@ import torch
 import hopwell
 from hopwell._fmha_v2 import fmha_v2_problem
 from hopwell.kernels import execute, support
-from hopwell.kernels.config import resolve
+from hopwell.kernels.families import resolve
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
-from hopwell.perf.peers import flashinfer, for_pages, peer_workspace
+from hopwell.perf.peers import flash_attention_3, flashinfer, for_pages, peer_workspace
 from hopwell.perf.prefill_workloads import Tensors
+from hopwell.perf.quantized import BF16
 
 GROUP = 64  # queries that decide together what to leave out
 
@@ -52,7 +53,7 @@ def _fmha_v2(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, 
 
 
 def _cudnn(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *pages: torch.Tensor, table: Any) -> Call:
-    """The same of cuDNN's entry, whose offsets count elements."""
+    """The candidate of cuDNN's entry, whose offsets count elements."""
     work = t.work
     offsets = {
         f"batch_offsets_{name}": t.q_starts * (work.heads * dim)
@@ -78,14 +79,26 @@ def _cudnn(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *p
     return lambda: call()[0]  # without the log-sum-exp
 
 
+def _only_bf16(t: Tensors) -> None:
+    if t.work.q_dtype is not BF16 or t.work.kv_dtype is not BF16:
+        raise NotImplementedError("bf16 only")
+
+
+def _only_one_dtype(t: Tensors) -> None:
+    if t.work.q_dtype is not t.work.kv_dtype:
+        raise NotImplementedError("queries, keys and values of one type only")
+
+
 def hopwell_dense(t: Tensors) -> partial[Any]:
+    if t.work.q_dtype is not t.work.kv_dtype:
+        raise NotImplementedError("quantized caches have pages")
     return _fmha_v2(hopwell.trtllm_fmha_v2_prefill, t, t.q, (t.q, t.k, t.v), "SEPARATE_Q_K_V", table=None)
 
 
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: Tensors) -> Call:
-        key, value, table, _ = t.pages(page_size)
-        if not t.work.causal:
+        key, value, table, _, scales = t.pages(page_size)
+        if not t.work.causal and scales is None:
             pages = key.transpose(1, 2), value.transpose(1, 2)
             return _cudnn(hopwell.cudnn_batch_prefill_with_kv_cache, t, t.q, *pages, table=table)
         return partial(
@@ -100,6 +113,8 @@ def hopwell_paged(page_size: int) -> Candidate:
             kv_layout="NHD",
             sinks=t.sinks,
             skip_softmax_threshold_scale_factor=t.work.skip_softmax or None,
+            kv_block_scales=scales,
+            causal=t.work.causal,
         )
 
     return prepare
@@ -124,11 +139,12 @@ def fa4(page_size: int | None = None) -> Candidate:
     def prepare(t: Tensors) -> Call:
         from flash_attn.cute.interface import _flash_attn_fwd
 
+        _only_bf16(t)
         work, out = t.work, t.output()
         q, k, v, o = t.q, t.k, t.v, out
         options: dict[str, Any] = {}
         if page_size is not None:
-            k, v, table, _ = t.pages(page_size)
+            k, v, table, *_ = t.pages(page_size)
             options = dict(page_table=table, seqused_k=t.kv_lens)
         if work.uniform:
             q, o = (x.unflatten(0, (work.batch, -1)) for x in (q, o))
@@ -151,10 +167,44 @@ def fa4(page_size: int | None = None) -> Candidate:
     return prepare
 
 
+def fa3(page_size: int | None = None) -> Candidate:
+    """FlashAttention 3, one split of the keys, as it is fastest for long queries."""
+
+    def prepare(t: Tensors) -> Call:
+        _only_one_dtype(t)
+        work, q, k, v = t.work, t.q, t.k, t.v
+        options: dict[str, Any] = {}
+        if page_size is not None:
+            k, v, table, *_ = t.pages(page_size)
+            options = dict(page_table=table.clamp(min=0), seqused_k=t.kv_lens)
+        if work.uniform:
+            q = q.unflatten(0, (work.batch, -1))
+            k, v = (x.unflatten(0, (work.batch, -1)) for x in (k, v)) if page_size is None else (k, v)
+        else:
+            options |= dict(cu_seqlens_q=t.q_starts, max_seqlen_q=max(work.q_lens))
+            options |= dict(cu_seqlens_k=t.kv_starts, max_seqlen_k=max(work.kv_lens)) if page_size is None else {}
+        options |= dict(sinks=None if t.sinks is None else t.sinks.to(BF16))
+        windowed = work.window_left >= 0
+        call = flash_attention_3(
+            q,
+            k,
+            v,
+            softmax_scale=work.scale,
+            is_causal=work.causal and not windowed,
+            window_size_left=work.window_left,
+            window_size_right=0 if windowed else -1,
+            **options,
+        )
+        return lambda: call().reshape(work.tokens, work.heads, work.v_head_dim)
+
+    return prepare
+
+
 def cudnn_sdpa(t: Tensors) -> Call:
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
     work = t.work
+    _only_bf16(t)
     if not work.uniform or work.window_left >= 0 or work.sinks:
         raise NotImplementedError("requests of one length without window and sinks only")
     group = work.heads // work.kv_heads
@@ -171,11 +221,12 @@ def cudnn_sdpa(t: Tensors) -> Call:
 def flashinfer_fmha_v2(page_size: int | None = None) -> Candidate:
     def prepare(t: Tensors) -> Call:
         function = flashinfer().prefill.trtllm_fmha_v2_prefill
+        _only_one_dtype(t)
         if page_size is None:
             return _fmha_v2(function, t, peer_workspace(), (t.q, t.k, t.v), "SEPARATE_Q_K_V", table=None)
         if t.work.head_dim != t.work.v_head_dim:
             raise NotImplementedError("pools of keys and values of one head dim only")
-        key, value, table, _ = t.pages(page_size)
+        key, value, table, *_ = t.pages(page_size)
         pool = torch.stack([key.transpose(1, 2), value.transpose(1, 2)], 1)
         return _fmha_v2(function, t, peer_workspace(), (t.q, pool), "Q_PAGED_KV_HND", table=table)
 
@@ -187,9 +238,10 @@ def flashinfer_cudnn(page_size: int) -> Candidate:
         flashinfer()
         from flashinfer.cudnn import cudnn_batch_prefill_with_kv_cache as function
 
+        _only_bf16(t)
         if t.work.window_left >= 0 or t.work.sinks:
             raise NotImplementedError("no windows and no sinks")
-        key, value, table, _ = t.pages(page_size)
+        key, value, table, *_ = t.pages(page_size)
         pages = key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
         return _cudnn(function, t, peer_workspace().view(torch.int8), *pages, table=table)
 
@@ -200,6 +252,7 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
     """FlashInfer's fa3 backend, planned once as its wrappers ask for."""
 
     def prepare(t: Tensors) -> Call:
+        _only_bf16(t)
         peer, work, out = flashinfer(), t.work, t.output()
         if work.sinks:
             raise NotImplementedError("no sinks in these wrappers")
@@ -217,7 +270,7 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
             ragged = peer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
             ragged.plan(t.q_starts, t.kv_starts, *sizes, head_dim_vo=work.v_head_dim, **options)
             return lambda: ragged.run(t.q, t.k, t.v, out=out)
-        key, value, _, used = t.pages(page_size)
+        key, value, _, used, _ = t.pages(page_size)
         paged = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
         starts, in_last = page_starts(t.kv_lens, page_size)
         paged.plan(
@@ -238,6 +291,8 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
 PREFILL: dict[str, Candidate] = {
     "hopwell": hopwell_dense,
     **for_pages("hopwell", hopwell_paged, 16, 64, 128, 1),
+    "FlashAttention 3": fa3(),
+    **for_pages("FlashAttention 3", fa3, 16, 64, 128),
     "FlashAttention 4": fa4(),
     **for_pages("FlashAttention 4", fa4, 128),  # loaded with TMA up to head dim 128
     "FlashInfer fa3": flashinfer_fa3(),

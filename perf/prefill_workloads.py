@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from hopwell.perf import ceilings
-from hopwell.perf.paging import Pages, in_pages
+from hopwell.perf.quantized import (
+    BF16,
+    CACHES,
+    E4M3,
+    ELEMENT_BYTES,
+    MAX_BYTE_ERROR,
+    MAX_ERROR,
+    NVFP4,
+    CachePages,
+    cache_pages,
+    stored,
+)
 
 STRETCH = 512  # of keys that are negligible, or not
 NEEDED = 4  # one stretch in so many is not
-MAX_ERROR = 8e-3  # relative, of bf16 attention on random data; a wrong mask gives ten times as much
 
 
 @dataclass(frozen=True)
@@ -33,6 +43,8 @@ class Prefill:
     window_left: int = -1
     sinks: bool = False
     skip_softmax: float = 0.0  # keys whose weight is below this factor / kv_len may be left out
+    q_dtype: torch.dtype = BF16
+    kv_dtype: torch.dtype = BF16
     series: str = ""  # what it has in common with the other points of a plot's line
 
     @property
@@ -44,7 +56,9 @@ class Prefill:
         mask = f"window {self.window_left}" if self.window_left >= 0 else "causal" if self.causal else "full"
         dims = f"d{self.head_dim}" + (f"/{self.v_head_dim}" if self.v_head_dim != self.head_dim else "")
         extra = ", sinks" * self.sinks + ", three of four keys negligible" * (self.skip_softmax > 0)
-        return f"{self.name}: {self.what}, {mask}{extra}, {self.heads}/{self.kv_heads} heads, {dims}"
+        types = ", e4m3" if self.q_dtype is E4M3 and self.kv_dtype is E4M3 else CACHES[self.kv_dtype]
+        types += ", e4m3 query" * (self.q_dtype is E4M3 and self.kv_dtype is NVFP4)
+        return f"{self.name}: {self.what}, {mask}{extra}, {self.heads}/{self.kv_heads} heads, {dims}{types}"
 
     @property
     def batch(self) -> int:
@@ -72,11 +86,12 @@ class Prefill:
     def demand(self) -> dict[str, float]:
         """Both products; query and output, keys and values once. Values of negligible keys may be left out."""
         values = self.v_head_dim / (NEEDED if self.skip_softmax else 1)
-        queries = self.tokens * self.heads * (self.head_dim + self.v_head_dim)
-        keys = self.kv_tokens * self.kv_heads * (self.head_dim + values)
+        q_bytes, kv_bytes = ELEMENT_BYTES[self.q_dtype], ELEMENT_BYTES[self.kv_dtype]
+        queries = self.tokens * self.heads * (q_bytes * self.head_dim + ELEMENT_BYTES[BF16] * self.v_head_dim)
+        keys = self.kv_tokens * self.kv_heads * kv_bytes * (self.head_dim + values)
         return {
             ceilings.MATMUL: self.work * (self.head_dim + values) / (self.head_dim + self.v_head_dim),
-            ceilings.READ: (queries + keys) * torch.bfloat16.itemsize,
+            ceilings.READ: queries + keys,
         }
 
     def _visible(self, q_len: int, kv_len: int) -> float:
@@ -90,7 +105,7 @@ class Prefill:
 
     @property
     def max_error(self) -> float:
-        return MAX_ERROR
+        return MAX_ERROR if self.q_dtype is BF16 and self.kv_dtype is BF16 else MAX_BYTE_ERROR
 
     @property
     def scale(self) -> float:
@@ -124,7 +139,11 @@ def _lengths(sizes: Sizes) -> list[Prefill]:
     return [_uniform(f"d{dim}-{n}", max(TOKENS // n, 1), n, sizes, series=series) for n in LENGTHS]
 
 
-PREFILL = (
+def _in_types(case: Prefill, suffix: str, q_dtype: torch.dtype, kv_dtype: torch.dtype) -> Prefill:
+    return replace(case, name=f"{case.name}-{suffix}", q_dtype=q_dtype, kv_dtype=kv_dtype)
+
+
+BF16_CASES = (
     _uniform("P1", 1, 16384, (32, 8, 128, 128)),
     _uniform("P2", 4, 4096, (32, 8, 128, 128)),
     _uniform("P3", 16, 1024, (32, 8, 128, 128)),
@@ -148,16 +167,24 @@ PREFILL = (
     *_lengths((32, 8, 64, 64)),
     *_lengths((16, 4, 256, 256)),
 )
+_NAMED = {case.name: case for case in BF16_CASES}
+PREFILL = (
+    *BF16_CASES,
+    *(_in_types(_NAMED[name], "fp8", E4M3, E4M3) for name in ("P1", "P2", "P3", "P4")),
+    *(_in_types(_NAMED[name], "fp8-cache", BF16, E4M3) for name in ("P1", "P2", "chunk")),
+    *(_in_types(_NAMED[name], "nvfp4-cache", BF16, NVFP4) for name in ("P1", "P2", "chunk")),
+    _in_types(_NAMED["P1"], "fp8-nvfp4", E4M3, NVFP4),
+)
 
 
 class Tensors:
     """Random queries, keys and values of a workload, and the same keys and values in pages."""
 
-    def __init__(self, work: Prefill, dtype: torch.dtype = torch.bfloat16):
-        self.work, self.dtype = work, dtype
-        generator = torch.Generator("cuda").manual_seed(0)
-        self.q, self.k, self.v = (
-            torch.randn(tokens, heads, dim, generator=generator, device="cuda").to(dtype)
+    def __init__(self, work: Prefill, device: str = "cuda"):
+        self.work, self.device, self.dtype = work, device, work.q_dtype
+        generator = torch.Generator(device).manual_seed(0)
+        q, k, v = (
+            torch.randn(tokens, heads, dim, generator=generator, device=device)
             for tokens, heads, dim in (
                 (work.tokens, work.heads, work.head_dim),
                 (work.kv_tokens, work.kv_heads, work.head_dim),
@@ -166,36 +193,42 @@ class Tensors:
         )
         if work.skip_softmax:
             # Logits of a standard deviation of 6 in a stretch that is needed, and of next to nothing in the others.
-            stretch = torch.arange(work.kv_tokens, device="cuda") // STRETCH
-            self.k *= torch.where(stretch % NEEDED == 0, 6.0, 0.01).to(dtype)[:, None, None]
+            stretch = torch.arange(work.kv_tokens, device=device) // STRETCH
+            k *= torch.where(stretch % NEEDED == 0, 6.0, 0.01)[:, None, None]
+        self.q = q.to(work.q_dtype)
+        self._key, self._value = stored(k, work.kv_dtype), stored(v, work.kv_dtype)
+        self.k, self.v = self._key.values, self._value.values
         self.q_lens, self.kv_lens = (
-            torch.tensor(lengths, dtype=torch.int32, device="cuda") for lengths in (work.q_lens, work.kv_lens)
+            torch.tensor(lengths, dtype=torch.int32, device=self.device) for lengths in (work.q_lens, work.kv_lens)
         )
         self.q_starts, self.kv_starts = (
             torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int() for lengths in (self.q_lens, self.kv_lens)
         )
-        self.sinks = torch.randn(work.heads, generator=generator, device="cuda") if work.sinks else None
-        self._pages: dict[int, Pages] = {}
+        self.sinks = torch.randn(work.heads, generator=generator, device=self.device) if work.sinks else None
+        self._pages: dict[int, CachePages] = {}
 
     def output(self) -> torch.Tensor:
-        return torch.empty(self.work.tokens, self.work.heads, self.work.v_head_dim, dtype=self.dtype, device="cuda")
+        """In bfloat16, whatever the inputs are in."""
+        return torch.empty(self.work.tokens, self.work.heads, self.work.v_head_dim, dtype=BF16, device=self.device)
 
-    def pages(self, page_size: int) -> Pages:
+    def pages(self, page_size: int) -> CachePages:
+        """The cache, with V's block scales by four tokens where there are any."""
         if page_size not in self._pages:
-            self._pages[page_size] = in_pages(self.k, self.v, self.work.kv_lens, page_size)
+            lengths = self.work.kv_lens
+            self._pages[page_size] = cache_pages(self._key, self._value, lengths, page_size, interleaves=True)
         return self._pages[page_size]
 
     def error(self, out: torch.Tensor, rows: int = 24) -> float:
         """Relative error of some rows of the last request against float64."""
         work = self.work
         q_len, kv_len = work.q_lens[-1], work.kv_lens[-1]
-        picked = torch.linspace(0, q_len - 1, min(rows, q_len), device="cuda").long()
+        picked = torch.linspace(0, q_len - 1, min(rows, q_len), device=self.device).long()
         group = work.heads // work.kv_heads
         q = self.q[-q_len:][picked].double().transpose(0, 1)
         k, v = (t[-kv_len:].transpose(0, 1).repeat_interleave(group, 0).double() for t in (self.k, self.v))
         scores = q @ k.transpose(1, 2) * work.scale
         if work.causal:
-            key, position = torch.arange(kv_len, device="cuda"), picked[:, None] + kv_len - q_len
+            key, position = torch.arange(kv_len, device=self.device), picked[:, None] + kv_len - q_len
             scores.masked_fill_(key > position, -math.inf)
             if work.window_left >= 0:
                 scores.masked_fill_(key < position - work.window_left, -math.inf)

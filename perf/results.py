@@ -12,7 +12,15 @@ from typing import Any
 
 from hopwell.perf import colors
 
-PACKAGES = ("hopwell", "torch", "nvidia-cutlass-dsl", "apache-tvm-ffi", "flash-attn-4", "flashinfer-python")
+PACKAGES = (
+    "hopwell",
+    "torch",
+    "nvidia-cutlass-dsl",
+    "apache-tvm-ffi",
+    "flash-attn-4",
+    "flashinfer-python",
+    "sglang-kernel",
+)
 
 ROOFLINE = "roofline"
 CASES_IN_ROW = 6  # of bars

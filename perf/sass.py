@@ -132,7 +132,7 @@ def sass_loops(code: Sequence[Sass]) -> list[Loop]:
 
 @dataclass(frozen=True)
 class Timing:
-    """Of an instruction whose duration ptxas leaves to a scoreboard, in cycles of one warp."""
+    """Timing of an instruction whose duration ptxas leaves to a scoreboard, in cycles of one warp."""
 
     latency: float  # until its result is there
     busy: float = 1.0  # until its unit takes the next one

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, sass_results
 from hopwell.perf.loops import innermost
 from hopwell.perf.model import ISSUE, MMA, SHARED, Step
@@ -144,12 +144,12 @@ class Prediction:
 
     @property
     def product_share(self) -> float:
-        """Of the card's rate of these products."""
+        """The share of the card's rate of these products that is reached."""
         return self.step.units[MMA] / self.step.cycles
 
     @property
     def memory_share(self) -> float:
-        """Of the card's bandwidth."""
+        """The share of the card's bandwidth that is reached."""
         return self.step.units[MEMORY] / self.step.cycles
 
 

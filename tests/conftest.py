@@ -2,12 +2,22 @@ from __future__ import annotations
 
 import pytest
 import torch
+from core_set import core
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--calls", type=int, default=1500, help="calls that tests/api/test_api_seeded_fuzz.py makes")
+    parser.addoption("--core", action="store_true", help="run the core set of tests only, see core_set.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     # Compiling a kernel rewrites its parts' functions in place, and they no longer run as Python afterwards. Workers of
     # pytest-xdist take tests in this order too.
     items.sort(key=lambda item: item.get_closest_marker("traced") is None)
+    if config.getoption("--core"):
+        chosen = core([item for item in items if not item.get_closest_marker("gpu")])
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = chosen
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

@@ -257,7 +257,7 @@ class BulkCopyOp:
 @decodes("cp.async.bulk", "cp.reduce.async.bulk")
 def bulk_copy(c: Context, i: Instr) -> Op:
     from ..decode.memory import FORMATS
-    from .tma import REDUCTIONS, address_operand
+    from .operands import REDUCTIONS, address_operand
 
     p = i.parts
     k = p.index("bulk")

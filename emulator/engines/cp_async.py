@@ -119,7 +119,7 @@ def arrive(c: Context, i: Instr) -> Op:
     instruction are ordered before the barrier's phase when all lanes that took part have arrived.
     """
     from .bulk import clock_copy, mbarrier
-    from .tma import address_operand
+    from .operands import address_operand
 
     bar, noinc, pc = address_operand(c, i.args[0]), "noinc" in i.parts, i.pc
 

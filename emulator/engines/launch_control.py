@@ -21,7 +21,7 @@ RESPONSE_BYTES = 16
 
 @decodes("clusterlaunchcontrol.try_cancel")
 def try_cancel(c: Context, i: Instr) -> Op:
-    from .tma import address_operand
+    from .operands import address_operand
 
     target, bar = address_operand(c, i.args[0]), address_operand(c, i.args[1])
     everywhere = "multicast::cluster::all" in i.op

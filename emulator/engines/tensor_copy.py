@@ -112,7 +112,7 @@ def spread(raw: np.ndarray, bits: int) -> np.ndarray:
 
 @decodes("tcgen05.cp")
 def copy(c: Context, i: Instr) -> Op:
-    from .tma import address_operand
+    from .operands import address_operand
 
     p = i.parts
     shape = next(x for x in p if x[0].isdigit() and x.endswith("b"))
@@ -131,7 +131,7 @@ def copy(c: Context, i: Instr) -> Op:
 @decodes("tcgen05.shift")
 def shift(c: Context, i: Instr) -> Op:
     """tcgen05.shift.down: 32-byte elements of lanes 1.. move one lane down, for the lanes that the address selects."""
-    from .tma import address_operand
+    from .operands import address_operand
 
     target, pair = address_operand(c, i.args[0]), "cta_group::2" in i.parts
 
@@ -166,7 +166,7 @@ def shift(c: Context, i: Instr) -> Op:
 def commit(c: Context, i: Instr) -> Op:
     """Arrives on an mbarrier when all tensor-core work issued before is complete; with .multicast::cluster on the
     barrier at the same offset of every CTA in the mask."""
-    from .tma import address_operand
+    from .operands import address_operand
 
     bar, pair = address_operand(c, i.args[0]), "cta_group::2" in i.parts
     ranks_row = c.src(i.args[1], "b16") if "multicast::cluster" in i.parts else None

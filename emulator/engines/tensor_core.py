@@ -337,7 +337,7 @@ class Job:
 
 @decodes("tcgen05.mma")
 def mma(c: Context, i: Instr) -> Op:
-    from .tma import address_operand
+    from .operands import address_operand
 
     p = i.parts
     if "sp" in p or "ws" in p or any(x.startswith("ashift") for x in p):

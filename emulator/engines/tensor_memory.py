@@ -77,7 +77,7 @@ def wait_for_lanes(m: Machine, w: Warp, frag: int) -> object:
 # ------------------------------------------------------------------ allocation
 @decodes("tcgen05.alloc")
 def alloc(c: Context, i: Instr) -> Op:
-    from .tma import address_operand
+    from .operands import address_operand
 
     target, count = address_operand(c, i.args[0]), c.src(i.args[1], "u32")
 
@@ -321,7 +321,7 @@ def touched_early(m: Machine, w: Warp) -> None:
 
 @decodes("tcgen05.ld")
 def load(c: Context, i: Instr) -> Op:
-    from .tma import address_operand
+    from .operands import address_operand
 
     if "red" in i.parts:
         raise Unsupported(i.op)
@@ -369,7 +369,7 @@ class Store(Transfer):
 
 @decodes("tcgen05.st")
 def store(c: Context, i: Instr) -> Op:
-    from .tma import address_operand
+    from .operands import address_operand
 
     split = i.args[1].bits if len(i.args) > 2 and isinstance(i.args[1], Imm) else 0
     f = fragment(i, split)

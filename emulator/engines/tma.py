@@ -18,13 +18,13 @@ from ..machine.state import AGAIN, Warp, first_lane, lanes_of
 from ..native.layout import OFFSET_MASK, TOUCH_ASYNC, TOUCH_READ, TOUCH_WRITE, WINDOW_SHIFT
 from ..ptx import Instr
 from . import bulk
+from .operands import REDUCTIONS, Address, address_operand
 from .tensor_map import TensorMap, decode
 
 if TYPE_CHECKING:
     from ..machine.machine import Machine
     from ..machine.state import Cta
 
-REDUCTIONS = {"add": 0, "min": 1, "max": 2, "and": 3, "or": 4, "xor": 5, "inc": 8, "dec": 9}
 _maps: dict[bytes, TensorMap] = {}
 
 
@@ -50,23 +50,6 @@ def publish(m: Machine, address: int) -> bool:
         return False
     m.maps[offset // 64] = ctypes.addressof(tensor_map(m, address).native)
     return True
-
-
-@dataclass
-class Address:
-    """A memory operand: row, byte offset, width of the address register."""
-
-    row: int
-    offset: int
-    wide: bool
-
-    def of(self, w: Warp, lane: int) -> int:
-        value = w.get64(self.row, lane) if self.wide else w.get32(self.row, lane)
-        return value + self.offset
-
-
-def address_operand(c: Context, mem) -> Address:
-    return Address(*c.address(mem))
 
 
 @dataclass

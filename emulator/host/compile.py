@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shlex
 import shutil
 import tempfile
@@ -12,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from hopwell.kernels import cache_folder
-
-from .. import native
-from .module import Function, load
 
 
 def compile_function(
@@ -32,20 +27,3 @@ def compile_function(
         if len(found) != 1:
             raise RuntimeError(f"the DSL left {len(found)} PTX files in {dump}")
         shutil.copy(found[0], folder / f"{name}.ptx")
-
-
-def cached_function(key: str, make: Callable[[Path], None], name: str = "entry") -> Function:
-    """The function of a cache entry, made by ``make(folder)`` on first use; safe against other processes."""
-    folder = native.cache_dir() / "kernels" / key
-    done = folder / "complete"
-    if not done.exists():
-        cache_folder.make(folder.parent)
-        with cache_folder.lock(folder):
-            if not done.exists():
-                make(folder)
-                cache_folder.protect(folder)
-                done.touch()
-    with contextlib.suppress(PermissionError):  # a cache that others filled
-        os.utime(done)
-    cache_folder.check(folder)
-    return load(folder / f"{name}.o", folder / f"{name}.ptx").function(name)

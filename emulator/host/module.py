@@ -184,23 +184,3 @@ def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> Launc
         more = f"\nand {rest} more, in emulator.report().hazards" if rest else ""
         raise Hazard("\n".join(shown) + more + f"\n(kernel {program.kernel.name[:80]}; replay: {o.describe()})")
     return report
-
-
-_loading = threading.RLock()  # of several threads that want one module, one makes it
-
-
-def load(object_file: str | Path, ptx: str | Path) -> Module:
-    """The module of an exported object file and its PTX, loaded once per process.
-
-    The first load with a DSL version runs the self-test of the tensor-map format.
-    """
-    with _loading:
-        return _loaded(object_file, ptx)
-
-
-@functools.lru_cache(maxsize=64)
-def _loaded(object_file: str | Path, ptx: str | Path) -> Module:
-    from . import selftest
-
-    selftest.ensure()
-    return Module(object_file, ptx)

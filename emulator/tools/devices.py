@@ -1,4 +1,4 @@
-"""The same PTX on a GPU and on the emulator: both take a module's text and launch its kernels."""
+"""Runs the same PTX on a GPU and on the emulator: both take a module's text and launch its kernels."""
 
 from __future__ import annotations
 

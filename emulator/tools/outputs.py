@@ -75,7 +75,7 @@ class Distance:
 
     @classmethod
     def between(cls, recorded: torch.Tensor, emulated: torch.Tensor) -> Distance:
-        """Of the same type and shape. NaNs are equal; zeros of either sign are no ulp apart, but not equal."""
+        """Compare tensors of one type and shape. NaNs are equal; zeros of either sign differ, by no ulp."""
         bits = [x.contiguous().view(FLOATS[x.dtype]) for x in (recorded, emulated)]
         both_nan = recorded.isnan() & emulated.isnan()
         largest = torch.iinfo(bits[0].dtype).max

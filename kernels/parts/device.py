@@ -1,14 +1,15 @@
 """Small things every device part needs: structs that survive the DSL's loops, and access through raw addresses."""
 
+import math
 from dataclasses import fields, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.config import WARPS
+from hopwell.kernels.hardware import WARPS
 
 
 class DeviceStruct:
@@ -124,8 +125,26 @@ def load_int(address, index, default):
     """Int32 at ``address[index]``; ``default`` where no array was given (address 0)."""
     value = Int32(default)
     if address != 0:
-        value = global_array(Int32, address)[index]
+        value = load_index(address, index)
     return value
+
+
+def load_index(address, index):
+    """Entry ``index`` of lengths, offsets or a table. At an odd address it is the lower half of a 64-bit one."""
+    is_wide = address & 1
+    return global_array(Int32, address - is_wide)[index << is_wide.to(Int32)]
+
+
+@cute.jit
+def load_sink(address, head):
+    """The sink of a head as float32; -inf without sinks. At an odd address they are bfloat16."""
+    sink = -Float32.inf
+    if address != 0:
+        if address & 1 != 0:
+            sink = global_array(BFloat16, address - 1)[head].to(Float32)
+        else:
+            sink = global_array(Float32, address)[head]
+    return sink
 
 
 @cute.jit
@@ -138,8 +157,18 @@ def load_float(address, index, default):
 
 
 def load_scale(address, value):
-    """A scale that is either a kernel argument or one float32 in device memory."""
-    return load_float(address, 0, value)
+    """A scale that is a kernel argument times one float32 in device memory, if there is one."""
+    return load_float(address, 0, 1.0) * value
+
+
+@cute.jit
+def load_output_scale(addresses, value):
+    """The scale of the output. It is NaN where that of scores, on the device, is negative: results would be wrong, as
+    the softmax rests on a row's largest score, which is not the largest logit then."""
+    scale = load_scale(addresses.output_scale, value)
+    if load_float(addresses.softmax_scale, 0, 0.0) < 0.0:
+        scale = Float32(math.nan)
+    return scale
 
 
 def from_lane(values: Any, lane) -> Any:

@@ -10,17 +10,18 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.elements import ELEMENTS
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
-from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, global_array, load_float
+from hopwell.kernels.parts import copy, quantize
+from hopwell.kernels.parts.device import DeviceStruct, global_array, load_sink
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.query_rows import QueryRows
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import LN_2, LOG2_E
 
 WARP_ROWS = RowFragment.warp_rows
-LANE_COLUMNS = 8  # that a lane stores at a time: 16 bytes of 16-bit elements
+NVFP4_BLOCK = ELEMENTS["nvfp4"].block
 STAGED_FLOATS = copy.SWIZZLE_ROW_BYTES // 4  # columns of a staged row
 STAGING_BYTES = 2 * WARP_ROWS * RowFragment.pass_columns  # of each warp
 
@@ -35,15 +36,25 @@ class OutputRows(DeviceStruct):
     count: Int32
     columns: int  # of the output; what is stored may have up to 15 more
 
-    element_bytes = 2
+    element_bits = 16
+    lane_columns = 8  # that a lane stores at a time
 
     @classmethod
-    def of(cls, tile, columns: int, a: Addresses, g: Geometry, first_column=0) -> "OutputRows":
+    def of(cls, tile, columns: int, a: Addresses, g, first_column=0) -> "OutputRows":
         """Of ``tile``, ``columns`` from ``first_column`` on."""
-        size = cls.element_bytes
-        first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head + first_column
-        count = tile.request.q_len - tile.first_row
-        return cls(a.out + size * first, size * g.o_token, size * g.o_head, count, columns)
+        return cls(*cls._place(tile, a, g, first_column), tile.request.q_len - tile.first_row, columns)
+
+    @classmethod
+    def _place(cls, tile, a: Addresses, g, first_column) -> tuple:
+        """The first three fields. Strides of elements of less than a byte count bytes."""
+        unit = max(cls.element_bits // 8, 1)
+        first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head
+        return a.out + unit * first + cls.bytes_of(first_column), unit * g.o_token, unit * g.o_head
+
+    @classmethod
+    def bytes_of(cls, columns):
+        """Bytes of so many elements."""
+        return columns * cls.element_bits // 8
 
     @cute.jit
     def store(
@@ -62,7 +73,7 @@ class OutputRows(DeviceStruct):
         """
         lane = cute.arch.lane_idx()
         pass_columns = self.pass_columns(output)
-        chunks = pass_columns // LANE_COLUMNS
+        chunks = pass_columns // self.lane_columns
         rows_at_once = LANES // chunks
         width = output.columns * output.lanes_per_row
         for begin in cutlass.range_constexpr(0, width, pass_columns):
@@ -72,15 +83,18 @@ class OutputRows(DeviceStruct):
             for step in cutlass.range_constexpr(output.warp_rows // rows_at_once):
                 row, chunk = step * rows_at_once + lane // chunks, lane % chunks
                 # Lanes past the last column, which store nothing, read what is there.
-                words = self.staged_words(output, staging, row, cutlass.min(chunk, rest // LANE_COLUMNS - 1), dtype)
-                column = first_column + begin + chunk * LANE_COLUMNS
-                group = step * rows_at_once // copy.GROUP_ROWS
+                words = self.staged_words(
+                    output, staging, row, cutlass.min(chunk, rest // self.lane_columns - 1), dtype
+                )
+                column = first_column + begin + chunk * self.lane_columns
+                one_group = const_expr(rows_at_once <= copy.GROUP_ROWS)
+                group = step * rows_at_once // copy.GROUP_ROWS if const_expr(one_group) else row // copy.GROUP_ROWS
                 token = rows.token(row, group)
                 if token < self.count and column < self.columns:
-                    place = self.address + token * self.row_bytes + column * self.element_bytes
+                    place = self.address + token * self.row_bytes + self.bytes_of(column)
                     if const_expr(not rows.of_one_head):
                         place += rows.head(group) * self.head_bytes
-                    copy.store_global(place, words)
+                    self.write(place, words, token, rows.head(group), column)
             cute.arch.sync_warp()
 
     def pass_columns(self, output) -> int:
@@ -91,8 +105,12 @@ class OutputRows(DeviceStruct):
         output.stage(staging, factors, begin, columns, dtype)
 
     def staged_words(self, output, staging, row, chunk, dtype) -> list:
-        """What a lane stores: ``LANE_COLUMNS`` columns of a staged row."""
+        """What a lane stores: ``lane_columns`` columns of a staged row."""
         return copy.load_shared(output.staged_chunk(staging, row, chunk), 4)
+
+    def write(self, place, words, token, head, column) -> None:
+        """Store what a lane has of a token's row of a head, counted from the tile's first one."""
+        copy.store_global(place, words)
 
 
 @dataclass(frozen=True)
@@ -106,9 +124,9 @@ class ConvertedRows(OutputRows):
         output.stage_floats(staging, factors, begin, columns)
 
     def staged_words(self, output, staging, row, chunk, dtype) -> list:
-        values = []
-        for half in range(2):
-            values += copy.load_shared(output.staged_chunk(staging, row, 2 * chunk + half), 4, Float32)
+        values, chunks = [], self.lane_columns // 4
+        for i in range(chunks):
+            values += copy.load_shared(output.staged_chunk(staging, row, chunks * chunk + i), 4, Float32)
         return self.converted(values, dtype)
 
     def converted(self, values: list, dtype) -> list:
@@ -120,10 +138,58 @@ class ConvertedRows(OutputRows):
 class ByteRows(ConvertedRows):
     """Output of e4m3, whose largest values saturate."""
 
-    element_bytes = 1
+    element_bits = 8
 
     def converted(self, values: list, dtype) -> list:
         return [copy.pack_e4m3_x4(values[i : i + 4]) for i in range(0, len(values), 4)]
+
+
+@dataclass(frozen=True)
+class Nvfp4Rows(ConvertedRows):
+    """Output of NVFP4: a lane has a block, and stores its scale as well. Scales are in the 128x4 order: 512 bytes have
+    those of 128 rows by 4 columns, one byte for each of 4 columns in turn, of rows 32 apart, and of neighbouring rows.
+    """
+
+    scales: Int64  # address of the whole tensor
+    first_scale_row: Int32  # of the tile's first token
+    first_scale_column: Int32  # of the tile's first head and column
+    scale_columns: Int32
+    head_blocks: int
+
+    element_bits = 4
+    lane_columns = NVFP4_BLOCK
+
+    @classmethod
+    def of(cls, tile, columns: int, a: Addresses, g, first_column=0) -> "Nvfp4Rows":
+        blocks = columns // NVFP4_BLOCK
+        return cls(
+            *cls._place(tile, a, g, first_column),
+            tile.request.q_len - tile.first_row,
+            columns,
+            scales=a.out_scales,
+            first_scale_row=Int32(g.out_scale_row) + tile.request.o_start + tile.first_row,
+            first_scale_column=tile.head * blocks + first_column // NVFP4_BLOCK,
+            scale_columns=Int32(g.out_scale_columns),
+            head_blocks=blocks,
+        )
+
+    def converted(self, values: list, dtype) -> tuple:
+        return quantize.nvfp4_block(values)
+
+    def write(self, place, words, token, head, column) -> None:
+        codes, scale = words
+        copy.store_global(place, codes)
+        row = self.first_scale_row + token
+        column = self.first_scale_column + head * self.head_blocks + column // NVFP4_BLOCK
+        atom = Int64(row // 128) * (self.scale_columns // 4) + column // 4
+        copy.store_element("b8", self.scales + atom * 512 + row % 32 * 16 + row % 128 // 32 * 4 + column % 4, scale)
+
+
+def output_rows(dtype, stages_pairs: bool) -> type[OutputRows]:
+    """How rows of ``dtype`` are written, from fragments that can be staged as pairs of 16 bits or not."""
+    if dtype.width == 16:
+        return OutputRows if stages_pairs else ConvertedRows
+    return ByteRows if dtype.width == 8 else Nvfp4Rows
 
 
 @dataclass(frozen=True)
@@ -161,7 +227,7 @@ class RowResults(DeviceStruct):
             row=g.heads,
             count=count,
         )
-        sink, slope = load_float(a.sinks, tile.head, -Float32.inf), score.slope(tile.head)
+        sink, slope = load_sink(a.sinks, tile.head), score.slope(tile.head)
         position = request.first_position + tile.first_row
         return RowResults(score, sink, slope, position, head_dim, lse_rows, statistics)
 

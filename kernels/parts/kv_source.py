@@ -24,11 +24,13 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MAX_BOX_ROWS
+from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
-from hopwell.kernels.parts.device import DeviceStruct, global_array
+from hopwell.kernels.parts.device import DeviceStruct, load_index
+from hopwell.kernels.parts.page_size import EvenPages, page_size
 
 BOXES_AT_ONCE = 8  # whose corners a lane holds before they are fetched
 
@@ -43,7 +45,7 @@ class KvOperand(DeviceStruct):
     row: Int64
     table: Int64
     table_row: Int64
-    page_shift: Int64
+    pages: Any  # their size, see page_size.py
     head_dim: int
     columns: int  # in shared memory
     depth: int  # of them used
@@ -56,7 +58,7 @@ class KvOperand(DeviceStruct):
         rest = (
             a.key_table,
             g.key_table_row,
-            g.page_shift,
+            page_size(g.page_divisor, g.k_rows, config.uneven_pages),
             config.kv_dims[0],
             config.columns[0],
             config.loaded_depth[0],
@@ -69,7 +71,7 @@ class KvOperand(DeviceStruct):
         rest = (
             a.value_table,
             g.value_table_row,
-            g.page_shift,
+            page_size(g.page_divisor, g.v_rows, config.uneven_pages),
             config.kv_dims[1],
             config.columns[1],
             config.loaded_depth[1],
@@ -233,22 +235,17 @@ class ContiguousBoxes(KvSource):
 @dataclass
 class PagedSource(KvSource):
     table: Int64  # address of the request's page ids
-    page_shift: Int32  # log2 of the page size: a division here cost 3 % of the whole kernel (H200, 2026-11-21)
+    pages: Any  # their size
 
     @staticmethod
     def _paged(operand: KvOperand, tile) -> dict[str, Any]:
         table = operand.table + 4 * operand.table_row * tile.request.index
-        return dict(table=table, page_shift=Int32(operand.page_shift))
-
-    def in_page(self, position):
-        """(number of its page, row within it) of a position."""
-        page = position >> self.page_shift
-        return page, position - (page << self.page_shift)
+        return dict(table=table, pages=operand.pages)
 
     def lookup(self, key):
         """(page, row within it) of a token."""
-        page, row = self.in_page(key)
-        return global_array(Int32, self.table)[page], row
+        page, row = self.pages.split(key)
+        return load_index(self.table, page), row
 
 
 @dataclass
@@ -326,8 +323,9 @@ class PageBoxes(PagedSource):
 
     @property
     def whole_pages(self) -> bool:
-        """Whether a box must be a whole page: below the tallest one that tiles are made of, its page is no taller."""
-        return self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
+        """Whether a box must be a whole page: below the tallest one that tiles are made of, a page of a power of two is
+        no taller."""
+        return isinstance(self.pages, EvenPages) and self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
 
     def load_box(self, box, slot, group, barrier) -> None:
         corner = (0, 0) if self.columns == BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a group, all columns
@@ -419,12 +417,12 @@ class PageRows(PagedSource):
     def _entry(self, key):
         entry = Int32(-1)
         if key >= self.first_key and key < self.end_key:
-            entry = global_array(Int32, self.table)[self._index(key)]
+            entry = load_index(self.table, self._index(key))
         return entry
 
     def _index(self, key):
         """Where the table says where a token is."""
-        return key >> self.page_shift
+        return self.pages.split(key)[0]
 
     def locate(self, tile, entries) -> list:
         """Addresses of the rows of :meth:`_keys`; 0 where the row is not needed."""
@@ -440,7 +438,7 @@ class PageRows(PagedSource):
 
     def _place(self, entry, key):
         """(page, row within it) of a token."""
-        return entry, self.in_page(key)[1]
+        return entry, self.pages.split(key)[1]
 
     @cute.jit
     def copy_rows(self, addresses, stage, barrier) -> None:
@@ -483,4 +481,4 @@ class ListedRows(PageRows):
         return key
 
     def _place(self, entry, key):
-        return self.in_page(entry)
+        return self.pages.split(entry)

@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
-from hopwell.kernels.parts.device import DeviceStruct, global_array
+from hopwell.kernels.parts.device import DeviceStruct, global_array, load_sink
 from hopwell.kernels.parts.softmax import LN_2, normalised
 
 
@@ -55,10 +55,7 @@ class PackedRows(DeviceStruct):
         """The factor that turns a row's accumulated output into the result; ``writes`` its log-sum-exp as well."""
         a, g = self.addresses, self.geometry
         token, head = self._place(row)
-        sink = -Float32.inf
-        if a.sinks != 0:
-            sink = global_array(Float32, a.sinks)[head]
-        factor, lse = normalised(reference, total, sink)
+        factor, lse = normalised(reference, total, load_sink(a.sinks, head))
         if a.lse != 0 and writes:
             scaled = lse * LN_2 if g.lse_natural != 0 else lse
             global_array(Float32, a.lse)[Int64(token) * g.lse_row + head * g.lse_head] = scaled

@@ -22,7 +22,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.device import DeviceStruct, bit_length, from_lane, running_sum, trailing_zeros
 from hopwell.kernels.parts.scheduler import draw_ticket, hand_back_tickets, lane_of

@@ -16,7 +16,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from hopwell.kernels.config import LANES, TileShape
+from hopwell.kernels.config import TileShape
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, global_array, global_pointer, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange

@@ -14,6 +14,21 @@ from hopwell.kernels.parts.device import DeviceStruct
 from hopwell.kernels.parts.softmax import LOG2_E
 from hopwell.kernels.problem import ScoreKind
 
+SERIES_END = 0.125  # up to where the series of tanh x to x^5 is as good as float32
+
+
+def tanh(power):
+    """tanh x, within 2^-23, of 2 x in powers of two. tanh.approx is good for 11 bits, which a cap of 50 makes 0.02."""
+    return 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(power, fastmath=True))
+
+
+def precise_tanh(power):
+    """The same, within a few 2^-22 of the result."""
+    x = power * (0.5 / LOG2_E)
+    square = x * x
+    series = x * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))
+    return cutlass.select_(square > SERIES_END * SERIES_END, tanh(power), series)
+
 
 @dataclass(frozen=True)
 class ScoreMap(DeviceStruct):
@@ -25,18 +40,16 @@ class ScoreMap(DeviceStruct):
     @property
     def softmax_scale(self):
         """Natural logits per unit of what :meth:`apply` leaves."""
-        if const_expr(self.kind is ScoreKind.SOFT_CAP):
-            return self.soft_cap
-        if const_expr(self.kind is ScoreKind.ALIBI):
+        if const_expr(self.kind.has_slopes):
             return Float32(1.0)
-        return self.scale
+        return self.soft_cap if const_expr(self.kind.caps) else self.scale
 
     @cute.jit
     def slope(self, head):
         """ALiBi's slope: with n the largest power of two up to the number of heads, 2^(-8 (h + 1) / n) for the first n
         heads and 2^(-4 (2 (h - n) + 1) / n) for the others. 0 without ALiBi."""
         slope = Float32(0.0)
-        if const_expr(self.kind is ScoreKind.ALIBI):
+        if const_expr(self.kind.has_slopes):
             numerator = 8 * (head + 1)
             if head >= self.alibi_heads:
                 numerator = 4 * (2 * (head - self.alibi_heads) + 1)
@@ -46,25 +59,25 @@ class ScoreMap(DeviceStruct):
     @cute.jit
     def apply(self, scores, slope, tile_start, positions) -> None:
         """Map the ``scores`` (a RowFragment) of the keys from ``tile_start`` on, row r at ``positions[r]``."""
-        if const_expr(self.kind is ScoreKind.SOFT_CAP):
-            # tanh x = 1 - 2 / (1 + e^(2 x)): tanh.approx is good for 11 bits, which a cap of 50 turns into 0.02.
+        if const_expr(self.kind.caps):
             factor = self.scale * (2.0 * LOG2_E) / self.soft_cap
             for r in cutlass.range_constexpr(scores.rows):
                 for c in cutlass.range_constexpr(scores.columns):
-                    power = cute.math.exp2(scores.get(r, c) * factor, fastmath=True)
-                    scores.set(r, c, 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + power))
-        if const_expr(self.kind is ScoreKind.ALIBI):
+                    power = scores.get(r, c) * factor
+                    scores.set(r, c, tanh(power) if self.kind is ScoreKind.SOFT_CAP else precise_tanh(power))
+        if const_expr(self.kind.has_slopes):
+            unit = self.soft_cap if const_expr(self.kind.caps) else self.scale
             # Relative to the row's own key: the same softmax as with absolute positions, without their rounding.
             for r in cutlass.range_constexpr(scores.rows):
                 distance = tile_start + scores.first_column() - positions[r]
                 bias = slope * distance.to(Float32)
                 for c in cutlass.range_constexpr(scores.columns):
-                    scores.set(r, c, scores.get(r, c) * self.scale + (bias + slope * float(scores.column_offset(c))))
+                    scores.set(r, c, scores.get(r, c) * unit + (bias + slope * float(scores.column_offset(c))))
 
     def shift(self, slope, position):
         """What the natural logits of a row at ``position`` lack in the softmax: ALiBi counts from the first key."""
-        return slope * position.to(Float32) if self.kind is ScoreKind.ALIBI else Float32(0.0)
+        return slope * position.to(Float32) if self.kind.has_slopes else Float32(0.0)
 
     def largest_logit(self, largest, shift):
         """The natural logit of a row's largest value; for plain scores the raw q k^T."""
-        return largest * self.soft_cap if self.kind is ScoreKind.SOFT_CAP else largest + shift
+        return largest * self.soft_cap if self.kind.caps and not self.kind.has_slopes else largest + shift

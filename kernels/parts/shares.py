@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, fma, global_array, global_pointer, load_relaxed, store_release

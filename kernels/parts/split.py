@@ -19,7 +19,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.copy import EVICT_FIRST
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, load_int, running_sum
@@ -119,7 +119,8 @@ class SplitSchedule(DeviceStruct):
         safe = cutlass.min(index, Int32(g.batch) - 1)
         q_start = load_int(a.q_offsets, safe, safe * Int32(g.q_len))
         q_end = load_int(a.q_offsets, safe + 1, q_start + Int32(g.q_len))
-        q_len, kv_len = q_end - q_start, load_int(a.kv_lens, safe, 0)
+        # A negative length, which is no length, would wrap around in differences.
+        q_len, kv_len = q_end - q_start, cutlass.max(load_int(a.kv_lens, safe, 0), 0)
         seen = self._seen(kv_len)
         begin = Int32(0)
         if const_expr(self.mask.has_left_edge):

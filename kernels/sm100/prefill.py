@@ -7,10 +7,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import LANES, WARPGROUP, TileShape
+from hopwell.kernels.config import TileShape
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import load_scale, shared_address, shared_array
+from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address, shared_array
 from hopwell.kernels.parts.fragment import LaneRow
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import IntervalMask
@@ -121,7 +122,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
             scale = load_scale(addresses.softmax_scale, softmax_scale)
             score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
             state = PackedSoftmax.of(score.softmax_scale, self.config.polynomial_eighths)
-            scale = load_scale(addresses.output_scale, output_scale)
+            scale = load_output_scale(addresses, output_scale)
             parts = (self, s_ring, p_ring, factor_ring, factors, board, mask, score, state, scale, tensor_memory)
             if const_expr(self.config.skip_softmax):
                 skip = SkipRule.create(skip_softmax, state.scale)

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
-from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.device import barrier_all, shared_array
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.sm100.softmax import Logits, Softmax, Steps

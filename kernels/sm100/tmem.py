@@ -7,7 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.fragment import LaneRow
 from hopwell.kernels.sm100_config import TENSOR_MEMORY_COLUMNS
 

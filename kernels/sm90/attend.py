@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, const_expr
 
-from hopwell.kernels.config import LANES, WARPGROUP
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address

@@ -11,8 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32
 
-from hopwell.kernels.config import BLOCK_COLUMNS, LANES, WARPS
+from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, warp_in_group

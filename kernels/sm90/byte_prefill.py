@@ -7,10 +7,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import fma
-from hopwell.kernels.parts.epilogue import ByteRows, ConvertedRows
+from hopwell.kernels.parts.epilogue import OutputRows, output_rows
 from hopwell.kernels.parts.fragment import SplitRowFragment
 from hopwell.kernels.skeleton import SharedTiles
 from hopwell.kernels.sm90.attend import Operands
@@ -35,8 +35,8 @@ class ByteAttend(PrefillAttend):
     def operands(self, row_group, column_group) -> "ByteOperands":
         return ByteOperands.create(self.kernel, self.tiles, row_group, column_group)
 
-    def output_rows(self) -> type[ConvertedRows]:
-        return ByteRows if self.kernel.out_dtype.width == 8 else ConvertedRows
+    def output_rows(self) -> type[OutputRows]:
+        return output_rows(self.kernel.out_dtype, stages_pairs=False)
 
     @cute.jit
     def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
 from hopwell.kernels.parts.fragment import ColumnFragment

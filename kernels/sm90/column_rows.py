@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from hopwell.kernels.config import WARPGROUP, WARPS
+from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, shared_array, warp_in_group
 from hopwell.kernels.parts.fragment import ColumnFragment

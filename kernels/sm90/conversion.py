@@ -12,20 +12,39 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, const_expr
 
-from hopwell.kernels.config import WARPGROUP, WARPS
-from hopwell.kernels.parts import copy
+from hopwell.kernels.hardware import WARPGROUP, WARPS
+from hopwell.kernels.parts import copy, e2m1
+from hopwell.kernels.parts.block_scales import ScaleRows
 from hopwell.kernels.parts.device import DeviceStruct, prmt, shared_address, warp_in_group
 from hopwell.kernels.parts.scheduler import Board
 from hopwell.kernels.parts.widen import widened
 from hopwell.kernels.skeleton import SharedTiles
 
 CHUNK_ELEMENTS = copy.CHUNK_BYTES  # of 8 bits in a chunk, which becomes two chunks
+PACKED_ELEMENTS = 2 * copy.CHUNK_BYTES  # of 4 bits in a chunk, which becomes four chunks: two blocks
 PAIRED_KEYS = 32  # that a warp transposes at a time: two chunks of a row of the target
 
 
+class Stream(DeviceStruct):
+    """K or V: stages that are loaded become stages that are multiplied. Besides, a stream may need what lies in global
+    memory."""
+
+    def look_up(self, tile, n) -> list:
+        """What a lane has to know before it can read what tile ``n`` needs; values that a loop carries."""
+        return []
+
+    def read(self, tile, n, entry: list) -> list:
+        """What tile ``n`` needs."""
+        return []
+
+    def convert(self, step, scales: list) -> None:
+        """Convert the tile of ``step``; called by the whole warpgroup."""
+        raise NotImplementedError
+
+
 @dataclass
-class WideningStream(DeviceStruct):
-    """K or V: stages of ``source``, filled through ``source_ring``, become stages of ``target``."""
+class WideningStream(Stream):
+    """Stages of ``source``, filled through ``source_ring``, become stages of ``target`` in 16 bits."""
 
     kernel: Any  # configuration only
     source: Int32
@@ -35,8 +54,7 @@ class WideningStream(DeviceStruct):
     operand: int  # 0 for K, 1 for V
 
     @cute.jit
-    def convert(self, step) -> None:
-        """Widen the tile of ``step``; called by the whole warpgroup."""
+    def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
         loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
         chunks = config.depth[self.operand] // CHUNK_ELEMENTS  # of a row
@@ -65,12 +83,64 @@ class WideningStream(DeviceStruct):
         return list(words)
 
 
+@dataclass
+class DequantisingStream(WideningStream):
+    """Elements of NVFP4: a thread takes a row, or, where steps have few keys, an equal part of one, and reads scales
+    of its blocks from global memory."""
+
+    scales: ScaleRows
+
+    @property
+    def row_parts(self) -> int:
+        """Threads that share a row."""
+        return WARPGROUP // self.kernel.tile.n
+
+    def _place(self) -> tuple:
+        """A thread's row of a tile and its part of the row."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        return thread // self.row_parts, thread % self.row_parts
+
+    def look_up(self, tile, n) -> list:
+        return [self.scales.look_up(tile, n * self.kernel.tile.n + self._place()[0], n)]
+
+    def read(self, tile, n, entry: list) -> list:
+        row, part = self._place()
+        return self.scales.read(tile, n * self.kernel.tile.n + row, entry[0], part, self.row_parts)
+
+    @cute.jit
+    def convert(self, step, scales) -> None:
+        config, n, dtype = self.kernel.config, self.kernel.tile.n, self.kernel.dtype
+        loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
+        chunks = config.depth[self.operand] // PACKED_ELEMENTS // self.row_parts  # of a thread
+        cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
+        self.source_ring.wait_full(step)
+        self.target_ring.wait_empty(step)
+        source = self.source + self.source_ring.stage(step) * (2 * n * loaded)
+        target = self.target + self.target_ring.stage(step) * (2 * n * columns)
+        row, part = self._place()
+        if row < n:
+            for i in cutlass.range_constexpr(chunks):
+                chunk = part * chunks + i
+                words = copy.load_shared(
+                    copy.tile_chunk(source, row, chunk, n, loaded, self.kernel.source.columns_first), 4
+                )
+                for j in cutlass.range_constexpr(4):
+                    block = 2 * i + j // 2
+                    factor = e2m1.scale_pair(scales[block // 4], block % 4, dtype)
+                    wide = e2m1.scaled(words[j], factor, dtype)
+                    copy.store_shared(copy.tile_chunk(target, row, 4 * chunk + j, n, columns, False), wide)
+        # The tensor cores read what was written here through another proxy.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
+        self.source_ring.release(step)
+
+
 # How bytes of two words are interleaved: the even ones of both, and the odd ones.
 EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 
 
 @dataclass
-class TransposingStream(DeviceStruct):
+class TransposingStream(Stream):
     """V of 8 bits: stages of ``source`` [keys, columns] become stages of ``target`` [columns, keys].
 
     Keys and columns are permuted on the way, within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 come to lie side
@@ -86,8 +156,7 @@ class TransposingStream(DeviceStruct):
     target_ring: Any
 
     @cute.jit
-    def convert(self, step) -> None:
-        """Transpose the tile of ``step``; called by the whole warpgroup."""
+    def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
         chunks = config.depth[1] // copy.CHUNK_BYTES  # of 16 columns
         self.source_ring.wait_full(step)
@@ -127,24 +196,39 @@ class Conversion(DeviceStruct):
     board: Board
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, rings: tuple, board: Board) -> "Conversion":
+    def create(kernel, tiles: SharedTiles, rings: tuple, board: Board, addresses, geometry) -> "Conversion":
         """``rings`` are those of K and V as they are loaded, then of what is converted of them as it is multiplied."""
         sources = [shared_address(source.iterator) for source in tiles.loaded]
         if kernel.config.transposes_v:
             target = shared_address(tiles.v.iterator)
             return Conversion((TransposingStream(kernel, sources[1], rings[1], target, rings[2]),), board)
         targets = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
-        streams = [WideningStream(kernel, sources[i], rings[i], targets[i], rings[2 + i], i) for i in range(2)]
-        return Conversion(tuple(streams), board)
+        places = [(kernel, sources[i], rings[i], targets[i], rings[2 + i], i) for i in range(2)]
+        if kernel.config.kv_element.block:
+            scales = ScaleRows.of(kernel.config, addresses, geometry)
+            return Conversion(
+                tuple(DequantisingStream(*place, each) for place, each in zip(places, scales, strict=True)), board
+            )
+        return Conversion(tuple(WideningStream(*place) for place in places), board)
 
     @cute.jit
     def run(self) -> None:
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
-            for _ in cutlass.range(tile.keys.end - tile.keys.begin, unroll=1):
-                for stream in self.streams:
-                    stream.convert(step)
+            # Scales are read from global memory: page ids two steps before their tile, scales one step.
+            n = tile.keys.end - 1
+            entries = [stream.look_up(tile, n) for stream in self.streams]
+            scales = [stream.read(tile, n, entry) for stream, entry in zip(self.streams, entries, strict=True)]
+            entries = [stream.look_up(tile, n - 1) for stream in self.streams]
+            for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
+                following = [
+                    stream.read(tile, n - 1, entry) for stream, entry in zip(self.streams, entries, strict=True)
+                ]
+                entries = [stream.look_up(tile, n - 2) for stream in self.streams]
+                for stream, each in zip(self.streams, scales, strict=True):
+                    stream.convert(step, each)
+                scales = following
                 step += 1
             work += 1
             tile = self.board.read(work)

@@ -9,11 +9,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import BLOCK_COLUMNS, LANES, WARPGROUP
+from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import load_scale, shared_address
+from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand, PageRows
 from hopwell.kernels.parts.mask import DraftMask, IntervalMask
@@ -234,7 +235,7 @@ class DecodeSm90(AttentionSm90):
         return KvOperand.key(addresses, geometry, self.config), KvOperand.value(addresses, geometry, self.config)
 
     def _output_scale(self, addresses: Addresses, output_scale, output_factor):
-        return load_scale(addresses.output_scale, output_scale) * load_scale(addresses.output_factor, output_factor)
+        return load_output_scale(addresses, output_scale) * load_scale(addresses.output_factor, output_factor)
 
     @cute.jit
     def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tile, tiles, ring, step):

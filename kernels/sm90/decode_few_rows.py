@@ -15,8 +15,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
-from hopwell.kernels.config import WARPS
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address

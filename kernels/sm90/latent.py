@@ -14,6 +14,7 @@ from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand, PageRows
 from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow
+from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.pipeline import Edge
 
 
@@ -38,7 +39,8 @@ class LatentKeys:
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
         """Both parts are values as well: rows that nobody sees become zeros."""
         c, a, g = self.config, addresses, geometry
-        strides, table = (g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, g.page_shift)
+        pages = page_size(g.page_divisor, g.k_rows, c.uneven_pages)
+        strides, table = (g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
         dims, columns = c.kv_dims, c.columns
         kind = dict(is_value=True, read_once=c.reads_kv_once)
         left = KvOperand(a.key, *strides, *table, dims[0], columns[0], dims[0], **kind)

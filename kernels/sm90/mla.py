@@ -8,7 +8,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from hopwell.kernels.config import BLOCK_COLUMNS, LANES, MMA_DEPTH, WARPGROUP
+from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
+from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy

@@ -7,11 +7,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import LANES, WARPGROUP, WARPS, PrefillConfig, TileShape
-from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.config import PrefillConfig, TileShape
+from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
+from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
-from hopwell.kernels.parts.device import load_scale, shared_address
+from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
@@ -70,7 +71,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         k_atom: cute.CopyAtom | None,
         v_atom: cute.CopyAtom | None,
         addresses: Addresses,
-        geometry: Geometry,
+        geometry,  # a Geometry or a ScaledGeometry
         softmax_scale: Float32,
         output_scale: Float32,
         soft_cap: Float32,
@@ -101,7 +102,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             if const_expr(self.config.converts):
                 if warp >= 4 * (len(self.config.registers) - 1):
                     self.set_registers(self.tile.converting_registers)
-                    Conversion.create(self, tiles, rings[1:], board).run()
+                    Conversion.create(self, tiles, rings[1:], board, addresses, geometry).run()
                 else:
                     keys = () if const_expr(self.config.widens) else (k_ring,)
                     self.attend(tiles, (q_ring, *keys, *operand_rings), board, mask, *numbers)
@@ -118,7 +119,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
         kind = TileSoftmax if self.config.multiplies_bytes else OnlineSoftmax
         softmax = kind.create(score.softmax_scale, RowFragment.rows)
-        scale = load_scale(addresses.output_scale, output_scale)
+        scale = load_output_scale(addresses, output_scale)
         parts = (self, tiles, rings, board, mask, score, softmax, scale, self.tile_shape(geometry))
         if const_expr(self.config.skip_softmax):
             skip = SkipRule.create(skip_softmax, softmax.scale)
@@ -186,4 +187,5 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 def build(config: PrefillConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
     kernel = PrefillSm90(config)
-    return kernel, example_arguments((Addresses, Geometry), floats=4)
+    geometry = ScaledGeometry if config.has_block_scales else Geometry
+    return kernel, example_arguments((Addresses, geometry), floats=4)

@@ -9,7 +9,7 @@ from cutlass import Int32, const_expr
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts.device import shared_address
-from hopwell.kernels.parts.epilogue import STAGING_BYTES, ByteRows, OutputRows, RowResults
+from hopwell.kernels.parts.epilogue import STAGING_BYTES, OutputRows, RowResults, output_rows
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import LogitRow, TileRange
 from hopwell.kernels.parts.query_rows import QueryRows
@@ -30,7 +30,7 @@ class PrefillAttend(Attend):
 
     def output_rows(self) -> type[OutputRows]:
         """How rows of the output are written."""
-        return ByteRows if self.kernel.out_dtype.width == 8 else OutputRows
+        return output_rows(self.kernel.out_dtype, stages_pairs=True)
 
     def _rows(self, warp_row) -> QueryRows:
         if self.kernel.config.packs_heads:

@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass.cute.nvgpu import warpgroup
 
-from hopwell.kernels.config import WARPGROUP
+from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.device import barrier_all
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.sm90.attend import GROUP_BARRIER

@@ -337,7 +337,7 @@ def refused(entry: str, error: type[Exception], text: str, form_name: str | None
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape, starting one element past a 16-byte boundary."""
+    """A tensor of the same shape that starts one element past a 16-byte boundary."""
     return (
         torch.zeros(tensor.numel() + 64, dtype=torch.float32)
         .view(tensor.dtype)[1 : 1 + tensor.numel()]

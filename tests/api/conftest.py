@@ -9,6 +9,7 @@ import torch
 
 import hopwell.prefill
 from hopwell import _launch, cudnn, decode, mla
+from hopwell.kernels.launch import addresses_of
 from hopwell.kernels.plan import operands
 from hopwell.kernels.problem import AttentionProblem
 
@@ -31,7 +32,7 @@ class RecordingPlan:
         out = problem.out
         if out is None:
             out = problem.query.new_empty((*problem.query.shape[:-1], problem.value.shape[-1]))
-        addresses = [0 if view is None else view.data_ptr() for view in operands(problem, out)]
+        addresses = addresses_of(operands(problem, out))
         self.function(self.anchor, (*addresses, TICKETS))
         return out
 
@@ -51,7 +52,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
     monkeypatch.setattr(_launch, "Plan", RecordingPlan)
     prefill = [(hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2")]
     for module, calls in (*prefill, (cudnn, "_CUDNN"), (decode, "_XQA"), (decode, "_TRTLLM"), (mla, "_MLA")):
-        monkeypatch.setattr(module, calls, _launch.Calls(getattr(module, calls).sources))
+        monkeypatch.setattr(module, calls, _launch.Calls(getattr(module, calls).sources, getattr(module, calls).names))
     RecordingPlan.problems.clear()
     RecordingPlan.addresses.clear()
     return RecordingPlan

@@ -109,7 +109,7 @@ class TestWorkspace:
     @each_entry
     def test_other_refusals(self, entry: str) -> None:
         good = form(entry, DEFAULT[entry])["workspace_buffer"]
-        refused(entry, TypeError, "^workspace_buffer must be a torch.Tensor, got NoneType", workspace_buffer=None)
+        refused(entry, TypeError, "^workspace_buffer must be a torch.Tensor, got None", workspace_buffer=None)
         text = "^workspace_buffer must be on cpu, the device of the query, got meta$"
         refused(entry, ValueError, text, workspace_buffer=good.to("meta"))
         text = r"^workspace_buffer must be contiguous, got strides \(2,\)$"

@@ -94,7 +94,7 @@ def resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def spread(tensor: torch.Tensor, dim: int, gap: int) -> torch.Tensor:
-    """The same shape with elements skipped in memory in one dimension."""
+    """A tensor of the same shape with elements skipped in memory in one dimension."""
     if not tensor.dim():
         return tensor
     sizes = list(tensor.shape)

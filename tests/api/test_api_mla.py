@@ -168,7 +168,7 @@ class TestWorkspace:
             assert problem.scratch.nbytes == size
 
     def test_size_is_what_the_docs_say(self) -> None:
-        """Of 132 multiprocessors, in MiB, for up to 256 rows; less of narrow outputs."""
+        """Sizes are those of 132 multiprocessors, in MiB, for up to 256 rows; less of narrow outputs."""
         for rows, (rank, said) in itertools.product((1, 16, 128, 256), ((256, [54, 60]), (512, [72, 84]))):
             sizes = [scratch_bytes(rows, 1, rank, keys, 132, latent=True) for keys in (131072, 1 << 20)]
             assert [math.ceil(size / 2**20) for size in sizes] == said
@@ -198,10 +198,10 @@ class TestRefusals:
         refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[0])
         refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[:, None].repeat(1, 2, 1, 1))
         refused(MLA, ValueError, "^kv_cache has stride", kv_cache=odd_stride(PAGES, PAGE, 576))
-        refused(MLA, ValueError, "page size of kv_cache must be a power of two", kv_cache=cache[:, :12])
+        refused(MLA, ValueError, "kv_cache must have a page size of at least 1", kv_cache=cache[:, :0])
         size = mla_workspace_bytes(HEADS, 4 * 2048, device="cpu")
         changes = dict(kv_cache=data(1, 2048, 576), workspace_buffer=torch.empty(size, dtype=U8))
-        refused(MLA, NotImplementedError, "page_size=2048.*powers of two from 1 to 1024", **changes)
+        refused(MLA, NotImplementedError, "page_size=2048.*page size: 1 to 1024", **changes)
 
     def test_sparse(self) -> None:
         refused(MLA, ValueError, "^sparse_mla_top_k must be a multiple of 4", sparse_mla_top_k=6)
@@ -220,12 +220,12 @@ class TestRefusals:
         assert problem.max_kv_len == problem.token_table.shape[1] == 8
 
     def test_fp8(self) -> None:
-        text = "fp8.*query.dtype=torch.float8_e4m3fn.*data types supported on sm_90a: bf16 query and cache"
+        text = "fp8.*query.dtype=torch.float8_e4m3fn.*data types supported on sm_90a: bf16 or fp16 query and cache"
         refused(MLA, NotImplementedError, text, "fp8")
 
     def test_out(self) -> None:
         good = data(BATCH, 1, HEADS, 512)
-        refused(MLA, TypeError, "^out must be a torch.Tensor, got int 3$", out=3)
+        refused(MLA, TypeError, "^out must be a torch.Tensor or None, got int 3$", out=3)
         text = r"^out must have shape \[batch=3, q_len=1, num_heads=4, kv_lora_rank=512\], got "
         for wrong in (good[:, 0], good[:-1], good[..., :256], good.transpose(1, 2)):
             refused(MLA, ValueError, text, out=wrong)

@@ -61,12 +61,13 @@ def test_fmha_v2_pages(layout: str) -> None:
     q, pool = form(FMHA, name)["qkv"]
     refused(FMHA, ValueError, "requires block_tables", name, block_tables=None)
     refused(FMHA, TypeError, "^block_tables must be a torch.Tensor", name, block_tables=[1])
-    refused(FMHA, ValueError, "^block_tables must be torch.int32", name, block_tables=ints(*TABLE).long())
+    refused(FMHA, ValueError, "^block_tables must be torch.int32", name, block_tables=ints(*TABLE).short())
     refused(FMHA, ValueError, "^block_tables must be on cpu", name, block_tables=ints(*TABLE).to("meta"))
     refused(
         FMHA, ValueError, "^block_tables must be 2-D", name, block_tables=form(FMHA, f"pair-{layout}")["block_tables"]
     )
-    refused(FMHA, ValueError, "page size of qkv", name, qkv=(q, pool[:, :, :3, :3]))
+    none = pool[:, :, :0] if layout == "NHD" else pool[:, :, :, :0]
+    refused(FMHA, ValueError, "page size of at least 1", name, qkv=(q, none))
     refused(FMHA, ValueError, r"^qkv\[1\]", name, qkv=(q, pool[:, :1]))
 
     name = f"pair-{layout}"
@@ -93,6 +94,9 @@ def test_fmha_v2_strings() -> None:
     refused(FMHA, ValueError, "^out_dtype must be a torch.dtype or the name", out_dtype="bf16")
     refused(FMHA, ValueError, "^out_dtype must be a torch.dtype or the name", out_dtype="nvfp4")
     refused(FMHA, ValueError, "^out_dtype must be torch.bfloat16 or", out_dtype="float32")
+    narrow = "must be torch.bfloat16 or torch.float16 for qkv of torch.bfloat16, got torch.float8_e4m3fn$"
+    refused(FMHA, ValueError, f"^out_dtype {narrow}", out_dtype="float8_e4m3fn")
+    refused(FMHA, ValueError, f"^out {narrow}", out=data(TOKENS, HEADS, DIM, dtype=FP8))
     refused(FMHA, TypeError, "^out_dtype must be a torch.dtype or the name", out_dtype=16)
     out = data(TOKENS, HEADS, DIM)
     refused(FMHA, ValueError, "^out_dtype must be the dtype of out", out=out, out_dtype="float16")
@@ -101,11 +105,8 @@ def test_fmha_v2_strings() -> None:
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"pos_encoding_mode": "Alibi", "logits_soft_cap_scale": 30.0}, "logits_soft_cap_scale=30.0"),
-        ({"out_dtype": "float8_e4m3fn"}, "out_dtype=torch.float8_e4m3fn"),
-        ({"out": data(TOKENS, HEADS, DIM, dtype=FP8)}, "out_dtype=torch.float8_e4m3fn"),
-        ({"qkv": (data(8, 4, DIM, dtype=FP8), data(58, 2, 2, DIM, dtype=FP8))}, "qkv.dtype=torch.float8_e4m3fn"),
-        ({"qkv": (data(8, 4, 72), data(58, 2, 2, 72))}, "head_dim=72"),
+        ({"qkv": (data(8, 4, 264), data(58, 2, 2, 264))}, "head_dim=264"),
+        ({"qkv": (data(8, 4, 112, dtype=FP8), data(58, 2, 2, 112, dtype=FP8))}, "head_dim=112"),
     ],
 )
 def test_fmha_v2_without_kernel(changes: dict[str, Any], text: str) -> None:
@@ -129,8 +130,8 @@ def test_cudnn_kv() -> None:
     refused(CUDNN, ValueError, "^k_cache must be 4-D", "paged", k_cache=k[..., :128])
     refused(CUDNN, ValueError, "number of pages", "paged", k_cache=pages[:3])
     refused(CUDNN, ValueError, "page size", "paged", k_cache=pages[:, :, :8])
-    three = pages[:, :, :3]
-    refused(CUDNN, ValueError, "page size of k_cache must be a power of two", "paged", k_cache=three, v_cache=three)
+    none = pages[:, :, :0]
+    refused(CUDNN, ValueError, "k_cache must have a page size of at least 1", "paged", k_cache=none, v_cache=none)
 
 
 def test_cudnn_offsets() -> None:
@@ -180,7 +181,7 @@ def test_cudnn_lse(return_lse: bool) -> None:
 
 def test_cudnn_other_rules() -> None:
     refused(CUDNN, TypeError, "^backend must be a str", backend=3)
-    q, k, v = (data(n, h, d, dtype=FP8) for n, h, d in ((8, 4, 192), (58, 2, 192), (58, 2, 128)))
-    refused(CUDNN, NotImplementedError, "q.dtype=torch.float8_e4m3fn", q=q, k_cache=k, v_cache=v)
-    k, v = data(KV_TOKENS, KV_HEADS, 72), data(KV_TOKENS, KV_HEADS, 72)
-    refused(CUDNN, NotImplementedError, "head_dim=72", q=data(TOKENS, HEADS, 72), k_cache=k, v_cache=v)
+    q, k, v = (data(n, h, 112, dtype=FP8) for n, h in ((TOKENS, HEADS), (KV_TOKENS, KV_HEADS), (KV_TOKENS, KV_HEADS)))
+    refused(CUDNN, NotImplementedError, "head_dim=112", q=q, k_cache=k, v_cache=v)
+    k, v = data(KV_TOKENS, KV_HEADS, 264), data(KV_TOKENS, KV_HEADS, 264)
+    refused(CUDNN, NotImplementedError, "head_dim=264", q=data(TOKENS, HEADS, 264), k_cache=k, v_cache=v)

@@ -93,6 +93,12 @@ TRTLLM_DECODE = [
     ("bmm1_scale_log2", None),
     ("multi_ctas_kv_counter_buffer", None),
     ("enable_block_sparse_attention", False),
+    ("cp_world", 1),
+    ("cp_rank", 0),
+    ("causal_seqlens_kv_global", None),
+    ("bf16q_fp8kv_transform_mode", None),
+    ("request_order", None),
+    ("request_order_plan", None),
     ("return_lse_base", None),
 ]
 FMHA_V2 = [
@@ -183,9 +189,49 @@ MLA = [
     ("use_fp16_softmax", None),
     ("return_lse_base", None),
 ]
+APPEND = [
+    ("append_key", NONE),
+    ("append_value", NONE),
+    ("batch_indices", NONE),
+    ("positions", NONE),
+    ("paged_kv_cache", NONE),
+    ("kv_indices", None),
+    ("kv_indptr", None),
+    ("kv_last_page_len", None),
+    ("kv_layout", "NHD"),
+    ("k_scale", 1.0),
+    ("v_scale", 1.0),
+    ("kv_cache_sf", None),
+    ("v_scale_layout", "linear"),
+    ("block_tables", None),
+    ("uses_shared_paged_kv_idx", True),
+    ("enable_pdl", None),
+]
+NVFP4_APPEND = [
+    *APPEND[:5],
+    ("kv_cache_sf", NONE),
+    *((name, NONE) for name in ("kv_indices", "kv_indptr", "kv_last_page_len", "k_scale", "v_scale")),
+    ("kv_layout", "NHD"),
+    ("v_scale_layout", "linear"),
+    ("enable_pdl", None),
+]
 
 # module, name, parameters, number of positional ones
 EXPECTED = [
+    ("hopwell.page", "append_paged_kv_cache", APPEND, 9),
+    (
+        "hopwell.page",
+        "get_batch_indices_positions",
+        [("append_indptr", NONE), ("seq_lens", NONE), ("nnz", NONE)],
+        3,
+    ),
+    (
+        "hopwell.page",
+        "get_seq_lens",
+        [("kv_indptr", NONE), ("kv_last_page_len", NONE), ("page_size", NONE)],
+        3,
+    ),
+    ("hopwell.page", "nvfp4_quantize_append_paged_kv_cache", NVFP4_APPEND, 12),
     ("hopwell.prefill", "trtllm_batch_context_with_kv_cache", CONTEXT, 23),
     ("hopwell.decode", "xqa_batch_decode_with_kv_cache", XQA, 17),
     ("hopwell.decode", "trtllm_batch_decode_with_kv_cache", TRTLLM_DECODE, 30),

@@ -11,7 +11,7 @@ from api_calls import FORMS, Form
 
 from hopwell import emulator
 from hopwell.kernels import support
-from hopwell.kernels.config import config_type, shipped_configs
+from hopwell.kernels.families import prefill_type, shipped_configs
 
 
 def test_keys_are_unique_and_archs_known() -> None:
@@ -30,9 +30,9 @@ def test_require_passes_what_is_supported() -> None:
 
 def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     with pytest.raises(NotImplementedError) as caught:
-        support.require(support.FMHA_V2, "alibi_soft_cap", "logits_soft_cap_scale=30.0", "sm_90a")
+        support.require(support.CONTEXT, "fp16_softmax", "use_fp16_softmax=True", "sm_90a")
     message = str(caught.value)
-    for part in (support.FMHA_V2, "ALiBi together", "logits_soft_cap_scale=30.0", "sm_90a", "attention sinks"):
+    for part in (support.CONTEXT, "softmax in fp16", "use_fp16_softmax=True", "sm_90a", "attention sinks"):
         assert part in message
 
     with pytest.raises(
@@ -43,7 +43,7 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
     text = support.support_matrix()
-    kernels = {"sm_90a": "yes", "sm_100a": "emulator-verified", "sm_103a": "emulator-verified"}
+    kernels = {arch: "yes" if arch in support.RUN_ON_HARDWARE else "emulator-verified" for arch in support.ARCHS}
     for name, entry in support.ENTRIES.items():
         assert f"`{entry.module}.{name}`" in text
         for feature in entry.features:
@@ -169,10 +169,11 @@ def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("entry", PREFILL)
-def test_blackwell_prefill_has_what_hopper_prefill_has_but_some_head_dims_and_byte_caches(entry: str) -> None:
+def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry: str) -> None:
+    absent = ("hopper_head_dim", "8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
     for feature in support.ENTRIES[entry].features:
         hopper, *blackwell = (arch in feature.archs for arch in ("sm_90a", "sm_100a", "sm_103a"))
-        assert blackwell == [hopper and feature.key not in ("hopper_head_dim", "fp8_kv")] * 2, feature.key
+        assert blackwell == [hopper and feature.key not in (*absent, "alibi_soft_cap")] * 2, feature.key
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
@@ -180,7 +181,7 @@ def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
     for arch in ("sm_90a", "sm_100a", "sm_103a"):
         dims = itertools.product(range(8, 601, 8), repeat=2)
         served = {one for one in dims if arch in context.feature(support.prefill_head_dim(one)).archs}
-        assert served == set(config_type(arch).tiles)
+        assert served == set(prefill_type(arch).all_tiles())
 
 
 @pytest.mark.parametrize(

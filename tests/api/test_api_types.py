@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from api_calls import (
-    BF16,
     CONTEXT,
     CUDNN,
     DEFAULT,
@@ -78,14 +77,17 @@ def each(table: dict[str, tuple[str, ...]]) -> list[tuple[str, str]]:
 def test_tensor_types(entry: str, name: str) -> None:
     for value in (None, 3, [1, 2], np.zeros(3)):
         refused(entry, TypeError, f"^{name} must be a torch.Tensor", **{name: value})
-    refused(entry, ValueError, f"^{name} must be a strided tensor", **{name: torch.zeros(3, 3, 3).to_sparse()})
+    if name != "workspace_buffer" or entry in (XQA, MLA):  # elsewhere nothing is done with it
+        refused(entry, ValueError, f"^{name} must be a strided tensor", **{name: torch.zeros(3, 3, 3).to_sparse()})
 
 
 @pytest.mark.parametrize(("entry", "name"), each(INDICES))
 def test_index_tensors(entry: str, name: str) -> None:
     tensor = form(entry, DEFAULT[entry])[name]
-    for dtype in (torch.int64, torch.int16, torch.float32, torch.bool):
-        refused(entry, ValueError, f"^{name} must be torch.int32 or torch.uint32", **{name: tensor.to(dtype)})
+    for dtype in (torch.uint64, torch.int16, torch.float32, torch.bool):
+        refused(
+            entry, ValueError, f"^{name} must be torch.int32 or torch.uint32 or torch.int64", **{name: tensor.to(dtype)}
+        )
     refused(entry, ValueError, f"^{name} must be on cpu", **{name: tensor.to("meta")})
     if name != "cum_seq_lens_kv" or entry == FMHA:
         refused(entry, ValueError, f"{name}|actual_seq_lens_kv", **{name: torch.cat((tensor, tensor))})
@@ -121,7 +123,7 @@ def test_floats(entry: str, name: str) -> None:
 @pytest.mark.parametrize(("entry", "name"), each(FLAGS))
 def test_flags(entry: str, name: str) -> None:
     for value in (1, "True", np.True_, torch.tensor(True)):
-        refused(entry, TypeError, f"^{name} must be True or False", **{name: value})
+        refused(entry, TypeError, f"^{name} must be True(,| or) False", **{name: value})
 
 
 @pytest.mark.parametrize(("entry", "name"), each(STRINGS))
@@ -151,7 +153,7 @@ def test_sinks(entry: str) -> None:
     refused(entry, TypeError, "^sinks must be a torch.Tensor", sinks=[None])
     refused(entry, ValueError, "^sinks as a list must hold exactly one", sinks=[sinks, sinks])
     refused(entry, ValueError, "^sinks as a tuple must hold exactly one", sinks=())
-    refused(entry, ValueError, "^sinks must be torch.float32", sinks=sinks.to(BF16))
+    refused(entry, ValueError, "^sinks must be torch.float32", sinks=sinks.to(torch.float16))
     refused(entry, ValueError, r"^sinks must have shape \[num_heads=4\]", sinks=torch.zeros(HEADS + 1))
     refused(entry, ValueError, "^sinks must have shape", sinks=sinks[None])
     refused(entry, ValueError, "^sinks must have stride 1", sinks=torch.zeros(2 * HEADS)[::2])

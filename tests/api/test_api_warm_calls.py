@@ -109,6 +109,20 @@ def test_warm_statistics(recorded: Any) -> None:
     assert len(recorded.problems) == 1
 
 
+def test_warm_calls_say_how_wide_indices_are(recorded: Any) -> None:
+    """By an odd address, in the checked call and in those that repeat it with other tensors."""
+    arguments = form(XQA, "stacked-NHD")
+    for width in (torch.int64, torch.int32, torch.int64):
+        for _ in range(3):
+            for name in ("block_tables", "seq_lens"):
+                arguments[name] = arguments[name].clone().to(width)
+            FUNCTIONS[XQA](**arguments)
+            odd = int(width == torch.int64)
+            assert recorded.addresses[-1][9] == arguments["seq_lens"].data_ptr() + odd
+            assert set(recorded.addresses[-1][10:12]) == {arguments["block_tables"].data_ptr() + odd}
+    assert len(recorded.problems) == 2
+
+
 CHANGES: list[tuple[str, dict[str, Any]]] = [
     (CONTEXT, {"window_left": 7}),
     (CONTEXT, {"bmm1_scale": 0.5}),
@@ -269,7 +283,7 @@ def test_a_tensor_given_twice_is_two_operands(recorded: Any, monkeypatch: pytest
     assert len(recorded.problems) == 1
     assert recorded.addresses[-1][9] == arguments["seq_lens"].data_ptr()
     assert recorded.addresses[-1][12:14] == (arguments["bmm1_scale"].data_ptr(), arguments["bmm2_scale"].data_ptr())
-    arguments["cum_seq_lens_kv"] = arguments["cum_seq_lens_kv"].long()
+    arguments["cum_seq_lens_kv"] = arguments["cum_seq_lens_kv"].short()
     with pytest.raises(ValueError, match="cum_seq_lens_kv"):
         FUNCTIONS[CONTEXT](**arguments)
 

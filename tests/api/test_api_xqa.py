@@ -186,7 +186,7 @@ class TestWorkspace:
             assert problem.scratch.nbytes == size
 
     def test_size_is_what_the_docs_say(self) -> None:
-        """Of 132 multiprocessors."""
+        """Sizes are those of 132 multiprocessors."""
         for rows, most in ((8, 24), (32, 53), (64, 101)):
             assert scratch_bytes(rows, 8, 128, 131072, 132) <= most * 2**20
 
@@ -217,7 +217,7 @@ class TestRefusals:
         changes = dict(kv_cache=data(1, 2, 2048, KV_HEADS, DIM), block_tables=ints([0], [0], [0]))
         size = xqa_workspace_bytes(HEADS, KV_HEADS, DIM, 2048, device="cpu")
         changes["workspace_buffer"] = torch.empty(size, dtype=U8)
-        refused(XQA, NotImplementedError, "page_size=2048.*powers of two from 1 to 1024", **changes)
+        refused(XQA, NotImplementedError, "page_size=2048.*page size: 1 to 1024", **changes)
 
     def test_tokens_per_request(self) -> None:
         refused(XQA, ValueError, f"^q_len_per_req must divide the {BATCH} rows of query, got 2$", q_len_per_req=2)
@@ -228,7 +228,7 @@ class TestRefusals:
         mask = form(XQA, "drafts")["mask"]
         text = f"^mask must be given for q_len_per_req > 1, got None with q_len_per_req={Q_LEN}$"
         refused(XQA, ValueError, text, "drafts", mask=None)
-        refused(XQA, TypeError, "^mask must be a torch.Tensor, got int 3$", mask=3)
+        refused(XQA, TypeError, "^mask must be a torch.Tensor or None, got int 3$", mask=3)
         text = "^mask must be torch.uint16, got torch.int32$"
         refused(XQA, ValueError, text, "drafts", mask=mask.to(torch.int32))
         text = r"^mask must have shape \[batch=3, q_len_per_req=3, 2 \* ceil\(q_len_per_req / 32\)=2\], got "
@@ -242,7 +242,7 @@ class TestRefusals:
 
     def test_out(self) -> None:
         good = data(BATCH, HEADS, DIM)
-        refused(XQA, TypeError, "^out must be a torch.Tensor, got int 3$", out=3)
+        refused(XQA, TypeError, "^out must be a torch.Tensor or None, got int 3$", out=3)
         for dtype in (FP16, FP8):
             refused(XQA, ValueError, f"^out must be torch.bfloat16, got {dtype}$", out=good.to(dtype))
         refused(XQA, ValueError, "^out must be on cpu", out=good.to("meta"))

@@ -11,7 +11,7 @@ import torch
 from batches import Batch, Expected, starts
 
 from hopwell.kernels.plan import multiprocessors
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, PageTable, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind, PageTable, TokenOffsets
 from hopwell.kernels.splitting import scratch_bytes
 
 DRAFT = Mask(MaskKind.DRAFT)
@@ -66,7 +66,7 @@ class DecodeBatch(Batch):
 
     @property
     def scale(self) -> float:
-        """Of logits that are as large as with other caches."""
+        """The softmax scale that makes logits as large as with other caches."""
         return super().scale / (INT8_UNIT if self.kv_dtype is torch.int8 else 1)
 
     def _pool(self, *arguments: Any) -> torch.Tensor:
@@ -96,6 +96,7 @@ class DecodeBatch(Batch):
             draft_mask=words if mask.kind is MaskKind.DRAFT else None,
             softmax_scale=self.scale,
             scratch=self.scratch(key, table.shape[1] * page_size),
+            family=Family.DECODE,
         )
         return AttentionProblem(**(problem | changes))
 

@@ -113,6 +113,26 @@ def test_scales_sinks_and_window(device: str) -> None:
 both_kernels = pytest.mark.parametrize("heads", [4, 36])
 
 
+@pytest.mark.parametrize(("page_size", "heads"), [(7, 4), (24, 36)])
+def test_pages_of_any_size(page_size: int, heads: int, device: str) -> None:
+    data = batch(device, heads=heads)
+    out = xqa(data, data.decode(page_size))
+    data.expected_decode().check(out)
+    assert torch.equal(out, xqa(data, data.decode(16)))
+
+
+@both_kernels
+def test_index_types(heads: int, device: str) -> None:
+    """64-bit lengths and page ids, and bfloat16 sinks, give the bits of 32-bit ones and float32."""
+    data = batch(device, heads=heads)
+    problem = data.decode(16)
+    sinks = torch.randn(heads, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(device)
+    narrow = xqa(data, problem, sinks=sinks.float())
+    data.expected_decode(sinks=sinks.float()).check(narrow)
+    ids, lengths = problem.page_table.key.long(), problem.kv_lens.long()
+    assert torch.equal(narrow, xqa(data, problem, sinks=sinks, block_tables=ids, seq_lens=lengths))
+
+
 @both_kernels
 @pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.int8], ids=str)
 def test_caches_of_8_bits(kv_dtype: torch.dtype, heads: int, device: str) -> None:

@@ -14,7 +14,8 @@ import torch
 from cutlass.cute.runtime import make_fake_stream, make_fake_tensor
 
 from hopwell.emulator import native
-from hopwell.emulator.host.compile import cached_function, compile_function
+from hopwell.emulator.host.compile import compile_function
+from hopwell.emulator.host.load import cached_function
 from hopwell.emulator.host.module import Function
 
 TORCH = {

@@ -6,11 +6,12 @@ import torch
 from config_cases import check_config, mask_of
 
 from hopwell import emulator
-from hopwell.kernels.config import KvFetch, PrefillConfig, shipped_configs
+from hopwell.kernels.config import KvFetch, PrefillConfig
+from hopwell.kernels.families import shipped_configs
 
 
 def page_sizes(config: PrefillConfig) -> list[int | None]:
-    """Those that a kernel is to be run with; None without pages."""
+    """Page sizes that a kernel is to be run with; None without pages."""
     if config.kv_fetch is KvFetch.CONTIGUOUS:
         return [None]
     if config.kv_fetch is KvFetch.PAGE_ROWS:

@@ -85,7 +85,7 @@ def test_lists(dims: tuple[int, int], kind: str, heads: int) -> None:
 @BOTH_ROWS
 @pytest.mark.parametrize("place", GAPS)
 def test_gaps_in_lists(place: str, heads: int) -> None:
-    """Of several tiles, and of more leaves and chunks."""
+    """Lists have several tiles, and more leaves and chunks."""
     with emulator.use("sm_90a"):
         for top_k in (196, 2180):
             check_gaps(place, top_k, heads, device="cpu")
@@ -100,7 +100,7 @@ def test_one_gap_anywhere(heads: int) -> None:
 @pytest.mark.parametrize("heads", [8, 40])
 @pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
 def test_pieces_are_merged(dims: tuple[int, int], sparse: bool, heads: int) -> None:
-    """Of one piece, two whole ones, and some, with more work than CTAs."""
+    """Requests have one piece, two whole ones, and some, with more work than CTAs."""
     chunk = chunk_tokens(dims, sparse)
     kv_lens = [chunk - 1, 2 * chunk, 4 * chunk + 77, 3]
     check(Case([1] * 4, kv_lens, heads, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
@@ -168,7 +168,7 @@ def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_lists() -> None:
-    """Of more tokens than there are slots, each with two chunks."""
+    """There are lists of more tokens than there are slots, each with two chunks."""
     chunk = chunk_tokens(MAIN, sparse=True)
     check(Case([9, 2], [chunk + 40, chunk], heads=17, top_k=chunk + 68, ragged=True), 64, adverse=1)
 

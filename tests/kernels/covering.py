@@ -7,8 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from hopwell.kernels import splitting, support
-from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile, shipped_configs
+from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
@@ -42,9 +43,7 @@ def with_features(config: PrefillConfig) -> list[PrefillConfig]:
     found = []
     for score, skip in itertools.product(ScoreKind, (False, True)):
         tile = PrefillConfig.tile_of(dims, score, skip, config.short_steps, config.packs_heads)
-        refused = (skip and (config.short_steps or config.packs_heads)) or (
-            config.packs_heads and score is ScoreKind.ALIBI
-        )
+        refused = (skip and (config.short_steps or config.packs_heads)) or (config.packs_heads and score.has_slopes)
         if not refused and (not config.box_rows or tile.n % config.box_rows == 0):
             found.append(replace(config, score=score, skip_softmax=skip))
     return found
@@ -87,7 +86,7 @@ def covering_configs() -> list[PrefillConfig]:
         for fetch in (CONTIGUOUS, PAGES16):
             add(dims, MaskKind.CHUNKED, fetch)
         # Scores are mapped between Q K^T and the mask. How they were fetched does not show there.
-        for score in (ScoreKind.SOFT_CAP, ScoreKind.ALIBI):
+        for score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI):
             add(dims, MaskKind.CAUSAL, PAGES16, score=score)
         # Consumers with another step, and a branch around the softmax, which is where registers are scarce.
         add(dims, MaskKind.CAUSAL, CONTIGUOUS, skip_softmax=True)
@@ -145,6 +144,8 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
     narrow, middle, uneven = (64, 64), (128, 128), (192, 128)
     for fetch in (CONTIGUOUS, ROWS, PAGES16, PAGES64):
         add(middle, MaskKind.CAUSAL, fetch)
+    # Not with head dim 64, where it spills 128 bytes: large caps are rare, and precise is what they are to be.
+    add(middle, MaskKind.CAUSAL, PAGES16, score=ScoreKind.WIDE_SOFT_CAP)
     for dims, fetch in ((narrow, PAGES16), (middle, CONTIGUOUS), (uneven, PAGES16)):
         add(dims, MaskKind.SLIDING_WINDOW, fetch)
     for dims, fetch in ((narrow, CONTIGUOUS), (middle, PAGES16)):

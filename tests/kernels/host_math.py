@@ -20,8 +20,10 @@ def number(value: Any) -> float:
 
 
 def fmax(a: Any, b: Any, nan: bool = False, abs: bool = False) -> float:
-    """Of a NaN and a number the number, or with ``nan`` the NaN (PTX ISA, max.f32 and max.NaN.f32); with ``abs`` the
-    larger size."""
+    """The larger operand (PTX ISA, max.f32 and max.NaN.f32).
+
+    Of a NaN and a number it is the number, or with ``nan`` the NaN. With ``abs`` the larger size.
+    """
     first, second = (math.fabs(number(x)) if abs else number(x) for x in (a, b))
     if math.isnan(first) or math.isnan(second):
         return second if math.isnan(first) != nan else first
@@ -69,6 +71,7 @@ def use(monkeypatch: pytest.MonkeyPatch, *kinds: type | ModuleType) -> None:
     monkeypatch.setattr(cute.arch, "rcp_approx", reciprocal)
     monkeypatch.setattr(cute, "make_rmem_tensor", lambda size, dtype: Registers(size))
     monkeypatch.setattr(cutlass, "range_constexpr", range)
+    monkeypatch.setattr(cutlass, "select_", lambda condition, yes, no: yes if condition else no)
     for kind in kinds:
         for name, member in list(vars(kind).items()):
             if hasattr(member, "__wrapped__") and not isinstance(member, classmethod):

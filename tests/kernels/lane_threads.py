@@ -12,7 +12,7 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32
 
-from hopwell.kernels.config import LANES
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import device
 
 
@@ -79,7 +79,7 @@ class SchedulingWarp(Lanes):
         return self
 
     def note(self, *event: Any) -> None:
-        """Of one lane for all."""
+        """One lane notes it for all."""
         if self.own.lane == 0:
             self.events.append(event)
 

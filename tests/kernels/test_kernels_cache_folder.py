@@ -14,7 +14,7 @@ from fake_dsl import Compiler
 
 from hopwell.kernels import cache_folder, settings, toolchain
 from hopwell.kernels.cache_folder import UNFINISHED
-from hopwell.kernels.config import shipped_configs
+from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.toolchain import OBJECT, artifact, cache_dir
 
 CONFIG, OTHER = list(shipped_configs())[:2]

@@ -24,22 +24,18 @@ from covering import (
 )
 
 from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.config import (
-    MMA_DEPTH,
-    REGISTERS,
-    SHARED_BYTES,
-    WARPGROUP,
-    KernelConfig,
-    KvFetch,
-    KvType,
-    PrefillConfig,
-)
+from hopwell.kernels.append_config import CacheType, shipped_append_configs
+from hopwell.kernels.config import MMA_DEPTH, KernelConfig, KvFetch, KvType, PrefillConfig
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.families import build
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact
 from hopwell.perf.sass import cuda_tool
+
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 pytestmark = pytest.mark.compile
 
@@ -61,7 +57,22 @@ BYTE_PREFILL = [
         ("bf16", (256, 256), PAGES64),
     )
 ]
-CONFIGS: list[KernelConfig] = [*PREFILL, *BYTE_PREFILL, *COVERING_BYTES, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
+# Head dims and page sizes that are compiled on demand only.
+RARER = [
+    PrefillConfig("sm_90a", "bf16", "bf16", 72, 72, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0),
+    PrefillConfig("sm_90a", "bf16", "bf16", 248, 248, MaskKind.CAUSAL, *PAGES16),
+    PrefillConfig("sm_90a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, *ROWS, uneven_pages=True),
+    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 8, uneven_pages=True),
+]
+CONFIGS: list[KernelConfig] = [
+    *PREFILL,
+    *RARER,
+    *BYTE_PREFILL,
+    *COVERING_BYTES,
+    *COVERING_DECODE,
+    *COVERING_MLA,
+    *BLACKWELL,
+]
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 
@@ -121,10 +132,19 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
 
     # All shared memory is asked for at the launch, but for what the system keeps.
     assert used.shared <= SYSTEM_SHARED_BYTES
-    kernel, _ = config.build()
+    kernel, _ = build(config)
     assert kernel.shared_bytes <= SHARED_BYTES
     # The DSL compares the launch with what the kernel allocates, and leaves an error in the host code where it exceeds.
     assert b"exceed" not in built.object_file.read_bytes()
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_append_kernels_do_not_spill(arch: str) -> None:
+    for config in shipped_append_configs(arch):
+        used = usage(artifact(config).cubin)
+        assert (used.stack, used.local) == (0, 0), config.name
+        # An SM has room for all of its threads, or for half of them where they quantize: memory is the limit.
+        assert used.registers <= 32 if config.kind is CacheType.WIDE else used.registers <= 64, config.name
 
 
 @pytest.mark.parametrize("config", [*COVERING_DECODE, *COVERING_MLA, PREFILL[0]], ids=lambda config: config.name)
@@ -201,7 +221,7 @@ import sys
 import torch
 import hopwell
 from hopwell.kernels import toolchain
-from hopwell.kernels.config import shipped_configs
+from hopwell.kernels.families import shipped_configs
 
 config = next(config for config in shipped_configs() if config.name == sys.argv[1])
 function = toolchain.function(config)

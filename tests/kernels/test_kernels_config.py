@@ -12,15 +12,14 @@ import torch
 from covering import MAIN_DIMS, covering_configs, every_tile, stands_for_masks, with_features
 from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
+from hopwell._features import require_problem
 from hopwell.kernels.config import (
     DTYPES,
     MAX_BOX_ROWS,
     MIN_BOX_ROWS,
-    REGISTERS,
     SHORT_STEP,
     SHORT_WINDOW,
     TILES,
-    WARPGROUP,
     WORK_STAGES,
     KvFetch,
     KvType,
@@ -28,11 +27,11 @@ from hopwell.kernels.config import (
     kv_fetch,
     packed_shape,
     page_and_head_stride,
-    resolve,
-    shipped_configs,
 )
+from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.hardware import REGISTERS, WARPGROUP
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, Score, ScoreKind
-from hopwell.kernels.support import COMMON_HEAD_DIMS, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
+from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
 
 ARCH = "sm_90a"
 HEAD_DIMS = (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS)
@@ -71,6 +70,7 @@ class TestShipped:
             short_steps=True,
             packs_heads=True,
             kv_type=KvType.E4M3,
+            uneven_pages=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
         assert set(others) == {f.name for f in fields(PrefillConfig)}
@@ -192,9 +192,9 @@ class TestResources:
 
     @pytest.mark.parametrize(("score", "skip"), itertools.product(ScoreKind, (False, True)))
     def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
-        """Those of three warpgroups, which have the fewest; all else about a tile stays."""
+        """Tiles of three warpgroups do, which have the fewest; all else about a tile stays."""
         for dims, tile in TILES.items():
-            smaller = max(dims) <= 64 and (score is ScoreKind.SOFT_CAP or skip)
+            smaller = max(dims) <= 64 and (score.caps or skip)
             want = replace(tile, n=96) if smaller else tile
             assert PrefillConfig.tile_of(dims, score, skip) == want
             config = replace(any_config(dims), score=score, skip_softmax=skip)
@@ -383,7 +383,7 @@ class TestChoices:
     def test_scores_and_skip_softmax(self) -> None:
         """A tile has one slope; tiles of keys are left out for 64 queries at a time, whoever else is in the batch."""
         packed = {kind: self.of(3, score=score).packs_heads for kind, score in SCORES.items()}
-        assert packed == {ScoreKind.SCALED: True, ScoreKind.SOFT_CAP: True, ScoreKind.ALIBI: False}
+        assert packed == {score: not score.has_slopes for score in ScoreKind}
         window = Mask(MaskKind.SLIDING_WINDOW, 5)
         skipping = self.of(3, skip_softmax=1e-30, mask=window)
         assert not skipping.packs_heads
@@ -428,7 +428,7 @@ class TestRefusals:
     @pytest.mark.parametrize(
         "dims",
         [
-            *((dim, dim) for dim in (8, 16, 24, 56, 72, 112, 136, 224, 264, 1024)),
+            *((dim, dim) for dim in (4, 12, 100, 264, 1024)),
             # Widths that there are, but not together.
             *((64, 32), (32, 64), (128, 64), (128, 192), (192, 64), (256, 128), (576, 512)),
         ],
@@ -440,16 +440,39 @@ class TestRefusals:
         for qk, v in HEAD_DIMS:
             assert f"{qk}/{v}" in message
 
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e4m3fn, torch.uint8], ids=str)
-    def test_other_dtypes(self, dtype: torch.dtype) -> None:
-        views = cache("tuple-HND", 16, (128, 128))
-        for role, problem in (
-            ("query", paged(*views, query=empty(600, 4, 128, dtype=dtype))),
-            ("output", paged(*views, out=empty(600, 4, 128, dtype=dtype))),
-        ):
-            message = self.refusal(problem)
-            assert f"{role} dtype {dtype}" in message
-            assert "torch.bfloat16, torch.float16" in message
+    @pytest.mark.parametrize(
+        ("role", "dtype"),
+        [
+            *(("query", dtype) for dtype in (torch.float32, torch.float8_e5m2, torch.uint8)),
+            *(("out", dtype) for dtype in (torch.float32, torch.float8_e4m3fn, torch.uint8)),
+        ],
+        ids=str,
+    )
+    def test_other_dtypes(self, role: str, dtype: torch.dtype) -> None:
+        operand = {role: empty(600, 4, 128, dtype=dtype)}
+        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), **operand))
+        assert f"{'output' if role == 'out' else role} dtype {dtype}" in message
+        assert "torch.bfloat16, torch.float16" in message
+
+    def test_queries_of_8_bits_beside_wider_keys(self) -> None:
+        query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
+        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), query=query))
+        assert "key dtype torch.bfloat16" in message
+        assert "with query dtype torch.float8_e4m3fn; supported: torch.float8_e4m3fn" in message
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+    @pytest.mark.parametrize("dims", PrefillConfig.all_tiles(), ids=str)
+    def test_head_dims_with_operands_of_8_bits(self, dims: tuple[int, int], dtype: torch.dtype) -> None:
+        """The table refuses those without a kernel, with the entry's name, before one is looked for."""
+        views = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
+        problem = paged(*views, query=empty(600, 4, dims[0], dtype=dtype))
+        if dims in BYTE_HEAD_DIMS:
+            require_problem(CONTEXT, problem, "sm_90a")
+            assert resolve(problem, "sm_90a").kv_bytes == 1
+        else:
+            with pytest.raises(NotImplementedError, match=f"^{CONTEXT}: other head dims with fp8 query or KV"):
+                require_problem(CONTEXT, problem, "sm_90a")
+            assert f"{dims[0]}/{dims[1]} have no prefill kernel" in self.refusal(problem)
 
     @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str)
     @pytest.mark.parametrize("role", ["key", "value"])
@@ -460,9 +483,8 @@ class TestRefusals:
         assert f"{role} dtype {dtype}" in message
         assert "torch.bfloat16" in message
 
-    @pytest.mark.parametrize("page_size", [3, 24, 96, 2 * MAX_PAGE_SIZE])
+    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
     def test_other_page_sizes(self, page_size: int) -> None:
-        """Kernels find pages with shifts."""
         message = self.refusal(paged(*cache("tuple-HND", page_size, (128, 128))))
         assert f"page size {page_size}" in message
         assert f"1 to {MAX_PAGE_SIZE}" in message
@@ -475,6 +497,14 @@ class TestRefusals:
 
 
 class TestKvFetch:
+    @pytest.mark.parametrize(("page_size", "box_rows"), [(3, 0), (12, 0), (24, 8), (48, 16), (96, 32), (960, 64)])
+    def test_pages_of_other_sizes_are_divided(self, page_size: int, box_rows: int) -> None:
+        """Boxes have as many rows as divide a page and a tile, and kernels for powers of two keep their shifts."""
+        config = resolve(paged(*cache("tuple-HND", page_size, (128, 128))), ARCH)
+        assert config.uneven_pages
+        assert config.name.endswith("_uneven")
+        assert config.box_rows == box_rows
+
     @pytest.mark.parametrize("form", CACHES)
     @pytest.mark.parametrize("page_size", PAGE_SIZES)
     def test_pages_of_8_tokens_and_more_are_boxes(self, page_size: int, form: str) -> None:

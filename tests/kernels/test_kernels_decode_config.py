@@ -12,7 +12,7 @@ import torch
 from covering import COVERING_DECODE
 from kernel_problems import CACHES, cache, empty, paged
 
-from hopwell.kernels.config import DTYPES, REGISTERS, SHARED_BYTES, WARPGROUP, KvFetch, KvType, paged_fetches
+from hopwell.kernels.config import DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.decode_config import (
     COMPILED_HEAD_DIMS,
     DRAFT_MASKS,
@@ -23,8 +23,11 @@ from hopwell.kernels.decode_config import (
     shipped_decode_configs,
     tile_rows,
 )
+from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.problem import (
     AttentionProblem,
+    Family,
     LogSumExp,
     LseLayout,
     Mask,
@@ -38,6 +41,8 @@ from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
 from hopwell.kernels.splitting import FEW_ROWS, ROWS
 from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS, MAX_PAGE_SIZE
 
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
+
 ARCH = "sm_90a"
 SHIPPED = list(shipped_decode_configs())
 PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
@@ -46,6 +51,7 @@ PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
 def problem(form: str = "tuple-HND", page_size: int = 16, dim: int = 128, **changes: Any) -> AttentionProblem:
     dtype = changes.pop("dtype", torch.bfloat16)
     changes = dict(mask=Mask(MaskKind.FULL), q_offsets=None, scratch=empty(1, dtype=torch.uint8)) | changes
+    changes = dict(family=Family.DECODE) | changes
     return paged(*cache(form, page_size, (dim, dim), dtype=dtype), **changes)
 
 
@@ -69,7 +75,7 @@ def dims_of(kv_type: KvType) -> tuple[int, ...]:
 
 
 def rows_of(dim: int, kv_type: KvType) -> list[int]:
-    """Of the tiles of a head dim."""
+    """Rows of the tiles of a head dim."""
     return sorted({tile_rows(rows, dim, kv_type) for rows in (*FEW_ROWS, ROWS)})
 
 
@@ -81,7 +87,7 @@ def of_rows(dim: int, kv_type: KvType, rows: int) -> list[DecodeConfig]:
 
 
 def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
-    """The same of all rows."""
+    """Configs of a head dim with tiles of any rows."""
     return [config for rows in rows_of(dim, kv_type) for config in of_rows(dim, kv_type, rows)]
 
 
@@ -116,6 +122,7 @@ class TestShipped:
             compiled_for="sm_100a",
             kv_type=KvType.INT8,
             rows=FEW_ROWS[0],
+            uneven_pages=True,
         )
         assert set(others) == {field.name for field in fields(DecodeConfig)}
         for field, value in others.items():
@@ -135,7 +142,7 @@ class TestShipped:
         assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
 
     def test_other_archs_have_none(self) -> None:
-        assert list(shipped_decode_configs("sm_100a")) == []
+        assert list(shipped_configs("sm_100a", Family.DECODE)) == []
 
     def test_what_is_compiled_in_tests_stands_for_all(self) -> None:
         """Every head dim with every mask and with every way to fetch, and every dtype; few rows with each of them."""
@@ -214,7 +221,7 @@ class TestResolve:
         ],
     )
     def test_few_rows(self, dim: int, rows: int, want: int) -> None:
-        """Of a request and KV head, whether of query heads or of new tokens."""
+        """Rows of a request and KV head count, whether of query heads or of new tokens."""
         for group, q_len in {(rows, 1), (1, rows)}:
             shape = dict(page_size=16, dim=dim, query=empty(60, 2 * group, dim), max_q_len=q_len)
             assert resolve_decode(problem(**shape), ARCH).rows == want
@@ -262,7 +269,7 @@ class TestRefusals:
     @staticmethod
     def refusal(of: AttentionProblem, arch: str = ARCH) -> str:
         with pytest.raises(NotImplementedError) as caught:
-            resolve_decode(of, arch)
+            resolve(of, arch)
         return str(caught.value)
 
     @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a", "sm_120a"])
@@ -281,9 +288,10 @@ class TestRefusals:
         assert f"head dim {dim} has no decode kernel on sm_90a with a torch.int8 cache; supported: 16, 32" in message
 
     def test_v_of_another_width(self) -> None:
-        assert "192/128" in self.refusal(paged(*cache("tuple-HND", 16, (192, 128)), mask=Mask(MaskKind.FULL)))
+        key, value = cache("tuple-HND", 16, (192, 128))
+        assert "192/128" in self.refusal(replace(problem(), key=key, value=value, query=empty(600, 4, 192)))
 
-    @pytest.mark.parametrize("page_size", [3, 24, 2 * MAX_PAGE_SIZE])
+    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
     def test_other_page_sizes(self, page_size: int) -> None:
         message = self.refusal(problem(page_size=page_size))
         assert f"page size {page_size}" in message

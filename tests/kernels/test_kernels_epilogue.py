@@ -16,7 +16,8 @@ import pytest
 from host_math import number
 from lane_threads import Lanes
 
-from hopwell.kernels.config import TileShape, shipped_configs
+from hopwell.kernels.config import TileShape
+from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, epilogue
 from hopwell.kernels.parts.epilogue import (
@@ -223,7 +224,7 @@ def test_rows_staged_as_floats_are_written_once(
     monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
     monkeypatch.setattr(copy, "pack_e4m3_x4", tuple)
     monkeypatch.setattr(copy, "store_global", lambda address, words: stored.append((address, words)))
-    size, count, base = rows_out.element_bytes, 9, 1 << 20
+    size, count, base = rows_out.element_bits // 8, 9, 1 << 20
     row_bytes = size * (columns + 16)
 
     def column(lane_column: int) -> int:
@@ -345,8 +346,8 @@ class TestRowResults:
         assert memory == ({4096: pytest.approx(lse), 8192: statistics} if writes else {})
 
     def test_places(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Of a tile from row 256 of its request on, of head 2 of 6."""
-        monkeypatch.setattr(epilogue, "load_float", lambda address, index, default: (address, index, default))
+        """The tile begins at row 256 of its request, and is that of head 2 of 6."""
+        monkeypatch.setattr(epilogue, "load_sink", lambda address, head: (address, head))
         request = SimpleNamespace(index=2, lse_start=1000, o_start=2000, first_position=-3)
         tile = SimpleNamespace(request=request, first_row=256, head=2)
         score = SimpleNamespace(slope=lambda head: 0.1 * head)
@@ -361,6 +362,5 @@ class TestRowResults:
         flat = RowResults.create(tile, 9, score, 64, a, g._replace(lse_request=0, lse_rows=1260))
         assert number(flat.lse_rows.count) == 4
         assert number(found.lse_rows.natural) == 1
-        assert found.sink[:2] == (77, 2)
-        assert number(found.sink[2]) == -math.inf
+        assert found.sink == (77, 2)
         assert (found.slope, found.first_position) == (0.2, 253)

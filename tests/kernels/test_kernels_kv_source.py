@@ -19,9 +19,10 @@ import pytest
 from cutlass import Int32
 
 from hopwell.kernels import pipeline
-from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS, KernelConfig, KvFetch, KvType, shipped_configs
+from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS, KernelConfig, KvFetch, KvType
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
-from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.launch import Addresses, Geometry, page_divisor
 from hopwell.kernels.mla_config import shipped_mla_configs
 from hopwell.kernels.parts import copy, kv_source
 from hopwell.kernels.parts.kv_source import (
@@ -50,7 +51,7 @@ STRIDES = dict(k_page=3 << 20, k_head=1 << 20, k_row=1 << 10, v_page=3 << 21, v_
 
 def geometry(page_size: int) -> Geometry:
     tables = dict(key_table_row=50, value_table_row=60)
-    sizes = dict(page_shift=page_size.bit_length() - 1)
+    sizes = dict(page_divisor=page_divisor(page_size), k_rows=page_size, v_rows=page_size)
     return Geometry(*[0] * len(Geometry._fields))._replace(**STRIDES, **tables, **sizes)
 
 
@@ -209,7 +210,7 @@ RANGES = [(0, 1), (0, 7), (0, 8), (0, 129), (0, 300), (5, 6), (64, 300), (127, 1
 
 def put_table(monkeypatch: pytest.MonkeyPatch, page_size: int, first: int, end: int) -> Table:
     table = Table(-(-end // page_size) + 2, range(first // page_size, (end - 1) // page_size + 1))
-    monkeypatch.setattr(kv_source, "global_array", lambda dtype, address: table)
+    monkeypatch.setattr(kv_source, "load_index", lambda address, index: table[index])
     return table
 
 
@@ -271,7 +272,7 @@ class TestLocate:
         tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request, cache_policy=None)
         source = ListedRows.create(operand, tile, None, SHARED, config.tile.n, 0)
         tokens = [-1 if i % 7 == 3 else 97 * i % 200 for i in range(70)]
-        monkeypatch.setattr(kv_source, "global_array", lambda dtype, address: tokens)
+        monkeypatch.setattr(kv_source, "load_index", lambda address, index: tokens[index])
         found = {}
         for n, warp.lane in itertools.product(range(2), range(32)):
             for i, address in enumerate(source.locate(n, source.read_table(n))):
@@ -538,7 +539,7 @@ class TestOperands:
         assert (key.columns, value.columns) == config.columns
         assert (key.depth, value.depth) == {(192, 128): (192, 128), (80, 80): (80, 128)}[dims]
         assert (key.is_value, value.is_value) == (False, True)
-        assert key.page_shift == value.page_shift == 4
+        assert key.pages.shift == value.pages.shift == 4
 
     def test_each_request_has_its_row_of_the_table(self) -> None:
         for case in (next(case for case in CASES if case.kind is kind) for kind in (PageBoxes, PageRows)):

@@ -17,7 +17,8 @@ from covering import every_tile
 from cutlass import Int32
 from kernel_problems import cache, paged
 
-from hopwell.kernels.config import TILES, resolve
+from hopwell.kernels.config import TILES
+from hopwell.kernels.families import resolve
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import IntervalMask, LogitRow, TileRange
 from hopwell.kernels.plan import geometry

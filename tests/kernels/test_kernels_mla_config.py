@@ -11,15 +11,18 @@ import torch
 from covering import COVERING_MLA
 from kernel_problems import empty, paged
 
-from hopwell.kernels.config import SHARED_BYTES, KvFetch
-from hopwell.kernels.decode_config import resolve_decode
+from hopwell.kernels.config import KvFetch
+from hopwell.kernels.families import build, resolve, shipped_configs
+from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
 from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90
 from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
 from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.layouts import mla_kv_views
+
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 ARCH = "sm_90a"
 SHIPPED = list(shipped_mla_configs())
@@ -29,12 +32,12 @@ PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
 def problem(dims: tuple[int, int] = MLA_HEAD_DIMS[0], page_size: int = 64, **changes: Any) -> AttentionProblem:
     key, value = mla_kv_views(empty(5, page_size, dims[0], dtype=changes.pop("dtype", torch.bfloat16)), dims[1])
     changes = dict(query=empty(60, 16, dims[0], dtype=key.dtype), q_offsets=None) | changes
-    return paged(key, value, scratch=empty(1, dtype=torch.uint8), **changes)
+    return paged(key, value, **(dict(scratch=empty(1, dtype=torch.uint8), family=Family.MLA) | changes))
 
 
 def refusal(of: AttentionProblem, arch: str = ARCH) -> str:
     with pytest.raises(NotImplementedError) as caught:
-        resolve_mla(of, arch)
+        resolve(of, arch)
     return str(caught.value)
 
 
@@ -46,7 +49,7 @@ def test_names_are_those_of_no_other_kernel() -> None:
 
 
 def test_other_archs_have_none() -> None:
-    assert list(shipped_mla_configs("sm_100a")) == []
+    assert list(shipped_configs("sm_100a", Family.MLA)) == []
 
 
 def test_what_is_compiled_in_tests_is_shipped() -> None:
@@ -65,7 +68,7 @@ def test_every_cache_has_a_shipped_kernel(dims: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
 def test_every_kernel_fits(config: MlaConfig) -> None:
-    kernel, _ = config.build()
+    kernel, _ = build(config)
     assert isinstance(kernel, FewRowsMlaSm90) == (config.rows == LATENT_FEW_ROWS)
     assert kernel.shared_bytes <= SHARED_BYTES
     assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
@@ -96,18 +99,16 @@ def test_run_time_facts_do_not_make_other_kernels() -> None:
     [(16, 1, 16, 16), (8, 2, 16, 16), (1, 1, 16, 16), (17, 1, ROWS, ROWS), (16, 2, ROWS, 16), (3, 6, ROWS, 16)],
 )
 def test_few_rows_have_kernels_of_their_own(heads: int, q_len: int, rows: int, listed: int) -> None:
-    """Those of all new tokens count; with lists of each by itself."""
+    """Rows of all new tokens count together; with lists those of each token by itself."""
     dense = problem(query=empty(60, heads, 576), max_q_len=q_len)
     sparse = replace(dense, page_table=None, token_table=empty(60, 64, dtype=torch.int32))
     assert [resolve_mla(of, ARCH).rows for of in (dense, sparse)] == [rows, listed]
 
 
-def test_a_value_inside_the_key_is_what_tells_mla_from_decode() -> None:
+def test_the_family_is_what_tells_mla_from_decode() -> None:
     of = problem()
-    assert of.is_latent
-    assert not replace(of, value=of.key).is_latent
-    with pytest.raises(NotImplementedError, match="576/512 have no decode kernel"):
-        resolve_decode(of, ARCH)
+    assert resolve(of, ARCH).family is Family.MLA
+    assert refusal(replace(of, family=Family.DECODE)).startswith("head dims (QK/V) 576/512 have no decode kernel")
 
 
 def test_refusals() -> None:
@@ -116,7 +117,7 @@ def test_refusals() -> None:
         assert f"{dims[0]}/{dims[1]} have no MLA kernel on sm_90a; supported: 576/512, 320/256" in refusal(
             problem(dims)
         )
-    for page_size in (3, 24, 2 * MAX_PAGE_SIZE):
+    for page_size in (MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE):
         assert f"page size {page_size} has no kernel" in refusal(problem(page_size=page_size))
     assert "mask full has no MLA decode kernel" in refusal(problem(mask=Mask(MaskKind.FULL)))
     assert "no MLA decode kernel with statistics" in refusal(problem(statistics=empty(60, 16, 2, dtype=torch.float32)))

@@ -17,8 +17,9 @@ from cutlass import Int32, Int64
 from lane_threads import Lanes, SchedulingWarp, host
 from test_kernels_scheduler import Memory
 
-from hopwell.kernels.config import LANES, KvType
+from hopwell.kernels.config import KvType
 from hopwell.kernels.decode_config import shipped_decode_configs
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import shipped_mla_configs
 from hopwell.kernels.parts import ranges as ranges_module
@@ -176,11 +177,11 @@ class Batch:
 
     @property
     def lines(self) -> list[int]:
-        """Of a head, by the index of their requests."""
+        """Lines of a head, by the index of their requests."""
         return list(range(len(self.kv_lens)))
 
     def leaves(self, request: int) -> range:
-        """Of keys that the request's row sees, counted from the left; one if it sees none."""
+        """Leaves of keys that the request's row sees, counted from the left; one if it sees none."""
         kv_len = self.kv_lens[request]
         first = max(kv_len - 1 - self.window, 0) // LEAF if self.window >= 0 else 0
         return range(first, max(-(-kv_len // LEAF), first + 1))
@@ -205,7 +206,7 @@ class ListBatch(Batch):
         return list(range(sum(self.q_lens)))
 
     def leaves(self, token: int) -> range:
-        """Of the list's entries that the token sees, which are no more than keys up to its own."""
+        """Leaves of the list's entries that the token sees, which are no more than keys up to its own."""
         seen = [kv - q + t + 1 for kv, q in zip(self.kv_lens, self.q_lens, strict=True) for t in range(q)]
         return range(max(-(-min(seen[token], self.listed) // LEAF), 1))
 

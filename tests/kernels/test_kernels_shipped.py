@@ -7,10 +7,9 @@ import itertools
 import pytest
 import torch
 
-from hopwell.kernels.config import DTYPES, MASKS, resolve, shipped_configs
-from hopwell.kernels.decode_config import shipped_decode_configs
-from hopwell.kernels.mla_config import shipped_mla_configs
-from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, TokenOffsets
+from hopwell.kernels.config import DTYPES, MASKS
+from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, TokenOffsets
 from hopwell.kernels.shipped import BYTE_CACHE, BYTES, PREFILL_TYPES, WIDE, kernels_to_ship
 from hopwell.kernels.support import BYTE_HEAD_DIMS
 
@@ -64,8 +63,7 @@ def test_every_kernel_once() -> None:
 
 
 def test_types_are_asked_for() -> None:
-    """Without a word those of one 16-bit dtype, with decode and MLA, as ever."""
-    families = (shipped_configs, shipped_decode_configs, shipped_mla_configs)
+    """Without a word those of one 16-bit dtype, with all other families, as ever."""
     for arch in ("sm_90a", "sm_100a", "sm_103a"):
-        assert list(kernels_to_ship(arch)) == [config for family in families for config in family(arch)]
+        assert list(kernels_to_ship(arch)) == [config for family in Family for config in shipped_configs(arch, family)]
     assert list(kernels_to_ship("sm_100a", (BYTE_CACHE, BYTES))) == []

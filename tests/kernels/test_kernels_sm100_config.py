@@ -11,16 +11,9 @@ from covering import covering_blackwell_configs
 from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
 from hopwell.kernels import sm100_config
-from hopwell.kernels.config import (
-    DTYPES,
-    REGISTERS,
-    SHARED_BYTES,
-    WARPGROUP,
-    KvFetch,
-    kv_fetch,
-    resolve,
-    shipped_configs,
-)
+from hopwell.kernels.config import DTYPES, KvFetch, kv_fetch
+from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.problem import MaskKind, ScoreKind
@@ -28,6 +21,8 @@ from hopwell.kernels.skeleton import board_stride
 from hopwell.kernels.sm100.prefill import PrefillSm100
 from hopwell.kernels.sm100_config import Q_TILES, TILES, Sm100PrefillConfig
 from hopwell.kernels.support import COMMON_HEAD_DIMS, MAX_PAGE_SIZE
+
+SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 pytestmark = pytest.mark.traced
 
@@ -61,11 +56,11 @@ class TestShipped:
             return {(c.head_dim_qk, c.head_dim_v, c.kv_fetch) for c in configs}
 
         assert pairs(covering) == pairs(SHIPPED["sm_100a"])
-        for dims in ((64, 64), (128, 128)):
+        for dims, scores in (((64, 64), set(ScoreKind) - {ScoreKind.WIDE_SOFT_CAP}), ((128, 128), set(ScoreKind))):
             here = [c for c in covering if (c.head_dim_qk, c.head_dim_v) == dims]
             assert {(c.mask, c.score, c.skip_softmax) for c in here} == {
                 *((mask, ScoreKind.SCALED, False) for mask in MASKS),
-                *((MaskKind.CAUSAL, score, False) for score in ScoreKind),
+                *((MaskKind.CAUSAL, score, False) for score in ScoreKind if score is not ScoreKind.CAPPED_ALIBI),
                 (MaskKind.CAUSAL, ScoreKind.SCALED, True),
             }
         assert {c.dtype for c in covering} == set(DTYPES.values())
@@ -102,8 +97,8 @@ class TestResolve:
         narrow = cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn)
         with pytest.raises(NotImplementedError, match=f"dtype torch.float8_e4m3fn has no kernel on {arch}"):
             resolve(paged(*narrow), arch)
-        with pytest.raises(NotImplementedError, match=f"page size 24 has no kernel on {arch}"):
-            resolve(paged(*cache("tuple-HND", 24, (128, 128))), arch)
+        with pytest.raises(NotImplementedError, match=f"page size 2048 has no kernel on {arch}"):
+            resolve(paged(*cache("tuple-HND", 2048, (128, 128))), arch)
 
 
 class TestKvFetch:

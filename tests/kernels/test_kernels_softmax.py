@@ -160,7 +160,7 @@ class TestOnlineSoftmax:
             assert [number(value) for value in state.row_sum] == [TILE] * ROWS
 
     def test_maximum(self) -> None:
-        """Of every column: they are compared in several chains."""
+        """The maximum takes in every column: they are compared in several chains."""
         state = softmax(1.0)
         for place in range(TILE):
             row = [float(-c) for c in range(TILE)]
@@ -335,6 +335,15 @@ class TestScores:
             largest = number(found.largest_logit(got, found.shift(0.0, Int32(5))))
             assert largest == pytest.approx(want, rel=1e-4, abs=1e-5 * cap)
 
+    @pytest.mark.parametrize("place", [1e-9, 0.01, 0.0624, 0.1249, 0.1251, 1.0, 20.0])
+    def test_a_large_soft_cap_keeps_small_logits(self, place: float) -> None:
+        """The series is as good as float32 up to where the exponential takes over."""
+        found, cap = score_map(ScoreKind.WIDE_SOFT_CAP, cap=2.0**40), 2.0**40
+        fragment = Fragment([[4.0 * place * cap, -4.0 * place * cap]])
+        found.apply(fragment, 0.0, 64, (100,))
+        for got, sign in zip(fragment.values[0], (1, -1), strict=True):
+            assert got == pytest.approx(sign * math.tanh(place), rel=2.0**-22)
+
     @pytest.mark.parametrize("heads", [1, 2, 3, 5, 8, 12, 20, 64, 71])
     def test_alibi_slopes(self, heads: int) -> None:
         found = score_map(ScoreKind.ALIBI, heads=heads)
@@ -358,8 +367,19 @@ class TestScores:
             # Relative to the row's own key, whose rounding does not grow with the length.
             assert fragment.values[r][c] == pytest.approx(want - slope * position)
 
+    def test_the_bias_is_not_capped(self) -> None:
+        found, slope, raw = score_map(ScoreKind.CAPPED_ALIBI, cap=3.0), 0.5, [0.0, -1.0, 10.0, 400.0]
+        fragment = Fragment([raw, raw])
+        found.apply(fragment, slope, Int32(64), [Int32(70), Int32(78)])
+        assert number(found.softmax_scale) == 1.0
+        for c, score in enumerate(raw):
+            want = 3.0 * math.tanh(0.25 * score / 3.0) + slope * (64 + c)
+            got = found.largest_logit(fragment.values[0][c], found.shift(slope, Int32(70)))
+            assert number(got) == pytest.approx(want, rel=1e-4)
+
     def test_there_are_no_other_kinds(self) -> None:
-        assert {kind.name for kind in ScoreKind} == {"SCALED", "SOFT_CAP", "ALIBI"}, "each is tested above"
+        known = {"SCALED", "SOFT_CAP", "WIDE_SOFT_CAP", "ALIBI", "CAPPED_ALIBI"}
+        assert {kind.name for kind in ScoreKind} == known, "each is tested above"
 
 
 class TestSkipRule:

@@ -108,7 +108,7 @@ def span(schedule: SplitSchedule, index: int) -> RequestSpan:
 class TestSpan:
     @pytest.mark.parametrize(("kind", "window"), MASKS)
     def test_chunks(self, kind: MaskKind, window: int, memory: Memory) -> None:
-        """Of 512 tokens, doubled until there are no more than there are slots for."""
+        """Chunks have 512 tokens, doubled until there are no more than there are slots for."""
         n = CHUNK
         lengths = [
             0,
@@ -138,7 +138,7 @@ class TestSpan:
             assert (found.chunk_tokens, found.chunks, found.first_chunk) == (tokens, chunks(tokens), first // tokens)
 
     def test_half_chunks(self, memory: Memory) -> None:
-        """Of requests that are more than one chunk, until they are long."""
+        """Requests that are more than one chunk have half chunks, until they are long."""
         lengths = [0, CHUNK, CHUNK + 1, 3 * CHUNK, LONG_TOKENS - 1, LONG_TOKENS, 2**31 - 1]
         schedule = Requests([1] * len(lengths), lengths).schedule(memory, halves=True)
         found = [span(schedule, index) for index in range(len(lengths))]
@@ -317,7 +317,7 @@ class TestSlots:
 
     @pytest.fixture
     def generations(self, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-        """Those of the slots."""
+        """Generations of the slots."""
         found = dict.fromkeys(range(self.SLOTS), 2)
         first = 4 * (TICKETS + GENERATION * self.SLOTS)
 

@@ -33,7 +33,7 @@ COLUMNS = (16, 48, 64, 128, 256, 512)
 
 
 def test_longest_chunks_are_long_enough() -> None:
-    """Of all the keys that 32 bits can count, wherever the first visible one lies in its chunk."""
+    """Chunks suffice for all the keys that 32 bits can count, wherever the first visible one lies in its chunk."""
     for columns in COLUMNS:
         assert (chunk_tokens(columns) << DOUBLINGS) * (MAX_CHUNKS - 1) >= 2**31
     assert (chunk_tokens(512, latent=True) << DOUBLINGS) * 2 >= 2**31
@@ -81,7 +81,7 @@ def test_slots_that_cost_little_are_there_anyway() -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 63, 64, 65, 2048])
 def test_scratch_holds_outputs_and_statistics(rows: int) -> None:
-    """Of at most a tile of rows in each slot, behind the next 16 bytes."""
+    """Scratch holds at most a tile of rows in each slot, behind the next 16 bytes."""
     for columns, capacity in itertools.product(COLUMNS, CAPACITIES):
         slots = slot_count(rows, 2, columns, capacity, 132)
         floats = slots * min(rows, ROWS) * (columns + STATISTICS)
@@ -94,7 +94,7 @@ def test_scratch_holds_outputs_and_statistics(rows: int) -> None:
     st.booleans(),
 )
 def test_scratch_for_more_is_enough_for_less(sizes: tuple[tuple[int, int], ...], latent: bool) -> None:
-    """Of rows, heads, columns and keys: callers allocate it once, for the largest of their launches."""
+    """More rows, heads, columns or keys need no less: callers allocate it once, for the largest of their launches."""
     fewer = [size for size, _ in sizes]
     more = [size + additional for size, additional in sizes]
     assert scratch_bytes(*fewer, 132, latent) <= scratch_bytes(*more, 132, latent)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hopwell.layouts import dequantize_fp8, fp8_scale, quantize_fp8
+from hopwell.layouts import dequantize_fp8, fp8_scale, quantize_fp8, quantize_nvfp4
 
 # Magnitudes of codes 0..126: exponent bias 7, three mantissa bits, subnormals below 2**-6. Code 127 is NaN.
 E4M3 = [(c % 8) * 2.0**-9 if c < 8 else (1 + c % 8 / 8) * 2.0 ** (c // 8 - 7) for c in range(127)]
@@ -102,3 +102,14 @@ def test_errors(case):
     call, error, message = BAD[case]
     with pytest.raises(error, match=message):
         call()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [0.3, 7.0, 1e-3])
+def test_codes_are_the_same_on_every_device(scale: float) -> None:
+    """A GPU's product with the reciprocal of the scale would give others."""
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()
+    bytes_of = [part.view(torch.uint8) for part in (quantize_fp8(x, scale), *quantize_nvfp4(x, scale))]
+    on_gpu = [part.view(torch.uint8) for part in (quantize_fp8(x.cuda(), scale), *quantize_nvfp4(x.cuda(), scale))]
+    for here, there in zip(bytes_of, on_gpu, strict=True):
+        assert torch.equal(here, there.cpu())

@@ -55,7 +55,7 @@ TWO = torch.zeros(3, 4, dtype=torch.int32)
 THREE = torch.zeros(3, 2, 4, dtype=torch.int32)
 BAD = {
     "no tensor": (lambda: shared_page_table([[1]], 1), TypeError, "block_tables must be a torch.Tensor, got list"),
-    "int64": (lambda: shared_page_table(TWO.long(), 3), TypeError, "torch.int32 or torch.uint32, got torch.int64"),
+    "int16": (lambda: shared_page_table(TWO.short(), 3), TypeError, "torch.uint32 or torch.int64, got torch.int16"),
     "3-D as shared": (lambda: shared_page_table(THREE, 3), ValueError, r"must be 2-D .*shared.*\(3, 2, 4\)"),
     "2-D as split": (lambda: split_page_table(TWO, 3), ValueError, r"must be 3-D .*separate.*\(3, 4\)"),
     "batch": (lambda: shared_page_table(TWO, 4), ValueError, r"batch_size = 4 rows.*\(3, 4\)"),

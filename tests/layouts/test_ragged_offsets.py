@@ -58,7 +58,7 @@ def test_cumulative_lengths(lengths, dtype):
 FOUR = torch.zeros(4, dtype=torch.int32)
 BAD = {
     "no tensor": (lambda: sequence_lengths([1, 2], 2), TypeError, "seq_lens must be a torch.Tensor, got list"),
-    "int64": (lambda: sequence_lengths(FOUR.long(), 4), TypeError, "seq_lens must have dtype .*got torch.int64"),
+    "int16": (lambda: sequence_lengths(FOUR.short(), 4), TypeError, "seq_lens must have dtype .*got torch.int16"),
     "lengths count": (
         lambda: sequence_lengths(FOUR, 3),
         ValueError,
@@ -71,7 +71,7 @@ BAD = {
     "elements long": (lambda: element_offsets(FOUR, 2, 8), ValueError, "batch_offsets_q must have 2 or 3 elements"),
     "elements dtype": (lambda: element_offsets(FOUR.float(), 4, 8), TypeError, "torch.float32"),
     "unit": (lambda: element_offsets(FOUR, 4, 0), ValueError, "elements_per_token must be at least 1, got 0"),
-    "sum dtype": (lambda: cumulative_lengths(FOUR.long()), TypeError, "lengths must have dtype"),
+    "sum dtype": (lambda: cumulative_lengths(FOUR.short()), TypeError, "lengths must have dtype"),
     "sum rank": (lambda: cumulative_lengths(FOUR.view(2, 2)), ValueError, "lengths must be 1-D"),
 }
 

@@ -23,7 +23,7 @@ from hopwell.mla import mla_workspace_bytes
 
 @dataclass(frozen=True)
 class Sizes:
-    """Those of DeepSeek-V3."""
+    """The sizes of DeepSeek-V3."""
 
     hidden: int = 7168
     heads: int = 128

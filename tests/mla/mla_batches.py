@@ -11,7 +11,7 @@ import torch
 from batches import CAUSAL, Expected, starts
 from decode_batches import DecodeBatch
 
-from hopwell.kernels.problem import AttentionProblem, Mask
+from hopwell.kernels.problem import AttentionProblem, Family, Mask
 from hopwell.mla import mla_workspace_bytes
 
 
@@ -53,7 +53,7 @@ class MlaBatch(DecodeBatch):
         return key, key[..., : self.v_head_dim], table
 
     def decode(self, page_size: int, mask: Mask = CAUSAL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
-        problem = super().decode(page_size, mask, ragged=ragged, **changes)
+        problem = super().decode(page_size, mask, ragged=ragged, **(dict(family=Family.MLA) | changes))
         if self.lists is None:
             return problem
         tokens = self.token_table(problem.key, problem.page_table.key)

@@ -76,7 +76,7 @@ def test_uneven_new_tokens(top_k: int, device: str) -> None:
 
 
 def test_counts_of_lists(device: str) -> None:
-    """Of each new token; what is said of all tokens of a request is not looked at."""
+    """Counts are those of each new token; what is said of all tokens of a request is not looked at."""
     data = batch(device, [2] * 4, 68)
     problem = data.decode(16)
     counted = torch.cat([data.counted(i).sum(1) for i in range(data.size)]).to(torch.int32).to(device)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from entry_calls import repeated
 from mla_batches import MlaBatch, listing
-from mla_cases import ARCH, BOTH_ROWS, FEW
+from mla_cases import ARCH, BOTH_ROWS, FEW, MANY
 
 import hopwell
 from hopwell.kernels.mla_config import resolve_mla
@@ -51,6 +51,31 @@ def arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[st
 
 def mla(data: MlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
     return repeated(hopwell.trtllm_batch_decode_with_kv_cache_mla, data, arguments(data, problem, **more))
+
+
+@pytest.mark.parametrize(("heads", "top_k"), [(FEW, 0), (MANY, TOP_K)])
+def test_float16(heads: int, top_k: int, device: str) -> None:
+    data = batch(device, 1, top_k, heads=heads, dtype=torch.float16)
+    out = mla(data, data.decode(64))
+    assert out.dtype == torch.float16
+    data.expected_mla().check(out.flatten(0, 1))
+
+
+@pytest.mark.parametrize(("page_size", "heads", "top_k"), [(5, FEW, 0), (24, MANY, 0), (5, FEW, TOP_K)])
+def test_pages_of_any_size(page_size: int, heads: int, top_k: int, device: str) -> None:
+    data = batch(device, 1, top_k, heads=heads)
+    assert torch.equal(mla(data, data.decode(page_size)), mla(data, data.decode(64)))
+
+
+@KINDS
+@BOTH_ROWS
+def test_index_types(heads: int, top_k: int, device: str) -> None:
+    """64-bit lengths, page ids and lists give the bits of 32-bit ones."""
+    data = batch(device, 2, top_k, heads=heads)
+    problem = data.decode(64)
+    given = arguments(data, problem)
+    wide = {name: given[name].long() for name in ("block_tables", "seq_lens")}
+    assert torch.equal(mla(data, problem), mla(data, problem, **wide))
 
 
 @KINDS
@@ -164,7 +189,7 @@ def test_scales_and_sinks(top_k: int, device: str) -> None:
 @BOTH_ROWS
 @pytest.mark.parametrize("top_k", [0, LONG_TOP_K], ids=["dense", "sparse"])
 def test_content_of_workspace_does_not_matter(top_k: int, heads: int, device: str) -> None:
-    """Of keys that several multiprocessors share."""
+    """The keys are such that several multiprocessors share them."""
     data = batch(device, 2, top_k, kv_lens=LONG, heads=heads)
     problem = data.decode(64)
     workspace, outs = data.workspace(CAPACITY), []

@@ -241,6 +241,33 @@ def test_graph_replays_with_other_lengths_and_tables(q_len: int, heads: int, top
         assert torch.equal(buffers.call(), replayed)
 
 
+@BOTH_ROWS
+def test_graphs_keep_scratch_of_our_own(heads: int) -> None:
+    """With no room in the workspace, scratch is allocated in the capture itself. It stays a graph's after others, that
+    need more of it, are captured, replayed and freed, and whatever is allocated and freed meanwhile."""
+    kept, other = Buffers(1, heads, 0), Buffers(3, heads, 0)
+    data = {id(buffers): batch(0, q_len, Buffers.LENGTHS[1], heads=heads) for buffers, q_len in ((kept, 1), (other, 3))}
+    graphs = []
+    for buffers in (kept, other):
+        buffers.fill(data[id(buffers)])
+        buffers.arguments["workspace_buffer"] = torch.empty(16, dtype=torch.uint8, device="cuda")
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            buffers.call()
+    graphs.pop().replay()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    rubbish = [torch.full((1 << 24,), math.nan, device="cuda") for _ in range(8)]
+    for _ in range(3):
+        kept.arguments["out"].fill_(7)
+        graphs[0].replay()
+    replayed = kept.arguments["out"].clone()
+    assert all(tensor.isnan().all() for tensor in rubbish)
+    data[id(kept)].expected_mla().check(replayed.flatten(0, 1))
+    assert torch.equal(kept.call(), replayed)
+
+
 @KINDS
 @BOTH_ROWS
 def test_graph_of_many_launches_on_two_branches(heads: int, top_k: int) -> None:

@@ -56,7 +56,7 @@ def test_heads(dims: tuple[int, int], q_len: int, heads: int) -> None:
 @pytest.mark.parametrize("q_len", [1, 2, 3, 4, 5, 8, 15, 16, 17, 32])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 def test_new_tokens(dims: tuple[int, int], q_len: int, heads: int) -> None:
-    """Of requests with fewer keys than tokens, and with new tokens on both sides of an edge."""
+    """There are requests with fewer keys than tokens, and with new tokens on both sides of an edge."""
     chunk = chunk_tokens(dims)
     edges = [edge + q_len // 2 for edge in (64, 128, chunk, 2 * chunk)]
     kv_lens = [0, q_len // 2, q_len - 1, q_len, q_len + 1, *edges, 5 * chunk + 3]
@@ -141,7 +141,7 @@ def test_heads_with_listed_tokens(dims: tuple[int, int], q_len: int, heads: int)
 @pytest.mark.parametrize("place", GAPS)
 @pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
 def test_gaps_in_lists(dims: tuple[int, int], place: str, heads: int) -> None:
-    """Of one chunk and of two, whose last tiles are no whole ones."""
+    """Lists have one chunk and two, whose last tiles are no whole ones."""
     for top_k in (452, 2180):
         check_gaps(place, top_k, heads, dims)
 

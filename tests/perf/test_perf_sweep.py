@@ -244,7 +244,7 @@ def test_lines_have_one_legend_beside_them(figures: list[Any], tmp_path: Path) -
 
 @pytest.fixture
 def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Those that are saved."""
+    """The figures that are saved."""
     from matplotlib.figure import Figure
 
     saved, save = [], Figure.savefig

@@ -8,13 +8,14 @@ import torch
 from batches import Batch, check_statistics
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import DTYPES, SHORT_WINDOW, KvFetch, PrefillConfig, resolve
+from hopwell.kernels.config import DTYPES, SHORT_WINDOW, KvFetch, PrefillConfig
+from hopwell.kernels.families import resolve
 from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WINDOW = 70  # keys to the left
 CHUNK = 64
-SOFT_CAP = 2.0
+CAPS = {ScoreKind.SOFT_CAP: 2.0, ScoreKind.WIDE_SOFT_CAP: 3e5}
 SCALE = 1.25  # times 1 / sqrt(head_dim), as statistics of plain scores have that factor and no other
 SKIP_SOFTMAX = 1e-30  # so little that nothing is left out
 
@@ -67,7 +68,7 @@ def check_config(
         device=device,
     )
     mask = mask_of(config)
-    score = Score(config.score, SOFT_CAP if config.score is ScoreKind.SOFT_CAP else 0.0)
+    score = Score(config.score, CAPS.get(config.score, 0.0))
     logits = torch.tensor(sinks, device=device)
     skip_softmax = SKIP_SOFTMAX if config.skip_softmax else 0.0
     lse, statistics = data.ragged_lse(), data.statistics()

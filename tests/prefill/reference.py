@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.problem import Mask, MaskKind, Score
 
 PLAIN = Score()
 
@@ -45,9 +45,9 @@ def by_kv_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
 def logits(q: torch.Tensor, k: torch.Tensor, scale: float, score: Score) -> torch.Tensor:
     """Natural logits [heads, q_len, kv_len] in float64 of q [q_len, heads, D] and k [kv_len, kv_heads, D]."""
     values = by_kv_head(q.double().transpose(0, 1), k.double().permute(1, 2, 0)) * scale
-    if score.kind is ScoreKind.SOFT_CAP:
+    if score.kind.caps:
         values = score.soft_cap * torch.tanh(values / score.soft_cap)
-    if score.kind is ScoreKind.ALIBI:
+    if score.kind.has_slopes:
         slopes = alibi_slopes(q.shape[1]).to(q.device)[:, None, None]
         values = values + slopes * torch.arange(k.shape[0], device=q.device)
     return values

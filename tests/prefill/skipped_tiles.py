@@ -10,7 +10,7 @@ import torch
 from batches import Batch
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import config_type
+from hopwell.kernels.families import prefill_type
 from hopwell.kernels.problem import Mask, Score
 
 
@@ -25,7 +25,7 @@ ROWS = {"sm_90a": Rows(64, 64), "sm_100a": Rows(128, 256)}
 
 
 def tile_n(dims: tuple[int, int], score: Score = reference.PLAIN, arch: str = "sm_90a") -> int:
-    return config_type(arch).tile_of(dims, score.kind, True).n
+    return prefill_type(arch).tile_of(dims, score.kind, True).n
 
 
 def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torch.Tensor, int]:

@@ -9,7 +9,8 @@ import torch
 from batches import CAUSAL, FULL, Batch, chunked, starts, window
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import KvType, PrefillConfig, resolve
+from hopwell.kernels.config import KvType, PrefillConfig
+from hopwell.kernels.families import resolve
 from hopwell.kernels.problem import AttentionProblem, Mask
 from hopwell.prefill import trtllm_batch_context_with_kv_cache
 
@@ -111,7 +112,7 @@ def test_context_entry(device: str, few: bool) -> None:
 
 def test_unserved_head_dims_are_named() -> None:
     data = batch((512, 512), "cpu")
-    with pytest.raises(NotImplementedError, match=r"512/512 .*float8_e4m3fn K and V; supported: 64/64"):
+    with pytest.raises(NotImplementedError, match=r"512/512 .*float8_e4m3fn operands; supported: 64/64"):
         resolve(quantised(data.problem(16)), "sm_90a")
     with pytest.raises(NotImplementedError, match="sm_100a"):
         resolve(quantised(batch((128, 128), "cpu").problem(16)), "sm_100a")

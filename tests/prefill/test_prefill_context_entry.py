@@ -35,11 +35,35 @@ def test_caches(page_size: int, dims: tuple[int, int], device: str) -> None:
         assert all(torch.equal(outs[0], out) for out in outs)
 
 
+@pytest.mark.parametrize(("page_size", "dim"), [(3, 64), (24, 128), (48, 80), (1000, 64)])
+def test_pages_of_any_size(page_size: int, dim: int, device: str) -> None:
+    """Rows, boxes of all columns and of a block of them, and pages taller than requests: to the bit as pages of 16."""
+    data = batch(device, head_dim=dim, v_head_dim=dim)
+    pages = {size: data.pages(size) for size in (16, page_size)}
+    even, uneven = (context(data, (key, value), table) for key, value, table in pages.values())
+    data.expected().check(uneven)
+    assert torch.equal(even, uneven)
+
+
 @pytest.mark.parametrize("dims", [dims for dims in TILES if dims not in MAIN_DIMS], ids=str)
 def test_other_head_dims(dims: tuple[int, int], device: str) -> None:
     data = batch(device, head_dim=dims[0], v_head_dim=dims[1])
     key, value, table = data.pages(16)
     data.expected().check(context(data, (key, value), table))
+
+
+@pytest.mark.parametrize(("dim", "page_size"), [(8, 16), (72, 2), (248, 16)])
+def test_multiples_of_8_between_those(dim: int, page_size: int, device: str) -> None:
+    """Columns beyond the head dim, of which others' data may be in memory, count for nothing and are not written."""
+    data = batch(device, head_dim=dim, v_head_dim=dim)
+    key, value, table = data.pages(page_size)
+    pool = torch.full((*key.shape[:-1], 2 * dim + 8), torch.nan, dtype=data.dtype, device=device)
+    cache = pool[..., :dim], pool[..., dim : 2 * dim]
+    for part, values in zip(cache, (key, value), strict=True):
+        part.copy_(values)
+    room = torch.full((data.tokens, data.heads, dim + 8), 7.0, dtype=data.dtype, device=device)
+    data.expected().check(context(data, cache, table, out=room[..., :dim]))
+    assert (room[..., dim:] == 7).all()
 
 
 @pytest.mark.parametrize("layout", ["HND", "NHD"])

@@ -24,7 +24,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def soft_cap(cap: float) -> Score:
-    return Score(ScoreKind.SOFT_CAP, cap)
+    return Score.capped(cap)
 
 
 def batch(layout: str, device: str, **options: Any) -> Batch:
@@ -116,6 +116,8 @@ def test_head_dims(dims: tuple[int, int], dtype: torch.dtype, device: str) -> No
 
 FEATURES: list[tuple[dict[str, Any], Mask, Score]] = [
     (dict(logits_soft_cap_scale=2.0), CAUSAL, soft_cap(2.0)),
+    (dict(logits_soft_cap_scale=3e5), CAUSAL, soft_cap(3e5)),
+    (dict(logits_soft_cap_scale=3e38), CAUSAL, Score()),
     (dict(logits_soft_cap_scale=30.0), CAUSAL, soft_cap(30.0)),
     (dict(logits_soft_cap_scale=2.0, window_left=40), window(40), soft_cap(2.0)),
     (dict(logits_soft_cap_scale=2.0, chunked_attention_size=64), chunked(64), soft_cap(2.0)),
@@ -124,6 +126,7 @@ FEATURES: list[tuple[dict[str, Any], Mask, Score]] = [
     (dict(pos_encoding_mode="alibi", window_left=40), window(40), ALIBI),
     (dict(pos_encoding_mode="alibi", chunked_attention_size=64), chunked(64), ALIBI),
     (dict(pos_encoding_mode="alibi", mask_mode="padding"), FULL, ALIBI),
+    (dict(pos_encoding_mode="alibi", logits_soft_cap_scale=2.0), CAUSAL, Score(ScoreKind.CAPPED_ALIBI, 2.0)),
 ]
 
 

@@ -10,7 +10,7 @@ from batches import CAUSAL, FULL, Batch, chunked, starts, window
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.config import resolve
+from hopwell.kernels.families import resolve
 from hopwell.kernels.plan import operands
 from hopwell.kernels.problem import AttentionProblem, Mask, Score, ScoreKind
 

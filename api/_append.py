@@ -1,0 +1,309 @@
+"""Arguments of ``append_paged_kv_cache``: checked, reduced to an AppendProblem, and launched."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable
+from typing import Any, NamedTuple
+
+import torch
+
+from hopwell import _checks as checks
+from hopwell._cache import KV_LAYOUTS, pair_or_tensor
+from hopwell._features import require_all
+from hopwell._launch import CAPACITY
+from hopwell._repeat import ALIGNMENT_MASK, extent_bytes, metadata
+from hopwell.kernels import support
+from hopwell.kernels.append_config import AppendProblem, CacheType
+from hopwell.kernels.append_plan import AppendPlan, operands
+from hopwell.kernels.problem import PageTable
+from hopwell.layouts import NVFP4_BLOCK, KVViews, VScaleLayout, block_scale_views, paged_kv_views
+
+CACHE_TYPES = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
+SCALE_TYPES = (checks.FP8, torch.uint8)
+INDICES = (torch.int32, torch.uint32)  # the kernel reads neighbouring words, which 64-bit indices are not
+V_SCALE_LAYOUTS = tuple(layout.value for layout in VScaleLayout)
+INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # what page sizes and V's head dims are multiples of
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # what is smaller may be 0 in float32
+ALIGNED, LARGE = 4, 6  # operands that begin on 16 bytes, and those whose memory is looked at: they come first
+
+
+class AppendArguments(NamedTuple):
+    """All arguments of a call; caches and their scales as a pair, or as a tensor of both and None."""
+
+    append_key: Any
+    append_value: Any
+    batch_indices: Any
+    positions: Any
+    cache: Any
+    value_cache: Any
+    kv_indices: Any
+    kv_indptr: Any
+    kv_last_page_len: Any
+    kv_layout: Any
+    k_scale: Any
+    v_scale: Any
+    scales: Any
+    value_scales: Any
+    v_scale_layout: Any
+    block_tables: Any
+    uses_shared_paged_kv_idx: Any
+    enable_pdl: Any
+
+    @property
+    def paged_kv_cache(self) -> Any:
+        """As it was given."""
+        return self.cache if self.value_cache is None else (self.cache, self.value_cache)
+
+    @property
+    def kv_cache_sf(self) -> Any:
+        """As it was given."""
+        return self.scales if self.value_scales is None else (self.scales, self.value_scales)
+
+    def sources(self) -> tuple[Any, ...]:
+        """The arguments that the operands of the kernel lie in, in their order."""
+        table = self.kv_indices if self.block_tables is None else self.block_tables
+        caches = (self.cache, self.cache if self.value_cache is None else self.value_cache)
+        scales = (self.scales, self.scales if self.value_scales is None else self.value_scales)
+        places = (self.batch_indices, self.positions, table, table, self.kv_indptr)
+        return (self.append_key, self.append_value, *caches, *scales, *places, self.k_scale, self.v_scale)
+
+
+class AppendCalls:
+    """Launches calls; of those like one that has been checked only addresses are looked at."""
+
+    def __init__(self) -> None:
+        self._checked: dict[Hashable, _Repeat] = {}
+
+    def run(self, arguments: AppendArguments) -> None:
+        """Check what has to be checked, and launch."""
+        try:
+            key = tuple([metadata(a) if isinstance(a, torch.Tensor) else (type(a), a) for a in arguments])
+            found = self._checked.get(key)
+        except (RuntimeError, TypeError):  # a tensor without strides, a value without a hash: the checks refuse it
+            found = None
+        if found is not None and found.run(arguments):
+            return
+        problem = append_problem(arguments)
+        plan = AppendPlan(problem)
+        plan.launch(operands(problem))
+        on = problem.key.device
+        # A tensor that lies elsewhere was read, and has to be in each call.
+        here = all(value.device == on for value in arguments if isinstance(value, torch.Tensor))
+        if plan.has_work and plan.repeatable and here:
+            if len(self._checked) >= CAPACITY:
+                self._checked.clear()
+            self._checked[key] = _Repeat(arguments, problem, plan)
+
+
+class _Repeat:
+    """A call that has been checked. Another one with its key needs addresses that are aligned and apart."""
+
+    def __init__(self, arguments: AppendArguments, problem: AppendProblem, plan: AppendPlan):
+        self._plan = plan
+        views = operands(problem)
+        pairs = zip(views, arguments.sources(), strict=True)
+        self._offsets = [None if view is None else view.data_ptr() - source.data_ptr() for view, source in pairs]
+        sizes = [extent_bytes(view) for view in views[:LARGE]]
+        at = [0 if view is None else view.data_ptr() for view in views[:LARGE]]
+        self._pairs = [
+            (i, j, sizes[i], sizes[j], at[j] - at[i])
+            for i, j in itertools.combinations(range(LARGE), 2)
+            if j > 1 and sizes[i] and sizes[j]  # the two inputs may overlap
+        ]
+
+    def run(self, arguments: AppendArguments) -> bool:
+        """Launch; False, and no launch, where addresses have to be checked."""
+        pairs = zip(self._offsets, arguments.sources(), strict=True)
+        addresses = [0 if offset is None else source.data_ptr() + offset for offset, source in pairs]
+        if any(address & ALIGNMENT_MASK for address in addresses[:ALIGNED]):
+            return False
+        for i, j, size, other_size, distance in self._pairs:
+            between = addresses[j] - addresses[i]
+            # K and V of one tensor interleave, at the distance that has been checked.
+            if -other_size < between < size and between != distance:
+                return False
+        self._plan.launch_at(addresses)
+        return True
+
+
+def append_problem(arguments: AppendArguments) -> AppendProblem:
+    """Check all arguments and reduce them to a problem."""
+    a = arguments
+    key, value = _new_tokens(a.append_key, a.append_value)
+    on, tokens = key.device, key.shape[0]
+    arch = support.arch_of(on)
+    shared = checks.flag("uses_shared_paged_kv_idx", a.uses_shared_paged_kv_idx)
+    interleaves = checks.choice("v_scale_layout", a.v_scale_layout, V_SCALE_LAYOUTS) == VScaleLayout.INTERLEAVED.value
+    kind, caches = _caches(a.paged_kv_cache, a.kv_layout, key, value, shared, interleaves)
+    scales = _block_scales(a.kv_cache_sf, a.kv_layout, caches, kind, shared)
+    batch, table, starts = _pages(a, shared, on)
+    pdl = checks.optional_flag("enable_pdl", a.enable_pdl)
+    problem = AppendProblem(
+        key=key,
+        value=value,
+        key_cache=caches.key,
+        value_cache=caches.value,
+        key_scales=None if scales is None else scales.key,
+        value_scales=None if scales is None else scales.value,
+        batch_indices=_index("batch_indices", a.batch_indices, ("tokens", tokens), on),
+        positions=_index("positions", a.positions, ("tokens", tokens), on),
+        page_table=table,
+        page_starts=starts,
+        batch=batch,
+        k_scale=_scale("k_scale", a.k_scale, kind, on),
+        v_scale=_scale("v_scale", a.v_scale, kind, on),
+        kind=kind,
+        programmatic_launch=support.has_pdl(arch) if pdl is None else pdl,
+    )
+    _check_apart(problem)
+    page_size = caches.key.shape[2]
+    known_page = support.append_page_size(page_size)
+    needs = {CacheType.WIDE: "16bit", CacheType.E4M3: "fp8_kv"}.get(kind, "nvfp4_kv")
+    tensor_scales = isinstance(a.k_scale, torch.Tensor) or isinstance(a.v_scale, torch.Tensor)
+    require_all(
+        support.APPEND,
+        arch,
+        (
+            (True, needs, f"append_key.dtype={key.dtype}, cache dtype={caches.key.dtype}"),
+            (True, known_page, f"page_size={page_size}"),
+            (True, "cache", f"cache of shape {tuple(caches.key.shape)}"),
+            (tensor_scales, "tensor_scales", "scale given as a tensor"),
+        ),
+    )
+    return problem
+
+
+def _new_tokens(append_key: Any, append_value: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    key, value = checks.main_tensor("append_key", append_key), checks.tensor("append_value", append_value)
+    checks.dtype("append_key", key, checks.SIXTEEN_BIT)
+    checks.dtype("append_value", value, (key.dtype,))
+    _on("append_value", value, key.device)
+    checks.shape("append_key", key, ("tokens", None), ("kv_heads", None), ("head_dim", None))
+    tokens, heads, dim = key.shape
+    checks.shape("append_value", value, ("tokens", tokens), ("kv_heads", heads), ("head_dim", None))
+    if min(heads, dim, value.shape[2]) < 1:
+        raise ValueError(
+            f"append_key and append_value must have heads and head_dims of at least 1, got {tuple(key.shape)} and "
+            f"{tuple(value.shape)}"
+        )
+    for name, part in (("append_key", key), ("append_value", value)):
+        checks.tma_readable(name, part)
+    return key, value
+
+
+def _caches(
+    paged_kv_cache: Any, kv_layout: Any, key: torch.Tensor, value: torch.Tensor, shared: bool, interleaves: bool
+) -> tuple[CacheType, KVViews]:
+    """What is written, and canonical views of where."""
+    parts = pair_or_tensor("paged_kv_cache", paged_kv_cache)
+    for name, part in parts:
+        checks.dtype(name, part, CACHE_TYPES)
+        _on(name, part, key.device)
+        if part.dtype != parts[0][1].dtype:
+            raise ValueError(f"{name} must have the dtype of {parts[0][0]}, {parts[0][1].dtype}, got {part.dtype}")
+        checks.tma_readable(name, part)
+    of = parts[0][1].dtype
+    if of in checks.SIXTEEN_BIT and of != key.dtype:
+        raise ValueError(f"a 16-bit paged_kv_cache must have the dtype of append_key, {key.dtype}, got {of}")
+    checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
+    caches = paged_kv_views(paged_kv_cache, kv_layout, same_pages=shared, name="paged_kv_cache")
+    nvfp4 = CacheType.NVFP4_INTERLEAVED if interleaves else CacheType.NVFP4
+    kind = {checks.FP8: CacheType.E4M3, torch.uint8: nvfp4}.get(of, CacheType.WIDE)
+    packing = 2 if kind.is_nvfp4 else 1
+    for name, tokens, cache in (("K", key, caches.key), ("V", value, caches.value)):
+        wanted, got = (tokens.shape[1], tokens.shape[2]), (cache.shape[1], cache.shape[3] * packing)
+        if wanted != got:
+            stored = " (two elements a byte)" if kind.is_nvfp4 else ""
+            raise ValueError(
+                f"{name} of paged_kv_cache must have the heads and head_dim of the new tokens, {wanted}{stored}, "
+                f"got {got}"
+            )
+        if tokens.shape[2] % kind.elements:
+            raise ValueError(
+                f"head_dim of {name} must be a multiple of {kind.elements} for a cache of {of}, got {tokens.shape[2]}"
+            )
+    if kind is CacheType.NVFP4_INTERLEAVED and (
+        caches.key.shape[2] % INTERLEAVED_TOKENS or value.shape[2] % INTERLEAVED_DIM
+    ):
+        raise ValueError(
+            f"v_scale_layout='interleaved' needs a page size that is a multiple of {INTERLEAVED_TOKENS} and a head_dim "
+            f"of V that is a multiple of {INTERLEAVED_DIM}, got {caches.key.shape[2]} and {value.shape[2]}"
+        )
+    return kind, caches
+
+
+def _block_scales(kv_cache_sf: Any, kv_layout: str, caches: KVViews, kind: CacheType, shared: bool) -> KVViews | None:
+    """Canonical views of the block scales, required for NVFP4 and refused otherwise."""
+    if not kind.is_nvfp4:
+        if kv_cache_sf is not None:
+            raise ValueError(
+                f"kv_cache_sf must be None unless paged_kv_cache is NVFP4 (torch.uint8), it is {caches.key.dtype}"
+            )
+        return None
+    if kv_cache_sf is None:
+        raise ValueError("kv_cache_sf must be provided for an NVFP4 (torch.uint8) paged_kv_cache, got None")
+    for name, part in pair_or_tensor("kv_cache_sf", kv_cache_sf):
+        checks.dtype(name, part, SCALE_TYPES)
+        _on(name, part, caches.key.device)
+    return block_scale_views(kv_cache_sf, kv_layout, caches, same_pages=shared, name="kv_cache_sf")
+
+
+def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, PageTable, torch.Tensor | None]:
+    """Number of requests, page ids, and where each request's begin where they are in a row."""
+    given = [name for name in ("kv_indices", "kv_indptr", "block_tables") if getattr(a, name) is not None]
+    if given not in (["kv_indices", "kv_indptr"], ["block_tables"]):
+        raise ValueError(f"pages must be given as kv_indices and kv_indptr, or as block_tables, got {given or None}")
+    if a.block_tables is None:
+        if not shared:
+            raise ValueError("uses_shared_paged_kv_idx=False needs block_tables [batch, 2, pages_per_request]")
+        starts = _index("kv_indptr", a.kv_indptr, ("batch + 1", None), on)
+        if starts.shape[0] < 1:
+            raise ValueError("kv_indptr must have batch + 1 elements, got none")
+        ids = _index("kv_indices", a.kv_indices, ("pages", None), on)
+        batch, table = starts.shape[0] - 1, PageTable(ids, ids)
+    else:
+        tables = checks.tensor("block_tables", a.block_tables)
+        checks.dtype("block_tables", tables, INDICES)
+        _on("block_tables", tables, on)
+        starts, batch = None, tables.shape[0] if tables.dim() else 0
+        table = checks.page_table(tables, batch, on, shared=shared)
+    if a.kv_last_page_len is not None:
+        _index("kv_last_page_len", a.kv_last_page_len, ("batch", batch), on)
+    return batch, table, starts
+
+
+def _index(name: str, value: Any, dim: tuple[str, int | None], on: torch.device) -> torch.Tensor:
+    """A contiguous 1-D tensor of 32-bit integers."""
+    checked = checks.tensor(name, value)
+    checks.dtype(name, checked, INDICES)
+    _on(name, checked, on)
+    checks.shape(name, checked, dim)
+    checks.unit_stride(name, checked)
+    return checked
+
+
+def _scale(name: str, value: Any, kind: CacheType, on: torch.device) -> float | torch.Tensor:
+    scale = checks.scale(name, value, on)
+    if kind is CacheType.WIDE and (isinstance(scale, torch.Tensor) or scale != 1.0):
+        raise ValueError(f"{name} must be 1.0 for a 16-bit cache, which has no scales, got {checks.describe(value)}")
+    if not isinstance(scale, torch.Tensor) and scale < SMALLEST_SCALE:
+        raise ValueError(f"{name} must be positive, and at least {SMALLEST_SCALE} in float32, got {scale}")
+    return scale
+
+
+def _on(name: str, value: torch.Tensor, expected: torch.device) -> None:
+    if value.device != expected:
+        raise ValueError(f"{name} must be on {expected}, the device of append_key, got {value.device}")
+
+
+def _check_apart(problem: AppendProblem) -> None:
+    """Nothing that is written shares memory with anything else."""
+    inputs = [("append_key", problem.key), ("append_value", problem.value)]
+    names = ("K of paged_kv_cache", "V of paged_kv_cache", "K of kv_cache_sf", "V of kv_cache_sf")
+    views = (problem.key_cache, problem.value_cache, problem.key_scales, problem.value_scales)
+    others: list[tuple[str, torch.Tensor | None]] = [*inputs]
+    for name, view in zip(names, views, strict=True):
+        if view is not None:
+            checks.disjoint(name, view, others)
+            others.append((name, view))

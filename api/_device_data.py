@@ -1,0 +1,56 @@
+"""Whether launches look at device data first: lengths, tables, offsets, lists and scales."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from hopwell import _checks as checks
+from hopwell.kernels import settings
+from hopwell.kernels.device_data import first_fault
+from hopwell.kernels.problem import AttentionProblem
+from hopwell.kernels.tickets import is_capturing
+
+_switched: bool | None = None  # None: as HOPWELL_CHECK says
+_forgetful: list[Callable[[], None]] = []  # what forgets the calls that would be repeated without a look
+
+
+def check_device_data(enable: bool) -> None:
+    """Look at the device data of every call before its launch, or stop doing so; in place of ``HOPWELL_CHECK``.
+
+    Lengths, tables, offsets, lists of tokens and scales on the device are compared there with what the call's shapes
+    allow. The host waits once for the outcome, and a ValueError names the argument, the index and the value. It is the
+    first thing to try where a result looks wrong. While it is on, every call goes through all other checks as well;
+    while it is off, it costs nothing. Launches that a CUDA graph captures are not looked at, as nothing can wait there.
+
+    Args:
+        enable: whether to look.
+
+    Raises:
+        TypeError: ``enable`` is no bool.
+    """
+    global _switched
+    _switched = checks.flag("enable", enable)
+    for forget in _forgetful:
+        forget()
+
+
+def on_switch(forget: Callable[[], None]) -> None:
+    """Have ``forget`` called whenever :func:`check_device_data` is."""
+    _forgetful.append(forget)
+
+
+def is_enabled() -> bool:
+    """Whether device data is looked at."""
+    if _switched is not None:
+        return _switched
+    return settings.choice("HOPWELL_CHECK", ("0", "1"), "0") == "1"
+
+
+def check(problem: AttentionProblem, names: Mapping[str, str]) -> None:
+    """Raise what is wrong in the device data of a problem; ``names`` are the arguments that operands are given as."""
+    device = problem.query.device
+    if device.type == "cuda" and is_capturing():
+        return
+    fault = first_fault(problem)
+    if fault is not None:
+        raise ValueError(fault.message(names.get(fault.operand, fault.operand)))

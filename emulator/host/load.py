@@ -1,0 +1,50 @@
+"""Modules that are loaded once per process, after the self-test of what the installed DSL writes."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from hopwell.kernels import cache_folder
+
+from .. import native
+from . import selftest
+from .module import Function, Module
+
+_loading = threading.RLock()  # of several threads that want one module, one makes it
+
+
+def load(object_file: str | Path, ptx: str | Path) -> Module:
+    """The module of an exported object file and its PTX, loaded once per process.
+
+    The first load with a DSL version runs the self-test of the tensor-map format.
+    """
+    with _loading:
+        return _loaded(object_file, ptx)
+
+
+@functools.lru_cache(maxsize=64)
+def _loaded(object_file: str | Path, ptx: str | Path) -> Module:
+    selftest.ensure()
+    return Module(object_file, ptx)
+
+
+def cached_function(key: str, make: Callable[[Path], None], name: str = "entry") -> Function:
+    """The function of a cache entry, made by ``make(folder)`` on first use; safe against other processes."""
+    folder = native.cache_dir() / "kernels" / key
+    done = folder / "complete"
+    if not done.exists():
+        cache_folder.make(folder.parent)
+        with cache_folder.lock(folder):
+            if not done.exists():
+                make(folder)
+                cache_folder.protect(folder)
+                done.touch()
+    with contextlib.suppress(PermissionError):  # a cache that others filled
+        os.utime(done)
+    cache_folder.check(folder)
+    return load(folder / f"{name}.o", folder / f"{name}.ptx").function(name)

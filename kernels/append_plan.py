@@ -1,0 +1,90 @@
+"""From an append problem to a launch."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import tvm_ffi
+
+from hopwell.kernels import support
+from hopwell.kernels.append_config import AppendAddresses, AppendGeometry, AppendProblem, resolve_append
+from hopwell.kernels.config import page_and_head_stride
+from hopwell.kernels.plan import bind, device_anchor, emulated_memory
+
+RESULTS = ("key_cache", "value_cache", "key_scales", "value_scales")
+
+
+class AppendPlan:
+    """A compiled kernel with its geometry. Addresses come with each launch."""
+
+    def __init__(self, problem: AppendProblem):
+        device = problem.key.device
+        self.config = resolve_append(problem, support.arch_of(device))
+        # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
+        self.repeatable = device.type == "cuda"
+        self.has_work = problem.key.shape[0] > 0
+        if self.has_work:
+            self.function = bind(self.config, device)
+            self.constants: tuple[Any, ...] = (
+                tvm_ffi.convert(tuple(geometry(problem))),
+                *(1.0 if isinstance(scale, torch.Tensor) else scale for scale in (problem.k_scale, problem.v_scale)),
+                int(problem.programmatic_launch),
+            )
+            self.anchor = device_anchor(device)
+
+    def launch(self, views: Sequence[torch.Tensor | None]) -> None:
+        """Launch with ``operands`` of the plan's problem."""
+        if self.has_work:
+            named = dict(zip(AppendAddresses._fields, views, strict=True))
+            with contextlib.nullcontext() if self.repeatable else emulated_memory(named, RESULTS):
+                self.launch_at([0 if view is None else view.data_ptr() for view in views])
+
+    def launch_at(self, addresses: Sequence[int]) -> None:
+        """Launch on the current stream of the plan's device; ``addresses`` are those of :class:`AppendAddresses`."""
+        self.function(self.anchor, tuple(addresses), *self.constants)
+
+
+def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:
+    """The tensors whose addresses the kernel gets, in the order of :class:`AppendAddresses`."""
+    p = problem
+    scales = [scale if isinstance(scale, torch.Tensor) else None for scale in (p.k_scale, p.v_scale)]
+    caches = (p.key_cache, p.value_cache, p.key_scales, p.value_scales)
+    places = (p.batch_indices, p.positions, p.page_table.key, p.page_table.value, p.page_starts)
+    return (p.key, p.value, *caches, *places, *scales)
+
+
+def geometry(problem: AppendProblem) -> AppendGeometry:
+    """The run-time sizes and strides of a problem."""
+    p, table = problem, problem.page_table
+    has_rows = p.page_starts is None
+
+    def strides(name: str, cache: torch.Tensor | None) -> dict[str, int]:
+        if cache is None:
+            return {f"{name}_page": 0, f"{name}_head": 0, f"{name}_row": 0}
+        page, head = page_and_head_stride(cache)
+        return {f"{name}_page": page, f"{name}_head": head, f"{name}_row": cache.stride(2)}
+
+    return AppendGeometry(
+        tokens=p.key.shape[0],
+        kv_heads=p.key.shape[1],
+        batch=p.batch,
+        k_dim=p.key.shape[2],
+        v_dim=p.value.shape[2],
+        page_shift=p.key_cache.shape[2].bit_length() - 1,
+        key_table_row=table.key.stride(0) if has_rows else 0,
+        value_table_row=table.value.stride(0) if has_rows else 0,
+        table_width=table.key.shape[-1],
+        k_pages=p.key_cache.shape[0],
+        v_pages=p.value_cache.shape[0],
+        key_token=p.key.stride(0),
+        key_head=p.key.stride(1),
+        value_token=p.value.stride(0),
+        value_head=p.value.stride(1),
+        **strides("k", p.key_cache),
+        **strides("v", p.value_cache),
+        **strides("k_scale", p.key_scales),
+        **strides("v_scale", p.value_scales),
+    )

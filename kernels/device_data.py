@@ -1,0 +1,236 @@
+"""What kernels read from the device besides operands: lengths, tables, offsets, lists and scales, looked at on demand.
+
+A launch does not look at them, because that would wait for the device. Here all of it is compared there, and the host
+waits once for the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hopwell.kernels.problem import AttentionProblem, MaskKind, TokenOffsets
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An element that is not what it must be. ``operand`` is its name in launch.Addresses."""
+
+    operand: str
+    index: tuple[int, ...]
+    value: float
+    rule: str
+
+    def message(self, name: str) -> str:
+        """The fault for those who know the operand as ``name``."""
+        place = f"[{', '.join(map(str, self.index))}]" if self.index else ""
+        return f"{name}{place} must be {self.rule}, got {self.value}"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Where elements of an operand are wrong. ``text`` says what the one at an index must be.
+
+    ``is_defined``: what comes of it is defined and stays within the operands: kernels clamp it.
+    """
+
+    operand: str
+    values: torch.Tensor
+    wrong: torch.Tensor
+    text: Callable[[tuple[int, ...]], str]
+    is_defined: bool = False
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Which tokens requests have in a tensor: [B] starts and lengths, and the names of the operands that say so."""
+
+    starts: torch.Tensor
+    lengths: torch.Tensor
+    start_operand: str
+    length_operand: str
+
+
+def first_fault(problem: AttentionProblem, *, defined: bool = True) -> Fault | None:
+    """The first fault in what a launch would read; ``defined`` says whether those that kernels clamp count.
+
+    The host waits for the device once, and where there is a fault a second time.
+    """
+    rules = [rule for rule in _rules(problem) if rule.wrong.numel() and (defined or not rule.is_defined)]
+    if not rules:
+        return None
+    wrong = torch.stack([rule.wrong.any() for rule in rules]).tolist()
+    for rule, is_wrong in zip(rules, wrong, strict=True):
+        if is_wrong:
+            index = tuple(rule.wrong.nonzero()[0].tolist())
+            return Fault(rule.operand, index, rule.values[index].item(), rule.text(index))
+    return None
+
+
+def _rules(problem: AttentionProblem) -> Iterator[Rule]:
+    p = problem
+    yield from _scales(p)
+    queries = _extent(p.q_offsets, p.q_lens, "q_offsets", "q_lens", p)
+    keys = _extent(p.k_offsets, p.kv_lens, "k_offsets", "kv_lens", p)
+    yield from _lengths(queries)
+    yield from _at_most(queries, p.max_q_len, "the bound that the call gives", is_defined=True)
+    yield from _offsets(p.q_offsets, "q_offsets", queries, p.query.shape[0])
+    yield from _offsets(p.o_offsets, "o_offsets", queries, p.query.shape[0])
+    if p.lse is not None:
+        yield from _units(p.lse.offsets, "lse_offsets", p.batch)
+    yield from _lengths(keys)
+    if p.token_table is not None:
+        yield from _lists(p, queries, keys)
+    elif p.page_table is not None:
+        page_size, columns = p.key.shape[2], p.page_table.key.shape[1]
+        yield from _at_most(keys, columns * page_size, f"what {columns} pages of {page_size} in a table's row hold")
+        for operand, table, pages in (
+            ("key_table", p.page_table.key, p.key.shape[0]),
+            ("value_table", p.page_table.value, p.value.shape[0]),
+        ):
+            yield _pages(p, operand, table, pages, queries, keys)
+    else:
+        yield from _offsets(p.k_offsets, "k_offsets", keys, p.key.shape[2])
+        yield from _offsets(p.v_offsets, "v_offsets", keys, p.value.shape[2])
+        if p.k_offsets is None:
+            yield from _at_most(keys, p.key.shape[2], "the rows of the keys")
+
+
+def _extent(
+    offsets: TokenOffsets | None,
+    lengths: torch.Tensor | None,
+    start_operand: str,
+    length_operand: str,
+    p: AttentionProblem,
+) -> Extent:
+    starts = torch.zeros(p.batch, dtype=torch.int64, device=p.query.device)
+    if offsets is not None:
+        starts = _tokens(offsets)[: p.batch]
+    if lengths is not None:
+        return Extent(starts, _signed(lengths), start_operand, length_operand)
+    if offsets is None:  # every request of decode has as many
+        return Extent(torch.arange(p.batch, device=p.query.device) * p.max_q_len, starts + p.max_q_len, "", "")
+    return Extent(starts, _tokens(offsets)[1 : p.batch + 1] - starts, start_operand, "")
+
+
+def _signed(lengths: torch.Tensor) -> torch.Tensor:
+    """Lengths as kernels read them, which is as int32."""
+    return lengths.view(-1).view(torch.int32).long() if lengths.dtype == torch.uint32 else lengths.view(-1).long()
+
+
+def _tokens(offsets: TokenOffsets) -> torch.Tensor:
+    return torch.div(offsets.tensor.view(-1).long(), max(offsets.unit, 1), rounding_mode="floor")
+
+
+def _scales(p: AttentionProblem) -> Iterator[Rule]:
+    for operand, scale in (
+        ("softmax_scale", p.softmax_scale),
+        ("output_scale", p.output_scale),
+        ("output_factor", p.output_factor),
+    ):
+        if isinstance(scale, torch.Tensor):
+            wrong, text = ~scale.isfinite(), "finite"
+            if operand == "softmax_scale":
+                wrong, text = wrong | (scale < 0), "finite and not negative"
+            yield Rule(operand, scale, wrong, _always(text), is_defined=True)
+
+
+def _always(text: str) -> Callable[[tuple[int, ...]], str]:
+    return lambda index: text
+
+
+def _lengths(extent: Extent) -> Iterator[Rule]:
+    """Lengths are not negative; where they are differences, offsets do not fall."""
+    if extent.length_operand:
+        text = "0 or more"
+        yield Rule(extent.length_operand, extent.lengths, extent.lengths < 0, lambda index: text, is_defined=True)
+    elif extent.start_operand:
+        ends = extent.starts + extent.lengths
+        falls = torch.cat([torch.zeros_like(ends[:1], dtype=torch.bool), extent.lengths < 0])
+        values = torch.cat([extent.starts[:1], ends])
+        yield Rule(extent.start_operand, values, falls, lambda index: "at least the one before it", is_defined=True)
+
+
+def _at_most(extent: Extent, most: int, what: str, *, is_defined: bool = False) -> Iterator[Rule]:
+    operand = extent.length_operand or extent.start_operand
+    if not operand:
+        return
+    wrong, values = extent.lengths > most, extent.lengths
+    if extent.length_operand:
+        yield Rule(operand, values, wrong, lambda index: f"at most {most}, {what}", is_defined)
+    else:
+        # The end of request b is offset b + 1.
+        ends = torch.cat([extent.starts[:1], extent.starts + extent.lengths])
+        wrong = torch.cat([torch.zeros_like(wrong[:1]), wrong])
+        yield Rule(operand, ends, wrong, lambda index: f"at most {most}, {what}, more than the one before", is_defined)
+
+
+def _units(offsets: TokenOffsets | None, operand: str, batch: int) -> Iterator[Rule]:
+    if offsets is not None and offsets.unit > 1:
+        values = offsets.tensor.view(-1).long()[:batch]
+        text = f"a multiple of {offsets.unit}, the elements of a token"
+        yield Rule(operand, values, values % offsets.unit != 0, lambda index: text, is_defined=True)
+
+
+def _offsets(offsets: TokenOffsets | None, operand: str, extent: Extent, rows: int) -> Iterator[Rule]:
+    """Requests lie within ``rows`` tokens."""
+    if offsets is None:
+        return
+    yield from _units(offsets, operand, len(extent.lengths))
+    starts = _tokens(offsets)[: len(extent.lengths)]
+    values = offsets.tensor.view(-1).long()[: len(extent.lengths)]
+    lengths = extent.lengths.clamp(min=0)
+    wrong = (lengths > 0) & ((starts < 0) | (starts + lengths > rows))
+
+    def text(index: tuple[int, ...]) -> str:
+        return f"a place for the {lengths[index].item()} tokens of request {index[0]} among {rows}"
+
+    yield Rule(operand, values, wrong, text)
+
+
+def _first_visible(p: AttentionProblem, queries: Extent, keys: Extent) -> torch.Tensor:
+    """The first key of each request that any of its rows sees: the pages before it are not read."""
+    first = keys.lengths - queries.lengths
+    if p.mask.kind in (MaskKind.SLIDING_WINDOW, MaskKind.DRAFT) and p.mask.window_left >= 0:
+        return (first - p.mask.window_left).clamp(min=0)
+    if p.mask.kind is MaskKind.CHUNKED:
+        return (first.clamp(min=0) // p.mask.chunk) * p.mask.chunk
+    return torch.zeros_like(first)
+
+
+def _pages(p: AttentionProblem, operand: str, table: torch.Tensor, pages: int, queries: Extent, keys: Extent) -> Rule:
+    page_size = p.key.shape[2]
+    entries = torch.arange(table.shape[1], device=table.device)
+    first = _first_visible(p, queries, keys) // page_size
+    last = torch.where(queries.lengths > 0, (keys.lengths + page_size - 1) // page_size, 0)
+    used = (entries >= first[:, None]) & (entries < last[:, None])
+    ids = table[: p.batch].long()
+
+    def text(index: tuple[int, ...]) -> str:
+        request, entry = index
+        return (
+            f"a page id in [0, {pages}), because request {request} has {keys.lengths[request].item()} keys, of which "
+            f"this page holds those from {entry * page_size} on"
+        )
+
+    return Rule(operand, ids, used & ((ids < 0) | (ids >= pages)), text)
+
+
+def _lists(p: AttentionProblem, queries: Extent, keys: Extent) -> Iterator[Rule]:
+    """Entries that a token sees are tokens of the cache, or negative."""
+    lists, tokens = p.token_table, p.key.shape[0] * p.key.shape[2]
+    assert lists is not None
+    ids = lists.view(torch.int32).long() if lists.dtype == torch.uint32 else lists.long()
+    seen = torch.zeros(lists.shape[0], dtype=torch.int64, device=lists.device)
+    rows = torch.arange(lists.shape[0], device=lists.device)
+    if p.batch:
+        # The last request that starts at or before a row has it.
+        request = (torch.searchsorted(queries.starts.contiguous(), rows, right=True) - 1).clamp(0, p.batch - 1)
+        token = rows - queries.starts[request]
+        inside = (token >= 0) & (token < queries.lengths[request])
+        seen = torch.where(inside, keys.lengths[request] - queries.lengths[request] + token + 1, 0)
+    used = torch.arange(lists.shape[1], device=lists.device) < seen[:, None]
+    text = f"negative, or a token of the cache in [0, {tokens})"
+    yield Rule("key_table", ids, used & (ids >= tokens), lambda index: text)

@@ -1,0 +1,59 @@
+"""Element types of operands, as they lie in memory: one row for each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Element:
+    """An element type of Q, K, V or the output.
+
+    Attributes:
+        name: what it is called in the names of kernels and in messages.
+        bits: the width of an element in memory.
+        block: neighbouring elements of a row that share a scale, which lies in memory of its own; 0 where none do.
+        scale: the name of the type of these scales.
+        widened: whether kernels can turn it into the 16-bit type of the queries before it is multiplied.
+    """
+
+    name: str
+    bits: int
+    block: int = 0
+    scale: str = ""
+    widened: bool = False
+
+    def bytes_of(self, elements: int) -> int:
+        """Bytes of so many neighbouring elements, without their scales.
+
+        Raises:
+            ValueError: they do not fill whole bytes.
+        """
+        size, rest = divmod(elements * self.bits, 8)
+        if rest:
+            raise ValueError(f"{elements} elements of {self.name} are not a whole number of bytes")
+        return size
+
+    def scales_of(self, elements: int) -> int:
+        """Scales of a row of so many elements.
+
+        Raises:
+            ValueError: the row does not consist of whole blocks.
+        """
+        if not self.block:
+            return 0
+        if elements % self.block:
+            raise ValueError(f"a row of {elements} elements of {self.name} is not made of blocks of {self.block}")
+        return elements // self.block
+
+
+ELEMENTS = {
+    element.name: element
+    for element in (
+        Element("bf16", 16),
+        Element("fp16", 16),
+        Element("e4m3", 8, widened=True),
+        Element("int8", 8, widened=True),
+        Element("nvfp4", 4, block=16, scale="e4m3", widened=True),
+    )
+}

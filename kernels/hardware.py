@@ -1,0 +1,59 @@
+"""What each architecture has: the one place for its limits. No torch, no DSL."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
+WARPGROUP = 128  # threads
+LANES = 32  # threads of a warp
+WARPS = WARPGROUP // LANES  # warps of a warpgroup
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One architecture that kernels are compiled for.
+
+    Attributes:
+        name: what the compiler calls it.
+        generation: what its users call it.
+        capability: the compute capability of its devices; minor None stands for any.
+        shared_bytes: shared memory that a CTA can have.
+        reserved_bytes: shared memory that the system takes with each CTA.
+        tensor_memory_columns: columns of tensor memory of a multiprocessor, 0 without tensor memory.
+        matrix_instruction: the family of matrix instructions that its fastest kernels use.
+    """
+
+    name: str
+    generation: str
+    capability: tuple[int, int | None]
+    shared_bytes: int
+    tensor_memory_columns: int
+    matrix_instruction: str
+    reserved_bytes: int = 1024
+
+    def shared_bytes_of(self, ctas: int) -> int:
+        """Shared memory that each of ``ctas`` CTAs of a multiprocessor can have."""
+        return (self.shared_bytes + self.reserved_bytes) // ctas - self.reserved_bytes
+
+
+ARCHITECTURES = {
+    arch.name: arch
+    for arch in (
+        Architecture("sm_90a", "Hopper", (9, 0), 227 << 10, 0, "wgmma"),
+        Architecture("sm_100a", "Blackwell", (10, 0), 227 << 10, 512, "tcgen05"),
+        Architecture("sm_103a", "Blackwell Ultra", (10, 3), 227 << 10, 512, "tcgen05"),
+        Architecture("sm_120a", "RTX Blackwell", (12, None), 99 << 10, 0, "mma.sync"),
+    )
+}
+
+
+def with_instruction(name: str) -> tuple[str, ...]:
+    """Names of the architectures whose fastest kernels use this family of matrix instructions."""
+    return tuple(arch.name for arch in ARCHITECTURES.values() if arch.matrix_instruction == name)
+
+
+def of_capability(major: int, minor: int) -> str | None:
+    """The name of the architecture of a device of this compute capability, None where there is none."""
+    fits = (arch.name for arch in ARCHITECTURES.values() if arch.capability in ((major, minor), (major, None)))
+    return next(fits, None)

@@ -1,0 +1,59 @@
+"""Elements of NVFP4, two in a byte, as 16-bit numbers: code by table, times the scale of its block.
+
+Codes times scales of e4m3 have six significant bits at most and exponents that float16 and bfloat16 have, so that
+products are exact in both. The same on every arch.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float16, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
+
+# The bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, from the lowest on: the upper ones of float16, whose lower ones are 0,
+# and both of bfloat16.
+F16_UPPER = (0x3E3C3800, 0x46444240)
+BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
+
+
+@dsl_user_op
+def scaled(word, factor, dtype, *, loc=None, ip=None) -> list:
+    """Eight codes times ``factor``, a pair of equal numbers of ``dtype``, as four words of two numbers."""
+    upper, lower = (F16_UPPER, None) if dtype is Float16 else (BF16_UPPER, BF16_LOWER)
+    kind = "f16x2" if dtype is Float16 else "bf16x2"
+    lines = [".reg .b32 codes, index, high, low, sign, pair;"]
+    for half in range(2):
+        lines += [
+            f"shr.b32 codes, {{$r0}}, {16 * half};",
+            "and.b32 index, codes, 0x7777;",
+            f"prmt.b32 high, {upper[0]:#x}, {upper[1]:#x}, index;",
+            "shr.b32 sign, codes, 3; and.b32 sign, sign, 0x1111;",
+            "prmt.b32 sign, 0x8000, 0, sign; or.b32 high, high, sign;",
+            f"prmt.b32 low, {lower[0]:#x}, {lower[1]:#x}, index;" if lower else "mov.b32 low, 0;",
+        ]
+        for place, select in enumerate(("0x5140", "0x7362")):
+            lines.append(f"prmt.b32 pair, low, high, {select};")
+            lines.append(f"mul.rn.{kind} {{$w{2 * half + place}}}, pair, {{$r1}};")
+    return cute.arch.inline_ptx(
+        "{ " + " ".join(lines) + " }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[word, factor],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def scale_pair(scales, place: int, dtype, *, loc=None, ip=None):
+    """The e4m3 in byte ``place`` of a word as a pair of equal numbers of ``dtype``."""
+    to_bfloat16 = (
+        "mov.b32 {low, high}, both; cvt.f32.f16 value, low; cvt.rn.bf16x2.f32 {$w0}, value, value; }"
+        if dtype is not Float16
+        else "mov.b32 {$w0}, both; }"
+    )
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 both; .reg .b16 low, high; .reg .f32 value; prmt.b32 both, {{$r0}}, 0, {place * 0x11:#x}; "
+        "mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 both, low; " + to_bfloat16,
+        write_only_types=[Uint32],
+        read_only_args=[scales],
+        loc=loc,
+        ip=ip,
+    )

@@ -1,0 +1,116 @@
+"""Device data is looked at where that is asked for: what is wrong is named by argument, index and value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import api_calls
+import pytest
+import torch
+from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, XQA, Form, form
+
+import hopwell
+from hopwell import _device_data
+
+
+@pytest.fixture(autouse=True)
+def looking(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("HOPWELL_CHECK", "1")
+
+
+def changed(value: torch.Tensor, place: Any, to: float) -> torch.Tensor:
+    value = value.clone()
+    value[place] = to
+    return value
+
+
+BAD: list[tuple[str, str, str, Any, float, str]] = [
+    (CONTEXT, "stacked-HND", "seq_lens", 1, -1, r"seq_lens\[1\] must be 0 or more, got -1"),
+    (CONTEXT, "stacked-HND", "seq_lens", 1, 65, r"seq_lens\[1\] must be at most 64, .*, got 65"),
+    (
+        CONTEXT,
+        "stacked-HND",
+        "block_tables",
+        (2, 1),
+        -1,
+        r"block_tables\[2, 1\] must be a page id in \[0, 11\).*got -1",
+    ),
+    (CONTEXT, "stacked-HND", "block_tables", (2, 2), 11, r"block_tables\[2, 2\].*request 2 has 37 keys.*got 11"),
+    (CONTEXT, "stacked-HND", "block_tables", (2, 2), 2**31 - 1, r"block_tables\[2, 2\].*from 32 on, got 2147483647"),
+    (CONTEXT, "stacked-HND", "cum_seq_lens_q", 2, 1, r"cum_seq_lens_q\[2\] must be at least the one before"),
+    (CONTEXT, "stacked-HND", "cum_seq_lens_q", 3, 9, r"cum_seq_lens_q\[3\] must be at most 5"),
+    (FMHA, "contiguous", "cum_seq_lens_kv", 3, 59, r"cum_seq_lens_kv\[2\] must be a place for the 38 tokens"),
+    (FMHA, "paged-NHD", "cum_seq_lens_kv", 3, 200, r"cum_seq_lens_kv\[3\] must be at most 64"),
+    (CUDNN, "ragged", "batch_offsets_k", 1, 20 * 384 + 1, r"batch_offsets_k\[1\] must be a multiple of 384"),
+    (CUDNN, "ragged", "batch_offsets_v", 2, 22 * 256, r"batch_offsets_v\[2\] must be a place for the 37 tokens"),
+    (CUDNN, "ragged", "actual_seq_lens_q", 0, 6, r"actual_seq_lens_q\[0\] must be at most 5"),
+    (CUDNN, "ragged", "batch_offsets_o", 0, -512, r"batch_offsets_o\[0\] must be a place"),
+    (XQA, "stacked-NHD", "block_tables", (0, 1), 11, r"block_tables\[0, 1\] must be a page id"),
+    (XQA, "ragged", "q_cu_seq_lens", 3, 9, r"q_cu_seq_lens\[3\] must be"),
+    (MLA, "dense", "seq_lens", 2, 1000, r"seq_lens or .*\[2\] must be at most 64"),
+    (MLA, "sparse", "block_tables", (1, 0, 3), PAGES_TOKENS := 11 * 16, rf"block_tables\[2, 3\].*got {PAGES_TOKENS}"),
+]
+
+
+@pytest.mark.parametrize(("entry", "name", "argument", "place", "value", "text"), BAD)
+def test_what_is_wrong_is_named(
+    entry: str, name: str, argument: str, place: Any, value: float, text: str, recorded: Any
+) -> None:
+    found = next(f for f in FORMS if f.function.__name__.startswith(entry) and f.name == name)
+    arguments = found.build()
+    if (entry, name) == (MLA, "sparse"):
+        arguments["seq_lens"] = api_calls.ints(*[37] * api_calls.BATCH)
+    for _ in range(3):
+        found.function(**arguments)
+    launches = len(recorded.addresses)
+    with pytest.raises(ValueError, match=f"^{text}"):
+        found.function(**{**arguments, argument: changed(arguments[argument], place, value)})
+    assert len(recorded.addresses) == launches
+
+
+@pytest.mark.parametrize("case", [case for case in FORMS if case.runs], ids=str)
+def test_valid_data_passes(case: Form, recorded: Any) -> None:
+    for _ in range(3):
+        case.function(**case.build())
+    assert len(recorded.problems) == 3
+
+
+@pytest.mark.parametrize("entry", [CONTEXT, XQA, MLA])
+@pytest.mark.parametrize(
+    ("name", "value"), [("bmm1_scale", -1.0), ("bmm1_scale", torch.nan), ("bmm2_scale", torch.inf)]
+)
+def test_scales(entry: str, name: str, value: float) -> None:
+    arguments = {**form(entry, api_calls.DEFAULT[entry]), name: torch.tensor([value])}
+    with pytest.raises(ValueError, match=rf"^{name}\[0\] must be finite.*got {value}"):
+        FUNCTIONS[entry](**arguments)
+
+
+def test_pages_that_no_row_sees_are_not_looked_at() -> None:
+    """Engines free the pages behind a window."""
+    arguments = form(CONTEXT, "stacked-HND")
+    arguments["block_tables"] = changed(arguments["block_tables"], (2, 0), -1)
+    FUNCTIONS[CONTEXT](**arguments, window_left=8)
+    with pytest.raises(ValueError, match=r"block_tables\[2, 0\]"):
+        FUNCTIONS[CONTEXT](**arguments, window_left=18)
+
+
+def test_switching(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Off, later calls skip all checks; on, none does, also of calls that are known."""
+    monkeypatch.delenv("HOPWELL_CHECK")
+    monkeypatch.setattr(_device_data, "_switched", None)
+    arguments = form(CONTEXT, "stacked-HND")
+    bad = {**arguments, "seq_lens": changed(arguments["seq_lens"], 0, -5)}
+    for _ in range(3):
+        FUNCTIONS[CONTEXT](**bad)
+    assert len(recorded.problems) == 1
+    hopwell.check_device_data(True)
+    with pytest.raises(ValueError, match=r"seq_lens\[0\]"):
+        FUNCTIONS[CONTEXT](**bad)
+    hopwell.check_device_data(False)
+    FUNCTIONS[CONTEXT](**bad)
+    with pytest.raises(TypeError, match="enable"):
+        hopwell.check_device_data(1)  # type: ignore[arg-type]
+    monkeypatch.setattr(_device_data, "_switched", None)
+    monkeypatch.setenv("HOPWELL_CHECK", "yes")
+    with pytest.raises(ValueError, match="HOPWELL_CHECK must be one of 0, 1"):
+        FUNCTIONS[CONTEXT](**{**arguments, "window_left": 3})

@@ -1,0 +1,178 @@
+"""New tokens in paged caches, to the byte what the quantizers of ``hopwell.layouts`` give, and nothing else written."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from append_cases import BF16, FP8, FP16, NVFP4, Case, Data
+
+import hopwell
+from hopwell import emulator
+
+CASES = {
+    "bf16": Case(),
+    "fp16-HND-stacked": Case(dtype=FP16, cache=FP16, layout="HND", stacked=True),
+    "bf16-narrow": Case(dims=(40, 24), kv_heads=3),
+    "e4m3": Case(cache=FP8, k_scale=0.3, v_scale=7.0, stacked=True, dims=(48, 48)),
+    "e4m3-fp16": Case(dtype=FP16, cache=FP8, layout="HND", dims=(192, 128), page_size=1, k_scale=1e-3),
+    "nvfp4": Case(cache=NVFP4, k_scale=0.37, v_scale=1.0, dims=(96, 64)),
+    "nvfp4-interleaved": Case(cache=NVFP4, v_scale=3.1, v_scale_layout="interleaved", dims=(128, 128), stacked=True),
+    "nvfp4-interleaved-fp16": Case(
+        dtype=FP16, cache=NVFP4, layout="HND", v_scale_layout="interleaved", dims=(192, 128), page_size=4, kv_heads=1
+    ),
+}
+NAMED = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+
+
+def append(data: Data, **changes: object) -> None:
+    places = (data.key, data.value, data.batch_indices, data.positions)
+    options = dict(kv_indices=data.indices, kv_indptr=data.indptr, kv_last_page_len=data.last)
+    hopwell.append_paged_kv_cache(*places, **(options | data.options() | changes))  # type: ignore[arg-type]
+
+
+@NAMED
+def test_writes_what_the_quantizers_give(device: str, case: Case) -> None:
+    data = Data(replace(case, device=device))
+    want = data.expected()
+    append(data)
+    data.check(want)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_100a", "sm_120a"])
+def test_is_the_same_on_other_archs(arch: str) -> None:
+    for case in (CASES["e4m3"], CASES["nvfp4-interleaved"]):
+        data = Data(case)
+        want = data.expected()
+        with emulator.use(arch):
+            append(data)
+        data.check(want)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_block_tables(device: str, shared: bool) -> None:
+    data = Data(replace(CASES["nvfp4"], device=device))
+    want = data.expected()
+    table = data.block_tables()
+    tables = table if shared else torch.stack([table, table], 1)
+    append(data, kv_indices=None, kv_indptr=None, block_tables=tables, uses_shared_paged_kv_idx=shared)
+    data.check(want)
+
+
+def test_keys_and_values_in_different_pages(device: str) -> None:
+    """What K's ids name in K's pool, V's name in V's: with V's pool rolled the cache is the same."""
+    data = Data(replace(CASES["bf16"], device=device))
+    want = data.expected()
+    table = data.block_tables()
+    moved = torch.where(table < 0, table, (table + 1) % data.pages)
+    append(
+        data,
+        kv_indices=None,
+        kv_indptr=None,
+        block_tables=torch.stack([table, moved], 1),
+        uses_shared_paged_kv_idx=False,
+    )
+    data.check([want[0], want[1].roll(1, 0)])
+
+
+@pytest.mark.parametrize("name", ["e4m3", "nvfp4"])
+def test_scales_on_the_device(device: str, name: str) -> None:
+    data = Data(replace(CASES[name], device=device))
+    want = data.expected()
+    scales = [torch.tensor([scale], device=device) for scale in (data.case.k_scale, data.case.v_scale)]
+    append(data, k_scale=scales[0], v_scale=scales[1])
+    data.check(want)
+
+
+def test_what_names_no_place_is_not_written(device: str) -> None:
+    data = Data(replace(CASES["nvfp4"], device=device))
+    wrong = {0: ("batch_indices", -1), 4: ("batch_indices", 4), 7: ("positions", -1), 9: ("positions", 1000)}
+    want = data.expected(skipped=[*wrong, 20])
+    for token, (name, value) in wrong.items():
+        getattr(data, name)[token] = value
+    table = data.block_tables()
+    table[3, 30 // 8] = -1  # of the last token
+    append(data, kv_indices=None, kv_indptr=None, block_tables=table)
+    data.check(want)
+    table[3, 30 // 8] = data.pages
+    append(data, kv_indices=None, kv_indptr=None, block_tables=table)
+    data.check(want)
+    # With ids in a row, a position past a request's pages would be in the next request's.
+    append(data, kv_indices=data.indices[:-1])
+    data.check(want)
+
+
+def test_no_tokens(device: str) -> None:
+    data = Data(Case(old=(4, 2), new=(0, 0), device=device))
+    want = data.expected()
+    append(data)
+    data.check(want)
+
+
+def test_flashinfer_name_for_nvfp4(device: str) -> None:
+    data = Data(replace(CASES["nvfp4"], device=device))
+    want = data.expected()
+    places = (data.key, data.value, data.batch_indices, data.positions, data.cache, data.scales)
+    pages = (data.indices, data.indptr, data.last)
+    hopwell.nvfp4_quantize_append_paged_kv_cache(*places, *pages, data.case.k_scale, data.case.v_scale)
+    data.check(want)
+
+
+def test_an_append_is_read_by_attention(device: str) -> None:
+    """The cache after appends, token by token, is the cache that is filled at once."""
+    data, again = (Data(replace(CASES["e4m3"], device=device)) for _ in range(2))
+    append(data)
+    for token in range(0, data.case.tokens, 7):
+        part = slice(token, token + 7)
+        places = (again.key[part], again.value[part], again.batch_indices[part], again.positions[part])
+        hopwell.append_paged_kv_cache(*places, kv_indices=again.indices, kv_indptr=again.indptr, **again.options())
+    again.check([view.view(torch.uint8).cpu() for view in data.views()])
+
+
+def test_places_from_lengths(device: str) -> None:
+    data = Data(replace(CASES["bf16"], device=device))
+    starts = data.ints([sum(data.case.new[:i]) for i in range(5)])
+    lengths = hopwell.get_seq_lens(data.indptr, data.last, data.case.page_size)
+    assert lengths.tolist() == [old + new for old, new in zip(data.case.old, data.case.new, strict=True)]
+    places = hopwell.get_batch_indices_positions(starts, lengths, data.case.tokens + 2)
+    for got, want in zip(places, (data.batch_indices, data.positions), strict=True):
+        assert got.dtype == torch.int32
+        assert got.tolist() == [*want.tolist(), -1, -1]
+
+
+@pytest.mark.emulator
+def test_neighbours_of_a_scale_are_written_without_races() -> None:
+    data = Data(CASES["nvfp4-interleaved"])
+    want = data.expected()
+    with emulator.use("sm_90a", race=True, strict=True, schedule="random", seed=1):
+        append(data)
+    data.check(want)
+
+
+@pytest.mark.gpu
+def test_graphs_replay_with_new_contents() -> None:
+    data = Data(replace(CASES["nvfp4-interleaved"], device="cuda"))
+    append(data)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        append(data)
+    data.key.copy_(data.key.roll(1, 0))
+    data.value.copy_(data.value.roll(1, 0))
+    want = data.expected()
+    graph.replay()
+    torch.cuda.synchronize()
+    data.check(want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cache", [BF16, FP8, NVFP4], ids=str)
+def test_many_tokens(cache: torch.dtype) -> None:
+    """More than fit the GPU at once, again with other tensors of the same kind."""
+    case = Case(old=(0, 100, 7), new=(3000, 1, 5000), kv_heads=8, dims=(128, 128), page_size=16, cache=cache)
+    for _ in range(2):
+        data = Data(replace(case, device="cuda"))
+        want = data.expected()
+        append(data)
+        data.check(want)

@@ -1,0 +1,58 @@
+"""Imports have a direction: no modules import each other in a circle, neither at the top nor inside functions."""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = {"api": "hopwell"} | {name: f"hopwell.{name}" for name in ("kernels", "emulator", "layouts", "perf")}
+
+
+def module_files() -> dict[str, pathlib.Path]:
+    """Files of all modules by name; those of api/ are the package itself."""
+    found = {}
+    for folder, package in PACKAGES.items():
+        for file in (ROOT / folder).rglob("*.py"):
+            parts = file.relative_to(ROOT / folder).with_suffix("").parts
+            found[".".join([package, *(part for part in parts if part != "__init__")])] = file
+    return found
+
+
+FILES = module_files()
+
+
+def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those that only a type checker reads."""
+    for child in ast.iter_child_nodes(node):
+        if not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)):
+            yield child
+            yield from run_nodes(child)
+
+
+def imports(module: str) -> Iterator[str]:
+    """The modules of this project that ``module`` imports."""
+    file = FILES[module]
+    package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
+    for node in run_nodes(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in FILES)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            names = [f"{source}.{alias.name}" for alias in node.names]
+            yield from (name if name in FILES else source for name in names if name in FILES or source in FILES)
+
+
+@pytest.mark.parametrize("folder", PACKAGES)
+def test_no_circle(folder: str) -> None:
+    graph = {module: {name for name in imports(module) if name != module} for module in FILES}
+    inside = {module for module, file in FILES.items() if file.is_relative_to(ROOT / folder)}
+    try:
+        graphlib.TopologicalSorter({module: graph[module] & inside for module in inside}).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(f"a circle of imports: {' <- '.join(error.args[1])}")

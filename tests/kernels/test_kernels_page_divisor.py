@@ -1,0 +1,21 @@
+"""Positions are divided by page sizes exactly."""
+
+from __future__ import annotations
+
+from hopwell.kernels.launch import DIVISOR_BITS, page_divisor
+from hopwell.kernels.support import MAX_PAGE_SIZE
+
+
+def test_division() -> None:
+    """As ``parts/page_size.py`` computes it, at the ends of pages, where a rounded multiplier would show first."""
+    for size in (size for size in range(1, MAX_PAGE_SIZE + 1) if size & (size - 1)):
+        multiplier, shift = divmod(page_divisor(size), 1 << DIVISOR_BITS)
+        assert multiplier < 1 << 32
+        last = (1 << 31) // size
+        for page in (0, 1, 2, last // 3, last - 2, last - 1):
+            for position in (page * size, page * size + size - 1):
+                assert position * multiplier >> shift == page
+
+
+def test_powers_of_two_are_shifted() -> None:
+    assert [page_divisor(1 << i) for i in range(11)] == [*range(11)]

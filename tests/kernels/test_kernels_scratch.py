@@ -1,0 +1,69 @@
+"""Scratch of our own: which launches share it, and that nothing which a graph has the address of is ever given back."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import pytest
+import torch
+
+from hopwell.kernels import scratch
+from hopwell.kernels.tickets import LEGACY_STREAM
+
+
+class Streams:
+    """The current stream of a device, which is set by hand; its memory is the CPU's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.current, self.capturing = 7, False
+        empty = torch.empty
+        monkeypatch.setattr(scratch, "current_stream", lambda index: self.current)
+        monkeypatch.setattr(scratch, "is_capturing", self._is_capturing)
+        monkeypatch.setattr(torch, "empty", lambda *sizes, device, **more: empty(*sizes, **more))
+
+    def _is_capturing(self) -> bool:
+        assert self.current != LEGACY_STREAM, "CUDA refuses to be asked about it"
+        return self.capturing
+
+
+@pytest.fixture
+def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
+    return Streams(monkeypatch)
+
+
+@pytest.fixture
+def memory() -> Any:
+    return scratch.OwnScratch(torch.device("cuda", 0))
+
+
+def test_streams_have_memory_of_their_own(streams: Streams, memory: Any) -> None:
+    found = {}
+    for streams.current in (LEGACY_STREAM, 7, 8):
+        found[streams.current] = memory.address(100)
+        assert memory.address(50) == found[streams.current]
+    assert len(set(found.values())) == 3
+
+
+def test_captured_launches_have_other_memory_than_eager_ones(streams: Streams, memory: Any) -> None:
+    """A graph is replayed on any stream, beside eager launches on the one that it was captured on."""
+    eager = memory.address(100)
+    streams.capturing = True
+    captured = memory.address(100)
+    assert captured != eager
+    assert memory.address(100) == captured
+    streams.capturing = False
+    assert memory.address(100) == eager
+
+
+def test_what_a_graph_was_captured_with_outlives_larger_launches(streams: Streams, memory: Any) -> None:
+    streams.capturing = True
+    captured = weakref.ref(memory.tensor(100))
+    assert memory.tensor(1000).numel() >= 1000
+    assert captured() is not None
+
+
+def test_one_line_for_each_allocation(streams: Streams, memory: Any, caplog: pytest.LogCaptureFixture) -> None:
+    for size in (100, 100, 50, 200, 200):
+        memory.address(size)
+    assert [record.args[0] for record in caplog.records] == [100, 200]

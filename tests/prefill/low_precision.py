@@ -1,0 +1,255 @@
+"""Batches in e4m3 and NVFP4 for any entry: what is stored, what it means in float64, and what must come out.
+
+``q``, ``k`` and ``v`` of a batch are what the stored numbers mean without the scales of whole tensors; these go into
+the call as ``bmm1_scale`` and ``bmm2_scale``. Everything that must not be read is NaN, block scales among it. 4-bit
+codes have no NaN; theirs are all ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import reference
+import torch
+from batches import CAUSAL, Batch, starts
+
+from hopwell import layouts
+from hopwell.kernels.problem import Mask, Score
+
+BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
+NVFP4 = torch.uint8  # as the entries call it
+LN_2 = math.log(2.0)
+POISONED_CODES = 0xFF  # -6 and -6
+P_SCALE = 256.0  # what makes weights of at most 1 use the range of e4m3
+
+
+@dataclass
+class LowPrecisionBatch(Batch):
+    """A batch whose queries are ``q_dtype``, and whose keys and values ``kv_dtype``, with scales of whole tensors."""
+
+    q_dtype: torch.dtype = E4M3
+    kv_dtype: torch.dtype = E4M3
+    q_scale: float = 1.0
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    softmax_scale: float = 0.0  # 0: 1 / sqrt(head_dim)
+    stored_k: list[layouts.NVFP4Blocks | torch.Tensor] = field(init=False)  # of each request
+    stored_v: list[layouts.NVFP4Blocks | torch.Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.q = self.q.to(self.q_dtype)
+        self.store(self.k, self.v)
+
+    def store(self, k: Sequence[torch.Tensor], v: Sequence[torch.Tensor]) -> None:
+        """Take these keys and values, rounded to what the cache can hold."""
+        self.stored_k, self.stored_v = ([self._rounded(one) for one in part] for part in (k, v))
+        self.k, self.v = ([meaning(one) for one in part] for part in (self.stored_k, self.stored_v))
+
+    def _rounded(self, values: torch.Tensor) -> layouts.NVFP4Blocks | torch.Tensor:
+        if self.kv_dtype is NVFP4:
+            return layouts.quantize_nvfp4(values.float(), 1.0)
+        return values.to(self.kv_dtype)
+
+    @property
+    def scale(self) -> float:
+        """Softmax scale of what is stored, scales of whole tensors left out."""
+        return self.softmax_scale or super().scale
+
+    @property
+    def bmm1_scale(self) -> float:
+        return self.scale * self.q_scale * self.k_scale
+
+    @property
+    def bmm2_scale(self) -> float:
+        return self.v_scale
+
+    # -- memory
+    def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
+        """K and V pages [pages, kv_heads, page_size, stored dim] and the table [batch, width] that ends in -1."""
+        counts, ids, table = self._table(page_size, order, spare)
+        places = (page_size, counts, ids)
+        return self._stored_pool(self.stored_k, *places), self._stored_pool(self.stored_v, *places), table
+
+    def block_scales(
+        self, page_size: int, v_scale_layout: str, *, order: int = 0, spare: int = 3
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block scales of NVFP4 pages of the same order, [pages, kv_heads, page_size, dim / 16]; V's "linear" for XQA,
+        "interleaved" for the context entry."""
+        counts, ids, _ = self._table(page_size, order, spare)
+        nan = torch.tensor(math.nan).to(E4M3).view(torch.uint8).item()
+        key, value = (
+            pooled([blocks.scales for blocks in part], page_size, counts, ids, nan)
+            for part in (self.stored_k, self.stored_v)
+        )
+        if v_scale_layout == layouts.VScaleLayout.INTERLEAVED.value:
+            value = layouts.interleave_v_scales(value, "HND")
+        return key, value
+
+    def ragged(self, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+        """K and V [tokens, kv_heads, dim] of ``kv_dtype`` with ``gap`` NaN tokens before each request, and the
+        starts."""
+        begins = [begin + gap * (i + 1) for i, begin in enumerate(starts(self.kv_lens))]
+        dense = []
+        for part in (self.stored_k, self.stored_v):
+            rows = torch.full((begins[-1], *part[0].shape[1:]), math.nan, device=self.device).to(self.kv_dtype)
+            for begin, values in zip(begins, part, strict=False):
+                octets(rows)[begin : begin + len(values)] = octets(values)
+            dense.append(rows)
+        return dense[0], dense[1], begins
+
+    def _table(self, page_size: int, order: int, spare: int) -> tuple[list[int], torch.Tensor, torch.Tensor]:
+        counts = [-(-n // page_size) for n in self.kv_lens]
+        ids = torch.randperm(sum(counts) + spare, generator=torch.Generator().manual_seed(order))
+        table = torch.full((self.size, max(counts, default=0) + 2), -1, dtype=torch.int32)
+        for row, begin, count in zip(table, starts(counts), counts, strict=False):
+            row[:count] = ids[begin : begin + count]
+        return counts, ids, table.to(self.device)
+
+    def _stored_pool(self, part: Sequence[Any], *places: Any) -> torch.Tensor:
+        if self.kv_dtype is NVFP4:
+            return pooled([blocks.data for blocks in part], *places, POISONED_CODES)
+        nan = octets(torch.tensor([math.nan]).to(self.kv_dtype)).tolist()
+        return pooled(part, *places, nan[-1]) if len(nan) == 1 else super()._pool(list(part), *places)
+
+    # -- what must come out
+    def expected_low(
+        self,
+        mask: Mask = CAUSAL,
+        *,
+        sinks: torch.Tensor | None = None,
+        score: Score = reference.PLAIN,
+    ) -> ExpectedLow:
+        """Attention of what is stored, all scales included. Weights of e4m3 products are e4m3 themselves, others have
+        16 bits."""
+        exact, rounded, lse = [], [], []
+        for q, k, v, seen in self.requests(mask):
+            arguments = (q, k, v, self.bmm1_scale, seen, sinks)
+            out, log = reference.attention(*arguments, score=score)
+            exact.append(out)
+            lse.append(log)
+            rounded.append(self._with_rounded_weights(q, k, v, seen, sinks, score))
+        scale = self.bmm2_scale
+        return ExpectedLow(torch.cat(exact) * scale, torch.cat(rounded) * scale, torch.cat(lse))
+
+    def _with_rounded_weights(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sinks: Any, score: Score
+    ) -> torch.Tensor:
+        """[q_len, heads, v_head_dim] with weights, relative to the largest, rounded as the tensor cores take them."""
+        logits = reference.logits(q, k, self.bmm1_scale, score).masked_fill(~seen, -math.inf)
+        if sinks is not None:
+            sink = sinks.double()[:, None, None].expand(-1, logits.shape[1], 1)
+            logits = torch.cat([logits, sink], 2)
+            v = torch.cat([v.double(), v.new_zeros(1, *v.shape[1:], dtype=torch.float64)])
+        if not logits.shape[2]:
+            return logits.new_zeros(q.shape[0], self.heads, v.shape[2])
+        top = logits.amax(2, keepdim=True)
+        weights = torch.exp(logits - torch.where(top == -math.inf, 0.0, top))
+        total = weights.sum(2, keepdim=True)
+        if self.q_dtype is E4M3:
+            taken = (weights * P_SCALE).float().to(E4M3).double() / P_SCALE
+        else:
+            taken = weights.to(self.q_dtype).double()
+        products = reference.by_kv_head(taken, v.double().transpose(0, 1))
+        return torch.where(total > 0, products / total, 0.0).transpose(0, 1)
+
+
+@dataclass
+class ExpectedLow:
+    out: torch.Tensor  # float64
+    rounded: torch.Tensor  # the same with rounded weights
+    lse: torch.Tensor  # natural
+
+    def error(self, out: torch.Tensor) -> float:
+        """Relative error of a whole output."""
+        return float((out.double() - self.out).norm() / self.out.norm())
+
+    def check(self, out: torch.Tensor, most: float = math.inf) -> None:
+        """``out`` is no further away than twice what rounding of weights and of the output cost, and than ``most``."""
+        assert out.shape == self.out.shape
+        got = out.double()
+        assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"
+        if not self.out.numel():
+            return
+        ideal = self.rounded.to(out.dtype).double() - self.out
+        unit = torch.finfo(out.dtype).eps
+        error = got - self.out
+        assert error.norm() <= 2 * ideal.norm() + 1e-2 * unit * self.out.norm(), f"error {self.error(out):.2e}"
+        assert self.error(out) <= most, f"error {self.error(out):.2e}"
+        worst = 4 * float(ideal.abs().max()) + 4 * unit * float(self.out.abs().max())
+        assert error.abs().max() <= worst, f"one element is off by {error.abs().max():.2e}"
+        assert (got[self.out.abs().amax(2) == 0] == 0).all(), "a row without visible keys is not zero"
+
+
+def meaning(stored: layouts.NVFP4Blocks | torch.Tensor) -> torch.Tensor:
+    """Stored numbers in float64; nothing is rounded."""
+    if isinstance(stored, torch.Tensor):
+        return stored.double()
+    # A code and its scale factor have six significant bits together, which float32 holds.
+    return layouts.dequantize_nvfp4(stored.data, stored.scales).double()
+
+
+def octets(values: torch.Tensor) -> torch.Tensor:
+    """Bytes of a tensor whose last dimension has no gaps."""
+    return values.view(torch.uint8)
+
+
+def pooled(
+    tokens: Sequence[torch.Tensor], page_size: int, counts: Sequence[int], ids: torch.Tensor, poison: int
+) -> torch.Tensor:
+    """8-bit tokens [kv_len, kv_heads, width] of each request in pages [pages, kv_heads, page_size, width], the rest
+    of which is the byte ``poison``."""
+    first = tokens[0]
+    shape = (ids.numel(), page_size, *first.shape[1:])
+    pool = torch.full(shape, poison, dtype=torch.uint8, device=first.device)
+    for values, count, begin in zip(tokens, counts, starts(counts), strict=False):
+        pages = torch.full((count * page_size, *first.shape[1:]), poison, dtype=torch.uint8, device=first.device)
+        pages[: len(values)] = octets(values)
+        pool[ids[begin : begin + count].to(first.device)] = pages.view(count, *shape[1:])
+    return pool.transpose(1, 2).contiguous().view(first.dtype)
+
+
+# -- difficult rows
+def with_scores(batch: LowPrecisionBatch, scores: Sequence[torch.Tensor]) -> LowPrecisionBatch:
+    """The batch with logits to base 2 that are ``scores`` [kv_len] of each request for all of its rows, as near as the
+    cache can hold them; values stay. Integers up to 16 are exact in e4m3."""
+    batch.softmax_scale = LN_2 / (batch.q_scale * batch.k_scale)
+    q = torch.zeros(batch.q.shape, device=batch.device)
+    q[..., 0] = 1.0
+    batch.q = q.to(batch.q_dtype)
+    keys = []
+    for k, wanted in zip(batch.k, scores, strict=True):
+        keys.append(torch.zeros_like(k))
+        keys[-1][..., 0] = wanted.to(k)[:, None]
+    batch.store(keys, batch.v)
+    return batch
+
+
+def light_weights(kv_len: int, gap: int = 12, at: int = 0) -> torch.Tensor:
+    """Scores of one key that is 2^gap times as heavy as any other. With 2^gap others they have half of the weight
+    together, all of which is lost where 2^-gap rounds to 0: e4m3 begins at 2^-9."""
+    scores = torch.zeros(kv_len)
+    scores[at] = gap
+    return scores
+
+
+def rising(kv_len: int, tile: int, rise: float, *, to_the_left: bool) -> torch.Tensor:
+    """Scores that rise by ``rise`` from each tile of ``tile`` keys to the next, from 0. Where the running maximum lags
+    behind by as much, weights exceed 1 by 2^rise."""
+    steps = torch.arange(kv_len) // tile
+    return rise * (steps.max() - steps if to_the_left else steps).float()
+
+
+def at_tile_edges(batch: LowPrecisionBatch, tile: int, query: float = 16.0, key: float = -7.0) -> LowPrecisionBatch:
+    """The batch with all of Q ``query``, and all of the first and of the last key of each tile ``key``: logits far
+    below those of other keys, and the only ones of rows that see nothing else."""
+    batch.q = torch.full(batch.q.shape, query, device=batch.device).to(batch.q_dtype)
+    keys = []
+    for k in batch.k:
+        place = torch.arange(len(k), device=k.device) % tile
+        keys.append(k.masked_fill(((place == 0) | (place == tile - 1))[:, None, None], key))
+    batch.store(keys, batch.v)
+    return batch

@@ -1,0 +1,137 @@
+"""Prefill over NVFP4 caches, and with NVFP4 outputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from batches import CAUSAL, FULL, window
+from entry_calls import context
+from low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch
+
+from hopwell import FP4Tensor, layouts
+from hopwell.kernels.problem import Mask
+
+# (head dims, page size, mask, query): boxes of every size and rows, steps of 64, 96 and 128 keys, one and two threads
+# for a row.
+CASES = [
+    ((128, 128), 16, CAUSAL, BF16),
+    ((128, 128), 64, window(70), FP16),
+    ((64, 64), 32, FULL, BF16),
+    ((64, 64), 4, CAUSAL, E4M3),
+    ((192, 128), 16, CAUSAL, FP16),
+    ((192, 192), 32, CAUSAL, BF16),
+    ((256, 256), 64, CAUSAL, E4M3),
+    ((128, 128), 12, CAUSAL, E4M3),
+]
+EMULATED = [CASES[0], CASES[3], CASES[5]]
+
+
+def batch(dims: tuple[int, int], device: str, **changes: Any) -> LowPrecisionBatch:
+    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    settings = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], kv_dtype=NVFP4, q_dtype=BF16) | changes
+    heads = dict(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
+    return LowPrecisionBatch(device=device, **heads, **settings)
+
+
+def options(data: LowPrecisionBatch, mask: Mask) -> dict[str, Any]:
+    mask_options = dict(causal=False) if mask == FULL else dict(window_left=mask.window_left)
+    return dict(bmm1_scale=data.bmm1_scale, bmm2_scale=data.bmm2_scale, **mask_options)
+
+
+def wide(data: LowPrecisionBatch, page_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cache's pages in 16 bits, which hold what codes times their scales are. Poison is NaN."""
+    key, value, _ = data.pages(page_size)
+    k_scales, v_scales = data.block_scales(page_size, "linear")
+    return tuple(layouts.dequantize_nvfp4(*part, dtype=dtype) for part in ((key, k_scales), (value, v_scales)))
+
+
+def check(dims: tuple[int, int], page_size: int, mask: Mask, q_dtype: torch.dtype, device: str) -> None:
+    data = batch(dims, device, q_dtype=q_dtype, k_scale=0.5, v_scale=2.0)
+    key, value, table = data.pages(page_size)
+    scales = data.block_scales(page_size, "interleaved")
+    given = options(data, mask) | dict(out_dtype=BF16)
+    out = context(data, (key, value), table, kv_block_scales=scales, **given)
+    reference_data = replace(data)
+    reference_data.q = data.q.to(FP16) if q_dtype is E4M3 else data.q
+    reference_data.k, reference_data.v = data.k, data.v
+    dense = wide(data, page_size, reference_data.q.dtype)
+    assert torch.equal(out, context(reference_data, dense, table, **given))
+    if q_dtype is not E4M3:
+        data.expected_low(mask).check(out)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_bits_are_those_of_16_bits(case: tuple) -> None:
+    check(*case, device="cuda")
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("case", EMULATED, ids=str)
+def test_bits_are_those_of_16_bits_emulated(case: tuple) -> None:
+    from hopwell import emulator
+
+    with emulator.use("sm_90a", race=True, proxy=True, strict=True, schedule="random", seed=3):
+        check(*case, device="cpu")
+
+
+@pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
+def test_forms_of_the_cache_give_the_same_bits(device: str, few: bool) -> None:
+    """Stacked, NHD, scales as bytes and under their other name; an e4m3 output unless asked otherwise."""
+    changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
+    data = batch((64, 64), device, q_dtype=E4M3, **changes)
+    key, value, table = data.pages(16)
+    k_scales, v_scales = data.block_scales(16, "interleaved")
+    given = options(data, CAUSAL)
+    out = context(data, (key, value), table, kv_block_scales=(k_scales, v_scales), **given)
+    assert out.dtype == E4M3
+    stacked = torch.stack((k_scales.view(torch.uint8), v_scales.view(torch.uint8)), 1).view(E4M3)
+    assert torch.equal(out, context(data, torch.stack((key, value), 1), table, kv_cache_sf=stacked, **given))
+    nhd = [part.transpose(1, 2).contiguous() for part in (key, value)]
+    nhd_scales = [part.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3) for part in (k_scales, v_scales)]
+    forms = dict(kv_layout="NHD", kv_block_scales=tuple(nhd_scales))
+    assert torch.equal(out, context(data, tuple(nhd), table, **forms, **given))
+    assert torch.equal(
+        out, context(data, (key, value), table, kv_block_scales=(k_scales, v_scales), lse_base="ln", **given)
+    )
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (256, 256)], ids=str)
+def test_nvfp4_output(device: str, dims: tuple[int, int]) -> None:
+    """Codes and scales are those of the quantizer, but where 16 bits round the other way; rows of others stay."""
+    data = batch(dims, device, q_dtype=E4M3, kv_dtype=E4M3)
+    key, value, table = data.pages(16)
+    given = options(data, CAUSAL)
+    wide_out = context(data, (key, value), table, out_dtype=FP16, **given)
+    factor = 3.0
+    blocks, first = data.heads * dims[1] // 16, 100
+    scales = torch.full((384, -(-blocks // 4) * 4), 7.0, device=device).to(E4M3)
+    codes = torch.zeros(data.tokens, data.heads, dims[1] // 2, dtype=torch.uint8, device=device)
+    given_out = FP4Tensor(codes, scales, first, data.q.shape)
+    out = context(data, (key, value), table, out=given_out, o_sf_scale=factor, **given)
+    assert out.data.data_ptr() == codes.data_ptr()
+    assert out.scale_start_index == first
+    want = layouts.quantize_nvfp4_output(wide_out, factor)
+    same = (out.data == want.data).float().mean()
+    assert same > 0.98, f"{1 - same:.1%} of the codes differ"
+    values = layouts.dequantize_nvfp4_output(out.data, out.scale, factor, first)
+    assert ((values - wide_out.float()).abs() <= wide_out.float().abs().amax() / 4).all()
+    rows = torch.arange(384, device=device)
+    others = layouts.unswizzle_128x4(out.scale, 384, blocks)[(rows < first) | (rows >= first + data.tokens)]
+    assert (others.float() == 7.0).all()
+    fresh = context(data, (key, value), table, out_dtype="nvfp4", o_sf_scale=factor, **given)
+    assert torch.equal(fresh.data, out.data)
+    again = layouts.unswizzle_128x4(fresh.scale, data.tokens, blocks)
+    assert torch.equal(again.float(), layouts.unswizzle_128x4(out.scale, data.tokens, blocks, first).float())
+
+
+def test_scales_off_their_unit_are_refused() -> None:
+    data = batch((64, 64), "cpu")
+    key, value, table = data.pages(16)
+    k_scales, v_scales = data.block_scales(16, "interleaved")
+    shifted = torch.zeros(k_scales.numel() + 1, dtype=torch.uint8)[1:].view(k_scales.shape).view(E4M3)
+    with pytest.raises(ValueError, match=r"kv_block_scales\[0\] must begin at a multiple of 4 bytes"):
+        context(data, (key, value), table, kv_block_scales=(shifted, v_scales), **options(data, CAUSAL))

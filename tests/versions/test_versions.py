@@ -1,0 +1,67 @@
+"""What has to hold under every release in the ranges of pyproject.toml: kernels compile, run right and are loaded, with
+and without orcjit. CI runs these tests under both ends of the ranges."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from hopwell.kernels import toolchain
+from hopwell.kernels.config import shipped_configs
+
+ROOT = Path(__file__).parents[2]
+
+# What vLLM 0.33.0 and SGLang 0.5.23 install, with what they need themselves.
+PINNED_BY_ENGINES = {"nvidia-cutlass-dsl": "4.8.0", "apache-tvm-ffi": "0.1.11"}
+RESOLVED_WITH_ENGINES = {"numpy": "2.3.5", "torch": "2.14.0", "cuda-python": "13.4.4"}
+
+
+def requirements() -> dict[str, Requirement]:
+    """Those of an installation without extras."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
+    found = [Requirement(line) for line in re.findall(r'"([^"]+)"', listed)]
+    return {requirement.name: requirement for requirement in found}
+
+
+@pytest.mark.parametrize(("package", "version"), (PINNED_BY_ENGINES | RESOLVED_WITH_ENGINES).items())
+def test_serving_engines_are_installable_beside(package: str, version: str) -> None:
+    assert requirements()[package].specifier.contains(version)
+
+
+def test_lower_ends_are_what_engines_pin() -> None:
+    """So that the tests under the lower ends are tests beside these engines."""
+    for package, version in PINNED_BY_ENGINES.items():
+        assert f">={version}" in str(requirements()[package].specifier).split(",")
+
+
+def test_loaders_of_newer_releases_are_no_requirement() -> None:
+    assert "apache-tvm-ffi-orcjit" not in requirements()
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("orcjit", [True, False])
+def test_compiled_kernels_are_loaded(orcjit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By either loader, and neither needs a GPU."""
+    if orcjit and importlib.util.find_spec("tvm_ffi_orcjit") is None:
+        pytest.skip("apache-tvm-ffi-orcjit is not installed")
+    monkeypatch.setattr(toolchain, "_has_orcjit", lambda: orcjit)
+    monkeypatch.setattr(toolchain, "_functions", {})
+    config = next(iter(shipped_configs()))
+    function = toolchain.function(config)
+    assert type(function).__module__.startswith("tvm_ffi")
+    assert toolchain.function(config) is function
+
+
+@pytest.mark.emulator
+def test_three_kernels_are_right() -> None:
+    """Prefill, decode and MLA decode against float64."""
+    done = subprocess.run([sys.executable, "-m", "hopwell", "demo"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count(": right\n") == 3, done.stdout
