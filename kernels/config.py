@@ -522,7 +522,10 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)
-    queries, outputs = (QUERY_DTYPES, OUT_DTYPES) if arch in HOPPER else (DTYPES, DTYPES)
+    queries = QUERY_DTYPES if arch in HOPPER else DTYPES
+    # The context entry widens e4m3 queries over NVFP4 caches, and their outputs are those of e4m3 queries.
+    narrow = problem.query.dtype == torch.float8_e4m3fn or kv_type is KvType.NVFP4
+    outputs = OUT_DTYPES if narrow and arch in HOPPER else DTYPES
     require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
     require_page_size(problem, arch)
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)

@@ -36,7 +36,7 @@ from hopwell.kernels.splitting import (
 
 FP8 = {torch.float8_e4m3fn: "e4m3"}
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
-SERVED_KV_TYPES = (KvType.WIDE, *KV_TYPES.values())
+KV_KINDS = (KvType.WIDE, *KV_TYPES.values())
 MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)
 DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT)  # of several new tokens: the others have one position for all rows
 HEAD_DIMS = support.DECODE_HEAD_DIMS
@@ -202,8 +202,7 @@ def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") ->
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
     """The decode kernels that are compiled ahead."""
-    choices = itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, SERVED_KV_TYPES)
-    for dtype, head_dim, mask, kv_type in choices:
+    for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_KINDS):
         if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
             continue
         common = (arch, dtype, dtype, head_dim, head_dim, mask)

@@ -17,8 +17,8 @@ from hopwell.kernels.decode_config import (
     COMPILED_HEAD_DIMS,
     DRAFT_MASKS,
     HEAD_DIMS,
+    KV_KINDS,
     MASKS,
-    SERVED_KV_TYPES,
     DecodeConfig,
     resolve_decode,
     shipped_decode_configs,
@@ -96,7 +96,7 @@ def kernel_of(config: DecodeConfig) -> DecodeSm90:
     return (FewRowsDecodeSm90 if config.has_tree else DecodeSm90)(config)
 
 
-EVERY_DIM = [(dim, kv_type) for kv_type in SERVED_KV_TYPES for dim in dims_of(kv_type)]
+EVERY_DIM = [(dim, kv_type) for kv_type in KV_KINDS for dim in dims_of(kv_type)]
 
 
 class TestShipped:
@@ -133,7 +133,7 @@ class TestShipped:
 
     def test_all_combinations(self) -> None:
         found = {(c.dtype, c.mask, c.head_dim_qk, c.kv_type, c.rows) for c in SHIPPED}
-        combinations = itertools.product(DTYPES.values(), MASKS, COMPILED_HEAD_DIMS, SERVED_KV_TYPES)
+        combinations = itertools.product(DTYPES.values(), MASKS, COMPILED_HEAD_DIMS, KV_KINDS)
         assert found == {
             (*rest, dim, kv_type, rows)
             for *rest, dim, kv_type in combinations
@@ -172,8 +172,7 @@ class TestResources:
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
     def test_enough_is_under_way(self, dim: int) -> None:
         """To keep memory busy: 128 KiB of K and V for each SM."""
-        kv_types = [kv_type for kv_type in SERVED_KV_TYPES if dim in dims_of(kv_type)]
-        for config in (config for kv_type in kv_types for config in of_dim(dim, kv_type)):
+        for config in (config for kv_type in KV_KINDS if dim in dims_of(kv_type) for config in of_dim(dim, kv_type)):
             stages = config.tile.kv_stages * config.ctas_per_sm
             assert stages * config.tile.n * sum(config.columns) * 2 >= 128 << 10
 

@@ -162,7 +162,7 @@ def test_tiles_far_below_and_out_of_sight(device: str) -> None:
 
 
 def test_skip_softmax_leaves_tiles_out(device: str) -> None:
-    """Those that it leaves out where the operands have 16 bits, and the output is that without them."""
+    """Tiles are left out as with 16-bit operands, and the output is that without them."""
     data = batch((128, 128), device, q_lens=[192, 64], kv_lens=[900, 700], magnitude=2.0)
     for k in data.k:
         k[torch.arange(k.shape[0], device=device) % 300 < 200] *= 2.0**-6  # of the tile that is last visited all
