@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import logging
 import re
 import sys
 import time
 from collections.abc import Sequence
 
-from hopwell.kernels import support
+from hopwell.kernels import shipped, support
 
 MAX_JOBS = 1024  # processes; each takes hundreds of megabytes
 
@@ -27,6 +26,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
     compile_.add_argument(
         "--arch", default="sm_90a", choices=support.ARCHS, help="architecture to compile for (default: %(default)s)"
+    )
+    compile_.add_argument(
+        "--prefill-types",
+        nargs="+",
+        choices=shipped.PREFILL_TYPES,
+        default=[shipped.WIDE],
+        help="what prefill multiplies: 16bit, with all of decode and MLA; fp8_kv, 16-bit queries over e4m3 caches; "
+        "fp8, e4m3 queries and caches (default: 16bit)",
     )
     compile_.add_argument("--match", type=_pattern, default=".", help="regular expression over kernel names")
     compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")
@@ -64,13 +71,16 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from hopwell.kernels import families, toolchain
-    from hopwell.kernels.problem import Family
+    from hopwell.kernels import shipped, toolchain
 
-    shipped = itertools.chain.from_iterable(families.shipped_configs(options.arch, family) for family in Family)
-    configs = [config for config in shipped if options.match.search(config.name)]
+    types = tuple(options.prefill_types)
+    configs = [c for c in shipped.kernels_to_ship(options.arch, types) if options.match.search(c.name)]
     if not configs:
-        print(f"no kernel for {options.arch} has a name that matches {options.match.pattern!r}", file=sys.stderr)
+        print(
+            f"no kernel for {options.arch} with --prefill-types {' '.join(types)} has a name that matches "
+            f"{options.match.pattern!r}",
+            file=sys.stderr,
+        )
         return 1
     begin = time.perf_counter()
     for done, built in enumerate(toolchain.compile_ahead(configs, options.jobs), 1):

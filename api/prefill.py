@@ -67,6 +67,10 @@ def trtllm_batch_context_with_kv_cache(
     Nothing else is scaled: 1 / sqrt(head_dim) and the factors of quantised data belong into the two scales. A row with
     no visible key gives 0. Requests without new tokens write nothing.
 
+    With fp8 queries both products multiply float8_e4m3fn: softmax weights are rounded to it, relative to the largest
+    one of as many neighbouring keys as a kernel takes at a time, and added up in float32. Values that an fp8 output
+    cannot hold become the largest that it can.
+
     Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
 
     Args:
@@ -285,7 +289,9 @@ def trtllm_fmha_v2_prefill(
             pages_per_request] with a stacked pool; [batch_size, 2, pages_per_request] with a (K, V) pair, where both
             rows count pages from K's first.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates.
-        out_dtype: a torch.dtype or the name of one such as "bfloat16"; None means that of ``out``, or of Q.
+        out_dtype: a torch.dtype or the name of one such as "bfloat16": that of Q, float16 or bfloat16, see
+            :func:`hopwell.kernels.support.support_matrix`; None means that of ``out``, or of Q. Values that
+            float8_e4m3fn cannot hold become the largest that it can.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
         pos_encoding_mode: None or "none", or "alibi"; case does not matter.

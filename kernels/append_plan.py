@@ -22,7 +22,8 @@ class AppendPlan:
 
     def __init__(self, problem: AppendProblem):
         device = problem.key.device
-        self.config = resolve_append(problem, support.arch_of(device))
+        # The device's own, whatever HOPWELL_KERNELS says: every architecture has the same kernels.
+        self.config = resolve_append(problem, support.native_arch(device))
         # Whether later calls may use it without a look at anything but the tensors: the emulator has settings.
         self.repeatable = device.type == "cuda"
         self.has_work = problem.key.shape[0] > 0

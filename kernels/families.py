@@ -16,7 +16,8 @@ from hopwell.kernels import config as prefill_config
 from hopwell.kernels.config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
-from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER
+from hopwell.kernels.sm120_config import Sm120PrefillConfig
+from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
 
 TITLES = {Family.PREFILL: "prefill", Family.DECODE: "decode", Family.MLA: "MLA decode", Family.APPEND: "append"}
 
@@ -80,6 +81,12 @@ def _build_sm100_prefill(config: Sm100PrefillConfig) -> tuple[Any, tuple[Any, ..
     return build(config)
 
 
+def _build_sm120_prefill(config: Sm120PrefillConfig) -> tuple[Any, tuple[Any, ...]]:
+    from hopwell.kernels.sm120.prefill import build
+
+    return build(config)
+
+
 def _build_decode(config: decode_config.DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
     from hopwell.kernels.sm90 import byte_few_rows, decode, decode_few_rows
 
@@ -116,6 +123,7 @@ _APPEND = Implementation(
 IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
     **{(Family.PREFILL, arch): _prefill(PrefillConfig, _build_prefill) for arch in HOPPER},
     **{(Family.PREFILL, arch): _prefill(Sm100PrefillConfig, _build_sm100_prefill) for arch in BLACKWELL},
+    **{(Family.PREFILL, arch): _prefill(Sm120PrefillConfig, _build_sm120_prefill) for arch in SM120},
     **{(Family.DECODE, arch): _DECODE for arch in HOPPER},
     **{(Family.MLA, arch): _MLA for arch in HOPPER},
     **{(Family.APPEND, arch): _APPEND for arch in ARCHS},

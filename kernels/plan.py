@@ -239,7 +239,7 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...
         **_lse_geometry(problem),
         tile_heads=tile.heads,
     )
-    return ScaledGeometry._make((*sizes, *_scale_geometry(problem))) if config.has_block_scales else sizes
+    return ScaledGeometry._make([*sizes, *_scale_geometry(problem)]) if config.has_block_scales else sizes
 
 
 def _scale_geometry(problem: AttentionProblem) -> list[int]:

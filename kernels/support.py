@@ -32,6 +32,7 @@ COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
 # Compiled on demand only.
 OTHER_HOPPER_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS))
+OTHER_HEAD_DIMS = (*HOPPER_HEAD_DIMS, *OTHER_HOPPER_HEAD_DIMS)
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # of 512 columns, O and Q of a warp take too many registers
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
@@ -42,11 +43,13 @@ BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are mu
 NVFP4_HEAD_DIMS = tuple(
     dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
 )  # scales are read by fours
+SM120_HEAD_DIMS = (*COMMON_HEAD_DIMS, *(dims for dims in OTHER_HEAD_DIMS if dims[0] < 512))
 MAX_PAGE_SIZE = 1024
 
 HOPPER = hardware.with_instruction("wgmma")
 BLACKWELL = hardware.with_instruction("tcgen05")
-_PREFILL = (*HOPPER, *BLACKWELL)
+SM120 = hardware.with_instruction("mma.sync")
+_PREFILL = (*HOPPER, *BLACKWELL, *SM120)
 _NOWHERE: tuple[str, ...] = ()
 
 # A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
@@ -88,7 +91,8 @@ def _listed(dims: tuple[tuple[int, int], ...]) -> str:
 _OTHER_HEAD_DIM = Feature("other_head_dim", "head dims", "other head dims", _NOWHERE)
 _PREFILL_HEAD_DIMS = (
     Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
-    Feature("hopper_head_dim", "head dims", "head dim: other multiples of 8 up to 256, and 512", HOPPER),
+    Feature("multiple_head_dim", "head dims", "head dim: other multiples of 8 up to 256", (*HOPPER, *SM120)),
+    Feature("wide_head_dim", "head dims", "head dim 512", HOPPER),
     _OTHER_HEAD_DIM,
     Feature("8bit_head_dim", "head dims", f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}", HOPPER),
     Feature("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV", _NOWHERE),
@@ -97,7 +101,8 @@ _PREFILL_HEAD_DIMS = (
 
 def prefill_head_dim(dims: tuple[int, int]) -> str:
     """The key of the feature that a prefill of these head dims (QK, V) needs."""
-    known = {"head_dim": COMMON_HEAD_DIMS, "hopper_head_dim": (*HOPPER_HEAD_DIMS, *OTHER_HOPPER_HEAD_DIMS)}
+    wide = ((512, 512),)
+    known = {"head_dim": COMMON_HEAD_DIMS, "wide_head_dim": wide, "multiple_head_dim": OTHER_HEAD_DIMS}
     return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
 
 

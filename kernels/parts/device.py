@@ -78,6 +78,19 @@ def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def tied(value, other, *, loc=None, ip=None):
+    """``value``, of which the compiler believes that it depends on ``other``: what is read at an address that changes
+    with the steps of a loop is not kept in registers from one step to the next."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 unused; mov.b32 unused, {$r1}; mov.b32 {$w0}, {$r0}; }",
+        write_only_types=[Int32],
+        read_only_args=[value, other],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def prmt(first, second, select: int, *, loc=None, ip=None):
     """Four of the eight bytes of two words, picked by the digits of ``select`` from the lowest on."""
     return cute.arch.inline_ptx(

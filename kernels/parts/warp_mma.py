@@ -1,6 +1,6 @@
-"""Matrix products of one warp: mma.sync of 16 x 16 by 16 x 8 float16.
+"""Matrix products of one warp: mma.sync of 16 x 16 by 16 x 8 elements of 16 bits.
 
-Lane 4 g + t holds (PTX ISA, "matrix fragments for mma.m16n8k16"), two float16 a word:
+Lane 4 g + t holds (PTX ISA, "matrix fragments for mma.m16n8k16"), two elements a word:
 
     A   elements 2 t and 2 t + 1 of rows g and g + 8, then elements 2 t + 8 and 2 t + 9 of both
     B   elements 2 t and 2 t + 1 of column g, then elements 2 t + 8 and 2 t + 9
@@ -11,10 +11,10 @@ side by side in memory are read 16 bytes at a time, which are several fragments'
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float16, Float32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-MMA_COLUMNS = 8  # of a product of mma.sync
+MMA_COLUMNS, MMA_DEPTH = 8, 16  # of a product of mma.sync
 QUAD = 4  # lanes with the same g
 
 
@@ -25,10 +25,12 @@ def place_in_warp() -> tuple:
 
 
 @dsl_user_op
-def multiply(d, a, b, *, loc=None, ip=None) -> tuple:
-    """d + a b, of four, four and two registers."""
+def multiply(d, a, b, dtype=Float16, *, loc=None, ip=None) -> tuple:
+    """d + a b, of four, four and two registers, where a and b have elements of ``dtype``."""
+    kind = "f16" if dtype is Float16 else "bf16"
     return cute.arch.inline_ptx(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+        f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
+        "{{$w0}, {$w1}, {$w2}, {$w3}}, "
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
         write_only_types=[Float32] * 4,
         read_only_args=[*a, *b, *d],

@@ -50,13 +50,19 @@ class Consumer(DeviceStruct):
 class Attend(Consumer):
     """What they do with a work tile, whatever its rows are."""
 
+    stages_in_q = False  # whether Q's place is needed until the output has been written
+
     def logit_row(self, tile, warp_row) -> LogitRow:
         """The rows that a lane holds of those from ``warp_row`` of the tile on."""
         raise NotImplementedError
 
-    def operands(self, row_group, column_group) -> "Operands":
+    def operands(self, row_group, column_group) -> "RowOperands":
         """The operands of one warpgroup."""
         return Operands.create(self.kernel, self.tiles, row_group, column_group)
+
+    def turns(self, group) -> "Turns":
+        """The turns of consumer warpgroup ``group``."""
+        return Turns(group, self.kernel.warpgroups)
 
     def own_keys(self, tile, row) -> TileRange:
         """Of the tile's keys those that a warpgroup's rows see, from ``row`` of the tile on."""
@@ -73,7 +79,7 @@ class Attend(Consumer):
         parts = self.kernel.config.v_parts
         row_group, column_group = group // parts, group % parts
         operands = self.operands(row_group, column_group)
-        turns = Turns(group, self.kernel.warpgroups)
+        turns = self.turns(group)
         turns.begin()
         warp_row = row_group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
         kv_step, work = Int32(0), Int32(0)
@@ -90,6 +96,7 @@ class Attend(Consumer):
             if keys.begin < keys.end:
                 row = self.logit_row(tile, warp_row)
                 q_stage = q_ring.stage(work)
+                operands.begin(q_stage)
                 self.first_step(operands, turns, q_stage, kv_step, keys.end - 1, row)
                 step = partial(self.next_step, operands, turns, q_stage, row)
                 if const_expr(self.mask.has_diagonal):
@@ -103,12 +110,17 @@ class Attend(Consumer):
                     for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
                         step(kv_step, n, True)
                         kv_step += 1
-            q_ring.release(work)
+            if const_expr(not self.stages_in_q):
+                q_ring.release(work)
             if keys.begin < keys.end:
                 self.last_step(operands, kv_step)
                 kv_step += 1
             kv_step = self.pass_over(turns, kv_step, keys.begin - tile.keys.begin)
             self.store(operands, tile, work, warp_row, column_group, addresses, geometry)
+            if const_expr(self.stages_in_q):
+                # TMA writes the next Q through another proxy than that of the output.
+                cute.arch.fence_proxy("async.shared", space="cta")
+                q_ring.release(work)
             work += 1
             tile = self.board.read(work)
 
@@ -134,7 +146,7 @@ class Attend(Consumer):
         turns.wait()
         operands.issue_qk(q_stage, k_ring.stage(kv_step))
         turns.pass_on()
-        warpgroup.wait_group(0)
+        operands.wait(0)
         k_ring.release(kv_step)
         self.to_logits(operands.scores(), n, row, True)
         self.softmax.step(operands.scores())
@@ -150,11 +162,11 @@ class Attend(Consumer):
         v_ring.wait_full(kv_step)
         operands.issue_pv(v_ring.stage(kv_step))
         turns.pass_on()
-        warpgroup.wait_group(1)
+        operands.wait(1)
         k_ring.release(kv_step + 1)
         self.to_logits(operands.scores(), n, row, masked)
         self.softmax.step(operands.scores())
-        warpgroup.wait_group(0)
+        operands.wait(0)
         v_ring.release(kv_step)
         self.rescale(operands)
         operands.round_scores()
@@ -171,7 +183,7 @@ class Attend(Consumer):
         _, _, v_ring, *_ = self.rings
         v_ring.wait_full(kv_step)
         self.begin_pv(operands, v_ring.stage(kv_step))
-        warpgroup.wait_group(0)
+        operands.wait(0)
         v_ring.release(kv_step)
 
     def begin_pv(self, operands, v_stage) -> None:
@@ -180,14 +192,10 @@ class Attend(Consumer):
 
 
 @dataclass
-class Operands(DeviceStruct):
-    """Matrix operands of one consumer warpgroup: Q, K, V in shared memory; S, O, P in registers."""
+class RowOperands(DeviceStruct):
+    """S, P and O of query rows, in registers, whatever multiplies them. Accumulators and A operands of wgmma and of
+    mma.sync hold the same elements of a warp's rows."""
 
-    qk_mma: Any
-    pv_mma: Any
-    q: Any
-    k: Any
-    v: Any
     s: Any
     o: Any
     p: Any
@@ -195,6 +203,40 @@ class Operands(DeviceStruct):
     tile_n: int
     depth_qk: int
     depth_v: int
+
+    def begin(self, q_stage) -> None:
+        """Q of a work tile is there, and some of its keys are visible."""
+
+    def wait(self, pending: int) -> None:
+        """Return when no more than ``pending`` of the products that have been issued are under way."""
+        raise NotImplementedError
+
+    def scores(self) -> RowFragment:
+        return RowFragment(self.s, self.tile_n // RowFragment.lanes_per_row)
+
+    def output(self) -> RowFragment:
+        return RowFragment(self.o, self.depth_v // RowFragment.lanes_per_row)
+
+    @cute.jit
+    def round_scores(self) -> None:
+        """P = S in 16 bits. Accumulator and A operand hold the same elements in the same order."""
+        words = cute.recast_tensor(self.p, Uint32)
+        for i in cutlass.range_constexpr(cute.size(words)):
+            words[i] = copy.pack_x2(self.dtype, self.s[2 * i], self.s[2 * i + 1])
+
+    def rescale_output(self, factors) -> None:
+        self.output().scale_rows(factors)
+
+
+@dataclass
+class Operands(RowOperands):
+    """Matrix operands of one consumer warpgroup: Q, K, V in shared memory; S, O, P in registers."""
+
+    qk_mma: Any
+    pv_mma: Any
+    q: Any
+    k: Any
+    v: Any
 
     @staticmethod
     def create(kernel, tiles: SharedTiles, row_group, column_group) -> "Operands":
@@ -236,21 +278,8 @@ class Operands(DeviceStruct):
     def issue_pv(self, v_stage) -> None:
         issue_mma(self.pv_mma, self.o, self.p, self.v[None, None, None, v_stage], self.tile_n, True)
 
-    def scores(self) -> RowFragment:
-        return RowFragment(self.s, self.tile_n // RowFragment.lanes_per_row)
-
-    def output(self) -> RowFragment:
-        return RowFragment(self.o, self.depth_v // RowFragment.lanes_per_row)
-
-    @cute.jit
-    def round_scores(self) -> None:
-        """P = S in 16 bits. Accumulator and A operand hold the same elements in the same order."""
-        words = cute.recast_tensor(self.p, Uint32)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            words[i] = copy.pack_x2(self.dtype, self.s[2 * i], self.s[2 * i + 1])
-
-    def rescale_output(self, factors) -> None:
-        self.output().scale_rows(factors)
+    def wait(self, pending: int) -> None:
+        warpgroup.wait_group(pending)
 
 
 @dataclass

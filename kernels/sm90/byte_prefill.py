@@ -20,8 +20,8 @@ from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 # Columns of V in one product at most. The tensor cores of Hopper add products of 8-bit operands with 13 to 14 bits of
 # mantissa, so O is accumulated by float32 instructions, tile by tile, from products with zero accumulators: these take
 # registers, which O, S and P have to leave.
-PART_COLUMNS, FEW_PART_COLUMNS = 64, 32
-MOST_WITH_PARTS = 192  # columns of O beside which registers have room for 64 of a product
+PART_COLUMNS, FEW_PART_COLUMNS = 64, 48
+MOST_WITH_PARTS = 160  # columns of O beside which registers have room for 64 of a product
 
 
 @dataclass

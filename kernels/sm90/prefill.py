@@ -123,14 +123,19 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         parts = (self, tiles, rings, board, mask, score, softmax, scale, self.tile_shape(geometry))
         if const_expr(self.config.skip_softmax):
             skip = SkipRule.create(skip_softmax, softmax.scale)
-            attend = (SkippingByteAttend if self.config.multiplies_bytes else SkippingAttend)(*parts, skip)
+            attend = self.attend_types[1](*parts, skip)
             attend.run(addresses, geometry)
             # Of warpgroups that share rows the first one reports.
             sharing = WARPGROUP * self.config.v_parts
             first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
             skip.report(addresses.skipped, first)
         else:
-            (ByteAttend if self.config.multiplies_bytes else PrefillAttend)(*parts).run(addresses, geometry)
+            self.attend_types[0](*parts).run(addresses, geometry)
+
+    @property
+    def attend_types(self) -> tuple[type, type]:
+        """What the consumer warpgroups do, without skip-softmax and with it."""
+        return (ByteAttend, SkippingByteAttend) if self.config.multiplies_bytes else (PrefillAttend, SkippingAttend)
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         edges = super()._kv_edges(consumer, warps)

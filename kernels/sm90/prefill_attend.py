@@ -28,6 +28,10 @@ class PrefillAttend(Attend):
         positions = tuple(first + rows.token(RowFragment.row_offset(r), r) for r in range(RowFragment.rows))
         return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
 
+    def staging(self, consumer_warp):
+        """Address of the shared memory that the output of a warp goes through."""
+        return shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
+
     def output_rows(self) -> type[OutputRows]:
         """How rows of the output are written."""
         return output_rows(self.kernel.out_dtype, stages_pairs=True)
@@ -72,5 +76,4 @@ class PrefillAttend(Attend):
             token = rows.token(output.row_offset(r), r) + output.first_row()
             factors.append(results.finish(self.softmax, r, token, output.lanes_per_row) * self.output_scale)
         consumer_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
-        staging = shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
-        out.store(output, factors, staging, rows, self.kernel.out_dtype)
+        out.store(output, factors, self.staging(consumer_warp), rows, self.kernel.out_dtype)

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass.cute.nvgpu import warpgroup
 
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.device import barrier_all
@@ -33,7 +32,7 @@ class SkippingAttend(PrefillAttend):
         if self.skip.pending[0] != 0:
             self.begin_pv(operands, v_ring.stage(kv_step))
         turns.pass_on()
-        warpgroup.wait_group(0)
+        operands.wait(0)
         k_ring.release(kv_step + 1)
         v_ring.release(kv_step)
         scores = operands.scores()
@@ -55,7 +54,7 @@ class SkippingAttend(PrefillAttend):
         v_ring.wait_full(kv_step)
         if self.skip.pending[0] != 0:
             self.begin_pv(operands, v_ring.stage(kv_step))
-        warpgroup.wait_group(0)
+        operands.wait(0)
         v_ring.release(kv_step)
 
 

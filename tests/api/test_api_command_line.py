@@ -16,6 +16,7 @@ from hopwell.__main__ import main
         ("--jobs", "0", "it must be from 1 to"),
         ("--jobs", "x", "it must be from 1 to"),
         ("--arch", "sm_77", "invalid choice: 'sm_77'"),
+        ("--prefill-types", "fp4", "invalid choice: 'fp4'"),
     ],
 )
 def test_options_of_compile(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,7 +28,14 @@ def test_options_of_compile(option: str, value: str, message: str, capsys: pytes
 
 def test_a_name_that_no_kernel_has(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", "--match", "nothing"]) == 1
-    assert capsys.readouterr().err == "no kernel for sm_90a has a name that matches 'nothing'\n"
+    assert capsys.readouterr().err == (
+        "no kernel for sm_90a with --prefill-types 16bit has a name that matches 'nothing'\n"
+    )
+
+
+def test_types_that_an_architecture_has_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compile", "--arch", "sm_100a", "--prefill-types", "fp8", "fp8_kv"]) == 1
+    assert capsys.readouterr().err.startswith("no kernel for sm_100a with --prefill-types fp8 fp8_kv has a name")
 
 
 def test_the_demo_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

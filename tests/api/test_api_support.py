@@ -170,7 +170,7 @@ def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("entry", PREFILL)
 def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry: str) -> None:
-    absent = ("hopper_head_dim", "8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
+    absent = ("multiple_head_dim", "8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
     for feature in support.ENTRIES[entry].features:
         hopper, *blackwell = (arch in feature.archs for arch in ("sm_90a", "sm_100a", "sm_103a"))
         assert blackwell == [hopper and feature.key not in (*absent, "alibi_soft_cap")] * 2, feature.key

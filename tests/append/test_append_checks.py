@@ -179,6 +179,21 @@ def test_refused_where_there_is_no_kernel() -> None:
         call("bf16", lambda arguments: None)
 
 
+def test_kernels_are_the_devices_own_whatever_attention_uses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled for sm_120a they could not be loaded on another device."""
+    monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
+    bound: list[Any] = []
+
+    def bind(config: Any, device: torch.device) -> Any:
+        bound.append(config.target)
+        raise RuntimeError("found")
+
+    monkeypatch.setattr("hopwell.kernels.append_plan.bind", bind)
+    with emulator.use("sm_90a"), pytest.raises(RuntimeError, match="found"):
+        call("bf16", lambda arguments: None)
+    assert bound == ["sm_90a"]
+
+
 def test_page_sizes_beyond_the_table_are_refused() -> None:
     cache = torch.zeros(1, 2048, 1, 64, dtype=BF16)
     tokens, ids = torch.zeros(1, 1, 64, dtype=BF16), torch.zeros(1, dtype=torch.int32)
@@ -193,7 +208,7 @@ def test_page_sizes_beyond_the_table_are_refused() -> None:
 def test_kernels_move_16_bytes_and_wait_for_the_grid_in_front(arch: str) -> None:
     for config in shipped_append_configs(arch):
         ptx = artifact(config).ptx.read_text()
-        assert re.search(rf"^\.target {arch}$", ptx, re.MULTILINE)
+        assert re.search(rf"^\.target {support.build_of(arch)}$", ptx, re.MULTILINE)
         before, after = ptx.split("griddepcontrol.wait")
         assert not re.search(r"\b(?:ld|st)\.(?:\w+\.)*global", before)
         assert not re.search(r"\.local\b", ptx)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 from hopwell.kernels import splitting, support
 from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile
@@ -109,6 +110,30 @@ def covering_configs() -> list[PrefillConfig]:
     return list(found)
 
 
+def covering_byte_configs() -> list[PrefillConfig]:
+    """Prefill kernels with operands of 8 bits: each head dim, fetch, mask, score and choice once, in the kernels with
+    most to keep in registers where head dims leave the choice. Outputs differ in the epilogue alone."""
+    middle, widest = (128, 128), (256, 256)
+    causal, window = MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW
+    chosen: list[tuple[tuple[int, int], MaskKind, tuple[KvFetch, int], str, dict[str, Any]]] = [
+        (middle, causal, PAGES16, "bf16", {}),
+        (middle, causal, CONTIGUOUS, "e4m3", dict(skip_softmax=True)),
+        (middle, window, PAGES64, "fp16", dict(packs_heads=True)),
+        ((192, 128), MaskKind.FULL, PAGES64, "bf16", dict(score=ScoreKind.ALIBI)),
+        ((192, 192), window, PAGES16, "bf16", dict(packs_heads=True)),
+        (widest, causal, PAGES16, "bf16", {}),
+        ((160, 160), causal, ROWS, "e4m3", {}),
+        ((96, 96), MaskKind.CHUNKED, CONTIGUOUS, "bf16", dict(score=ScoreKind.SOFT_CAP)),
+        ((80, 80), causal, ROWS, "bf16", {}),
+        ((64, 64), window, PAGES16, "bf16", dict(short_steps=True)),
+        *(((dim, dim), causal, PAGES16, "e4m3", {}) for dim in (32, 48)),
+    ]
+    return [
+        PrefillConfig("sm_90a", "e4m3", out, *dims, mask, *fetch, **choices)
+        for dims, mask, fetch, out, choices in chosen
+    ]
+
+
 def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig]:
     """Blackwell prefill kernels that stand for all, on the same grounds as :func:`covering_configs`."""
     found: dict[Sm100PrefillConfig, None] = {}
@@ -180,5 +205,6 @@ def covering_mla_configs() -> list[MlaConfig]:
     ]
 
 
+COVERING_BYTES = covering_byte_configs()
 COVERING_DECODE = covering_decode_configs()
 COVERING_MLA = covering_mla_configs()

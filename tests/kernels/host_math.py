@@ -31,7 +31,7 @@ def fmax(a: Any, b: Any, nan: bool = False, abs: bool = False) -> float:
 
 
 def fmin(a: Any, b: Any) -> float:
-    """Of a NaN and a number the number."""
+    """The smaller one; of a NaN and a number it is the number."""
     return -fmax(-number(a), -number(b))
 
 

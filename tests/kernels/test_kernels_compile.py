@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 from covering import (
+    COVERING_BYTES,
     COVERING_DECODE,
     COVERING_MLA,
     PAGES16,
@@ -63,7 +64,15 @@ RARER = [
     PrefillConfig("sm_90a", "bf16", "bf16", 64, 64, MaskKind.CAUSAL, *ROWS, uneven_pages=True),
     PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, MaskKind.CAUSAL, KvFetch.PAGE_BOXES, 8, uneven_pages=True),
 ]
-CONFIGS: list[KernelConfig] = [*PREFILL, *RARER, *BYTE_PREFILL, *COVERING_DECODE, *COVERING_MLA, *BLACKWELL]
+CONFIGS: list[KernelConfig] = [
+    *PREFILL,
+    *RARER,
+    *BYTE_PREFILL,
+    *COVERING_BYTES,
+    *COVERING_DECODE,
+    *COVERING_MLA,
+    *BLACKWELL,
+]
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
 

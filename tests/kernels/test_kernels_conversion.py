@@ -41,7 +41,7 @@ class Bytes(Lanes):
         monkeypatch.setattr(conversion, "prmt", lambda a, b, select: [(a + b)[select >> 4 * i & 15] for i in range(4)])
 
     def _load(self, address: int, transposes: bool) -> list[list[Any]]:
-        """Of each matrix the elements [2 (lane % 4) + i, lane // 4], each of two bytes."""
+        """A lane gets the elements [2 (lane % 4) + i, lane // 4] of each matrix, of two bytes each."""
         assert transposes
         rows, lane = self.exchange(address), self.own.lane
         self._check(rows)

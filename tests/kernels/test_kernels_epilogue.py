@@ -121,8 +121,8 @@ class Warp(Lanes):
 
 
 def assert_no_bank_conflict(addresses: Sequence[int], most: int = 1) -> None:
-    """Of some lanes' accesses to 128 bytes those that differ lie in different ones of the 32 banks, or up to ``most``
-    of them in the same."""
+    """Some lanes access 128 bytes: where these differ, they lie in different ones of the 32 banks, or up to ``most`` of
+    them in the same."""
     assert 128 % len(addresses) == 0
     assert max(Counter(address % 128 for address in set(addresses)).values()) <= most
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import reference
 import torch
 from batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
 from entry_calls import context, cudnn, fmha_v2
+from skipped_tiles import attention_with_skips
 
 from hopwell.kernels import execute
 from hopwell.kernels.families import resolve
@@ -112,19 +114,67 @@ def test_within_the_error_of_weights_emulated(case: tuple) -> None:
         check(*case, device="cpu")
 
 
-def test_tails_keep_their_weight(device: str) -> None:
+@pytest.mark.parametrize("place", [100, 300, 513])
+def test_tails_keep_their_weight(place: int, device: str) -> None:
     """A key of 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other tiles,
-    to four bits. Relative to the largest weight of all, e4m3 would round every one of them to 0."""
+    to four bits, be these visited before or after. Relative to the largest weight of all, e4m3 would round every one of
+    them to 0."""
     data = batch((64, 64), device, q_lens=[3], kv_lens=[515])
     data.q[:] = 0.0
     data.q[..., 0] = 1.0
     data.k[0][:] = 0.0
-    data.k[0][100, :, 0] = 1.0
-    data.v[0][:] = 1.0
-    data.v[0][:128] = 0.0
+    data.k[0][place, :, 0] = 1.0
+    others = torch.arange(515, device=device) // 128 != place // 128
+    data.v[0][:] = others[:, None, None].to(data.dtype)
     out = execute(data.in_bytes(None, FULL, BF16, softmax_scale=20 * LN_2)).double()
-    exact = (515 - 128) * 2.0**-20 / (1 + 514 * 2.0**-20)
+    exact = int(others.sum()) * 2.0**-20 / (1 + 514 * 2.0**-20)
     assert ((out - exact).abs() <= exact * 2.0**-7).all()
+
+
+def test_uniform_weights_and_far_sinks(device: str) -> None:
+    """A scale of zero, and sinks that leave nothing or change nothing; head dims that fill neither a row of shared
+    memory nor an operand, in pages smaller than a box."""
+    data = batch((80, 80), device)
+    hides_late = window(20)  # from most rows the last tile of keys that their warpgroup visits
+    data.check_bytes(execute(data.in_bytes(4, hides_late, BF16, softmax_scale=0.0)), hides_late, scale=0.0)
+    sinks = torch.tensor([-3000.0, 3000.0, 5.0, 50.0], device=device)
+    problem = data.in_bytes(4, CAUSAL, BF16, sinks=sinks, lse=data.ragged_lse())
+    data.check_bytes(execute(problem), CAUSAL, sinks=sinks)
+    assert problem.lse is not None
+    want = data.expected(CAUSAL, sinks=sinks).lse
+    assert ((problem.lse.tensor.double() - want).abs() <= LOGIT_ERROR * (1 + want.abs() * 2.0**-10)).all()
+
+
+def test_tiles_far_below_and_out_of_sight(device: str) -> None:
+    """Logits of every other tile lie hundreds below the others; what a window hides is NaN and changes no bit."""
+    data = batch((64, 64), device, q_lens=[3, 70], kv_lens=[650, 420])
+    data.q = data.q.abs()
+    for k in data.k:
+        below = torch.arange(k.shape[0], device=device) // 128 % 2 == 1
+        k[below] = -8 * k[below].abs()
+    data.check_bytes(execute(data.in_bytes(None, FULL, BF16, softmax_scale=1.0)), FULL, scale=1.0)
+    data.check_bytes(execute(data.in_bytes(4, window(300), FP8)), window(300))
+    hidden = data.in_bytes(4, window(70), FP8)
+    out = execute(hidden)
+    for k, v, q_len in zip(data.k, data.v, data.q_lens, strict=True):
+        k[: k.shape[0] - q_len - 70] = v[: v.shape[0] - q_len - 70] = math.nan
+    assert torch.equal(execute(data.in_bytes(4, window(70), FP8)), out)
+
+
+def test_skip_softmax_leaves_tiles_out(device: str) -> None:
+    """Tiles are left out as with 16-bit operands, and the output is that without them."""
+    data = batch((128, 128), device, q_lens=[192, 64], kv_lens=[900, 700], magnitude=2.0)
+    for k in data.k:
+        k[torch.arange(k.shape[0], device=device) % 300 < 200] *= 2.0**-6  # of the tile that is last visited all
+        k[:] = k.to(FP8).to(data.dtype)
+    for factor in (1e-6, 100.0):
+        count = torch.zeros(1, dtype=torch.int32, device=device)
+        problem = data.in_bytes(16, CAUSAL, BF16, skip_softmax=factor, skipped_tiles=count)
+        out = execute(problem).double()
+        want, skipped = attention_with_skips(data, factor, CAUSAL, reference.PLAIN)
+        assert int(count) == skipped
+        assert (skipped > 0) == (factor > 1)
+        assert (out - want).norm() <= 0.03 * want.norm()
 
 
 def test_large_logits_and_equal_keys(device: str) -> None:

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from hopwell.kernels import toolchain
-from hopwell.kernels.config import shipped_configs
+from hopwell.kernels.families import shipped_configs
 
 ROOT = Path(__file__).parents[2]
 
@@ -23,7 +23,7 @@ RESOLVED_WITH_ENGINES = {"numpy": "2.3.5", "torch": "2.14.0", "cuda-python": "13
 
 
 def requirements() -> dict[str, Requirement]:
-    """Those of an installation without extras."""
+    """The requirements of an installation without extras."""
     text = (ROOT / "pyproject.toml").read_text()
     (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     found = [Requirement(line) for line in re.findall(r'"([^"]+)"', listed)]

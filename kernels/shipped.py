@@ -1,0 +1,40 @@
+"""Which kernels are compiled ahead: those of plain scores. Others are compiled when they are first called for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from hopwell.kernels import families, support
+from hopwell.kernels.config import DTYPES, MASKS, QUERY_DTYPES, KvFetch, KvType, PrefillConfig, paged_fetches
+from hopwell.kernels.families import Buildable
+from hopwell.kernels.problem import Family
+
+# What prefill multiplies, as the rows of the support matrix have it: inputs and output of one 16-bit dtype, 16-bit
+# queries over e4m3 caches with an output like the queries, or e4m3 queries and caches with an output of 16 or 8 bits.
+WIDE, BYTE_CACHE, BYTES = "16bit", "fp8_kv", "fp8"
+PREFILL_TYPES = (WIDE, BYTE_CACHE, BYTES)
+
+
+def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (WIDE,)) -> Iterator[Buildable]:
+    """Those of prefill with operands of ``prefill_types``, and, with 16-bit ones, all of the other families."""
+    if WIDE in prefill_types:
+        for family in Family:
+            yield from families.shipped_configs(arch, family)
+    if BYTE_CACHE in prefill_types:
+        yield from _byte_configs(arch, [(dtype, dtype) for dtype in DTYPES.values()], kv_type=KvType.E4M3)
+    if BYTES in prefill_types:
+        yield from _byte_configs(arch, [("e4m3", out) for out in QUERY_DTYPES.values()])
+
+
+def _byte_configs(arch: str, dtypes: list[tuple[str, str]], **types: Any) -> Iterator[PrefillConfig]:
+    """Prefill over 8-bit keys and values with ``dtypes`` of query and output."""
+    if arch not in support.HOPPER:
+        return
+    kind = families.prefill_type(arch)
+    for (dtype, out), dims, mask in itertools.product(dtypes, support.BYTE_HEAD_DIMS, MASKS):
+        for choices in kind.all_choices(dims, mask):
+            tile = kind.tile_of(dims, **choices, **types, multiplies_bytes=dtype == "e4m3")
+            for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(tile.n)]:
+                yield kind(arch, dtype, out, dims[0], dims[1], mask, fetch, rows, **choices, **types)

@@ -1,0 +1,57 @@
+"""sm_120 prefill: TMA, specialised warps, mma.sync; the roles, schedules and parts of Hopper's kernel."""
+
+from typing import Any
+
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.skeleton import example_arguments
+from hopwell.kernels.sm90.prefill import PrefillSm90
+from hopwell.kernels.sm120.attend import SkippingWarpAttend, WarpAttend
+from hopwell.kernels.sm120_config import Sm120PrefillConfig
+
+
+class PrefillSm120(PrefillSm90):
+    """Attention over query tiles of ``tile.m`` rows, 16 of them for each warp, in steps of ``tile.n`` keys from right
+    to left.
+
+    Warp roles
+        warp 0 load_k      K tiles, as the KV source says
+        warp 1 load_v      V tiles; rows past the visible keys become zeros
+        warp 2 load_q      Q tiles
+        warp 3 schedule    work tiles: which query rows, which keys, where they are
+        warps 4.. attend   16 query rows each, from Q K^T to the output
+
+    Edges (``PrefillSm120(config).edges``, printed by ``pipeline.describe``)
+        Q       load_q -> attend      released when the output has been written, which is staged in its place
+        K       load_k -> attend      released when S has been computed
+        V       load_v -> attend      released when its product has been added to O
+        work    schedule -> all       released as soon as it has been read
+
+    Steady state: a step of two warps that share a scheduler, A and B. Nothing but the scheduler gives them turns: when
+    one waits for its exponentials, the other's products are issued.
+
+        tensor cores   |  A: S(i) = Q K(i)^T, O += P(i+1) V(i+1)  |  B: S(i) = Q K(i)^T, O += P(i+1) V(i+1)  |
+        warp A         |                                          |  maximum, 2^(S(i) - reference), P(i)     |
+        warp B         |  maximum, 2^(S(i+1) - ...), P(i+1)       |                                          |
+        load_k, load_v |  fill the stages that the step before has released
+    """
+
+    staging_bytes = 0  # the output goes through Q's place
+
+    @property
+    def attend_types(self) -> tuple[type, type]:
+        return WarpAttend, SkippingWarpAttend
+
+    @property
+    def q_arrivals(self) -> dict[str, int]:
+        return dict(consumer_lanes=LANES)
+
+    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
+        # Lanes read tiles, and the zeros that load_v writes, with instructions of their own.
+        zeroes = dict(producer_lanes=LANES) if is_value else {}
+        return super().kv_arrivals(is_value) | zeroes | dict(consumer_lanes=LANES, consumer_fences=False)
+
+
+def build(config: Sm120PrefillConfig) -> Any:
+    """The traceable launch function of a config and example arguments to compile it with."""
+    return PrefillSm120(config), example_arguments((Addresses, Geometry), floats=4)

@@ -1,0 +1,69 @@
+"""What is compiled ahead is what calls with plain scores ask for, and nothing twice."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from hopwell.kernels.config import DTYPES, MASKS
+from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, TokenOffsets
+from hopwell.kernels.shipped import BYTE_CACHE, BYTES, PREFILL_TYPES, WIDE, kernels_to_ship
+from hopwell.kernels.support import BYTE_HEAD_DIMS
+
+FP8 = torch.float8_e4m3fn
+DIMS = [(64, 64), (192, 128), (80, 80), (256, 256)]
+OPERANDS = {
+    WIDE: [(dtype, dtype, dtype) for dtype in DTYPES],
+    BYTE_CACHE: [(dtype, FP8, dtype) for dtype in DTYPES],
+    BYTES: [(FP8, FP8, out) for out in (*DTYPES, FP8)],
+}
+
+
+def problem(
+    dims: tuple[int, int], dtypes: tuple[torch.dtype, ...], page_size: int | None, mask: Mask, q_len: int
+) -> AttentionProblem:
+    """Four heads that share one of K and V. Only shapes and types count."""
+    query, cache, out = dtypes
+    rows = page_size or 1000
+    key, value = (torch.empty(2, 1, rows, dim, device="meta", dtype=cache) for dim in dims)
+    table, lengths = (torch.empty(1, n, dtype=torch.int32, device="meta") for n in (100, 2))
+    return AttentionProblem(
+        query=torch.empty(q_len, 4, dims[0], device="meta", dtype=query),
+        key=key,
+        value=value,
+        out=torch.empty(q_len, 4, dims[1], device="meta", dtype=out),
+        batch=1,
+        max_q_len=q_len,
+        max_kv_len=1000,
+        q_offsets=TokenOffsets(lengths[0]),
+        kv_lens=lengths[0, :1],
+        page_table=PageTable(table, table) if page_size else None,
+        mask=mask,
+        softmax_scale=1.0,
+    )
+
+
+@pytest.mark.parametrize("types", PREFILL_TYPES)
+def test_calls_find_their_kernels(types: str) -> None:
+    shipped = {config.name for config in kernels_to_ship("sm_90a", (types,))}
+    masks = [Mask(kind, window_left=left, chunk=64) for kind in MASKS for left in (100, 1000)]
+    for dims, dtypes, page_size, mask, q_len in itertools.product(
+        DIMS, OPERANDS[types], (None, 1, 8, 16, 128), masks, (4, 300)
+    ):
+        assert resolve(problem(dims, dtypes, page_size, mask, q_len), "sm_90a").name in shipped
+
+
+def test_every_kernel_once() -> None:
+    shipped = list(kernels_to_ship("sm_90a", PREFILL_TYPES))
+    assert len({config.name for config in shipped}) == len(shipped)
+    assert {(c.head_dim_qk, c.head_dim_v) for c in kernels_to_ship("sm_90a", (BYTES,))} == set(BYTE_HEAD_DIMS)
+
+
+def test_types_are_asked_for() -> None:
+    """Without a word those of one 16-bit dtype, with all other families, as ever."""
+    for arch in ("sm_90a", "sm_100a", "sm_103a"):
+        assert list(kernels_to_ship(arch)) == [config for family in Family for config in shipped_configs(arch, family)]
+    assert list(kernels_to_ship("sm_100a", (BYTE_CACHE, BYTES))) == []

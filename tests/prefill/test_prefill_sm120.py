@@ -1,0 +1,75 @@
+"""Prefill on sm_120: the parts of Hopper's kernels over products of single warps, on the emulator.
+
+On a Hopper GPU, ``HOPWELL_KERNELS=sm_120a python -m pytest -m gpu tests/prefill`` runs them on silicon.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batches import CAUSAL, FULL, Batch, chunked, window
+
+from hopwell.kernels import execute
+from hopwell.kernels.families import implementation
+from hopwell.kernels.problem import Family, Mask
+
+# (head dims, page size, mask): boxes of every size and rows, Q kept in registers and read anew, one warpgroup and two.
+CASES = [
+    ((128, 128), None, CAUSAL, {}),
+    ((128, 128), 16, window(70), {}),
+    ((64, 64), 4, CAUSAL, {}),
+    ((192, 128), 16, FULL, {}),
+    ((256, 256), 64, CAUSAL, {}),
+    ((72, 72), None, chunked(64), {}),
+    ((128, 128), 16, CAUSAL, dict(skip_softmax=1e-30)),
+]
+
+
+def batch(dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Batch:
+    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], heads=4, kv_heads=2) | changes
+    return Batch(head_dim=dims[0], v_head_dim=dims[1], device="cpu", dtype=dtype, **lengths)
+
+
+def check(data: Batch, page_size: int | None, mask: Mask, **options: Any) -> None:
+    from hopwell import emulator
+
+    with emulator.use("sm_120a", race=True, proxy=True, strict=True, schedule="random", seed=3):
+        problem = data.problem(page_size, mask, lse=data.ragged_lse(), **options)
+        out = execute(problem)
+    expected = data.expected(mask)
+    expected.check(out)
+    assert problem.lse is not None
+    expected.check_lse(problem.lse.tensor)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_attention(case: tuple) -> None:
+    dims, page_size, mask, options = case
+    check(batch(dims), page_size, mask, **options)
+
+
+@pytest.mark.emulator
+def test_heads_share_tiles_of_few_queries() -> None:
+    data = batch((128, 128), torch.float16, q_lens=[3, 1, 2], kv_lens=[130, 50, 3], heads=8, kv_heads=1)
+    config = implementation(Family.PREFILL, "sm_120a").resolve(data.problem(16), "sm_120a")
+    assert config.packs_heads  # type: ignore[attr-defined]
+    check(data, 16, CAUSAL)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_121a"])
+def test_other_devices_give_the_same_bits(arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper runs the kernels of sm_120 where it is asked to, and sm_121 the very same ones."""
+    from hopwell import emulator
+
+    data = batch((64, 64), q_lens=[5, 70], kv_lens=[77, 70])
+    problem = data.problem(16)
+    with emulator.use("sm_120a"):
+        out = execute(problem).clone()
+    monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
+    with emulator.use(arch):
+        assert torch.equal(execute(problem), out)
