@@ -35,10 +35,8 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     for part in (support.CONTEXT, "softmax in fp16", "use_fp16_softmax=True", "sm_90a", "attention sinks"):
         assert part in message
 
-    with pytest.raises(
-        NotImplementedError, match=r"on sm_120a.*architectures that support .*: sm_90a, sm_100a, sm_103a$"
-    ):
-        support.require(support.CONTEXT, "16bit", "query.dtype=torch.bfloat16", "sm_120a")
+    with pytest.raises(NotImplementedError, match=r"on sm_120a.*architectures that support .*: sm_90a$"):
+        support.require(support.XQA, "16bit", "query.dtype=torch.bfloat16", "sm_120a")
 
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
@@ -158,7 +156,7 @@ PREFILL = (support.CONTEXT, support.FMHA_V2, support.CUDNN)
         (form, arch)
         for arch in ("sm_100a", "sm_103a", "sm_120a")
         for form in FORMS
-        if arch == "sm_120a" or form.function.__name__ not in PREFILL
+        if form.function.__name__ not in PREFILL
     ],
     ids=str,
 )
@@ -170,10 +168,16 @@ def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("entry", PREFILL)
 def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry: str) -> None:
-    absent = ("multiple_head_dim", "8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
+    narrow = ("8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
+    absent = {
+        "sm_100a": (*narrow, "multiple_head_dim", "wide_head_dim", "alibi_soft_cap"),
+        "sm_120a": (*narrow, "wide_head_dim"),
+    }
+    absent["sm_103a"] = absent["sm_100a"]
     for feature in support.ENTRIES[entry].features:
-        hopper, *blackwell = (arch in feature.archs for arch in ("sm_90a", "sm_100a", "sm_103a"))
-        assert blackwell == [hopper and feature.key not in (*absent, "alibi_soft_cap")] * 2, feature.key
+        for arch, keys in absent.items():
+            there = "sm_90a" in feature.archs and feature.key not in keys
+            assert (arch in feature.archs) == there, (feature.key, arch)
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
