@@ -178,7 +178,7 @@ ENTRIES: dict[str, Entry] = {
             _sinks(_PREFILL),
             Feature("alibi", "extras", "ALiBi", _PREFILL),
             # On sm_100a a kernel of 128 columns spills 8 bytes.
-            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", HOPPER),
+            Feature("alibi_soft_cap", "extras", "ALiBi together with a soft cap", (*HOPPER, *SM120)),
             Feature("soft_cap", "extras", "logits soft cap", _PREFILL),
             Feature("softmax_stats", "extras", "softmax statistics", _PREFILL),
             _SKIP_SOFTMAX,

@@ -13,7 +13,7 @@ from batches import CAUSAL, FULL, Batch, chunked, window
 
 from hopwell.kernels import execute
 from hopwell.kernels.families import implementation
-from hopwell.kernels.problem import Family, Mask
+from hopwell.kernels.problem import Family, Mask, Score, ScoreKind
 
 # (head dims, page size, mask): boxes of every size and rows, Q kept in registers and read anew, one warpgroup and two.
 CASES = [
@@ -24,6 +24,7 @@ CASES = [
     ((256, 256), 64, CAUSAL, {}),
     ((72, 72), None, chunked(64), {}),
     ((128, 128), 16, CAUSAL, dict(skip_softmax=1e-30)),
+    ((64, 64), None, CAUSAL, dict(score=Score(ScoreKind.CAPPED_ALIBI, 5.0))),
 ]
 
 
@@ -39,7 +40,7 @@ def check(data: Batch, page_size: int | None, mask: Mask, **options: Any) -> Non
     with emulator.use("sm_120a", race=True, proxy=True, strict=True, schedule="random", seed=3):
         problem = data.problem(page_size, mask, lse=data.ragged_lse(), **options)
         out = execute(problem)
-    expected = data.expected(mask)
+    expected = data.expected(mask, score=options.get("score", Score()))
     expected.check(out)
     assert problem.lse is not None
     expected.check_lse(problem.lse.tensor)
