@@ -36,11 +36,7 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
         assert part in message
 
     with pytest.raises(NotImplementedError, match=r"on sm_120a.*architectures that support .*: sm_90a$"):
-<<<<<<< HEAD
-        support.require(support.CONTEXT, "fp8", "query.dtype=torch.float8_e4m3fn", "sm_120a")
-=======
         support.require(support.XQA, "16bit", "query.dtype=torch.bfloat16", "sm_120a")
->>>>>>> main
 
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
@@ -172,14 +168,6 @@ def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("entry", PREFILL)
 def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry: str) -> None:
-<<<<<<< HEAD
-    narrow = {"8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out"}
-    absent = {"sm_120a": {*narrow, "wide_head_dim"}}
-    more = {*absent["sm_120a"], "multiple_head_dim", "alibi_soft_cap"}
-    absent |= {"sm_100a": more, "sm_103a": more}
-    for feature, (arch, keys) in itertools.product(support.ENTRIES[entry].features, absent.items()):
-        assert (arch in feature.archs) == ("sm_90a" in feature.archs and feature.key not in keys), (arch, feature.key)
-=======
     narrow = ("8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
     absent = {
         "sm_100a": (*narrow, "multiple_head_dim", "wide_head_dim", "alibi_soft_cap"),
@@ -190,7 +178,6 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
         for arch, keys in absent.items():
             there = "sm_90a" in feature.archs and feature.key not in keys
             assert (arch in feature.archs) == there, (feature.key, arch)
->>>>>>> main
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:

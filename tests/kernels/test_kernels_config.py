@@ -123,11 +123,7 @@ class TestShipped:
             assert rows == {n for n in PAGE_SIZES if MIN_BOX_ROWS <= n <= MAX_BOX_ROWS and tile.n % n == 0}
 
     def test_other_archs_have_none(self) -> None:
-<<<<<<< HEAD
-        assert list(shipped_configs("sm_80")) == []
-=======
         assert list(shipped_configs("sm_89")) == []
->>>>>>> main
 
 
 class TestCovering:
@@ -432,11 +428,7 @@ class TestRefusals:
             resolve(problem, arch)
         return str(caught.value)
 
-<<<<<<< HEAD
-    @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-=======
     @pytest.mark.parametrize("arch", ["sm_80", "sm_120", "sm_90", "sm_100"])
->>>>>>> main
     def test_other_archs(self, arch: str) -> None:
         message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128))), arch)
         assert arch in message
