@@ -1,17 +1,16 @@
-"""Which kernel serves a problem: pure Python, no GPU, no DSL.
+"""What the configs of all kernels have in common: pure Python, no GPU, no DSL.
 
-A :class:`PrefillConfig` holds everything that changes generated code and nothing else, so its name is the key of the
-compiled kernel. ``families.resolve`` derives it from a problem; shapes, lengths and strides stay run-time arguments,
-but for how many queries there are and how large a window is, by which the fastest kernel differs.
+A config holds everything that changes generated code and nothing else, so its name is the key of the compiled kernel.
+``families.resolve`` derives it from a problem; shapes, lengths and strides stay run-time arguments, but for how many
+queries there are and how large a window is, by which the fastest kernel differs.
 """
 
 from __future__ import annotations
 
 import enum
-import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,10 +18,8 @@ import torch
 from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, Element
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
-from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, ScoreKind
-from hopwell.kernels.support import HOPPER, OTHER_HOPPER_HEAD_DIMS
+from hopwell.kernels.problem import AttentionProblem, Family, MaskKind
 
-MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 QUERY_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
 OUT_DTYPES = QUERY_DTYPES | {torch.uint8: "nvfp4"}  # of the tensor that has the elements
@@ -31,7 +28,8 @@ BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
 MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time; a warp stores as many columns at least
 
 
-def _up(size: int, multiple: int) -> int:
+def rounded_up(size: int, multiple: int) -> int:
+    """The smallest multiple that is not less than ``size``."""
     return -(-size // multiple) * multiple
 
 
@@ -83,57 +81,6 @@ class Tile:
         return self.source_stages or (self.kv_stages, self.kv_stages)
 
 
-# Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
-# what that adds up to: 168 * 384 for two consumer warpgroups, 128 * 512 for three. Ask for more and the kernel hangs.
-# 40 for producers, or 32 beside three warpgroups, is what they need without spills.
-#
-# Three consumer warpgroups: with so few columns of O, more rows pay for K and V. 128 keys: 488 TFLOP/s at 2 x 8192
-# tokens, 478 with 96, 403 with two warpgroups and four stages (H200, 2026-11-21).
-_NARROW = Tile(m=192, n=128, q_stages=2, kv_stages=2, producer_registers=32, consumer_registers=160)
-# Two Q stages let the next tile's Q load early: 450 instead of 410 TFLOP/s at 16 x 1024 tokens (H200, 2026-11-21). A
-# third K/V stage in their place brought nothing at 8192 and 16384 tokens, nor did steps of 96 to 176 keys.
-_MIDDLE = Tile(m=128, n=128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232)
-_WIDE = Tile(m=128, n=96, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232)
-TILES = {
-    (32, 32): _NARROW,
-    (40, 40): _NARROW,
-    (48, 48): _NARROW,
-    (64, 64): _NARROW,
-    (80, 80): _MIDDLE,
-    (96, 96): _MIDDLE,
-    (104, 104): _MIDDLE,
-    (128, 128): _MIDDLE,
-    (160, 160): _WIDE,
-    (192, 192): _WIDE,
-    # Shared memory is full with one Q stage; 80 keys and two Q stages give 460 instead of 490 TFLOP/s.
-    (192, 128): Tile(m=128, n=128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
-    (256, 256): Tile(m=128, n=64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
-    # 64 x 512 of O are more registers than a warpgroup has. Both of a pair compute the same S: half as much work again,
-    # but nothing to exchange.
-    (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
-}
-
-# Head dims that fill as many column blocks differ by nothing but what TMA fills with zeros and the depth of products.
-OTHER_TILES = {
-    (d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in OTHER_HOPPER_HEAD_DIMS
-}
-
-
-# Windows of up to so many keys have steps of 64 where head dims have 128: with a window of 128 the 64 rows of a
-# warpgroup then see 3 steps of 64 keys, not 2 of 128. 8 x 512 queries of 8192 keys take 21, 16, 12, 9, 4 and 1 % less
-# time with windows of 128, 256, 384, 512, 768 and 1024 at head dim 64, and 8, 5, 4, 0, -1 and -2 % less at 128; without
-# a window head dim 64 takes 14 % more (H200, 2026-11-24).
-SHORT_WINDOW, SHORT_STEP = 512, 64
-# Where K and V are converted there is one more warpgroup, for which the others leave registers, and there are stages of
-# what was loaded beside those of what is multiplied. Widened and beyond head dim 128, shared memory has one of either.
-_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=40, consumer_registers=208, converting_registers=56)
-WIDENED_PAIRS_TO = 128
-MOST_COLUMNS_OF_512_THREADS = 192  # of V: ptxas refuses a product of 256 columns in a kernel of 128 registers at launch
-# The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
-# share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230 instead of 299. Where
-# tiles are full anyway, packing costs: 8 x 512 queries of 16384 keys take 12 % more time, 64 x 256 9 %, 64 x 128 18 %
-# (H200, 2026-11-24).
-PACKED_SHARE = 0.5
 MAX_BOX_ROWS = 64  # taller boxes are no faster (H200, 2026-11-21), and fewer sizes mean fewer kernels
 MIN_BOX_ROWS = 8  # a swizzle atom: a box of all columns needs whole atoms
 # Tiles or units that a CTA has in hand beyond the current one, and that another CTA could begin with. With three, the
@@ -241,7 +188,7 @@ class KernelConfig:
     def columns(self) -> tuple[int, int]:
         """Columns of the tiles that the two loading warps fill: whole column blocks of the swizzle."""
         first, second = self.kv_dims
-        return _up(first, BLOCK_COLUMNS), _up(second, BLOCK_COLUMNS)
+        return rounded_up(first, BLOCK_COLUMNS), rounded_up(second, BLOCK_COLUMNS)
 
     @property
     def widens(self) -> bool:
@@ -276,7 +223,7 @@ class KernelConfig:
     @property
     def q_columns(self) -> int:
         """Columns of the Q tile in shared memory, in units of 16 bits."""
-        return _up(self.q_dim, BLOCK_COLUMNS)
+        return rounded_up(self.q_dim, BLOCK_COLUMNS)
 
     @property
     def depth(self) -> tuple[int, int]:
@@ -284,8 +231,8 @@ class KernelConfig:
         with V is one instruction over all columns, which takes whole column blocks where there are several."""
         columns = self.operand_columns[1]
         whole_blocks = columns > BLOCK_COLUMNS and not self.multiplies_bytes
-        value = columns if whole_blocks else _up(self.head_dim_v, MMA_DEPTH)
-        return _up(self.head_dim_qk, self.mma_depth), value // self.v_parts
+        value = columns if whole_blocks else rounded_up(self.head_dim_v, MMA_DEPTH)
+        return rounded_up(self.head_dim_qk, self.mma_depth), value // self.v_parts
 
     @property
     def ctas_per_sm(self) -> int:
@@ -332,129 +279,6 @@ class KernelConfig:
             raise ValueError(f"{self.name}: box_rows={self.box_rows} does not go with {tile.n} keys a step")
 
 
-@dataclass(frozen=True)
-class PrefillConfig(KernelConfig):
-    """A prefill kernel; of Hopper where no subclass says otherwise."""
-
-    score: ScoreKind = ScoreKind.SCALED
-    skip_softmax: bool = False
-    short_steps: bool = False
-    packs_heads: bool = False  # query heads of a KV head share query tiles
-    kv_type: KvType = KvType.WIDE
-
-    family: ClassVar[Family] = Family.PREFILL
-    tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
-    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
-
-    @classmethod
-    def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
-        """Those of all head dims (QK, V)."""
-        return {**cls.tiles, **cls.other_tiles}
-
-    @classmethod
-    def tile_of(
-        cls,
-        dims: tuple[int, int],
-        score: ScoreKind = ScoreKind.SCALED,
-        skip_softmax: bool = False,
-        short_steps: bool = False,
-        packs_heads: bool = False,
-        kv_type: KvType = KvType.WIDE,
-        multiplies_bytes: bool = False,
-    ) -> Tile:
-        """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
-        cache of 8 bits gives the bits that its values give in 16."""
-        tile = cls.all_tiles()[dims]
-        if tile is _NARROW and (score.caps or skip_softmax):
-            tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
-        if short_steps:
-            tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
-        if packs_heads and tile.m > _MIDDLE.m:
-            # Queries are few, and a row's head and token are more to keep than three warpgroups have registers for.
-            registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
-            tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
-        if multiplies_bytes:
-            tile = replace(
-                tile, m=_MIDDLE.m, n=min(tile.n, _MIDDLE.n), kv_stages=2, source_stages=(2, 1), **_CONVERTING
-            )
-        elif kv_type is not KvType.WIDE:
-            has_pairs = max(dims) <= WIDENED_PAIRS_TO
-            tile = replace(
-                tile,
-                m=_MIDDLE.m if dims[1] <= MOST_COLUMNS_OF_512_THREADS else _MIDDLE.m // 2,
-                kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
-                source_stages=(2, 1) if has_pairs else (1, 1),
-                **_CONVERTING,
-            )
-        return tile
-
-    @classmethod
-    def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
-        """Whether there are kernels with short steps besides those without."""
-        return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
-
-    @classmethod
-    def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
-        """What a kernel for the problem has beyond what was asked for, for speed alone."""
-        if problem.skip_softmax > 0:  # which leaves out tiles of keys, each for 64 queries
-            return {}
-        short_steps = cls.has_short_steps(dims, problem.mask.kind) and problem.mask.window_left < SHORT_WINDOW
-        tile = cls.tile_of(dims, problem.score.kind, short_steps=short_steps, packs_heads=True)
-        few_queries = problem.mean_q_len <= PACKED_SHARE * tile.m
-        has_slopes = problem.score.kind.has_slopes  # one for all rows of a tile
-        packs_heads = few_queries and not has_slopes and packed_shape(problem, tile.m).heads > 1
-        return dict(short_steps=short_steps, packs_heads=packs_heads)
-
-    @classmethod
-    def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
-        """Those that there are for plain scores."""
-        steps = (False, True) if cls.has_short_steps(dims, mask) else (False,)
-        return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]
-
-    @property
-    def tile(self) -> Tile:
-        dims = self.head_dim_qk, self.head_dim_v
-        choices = self.score, self.skip_softmax, self.short_steps, self.packs_heads
-        return self.tile_of(dims, *choices, self.kv_type, self.multiplies_bytes)
-
-    @property
-    def widens(self) -> bool:
-        return self.kv_type is not KvType.WIDE
-
-    @property
-    def transposes_v(self) -> bool:
-        return self.multiplies_bytes
-
-    @property
-    def operand_columns(self) -> tuple[int, int]:
-        if self.multiplies_bytes:
-            return self.columns
-        return _up(self.head_dim_qk, BLOCK_COLUMNS), _up(self.head_dim_v, BLOCK_COLUMNS)
-
-    @property
-    def transposed_columns(self) -> int:
-        """Elements in a row of a tile of V that has been transposed: its keys, in whole rows of the swizzle."""
-        return _up(self.tile.n, 2 * BLOCK_COLUMNS)
-
-    @property
-    def converted_bytes(self) -> dict[str, int]:
-        """Bytes of a tile of K and of V as they are multiplied, where they are converted."""
-        if self.transposes_v:
-            return {"V": self.depth[1] * self.transposed_columns}
-        return {name: self.tile.n * columns * 2 for name, columns in zip("KV", self.operand_columns, strict=True)}
-
-    @property
-    def loaded_depth(self) -> tuple[int, int]:
-        return self.kv_dims if self.converts else super().loaded_depth
-
-    @property
-    def name(self) -> str:
-        details = [f"kv_{self.kv_type.value}"] if self.widens else []
-        details += [self.score.value] if self.score is not ScoreKind.SCALED else []
-        choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
-        return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
-
-
 class TileShape(NamedTuple):
     """Of a query tile."""
 
@@ -465,15 +289,6 @@ class TileShape(NamedTuple):
     def of(heads: Any, tile_m: int) -> TileShape:
         """Whole swizzle atoms of rows for each head; some of the tile's rows may be left over."""
         return TileShape(heads, tile_m // heads // MIN_BOX_ROWS * MIN_BOX_ROWS)
-
-
-def packed_shape(problem: AttentionProblem, tile_m: int) -> TileShape:
-    """The shape of tiles of ``tile_m`` rows where query heads of a KV head share them: what takes a request of mean
-    length in the fewest tiles."""
-    group = problem.query.shape[1] // problem.key.shape[1]
-    divisors = [heads for heads in range(1, group + 1) if group % heads == 0 and heads * MIN_BOX_ROWS <= tile_m]
-    shapes = [TileShape.of(heads, tile_m) for heads in reversed(divisors)]
-    return min(shapes, key=lambda shape: -(-problem.mean_q_len // shape.tokens) / shape.heads)
 
 
 def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
@@ -510,74 +325,6 @@ def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
     return page, head
 
 
-def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConfig]) -> PrefillConfig:
-    """The prefill kernel for ``problem`` on ``arch``, whose configs are of ``kind``.
-
-    Raises:
-        NotImplementedError: there is none; the message says what is supported.
-    """
-    dims = (problem.query.shape[2], problem.v_dim)
-    if dims not in kind.all_tiles():
-        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
-        raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
-    out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    kv_type = prefill_kv_type(problem, dims, arch)
-    queries = QUERY_DTYPES if arch in HOPPER else DTYPES
-    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=_output_dtypes(problem, arch))
-    require_page_size(problem, arch)
-    features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
-    if kv_type is not KvType.WIDE:
-        features |= dict(kv_type=kv_type)
-    multiplies_bytes = problem.query.dtype == torch.float8_e4m3fn
-    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, multiplies_bytes=multiplies_bytes, **features).n)
-    return kind(
-        arch=arch,
-        dtype=QUERY_DTYPES[problem.query.dtype],
-        out_dtype=OUT_DTYPES[out_dtype],
-        head_dim_qk=dims[0],
-        head_dim_v=dims[1],
-        mask=problem.mask.kind,
-        kv_fetch=fetch,
-        box_rows=box_rows,
-        uneven_pages=has_uneven_pages(problem),
-        **features,
-    )
-
-
-def _output_dtypes(problem: AttentionProblem, arch: str) -> Iterable[torch.dtype]:
-    """Types of the output: narrow ones are for queries of e4m3, which an NVFP4 cache has widened."""
-    if arch not in HOPPER or (problem.query.dtype in DTYPES and problem.kv_scales is None):
-        return DTYPES
-    return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
-
-
-def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str) -> KvType:
-    """The type of K and V: WIDE where no kernel of ``arch`` converts them, whatever they are.
-
-    Raises:
-        NotImplementedError: operands have 8 or 4 bits, and there is no kernel for these head dims that takes them.
-    """
-    fp8 = torch.float8_e4m3fn
-    types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
-    packed = problem.kv_scales is not None
-    if arch not in HOPPER or not (packed or fp8 in types):
-        return KvType.WIDE
-    served = support.NVFP4_HEAD_DIMS if packed else support.BYTE_HEAD_DIMS
-    if dims not in served:
-        listed = ", ".join(f"{qk}/{v}" for qk, v in served)
-        raise NotImplementedError(
-            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with "
-            f"{'NVFP4 K and V' if packed else f'{fp8} operands'}; supported: {listed}"
-        )
-    if packed:
-        if types[0] not in DTYPES:
-            raise NotImplementedError(
-                f"query dtype {types[0]} has no kernel on {arch} with NVFP4 K and V; supported: {_listed(DTYPES)}"
-            )
-        return KvType.NVFP4
-    return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
-
-
 def require_dtypes(
     problem: AttentionProblem,
     out_dtype: torch.dtype,
@@ -590,7 +337,9 @@ def require_dtypes(
     """Refuse queries and outputs of other types than these, and K and V of others than the queries' or ``kv_type``."""
     for what, dtype, supported in (("query", problem.query.dtype, queries), ("output", out_dtype, outputs)):
         if dtype not in supported:
-            raise NotImplementedError(f"{what} dtype {dtype} has no kernel on {arch}; supported: {_listed(supported)}")
+            raise NotImplementedError(
+                f"{what} dtype {dtype} has no kernel on {arch}; supported: {dtype_names(supported)}"
+            )
     for what, operand in (("key", problem.key), ("value", problem.value)):
         if operand.dtype != problem.query.dtype and kv_type is KvType.WIDE:
             raise NotImplementedError(
@@ -599,7 +348,8 @@ def require_dtypes(
             )
 
 
-def _listed(dtypes: Iterable[torch.dtype]) -> str:
+def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
+    """The dtypes as messages name them."""
     return ", ".join(map(str, dtypes))
 
 
@@ -611,15 +361,6 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
         raise NotImplementedError(
             f"page size {page_size} has no kernel on {arch}; supported: 1 to {support.MAX_PAGE_SIZE}"
         )
-
-
-def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:
-    """The kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others are
-    compiled when they are first called for."""
-    for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
-        for choices in kind.all_choices(dims, mask):
-            for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:
-                yield kind(arch, dtype, dtype, *dims, mask, fetch, rows, **choices)
 
 
 def paged_fetches(tile_n: int) -> list[tuple[KvFetch, int]]:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from hopwell.kernels import append_config, decode_config, mla_config
-from hopwell.kernels import config as prefill_config
-from hopwell.kernels.config import PrefillConfig
+from hopwell.kernels import append_config, decode_config, mla_config, prefill_config
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
 from hopwell.kernels.sm120_config import Sm120PrefillConfig

@@ -14,11 +14,12 @@ import torch
 import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would be 30 (H200's host, 2026-11-22)
 
 from hopwell.kernels import families, support, toolchain
-from hopwell.kernels.config import PrefillConfig, TileShape, packed_shape, page_and_head_stride
+from hopwell.kernels.config import TileShape, page_and_head_stride
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.device_data import first_fault
 from hopwell.kernels.families import Buildable
 from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, ScaledGeometry, addresses_of, page_divisor
+from hopwell.kernels.prefill_config import PrefillConfig, packed_shape
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
     TICKETS,

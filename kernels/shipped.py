@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from hopwell.kernels import families, support
-from hopwell.kernels.config import DTYPES, MASKS, QUERY_DTYPES, KvFetch, KvType, PrefillConfig, paged_fetches
+from hopwell.kernels.config import DTYPES, QUERY_DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.families import Buildable
+from hopwell.kernels.prefill_config import MASKS, PrefillConfig
 from hopwell.kernels.problem import Family
 
 # What prefill multiplies, as the rows of the support matrix have it: inputs and output of one 16-bit dtype, 16-bit

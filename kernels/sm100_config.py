@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hopwell.kernels.config import PrefillConfig, Tile
+from hopwell.kernels.config import Tile
 from hopwell.kernels.hardware import ARCHITECTURES, with_instruction
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem, MaskKind
 
 Q_TILES = 2  # of a CTA: the softmax of one runs under the products of the other

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from hopwell.kernels.config import PrefillConfig, Tile
+from hopwell.kernels.config import Tile
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.support import SM120_HEAD_DIMS
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.config import PrefillConfig, TileShape
+from hopwell.kernels.config import TileShape
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
 from hopwell.kernels.parts import copy
@@ -22,6 +22,7 @@ from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import OnlineSoftmax, TileSoftmax
 from hopwell.kernels.pipeline import Edge
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.skeleton import PrefillLaunch, example_arguments
 from hopwell.kernels.sm90.byte_prefill import ByteAttend
 from hopwell.kernels.sm90.conversion import Conversion

@@ -6,8 +6,9 @@ import torch
 from config_cases import check_config, mask_of
 
 from hopwell import emulator
-from hopwell.kernels.config import KvFetch, PrefillConfig
+from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.prefill_config import PrefillConfig
 
 
 def page_sizes(config: PrefillConfig) -> list[int | None]:

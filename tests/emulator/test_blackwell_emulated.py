@@ -20,8 +20,8 @@ from emulated_prefill import check, page_sizes
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.config import PrefillConfig
 from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import Mask, MaskKind, PageTable
 
 CONFIGS = covering_blackwell_configs()

@@ -9,7 +9,7 @@ import torch
 from hopwell.emulator import EmulatorError
 from hopwell.emulator.tools.output_cases import DIMS, cases
 from hopwell.emulator.tools.outputs import FILE, Distance, compare, record
-from hopwell.kernels.config import TILES
+from hopwell.kernels.prefill_config import TILES
 
 pytestmark = pytest.mark.emulator
 

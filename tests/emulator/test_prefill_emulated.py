@@ -14,8 +14,9 @@ from config_cases import FP16_FEATURES, MAIN_DIMS
 from covering import covering_configs, stands_for_masks
 from emulated_prefill import check, page_sizes
 
-from hopwell.kernels.config import KvFetch, PrefillConfig
+from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
 
 pytestmark = pytest.mark.emulator

@@ -7,10 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from hopwell.kernels import splitting, support
-from hopwell.kernels.config import TILES, KvFetch, KvType, PrefillConfig, Tile
+from hopwell.kernels.config import KvFetch, KvType, Tile
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.mla_config import MlaConfig
+from hopwell.kernels.prefill_config import TILES, PrefillConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
 from hopwell.kernels.splitting import FEW_ROWS

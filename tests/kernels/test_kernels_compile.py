@@ -25,11 +25,12 @@ from covering import (
 
 from hopwell.kernels import compile_ahead, toolchain
 from hopwell.kernels.append_config import CacheType, shipped_append_configs
-from hopwell.kernels.config import MMA_DEPTH, KernelConfig, KvFetch, KvType, PrefillConfig
+from hopwell.kernels.config import MMA_DEPTH, KernelConfig, KvFetch, KvType
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.families import build
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact

@@ -17,19 +17,15 @@ from hopwell.kernels.config import (
     DTYPES,
     MAX_BOX_ROWS,
     MIN_BOX_ROWS,
-    SHORT_STEP,
-    SHORT_WINDOW,
-    TILES,
     WORK_STAGES,
     KvFetch,
     KvType,
-    PrefillConfig,
     kv_fetch,
-    packed_shape,
     page_and_head_stride,
 )
 from hopwell.kernels.families import resolve, shipped_configs
 from hopwell.kernels.hardware import REGISTERS, WARPGROUP
+from hopwell.kernels.prefill_config import SHORT_STEP, SHORT_WINDOW, TILES, PrefillConfig, packed_shape
 from hopwell.kernels.problem import (
     AttentionProblem,
     BlockScales,

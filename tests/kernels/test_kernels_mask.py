@@ -17,11 +17,11 @@ from covering import every_tile
 from cutlass import Int32
 from kernel_problems import cache, paged
 
-from hopwell.kernels.config import TILES
 from hopwell.kernels.families import resolve
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import IntervalMask, LogitRow, TileRange
 from hopwell.kernels.plan import geometry
+from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.problem import Mask, MaskKind
 
 # The DSL warns where a value does not fit its type and would wrap around on the device.

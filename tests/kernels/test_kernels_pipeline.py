@@ -12,13 +12,14 @@ import pytest
 from covering import every_tile, with_features
 from cutlass import Int32
 
-from hopwell.kernels.config import TILES, WORK_STAGES, KvFetch
+from hopwell.kernels.config import WORK_STAGES, KvFetch
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
+from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.skeleton import SOURCES, board_stride
 from hopwell.kernels.sm90.prefill import PrefillSm90
 

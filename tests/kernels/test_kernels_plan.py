@@ -12,10 +12,10 @@ import torch
 from kernel_problems import cache, contiguous, empty, paged
 
 from hopwell.kernels import plan
-from hopwell.kernels.config import TILES
 from hopwell.kernels.families import resolve
 from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
 from hopwell.kernels.plan import MAX_WINDOW, Plan, geometry, host_scales, operands
+from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.problem import (
     AttentionProblem,
     BlockScales,

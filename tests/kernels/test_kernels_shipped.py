@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from hopwell.kernels.config import DTYPES, MASKS
+from hopwell.kernels.config import DTYPES
 from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.prefill_config import MASKS
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, TokenOffsets
 from hopwell.kernels.shipped import BYTE_CACHE, BYTES, PREFILL_TYPES, WIDE, kernels_to_ship
 from hopwell.kernels.support import BYTE_HEAD_DIMS

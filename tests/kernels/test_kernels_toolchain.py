@@ -26,8 +26,8 @@ import pytest
 from fake_dsl import Compiler
 
 from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.config import PrefillConfig
 from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.toolchain import (
     CUBIN,
     META,

@@ -8,8 +8,9 @@ import torch
 from batches import Batch, check_statistics
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import DTYPES, SHORT_WINDOW, KvFetch, PrefillConfig
+from hopwell.kernels.config import DTYPES, KvFetch
 from hopwell.kernels.families import resolve
+from hopwell.kernels.prefill_config import SHORT_WINDOW, PrefillConfig
 from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))

@@ -9,8 +9,9 @@ import torch
 from batches import CAUSAL, FULL, Batch, chunked, starts, window
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import KvType, PrefillConfig
+from hopwell.kernels.config import KvType
 from hopwell.kernels.families import resolve
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem, Mask
 from hopwell.prefill import trtllm_batch_context_with_kv_cache
 

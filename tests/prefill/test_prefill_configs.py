@@ -10,8 +10,9 @@ from config_cases import FP16_FEATURES, MAIN_DIMS, check_config
 from covering import with_features
 from sanitizer import TOOLS, check_sanitized
 
-from hopwell.kernels.config import KvFetch, PrefillConfig
+from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
 
 pytestmark = pytest.mark.gpu

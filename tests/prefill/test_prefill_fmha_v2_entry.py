@@ -14,7 +14,7 @@ from config_cases import MAIN_DIMS
 from entry_calls import KV_LENS, Q_LENS, fmha_v2
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import TILES
+from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.problem import Mask, Score, ScoreKind
 
 PAIRS = ("pair HND", "pair NHD")

@@ -8,8 +8,8 @@ from batches import CAUSAL, FULL, Batch, window
 from config_cases import MAIN_DIMS
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import PrefillConfig
 from hopwell.kernels.families import resolve
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import Mask
 
 pytestmark = pytest.mark.gpu
