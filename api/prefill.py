@@ -67,9 +67,11 @@ def trtllm_batch_context_with_kv_cache(
     Nothing else is scaled: 1 / sqrt(head_dim) and the factors of quantised data belong into the two scales. A row with
     no visible key gives 0. Requests without new tokens write nothing.
 
-    With fp8 queries both products multiply float8_e4m3fn: softmax weights are rounded to it, relative to the largest
-    one of as many neighbouring keys as a kernel takes at a time, and added up in float32. Values that an fp8 output
-    cannot hold become the largest that it can.
+    With fp8 queries and an fp8 cache both products multiply float8_e4m3fn: softmax weights are rounded to it, relative
+    to the largest one of as many neighbouring keys as a kernel takes at a time, and added up in float32. In all other
+    cases they multiply 16-bit numbers, to which an fp8 or NVFP4 cache is widened exactly: the result has the bits that
+    the same values give in a 16-bit cache. Beside an NVFP4 cache that holds for fp8 queries as well, which are copied
+    as float16 in each call. Values that an fp8 output cannot hold become the largest that it can.
 
     Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
 
@@ -79,8 +81,8 @@ def trtllm_batch_context_with_kv_cache(
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors whose strides and V head_dim are independent. ``page`` is
             [num_kv_heads, page_size, head_dim] (HND) or [page_size, num_kv_heads, head_dim] (NHD). The dtype of
-            query, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide). page_size is
-            1 to 1024; num_heads is a multiple of num_kv_heads.
+            query, float8_e4m3fn, or uint8 for NVFP4 (two e2m1 values a byte, head_dim / 2 wide, head_dim a multiple
+            of 64 and page_size of 4). page_size is 1 to 1024; num_heads is a multiple of num_kv_heads.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request], or [batch_size, 2,
             pages_per_request] with ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False. Entries
@@ -99,10 +101,14 @@ def trtllm_batch_context_with_kv_cache(
         cum_seq_lens_kv: int32, uint32 or int64. Lengths come from ``seq_lens``; callers of FlashInfer pass token or
             page counts here, so only its type and device are checked.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
-        out: [tokens, num_heads, V head_dim] to write into, with strides of its own, or an FP4Tensor; None allocates.
-        out_dtype: dtype of the output: that of query, float16 or bfloat16, or for fp8 queries the string "nvfp4". None
-            means that of ``out``, or of query.
-        o_sf_scale: global factor of an NVFP4 output's block scales; None otherwise.
+        out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates. For an NVFP4 output
+            an FP4Tensor with ``data`` [tokens, num_heads, V head_dim / 2] and ``scale`` [rows, num_heads * V head_dim /
+            16, rounded up to a multiple of 4], of which the rows from ``scale_start_index`` on, one for each token, are
+            written.
+        out_dtype: dtype of the output: that of query, float16 or bfloat16, or for fp8 queries the string "nvfp4", which
+            takes a V head_dim that is a multiple of 16. None means that of ``out``, or of query.
+        o_sf_scale: factor on an NVFP4 output before it is rounded, positive: element = code * scale / o_sf_scale, as
+            :func:`hopwell.layouts.dequantize_nvfp4_output` has it; None otherwise.
         o_sf_vec_size: None, or 16 for an NVFP4 output.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means where the device has it (compute capability 9 and later).
@@ -127,8 +133,8 @@ def trtllm_batch_context_with_kv_cache(
         uses_spcompress: None or False. True is refused.
 
     Returns:
-        The output: ``out`` itself where given, else a contiguous tensor. With ``return_lse`` a pair of it and the
-        log-sum-exp (``lse`` itself where given).
+        The output: ``out`` itself where given, else a contiguous tensor, or an FP4Tensor of NVFP4. With ``return_lse``
+        a pair of it and the log-sum-exp (``lse`` itself where given).
 
     Raises:
         TypeError: an argument of a wrong Python type, or a tensor scale that is not float32.

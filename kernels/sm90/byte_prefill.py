@@ -20,8 +20,8 @@ from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 # Columns of V in one product at most. The tensor cores of Hopper add products of 8-bit operands with 13 to 14 bits of
 # mantissa, so O is accumulated by float32 instructions, tile by tile, from products with zero accumulators: these take
 # registers, which O, S and P have to leave.
-PART_COLUMNS, FEW_PART_COLUMNS = 64, 48
-MOST_WITH_PARTS = 160  # columns of O beside which registers have room for 64 of a product
+PART_COLUMNS = 64
+PRODUCT_REGISTERS = 184  # of a lane for S, P, O and a part of a product; with more, kernels spill
 
 
 @dataclass
@@ -84,7 +84,7 @@ class ByteOperands(Operands):
     def create(kernel, tiles: SharedTiles, row_group, column_group) -> "ByteOperands":
         t, source = kernel.tile, warpgroup.OperandSource
         depth_qk, depth_v = kernel.config.depth
-        width = part_columns(depth_v)
+        width = part_columns(depth_v, t.n)
         qk_mma = make_mma(
             kernel.dtype, (WARPGROUP_ROWS, t.n), source.SMEM, OperandMajorMode.K, warpgroups=kernel.warpgroups
         )
@@ -136,7 +136,8 @@ class ByteOperands(Operands):
             words[i] = copy.pack_e4m3_x4([self.s[first + k] for k in (0, 1, 4, 5)])
 
 
-def part_columns(depth_v: int) -> int:
-    """Columns of V in one product: as many as there may be and divide all of them."""
-    most = PART_COLUMNS if depth_v <= MOST_WITH_PARTS else FEW_PART_COLUMNS
+def part_columns(depth_v: int, tile_n: int) -> int:
+    """Columns of V in one product: as many as there may be beside S, P and O, and divide all of them."""
+    left = PRODUCT_REGISTERS - tile_n // 2 - tile_n // 8 - depth_v // 2
+    most = min(2 * left, PART_COLUMNS)
     return max(width for width in range(8, most + 1, 8) if depth_v % width == 0)

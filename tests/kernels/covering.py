@@ -119,7 +119,7 @@ def covering_byte_configs() -> list[PrefillConfig]:
     chosen: list[tuple[tuple[int, int], MaskKind, tuple[KvFetch, int], str, dict[str, Any]]] = [
         (middle, causal, PAGES16, "bf16", {}),
         (middle, causal, CONTIGUOUS, "e4m3", dict(skip_softmax=True)),
-        (middle, window, PAGES64, "fp16", dict(packs_heads=True)),
+        (middle, window, (KvFetch.PAGE_BOXES, 32), "fp16", dict(packs_heads=True)),
         ((192, 128), MaskKind.FULL, PAGES64, "bf16", dict(score=ScoreKind.ALIBI)),
         ((192, 192), window, PAGES16, "bf16", dict(packs_heads=True)),
         (widest, causal, PAGES16, "bf16", {}),

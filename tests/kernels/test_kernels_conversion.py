@@ -12,11 +12,11 @@ import pytest
 from lane_threads import Lanes
 
 from hopwell.kernels.parts import copy
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.sm90 import conversion
 from hopwell.kernels.sm90.byte_prefill import (
-    FEW_PART_COLUMNS,
-    MOST_WITH_PARTS,
     PART_COLUMNS,
+    PRODUCT_REGISTERS,
     ByteOperands,
     part_columns,
 )
@@ -133,7 +133,9 @@ def test_parts_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dims", BYTE_HEAD_DIMS, ids=str)
 def test_parts_of_v_begin_at_swizzle_atoms(dims: tuple[int, int]) -> None:
     """All products together have all columns."""
-    width = part_columns(dims[1])
+    n = PrefillConfig.tile_of(dims, multiplies_bytes=True).n
+    width = part_columns(dims[1], n)
     assert dims[1] % width == 0
     assert width % copy.GROUP_ROWS == 0
-    assert width <= (PART_COLUMNS if dims[1] <= MOST_WITH_PARTS else FEW_PART_COLUMNS)
+    assert width <= PART_COLUMNS
+    assert n // 2 + n // 8 + dims[1] // 2 + width // 2 <= PRODUCT_REGISTERS

@@ -35,10 +35,11 @@ def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torc
 
 
 def attention_with_skips(
-    data: Batch, factor: float, mask: Mask, score: Score, arch: str = "sm_90a"
+    data: Batch, factor: float, mask: Mask, score: Score, arch: str = "sm_90a", n_keys: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """The output, and how many pairs of 64 rows and a tile of keys are left out. Each row has to see a key."""
-    rows, n_keys = ROWS[arch], tile_n((data.head_dim, data.v_head_dim), score, arch)
+    """The output, and how many pairs of 64 rows and a tile of keys are left out. Each row has to see a key. ``n_keys``
+    is those of a tile, 0 for what 16-bit kernels have."""
+    rows, n_keys = ROWS[arch], n_keys or tile_n((data.head_dim, data.v_head_dim), score, arch)
     outs, skipped = [], 0
     for q, k, v, seen in data.requests(mask):
         logits = reference.logits(q, k, data.scale, score).masked_fill(~seen, -math.inf)
