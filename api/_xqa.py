@@ -246,8 +246,21 @@ def xqa_problem(
     )
 
 
+def widened_query(query: Any, kv_cache: Any, out: Any, out_dtype: Any) -> Any:
+    """e4m3 queries over an e4m3 cache in 16 bits, which hold all of their values and are what kernels multiply: float16
+    where the output has this dtype, else bfloat16. All other queries as they are."""
+    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
+    tensors = isinstance(query, torch.Tensor) and isinstance(first, torch.Tensor)
+    if not tensors or query.dtype != checks.FP8 or first.dtype != checks.FP8:
+        return query
+    checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
+    dtype = getattr(out, "dtype", None) if out_dtype is None else out_dtype
+    return query.to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
+
+
 def trtllm_decode_problem(
     query: torch.Tensor,
+    query_dtype: torch.dtype | None,
     kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
     out: torch.Tensor | None,
     out_dtype: torch.dtype | str | None,
@@ -259,7 +272,10 @@ def trtllm_decode_problem(
     others: TrtllmOptions,
     **same: Any,
 ) -> AttentionProblem:
-    """The problem of ``trtllm_batch_decode_with_kv_cache``, as :func:`xqa_problem` makes it of ``same`` arguments."""
+    """The problem of ``trtllm_batch_decode_with_kv_cache``, as :func:`xqa_problem` makes it of ``same`` arguments.
+
+    ``query_dtype`` is that of the caller's query, where ``query`` has been widened.
+    """
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
     others.check(query.device)
@@ -280,7 +296,7 @@ def trtllm_decode_problem(
     return xqa_problem(
         query,
         kv_cache,
-        out=_out_of_type(out, out_dtype, query),
+        out=_out_of_type(out, out_dtype, query, query_dtype),
         q_len_per_req=q_len_per_req,
         q_cu_seq_lens=cum_seq_lens_q,
         entry=support.TRTLLM_DECODE,
@@ -289,12 +305,14 @@ def trtllm_decode_problem(
     )
 
 
-def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor) -> torch.Tensor | None:
+def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor, query_dtype: torch.dtype | None) -> torch.Tensor | None:
     """``out``, or a new tensor where ``out_dtype`` is not what the launch allocates."""
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or isinstance(out, FP4Tensor):
         raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", query.device)
     if out_dtype is None:
-        return out
+        if out is not None or query_dtype is None:
+            return out
+        return checks.allocated(out, query, query.shape[-1], query_dtype)
     if not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype must be a torch.dtype, 'nvfp4' or None, got {checks.describe(out_dtype)}")
     if out is not None:

@@ -7,7 +7,7 @@ import torch
 from hopwell._decoding import check_counter_buffer, decode_names, decode_sources
 from hopwell._dynamo import opaque
 from hopwell._launch import Calls, halves, single, upper_bound
-from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, xqa_problem, xqa_workspace_bytes
+from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, widened_query, xqa_problem, xqa_workspace_bytes
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
 
 __all__ = [
@@ -224,7 +224,8 @@ def trtllm_batch_decode_with_kv_cache(
     :func:`xqa_batch_decode_with_kv_cache`.
 
     Args:
-        query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16.
+        query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16, or float8_e4m3fn over a cache of
+            that dtype: each call widens it to 16 bits, which is exact.
         kv_cache: as there; a tensor or a pair (K, V).
         workspace_buffer: as there.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
@@ -276,6 +277,8 @@ def trtllm_batch_decode_with_kv_cache(
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
     k, v = halves(kv_cache)
+    query_dtype = getattr(query, "dtype", None)
+    query = widened_query(query, kv_cache, out, out_dtype)
     arguments = (
         query,
         k,
@@ -314,12 +317,14 @@ def trtllm_batch_decode_with_kv_cache(
         bf16q_fp8kv_transform_mode,
         request_order,
         request_order_plan,
+        query_dtype,
     )
     done = _TRTLLM.repeat(arguments, out, lse)
     if done is None:
         check_counter_buffer(multi_ctas_kv_counter_buffer)
         problem = trtllm_decode_problem(
             query,
+            query_dtype,
             kv_cache,
             out,
             out_dtype,

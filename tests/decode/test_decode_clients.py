@@ -115,3 +115,24 @@ def test_pages_of_k_and_v(device: str) -> None:
     table = torch.stack((problem.page_table.key, (problem.page_table.key + 1) % len(moved)), 1)
     options = dict(kv_cache=(problem.key, moved), block_tables=table, uses_shared_paged_kv_idx=False)
     data.expected_decode(FULL).check(decode.trtllm_batch_decode_with_kv_cache(**common(data, problem, **options)))
+
+
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16], ids=str)
+def test_e4m3_queries(out_dtype: torch.dtype | None, device: str) -> None:
+    """They give the bits of the same values in 16 bits; the output is e4m3 unless asked otherwise."""
+    fp8 = torch.float8_e4m3fn
+    data = batch(device, [1] * 5, kv_dtype=fp8)
+    data.q = data.q.to(fp8)
+    arguments = common(data, data.decode(16), out_dtype=out_dtype)
+    out = repeated(decode.trtllm_batch_decode_with_kv_cache, data, arguments)
+    assert out.dtype == (out_dtype or fp8)
+    wide = data.q.to(torch.float16 if out_dtype == torch.float16 else torch.bfloat16)
+    more = dict(query=wide, out_dtype=out_dtype or fp8)
+    assert torch.equal(out, decode.trtllm_batch_decode_with_kv_cache(**arguments | more))
+
+
+def test_e4m3_queries_need_an_e4m3_cache() -> None:
+    data = batch("cpu", [1] * 5)
+    data.q = data.q.to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=r"query must be torch\.bfloat16 or torch\.float16"):
+        decode.trtllm_batch_decode_with_kv_cache(**common(data, data.decode(16)))
