@@ -26,9 +26,8 @@ def _tile(m: int, n: int, kv_stages: int) -> Tile:
 
 # A CTA has 99 KiB: that is Q and some stages of K and V, with the output staged in Q's place. Where O takes 128
 # registers of a thread, the warps that 128 rows need have no room for the rest. ptxas gives the threads of sm_120 no
-# more than they have at launch, 168 of 384 threads, whatever they ask for later (as it does for Hopper, where none of
-# these spills): steps of 64 keys at 128 columns spilled 30 registers in the loop, steps of 32 spill up to 6 once a work
-# tile, outside of it.
+# more than they have at launch, 168 of 384 threads: steps of 64 keys at 128 columns spilled 30 registers in the loop,
+# steps of 32 spill up to 10 once a work tile, outside of it.
 _OF_COLUMNS = {64: _tile(128, 64, 4), 128: _tile(128, 32, 4), 192: _tile(128, 32, 2), 256: _tile(64, 32, 2)}
 
 

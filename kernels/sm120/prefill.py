@@ -8,6 +8,7 @@ from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.prefill import PrefillSm90
 from hopwell.kernels.sm120.attend import SkippingWarpAttend, WarpAttend
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
+from hopwell.kernels.support import FAMILY_BUILDS
 
 
 class PrefillSm120(PrefillSm90):
@@ -41,6 +42,12 @@ class PrefillSm120(PrefillSm90):
     @property
     def attend_types(self) -> tuple[type, type]:
         return WarpAttend, SkippingWarpAttend
+
+    def set_registers(self, wanted: int) -> None:
+        # ptxas gives threads of sm_120 no more registers than at launch, and as few as they need: in all there may be
+        # fewer than the roles would ask for, and such a kernel would hang.
+        if self.config.target not in FAMILY_BUILDS.values():
+            super().set_registers(wanted)
 
     @property
     def q_arrivals(self) -> dict[str, int]:
