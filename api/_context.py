@@ -320,7 +320,7 @@ def context_sources(arguments: Arguments) -> Sources:
     lse = statistics = (None, None)
     table = (block_tables, block_tables)
     block_scales = (k_scales, k_scales if v_scales is None else v_scales)
-    nothing = (None, None)  # a second factor of the output, a draft mask
+    nothing = (None, None, None)  # a second factor of the output, a draft mask, scratch
     return (
         query,
         k,

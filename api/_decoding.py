@@ -145,6 +145,5 @@ def decode_sources(arguments: Arguments) -> Sources:
     scales = (on_device(bmm1_scale), on_device(bmm2_scale))
     nothing = (None, None, None, None)  # lse, its offsets, statistics, skipped tiles
     table = (block_tables, block_tables)
-    no_block_scales = (None, None, None)
-    own = (on_device(o_scale), mask, *no_block_scales, workspace_buffer)
+    own = (on_device(o_scale), mask, workspace_buffer)
     return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *own

@@ -17,7 +17,7 @@ import torch
 
 from hopwell._checks import is_plain
 from hopwell.kernels import Plan
-from hopwell.kernels.launch import Addresses, address_of
+from hopwell.kernels.launch import OPERANDS, Addresses, address_of
 from hopwell.kernels.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.scratch import own_scratch
@@ -140,7 +140,8 @@ class Repeat:
         marks = tuple([torch.empty(0) if plain is TENSOR else plain for plain in self._plain])
         number = {id(mark): i for i, mark in enumerate(marks)}
         inputs, addresses = [], []
-        found = itertools.zip_longest(views, sources(arguments), sources(marks))
+        # Sources may end before the operands do, or go on to some that this kernel does not have.
+        found = itertools.islice(itertools.zip_longest(views, sources(arguments), sources(marks)), len(views))
         for place, (view, source, mark) in enumerate(found):
             if place == OUT or view is None:
                 addresses.append("0")
@@ -155,7 +156,7 @@ class Repeat:
             else:
                 inputs.append(number[id(mark)])
                 addresses.append(f"p{inputs[-1]}")
-                offset = address_of(Addresses._fields[place], view) - source.data_ptr()
+                offset = address_of(OPERANDS[place], view) - source.data_ptr()
                 if offset:
                     self._variables[f"offset{place}"] = offset
                     addresses[-1] += f" + offset{place}"

@@ -38,12 +38,15 @@ class Addresses(NamedTuple):
     skipped: int = 0  # one int32 that counts skipped (64 rows, KV tile) pairs
     output_factor: int = 0  # a second scale of the output; 0: passed by value
     draft_mask: int = 0  # uint32 words of each query token
-    key_scales: int = 0  # of blocks of K, of V and of the output
-    value_scales: int = 0
-    out_scales: int = 0
     scratch: int = 0  # memory for partial results
     tickets: int = 0  # zero int32 that the kernel leaves zero: work handed out, CTAs done, decode's counters
 
+
+# What kernels with scales of blocks are called with: one address or one size more makes kernels of sm_100a spill, which
+# have no such scales. OPERANDS names all that lie in tensors, in order.
+SCALES = ("key_scales", "value_scales", "out_scales")  # of K, of V and of the output
+OPERANDS = (*Addresses._fields[:-1], *SCALES)
+ScaledAddresses = namedtuple("ScaledAddresses", (*OPERANDS, "tickets"))  # type: ignore[misc]
 
 STARTS, LENGTHS, TABLES = Addresses._fields[4:8], Addresses._fields[8:10], Addresses._fields[10:12]
 INDICES = frozenset((*STARTS, *LENGTHS, *TABLES, "lse_offsets"))
@@ -73,7 +76,7 @@ def address_of(name: str, view: torch.Tensor | None) -> int:
 
 def addresses_of(views: Sequence[torch.Tensor | None]) -> list[int]:
     """The addresses of the first operands."""
-    return [address_of(name, view) for name, view in zip(Addresses._fields, views, strict=False)]
+    return [address_of(name, view) for name, view in zip(OPERANDS, views, strict=False)]
 
 
 class DecodeGeometry(NamedTuple):
@@ -155,8 +158,7 @@ class Geometry(NamedTuple):
     tile_heads: int  # heads that share a query tile
 
 
-# Sizes, strides in elements, and the grid of prefill with scales of blocks: a tuple of its own, because one integer
-# more makes kernels of sm_100a spill, which have no such scales.
+# Sizes, strides in elements, and the grid of prefill with scales of blocks.
 ScaledGeometry = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
     "ScaledGeometry",
     (

@@ -18,7 +18,7 @@ from hopwell.kernels.config import TileShape, page_and_head_stride
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.device_data import first_fault
 from hopwell.kernels.families import Buildable
-from hopwell.kernels.launch import Addresses, DecodeGeometry, Geometry, ScaledGeometry, addresses_of, page_divisor
+from hopwell.kernels.launch import OPERANDS, DecodeGeometry, Geometry, ScaledGeometry, addresses_of, page_divisor
 from hopwell.kernels.prefill_config import PrefillConfig, packed_shape
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
@@ -75,7 +75,7 @@ class Plan:
     def launch(self, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:
         """Launch on the current stream of the plan's device.
 
-        ``addresses`` are those of :class:`Addresses` up to the tickets. A scale counts where its address is 0.
+        ``addresses`` are those of :func:`operands`, in its order. A scale counts where its address is 0.
         """
         self.function(self.anchor, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
 
@@ -105,7 +105,7 @@ class Plan:
         """Tell the emulator which memory a launch may reach, by the operands' names."""
         from hopwell.emulator import EmulatorError
 
-        named = dict(zip(Addresses._fields, views, strict=False))
+        named = dict(zip(OPERANDS, views, strict=False))
         counters, size = self.tickets.address(), self.tickets.bytes
         try:
             with emulated_memory(named, RESULTS, tickets=(counters, size)):
@@ -163,7 +163,8 @@ def execute(problem: AttentionProblem) -> torch.Tensor:
 
 
 def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors whose addresses a kernel gets, in the order of :class:`Addresses` up to the tickets."""
+    """The tensors whose addresses a kernel gets, in the order of ``launch.OPERANDS``, without scales of blocks where
+    the kernel has none."""
     table, lse = problem.page_table or _lists(problem), problem.lse
 
     def start(offsets: TokenOffsets | None) -> torch.Tensor | None:
@@ -194,11 +195,18 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         problem.skipped_tiles,
         on_device(problem.output_factor),
         problem.draft_mask,
-        None if problem.kv_scales is None else problem.kv_scales.key,
-        None if problem.kv_scales is None else problem.kv_scales.value,
-        None if problem.out_scales is None else problem.out_scales.tensor,
         problem.scratch,
+        *_block_scales(problem),
     )
+
+
+def _block_scales(problem: AttentionProblem) -> tuple[torch.Tensor | None, ...]:
+    """The operands of ``launch.SCALES``, for kernels that have them."""
+    kv, out = problem.kv_scales, problem.out_scales
+    if kv is None and out is None:
+        return ()
+    pair = (None, None) if kv is None else (kv.key, kv.value)
+    return *pair, None if out is None else out.tensor
 
 
 def _lists(problem: AttentionProblem) -> PageTable | None:

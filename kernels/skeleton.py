@@ -259,7 +259,7 @@ class PrefillLaunch:
     def __call__(
         self,
         anchor: cute.Tensor,
-        addresses: Addresses,
+        addresses,  # Addresses or ScaledAddresses
         geometry,  # a Geometry or a ScaledGeometry
         softmax_scale: Float32,
         output_scale: Float32,

@@ -38,7 +38,7 @@ class WarpAttend(PrefillAttend):
 
 @dataclass
 class SkippingWarpAttend(SkippingAttend, WarpAttend):
-    """The rule of the one over the products of the other."""
+    """Attention over products of warps that leaves tiles out by the rule of :class:`SkippingAttend`."""
 
 
 @dataclass

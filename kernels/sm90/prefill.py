@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
-from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
+from hopwell.kernels.launch import Addresses, Geometry, ScaledAddresses, ScaledGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
@@ -71,7 +71,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         q_atom: cute.CopyAtom,
         k_atom: cute.CopyAtom | None,
         v_atom: cute.CopyAtom | None,
-        addresses: Addresses,
+        addresses,  # Addresses or ScaledAddresses
         geometry,  # a Geometry or a ScaledGeometry
         softmax_scale: Float32,
         output_scale: Float32,
@@ -193,5 +193,5 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 def build(config: PrefillConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
     kernel = PrefillSm90(config)
-    geometry = ScaledGeometry if config.has_block_scales else Geometry
-    return kernel, example_arguments((Addresses, geometry), floats=4)
+    kinds = (ScaledAddresses, ScaledGeometry) if config.has_block_scales else (Addresses, Geometry)
+    return kernel, example_arguments(kinds, floats=4)

@@ -13,7 +13,7 @@ from kernel_problems import cache, contiguous, empty, paged
 
 from hopwell.kernels import plan
 from hopwell.kernels.families import resolve
-from hopwell.kernels.launch import Addresses, Geometry, ScaledGeometry
+from hopwell.kernels.launch import OPERANDS, Addresses, Geometry, ScaledAddresses, ScaledGeometry
 from hopwell.kernels.plan import MAX_WINDOW, Plan, geometry, host_scales, operands
 from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.problem import (
@@ -77,17 +77,22 @@ def everything() -> tuple[AttentionProblem, dict[str, torch.Tensor]]:
 
 class TestOperands:
     def test_each_tensor_has_its_place(self) -> None:
-        """Places are counted by hand in the callers: the order of Addresses, up to the tickets."""
+        """Places are counted by hand in the callers: the order of OPERANDS."""
         problem, tensors = everything()
         assert problem.out is not None
         found = operands(problem, problem.out)
-        assert len(found) == len(Addresses._fields) - 1
-        assert set(tensors) | {"tickets"} == set(Addresses._fields)
-        for name, tensor in zip(Addresses._fields, found, strict=False):
+        assert set(tensors) == set(OPERANDS)
+        for name, tensor in zip(OPERANDS, found, strict=True):
             assert tensor is tensors[name], name
-        places = {"out": 3, "kv_lens": 9, "sinks": 14, "lse": 15, "statistics": 17, "key_scales": 21, "scratch": 24}
-        places |= {"tickets": 25}
-        assert {name: Addresses._fields.index(name) for name in places} == places
+        places = {"out": 3, "kv_lens": 9, "sinks": 14, "lse": 15, "statistics": 17, "scratch": 21, "key_scales": 22}
+        assert {name: OPERANDS.index(name) for name in places} == places
+        assert (*OPERANDS, "tickets") == ScaledAddresses._fields
+
+    def test_kernels_without_block_scales_have_no_place_for_them(self) -> None:
+        problem, _ = everything()
+        found = operands(replace(problem, kv_scales=None, out_scales=None), problem.out)
+        assert len(found) == len(Addresses._fields) - 1
+        assert OPERANDS[: len(found)] == Addresses._fields[:-1]
 
     def test_absent_tensors(self) -> None:
         key, value = (empty(40, 2, 128).transpose(0, 1)[None] for _ in range(2))
@@ -238,10 +243,11 @@ class TestLaunch:
 
     def test_a_kernel_is_compiled_with_as_many(self) -> None:
         scaled, _ = everything()
-        for problem, kind in ((paged(*cache("tuple-HND", 16, (128, 128))), Geometry), (scaled, ScaledGeometry)):
+        plain = paged(*cache("tuple-HND", 16, (128, 128)))
+        for problem, kinds in ((plain, [Addresses, Geometry]), (scaled, [ScaledAddresses, ScaledGeometry])):
             _, arguments = build(resolve(problem, "sm_90a"))
             assert len(arguments) == len(self.PARAMETERS)
-            assert [type(argument) for argument in arguments[1:3]] == [Addresses, kind]
+            assert [type(argument) for argument in arguments[1:3]] == kinds
 
     def test_kernels_of_one_architecture_compiled_for_another(
         self, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
