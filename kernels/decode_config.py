@@ -103,14 +103,14 @@ class DecodeConfig(KernelConfig):
 
     @property
     def chunk_tokens(self) -> int:
-        """Keys of a unit of work, as long as requests are not very long; those of a leaf."""
+        """Keys of a unit of work, as long as requests are not very long, or of a leaf where there is a tree."""
         if self.has_tree:
             return leaf_tokens(self.rows, self.head_dim_v, self.kv_bytes)
         return chunk_tokens(self.head_dim_v, element_bytes=self.kv_bytes)
 
     @property
     def halves_chunks(self) -> bool:
-        """Whether requests of middle length have chunks of half of that."""
+        """Whether requests of middle length have chunks of half of :attr:`chunk_tokens`."""
         return True
 
     @property
@@ -172,7 +172,7 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
 
 
 def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:
-    """Refuse what a decode or MLA decode ``kernel`` would not look at, and masks but these."""
+    """Refuse what a decode or MLA decode ``kernel`` would not look at, and all masks but ``masks``."""
     p, lse = problem, problem.lse
     if p.mask.kind not in masks:
         raise NotImplementedError(

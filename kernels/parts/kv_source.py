@@ -335,7 +335,7 @@ class PageBoxes(PagedSource):
 
 @dataclass
 class PageColumnBoxes(PageBoxes):
-    """For head dims that do not fill the last column block: a box holds one block, which TMA fills up with zeros."""
+    """Boxes for head dims that do not fill the last column block: a box is one, which TMA fills up with zeros."""
 
     columns_first = False
     one_loop = True  # another copy of so many boxes spills

@@ -32,7 +32,7 @@ from hopwell.kernels.splitting import OWN_SHARE, WASTE
 
 @dataclass(frozen=True)
 class Ranges(DeviceStruct):
-    """How columns are cut."""
+    """How columns of leaves are cut into ranges and blocks, which CTAs own or are handed."""
 
     leaves: Int32  # of a column
     own_rows: Int32  # of ranges that CTAs own, one of each column
@@ -93,7 +93,7 @@ def row_and_column(number, columns):
 
 @dataclass
 class RangeTile(PackedTile):
-    """A part of a line."""
+    """A part of a line, which is what a CTA gets at a time."""
 
     INTS: ClassVar[int] = 23
 
@@ -108,7 +108,7 @@ class RangeTile(PackedTile):
 
 @dataclass
 class RangeSchedule(SplitSchedule):
-    """``chunk_tokens`` are the keys of a leaf."""
+    """The schedule of kernels that merge leaves; ``chunk_tokens`` are the keys of a leaf."""
 
     most_blocks: int  # in a CTA's equal share
     resident_leaves: int  # of all KV heads, whose keys and values fit into the L2 cache

@@ -146,8 +146,8 @@ class OnlineSoftmax(DeviceStruct):
 
 @dataclass
 class TileSoftmax(OnlineSoftmax):
-    """For weights of few bits: every tile has the reference that fits its own largest score, be it lower than the one
-    before, and its weights reach up to 2^HEADROOM.
+    """A softmax for weights of few bits: a tile has the reference that fits its own largest score, be it lower than the
+    one before, and its weights reach up to 2^HEADROOM.
 
     e4m3 ends at 2^-9, so tiles whose scores all lie some way below those of other tiles would lose their weight if they
     were rounded relative to the largest score so far. What was accumulated before is brought to the new reference as

@@ -181,7 +181,7 @@ class Bundle(DeviceStruct):
 
 @dataclass(frozen=True)
 class Tree(DeviceStruct):
-    """Where nodes lie, and how they become more. Called by whole warpgroups."""
+    """Where nodes lie, and how they are merged into larger ones. Called by whole warpgroups."""
 
     shared: Int32  # address of the first level, or of where nodes are handed over
     results: Int32  # shared address of what a count has found, for every lane of a warp

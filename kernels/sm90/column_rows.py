@@ -20,7 +20,7 @@ RESULT_BYTES, STATE_BYTES = 256, 1024
 
 
 class ColumnRows:
-    """A base beside a kind of attend: each warp has some keys of a tile, and some columns of the output."""
+    """A base class beside a kind of attend in which each warp has some keys of a tile and columns of the output."""
 
     kernel: Any
     tiles: Any

@@ -190,7 +190,7 @@ class TransposingStream(Stream):
 
 @dataclass
 class Conversion(DeviceStruct):
-    """What the warpgroup does: the tiles of every step of every work tile."""
+    """What the converting warpgroup does: it converts the tiles of every step of every work tile."""
 
     streams: tuple
     board: Board

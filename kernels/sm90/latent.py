@@ -19,7 +19,7 @@ from hopwell.kernels.pipeline import Edge
 
 
 class LatentKeys:
-    """A base beside a kind of decode kernel."""
+    """How latent keys are loaded: a base class beside a kind of decode kernel."""
 
     config: Any
     tile: Any
@@ -121,7 +121,7 @@ class LatentKeys:
 
 
 class LatentRows:
-    """A base beside a kind of attend."""
+    """How packed rows of MLA see keys: a base class beside a kind of attend."""
 
     kernel: Any
     addresses: Addresses

@@ -60,4 +60,4 @@ class SkippingAttend(PrefillAttend):
 
 @dataclass
 class SkippingByteAttend(SkippingAttend, ByteAttend):
-    """Attend over 8-bit operands, which leaves tiles out by the rule of :class:`SkippingAttend`."""
+    """Attention over 8-bit operands that leaves tiles out by the rule of :class:`SkippingAttend`."""

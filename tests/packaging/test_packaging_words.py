@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("api", "emulator", "kernels", "layouts", "perf", "tests")
-FRAGMENT = re.compile(r"(Of|The same|Those|That of|As for|As :func:|Likewise)\b")
+FRAGMENT = re.compile(r"(Of|The same|Those|That of|As for|Likewise)\b|As :\w+:")
 
 
 def fragments(file: pathlib.Path) -> list[str]:
