@@ -172,7 +172,7 @@ class KernelConfig:
 
     @property
     def kv_dims(self) -> tuple[int, int]:
-        """Of a row of what the two loading warps fetch, of K and of V, in units of 16 bits."""
+        """Widths of the rows of K and of V that the two loading warps fetch, in units of 16 bits."""
         per_word = 16 // self.kv_element.bits
         return self.head_dim_qk // per_word, self.head_dim_v // per_word
 
@@ -280,7 +280,7 @@ class KernelConfig:
 
 
 class TileShape(NamedTuple):
-    """Of a query tile."""
+    """How many heads, and how many tokens of each, share the rows of a query tile."""
 
     heads: Any  # an int, or an Int32 in a kernel that takes any number of them
     tokens: Any  # of each of them

@@ -50,13 +50,13 @@ _TILES = {
     256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
 }
-# Of few rows: as many stages as fit, and registers for one warpgroup beside the producers.
+# The tile of few rows has as many stages as fit, and registers for one warpgroup beside the producers.
 _TREE_TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_registers=104, consumer_registers=240)
-# Over 8-bit caches with half of the registers. Q goes into registers, so that one stage of it is enough.
+# Over 8-bit caches the tile has half of the registers. Q goes into registers, so that one stage of it is enough.
 _BYTE_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
 _STAGE_BYTES = 65536  # of K, and of V, of all CTAs of a multiprocessor
-# For caches of 8 bits: eight warps with keys of their own, and a warpgroup that merges with what registers they leave:
-# other widths than powers of two take it some more.
+# With caches of 8 bits eight warps have keys of their own, and a warpgroup merges with what registers they leave: where
+# widths are no powers of two, it takes some more.
 _BYTE_TILES = {
     112: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=184, merge_registers=104),
     128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
@@ -103,14 +103,14 @@ class DecodeConfig(KernelConfig):
 
     @property
     def chunk_tokens(self) -> int:
-        """Keys of a unit of work, as long as requests are not very long; those of a leaf."""
+        """Keys of a unit of work, as long as requests are not very long, or of a leaf where there is a tree."""
         if self.has_tree:
             return leaf_tokens(self.rows, self.head_dim_v, self.kv_bytes)
         return chunk_tokens(self.head_dim_v, element_bytes=self.kv_bytes)
 
     @property
     def halves_chunks(self) -> bool:
-        """Whether requests of middle length have chunks of half of that."""
+        """Whether requests of middle length have chunks of half of :attr:`chunk_tokens`."""
         return True
 
     @property
@@ -172,7 +172,7 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
 
 
 def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:
-    """Refuse what a decode or MLA decode ``kernel`` would not look at, and masks but these."""
+    """Refuse what a decode or MLA decode ``kernel`` would not look at, and all masks but ``masks``."""
     p, lse = problem, problem.lse
     if p.mask.kind not in masks:
         raise NotImplementedError(

@@ -37,7 +37,7 @@ from hopwell.kernels.splitting import (
 # spare fewer.
 _TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=88, consumer_registers=208, splits_v=True)
 _LIST_TILE = replace(_TILE, producer_registers=72, consumer_registers=216)
-# Of few rows, by columns of the value: with one warpgroup that attends, and as many stages as fit.
+# Tiles of few rows, by columns of the value: one warpgroup attends, and there are as many stages as fit.
 _TREE_TILE = Tile(
     LATENT_FEW_ROWS,
     LEAF_TILE,

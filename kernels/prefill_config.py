@@ -94,7 +94,7 @@ PACKED_SHARE = 0.5
 
 @dataclass(frozen=True)
 class PrefillConfig(KernelConfig):
-    """A prefill kernel; of Hopper where no subclass says otherwise."""
+    """A prefill kernel, which is one for Hopper where no subclass says otherwise."""
 
     score: ScoreKind = ScoreKind.SCALED
     skip_softmax: bool = False
@@ -108,7 +108,7 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
-        """Those of all head dims (QK, V)."""
+        """Return the tiles of all head dims (QK, V) that have kernels."""
         return {**cls.tiles, **cls.other_tiles}
 
     @classmethod
@@ -166,7 +166,7 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
-        """Those that there are for plain scores."""
+        """Return every combination of choices that a kernel for plain scores can have."""
         steps = (False, True) if cls.has_short_steps(dims, mask) else (False,)
         return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]
 

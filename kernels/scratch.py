@@ -32,7 +32,7 @@ class OwnScratch:
         self._lock = threading.Lock()
 
     def tensor(self, size: int) -> torch.Tensor:
-        """At least ``size`` bytes for a launch on the current stream."""
+        """Return at least ``size`` bytes that a launch on the current stream may use."""
         stream = current_stream(self._device.index) if self._device.type == "cuda" else PER_THREAD_STREAM
         key = (stream, stream != LEGACY_STREAM and self._device.type == "cuda" and is_capturing())
         known = self._known_to_thread() if stream == PER_THREAD_STREAM else self._of_stream
@@ -42,7 +42,7 @@ class OwnScratch:
         return found
 
     def address(self, size: int) -> int:
-        """That of :meth:`tensor`."""
+        """Return the device address of what :meth:`tensor` returns."""
         return self.tensor(size).data_ptr()
 
     def _known_to_thread(self) -> dict[tuple[int, bool], torch.Tensor]:

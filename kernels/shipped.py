@@ -19,7 +19,8 @@ PREFILL_TYPES = (WIDE, BYTE_CACHE, BYTES)
 
 
 def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (WIDE,)) -> Iterator[Buildable]:
-    """Those of prefill with operands of ``prefill_types``, and, with 16-bit ones, all of the other families."""
+    """Yield the prefill kernels whose operands are of ``prefill_types``; with WIDE among them, all other families
+    too."""
     if WIDE in prefill_types:
         for family in Family:
             yield from families.shipped_configs(arch, family)
@@ -30,7 +31,7 @@ def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (WIDE,)) -> Iter
 
 
 def _byte_configs(arch: str, dtypes: list[tuple[str, str]], **types: Any) -> Iterator[PrefillConfig]:
-    """Prefill over 8-bit keys and values with ``dtypes`` of query and output."""
+    """Yield the prefill kernels that read 8-bit keys and values, for ``dtypes`` of (query, output)."""
     if arch not in support.HOPPER:
         return
     kind = families.prefill_type(arch)

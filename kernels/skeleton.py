@@ -92,7 +92,7 @@ class AttentionKernel:
 
     @property
     def q_box_rows(self) -> int:
-        """Of a TMA box of Q."""
+        """How many rows a TMA box of Q has."""
         return self.q_rows
 
     @property
@@ -101,7 +101,7 @@ class AttentionKernel:
         raise NotImplementedError
 
     def _edges(self) -> tuple[Edge, ...]:
-        """Q, K, V, work, and what else a kernel has."""
+        """Return the edges Q, K, V and work, and whatever other edges a kernel has."""
         raise NotImplementedError
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class AttentionKernel:
         return dict(producer_lanes=LANES, consumer_fences=True) if issubclass(self.source, PageRows) else {}
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
-        """Those of K and V, which ``warps`` of a role consume."""
+        """Return the edges of K and V, which ``warps`` warps of the role ``consumer`` read."""
         t, c = self.tile, self.config
         return [
             Edge(name, loader, consumer, stages, 1, warps, t.n * columns * 2, **self.kv_arrivals(name == "V"))
@@ -119,7 +119,7 @@ class AttentionKernel:
         ]
 
     def _work_edge(self, warps: int) -> Edge:
-        """The board's: from the scheduler to ``warps`` others."""
+        """Return the board's edge, which leads from the scheduler to ``warps`` other warps."""
         size = board_stride(self.work_tile.INTS) * 4
         return Edge("work", "schedule", "all others", self.work_stages, 1, warps, size, consumer_lanes=LANES)
 
@@ -283,7 +283,7 @@ class PrefillLaunch:
 
 
 def board_stride(ints: int) -> int:
-    """From one slot of the board to the next, in Int32."""
+    """Return how many Int32 one slot of the board lies behind the one before it."""
     return -(-ints * 4 // copy.CHUNK_BYTES) * copy.CHUNK_BYTES // 4
 
 

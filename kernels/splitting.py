@@ -21,42 +21,45 @@ COMFORTABLE_BYTES = 8 << 20
 # Slots for each CTA besides those of one request: with 2 of them, requests waited for the merge of those before. 32 x
 # 8192 tokens and 32 rows took 498 us; with 8, cache hints and dependent launches together 313 (H200, 2026-11-21).
 UNDER_WAY = 8
-# Of MLA. Twice as many tokens are 7 % faster at 32 x 8192 tokens and 128 heads, and take 70 instead of 43 us for a
-# single request of 4096 (H200, 2026-11-22).
+# Keys of a chunk of MLA. Twice as many are 7 % faster at 32 x 8192 tokens and 128 heads, and take 70 instead of 43 us
+# for a single request of 4096 (H200, 2026-11-22).
 LATENT_CHUNK_TOKENS = 1024
-# Of a long request and all of its rows: nearly as many as a GPU has multiprocessors. With more of them, and shorter,
-# 1 x 65536 tokens, 128 heads and two new tokens took 93 to 100 instead of 83 us (H200, 2026-11-22).
+# Units of a long MLA request at most, those of all of its rows together: there are nearly as many as a GPU has
+# multiprocessors. With more of them, and shorter, 1 x 65536 tokens, 128 heads and two new tokens took 93 to 100 instead
+# of 83 us (H200, 2026-11-22).
 LATENT_UNITS = 128
-# Of lists. The usual 2048 entries are one chunk: 64 requests take 91 us, with two chunks 121 to 187 (H200, 2026-11-22).
+# Entries of a list that are a chunk. The usual 2048 are a single one: 64 requests take 91 us, with two chunks 121 to
+# 187 (H200, 2026-11-22).
 LISTED_CHUNK_TOKENS = 2048
 LATENT_UNDER_WAY = 3
-# Of an element of a piece of MLA: float16, each half row times a power of two of its own. Its error is an eighth of
-# that of a bfloat16 result, and half as many bytes are stored and merged.
+# Bytes of an element of a piece of MLA: it is a float16, and each half row has a power of two of its own. Its error is
+# an eighth of that of a bfloat16 result, and half as many bytes are stored and merged.
 LATENT_PIECE_BYTES = 2
 SHARES = 8  # of MLA, that a piece of ROWS comes with: what is left to merge at the end goes to all warps in small parts
 # float32 of a row and piece: (reference, sum) of the piece, then those of its group, or of MLA inverse scales
 STATISTICS = 4
-# Of decode with few rows: keys are cut into leaves, and what has been computed of them is merged as a binary tree, see
-# parts/tree.py.
+# What follows is for decode with few rows: keys are cut into leaves, and what has been computed of them is merged as a
+# binary tree, see parts/tree.py.
 FEW_ROWS = (8, 16, 32)  # of a tile
 MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
 BYTE_FEW_ROWS = FEW_ROWS[:1]  # over 8-bit caches: what there are registers for
 LATENT_FEW_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
-# Of a leaf; more where tiles are small, or where merging leaves of so many rows takes its time: 32 x 8192 tokens with
-# 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows of 16 bits it would be 0.6 %
-# less, and half as many CTAs for 1 x 1024 tokens. Of MLA, whose nodes are large beside its keys: with 4 tiles 128 x
-# 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27 (H200, 2026-11-23).
+# Tiles of a leaf. There are more where tiles are small, or where merging leaves of so many rows takes its time: 32 x
+# 8192 tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows of 16 bits
+# it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens. MLA has 8, as its nodes are large beside its keys:
+# with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27 (H200,
+# 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
 LATENT_NEAR_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that merges
 MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
-# Of K and V, that a launch finds in the L2 cache (50 MB) if it comes right after one that has read the same. More than
-# that is the first to leave the cache. 1 x 8192 tokens, 34 MB, launch after launch: 13.1 us, and 16.3 where they are
-# the first to leave; 256 x 1024, 1.1 GB: 249 and 242 us; of MLA with 16 heads, 1 x 4096 tokens, 5 MB: 23.7 and 27.3 us,
-# 8 x 4096: 28.3 and 26.7 (H200, 2026-11-23).
+# Bytes of K and V that a launch finds in the L2 cache (50 MB) if it comes right after one that has read the same. More
+# than that is the first to leave the cache. 1 x 8192 tokens, 34 MB, launch after launch: 13.1 us, and 16.3 where they
+# are the first to leave; 256 x 1024, 1.1 GB: 249 and 242 us; of MLA with 16 heads, 1 x 4096 tokens, 5 MB: 23.7 and 27.3
+# us, 8 x 4096: 28.3 and 26.7 (H200, 2026-11-23).
 RESIDENT_BYTES = 34 << 20
-# By the bytes of an element of K and V: CTAs that share a multiprocessor. While one waits for memory or for its other
+# CTAs that share a multiprocessor, by the bytes of an element of K and V. While one waits for memory or for its other
 # warps, the other one widens: 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157 (H200,
 # 2026-11-23).
 CTAS_PER_SM = {1: 2, 2: 1}
@@ -101,7 +104,7 @@ def _padded(columns: int) -> int:
 
 
 def node_bytes(rows: int, columns: int) -> int:
-    """Of a node of the tree: float32 of output, and for each of four warps reference and sum of every row."""
+    """Bytes of a node of the tree, which holds output in float32, and for each row four warps' (reference, sum)."""
     return rows * (4 * _padded(columns) + 32)
 
 
@@ -134,7 +137,7 @@ def node_slots(rows: int, kv_heads: int, columns: int, ctas: int, element_bytes:
 
 
 def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
-    """Scratch of a launch with few rows, or fewer, see :func:`scratch_bytes`."""
+    """Bytes of scratch that a launch of ``rows`` or fewer rows needs for its tree, see :func:`scratch_bytes`."""
 
     def of(tile: int, width: int, size: int) -> int:
         spilled = spilled_levels(leaf_tokens(tile, width, size), capacity, shared_levels(tile, width, size))
@@ -147,19 +150,19 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int) 
 
 
 def latent_tree_bytes(kv_heads: int, columns: int, capacity: int, sms: int) -> int:
-    """The same of MLA, with up to ``columns`` of output."""
+    """Bytes of scratch that an MLA launch needs for its tree, with up to ``columns`` of output."""
     spilled = spilled_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
     return max(_nodes_bytes(LATENT_FEW_ROWS, kv_heads, width, sms, spilled) for width in widths)
 
 
 def _nodes_bytes(rows: int, kv_heads: int, columns: int, ctas: int, spilled: int, element_bytes: int = 2) -> int:
-    """Of the nodes that several CTAs merge, and of ``spilled`` levels of each."""
+    """Bytes of the nodes that several CTAs merge, and of the ``spilled`` levels that each CTA has in memory."""
     return (node_slots(rows, kv_heads, columns, ctas, element_bytes) + spilled * ctas) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int) -> int:
-    """As :func:`counter_ints`, of a launch with few rows."""
+    """How many counters a launch with few rows has, all of which are zero before and after it."""
     return TICKETS + TIERS * slots
 
 
@@ -187,7 +190,7 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool) -> int:
     # Chunks of 16-bit keys are the shortest.
     least = chunk_tokens(columns, latent) // (1 if latent else 2)
-    # Of requests with fewer new tokens than others there are as many units, some of them empty.
+    # Requests with fewer new tokens than others have as many units, some of which are empty.
     chunks = min(-(-max(capacity, 1) // least) + 1, LATENT_UNITS if latent else MAX_CHUNKS)
     return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * sms
 

@@ -30,7 +30,7 @@ class ScaleRows(DeviceStruct):
 
     @staticmethod
     def of(config, a: Addresses, g) -> "tuple[ScaleRows, ScaleRows]":
-        """Those of K and of V."""
+        """Return the scales of K, and those of V."""
         size, block = config.kv_element.block, config.uneven_pages
         key = ScaleRows(
             a.key_scales,

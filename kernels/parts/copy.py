@@ -55,7 +55,7 @@ def tma_descriptor(atom, *, loc=None, ip=None):
 
 @dsl_user_op
 def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=None, ip=None) -> None:
-    """One TMA box into shared memory, completing on ``barrier`` by bytes. Issued by every active lane.
+    """Load one TMA box into shared memory, which completes on ``barrier`` by bytes. Issued by every active lane.
 
     ``policy`` is EVICT_NORMAL, or EVICT_FIRST for what is first to leave the L2 cache; None as the former.
     """
@@ -89,7 +89,7 @@ def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> Non
 
 @dsl_user_op
 def store_shared_zero(address, *, loc=None, ip=None) -> None:
-    """16 bytes of zeros."""
+    """Store 16 bytes of zeros in shared memory."""
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, Int32(0)], loc=loc, ip=ip
     )
@@ -126,7 +126,7 @@ def swizzled_chunk(rows, row, chunk):
 
 @dsl_user_op
 def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
-    """Two or four words."""
+    """Load two or four words from shared memory."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))
     return cute.arch.inline_ptx(
         f"ld.shared.v{count}.b32 {{{operands}}}, [{{$r0}}];",
@@ -139,7 +139,7 @@ def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
 
 @dsl_user_op
 def store_shared(address, words, *, loc=None, ip=None) -> None:
-    """Two or four words."""
+    """Store two or four words in shared memory."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
         f"st.shared.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
@@ -148,7 +148,7 @@ def store_shared(address, words, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def store_global(address, words, *, loc=None, ip=None) -> None:
-    """Two or four words."""
+    """Store two or four words in global memory."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
         f"st.global.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
@@ -157,7 +157,7 @@ def store_global(address, words, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def store_element(kind, address, word, *, loc=None, ip=None) -> None:
-    """One element of ``kind``, b16 or b32."""
+    """Store one element of ``kind``, b16 or b32."""
     cute.arch.inline_ptx(f"st.global.{kind} [{{$r0}}], {{$r1}};", read_only_args=[address, word], loc=loc, ip=ip)
 
 
@@ -200,7 +200,7 @@ def pack_e4m3_x4(values, *, loc=None, ip=None):
 
 
 def store_rounded(address, values, dtype) -> None:
-    """An even number of float32 values as adjacent elements of ``dtype``, two at a time."""
+    """Store an even number of float32 values as adjacent elements of ``dtype``, two at a time."""
     for i in range(0, len(values), 2):
         if dtype is Float8E4M3FN:
             store_element("b16", address + i, pack_e4m3_x2(values[i], values[i + 1]))
@@ -235,7 +235,7 @@ def unpack_bf16_x2(word, *, loc=None, ip=None):
 
 @dsl_user_op
 def load_global(address, count: int, dtype=Float32, *, loc=None, ip=None):
-    """Two or four words that another SM may have written: past the L1 cache, which does not know of that."""
+    """Load two or four words that another SM may have written: past the L1 cache, which does not know of that."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))
     return cute.arch.inline_ptx(
         f"ld.global.cg.v{count}.b32 {{{operands}}}, [{{$r0}}];",

@@ -48,7 +48,7 @@ def global_array(dtype, address):
 
 
 def shared_array(dtype, address):
-    """The same in shared memory."""
+    """Elements at a shared-memory address."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=dtype.width // 8)
     return cute.make_tensor(pointer, cute.make_layout(1 << 16))
 
@@ -117,7 +117,7 @@ def fma(a, b, c, *, loc=None, ip=None):
 
 @dsl_user_op
 def load_relaxed(address, *, loc=None, ip=None):
-    """Int32 in global memory that other SMs write; a fence behind it makes visible what they released with it."""
+    """Load an Int32 that other SMs write to global memory; a fence behind it shows what they released with it."""
     return cute.arch.inline_ptx(
         "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];",
         write_only_types=[Int32],
@@ -129,7 +129,7 @@ def load_relaxed(address, *, loc=None, ip=None):
 
 @dsl_user_op
 def store_release(address, value, *, loc=None, ip=None) -> None:
-    """Int32 to global memory, for whoever acquires it to see all that came before."""
+    """Store an Int32 in global memory, for whoever acquires it to see all that came before."""
     cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[address, value], loc=loc, ip=ip)
 
 
@@ -190,12 +190,12 @@ def from_lane(values: Any, lane) -> Any:
 
 
 def bit_length(value):
-    """Of an Int32 that is not negative, as Python has it."""
+    """Return what Python's ``bit_length`` returns, of an Int32 that is not negative."""
     return 32 - cute.arch.clz(value).to(Int32)
 
 
 def trailing_zeros(value):
-    """Of an Int32 that is not 0."""
+    """Return how many zero bits an Int32 that is not 0 ends with."""
     return 31 - cute.arch.clz(value & -value).to(Int32)
 
 

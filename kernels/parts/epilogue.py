@@ -41,12 +41,12 @@ class OutputRows(DeviceStruct):
 
     @classmethod
     def of(cls, tile, columns: int, a: Addresses, g, first_column=0) -> "OutputRows":
-        """Of ``tile``, ``columns`` from ``first_column`` on."""
+        """Return where the output of ``tile`` goes: ``columns`` columns of it, from ``first_column`` on."""
         return cls(*cls._place(tile, a, g, first_column), tile.request.q_len - tile.first_row, columns)
 
     @classmethod
     def _place(cls, tile, a: Addresses, g, first_column) -> tuple:
-        """The first three fields. Strides of elements of less than a byte count bytes."""
+        """Return ``address``, ``row_bytes`` and ``head_bytes``. Strides of elements of less than a byte count bytes."""
         unit = max(cls.element_bits // 8, 1)
         first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head
         return a.out + unit * first + cls.bytes_of(first_column), unit * g.o_token, unit * g.o_head
@@ -206,7 +206,7 @@ class RowResults(DeviceStruct):
 
     @staticmethod
     def create(tile, count, score: ScoreMap, head_dim: int, a: Addresses, g: Geometry) -> "RowResults":
-        """Of ``tile``, whose first ``count`` rows are valid."""
+        """Return where the results of ``tile``'s rows go, the first ``count`` of which are valid."""
         request = tile.request
         room = (
             Int32(g.lse_rows)

@@ -69,7 +69,8 @@ class RowFragment(Fragment):
         return cute.arch.lane_idx() // 4
 
     def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
-        """Tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory in ``dtype``."""
+        """Write tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory in
+        ``dtype``."""
         lane = cute.arch.lane_idx()
         for block in range(columns // 16):
             words = []
@@ -81,7 +82,8 @@ class RowFragment(Fragment):
             copy.store_matrix_x4(self.staged_chunk(staging, lane % 16, 2 * block + lane // 16), words)
 
     def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
-        """Tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory as float32."""
+        """Write tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory as
+        float32."""
         for pair in range(columns // 8):
             first = begin // self.lanes_per_row + 2 * pair
             column = 8 * pair + self.first_column()
@@ -188,7 +190,7 @@ class LaneRow(Fragment):
         return [copy.pack_x2(dtype, values[c], values[c + 1]) for c in range(0, columns, 2)]
 
     def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
-        """As :meth:`RowFragment.stage`."""
+        """Write columns [begin, begin + columns) times ``factors[0]`` to rows of shared memory in ``dtype``."""
         words = self.words(begin, columns, dtype, factors[0])
         for chunk in range(columns // 8):
             address = self.staged_chunk(staging, cute.arch.lane_idx(), chunk)
@@ -196,5 +198,5 @@ class LaneRow(Fragment):
 
     @staticmethod
     def staged_chunk(staging, row, chunk):
-        """Two rows share a swizzled one of 128 bytes."""
+        """Where a 16-byte chunk of a row is staged: two rows share a swizzled row of 128 bytes."""
         return copy.swizzled_chunk(staging, row // 2, row % 2 * 4 + chunk)

@@ -122,7 +122,7 @@ class KvSource(DeviceStruct):
         return self.chunk_place(self.stage_address(stage), row, block, chunk)
 
     def chunk_place(self, base, row, block, chunk):
-        """The same for a stage that begins at ``base``."""
+        """Address of chunk ``chunk`` as :meth:`chunk_address` has it, in the stage that begins at ``base``."""
         row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
         return base + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
 
@@ -165,7 +165,7 @@ class KvSource(DeviceStruct):
         return step, partials
 
     def _is_partial(self, tile):
-        """Whether some of its rows have to be zeroed."""
+        """Whether some rows of ``tile`` have to be zeroed."""
         begin = tile * self.tile_n
         return self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
 
@@ -292,7 +292,8 @@ class PageBoxes(PagedSource):
         return step, partials
 
     def locate(self, tile):
-        """In lane i (slot, row group) of box i, counted from the tile's first, past its last those of the next tile.
+        """Return to lane i the (slot, row group) of box i, counted from the tile's first, past its last those of the
+        next tile.
 
         Outside the needed tokens a needed page is fetched again: every tile then has the same number of bytes, and no
         other table entry is read.
@@ -304,7 +305,7 @@ class PageBoxes(PagedSource):
 
     @property
     def box_bytes(self) -> int:
-        """From one box to the next in shared memory."""
+        """The distance from one box to the next in shared memory, in bytes."""
         return self.box_rows * self.columns * 2
 
     @cute.jit
@@ -334,7 +335,7 @@ class PageBoxes(PagedSource):
 
 @dataclass
 class PageColumnBoxes(PageBoxes):
-    """For head dims that do not fill the last column block: a box holds one block, which TMA fills up with zeros."""
+    """Boxes for head dims that do not fill the last column block: a box is one, which TMA fills up with zeros."""
 
     columns_first = False
     one_loop = True  # another copy of so many boxes spills

@@ -35,8 +35,8 @@ class LogitRow(DeviceStruct):
     slope: Float32
 
     def of_tile(self, tile_start) -> "LogitRow":
-        """With what there is to read about the tile of keys that begins here. Called by a whole warp, before it has
-        scores to wait for."""
+        """Return the row with what memory says about the tile of keys from ``tile_start`` on. Called by a whole warp,
+        before it has scores to wait for."""
         return self
 
     def needs_mask(self, may_hide):
@@ -182,7 +182,7 @@ class ListRow(LogitRow):
         return replace(self, tile_start=tile_start, words=tuple(words))
 
     def needs_mask(self, may_hide):
-        """Seldom: lists are full of entries that count."""
+        """Whether an entry of the tile does not count, which is seldom: lists are full of those that do."""
         return self.words[0] & self.words[1] != Uint32(0xFFFFFFFF)
 
 

@@ -36,7 +36,8 @@ class UnevenPages(DeviceStruct):
 
 
 def page_size(divisor, size, is_uneven: bool):
-    """From :func:`~hopwell.kernels.launch.page_divisor` and the tokens of a page."""
+    """Return how positions are divided by a page of ``size`` tokens; ``divisor`` is what ``launch.page_divisor``
+    returned."""
     if is_uneven:
         return UnevenPages(divisor >> DIVISOR_BITS, divisor & ((1 << DIVISOR_BITS) - 1), Int32(size))
     return EvenPages(Int32(divisor))

@@ -96,8 +96,8 @@ class Slots(DeviceStruct):
 
     @cute.jit
     def store(self, piece, row, pairs, reference, total, first_column, column_group) -> None:
-        """One row of a piece: ``pairs`` of output columns, 8 apart from ``first_column`` on in a group of columns, and
-        (reference, sum)."""
+        """Store one row of a piece: ``pairs`` of output columns, 8 apart from ``first_column`` on in a group of
+        columns, and (reference, sum)."""
         columns = 8 * len(pairs)
         row += self.place(piece)
         address = self.output(row, column_group * columns + first_column)
@@ -108,7 +108,7 @@ class Slots(DeviceStruct):
 
     @cute.jit
     def store_quad(self, piece, row, column, total: "WeightedSum", level: cutlass.Constexpr[int]) -> None:
-        """Four columns of a row of a piece."""
+        """Store four columns of a row of a piece."""
         row += self.place(piece)
         copy.store_global(self.output(row, column), total.values)
         if column == 0:
@@ -129,7 +129,7 @@ class WeightedSum(DeviceStruct):
 
     @cute.jit
     def plus(self, statistics, columns, count) -> "WeightedSum":
-        """With the first ``count`` of up to PARTS_AT_ONCE more parts of the row."""
+        """Add the first ``count`` of up to PARTS_AT_ONCE more parts of the row."""
         references = [each[0] if i < count else -Float32.inf for i, each in enumerate(statistics)]
         sums = [each[1] for each in statistics]
         weights, reference, total = merged([self.reference, *references], [self.sum, *sums])
@@ -158,7 +158,8 @@ class Merge(DeviceStruct):
 
     @cute.jit
     def run(self, board, ring, addresses, geometry, scale, out_dtype: cutlass.Constexpr) -> None:
-        """As a role of its own: give every unit of the board its slot, and merge what is complete once it is stored."""
+        """Run merging as a role of its own: give every unit of the board its slot, and merge what is complete once it
+        is stored."""
         work = Int32(0)
         tile = board.read(work)
         while tile.exists:
@@ -257,6 +258,6 @@ class Merge(DeviceStruct):
 
 
 def count_one(address, count):
-    """One more: 1 if ``count`` are there now, and then all that the others did before is visible."""
+    """Count one more. Returns 1 if ``count`` are there now, and then all that the others did before is visible."""
     before = cute.arch.atomic_add(global_pointer(Int32, address), Int32(1), sem="acq_rel", scope="gpu")
     return (before == count - 1).to(Int32)

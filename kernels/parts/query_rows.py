@@ -25,7 +25,7 @@ class QueryRows(DeviceStruct):
 
     @property
     def of_one_head(self) -> bool:
-        """Known when compiling."""
+        """Whether all rows of the tile are of one head, as far as is known when the kernel is compiled."""
         return isinstance(self.shape.heads, int) and self.shape.heads == 1
 
     def head(self, group: int):

@@ -32,7 +32,7 @@ from hopwell.kernels.splitting import OWN_SHARE, WASTE
 
 @dataclass(frozen=True)
 class Ranges(DeviceStruct):
-    """How columns are cut."""
+    """How columns of leaves are cut into ranges and blocks, which CTAs own or are handed."""
 
     leaves: Int32  # of a column
     own_rows: Int32  # of ranges that CTAs own, one of each column
@@ -42,9 +42,10 @@ class Ranges(DeviceStruct):
     @staticmethod
     @cute.jit
     def of(columns, leaves, requests, ctas, own_rows, most_blocks: cutlass.Constexpr[int]) -> "Ranges":
-        """With at most so many blocks in a CTA's equal share; ``own_rows`` is ``ctas // columns``. What is handed out
-        has to be merged, unless lines are as short as blocks: 32 x 8192 tokens take 247 us where every CTA has its
-        share, 251 where an eighth is handed out, 256 x 1024 tokens 251 and 247 (H200, 2026-11-23)."""
+        """Cut columns so that a CTA's equal share has ``most_blocks`` blocks at most; there are ``own_rows`` whole rows
+        of CTAs. What is handed out has to be merged, unless lines are as short as blocks: 32 x 8192 tokens take 247 us
+        where every CTA has its share, 251 where an eighth is handed out, 256 x 1024 tokens 251 and 247 (H200,
+        2026-11-23)."""
         share = columns * leaves // ctas
         shift = cutlass.max(bit_length(share) - (most_blocks.bit_length() - 1), 0)
         own = cutlass.max(share - share // OWN_SHARE, 1)
@@ -65,7 +66,7 @@ class Ranges(DeviceStruct):
         return first, cutlass.min(first + self.own, self.leaves)
 
     def handed_out(self, row):
-        """The same of a row of tickets, of which only so many have leaves."""
+        """(first leaf, end) of a row of tickets; rows behind the last leaf have none."""
         size = Int32(1) << self.shift
         first = cutlass.min(self.own_rows * self.own + row * size, self.leaves)
         return first, cutlass.min(first + size, self.leaves)
@@ -85,14 +86,14 @@ class Ranges(DeviceStruct):
 
 
 def row_and_column(number, columns):
-    """Of a CTA, or of a ticket: those of a row have the same leaves of all columns."""
+    """(row, column) of a CTA, or of a ticket: those of a row have the same leaves of all columns."""
     row = number // columns
     return row, number - row * columns
 
 
 @dataclass
 class RangeTile(PackedTile):
-    """A part of a line."""
+    """A part of a line, which is what a CTA gets at a time."""
 
     INTS: ClassVar[int] = 23
 
@@ -107,7 +108,7 @@ class RangeTile(PackedTile):
 
 @dataclass
 class RangeSchedule(SplitSchedule):
-    """``chunk_tokens`` are the keys of a leaf."""
+    """The schedule of kernels that merge leaves; ``chunk_tokens`` are the keys of a leaf."""
 
     most_blocks: int  # in a CTA's equal share
     resident_leaves: int  # of all KV heads, whose keys and values fit into the L2 cache
@@ -121,7 +122,7 @@ class RangeSchedule(SplitSchedule):
 
     @cute.jit
     def _leaves(self, first):
-        """In a column, of the requests from ``first`` on. Called by a warp."""
+        """Count the leaves that requests from ``first`` on have in a column. Called by a warp."""
         chunks = Int32(0)
         for each in cutlass.range(first, self._requests_count, LANES, unroll=4):
             chunks += self._span(each + cute.arch.lane_idx()).chunks

@@ -170,7 +170,7 @@ class Board(DeviceStruct):
 
     @cute.jit
     def post_end(self, step, rest=END_OF_WORK) -> None:
-        """No more work; ``rest`` is what the other fields say."""
+        """Post that there is no more work; ``rest`` is what the other fields say."""
         self.ring.wait_empty(step)
         slot = self.slots[None, self.ring.stage(step)]
         with cute.arch.elect_one():

@@ -23,7 +23,7 @@ def tanh(power):
 
 
 def precise_tanh(power):
-    """The same, within a few 2^-22 of the result."""
+    """tanh x with a relative error of a few 2^-22; ``power`` is 2 x in powers of two."""
     x = power * (0.5 / LOG2_E)
     square = x * x
     series = x * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))

@@ -76,8 +76,8 @@ class Shares(DeviceStruct):
 
     @cute.jit
     def store(self, piece, output, r: cutlass.Constexpr[int], reference, total, warp_row, half) -> None:
-        """Row r of a warp's accumulators, which are half of a piece's columns: in 16 bits, as they lie in registers.
-        :meth:`_merge_line` says where an element is."""
+        """Store row r of a warp's accumulators, which are half of a piece's columns, in 16 bits, as they lie in
+        registers. :meth:`_merge_line` says where an element is."""
         largest = cute.arch.warp_reduction_max(largest_size(output, r), threads_in_group=output.lanes_per_row)
         scale, inverse = piece_scale(largest)
         items = self._items_of_line
@@ -146,7 +146,7 @@ class Shares(DeviceStruct):
         items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_line)
         shares = chunks * SHARES
         begin, end = (items * (chunk * SHARES + part + i) // shares for i in range(2))
-        # Of many pieces a share is one item: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
+        # With many pieces a share is one item: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
         many = replace(self, pieces_at_once=self.pieces_at_once * self.items_at_once, items_at_once=1)
         for line in cutlass.range(begin // of_line, (end + (of_line - 1)) // of_line, unroll=1):
             low, high = cutlass.max(begin, line * of_line), cutlass.min(end, (line + 1) * of_line)
@@ -157,7 +157,7 @@ class Shares(DeviceStruct):
                 many._merge_line(line, *own, first, chunks, rows, dtype)
             else:
                 self._merge_line(line, *own, first, chunks, rows, dtype)
-        # Of the last ones nobody wants the slots again, and to say that they are free takes 1500 cycles.
+        # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
         if first + slots.slots < pieces:
             cute.arch.sync_warp()  # all lanes have read
             if self._is_last(GROUPS_THERE, first, shares):
@@ -186,8 +186,8 @@ class Shares(DeviceStruct):
                     piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_line
                     loaded.append([copy.load_global(piece + each * ITEM_BYTES, 4, Int32) for each in items])
                 found = [copy.load_global(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
-                # As many at a time as there are lanes, however many are under way, and with roundings that are spelled
-                # out: another warp would find other bits.
+                # Pieces are added as many at a time as a row has lanes, however many are under way, and roundings are
+                # spelled out: another warp would find other bits.
                 for group in cutlass.range_constexpr(len(mine)):
                     if chunk + group * lanes < chunks:
                         mine_of_group, (seen, its_total, *scales) = mine[group], found[group]

@@ -36,7 +36,7 @@ class SkipRule(DeviceStruct):
 
     def unneeded(self, largest, maxima, kv_len):
         """Whether a tile with the row maxima ``maxima`` is too small beside the ``largest`` scores so far."""
-        # Of a row without a key yet, -inf in both, the difference is NaN, which fmax ignores.
+        # A row without a key yet has -inf in both; the difference is NaN, which fmax ignores.
         excess = maxima[0] - largest[0]
         for r in range(1, len(maxima)):
             excess = cute.arch.fmax(excess, maxima[r] - largest[r])

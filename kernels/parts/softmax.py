@@ -65,7 +65,7 @@ class OnlineSoftmax(DeviceStruct):
         return self.largest_of_lanes(largest_of_lane(scores, r), scores.lanes_per_row)
 
     def largest_of_lanes(self, value, lanes: int):
-        """Of the lanes that share a row."""
+        """The largest ``value`` of the lanes that share a row."""
         return cute.arch.warp_reduction_max(value, threads_in_group=lanes)
 
     def sum_of_lanes(self, value, lanes: int):
@@ -107,7 +107,7 @@ class OnlineSoftmax(DeviceStruct):
 
     @cute.jit
     def _safe(self, reference):
-        """Of a row still without a key 0, because -inf - -inf is NaN."""
+        """Return ``reference``, or 0 for a row still without a key, because -inf - -inf is NaN."""
         return Float32(0.0) if reference == -Float32.inf else reference
 
     @cute.jit
@@ -146,8 +146,8 @@ class OnlineSoftmax(DeviceStruct):
 
 @dataclass
 class TileSoftmax(OnlineSoftmax):
-    """For weights of few bits: every tile has the reference that fits its own largest score, be it lower than the one
-    before, and its weights reach up to 2^HEADROOM.
+    """A softmax for weights of few bits: a tile has the reference that fits its own largest score, be it lower than the
+    one before, and its weights reach up to 2^HEADROOM.
 
     e4m3 ends at 2^-9, so tiles whose scores all lie some way below those of other tiles would lose their weight if they
     were rounded relative to the largest score so far. What was accumulated before is brought to the new reference as
@@ -170,11 +170,11 @@ class TileSoftmax(OnlineSoftmax):
 
 @dataclass
 class ColumnSoftmax(OnlineSoftmax):
-    """Of a :class:`ColumnFragment`."""
+    """The softmax of rows that a :class:`ColumnFragment` holds."""
 
     @staticmethod
     def over(scale, rows: int) -> "ColumnSoftmax":
-        """``scale`` as that of another one."""
+        """Return a softmax of ``rows`` rows of a lane, whose ``scale`` is that attribute of another one."""
         return ColumnSoftmax(scale, *[cute.make_rmem_tensor(rows, Float32) for _ in range(4)])
 
     def largest_of_lanes(self, value, lanes: int):
@@ -185,7 +185,7 @@ class ColumnSoftmax(OnlineSoftmax):
 
 
 def _over_row(value, operation):
-    """Over the lanes that share a row, which are a quad apart."""
+    """Combine ``value`` by ``operation`` over the lanes that share a row, which are a quad apart."""
     for k in range(3):
         value = operation(value, cute.arch.shuffle_sync_bfly(value, offset=4 << k))
     return value

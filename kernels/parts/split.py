@@ -41,7 +41,7 @@ class PackedTile(WorkTile):
 
 @dataclass
 class SplitTile(PackedTile):
-    """A chunk. After the last one the fields but ``head`` are the number of all pieces."""
+    """Work on a chunk of keys. After the last one the fields but ``head`` are the number of all pieces."""
 
     INTS: ClassVar[int] = 22
     cache_policy: ClassVar[int] = EVICT_FIRST  # of K and V
@@ -105,11 +105,11 @@ class SplitSchedule(DeviceStruct):
 
     @property
     def _lists(self):
-        """Lists of keys in a request."""
+        """How many lists of keys a request has."""
         return Int32(1)
 
     def _most_chunks(self, q_len):
-        """Of a request of ``q_len`` new tokens."""
+        """How many chunks a request of ``q_len`` new tokens has at most."""
         return Int32(MAX_CHUNKS)
 
     @cute.jit

@@ -49,8 +49,8 @@ PASS_QUADS = 8  # of the output in a thread, at most: wide nodes are merged in p
 
 @dataclass(frozen=True)
 class Node(DeviceStruct):
-    """A thread's part, in registers. Those of the output are as :class:`ColumnFragment` has them: four at a time belong
-    to two rows by turns, and the next four to the next two."""
+    """A thread's part of a node, in registers. Those of the output are as :class:`ColumnFragment` has them: four at a
+    time belong to two rows by turns, and the next four to the next two."""
 
     output: Any  # float32 in registers
     reference: Any  # of each row, an exponent of 2; -inf without any key
@@ -58,7 +58,7 @@ class Node(DeviceStruct):
 
     @staticmethod
     def of(output, tile_rows: int) -> "Node":
-        """With this output."""
+        """Return a node whose output is in these registers; references and sums get new registers."""
         return Node(output, *[cute.make_rmem_tensor(tile_rows // QUAD, Float32) for _ in range(2)])
 
     @property
@@ -66,7 +66,7 @@ class Node(DeviceStruct):
         return cute.size(self.reference)
 
     def clear(self) -> None:
-        """A node of no keys."""
+        """Make this a node that has seen no keys."""
         self.output.fill(0.0)
         self.reference.fill(-Float32.inf)
         self.total.fill(0.0)
@@ -142,7 +142,7 @@ class LeftNodes(DeviceStruct):
 
 @dataclass(frozen=True)
 class Bundle(DeviceStruct):
-    """2^bits slots, or fewer at the end of a line."""
+    """Neighbouring nodes in memory that are merged at a time: 2^bits slots, or fewer at the end of a line."""
 
     line: RangeTile  # a part of it
     tier: Int32
@@ -156,17 +156,17 @@ class Bundle(DeviceStruct):
 
     @property
     def slots(self):
-        """How many there are."""
+        """How many slots the bundle has."""
         return cutlass.min(((self.blocks - 1 - self.first) >> (self.bits * self.tier)) + 1, 1 << self.bits)
 
     @property
     def blocks(self):
-        """Of the line."""
+        """How many blocks the line has."""
         return ((self.line.leaves - 1) >> self.line.shift) + 1
 
     @property
     def is_line(self):
-        """Whether it is all of the line."""
+        """Whether the bundle is all of the line."""
         return (self.first == 0) & (self.blocks <= (Int32(1) << (self.bits * (self.tier + 1))))
 
     def slot_of(self, block):
@@ -181,7 +181,7 @@ class Bundle(DeviceStruct):
 
 @dataclass(frozen=True)
 class Tree(DeviceStruct):
-    """Where nodes lie, and how they become more. Called by whole warpgroups."""
+    """Where nodes lie, and how they are merged into larger ones. Called by whole warpgroups."""
 
     shared: Int32  # address of the first level, or of where nodes are handed over
     results: Int32  # shared address of what a count has found, for every lane of a warp
@@ -215,7 +215,7 @@ class Tree(DeviceStruct):
     # which the lanes with the same rows all know, once for each warp.
 
     def _quads(self) -> int:
-        """Of the output, in a thread."""
+        """How many quads of the output a thread has."""
         return (self._node_bytes - self._pairs * QUAD_BYTES * QUAD * WARPS) // (WARPGROUP * QUAD_BYTES)
 
     @property
@@ -224,7 +224,7 @@ class Tree(DeviceStruct):
         return self.rows // (2 * QUAD)
 
     def _places(self) -> list:
-        """Of all quads of a thread, in bytes from the beginning of a node."""
+        """Where each quad of a thread lies, in bytes from the beginning of a node."""
         output = [(j * WARPGROUP + self.thread) * QUAD_BYTES for j in range(self._quads())]
         first = self._quads() * WARPGROUP * QUAD_BYTES
         in_warp = self.thread // LANES * QUAD + self.thread % QUAD
@@ -236,7 +236,7 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def _load(self, address, outputs: cutlass.Constexpr[range | None] = None) -> list:
-        """All of a node, or of its output only these quads."""
+        """Load what this thread has of a node in memory, or of its output only the quads ``outputs``."""
         places = self._places()
         if cutlass.const_expr(outputs is not None):
             places = [places[j] for j in outputs] + places[self._quads() :]
@@ -244,7 +244,7 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def _store(self, address, quads: list, store: cutlass.Constexpr) -> None:
-        """With ``store``, which is copy.store_shared or copy.store_global."""
+        """Write a node with ``store``, which is copy.store_shared or copy.store_global."""
         places = self._places()
         for j in cutlass.range_constexpr(self._quads()):
             store(address + places[j], quads[j])
@@ -260,8 +260,8 @@ class Tree(DeviceStruct):
         return self.scratch + Int64(slot) * self._node_bytes
 
     def _slot(self, line: RangeTile, block):
-        """Of the node that begins with a block of the line. Where a line ends within a block, the next one begins in
-        the same place of the column."""
+        """The slot of the node that begins with a block of the line. Where a line ends within a block, the next line
+        begins in the same place of the column."""
         place = (line.line_start + (block << line.shift)) >> line.shift
         return line.first_slot + 2 * place + (block == 0).to(Int32)
 
@@ -404,7 +404,7 @@ class Tree(DeviceStruct):
         return side_by_side(passes, self._pairs)
 
     def _of_slots(self, bundle: Bundle, there, first: int, count: int, at_once: int, quads: range) -> list:
-        """Of ``count`` slots from ``first`` on, ``at_once`` of them loaded at a time, these quads of the output."""
+        """Merge these ``quads`` of ``count`` slots from ``first`` on, and load ``at_once`` slots at a time."""
         if count > at_once:
             half = count // 2
             left = self._of_slots(bundle, there, first, half, at_once, quads)

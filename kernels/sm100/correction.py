@@ -62,7 +62,7 @@ class Correction(DeviceStruct):
 
     @cute.jit
     def take(self, step, row):
-        """This thread's factor of ``step``."""
+        """Take this thread's factor of ``step`` out of shared memory."""
         ring = self.factor_ring
         ring.wait_full(step)
         factor = shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row]
@@ -70,7 +70,7 @@ class Correction(DeviceStruct):
         return factor
 
     def output(self, index) -> Int32:
-        """This thread's row of O of a query tile."""
+        """Address of this thread's row of O of a query tile."""
         c = self.kernel.config
         return tmem.row_address(self.tensor_memory, c.o_column + index * c.head_dim_v)
 
@@ -93,7 +93,7 @@ class Correction(DeviceStruct):
 
     @cute.jit
     def store(self, rows: OutputRows, index, factor, has_keys):
-        """O times ``factor``, or zeros where no row has a key, to this warp's rows of the output."""
+        """Write O times ``factor``, or zeros where no row has a key, to this warp's rows of the output."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
         own = QueryRows(index * Q_TILE_ROWS + warp * LaneRow.warp_rows, TileShape.of(1, self.kernel.tile.m))
         staging = self.staging + warp * self.kernel.staging_bytes

@@ -47,13 +47,13 @@ class SharedOperand(DeviceStruct):
         return SharedOperand(shared_address(tile.iterator), rows, columns, columns_first, reduces_rows)
 
     def _offset(self, row: int, column: int) -> int:
-        """Of an element in bytes, the swizzle aside."""
+        """How many bytes into a stage an element lies, the swizzle aside."""
         line = copy.block_row(row, column // BLOCK_COLUMNS, self.rows, self.columns, self.columns_first)
         return line * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * 2
 
     def low_word(self, stage):
-        """Of the descriptor of the first 16 elements to reduce over: where they are, and the stride between column
-        blocks, which only counts where those are not what is reduced over."""
+        """The low word of the descriptor of the first 16 elements to reduce over. It says where they are, and the
+        stride between column blocks, which only counts where those are not what is reduced over."""
         address = self.start + stage * (self.rows * self.columns * 2)
         return (address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING)
 
@@ -69,7 +69,7 @@ class SharedOperand(DeviceStruct):
 
 @cute.jit
 def issue_shared(d, a, a_stage, b, b_stage, depth: cutlass.Constexpr[int], instruction: cutlass.Constexpr[int]):
-    """D = A B over ``depth`` elements, both in shared memory, D in tensor memory. Called by one thread."""
+    """Issue D = A B over ``depth`` elements, both in shared memory, D in tensor memory. Called by one thread."""
     low_a, low_b = a.low_word(a_stage), b.low_word(b_stage)
     for k in cutlass.range_constexpr(depth // MMA_DEPTH):
         descriptors = _descriptor("a", "{$r1}", a, k) + _descriptor("b", "{$r2}", b, k)
@@ -78,7 +78,7 @@ def issue_shared(d, a, a_stage, b, b_stage, depth: cutlass.Constexpr[int], instr
 
 @cute.jit
 def issue_tensor(d, a, b, b_stage, part: cutlass.Constexpr, instruction: cutlass.Constexpr[int], accumulate) -> None:
-    """D (+)= A B over the elements of ``part`` (begin, end), A in tensor memory, two 16-bit elements in a column.
+    """Issue D (+)= A B over the elements of ``part`` (begin, end), A in tensor memory, two 16-bit elements in a column.
     Called by one thread."""
     low_b = b.low_word(b_stage)
     begin, end = part

@@ -71,7 +71,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """With the slot that tensor memory's address comes into, and what a query tile says of its P."""
+        """Shared memory of a CTA, with a slot for the address of tensor memory and for what query tiles say of their
+        P."""
         return super().shared_bytes + copy.CHUNK_BYTES
 
     def _edges(self) -> tuple[Edge, ...]:

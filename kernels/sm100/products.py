@@ -58,7 +58,7 @@ class Products(DeviceStruct):
         self.drain(work, kv_step)
 
     def drain(self, work, kv_step) -> None:
-        """Until all stages have been released: a CTA whose shared memory is gone cannot take the arrivals."""
+        """Wait until all stages have been released: a CTA whose shared memory is gone cannot take the arrivals."""
         q_ring, k_ring, v_ring, *_ = self.rings
         for ring, step in ((q_ring, Q_TILES * work), (k_ring, kv_step), (v_ring, kv_step)):
             for stage in range(ring.stages):
@@ -66,7 +66,7 @@ class Products(DeviceStruct):
 
     @cute.jit
     def first_step(self, kv_step):
-        """S of both query tiles for the rightmost keys."""
+        """Issue S of both query tiles for the rightmost keys."""
         _, k_ring, *_ = self.rings
         k_ring.wait_full(kv_step)
         tmem.after_signal()
@@ -78,7 +78,7 @@ class Products(DeviceStruct):
 
     @cute.jit
     def next_step(self, kv_step, accumulate):
-        """For each query tile O += P V of the keys of ``kv_step``, then S for the next."""
+        """Issue for each query tile O += P V of the keys of ``kv_step``, then S for the next."""
         _, k_ring, v_ring, *_ = self.rings
         k_ring.wait_full(kv_step + 1)
         v_ring.wait_full(kv_step)
@@ -93,7 +93,7 @@ class Products(DeviceStruct):
 
     @cute.jit
     def last_step(self, kv_step, stored, accumulate):
-        """The products with V of the leftmost keys, which complete O."""
+        """Issue the products with V of the leftmost keys, which complete O."""
         _, _, v_ring, *_, o_ring = self.rings
         v_ring.wait_full(kv_step)
         for index in cutlass.range(Q_TILES, unroll=1):
@@ -120,8 +120,8 @@ class Products(DeviceStruct):
 
     @cute.jit
     def _issue_o(self, index, kv_step, accumulate) -> None:
-        """O += P V, in two parts: as soon as the first columns of P are there and O may be added to, and then the rest.
-        Called by the whole warp."""
+        """Issue O += P V in two parts: as soon as the first columns of P are there and O may be added to, and then the
+        rest. Called by the whole warp."""
         *_, s_ring, p_ring, o_ring = self.rings
         step, early, keys = Q_TILES * kv_step + index, self.kernel.config.early_keys, self.kernel.tile.n
         s_ring.wait_released(step)

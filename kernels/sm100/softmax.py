@@ -147,7 +147,7 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
-        """From S to P of tile ``n``, and what O is to be multiplied by before P V is added."""
+        """Turn S of tile ``n`` into P, and say what O is to be multiplied by before P V is added."""
         done = steps.last - n
         self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
         tmem.after_signal()
@@ -163,7 +163,7 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def weigh(self, steps: "Steps", first, logits: "Logits", maximum, done):
-        """From logits, of which the ``first`` columns are at hand, to P, after ``done`` steps of the work tile."""
+        """Turn logits, the ``first`` columns of which are at hand, into P, after ``done`` steps of the work tile."""
         self.state.choose_reference(0, maximum)
         self.post_rescale(steps, done)
         self.write_p(steps, first, logits, done)
@@ -197,7 +197,7 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def give_late_p(self, steps: "Steps", done):
-        """All of them do."""
+        """All columns of P stand in the place of S."""
         tmem.wait_stores()
         tmem.before_signal()
         self.p_ring.fill(steps.of_tile(steps.kv_step + done))

@@ -16,7 +16,7 @@ COLUMNS_AT_ONCE = 32  # of one instruction: with 512 threads none may take more 
 
 @dsl_user_op
 def allocate(slot, *, loc=None, ip=None) -> None:
-    """All columns; their address comes into shared memory at ``slot``. Called by a whole warp."""
+    """Allocate all columns; their address comes into shared memory at ``slot``. Called by a whole warp."""
     cute.arch.inline_ptx(
         f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {TENSOR_MEMORY_COLUMNS}; "
         "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
@@ -28,7 +28,7 @@ def allocate(slot, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def free(address, *, loc=None, ip=None) -> None:
-    """Called by the warp that has allocated."""
+    """Free all columns. Called by the warp that has allocated them."""
     cute.arch.inline_ptx(
         f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {TENSOR_MEMORY_COLUMNS};",
         read_only_args=[address],
@@ -38,20 +38,20 @@ def free(address, *, loc=None, ip=None) -> None:
 
 
 def row_address(tensor_memory, column) -> Int32:
-    """Column ``column`` in the lanes that this warp reaches."""
+    """Address of column ``column`` in the lanes that this warp reaches."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
     return tensor_memory + (warp * LANES << 16) + column
 
 
 def load_row(address, columns: int) -> LaneRow:
-    """A lane's row, ``columns`` from ``address`` on."""
+    """Load a lane's row, ``columns`` from ``address`` on."""
     row = LaneRow(cute.make_rmem_tensor(columns, Float32), columns)
     load(address, row)
     return row
 
 
 def load(address, row: LaneRow) -> None:
-    """The columns of ``row`` from ``address`` on."""
+    """Load the columns of ``row`` from ``address`` on."""
     for c, value in enumerate(_load(address, row.columns)):
         row.set(0, c, value)
 
@@ -74,7 +74,8 @@ def _load(address, columns: int, *, loc=None, ip=None):
 
 @dsl_user_op
 def store_words(address, words, *, loc=None, ip=None) -> None:
-    """32-bit values to a lane's columns from ``address`` on; :func:`wait_stores` before anyone else reads them."""
+    """Store 32-bit values to a lane's columns from ``address`` on; :func:`wait_stores` before anyone else reads
+    them."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
     cute.arch.inline_ptx(
         f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}], {{{operands}}};",
@@ -103,7 +104,7 @@ def after_signal(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def commit(barrier, *, loc=None, ip=None) -> None:
-    """An arrival at ``barrier`` once all products that this thread has issued are done."""
+    """Arrive at ``barrier`` once all products that this thread has issued are done."""
     cute.arch.inline_ptx(
         "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
         read_only_args=[barrier],

@@ -28,7 +28,7 @@ GROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
 
 @dataclass
 class Consumer(DeviceStruct):
-    """What those that multiply are made of."""
+    """What the warps that multiply are made of."""
 
     kernel: Any  # configuration only
     tiles: SharedTiles
@@ -48,7 +48,7 @@ class Consumer(DeviceStruct):
 
 @dataclass
 class Attend(Consumer):
-    """What they do with a work tile, whatever its rows are."""
+    """What consumer warps do with a work tile, whatever its rows are."""
 
     stages_in_q = False  # whether Q's place is needed until the output has been written
 
@@ -65,7 +65,7 @@ class Attend(Consumer):
         return Turns(group, self.kernel.warpgroups)
 
     def own_keys(self, tile, row) -> TileRange:
-        """Of the tile's keys those that a warpgroup's rows see, from ``row`` of the tile on."""
+        """Return those of the tile's keys that a warpgroup's rows see; ``row`` is the first of them in the tile."""
         raise NotImplementedError
 
     def store(self, operands, tile, work, warp_row, column_group, addresses, geometry) -> None:
@@ -140,7 +140,7 @@ class Attend(Consumer):
 
     @cute.jit
     def first_step(self, operands, turns, q_stage, kv_step, n, row):
-        """S and P of the rightmost keys. Their P V is issued together with the next step's Q K^T."""
+        """Compute S and P of the rightmost keys. Their P V is issued together with the next step's Q K^T."""
         _, k_ring, *_ = self.rings
         k_ring.wait_full(kv_step)
         turns.wait()
@@ -154,7 +154,7 @@ class Attend(Consumer):
 
     @cute.jit
     def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
-        """Q K^T of tile n under way together with P V of the tile before (``kv_step``), then softmax of tile n."""
+        """Issue Q K^T of tile n together with P V of the tile before (``kv_step``), then compute softmax of tile n."""
         _, k_ring, v_ring, *_ = self.rings
         k_ring.wait_full(kv_step + 1)
         turns.wait()
@@ -219,7 +219,7 @@ class RowOperands(DeviceStruct):
 
     @cute.jit
     def round_scores(self) -> None:
-        """P = S in 16 bits. Accumulator and A operand hold the same elements in the same order."""
+        """Round S to P in 16 bits. Accumulator and A operand hold the same elements in the same order."""
         words = cute.recast_tensor(self.p, Uint32)
         for i in cutlass.range_constexpr(cute.size(words)):
             words[i] = copy.pack_x2(self.dtype, self.s[2 * i], self.s[2 * i + 1])

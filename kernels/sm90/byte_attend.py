@@ -50,7 +50,7 @@ class KeyShare(DeviceStruct):
 
     @staticmethod
     def of(count, products: int, kernel) -> "KeyShare":
-        """Of a tile with ``count`` rows, 8 * ``products`` for each warp."""
+        """Return how warps share a tile with ``count`` rows, of which each takes 8 * ``products``."""
         rows, warps, tile_steps = products * MMA_COLUMNS, kernel.storing_warps, kernel.tile.n // STEP_KEYS
         sharing, least = Int32(0), rows
         while least < ROWS:
@@ -62,7 +62,7 @@ class KeyShare(DeviceStruct):
 
     @property
     def warp(self):
-        """This one among those that attend."""
+        """The number of this warp among those that attend."""
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPGROUP // LANES
 
     @property
@@ -89,8 +89,8 @@ class KeyShare(DeviceStruct):
 
 @dataclass
 class ByteOperands(ByteProducts):
-    """Of STEP_KEYS at a time, with O^T += V^T P^T. S and O are in registers; a lane has part g of a column block of V,
-    and of O."""
+    """Products over STEP_KEYS keys at a time, with O^T += V^T P^T. S and O are in registers; a lane has part g of a
+    column block of V, and of O."""
 
     s: Any
     o: Any
@@ -108,7 +108,7 @@ class ByteOperands(ByteProducts):
         return ColumnFragment(self.s, STEP_KEYS // ColumnFragment.lanes_per_row, self.products)
 
     def multiply_values(self, stage, step) -> None:
-        """O^T += V^T P^T of the same keys; the scores are weights by now."""
+        """Add V^T P^T of the same keys to O^T; the scores are weights by now."""
         g, t = place_in_warp()
         eights = STEP_KEYS // copy.GROUP_ROWS
         weights = self.scores()
@@ -213,7 +213,7 @@ class ByteAttend(DecodeAttend):
 
     @cute.jit
     def attend_unit(self, products: cutlass.Constexpr[int], tile: SplitTile, count, kv_step, work) -> None:
-        """A unit with ``count`` rows, 8 * ``products`` of them for each warp."""
+        """Attend to a unit with ``count`` rows, 8 * ``products`` of them for each warp."""
         q_ring, *_ = self.rings
         operands = ByteOperands.create(self.kernel, self.tiles, products)
         softmax = ColumnSoftmax.over(self.softmax.scale, 2 * products)
@@ -234,7 +234,7 @@ class ByteAttend(DecodeAttend):
 
     @cute.jit
     def attend_tile(self, operands: ByteOperands, softmax, share: KeyShare, keys: TileRange, n, row, kv_step) -> None:
-        """This warp's keys of tile n."""
+        """Attend to this warp's keys of tile n."""
         _, k_ring, v_ring, *_ = self.rings
         masked = n < keys.full_begin or n >= keys.full_end
         steps = share.steps if share.has(n) else Int32(0)

@@ -57,9 +57,9 @@ class ByteFewRowsDecodeSm90(FewRowsDecodeSm90):
 
 @dataclass
 class ByteLeafOperands(ByteProducts):
-    """As LeafOperands. S^T and O^T are in registers, P in shared memory. Warp w has 16 keys of each tile, and of each
-    64 columns of V and O those from 16 w on: rows g and g + 8 of a product with V are columns 2 g and 2 g + 1 of
-    them."""
+    """Operands of 8-bit caches, used as LeafOperands are. S^T and O^T are in registers, P in shared memory. Warp w has
+    16 keys of each tile, and of each 64 columns of V and O those from 16 w on: rows g and g + 8 of a product with V are
+    columns 2 g and 2 g + 1 of them."""
 
     p_tile: Int32  # address of the first tile
     s: Any  # of a leaf's tiles, one behind the other
@@ -80,7 +80,7 @@ class ByteLeafOperands(ByteProducts):
         )
 
     def _scores(self, i: int, tiles: int) -> ColumnFragment:
-        """Of so many tiles of a leaf from the i-th on."""
+        """The scores of ``tiles`` tiles of a leaf from the i-th on."""
         size = 4 * self.products
         registers = cute.make_tensor(self.s.iterator + i * size, cute.make_layout(tiles * size))
         return ColumnFragment(
@@ -100,7 +100,7 @@ class ByteLeafOperands(ByteProducts):
         q_ring.release(work)
 
     def end(self, q_ring, work) -> None:
-        """Q has been given back."""
+        """Do nothing: :meth:`begin` has given Q back."""
 
     def multiply_keys(self, ring, step, q_stage) -> None:
         eights = ColumnFragment.warp_columns // copy.GROUP_ROWS
@@ -113,7 +113,7 @@ class ByteLeafOperands(ByteProducts):
             self._give_back(ring, steps)
 
     def show_weights(self) -> None:
-        """Whoever reads them meets those who wrote."""
+        """Do nothing: the warps that read weights meet those that wrote them."""
 
     def multiply_values(self, ring, step) -> None:
         self.o.fill(0.0)
@@ -126,7 +126,7 @@ class ByteLeafOperands(ByteProducts):
             self._give_back(ring, steps)
 
     def finish_values(self, ring, step) -> None:
-        """O^T is there already."""
+        """Do nothing: O^T is complete when :meth:`multiply_values` returns."""
 
     def _give_back(self, ring, steps: list) -> None:
         cute.arch.sync_warp()
@@ -134,7 +134,7 @@ class ByteLeafOperands(ByteProducts):
             ring.release(each)
 
     def _add_values(self, i: int, stage) -> None:
-        """O^T += V^T P^T of a tile."""
+        """Add V^T P^T of a tile to O^T."""
         for first in range(0, LEAF_TILE, LANES):
             p = [self._weights(i, product, first) for product in range(self.products)]
             for part in range(cute.size(self.o) // (4 * self.products)):
@@ -154,7 +154,7 @@ class ByteLeafOperands(ByteProducts):
         return copy.load_matrix_x4(copy.swizzled_chunk(tile, row, chunk))
 
     def _values(self, stage, first: int, part: int) -> list:
-        """Of 32 keys of a tile, and this warp's columns of 64: in a word, bytes of two columns of two keys."""
+        """Load V of 32 keys of a tile and of this warp's columns of 64: a word has bytes of two columns of two keys."""
         lane, block = cute.arch.lane_idx(), self.blocks[part * BLOCK_COLUMNS // BLOCK_BYTES]
         eight = first // copy.GROUP_ROWS + lane // copy.GROUP_ROWS
         rows = self.rows(self.v_tile, 1, stage, eight, block)

@@ -118,7 +118,7 @@ class ByteOperands(Operands):
 
     @cute.jit
     def add_part(self, part: cutlass.Constexpr[int], factors) -> None:
-        """Add it to its columns of O times ``factors``, one a row."""
+        """Add the product to its columns of O times ``factors``, one a row."""
         first = part * cute.size(self.part)
         for i in cutlass.range_constexpr(cute.size(self.part)):
             self.o[first + i] = fma(self.o[first + i], factors[i // 2 % 2], self.part[i])
@@ -128,8 +128,8 @@ class ByteOperands(Operands):
 
     @cute.jit
     def round_scores(self) -> None:
-        """P = S in 8 bits. A lane's operand takes four neighbouring keys where its accumulators hold two each of two
-        eights; ``TransposingStream`` has put V's keys in this order."""
+        """Round S to P in 8 bits. A lane's operand takes four neighbouring keys where its accumulators hold two each of
+        two eights; ``TransposingStream`` has put V's keys in this order."""
         words = cute.recast_tensor(self.p, Uint32)
         for i in cutlass.range_constexpr(cute.size(words)):
             first = i // 2 * 8 + i % 2 * 2

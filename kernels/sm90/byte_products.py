@@ -33,7 +33,7 @@ class ColumnBlock:
 
     @staticmethod
     def all(head_dim: int) -> "list[ColumnBlock]":
-        """Half a block is all that the last one has to be."""
+        """Return the column blocks of a head dim, the last of which may be half a block."""
         widths = [min(head_dim - first, BLOCK_BYTES) for first in range(0, head_dim, BLOCK_BYTES)]
         return [ColumnBlock(i, BLOCK_BYTES // (1 if width > BLOCK_BYTES // 2 else 2)) for i, width in enumerate(widths)]
 
@@ -59,8 +59,8 @@ def padded(head_dim: int) -> int:
 
 @dataclass
 class ByteProducts(DeviceStruct):
-    """Of 8 * ``products`` rows. Q is in registers, K and V in shared memory. Lane (g, t) of ``place_in_warp`` has part
-    t of a column block of Q and K."""
+    """Products of 8 * ``products`` rows with 8-bit K and V. Q is in registers, K and V in shared memory. Lane (g, t) of
+    ``place_in_warp`` has part t of a column block of Q and K."""
 
     q: Any
     unit: Any  # of each row: what its scores have to be multiplied by
@@ -72,7 +72,7 @@ class ByteProducts(DeviceStruct):
 
     @staticmethod
     def fields(kernel, tiles, products: int) -> dict[str, Any]:
-        """Those above."""
+        """Return the values of the fields above by their names."""
         width = padded(kernel.config.head_dim_qk)
         return dict(
             q=cute.make_rmem_tensor(width * products * MMA_COLUMNS // LANES // 2, Uint32),
@@ -89,7 +89,7 @@ class ByteProducts(DeviceStruct):
         return ColumnBlock.all(self.kernel.config.head_dim_qk)
 
     def load_q(self, stage, first_row) -> None:
-        """Q of the warp's rows as float16. Each row gets those of bf16's exponents that it needs."""
+        """Load Q of the warp's rows as float16. Each row gets those of bf16's exponents that it needs."""
         g, t = place_in_warp()
         tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.config.q_columns * 2)
         for product in range(self.products):
@@ -119,7 +119,7 @@ class ByteProducts(DeviceStruct):
         return [copy.pack_x2(Float16, low * factor, high * factor) for low, high in _pairs(values)]
 
     def score(self, scores: ColumnFragment, eights: list[tuple]) -> None:
-        """S^T of eights of keys: of which stage, and which one there."""
+        """Compute S^T of some groups of 8 keys; ``eights`` has the stage of each, and its number there."""
         g, t = place_in_warp()
         scores.registers.fill(0.0)
         depth = 0

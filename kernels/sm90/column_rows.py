@@ -20,7 +20,7 @@ RESULT_BYTES, STATE_BYTES = 256, 1024
 
 
 class ColumnRows:
-    """A base beside a kind of attend: each warp has some keys of a tile, and some columns of the output."""
+    """A base class beside a kind of attend in which each warp has some keys of a tile and columns of the output."""
 
     kernel: Any
     tiles: Any
@@ -34,7 +34,7 @@ class ColumnRows:
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS - 1
 
     def meet_group(self) -> None:
-        """This warpgroup."""
+        """Wait for all warps of this warpgroup."""
         cute.arch.barrier(barrier_id=GROUP_BARRIER + self.group, number_of_threads=WARPGROUP)
 
     def _of_warps(self, r: int):
@@ -54,13 +54,13 @@ class ColumnRows:
         return [copy.load_shared(self._of_warps(r), WARPS, Float32) for r in range(len(values))]
 
     def over_warps(self, values) -> list:
-        """The largest of each row."""
+        """The largest of the warps' values for each row."""
         found = self.gathered(values)
         return [cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d)) for a, b, c, d in found]
 
     @cute.jit
     def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
-        """P of a tile of keys, as the tensor cores read it: the ``tile``-th in shared memory."""
+        """Write P of a tile of keys as the tensor cores read it: it becomes the ``tile``-th in shared memory."""
         g, t = place_in_warp()
         m, n = self.kernel.tile.m, self.kernel.tile.n
         base = shared_address(self.tiles.p.iterator) + tile * (m * n * 2)
@@ -86,7 +86,7 @@ class ColumnRows:
 
     @cute.jit
     def store_columns(self, output, statistics, rows: PackedRows) -> None:
-        """Results of rows with these (reference, sum)."""
+        """Write the results of rows, whose ``statistics`` are (reference, sum)."""
         g, t = place_in_warp()
         factors = self.row_factors(output, statistics, rows)
         for eight in cutlass.range_constexpr(output.products):

@@ -171,7 +171,7 @@ class TransposingStream(Stream):
         self.source_ring.release(step)
 
     def _transpose(self, source, target, pair, chunk) -> None:
-        """32 keys of 16 columns, by one warp."""
+        """Transpose 32 keys of 16 columns, by one warp."""
         config, n = self.kernel.config, self.kernel.tile.n
         lane = cute.arch.lane_idx()
         key = PAIRED_KEYS * pair + lane
@@ -190,7 +190,7 @@ class TransposingStream(Stream):
 
 @dataclass
 class Conversion(DeviceStruct):
-    """What the warpgroup does: the tiles of every step of every work tile."""
+    """What the converting warpgroup does: it converts the tiles of every step of every work tile."""
 
     streams: tuple
     board: Board

@@ -74,7 +74,7 @@ class DecodeSm90(AttentionSm90):
 
     @property
     def weights_dtype(self) -> type:
-        """Of P in shared memory."""
+        """The element type that P has in shared memory."""
         return self.dtype
 
     @property
@@ -82,7 +82,7 @@ class DecodeSm90(AttentionSm90):
         return dict(producer_lanes=LANES, consumer_lanes=LANES if self.config.kv_bytes == 1 else 1)
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Of 8-bit caches lanes read the tiles, and write them: copies of rows, or zeros into V."""
+        """Lanes read the tiles of 8-bit caches, and write some themselves: copies of rows, or zeros into V."""
         if self.config.kv_bytes == 1:
             written = is_value or issubclass(self.source, PageRows)
             return dict(producer_lanes=LANES, consumer_lanes=LANES) if written else {}
@@ -100,7 +100,7 @@ class DecodeSm90(AttentionSm90):
         return (Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, 4, 0),) if self.config.has_merge_role else ()
 
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Merge:
-        """The last warpgroup, or else all that attend."""
+        """Return the merge, done by the last warpgroup, or by all that attend where it has no role of its own."""
         first, warpgroups = (len(self.config.registers) - 1, 1) if self.config.has_merge_role else (1, self.warpgroups)
         threads = (first * WARPGROUP, warpgroups * WARPGROUP, MERGE_BARRIER)
         slots = Slots.create(addresses, geometry, self.config.head_dim_v)
@@ -183,7 +183,7 @@ class DecodeSm90(AttentionSm90):
         merge.run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
 
     def softmax(self, scale) -> OnlineSoftmax:
-        """That of a consumer warp's rows."""
+        """Return the softmax of a consumer warp's rows."""
         return OnlineSoftmax.create(scale, RowFragment.rows)
 
     def consumer(self, *parts: Any) -> "DecodeAttend":
@@ -202,7 +202,7 @@ class DecodeSm90(AttentionSm90):
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
-        """The other warps of the first warpgroup: K, V and Q."""
+        """Run those warps of the first warpgroup that load K, V and Q."""
         operands = self.loads(addresses, geometry)
         if warp == K_WARP:
             self.load_part(0, atoms, operands, tiles, rings, partial_barriers, board)
@@ -213,7 +213,7 @@ class DecodeSm90(AttentionSm90):
 
     @cute.jit
     def load_all_q(self, addresses, geometry, tiles, rings, board):
-        """Q of every tile."""
+        """Load Q of every tile."""
         step = Int32(0)
         tile = board.read(step)
         while tile.exists:
@@ -222,7 +222,7 @@ class DecodeSm90(AttentionSm90):
             tile = board.read(step)
 
     def load_part(self, part: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
-        """K (0) or V (1)."""
+        """Load K (part 0) or V (part 1) of every tile."""
         shared = shared_address((tiles.k, tiles.v)[part].iterator)
         self.load_kv(atoms[part], shared, rings[1 + part], partial_barriers + part, board, operands[part])
 
@@ -239,8 +239,8 @@ class DecodeSm90(AttentionSm90):
 
     @cute.jit
     def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tile, tiles, ring, step):
-        """Rows by 16-byte copies: a row is a head of a token, and the next one may be anywhere. Rows that no token has
-        become zeros."""
+        """Load rows of Q by 16-byte copies: a row is a head of a token, and the next one may be anywhere. Rows that no
+        token has become zeros."""
         blocks, rows_at_once = self.config.q_columns // BLOCK_COLUMNS, LANES // copy.CHUNKS_PER_ROW
         chunk = cute.arch.lane_idx() % copy.CHUNKS_PER_ROW
         ring.wait_empty(step)

@@ -20,7 +20,7 @@ from hopwell.kernels.sm90.attend import Attend, Consumer
 
 @dataclass
 class DecodeConsumer(Consumer):
-    """Of packed rows."""
+    """A consumer whose rows are packed rows."""
 
     merge: Any
     addresses: Addresses
@@ -41,7 +41,7 @@ class DecodeConsumer(Consumer):
 
 @dataclass
 class DecodeAttend(DecodeConsumer, Attend):
-    """Of keys in chunks."""
+    """Attention over requests whose keys are cut into chunks."""
 
     merge: Merge
 
@@ -51,7 +51,7 @@ class DecodeAttend(DecodeConsumer, Attend):
             self.merge.hand_back(Int32(geometry.grid))
 
     def attend(self, addresses: Addresses, geometry: DecodeGeometry):
-        """All units."""
+        """Attend to all units that this CTA gets."""
         super().run(addresses, geometry)
 
     def own_keys(self, tile: SplitTile, row) -> TileRange:
@@ -116,5 +116,5 @@ class DecodeAttend(DecodeConsumer, Attend):
 
     @property
     def columns(self) -> int:
-        """Of the output, in this warpgroup."""
+        """How many columns of the output this warpgroup has."""
         return self.kernel.config.head_dim_v // self.kernel.config.v_parts

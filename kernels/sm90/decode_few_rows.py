@@ -63,7 +63,7 @@ class FewRowsDecodeSm90(DecodeSm90):
 
     @property
     def nodes_bytes(self) -> int:
-        """Of shared memory, for levels of the tree."""
+        """How many bytes of shared memory levels of the tree take."""
         return self.config.near_levels * node_bytes(self.tile.m, self.config.head_dim_v)
 
     @property
@@ -77,12 +77,12 @@ class FewRowsDecodeSm90(DecodeSm90):
 
     @property
     def shared_bytes(self) -> int:
-        """With P."""
+        """Shared memory of a CTA in bytes, which P is a part of."""
         return super().shared_bytes + self.tile.m * self.tile.n * 2 * self.p_tiles
 
     @property
     def p_tiles(self) -> int:
-        """Tiles of P in shared memory: of a leaf."""
+        """How many tiles of P are in shared memory: those of a leaf."""
         return self.step_tiles
 
     def softmax(self, scale) -> ColumnSoftmax:
@@ -163,14 +163,14 @@ class LeafOperands(DeviceStruct):
         return cute.make_tensor(self.s.iterator + i * cute.size(self.s_layout), self.s_layout)
 
     def begin(self, q_ring, work) -> None:
-        """Q of a part is there, and stays where it is."""
+        """Do nothing: Q of a part stays in shared memory."""
 
     def end(self, q_ring, work) -> None:
-        """The part's products are done."""
+        """Give Q back, as the part's products are done."""
         q_ring.release(work)
 
     def multiply_keys(self, ring, step, q_stage) -> None:
-        """S^T of a leaf, whose first tile is the ``step``-th."""
+        """Compute S^T of a leaf, whose first tile is the ``step``-th."""
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
             k, q = self.k[None, None, None, ring.stage(step + i)], self.q[None, None, None, q_stage]
@@ -182,11 +182,11 @@ class LeafOperands(DeviceStruct):
         ring.release(step + self.leaf_tiles - 1)
 
     def show_weights(self) -> None:
-        """P has been written."""
+        """Make P, which has been written, visible to the tensor cores."""
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def multiply_values(self, ring, step) -> None:
-        """O^T of a leaf. The product of its last tile is still under way."""
+        """Compute O^T of a leaf. The product of its last tile is still under way."""
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
             v, p = self.v[None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
@@ -196,18 +196,18 @@ class LeafOperands(DeviceStruct):
                 ring.release(step + i - 1)
 
     def finish_values(self, ring, step) -> None:
-        """O^T is there."""
+        """Wait until O^T is complete, and give the last stage back."""
         warpgroup.wait_group(0)
         ring.release(step + self.leaf_tiles - 1)
 
     def tile_scores(self, i: int) -> ColumnFragment:
-        """A warp has 16 keys of a tile."""
+        """The scores of tile i of the leaf, of which a warp has 16 keys."""
         return ColumnFragment(
             self._tile_scores(i), ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products
         )
 
     def scores(self) -> ColumnFragment:
-        """Of all tiles."""
+        """The scores of all tiles of the leaf."""
         columns = self.leaf_tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row
         return ColumnFragment(self.s, columns, self.products)
 
@@ -226,7 +226,7 @@ class LeafAttend(LeafTree, DecodeConsumer):
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
-            # As in Attend.run: tells the compiler that the warps have converged.
+            # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
             self.meet_group()
             q_ring.wait_full(work)
             operands.begin(q_ring, work)

@@ -19,7 +19,7 @@ from hopwell.kernels.pipeline import Edge
 
 
 class LatentKeys:
-    """A base beside a kind of decode kernel."""
+    """How latent keys are loaded: a base class beside a kind of decode kernel."""
 
     config: Any
     tile: Any
@@ -54,7 +54,7 @@ class LatentKeys:
 
     @property
     def loading_warps(self) -> int:
-        """Of keys: one where TMA does the work, two where lanes copy rows."""
+        """How many warps load keys: one where TMA does the work, two where lanes copy rows."""
         return 2 if issubclass(self.source, PageRows) else 1
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
@@ -100,7 +100,7 @@ class LatentKeys:
 
     @cute.jit
     def _load_both(self, atoms, shared, rings, partial_barriers, board, operands):
-        """Both parts of every tile by one warp: each argument is one of both."""
+        """Let one warp load both parts of every tile: what differs between the parts comes as a pair."""
         descriptors = [copy.tma_descriptor(atom) for atom in atoms]
         step, work, partials = Int32(0), Int32(0), [Int32(0), Int32(0)]
         tile = board.read(work)
@@ -121,7 +121,7 @@ class LatentKeys:
 
 
 class LatentRows:
-    """A base beside a kind of attend."""
+    """How packed rows of MLA see keys: a base class beside a kind of attend."""
 
     kernel: Any
     addresses: Addresses

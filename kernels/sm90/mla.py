@@ -92,7 +92,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def more_roles(self) -> dict[str, int]:
-        """Besides, the halves of attend."""
+        """The halves of attend are roles too, besides those that all decode kernels have."""
         return {**super().more_roles, "left": 4, "right": 4}
 
     def _more_edges(self) -> tuple[Edge, ...]:
@@ -126,7 +126,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
-        """The other warps of the first warpgroup: keys, and merging."""
+        """Run those warps of the first warpgroup that load keys, and those that merge."""
         if warp < self.loading_warps:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
         else:
@@ -137,8 +137,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @cute.jit
     def fetch_rows(self, descriptor, addresses, geometry, tile, tiles, ring, step):
-        """Of Q: by TMA where they lie at equal distances. Behind those of the request it reads the next one's, whose
-        results are not stored."""
+        """Load rows of Q, by TMA where they lie at equal distances. Behind the rows of the request it reads those of
+        the next one, whose results are not stored."""
         if geometry.q_token == geometry.q_head * geometry.group:
             row = tile.request.q_start * Int32(geometry.group) + tile.first_row
             self.fetch_q(descriptor, tiles, ring, step, row, Int32(0))
@@ -147,11 +147,11 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def warps_without_work(self) -> int:
-        """Those that merge do not read the board."""
+        """How many producer warps merge, and so do not read the board."""
         return SCHEDULE_WARP - self.loading_warps
 
     def merging_warps(self, geometry: DecodeGeometry):
-        """Of all CTAs."""
+        """How many warps of all CTAs merge."""
         return Int32(geometry.grid) * (self.warps_without_work + 4 * self.warpgroups)
 
 
@@ -202,7 +202,8 @@ class MlaOperands(Operands):
 
     @staticmethod
     def of_both(kernel: MlaSm90, tiles) -> tuple["MlaOperands", "MlaOperands"]:
-        """Those of left and of right, in the same registers: what comes after the steps is the same code for both."""
+        """Return the operands of left and of right, in the same registers: what comes after the steps is the same code
+        for both."""
         t, half, columns = kernel.tile, kernel.config.depth[1], kernel.config.columns
         common, right = (Operands.of_value(kernel, tiles, 0, *v) for v in zip((tiles.k, tiles.v), columns, strict=True))
         source = warpgroup.OperandSource.SMEM
@@ -223,13 +224,13 @@ class MlaOperands(Operands):
         return left, replace(left, v=right.v, p_shared=p_of_a)
 
     def issue_part(self, part: int, q_stage, stage, accumulate: bool) -> None:
-        """S (+)= Q K^T over the columns of the left (0) or right (1) part."""
+        """Issue S (+)= Q K^T over the columns of the left (0) or right (1) part."""
         q, k = self.q[None, None, None, q_stage], (self.k, self.k_right)[part][None, None, None, stage]
         depth = (self.depth_v, self.depth_qk - self.depth_v)[part]
         issue_mma(self.qk_mma, self.s, q, k, depth, accumulate, (part * self.depth_v, 0))
 
     def issue_other(self, stage, p_stage) -> None:
-        """O += P V with the other warpgroup's P."""
+        """Issue O += P V with the other warpgroup's P."""
         p, v = self.p_shared[None, None, None, p_stage], self.v[None, None, None, stage]
         issue_mma(self.other_mma, self.o, p, v, self.tile_n, True)
 
@@ -248,7 +249,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         tile = self.board.read(work)
         while tile.exists:
             keys = tile.keys
-            # As in Attend.run: tells the compiler that the warps have converged.
+            # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
             cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
             self.softmax.reset()
             left.o.fill(0.0)
@@ -268,7 +269,7 @@ class MlaAttend(LatentRows, DecodeAttend):
             self.store(left, tile, work, warp_row, group, addresses, geometry)
             work += 1
             tile = self.board.read(work)
-        # Of the tile after the last one: how many pieces there are.
+        # The tile after the last one says how many pieces there are.
         self.merge.run(tile.piece, Int32(0), addresses, geometry, self.output_scale, self.kernel.out_dtype)
         self.merge.hand_back(self.kernel.merging_warps(geometry), tile.piece)
 
@@ -278,7 +279,7 @@ class MlaAttend(LatentRows, DecodeAttend):
 
     @cute.jit
     def left_step(self, operands, q_stage, row, step, n, masked):
-        """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
+        """Take the left warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA."""
         _, left, right, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile((2 * n + 1) * self.kernel.tile.n)
@@ -306,7 +307,7 @@ class MlaAttend(LatentRows, DecodeAttend):
 
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked):
-        """Tiles A and B of step ``n``, which is ``step`` of this CTA's."""
+        """Take the right warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA."""
         _, left, right, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile(2 * n * self.kernel.tile.n)
@@ -400,7 +401,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         self.meet()
 
     def meet(self) -> None:
-        """Both warpgroups."""
+        """Wait for both warpgroups."""
         cute.arch.barrier(barrier_id=MERGE_BARRIER, number_of_threads=2 * WARPGROUP)
 
     # Nobody writes what the other warpgroup may still read: references are written after the other's turn, which comes

@@ -61,7 +61,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     @property
     def warps_without_work(self) -> int:
-        """The second one that copies rows, where TMA does the work."""
+        """How many loading warps have nothing to do: the second one, which copies rows, where TMA does the work."""
         return LOADERS - self.loading_warps
 
     @property
@@ -70,7 +70,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     @property
     def nodes_bytes(self) -> int:
-        """Of shared memory, for a leaf's node on its way to who merges."""
+        """How many bytes of shared memory a leaf's node takes on its way to the warpgroup that merges."""
         return node_bytes(self.tile.m, self.config.head_dim_v)
 
     def _more_edges(self) -> tuple[Edge, ...]:
@@ -81,7 +81,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
         LatentMerge(self, tiles, rings[-1], scale, merge).run(self._node(), board, addresses, geometry)
 
     def _node(self) -> Node:
-        """A place for one in new registers: for the one that rises, and for the one that waits at the first level."""
+        """Return a node in new registers: for the one that rises, and for the one that waits at the first level."""
         elements = self.tile.m * self.config.head_dim_v // WARPGROUP
         return Node.of(cute.make_rmem_tensor(elements, Float32), self.tile.m)
 
@@ -90,7 +90,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
-        """The other warps of the first warpgroup: keys and Q."""
+        """Run those warps of the first warpgroup that load keys and Q."""
         if warp < self.loading_warps:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
         elif warp == Q_WARP:
@@ -146,16 +146,16 @@ class LatentLeafOperands(DeviceStruct):
         )
 
     def issue_qk(self, part: int, q_stage, stage) -> None:
-        """S^T = K Q^T over the columns of the left part (0), S^T += over those of the right part (1)."""
+        """Issue S^T = K Q^T over the columns of the left part (0), or S^T += over those of the right part (1)."""
         k, q = self.k[part][None, None, None, stage], self.q[None, None, None, q_stage]
         issue_mma(self.qk_mma, self.s, k, q, self.depths[part], part > 0, (0, part * self.depths[0]))
 
     def issue_pv(self, part: int, stage) -> None:
-        """O^T += V^T P^T of the left (0) or right (1) half of the output."""
+        """Issue O^T += V^T P^T of the left (0) or right (1) half of the output."""
         issue_mma(self.pv_mma, self.o_parts[part], self.v[part][None, None, None, stage], self.p, self.tile_n, True)
 
     def scores(self) -> ColumnFragment:
-        """A warp has 16 keys of a tile."""
+        """The scores of a tile, of which a warp has 16 keys."""
         return ColumnFragment(self.s, ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products)
 
     def output(self) -> ColumnFragment:
@@ -177,7 +177,7 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
         step, leaf, work = Int32(0), Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
-            # As in Attend.run: tells the compiler that the warps have converged.
+            # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
             self.meet_group()
             keys = tile.keys
             q_ring.wait_full(work)
@@ -209,7 +209,7 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
 
     @cute.jit
     def attend_tile(self, operands, q_stage, row, n, masked, step) -> None:
-        """Tile n of the keys, the ``step``-th of this CTA."""
+        """Attend to tile n of the keys, the ``step``-th of this CTA."""
         _, *parts = self.rings[:3]
         scores = operands.scores()
         row = row.of_tile(n * self.kernel.tile.n)

@@ -19,7 +19,7 @@ def make_mma(dtype, shape_mn, a_source, b_major, *, warpgroups: int, a_major=Ope
 
 
 def make_transposed_mmas(dtype, rows: int) -> tuple:
-    """Those of S^T = K Q^T and of O^T = V^T P^T for so many rows of Q, all operands in shared memory."""
+    """Return the MMAs of S^T = K Q^T and O^T = V^T P^T for ``rows`` rows of Q, with all operands in shared memory."""
     common = dict(a_source=warpgroup.OperandSource.SMEM, b_major=OperandMajorMode.K, warpgroups=1)
     shape = (WARPGROUP_ROWS, rows)
     return make_mma(dtype, shape, **common), make_mma(dtype, shape, a_major=OperandMajorMode.MN, **common)

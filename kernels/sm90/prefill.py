@@ -126,7 +126,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             skip = SkipRule.create(skip_softmax, softmax.scale)
             attend = self.attend_types[1](*parts, skip)
             attend.run(addresses, geometry)
-            # Of warpgroups that share rows the first one reports.
+            # The first one of the warpgroups that share rows reports.
             sharing = WARPGROUP * self.config.v_parts
             first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
             skip.report(addresses.skipped, first)
@@ -176,7 +176,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         return GROUP_ROWS if self.config.packs_heads else self.q_rows
 
     def tile_shape(self, geometry: Geometry) -> TileShape:
-        """Known to the compiler where heads are not packed."""
+        """Return the shape of query tiles, which the compiler knows where heads are not packed."""
         return TileShape.of(Int32(geometry.tile_heads) if self.config.packs_heads else 1, self.tile.m)
 
     @cute.jit

@@ -49,7 +49,7 @@ class PrefillAttend(Attend):
 
     @cute.jit
     def _keys_of_rows(self, tile: WorkTile, row) -> TileRange:
-        """Of a tile of one head."""
+        """Return the keys that a warpgroup's rows from ``row`` on see, in a tile of one head."""
         request, first = tile.request, tile.first_row + row
         last = cutlass.min(first + WARPGROUP_ROWS, request.q_len) - 1
         position = request.first_position

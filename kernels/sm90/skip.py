@@ -60,4 +60,4 @@ class SkippingAttend(PrefillAttend):
 
 @dataclass
 class SkippingByteAttend(SkippingAttend, ByteAttend):
-    """The rule of the one over the products of the other."""
+    """Attention over 8-bit operands that leaves tiles out by the rule of :class:`SkippingAttend`."""
