@@ -52,12 +52,12 @@ class AppendArguments(NamedTuple):
 
     @property
     def paged_kv_cache(self) -> Any:
-        """As it was given."""
+        """The cache as the caller gave it: one tensor, or a pair of K and V."""
         return self.cache if self.value_cache is None else (self.cache, self.value_cache)
 
     @property
     def kv_cache_sf(self) -> Any:
-        """As it was given."""
+        """The block scales as the caller gave them: one tensor, a pair, or None."""
         return self.scales if self.value_scales is None else (self.scales, self.value_scales)
 
     def sources(self) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ class Mla(Decode):
 
     @property
     def sizes(self) -> str:
-        """With the bytes of the keys: few heads are limited by memory, and bytes over time tell how much."""
+        """Heads, dims and keys in words. Bytes of the keys are among them: few heads are limited by memory."""
         keys = f"{self.cache_bytes / 1e6:.0f} MB of keys" + (f", {self.top_k} listed" if self.top_k else "")
         keys += f", rows of {PACKED_ROW_BYTES} bytes" * self.packed_rows + ", e4m3 query" * (self.q_dtype is E4M3)
         return f"{self.heads} heads, d{self.head_dim}/{self.v_head_dim}, {keys}"

@@ -96,7 +96,7 @@ class TestProblem:
 
     @pytest.mark.parametrize("page_size", [1, 4, 64, 1024])
     def test_page_sizes_and_caches(self, page_size: int, launched: Problems) -> None:
-        """With and without a dimension for the only KV head, and with room between pages."""
+        """The cache may have a dimension for its only KV head or none, and room between pages."""
         room = data(4, 2, page_size, 576)
         workspace = torch.empty(mla_workspace_bytes(HEADS, 4 * page_size, device="cpu"), dtype=U8)
         for cache in (room[:, 0], room[:, :1]):
@@ -124,7 +124,7 @@ class TestResult:
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize(("name", "q_len", "rank"), [("dense", 1, 512), ("several-tokens", Q_LEN, RANK)])
     def test_out_is_returned_as_it_was_given(self, name: str, q_len: int, rank: int, wide: bool, recorded: Any) -> None:
-        """With or without room between rows."""
+        """Rows may have room between them."""
         room = data(BATCH, q_len, HEADS + wide, rank + 8 * wide)
         out = room[:, :, wide:, 8 * wide :]
         for _ in range(3):

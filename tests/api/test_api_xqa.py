@@ -132,7 +132,7 @@ class TestResult:
     @pytest.mark.parametrize("wide", [False, True])
     @pytest.mark.parametrize(("name", "q_len"), [("stacked-NHD", 1), ("drafts", Q_LEN)])
     def test_out_is_returned_as_it_was_given(self, name: str, q_len: int, wide: bool, recorded: Any) -> None:
-        """With tokens side by side or request by request, with or without room between rows."""
+        """Tokens may be side by side or request by request, and rows may have room between them."""
         room = data(BATCH * q_len, HEADS + wide, DIM + 8 * wide)
         flat = room[:, wide:, 8 * wide :]
         for out in (flat, flat.unflatten(0, (BATCH, q_len))):

@@ -50,7 +50,7 @@ def common(data: DecodeBatch, problem: Any, **more: Any) -> dict[str, Any]:
 
 
 def test_vllm_xqa_of_one_token(device: str) -> None:
-    """With an output that a full graph has padded."""
+    """The output is the front of one that a full graph has padded."""
     data = batch(device, [1] * 5)
     room = torch.full((8, 4, 128), 7.0, dtype=data.dtype, device=device)
     options = dict(q_len_per_req=1, mask=None, q_cu_seq_lens=None, out=room[: data.tokens])
@@ -108,7 +108,7 @@ def test_several_tokens_without_a_mask_are_causal(ragged: bool, device: str) -> 
 
 
 def test_pages_of_k_and_v(device: str) -> None:
-    """With ids of their own."""
+    """K and V have page ids of their own."""
     data = batch(device, [1] * 5)
     problem = data.decode(16)
     moved = torch.roll(problem.value, 1, 0)

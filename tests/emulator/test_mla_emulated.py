@@ -151,7 +151,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize(("heads", "q_len"), [(17, 1), (33, 2)])
 def test_slots_are_used_again(heads: int, q_len: int) -> None:
-    """With one tile of rows and with two, whose pieces lie between each other."""
+    """Rows fill one tile or two, whose pieces lie between each other."""
     chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
     kv_lens = [n * chunk_tokens(MAIN) - 5 for n in chunks]
     check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)

@@ -83,7 +83,7 @@ def test_what_lies_outside_of_the_tensor_is_zero(at):
 @pytest.mark.parametrize("at", [(24, 14), (-4, -2), (40, 0), (0, -8), (-3, 15)])
 @pytest.mark.parametrize(("kind", "dtype"), [(F32, torch.float32), (BF16, torch.bfloat16)])
 def test_what_lies_outside_of_the_tensor_is_nan_on_demand(kind, dtype, at):
-    """As on an H200: every half word is 0x7ff7."""
+    """Every half word is 0x7ff7, as on an H200."""
     x = matrix(16, 32, dtype)
     size = x.element_size()
     tmap = descriptor(kind, x, [32, 16], [32 * size], [16, 4], nan_fill=True)

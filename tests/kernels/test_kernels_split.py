@@ -204,7 +204,7 @@ def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.M
 
 
 def counted_pieces(schedule: SplitSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
-    """As every lane counts them."""
+    """How many pieces there are, as every lane counts them."""
     warp, counts = SchedulingWarp([]), []
     with monkeypatch.context() as patches:
         use(warp, patches)

@@ -40,7 +40,7 @@ def test_longest_chunks_are_long_enough() -> None:
 
 
 def test_chunks_have_equal_bytes() -> None:
-    """As equal as powers of two can be, so that they take equal times; wide heads have no shorter ones than others."""
+    """They are as equal as powers of two can be, so that they take equal times; wide heads have no shorter ones."""
     assert [chunk_tokens(columns) for columns in (64, 128, 256, 512)] == [2048, 1024, 1024, 1024]
     for columns in range(16, 513, 16):
         tokens = chunk_tokens(columns)
