@@ -16,9 +16,7 @@ from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 from hopwell.kernels.sm90.skip import SkippingAttend
 
-Q_REGISTERS_TO = (
-    128  # columns of Q that a lane holds as registers beside O of as many columns; wider rows are read anew
-)
+Q_REGISTERS_TO = 128  # columns of Q that a lane holds beside O of as many columns; wider rows are read anew
 
 
 @dataclass
