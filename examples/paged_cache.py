@@ -51,11 +51,10 @@ def attend(request=slice(None)):
     )
 
 
+requests = torch.arange(3, dtype=torch.int32, device=device)  # which one each new token belongs to
 for _ in range(3):
     query, key, value = (torch.randn(3, n, head_dim, device=device).bfloat16() for n in (heads, kv_heads, kv_heads))
-    page = block_tables[torch.arange(3), seq_lens // page_size]
-    kv_cache[page, 0, :, seq_lens % page_size] = key
-    kv_cache[page, 1, :, seq_lens % page_size] = value
+    hopwell.append_paged_kv_cache(key, value, requests, seq_lens, kv_cache, kv_layout="HND", block_tables=block_tables)
     seq_lens += 1
     out = attend()
 

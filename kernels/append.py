@@ -1,7 +1,7 @@
 """New keys and values into the pages of a cache, quantized on the way. The same on every arch.
 
 A CTA has one token, of K or of V: all of its threads look up the same page, and then take elements that are neighbours
-in memory, 16 bytes at a time. Memory is the limit; K and V of a token are apart so that few heads keep threads busy.
+in memory, 16 bytes at a time. K and V of a token are apart, so that all threads have work where heads are few.
 """
 
 from dataclasses import dataclass

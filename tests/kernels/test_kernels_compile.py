@@ -180,7 +180,7 @@ def test_append_kernels_do_not_spill(arch: str) -> None:
     for config in shipped_append_configs(arch):
         used = usage(artifact(config).cubin)
         assert (used.stack, used.local) == (0, 0), config.name
-        # An SM has room for all of its threads, or for half of them where they quantize: memory is the limit.
+        # An SM has room for all of its threads, or for half of them where they quantize.
         assert used.registers <= 32 if config.kind is CacheType.WIDE else used.registers <= 64, config.name
 
 
