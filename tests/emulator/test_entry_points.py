@@ -54,20 +54,24 @@ def test_switched_off(batch, monkeypatch, switch):
         context(batch)
 
 
-def test_an_architecture_without_kernels_is_refused_by_name(batch, monkeypatch):
+def test_an_architecture_without_kernels_is_refused_by_name(monkeypatch):
+    wide = Batch([3], [5], head_dim=512, device="cpu")
     with emulator.use("sm_120a"), pytest.raises(NotImplementedError, match="sm_120a"):
-        context(batch)
+        context(wide)
     monkeypatch.setenv("HOPWELL_EMULATE", "sm_120a")
     with pytest.raises(NotImplementedError, match="sm_120a"):
-        context(batch)
+        context(wide)
 
 
-def test_another_architecture_runs_its_own_kernels(batch):
-    with emulator.use("sm_100a"):
+@pytest.mark.parametrize(
+    ("arch", "kernel", "threads"), [("sm_100a", "PrefillSm100", 512), ("sm_120a", "PrefillSm120", 384)]
+)
+def test_another_architecture_runs_its_own_kernels(batch, arch, kernel, threads):
+    with emulator.use(arch):
         batch.expected(CAUSAL).check(context(batch))
     report = emulator.report()
-    assert "PrefillSm100" in report.kernel
-    assert report.block == (512, 1, 1)
+    assert kernel in report.kernel
+    assert report.block == (threads, 1, 1)
 
 
 def test_unknown_settings_are_refused(monkeypatch):
