@@ -141,7 +141,7 @@ class ByteRows(ConvertedRows):
     element_bits = 8
 
     def converted(self, values: list, dtype) -> list:
-        return [copy.pack_e4m3_x4(values[i : i + 4]) for i in range(0, len(values), 4)]
+        return quantize.e4m3_words(values)
 
 
 @dataclass(frozen=True)

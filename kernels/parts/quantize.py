@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
+from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import pack_e4m3_x2
 
 E2M1_MAX = 6.0
@@ -74,11 +75,7 @@ def e2m1_code(value, *, loc=None, ip=None):
 
 def e4m3_words(values) -> list:
     """Float32 values as words of four e4m3, what is too large as +-448."""
-    words = []
-    for i in range(0, len(values), 4):
-        low, high = (pack_e4m3_x2(values[j], values[j + 1]) for j in (i, i + 2))
-        words.append(Uint32(low) | (Uint32(high) << 16))
-    return words
+    return [copy.pack_e4m3_x4(values[i : i + 4]) for i in range(0, len(values), 4)]
 
 
 def nvfp4_block(values) -> tuple:

@@ -41,6 +41,13 @@ class Stream(DeviceStruct):
         """Convert the tile of ``step``; called by the whole warpgroup."""
         raise NotImplementedError
 
+    def hand_over(self, step) -> None:
+        """Give the converted tile of ``step`` to those that multiply, and the loaded one back."""
+        # The tensor cores read what was written here through another proxy.
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
+        self.source_ring.release(step)
+
 
 @dataclass
 class WideningStream(Stream):
@@ -70,10 +77,7 @@ class WideningStream(Stream):
             for half in cutlass.range_constexpr(2):
                 place = copy.tile_chunk(target, row, 2 * chunk + half, n, columns, False)
                 copy.store_shared(place, self._wide(words[2 * half]) + self._wide(words[2 * half + 1]))
-        # The tensor cores read what was written here through another proxy.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
-        self.source_ring.release(step)
+        self.hand_over(step)
 
     def _wide(self, word) -> list:
         """Four elements as two words of two of the kernel's 16-bit type."""
@@ -129,10 +133,7 @@ class DequantisingStream(WideningStream):
                     factor = e2m1.scale_pair(scales[block // 4], block % 4, dtype)
                     wide = e2m1.scaled(words[j], factor, dtype)
                     copy.store_shared(copy.tile_chunk(target, row, 4 * chunk + j, n, columns, False), wide)
-        # The tensor cores read what was written here through another proxy.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
-        self.source_ring.release(step)
+        self.hand_over(step)
 
 
 # How bytes of two words are interleaved: the even ones of both, and the odd ones.
@@ -165,10 +166,7 @@ class TransposingStream(Stream):
         target = self.target + self.target_ring.stage(step) * config.converted_bytes["V"]
         for i in cutlass.range(warp_in_group(), n // PAIRED_KEYS * chunks, WARPS, unroll=4):
             self._transpose(source, target, i // chunks, i % chunks)
-        # The tensor cores read what was written here through another proxy.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
-        self.source_ring.release(step)
+        self.hand_over(step)
 
     def _transpose(self, source, target, pair, chunk) -> None:
         """Transpose 32 keys of 16 columns, by one warp."""
