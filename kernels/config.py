@@ -54,6 +54,7 @@ class KvType(enum.Enum):
     E4M3 = "e4m3"
     INT8 = "int8"
     NVFP4 = "nvfp4"
+    FP8_DS_MLA = "fp8_ds_mla"  # of latent keys: 512 e4m3, the float32 scales of each 128 of them, and 64 bfloat16
 
     def element(self, dtype: str) -> Element:
         """The element type of K and V beside queries of ``dtype``."""

@@ -85,8 +85,13 @@ class DecodeConfig(KernelConfig):
         return shared_levels(self.rows, self.head_dim_v, self.kv_bytes)
 
     @property
+    def splitting_bytes(self) -> int:
+        """Bytes of an element of K and V, as far as they say how keys are split among CTAs."""
+        return self.kv_bytes
+
+    @property
     def ctas_per_sm(self) -> int:
-        return CTAS_PER_SM[self.kv_bytes] if self.has_tree else 1
+        return CTAS_PER_SM[self.splitting_bytes] if self.has_tree else 1
 
     @property
     def leaf_tiles(self) -> int:

@@ -54,6 +54,7 @@ ELEMENTS = {
         Element("fp16", 16),
         Element("e4m3", 8, widened=True),
         Element("int8", 8, widened=True),
+        Element("fp8_ds_mla", 8, widened=True),  # its scales are part of a row, see parts/widened_rows.py
         Element("nvfp4", 4, block=16, scale="e4m3", widened=True),
     )
 }

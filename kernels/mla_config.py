@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
+
 from hopwell.kernels import support
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
     DTYPES,
     KvFetch,
+    KvType,
     Tile,
     has_uneven_pages,
     kv_fetch,
@@ -49,6 +52,11 @@ _TREE_TILE = Tile(
 )
 _TREE_TILES = {256: replace(_TREE_TILE, kv_stages=4), 512: _TREE_TILE}
 
+# Elements of keys in memory by what tensors hold: rows of FP8_DS_MLA are bytes.
+KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.uint8: KvType.FP8_DS_MLA}
+# What elements times scales are rounded to, and their rotary columns are, is bfloat16.
+QUERIES = {kv_type: DTYPES for kv_type in KvType} | {KvType.FP8_DS_MLA: {torch.bfloat16: "bf16"}}
+
 
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
@@ -65,6 +73,11 @@ class MlaConfig(DecodeConfig):
         if self.has_tree:
             return _TREE_TILES[self.head_dim_v]
         return _LIST_TILE if self.sparse else _TILE
+
+    @property
+    def splitting_bytes(self) -> int:
+        """Keys of 8 bits are split as if they were widened in memory, so that results have the same bits."""
+        return 2
 
     @property
     def consumer_warpgroups(self) -> int:
@@ -122,7 +135,8 @@ class MlaConfig(DecodeConfig):
 
     @property
     def name(self) -> str:
-        return self._named([f"rows{self.rows}"] if self.rows != ROWS else [])
+        kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
+        return self._named(kind + [f"rows{self.rows}"] * (self.rows != ROWS))
 
 
 def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
@@ -139,14 +153,18 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
             f"head dims (QK/V) {dims[0]}/{dims[1]} have no MLA kernel on {arch}; supported: {listed}"
         )
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    require_dtypes(problem, out_dtype, arch)
+    kv_type = KV_TYPES.get(problem.key.dtype, KvType.WIDE)
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=QUERIES[kv_type])
     require_page_size(problem, arch)
     require_seen(problem, "MLA decode kernel", (MaskKind.CAUSAL,), arch)
-    fetch = kv_fetch(problem, _TILE.n) if problem.token_table is None else (KvFetch.LISTED_ROWS, 0)
+    if problem.token_table is not None:
+        fetch = KvFetch.LISTED_ROWS, 0
+    else:
+        fetch = kv_fetch(problem, _TILE.n) if kv_type is KvType.WIDE else (KvFetch.PAGE_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS
-    return MlaConfig(*common, rows=rows, uneven_pages=has_uneven_pages(problem))
+    return MlaConfig(*common, kv_type, rows, uneven_pages=has_uneven_pages(problem))
 
 
 def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
@@ -155,3 +173,7 @@ def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.LISTED_ROWS, 0)])
     for rows, (dims, fetch) in itertools.product((ROWS, LATENT_FEW_ROWS), kinds):
         yield MlaConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
+        if not fetch[1]:  # lanes copy rows of 8 bits
+            for kv_type in KV_TYPES.values():
+                if kv_type is not KvType.FP8_DS_MLA or dims == support.FP8_DS_MLA_HEAD_DIMS:
+                    yield MlaConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)

@@ -18,6 +18,7 @@ from hopwell.kernels.parts.device import DeviceStruct, global_pointer, shared_ad
 from hopwell.kernels.parts.kv_source import (
     ContiguousBoxes,
     KvOperand,
+    KvSource,
     ListedRows,
     PageBoxes,
     PageColumnBoxes,
@@ -66,14 +67,18 @@ class AttentionKernel:
         self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
         # What TMA moves: elements of 8 bits travel two by two, as 16-bit ones of half as many columns.
         self.word = self.dtype if self.dtype.width == 16 else cutlass.BFloat16
-        self.source = SOURCES[config.kv_fetch]
-        if self.source is PageBoxes and config.columns != config.kv_dims:
-            self.source = PageColumnBoxes
+        self.source = self.kv_source()
         self.edges = self._edges()
         if self.shared_bytes > config.most_shared_bytes:
             raise ValueError(
                 f"{config.name} needs {self.shared_bytes} bytes of shared memory, {config.most_shared_bytes} are there"
             )
+
+    def kv_source(self) -> type[KvSource]:
+        """How tiles of K and V get into shared memory."""
+        c = self.config
+        boxes_of_columns = c.kv_fetch is KvFetch.PAGE_BOXES and c.columns != c.kv_dims
+        return PageColumnBoxes if boxes_of_columns else SOURCES[c.kv_fetch]
 
     @property
     def shared_bytes(self) -> int:

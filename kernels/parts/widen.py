@@ -1,15 +1,28 @@
-"""8-bit keys and values as float16, which hold all of their values exactly."""
+"""8-bit keys and values in 16 bits, of which float16 and bfloat16 hold all of their values exactly."""
 
 import cutlass.cute as cute
-from cutlass import Uint32
+from cutlass import BFloat16, Uint32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import KvType
+from hopwell.kernels.parts import copy
 
 
 def widened(kind: KvType, word) -> tuple:
     """Four 8-bit elements as two words of two float16."""
-    return _from_e4m3(word) if kind is KvType.E4M3 else _from_int8(word)
+    return _from_int8(word) if kind is KvType.INT8 else _from_e4m3(word)
+
+
+def widened_words(kind: KvType, dtype, word, scale=None) -> list:
+    """Four 8-bit elements as two words of two of ``dtype``; times a float32 ``scale`` where one is given, in float32,
+    and rounded once."""
+    words = widened(kind, word)
+    if const_expr(dtype is not BFloat16 and scale is None):
+        return list(words)
+    pairs = [copy.unpack_f16_x2(each) for each in words]
+    if const_expr(scale is not None):
+        pairs = [(low * scale, high * scale) for low, high in pairs]
+    return [copy.pack_x2(dtype, *pair) for pair in pairs]
 
 
 @dsl_user_op

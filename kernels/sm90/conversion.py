@@ -10,14 +10,14 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Int32, const_expr
+from cutlass import Int32
 
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.block_scales import ScaleRows
 from hopwell.kernels.parts.device import DeviceStruct, prmt, shared_address, warp_in_group
 from hopwell.kernels.parts.scheduler import Board
-from hopwell.kernels.parts.widen import widened
+from hopwell.kernels.parts.widen import widened_words
 from hopwell.kernels.skeleton import SharedTiles
 
 CHUNK_ELEMENTS = copy.CHUNK_BYTES  # of 8 bits in a chunk, which becomes two chunks
@@ -76,15 +76,11 @@ class WideningStream(Stream):
             words = copy.load_shared(copy.tile_chunk(source, row, chunk, n, loaded, columns_first), 4)
             for half in cutlass.range_constexpr(2):
                 place = copy.tile_chunk(target, row, 2 * chunk + half, n, columns, False)
-                copy.store_shared(place, self._wide(words[2 * half]) + self._wide(words[2 * half + 1]))
+                wide = [
+                    widened_words(config.kv_type, self.kernel.dtype, word) for word in words[2 * half : 2 * half + 2]
+                ]
+                copy.store_shared(place, wide[0] + wide[1])
         self.hand_over(step)
-
-    def _wide(self, word) -> list:
-        """Four elements as two words of two of the kernel's 16-bit type."""
-        words = widened(self.kernel.config.kv_type, word)
-        if const_expr(self.kernel.dtype is BFloat16):
-            words = [copy.pack_x2(BFloat16, *copy.unpack_f16_x2(word)) for word in words]
-        return list(words)
 
 
 @dataclass

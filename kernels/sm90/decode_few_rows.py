@@ -103,7 +103,7 @@ class FewRowsDecodeSm90(DecodeSm90):
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, *unused) -> RangeSchedule:
         c = self.config
         sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, UnitKeeper())
-        blocks = share_blocks(self.tile.m, c.head_dim_v, c.kv_bytes)
+        blocks = share_blocks(self.tile.m, c.head_dim_v, c.splitting_bytes)
         resident = RESIDENT_BYTES // (c.chunk_tokens * 2 * sum(c.kv_dims))
         return self.schedule_type(geometry, addresses, mask, *sizes, blocks, resident)
 

@@ -8,13 +8,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from hopwell.kernels.config import KvType
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand, PageRows
+from hopwell.kernels.parts.kv_source import KvOperand, KvSource, PageRows
 from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow
 from hopwell.kernels.parts.page_size import page_size
+from hopwell.kernels.parts.widened_rows import WIDENED, LatentBytes, WidenedOperand
 from hopwell.kernels.pipeline import Edge
 
 
@@ -23,8 +26,10 @@ class LatentKeys:
 
     config: Any
     tile: Any
+    dtype: Any
     source: Any
     step_tiles: int
+    widening_warps = 0  # how many warps widen keys of 8 bits, where they have them
     _kv_atom: Any
 
     @property
@@ -36,16 +41,32 @@ class LatentKeys:
     def mask_type(self) -> type[IntervalMask]:
         return ListMask if self.config.sparse else IntervalMask
 
+    @property
+    def widens(self) -> bool:
+        """Whether keys have 8 bits in memory, and warps of their own widen them in shared memory."""
+        return self.config.kv_type is not KvType.WIDE
+
+    def kv_source(self) -> type[KvSource]:
+        source = super().kv_source()
+        return WIDENED[source] if self.widens else source
+
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
         """Both parts are values as well: rows that nobody sees become zeros."""
         c, a, g = self.config, addresses, geometry
         pages = page_size(g.page_divisor, g.k_rows, c.uneven_pages)
-        strides, table = (g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
+        strides, table = c.kv_strides(g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
         dims, columns = c.kv_dims, c.columns
+        places = a.key, a.key + c.kv_bytes * dims[0]
         kind = dict(is_value=True, read_once=c.reads_kv_once)
-        left = KvOperand(a.key, *strides, *table, dims[0], columns[0], dims[0], **kind)
-        right = KvOperand(a.key + 2 * dims[0], *strides, *table, dims[1], columns[1], dims[1], **kind)
-        return left, right
+        left, right = (
+            (place, *strides, *table, dim, width, dim) for place, dim, width in zip(places, dims, columns, strict=True)
+        )
+        if self.widens:
+            forms = LatentBytes.of_parts(c.kv_type, self.dtype, dims, c.head_dim_v)
+            return WidenedOperand(*left, **kind, row_format=forms[0]), WidenedOperand(
+                *right, **kind, row_format=forms[1]
+            )
+        return KvOperand(*left, **kind), KvOperand(*right, **kind)
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
         left, right = self.config.kv_dims
@@ -54,29 +75,68 @@ class LatentKeys:
 
     @property
     def loading_warps(self) -> int:
-        """How many warps load keys: one where TMA does the work, two where lanes copy rows."""
-        return 2 if issubclass(self.source, PageRows) else 1
+        """How many warps load keys: one where TMA does the work, two where lanes copy rows of 16 bits."""
+        return 2 if issubclass(self.source, PageRows) and not self.widens else 1
+
+    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
+        return dict(producer_lanes=LANES) if self.widens else super().kv_arrivals(is_value)
+
+    @property
+    def q_arrivals(self) -> dict[str, int]:
+        return dict(producer_lanes=LANES)
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         edges = super()._kv_edges(consumer, warps)
-        return [replace(edge, producer="load_keys", producer_warps=self.loading_warps) for edge in edges]
+        if not self.widens:
+            return [replace(edge, producer="load_keys", producer_warps=self.loading_warps) for edge in edges]
+        warps = self.widening_warps
+        wide = [replace(edge, producer="widen", producer_warps=warps) for edge in edges]
+        # What is loaded becomes what is multiplied where it lies: stages are given back on the edges of that.
+        loaded = [Edge(f"loaded {edge.name}", "load_keys", "widen", edge.stages, 1, warps, 0, LANES) for edge in edges]
+        return [*wide, *loaded]
 
     @property
     def more_roles(self) -> dict[str, int]:
-        return {**super().more_roles, "load_keys": self.loading_warps}
+        widening = {"widen": self.widening_warps} if self.widens else {}
+        return {**super().more_roles, "load_keys": self.loading_warps, **widening}
 
     @cute.jit
     def load_keys(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board):
-        """Called by the warps that load keys."""
-        operands, rings = self.loads(addresses, geometry), rings[1:3]
+        """Called by the warps that load keys, and those that widen them."""
+        operands, parts = self.loads(addresses, geometry), rings[1:3]
         shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
-        if const_expr(self.loading_warps == 1):
-            self._load_both(atoms, shared, rings, partial_barriers, board, operands)
+        if const_expr(self.widens):
+            if warp < self.loading_warps:
+                self._copy_both(warp, shared, parts, rings[3:5], board, operands)
+            else:
+                self._widen_both(warp - self.loading_warps, shared, parts, rings[3:5], board, operands)
+        elif const_expr(self.loading_warps == 1):
+            self._load_both(atoms, shared, parts, partial_barriers, board, operands)
         else:
-            self._copy_both(warp, shared, rings, board, operands)
+            self._copy_both(warp, shared, parts, parts, board, operands)
 
     @cute.jit
-    def _copy_both(self, warp, shared, rings, board, operands):
+    def _widen_both(self, warp, shared, rings, loaded, board, operands):
+        """Widen an equal share of the rows of both parts of every tile."""
+        step, work = Int32(0), Int32(0)
+        tile = board.read(work)
+        while tile.exists:
+            sources = [self.source.create(operands[i], tile, None, shared[i], self.tile.n, 0) for i in range(2)]
+            sources = [source.share(warp, self.widening_warps) for source in sources]
+            tiles = (tile.keys.end - tile.keys.begin) * self.step_tiles
+            for _ in cutlass.range(tiles, unroll=1):
+                for i in cutlass.range_constexpr(2):
+                    loaded[i].wait_full(step)
+                    sources[i].widen(rings[i].stage(step))
+                    # The tensor cores read what was written here through another proxy.
+                    cute.arch.fence_proxy("async.shared", space="cta")
+                    cute.arch.mbarrier_arrive(rings[i].full_barrier(step))
+                step += 1
+            work += 1
+            tile = board.read(work)
+
+    @cute.jit
+    def _copy_both(self, warp, shared, rings, loaded, board, operands):
         """Each warp copies half of the rows of both parts of every tile: parts are given back one after the other, and
         two warps are done with one sooner. With a part for each warp 64 lists of 2048 and 128 heads took 83.0 instead
         of 77.3 us, 32 x 8192 tokens in pages of 1 180 instead of 164 (H200, 2026-11-23)."""
@@ -93,7 +153,7 @@ class LatentKeys:
                 entries = sources[0].read_table(n - 1)
                 for i in cutlass.range_constexpr(2):
                     rings[i].wait_empty(step)
-                    sources[i].copy_rows(addresses[i], rings[i].stage(step), rings[i].full_barrier(step))
+                    sources[i].copy_rows(addresses[i], rings[i].stage(step), loaded[i].full_barrier(step))
                 step += 1
             work += 1
             tile = board.read(work)

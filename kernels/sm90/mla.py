@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
@@ -47,6 +47,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
     Warp roles
         warp 0 load_keys   both parts of the keys
         warp 1             the same where lanes copy rows, half of them each; or merge
+        warps 1, 2 widen   keys of 8 bits, half of the rows each, in place of merging, see parts/widened_rows.py
         warp 2 merge       shares of rows of which all pieces are there, see parts/shares.py
         warp 3 schedule    units of work; their rows of Q, by TMA where these lie at equal distances; slots for their
                            pieces; announces pieces
@@ -77,6 +78,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     staging_bytes = WARP_STATE_BYTES
     step_tiles = 2
+    widening_warps = 2
     q_role = "schedule"
 
     @property
@@ -127,9 +129,9 @@ class MlaSm90(LatentKeys, DecodeSm90):
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
         """Run those warps of the first warpgroup that load keys, and those that merge."""
-        if warp < self.loading_warps:
+        if warp < SCHEDULE_WARP - self.warps_without_work:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
-        else:
+        elif const_expr(self.warps_without_work > 0):
             merge = self._merge(addresses, geometry, at_once=self.config.merge_loads)
             pieces = schedule.pieces()
             merge.run(pieces, Int32(geometry.grid), addresses, geometry, scale, self.out_dtype)
@@ -148,7 +150,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
     @property
     def warps_without_work(self) -> int:
         """How many producer warps merge, and so do not read the board."""
-        return SCHEDULE_WARP - self.loading_warps
+        return SCHEDULE_WARP - self.loading_warps - (self.widening_warps if self.widens else 0)
 
     def merging_warps(self, geometry: DecodeGeometry):
         """How many warps of all CTAs merge."""
@@ -280,7 +282,7 @@ class MlaAttend(LatentRows, DecodeAttend):
     @cute.jit
     def left_step(self, operands, q_stage, row, step, n, masked):
         """Take the left warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA."""
-        _, left, right, turns, _ = self.rings
+        _, left, right, *_, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile((2 * n + 1) * self.kernel.tile.n)
         self.scores(operands, q_stage, a, self.kernel.part_orders[0])
@@ -308,7 +310,7 @@ class MlaAttend(LatentRows, DecodeAttend):
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked):
         """Take the right warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA."""
-        _, left, right, turns, _ = self.rings
+        _, left, right, *_, turns, _ = self.rings
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile(2 * n * self.kernel.tile.n)
         self.scores(operands, q_stage, b, self.kernel.part_orders[1])

@@ -41,7 +41,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     Warp roles
         warp 0 load_keys   both parts of the keys; where lanes copy rows, half of them
-        warp 1 load_keys   the other half
+        warp 1 load_keys   the other half; or widen: keys of 8 bits, see parts/widened_rows.py
         warps 4..7 attend  from Q K^T to a leaf's node
         warps 8..11 merge  from nodes to the output, see parts/tree.py
 
@@ -58,11 +58,12 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
     """
 
     p_tiles = 1
+    widening_warps = 1
 
     @property
     def warps_without_work(self) -> int:
         """How many loading warps have nothing to do: the second one, which copies rows, where TMA does the work."""
-        return LOADERS - self.loading_warps
+        return LOADERS - self.loading_warps - (self.widening_warps if self.widens else 0)
 
     @property
     def schedule_type(self) -> type[RangeSchedule]:
@@ -91,7 +92,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
         """Run those warps of the first warpgroup that load keys and Q."""
-        if warp < self.loading_warps:
+        if warp < LOADERS - self.warps_without_work:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
         elif warp == Q_WARP:
             self.load_all_q(addresses, geometry, tiles, rings, board)
