@@ -55,7 +55,7 @@ _TREE_TILES = {256: replace(_TREE_TILE, kv_stages=4), 512: _TREE_TILE}
 # Elements of keys in memory by what tensors hold: rows of FP8_DS_MLA are bytes.
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.uint8: KvType.FP8_DS_MLA}
 # What elements times scales are rounded to, and their rotary columns are, is bfloat16.
-QUERIES = {kv_type: DTYPES for kv_type in KvType} | {KvType.FP8_DS_MLA: {torch.bfloat16: "bf16"}}
+QUERIES = dict.fromkeys(KvType, DTYPES) | {KvType.FP8_DS_MLA: {torch.bfloat16: "bf16"}}
 
 
 @dataclass(frozen=True)

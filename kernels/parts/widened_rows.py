@@ -13,7 +13,6 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS, KvType
-from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.kv_source import KvOperand, ListedRows, PageRows
@@ -143,4 +142,3 @@ class WidenedListedRows(WidenedPageRows, ListedRows):
 
 
 WIDENED = {PageRows: WidenedPageRows, ListedRows: WidenedListedRows}
-assert LANES % LANES_PER_ROW == 0 and LANES // LANES_PER_ROW == GROUP_ROWS

@@ -63,9 +63,9 @@ class LatentKeys:
         )
         if self.widens:
             forms = LatentBytes.of_parts(c.kv_type, self.dtype, dims, c.head_dim_v)
-            return WidenedOperand(*left, **kind, row_format=forms[0]), WidenedOperand(
-                *right, **kind, row_format=forms[1]
-            )
+            parts = zip((left, right), forms, strict=True)
+            left, right = (WidenedOperand(*part, **kind, row_format=form) for part, form in parts)
+            return left, right
         return KvOperand(*left, **kind), KvOperand(*right, **kind)
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
