@@ -21,7 +21,7 @@ from hopwell._decoding import (
 )
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
-from hopwell.layouts import KVViews, low_words, mla_kv_views
+from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
 DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
@@ -81,16 +81,40 @@ def _check_dims(rank: int, rope: int, top_k: int) -> None:
         raise ValueError(f"kv_lora_rank and qk_rope_head_dim must be one of {allowed}, got {(rank, rope)}")
 
 
-def _checked_cache(query: torch.Tensor, kv_cache: Any, kv_lora_rank: int, qk_rope_head_dim: int) -> KVViews:
+def widened_query(query: Any) -> Any:
+    """e4m3 queries as bfloat16, which holds all of their values and is what kernels multiply. Others as they are."""
+    if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8):
+        return query
+    checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
+    checks.tma_readable("query", query)
+    return query.to(torch.bfloat16)
+
+
+def _checked_cache(
+    query: torch.Tensor, query_dtype: torch.dtype, kv_cache: Any, kv_lora_rank: int, qk_rope_head_dim: int
+) -> KVViews:
     checks.tensor("kv_cache", kv_cache)
-    if kv_cache.dtype != query.dtype:
-        raise ValueError(f"kv_cache must have the dtype of query, {query.dtype}, got {kv_cache.dtype}")
+    # Rows of 656 bytes have bfloat16 in them, and other elements times scales are rounded to it.
+    packed = kv_cache.dtype == torch.uint8
+    allowed = (torch.uint8,) if packed else (query_dtype, checks.FP8)
+    if kv_cache.dtype not in allowed or (packed and query_dtype != torch.bfloat16):
+        raise ValueError(
+            f"kv_cache must have the dtype of query, {query_dtype}, be {checks.FP8}, or torch.uint8 for queries of "
+            f"torch.bfloat16, got {kv_cache.dtype}"
+        )
     checks.device("kv_cache", kv_cache, query.device)
     cache = mla_kv_views(kv_cache, kv_lora_rank)
     width = kv_lora_rank + qk_rope_head_dim
-    for name, row in (("query", query.shape[-1]), ("kv_cache", cache.key.shape[3])):
-        if row != width:
-            raise ValueError(f"{name} must have kv_lora_rank + qk_rope_head_dim = {width} as its last size, got {row}")
+    dims = kv_lora_rank, qk_rope_head_dim
+    if packed and dims != DIMS[0]:
+        raise ValueError(f"kv_lora_rank and qk_rope_head_dim must be {DIMS[0]} for a kv_cache of uint8, got {dims}")
+    row = FP8_DS_MLA_BYTES if packed else width
+    for name, got, wanted, what in (
+        ("query", query.shape[-1], width, "kv_lora_rank + qk_rope_head_dim"),
+        ("kv_cache", cache.key.shape[3], row, "the bytes of a row" if packed else "kv_lora_rank + qk_rope_head_dim"),
+    ):
+        if got != wanted:
+            raise ValueError(f"{name} must have {what} = {wanted} as its last size, got {got}")
     checks.tma_readable("kv_cache", kv_cache)
     checks.page_size("kv_cache", cache.key.shape[2])
     return cache
@@ -119,8 +143,7 @@ def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
         checks.shape("out", out, *zip(names, query.shape[:3], strict=True), ("kv_lora_rank", rank))
         dense_tokens("out", out)
     tokens, heads, _ = flat_tokens(query).shape
-    dtype = torch.bfloat16 if query.dtype == checks.FP8 else query.dtype
-    checks.output("out", flat_tokens(out), (tokens, heads, rank), dtype, query.device)
+    checks.output("out", flat_tokens(out), (tokens, heads, rank), query.dtype, query.device)
 
 
 def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: int, on: torch.device) -> torch.Tensor:
@@ -163,6 +186,7 @@ def mla_workspace_bytes(
 
 def mla_problem(
     query: torch.Tensor,
+    query_dtype: torch.dtype,
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
     qk_nope_head_dim: int,
@@ -189,7 +213,9 @@ def mla_problem(
     causal_seqlens_kv_global: torch.Tensor | None = None,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
 ) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
+
+    ``query`` is :func:`widened_query` of what the caller gave, whose dtype was ``query_dtype``."""
     checks.main_tensor("query", query)
     checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
     is_ragged, on = cum_seq_lens_q is not None, query.device
@@ -224,7 +250,7 @@ def mla_problem(
     if top_k % TOP_K_STEP:
         raise ValueError(f"sparse_mla_top_k must be a multiple of {TOP_K_STEP}, got {top_k}")
     _check_dims(rank, rope, top_k)
-    cache = _checked_cache(query, kv_cache, rank, rope)
+    cache = _checked_cache(query, query_dtype, kv_cache, rank, rope)
     page_size = cache.key.shape[2]
     if top_k > 0:
         if not options.uses_shared_paged_kv_idx:
@@ -259,11 +285,12 @@ def mla_problem(
     scratch = workspace(workspace_buffer, needed, results, inputs)
 
     arch = support.arch_of(on)
-    dtypes = f"query.dtype={query.dtype}, kv_cache.dtype={kv_cache.dtype}"
+    dtypes = f"query.dtype={query_dtype}, kv_cache.dtype={kv_cache.dtype}"
     has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in (softmax_scale, output_scale))
     known_dims = "head_dim" if (width, rank) in support.MLA_HEAD_DIMS else "sparse_head_dim"  # DIMS has no others
     needs = (
-        (query.dtype == checks.FP8, "fp8", dtypes),
+        (kv_cache.dtype == checks.FP8, "fp8", dtypes),
+        (kv_cache.dtype == torch.uint8, "fp8_ds_mla", dtypes),
         (True, "16bit", dtypes),
         (top_k > 0, "sparse", f"sparse_mla_top_k={top_k}"),
         (True, known_dims, f"head_dim={width}/{rank}"),

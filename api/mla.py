@@ -7,7 +7,7 @@ import torch
 from hopwell._decoding import decode_names, decode_sources
 from hopwell._dynamo import opaque
 from hopwell._launch import Calls, single, upper_bound
-from hopwell._mla import MlaOptions, mla_problem, mla_workspace_bytes
+from hopwell._mla import MlaOptions, mla_problem, mla_workspace_bytes, widened_query
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
@@ -59,8 +59,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
         out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v
 
-    Nothing else is scaled. A row with no visible key gives 0. Results depend neither on what else is in the batch nor
-    on max_seq_len: the keys of a request are always split in the same way and merged in the same order.
+    Nothing else is scaled: the scales of e4m3 queries and caches belong into ``bmm1_scale`` and ``bmm2_scale``. Keys of
+    8 bits are multiplied as 16-bit ones of the same values, so that results have the bits that a cache of those gives.
+    A row with no visible key gives 0. Results depend neither on what else is in the batch nor on max_seq_len: the keys
+    of a request are always split in the same way and merged in the same order.
 
     Signature and meaning follow FlashInfer's documentation of the function of this name.
 
@@ -69,7 +71,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
             rotary part last; bfloat16, float16 or float8_e4m3fn. Tokens lie at equal distances: no gap between
             requests. With ``cum_seq_lens_q`` [tokens, num_heads, ...].
         kv_cache: [pages, page_size, kv_lora_rank + qk_rope_head_dim] or [pages, 1, page_size, ...] in the dtype of
-            query. page_size is 1 to 1024.
+            query, or in float8_e4m3fn beside queries of any dtype. Beside bfloat16 queries also uint8 [..., 656], rows
+            of 512 float8_e4m3fn with four float32 scales and 64 bfloat16, see ``hopwell.layouts.mla_rows``.
+            page_size is 1 to 1024.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``mla_workspace_bytes`` bytes or
             more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
             each. In place of one that is too small, memory of our own is used, one piece for each device and stream;
@@ -102,8 +106,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             the scaled scores and sinks into, whatever ``return_lse`` says. A row with no visible key has -inf.
         return_lse: whether to return the log-sum-exp.
         cute_dsl_impl: "auto", "modular" or "monolithic", which all mean the same here.
-        kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32". It enters no computation, as the caches that are
-            taken have no scales in them.
+        kv_scale_format: "auto", "pow2_fp32" or "arbitrary_fp32": what the scales in a cache of uint8 are. It enters no
+            computation, as they are float32 either way and are multiplied as such.
         cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
             different ones. They stay on the device. Rows behind the last request's are neither read nor written.
         max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
@@ -127,6 +131,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
+    query_dtype = getattr(query, "dtype", None)
+    query = widened_query(query)
     arguments = (
         query,
         kv_cache,
@@ -170,6 +176,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     if done is None:
         problem = mla_problem(
             query,
+            query_dtype,
             kv_cache,
             workspace_buffer,
             qk_nope_head_dim,

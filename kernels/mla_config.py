@@ -36,8 +36,8 @@ from hopwell.kernels.splitting import (
 )
 
 # Two warpgroups share the value's columns. Q and two tiles of keys fill shared memory; a step takes both. Warps of the
-# producers merge pieces, and the registers that attend can spare are loads that they have under way. With lists it can
-# spare fewer.
+# producers merge pieces, and the registers that attend can spare are loads that they have under way. With lists, and
+# with keys of 8 bits, it can spare fewer.
 _TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=88, consumer_registers=208, splits_v=True)
 _LIST_TILE = replace(_TILE, producer_registers=72, consumer_registers=216)
 # Tiles of few rows, by columns of the value: one warpgroup attends, and there are as many stages as fit.
@@ -72,7 +72,7 @@ class MlaConfig(DecodeConfig):
     def tile(self) -> Tile:
         if self.has_tree:
             return _TREE_TILES[self.head_dim_v]
-        return _LIST_TILE if self.sparse else _TILE
+        return _LIST_TILE if self.sparse or self.kv_type is not KvType.WIDE else _TILE
 
     @property
     def splitting_bytes(self) -> int:

@@ -223,7 +223,8 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.mla",
         (
             Feature("16bit", "data types", "bf16 or fp16 query and cache", HOPPER),
-            Feature("fp8", "data types", "fp8 (e4m3) query and cache", _NOWHERE),
+            Feature("fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", HOPPER),
+            Feature("fp8_ds_mla", "data types", "cache of 656-byte rows (fp8 with scales, bf16 rotary part)", HOPPER),
             Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", HOPPER),
             _OTHER_HEAD_DIM,
             Feature("sparse_head_dim", "head dims", "with sparse top-k head dim 512 as well", HOPPER),

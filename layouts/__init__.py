@@ -12,6 +12,7 @@ and without reading a value on the host:
 Users fill quantized caches, and read quantized outputs:
 
 * ``fp8``: float8_e4m3fn data with one scale.
+* ``mla_rows``: latent keys in rows of 656 bytes.
 * ``e2m1``: 4-bit codes and their packing.
 * ``nvfp4``: quantization of tensors, caches and outputs.
 * ``scales``: block scales of NVFP4 caches, linear and interleaved.
@@ -32,6 +33,12 @@ from hopwell.layouts.kv_cache import (
     ragged_kv_views,
     ragged_view,
     separate_kv_views,
+)
+from hopwell.layouts.mla_rows import (
+    FP8_DS_MLA_BYTES,
+    dequantize_fp8_ds_mla,
+    fill_fp8_ds_mla_cache,
+    quantize_fp8_ds_mla,
 )
 from hopwell.layouts.nvfp4 import (
     NVFP4Blocks,
@@ -71,6 +78,7 @@ __all__ = [
     "E2M1_MAGNITUDES",
     "E2M1_MAX",
     "E4M3_MAX",
+    "FP8_DS_MLA_BYTES",
     "NVFP4_BLOCK",
     "TMA_ALIGNMENT",
     "TMA_STRIDE_LIMIT",
@@ -89,11 +97,13 @@ __all__ = [
     "decode_e2m1",
     "deinterleave_v_scales",
     "dequantize_fp8",
+    "dequantize_fp8_ds_mla",
     "dequantize_nvfp4",
     "dequantize_nvfp4_kv_cache",
     "dequantize_nvfp4_output",
     "element_offsets",
     "encode_e2m1",
+    "fill_fp8_ds_mla_cache",
     "fmha_v2_inputs",
     "fp8_scale",
     "interleave_v_scales",
@@ -105,6 +115,7 @@ __all__ = [
     "pack_e2m1",
     "paged_kv_views",
     "quantize_fp8",
+    "quantize_fp8_ds_mla",
     "quantize_nvfp4",
     "quantize_nvfp4_kv_cache",
     "quantize_nvfp4_output",
