@@ -50,6 +50,11 @@ class Edge:
     def barriers(self) -> int:
         return 2 * self.stages
 
+    @property
+    def field(self) -> str:
+        """The name of the edge's ring among a kernel's rings."""
+        return self.name.lower().replace(" ", "_")
+
 
 def barrier_count(edges: Sequence[Edge]) -> int:
     return sum(edge.barriers for edge in edges)

@@ -1,5 +1,6 @@
 """What the kernels of all architectures have in common: tiles in shared memory, their edges, the warps that load."""
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -162,13 +163,13 @@ class AttentionKernel:
         return k, v
 
     def _allocate(self, smem):
-        """Tiles, the rings of all edges but the board's, the board, the loaders' barriers for zeroed rows."""
+        """Tiles, the rings of all edges but the board's by name, the board, the loaders' barriers for zeroed rows."""
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)
-        rings = dict(zip([edge.name for edge in self.edges], create_rings(barriers, self.edges), strict=True))
+        rings = dict(zip([edge.field for edge in self.edges], create_rings(barriers, self.edges), strict=True))
         board = Board(slots, rings.pop("work"), self.work_tile)
-        return tiles, tuple(rings.values()), board, barriers + barrier_count(self.edges)
+        return tiles, namedtuple("Rings", rings)(**rings), board, barriers + barrier_count(self.edges)
 
     def _board_layout(self):
         """Slots begin on 16 bytes, so that a vector load of one never touches the next."""

@@ -214,7 +214,7 @@ class ByteAttend(DecodeAttend):
     @cute.jit
     def attend_unit(self, products: cutlass.Constexpr[int], tile: SplitTile, count, kv_step, work) -> None:
         """Attend to a unit with ``count`` rows, 8 * ``products`` of them for each warp."""
-        q_ring, *_ = self.rings
+        q_ring = self.rings.q
         operands = ByteOperands.create(self.kernel, self.tiles, products)
         softmax = ColumnSoftmax.over(self.softmax.scale, 2 * products)
         share = KeyShare.of(count, products, self.kernel)
@@ -230,12 +230,12 @@ class ByteAttend(DecodeAttend):
             kv_step += 1
         self.open_piece(tile, work)
         self.hand_over(operands, softmax, share, count)
-        self.rings[-1].fill(work)
+        self.rings.piece.fill(work)
 
     @cute.jit
     def attend_tile(self, operands: ByteOperands, softmax, share: KeyShare, keys: TileRange, n, row, kv_step) -> None:
         """Attend to this warp's keys of tile n."""
-        _, k_ring, v_ring, *_ = self.rings
+        k_ring, v_ring = self.rings.k, self.rings.v
         masked = n < keys.full_begin or n >= keys.full_end
         steps = share.steps if share.has(n) else Int32(0)
         k_ring.wait_full(kv_step)

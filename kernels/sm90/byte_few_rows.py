@@ -51,8 +51,8 @@ class ByteFewRowsDecodeSm90(FewRowsDecodeSm90):
     def weights_dtype(self) -> type:
         return Float16
 
-    def consumer(self, *parts: Any) -> "ByteLeafAttend":
-        return ByteLeafAttend(*parts)
+    def consumer(self, **parts: Any) -> "ByteLeafAttend":
+        return ByteLeafAttend(**parts)
 
 
 @dataclass

@@ -174,21 +174,33 @@ class DecodeSm90(AttentionSm90):
             softmax = self.softmax(scale)
             scale = self._output_scale(addresses, output_scale, output_factor)
             merge = self._merge(addresses, geometry, tiles)
-            parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
-            self.consumer(*parts).run(addresses, geometry)
+            consumer = self.consumer(
+                kernel=self,
+                tiles=tiles,
+                rings=rings,
+                board=board,
+                mask=mask,
+                score=score,
+                softmax=softmax,
+                output_scale=scale,
+                merge=merge,
+                addresses=addresses,
+                geometry=geometry,
+            )
+            consumer.run(addresses, geometry)
 
     def run_merge(self, tiles, rings, board, addresses, geometry, scale) -> None:
         """What the warpgroup that merges does."""
         merge = self._merge(addresses, geometry, tiles)
-        merge.run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
+        merge.run(board, rings.piece, addresses, geometry, scale, self.out_dtype)
 
     def softmax(self, scale) -> OnlineSoftmax:
         """Return the softmax of a consumer warp's rows."""
         return OnlineSoftmax.create(scale, RowFragment.rows)
 
-    def consumer(self, *parts: Any) -> "DecodeAttend":
+    def consumer(self, **parts: Any) -> "DecodeAttend":
         """What the consumer warpgroups run."""
-        return (ByteAttend if self.config.kv_bytes == 1 else DecodeAttend)(*parts)
+        return (ByteAttend if self.config.kv_bytes == 1 else DecodeAttend)(**parts)
 
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
         c = self.config
@@ -217,14 +229,14 @@ class DecodeSm90(AttentionSm90):
         step = Int32(0)
         tile = board.read(step)
         while tile.exists:
-            self.load_q(addresses, geometry, tile, tiles.q, rings[0], step)
+            self.load_q(addresses, geometry, tile, tiles.q, rings.q, step)
             step += 1
             tile = board.read(step)
 
     def load_part(self, part: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
         """Load K (part 0) or V (part 1) of every tile."""
         shared = shared_address((tiles.k, tiles.v)[part].iterator)
-        self.load_kv(atoms[part], shared, rings[1 + part], partial_barriers + part, board, operands[part])
+        self.load_kv(atoms[part], shared, (rings.k, rings.v)[part], partial_barriers + part, board, operands[part])
 
     def _q_atom(self, addresses: Addresses, geometry: DecodeGeometry):
         """The TMA atom of Q; None where only lanes copy its rows."""

@@ -73,7 +73,7 @@ class DecodeAttend(DecodeConsumer, Attend):
     def open_piece(self, tile: SplitTile, work) -> None:
         """Return when the unit's piece, if it is one, may be written."""
         if const_expr(self.kernel.config.has_merge_role):
-            self.rings[-1].wait_released(work)
+            self.rings.piece.wait_released(work)
         else:
             self.merge.prepare(tile)
             self.merge.meet()
@@ -82,7 +82,7 @@ class DecodeAttend(DecodeConsumer, Attend):
     def close_piece(self, tile: SplitTile, rows: PackedRows, work) -> None:
         """The unit's results have been written."""
         if const_expr(self.kernel.config.has_merge_role):
-            self.rings[-1].fill(work)
+            self.rings.piece.fill(work)
         else:
             self.merge.meet()
             if tile.chunks > 1:

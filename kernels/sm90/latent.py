@@ -68,7 +68,7 @@ class LatentKeys:
     @cute.jit
     def load_keys(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board):
         """Called by the warps that load keys."""
-        operands, rings = self.loads(addresses, geometry), rings[1:3]
+        operands, rings = self.loads(addresses, geometry), (rings.k, rings.v)
         shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
         if const_expr(self.loading_warps == 1):
             self._load_both(atoms, shared, rings, partial_barriers, board, operands)
