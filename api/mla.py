@@ -110,11 +110,14 @@ def trtllm_batch_decode_with_kv_cache_mla(
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: how many entries of its list count, in
             place of what ``seq_lens`` says; sparse only.
-        enable_dcp: whether ``kv_cache`` and ``seq_lens`` are one rank's share of each request's keys. Needs
-            ``return_lse``; with one new token of each request only.
+        enable_dcp: whether ranks share the keys of each request (decode context parallel): ``kv_cache`` and
+            ``seq_lens`` are this rank's. Needs ``return_lse``, as ranks are merged by it. Sparse attention takes it
+            with one new token of each request or with ``sparse_mla_top_k_lens``, where lists alone say what is seen.
         cp_world: number of ranks.
-        cp_rank: of this rank.
-        causal_seqlens_kv_global: the keys of each request on all ranks. The one new token sees all of this rank's.
+        cp_rank: this rank: key c of the cache is key c * cp_world + cp_rank of the request.
+        causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
+            included. New token t of q_len is at position causal_seqlens_kv_global - q_len + t, and sees this rank's
+            keys up to there. Required with ``enable_dcp``, None without.
         use_fp16_softmax: None or False; True is refused.
         return_lse_base: "base2" or None for logarithms to base 2, as FlashInfer returns them, "basee" for natural ones.
 
@@ -140,6 +143,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         None,
         workspace_buffer,
         cum_seq_lens_q if sparse_mla_top_k_lens is None else None,
+        causal_seqlens_kv_global,
         out,
         lse,
         return_lse,
@@ -148,7 +152,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         # What no kernel reads, but the checks do.
         None if sparse_mla_top_k_lens is None else seq_lens,
         None if sparse_mla_top_k_lens is None else cum_seq_lens_q,
-        causal_seqlens_kv_global,
         skip_softmax_threshold_scale_factor,
         is_var_seq,
         uses_shared_paged_kv_idx,

@@ -180,7 +180,7 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         out,
         start(problem.q_offsets),
         start(problem.o_offsets),
-        start(problem.k_offsets),
+        start(problem.k_offsets) if problem.shard is None else problem.shard.kv_lens,
         start(problem.v_offsets),
         problem.q_lens,
         problem.kv_lens,
@@ -300,6 +300,8 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
         spilled_levels=spilled_levels(config.chunk_tokens, capacity, config.near_levels),
+        shards=1 if problem.shard is None else problem.shard.count,
+        shard=0 if problem.shard is None else problem.shard.index,
     )
 
 

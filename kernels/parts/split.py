@@ -23,7 +23,7 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.copy import EVICT_FIRST
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, load_int, running_sum
-from hopwell.kernels.parts.mask import IntervalMask, TileRange
+from hopwell.kernels.parts.mask import IntervalMask, TileRange, TokenPositions
 from hopwell.kernels.parts.scheduler import WorkTile, draw_ticket, lane_of
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
@@ -172,8 +172,9 @@ class SplitSchedule(DeviceStruct):
     def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
         """The KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin`` on."""
         group = Int32(self.geometry.group)
-        first = request.first_position + first_row // group
-        last = request.first_position + cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1)
+        positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
+        first = positions.of(first_row // group)
+        last = positions.of(cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1))
         keys = self.mask.tiles(first, last, request.kv_len, self.tile_n)
         end = cutlass.min(keys.end, begin // self.tile_n + tokens // self.tile_n)
         begin = cutlass.min(cutlass.max(keys.begin, begin // self.tile_n), end)
