@@ -9,6 +9,7 @@ import torch
 from hopwell import _checks as checks
 from hopwell import _features as features
 from hopwell._decoding import (
+    NATURAL_BASE,
     check_counter_buffer,
     dense_tokens,
     flat_tokens,
@@ -25,6 +26,7 @@ from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind, Sh
 from hopwell.layouts import KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
+NATURAL_BACKEND = "cute-dsl"  # whose log-sum-exps are natural, also in the calls that merge ranks
 DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
 SPARSE_DIMS = (*DIMS, (512, 0))
 TOP_K_STEP = 4
@@ -233,18 +235,20 @@ def mla_problem(
         capacity = checks.capacity(table, page_size)
     kv_lens = _kv_lens(seq_lens, sparse_mla_top_k_lens, batch, tokens, top_k, on)
     if part is not None and top_k > 0:
-        if q_len > 1 and sparse_mla_top_k_lens is None:
-            raise refused(support.MLA, f"enable_dcp=True with lists of up to {q_len} new tokens of a request", on)
-        part = None  # A list is of this rank's tokens, and all of its entries that count are seen.
+        raise refused(support.MLA, f"enable_dcp=True with sparse_mla_top_k={top_k}", on)
     if sparse_mla_top_k_lens is not None:  # Every token is a request of its own then, with its list as its keys.
         batch, q_len, starts = tokens, 1, None
     checks.host_int("max_seq_len", max_seq_len)
     softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
     output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
     sink_logits = checks.sinks(sinks, heads, on)
+    if part is not None and sinks is not None:
+        raise ValueError("sinks must be None with enable_dcp: every rank would count them")
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     checks.choice("backend", backend, BACKENDS)
     _check_out(out, query, rank)
+    if return_lse_base is None and (backend == NATURAL_BACKEND or part is not None):
+        return_lse_base = NATURAL_BASE
     log = log_sum_exp(lse, return_lse, return_lse_base, flat_query, tuple(query.shape[:-1]))
     needed = mla_workspace_bytes(heads, capacity, q_len, rank, on)
     inputs = (

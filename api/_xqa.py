@@ -202,7 +202,7 @@ def xqa_problem(
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     _check_mask(mask, batch, q_len, ragged_tokens, on)
     part = shard(causal_seqlens_kv_global, cp_world, cp_rank, batch, on)
-    _check_sharded(part, cp_world, return_lse, window_left, mask)
+    _check_sharded(part, cp_world, return_lse, window_left, mask, sinks)
     _check_out(out, query, cache, batch, q_len)
     if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
         q_len = min(q_len, max(ragged_tokens, 2))
@@ -258,8 +258,8 @@ def xqa_problem(
     )
 
 
-def _check_sharded(part: Shard | None, world: int, return_lse: Any, window_left: int, mask: Any) -> None:
-    """Ranks that share keys return what they are merged by, and no mask but the causal one goes with them."""
+def _check_sharded(part: Shard | None, world: int, return_lse: Any, window_left: int, mask: Any, sinks: Any) -> None:
+    """Ranks that share keys return what they are merged by. No mask but the causal one goes with them, and no sinks."""
     if part is None:
         if world > 1:
             raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {world}")
@@ -270,6 +270,8 @@ def _check_sharded(part: Shard | None, world: int, return_lse: Any, window_left:
         raise ValueError(f"window_left must be -1 with causal_seqlens_kv_global, got {window_left}")
     if mask is not None:
         raise ValueError(f"mask must be None with causal_seqlens_kv_global, got {checks.describe(mask)}")
+    if sinks is not None:
+        raise ValueError("sinks must be None with causal_seqlens_kv_global: every rank would count them")
 
 
 def widened_query(query: Any, kv_cache: Any, out: Any, out_dtype: Any) -> Any:

@@ -265,7 +265,7 @@ def trtllm_batch_decode_with_kv_cache(
         causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
             included, while ``seq_lens`` counts those of this rank. New token t of q_len is at position
             causal_seqlens_kv_global - q_len + t, and sees this rank's keys up to there. Needs ``return_lse``, as ranks
-            are merged by it; refused with ``mask`` and with a window. None where ranks share nothing.
+            are merged by it; refused with ``mask``, a window and sinks. None where ranks share nothing.
         bf16q_fp8kv_transform_mode: must be None.
         request_order: must be None.
         request_order_plan: must be None.

@@ -55,7 +55,13 @@ REFUSED_MLA: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("dense", ValueError, "^return_lse must be True", dict(enable_dcp=True, cp_world=2, **GLOBAL)),
     ("dense", ValueError, "^causal_seqlens_kv_global must be given", dict(enable_dcp=True, return_lse=True)),
     ("dense", ValueError, "^cp_rank", dict(cp_rank=1)),
-    ("sparse", NotImplementedError, "enable_dcp", dict(enable_dcp=True, return_lse=True, **GLOBAL)),
+    ("sparse", NotImplementedError, "enable_dcp=True with sparse", dict(enable_dcp=True, return_lse=True, **GLOBAL)),
+    (
+        "dense",
+        ValueError,
+        "^sinks must be None",
+        dict(enable_dcp=True, return_lse=True, sinks=torch.zeros(HEADS), **GLOBAL),
+    ),
     ("dense", ValueError, "^causal_seqlens_kv_global must have", dict(enable_dcp=True, return_lse=True, **WRONG)),
     ("dense", ValueError, "^max_q_len must be None", dict(max_q_len=1)),
     ("ragged", ValueError, "^max_q_len must be given", dict(max_q_len=None)),
@@ -85,6 +91,7 @@ REFUSED_TRTLLM: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (TypeError, "cp_rank", dict(cp_rank=0.5)),
     (ValueError, "^return_lse must be True with causal_seqlens_kv_global", GLOBAL),
     (ValueError, "^window_left must be -1", dict(return_lse=True, window_left=3, **GLOBAL)),
+    (ValueError, "^sinks must be None", dict(return_lse=True, sinks=torch.zeros(HEADS), **GLOBAL)),
     (ValueError, "^causal_seqlens_kv_global must have", dict(return_lse=True, **WRONG)),
     (NotImplementedError, "bf16q_fp8kv_transform_mode", dict(bf16q_fp8kv_transform_mode="k_only")),
     (NotImplementedError, "request_order ", dict(request_order=ints(0, 1, 2))),
@@ -124,6 +131,22 @@ def test_log_sum_exp_of_warm_calls(recorded: Any) -> None:
         assert isinstance(call(entry, "dense", lse=given), torch.Tensor)
         assert recorded.addresses[-1][15] == given.data_ptr()
         assert call(entry, "dense", lse=given, return_lse=True)[1] is given
+
+
+def test_base_of_log_sum_exps(launched: Problems) -> None:
+    """FlashInfer's cute-dsl kernels, the only ones that ranks of context parallel use, return natural ones unless told:
+    engines that merge by them go by the name of the backend."""
+    entry = FUNCTIONS[MLA].__name__
+    for options, natural in (
+        (dict(), False),
+        (dict(backend="trtllm-gen"), False),
+        (dict(backend="cute-dsl"), True),
+        (dict(backend="cute-dsl", return_lse_base="base2"), False),
+        (dict(enable_dcp=True, cp_world=2, **GLOBAL), True),
+        (dict(enable_dcp=True, cp_world=2, return_lse_base="base2", **GLOBAL), False),
+    ):
+        call(entry, "dense", return_lse=True, **options)
+        assert launched.pop().lse.natural is natural, options
 
 
 def test_ragged_calls_with_other_lengths(recorded: Any) -> None:

@@ -227,11 +227,12 @@ class Expected:
         error = (lse.double() - want)[~infinite].abs()
         assert (error <= 1e-5 * (1 + want[~infinite].abs())).all(), f"LSE off by {error.max():.2e}"
 
-    def check_merged(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """The parts (output, log-sum-exp to base 2) of disjoint keys merge into what is expected."""
+    def check_merged(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, natural: bool) -> None:
+        """The parts (output, log-sum-exp) of disjoint keys merge into what is expected."""
         outs, logs = (torch.stack(list(values)).double() for values in zip(*parts, strict=True))
-        lse = (logs * LN_2).logsumexp(0)
-        weights = (logs * LN_2 - lse).exp().nan_to_num(0.0)  # no rank sees a key of these rows
+        logs *= 1.0 if natural else LN_2
+        lse = logs.logsumexp(0)
+        weights = (logs - lse).exp().nan_to_num(0.0)  # no rank sees a key of these rows
         assert (outs[logs == -math.inf] == 0).all(), "a row without visible keys is not zero"
         self.check((weights[..., None] * outs).sum(0).to(parts[0][0].dtype))
         self.check_lse(lse)
