@@ -75,8 +75,8 @@ def xqa_batch_decode_with_kv_cache(
             CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request]; entries past a request's last page are
             not read.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
-            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
             device, which is not looked at: a negative one makes the output NaN.
@@ -231,8 +231,8 @@ def trtllm_batch_decode_with_kv_cache(
         workspace_buffer: as there.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
             ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
-            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
         bmm2_scale: factor on the output, likewise.

@@ -81,8 +81,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             at most; entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token
             indices page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens,
             sparse_mla_top_k].
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
-            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
         out: [batch, q_len, num_heads, kv_lora_rank] to write into, in the dtype of query, bfloat16 for fp8 inputs,

@@ -117,6 +117,7 @@ class DecodeGeometry(NamedTuple):
     spilled_levels: int  # of decode with few rows: of a CTA's tree, in memory
     shards: int  # ranks that share the keys
     shard: int  # this one
+    capacity: int  # keys of a request that the table has room for
 
 
 class Geometry(NamedTuple):
@@ -156,8 +157,8 @@ class Geometry(NamedTuple):
     lse_head: int
     lse_natural: int  # 1: base e, 0: base 2
     mask_size: int  # of an ``IntervalMask``
-    alibi_heads: int
     tile_heads: int  # heads that share a query tile
+    capacity: int  # keys of a request that the table, or contiguous K, has room for
 
 
 # Sizes, strides in elements, and the grid of prefill with scales of blocks.
