@@ -75,8 +75,8 @@ def xqa_batch_decode_with_kv_cache(
             CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request]; entries past a request's last page are
             not read.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
-            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
             device, which is not looked at: a negative one makes the output NaN.
@@ -130,6 +130,7 @@ def xqa_batch_decode_with_kv_cache(
         mask,
         workspace_buffer,
         q_cu_seq_lens,
+        None,
         out,
         lse,
         return_lse,
@@ -230,8 +231,8 @@ def trtllm_batch_decode_with_kv_cache(
         workspace_buffer: as there.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
             ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
-            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
         bmm2_scale: factor on the output, likewise.
@@ -259,9 +260,12 @@ def trtllm_batch_decode_with_kv_cache(
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         enable_block_sparse_attention: must be False.
-        cp_world: must be 1.
-        cp_rank: must be 0.
-        causal_seqlens_kv_global: must be None.
+        cp_world: number of ranks that share the keys of each request (decode context parallel).
+        cp_rank: this rank: key c of the cache is key c * cp_world + cp_rank of the request.
+        causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
+            included, while ``seq_lens`` counts those of this rank. New token t of q_len is at position
+            causal_seqlens_kv_global - q_len + t, and sees this rank's keys up to there. Needs ``return_lse``, as ranks
+            are merged by it; refused with ``mask``, a window and sinks. None where ranks share nothing.
         bf16q_fp8kv_transform_mode: must be None.
         request_order: must be None.
         request_order_plan: must be None.
@@ -292,6 +296,7 @@ def trtllm_batch_decode_with_kv_cache(
         mask,
         workspace_buffer,
         cum_seq_lens_q,
+        causal_seqlens_kv_global,
         out,
         lse,
         return_lse,
@@ -313,7 +318,6 @@ def trtllm_batch_decode_with_kv_cache(
         enable_block_sparse_attention,
         cp_world,
         cp_rank,
-        causal_seqlens_kv_global,
         bf16q_fp8kv_transform_mode,
         request_order,
         request_order_plan,
@@ -339,13 +343,13 @@ def trtllm_batch_decode_with_kv_cache(
                 skip_softmax_threshold_scale_factor,
                 bmm1_scale_log2,
                 enable_block_sparse_attention,
-                cp_world,
-                cp_rank,
-                causal_seqlens_kv_global,
                 bf16q_fp8kv_transform_mode,
                 request_order,
                 request_order_plan,
             ),
+            cp_world=cp_world,
+            cp_rank=cp_rank,
+            causal_seqlens_kv_global=causal_seqlens_kv_global,
             workspace_buffer=workspace_buffer,
             block_tables=block_tables,
             seq_lens=seq_lens,

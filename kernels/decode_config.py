@@ -37,8 +37,9 @@ from hopwell.kernels.splitting import (
 FP8 = {torch.float8_e4m3fn: "e4m3"}
 EIGHT_BIT_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
 KV_TYPES = (KvType.WIDE, *EIGHT_BIT_TYPES.values())  # that there are decode kernels for
-MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)
-DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT)  # of several new tokens: the others have one position for all rows
+MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)  # that are compiled ahead
+# Of several new tokens: the others have one position for all rows.
+DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT, MaskKind.CYCLIC)
 HEAD_DIMS = support.DECODE_HEAD_DIMS
 COMPILED_HEAD_DIMS = (64, 128, 256, 512)  # the others are compiled on demand only
 
@@ -162,7 +163,7 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
     if kv_type is KvType.WIDE:
         require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
-    require_seen(problem, "decode kernel", MASKS if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
+    require_seen(problem, "decode kernel", (*MASKS, MaskKind.CYCLIC) if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
     common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
     rows = tile_rows(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
@@ -183,6 +184,7 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
         "lengths from offsets": p.kv_lens is None,
         "offsets in elements": p.q_offsets is not None and p.q_offsets.unit != 1,
         "q_lens": p.q_lens is not None,
+        "a shard of keys under another mask": (p.shard is None) == (p.mask.kind is MaskKind.CYCLIC),
         "o_offsets": p.o_offsets is not None,
         "contiguous keys": (p.page_table is None and p.token_table is None) or p.k_offsets is not None,
         f"{p.score.kind.value} scores": p.score != Score(),

@@ -141,10 +141,11 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
-    require_seen(problem, "MLA decode kernel", (MaskKind.CAUSAL,), arch)
+    masks = (MaskKind.CAUSAL, MaskKind.CYCLIC) if problem.token_table is None else (MaskKind.CAUSAL,)
+    require_seen(problem, "MLA decode kernel", masks, arch)
     fetch = kv_fetch(problem, _TILE.n) if problem.token_table is None else (KvFetch.LISTED_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
-    common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)
+    common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS
     return MlaConfig(*common, rows=rows, uneven_pages=has_uneven_pages(problem))
 

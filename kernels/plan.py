@@ -34,6 +34,7 @@ from hopwell.kernels.tickets import tickets
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits.
 MAX_WINDOW = MAX_KEYS
+MAX_INT = 2**31 - 1  # of a size that kernels compare with lengths
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
 SHARING = 4
@@ -180,7 +181,7 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         out,
         start(problem.q_offsets),
         start(problem.o_offsets),
-        start(problem.k_offsets),
+        start(problem.k_offsets) if problem.shard is None else problem.shard.kv_lens,
         start(problem.v_offsets),
         problem.q_lens,
         problem.kv_lens,
@@ -243,10 +244,10 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...
         k_unit=_unit(problem.k_offsets),
         v_unit=_unit(problem.v_offsets),
         mask_size=min(max(problem.mask.window_left, problem.mask.chunk, 0), MAX_WINDOW),
-        alibi_heads=1 << (heads.bit_length() - 1),
         section=section_heads(heads, kv_heads, ctas) // tile.heads,
         **_lse_geometry(problem),
         tile_heads=tile.heads,
+        capacity=_capacity(problem),
     )
     return ScaledGeometry._make([*sizes, *_scale_geometry(problem)]) if config.has_block_scales else sizes
 
@@ -300,7 +301,18 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
         spilled_levels=spilled_levels(config.chunk_tokens, capacity, config.near_levels),
+        shards=1 if problem.shard is None else problem.shard.count,
+        shard=0 if problem.shard is None else problem.shard.index,
+        capacity=_capacity(problem),
     )
+
+
+def _capacity(problem: AttentionProblem) -> int:
+    """The most keys that a request can have: kernels do not read tables past their ends."""
+    if problem.token_table is not None:
+        return MAX_KEYS  # lists have ends of their own, and keys may be more
+    rows = problem.key.shape[2]
+    return min(rows if problem.page_table is None else problem.page_table.key.shape[1] * rows, MAX_INT)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -120,7 +120,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         if warp < CORRECTION_WARP:
             self.set_registers(registers[0])
             scale = load_scale(addresses.softmax_scale, softmax_scale)
-            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
+            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
             state = PackedSoftmax.of(score.softmax_scale, self.config.polynomial_eighths)
             scale = load_output_scale(addresses, output_scale)
             parts = dict(

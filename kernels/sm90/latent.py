@@ -13,7 +13,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand, PageRows
-from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow
+from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions
 from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.pipeline import Edge
 
@@ -124,6 +124,7 @@ class LatentRows:
     """How packed rows of MLA see keys: a base class beside a kind of attend."""
 
     kernel: Any
+    mask: IntervalMask
     addresses: Addresses
     geometry: DecodeGeometry
 
@@ -136,5 +137,6 @@ class LatentRows:
             return ListRow.create(request, positions, self.addresses, self.geometry)
         first = tile.first_row + warp_row + fragment.first_row()
         tokens = [(first + fragment.row_offset(r)) // group for r in range(fragment.rows)]
-        positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
-        return LogitRow(positions, request.kv_len, Float32(0.0))
+        positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
+        places = tuple(positions.of(cutlass.min(token, request.q_len - 1)) for token in tokens)
+        return LogitRow(places, request.kv_len, Float32(0.0))

@@ -120,7 +120,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         """What the consumer warpgroups do."""
         self.set_registers(self.tile.consumer_registers)
         scale = load_scale(addresses.softmax_scale, softmax_scale)
-        score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
+        score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
         kind = TileSoftmax if self.config.multiplies_bytes else OnlineSoftmax
         softmax = kind.create(score.softmax_scale, RowFragment.rows)
         scale = load_output_scale(addresses, output_scale)

@@ -52,6 +52,12 @@ class DecodeBatch(Batch):
         one.drafts = [self.drafts[index]]
         return one
 
+    def shard(self, world: int, rank: int) -> DecodeBatch:
+        """What one of ``world`` ranks has of the keys: every ``world``-th."""
+        one = replace(self, kv_lens=[len(range(rank, n, world)) for n in self.kv_lens])
+        one.q, one.k, one.v = self.q, *([own[rank::world] for own in tokens] for tokens in (self.k, self.v))
+        return one
+
     def repeated(self, count: int) -> DecodeBatch:
         """All requests ``count`` times over."""
         many = replace(self, q_lens=[*self.q_lens] * count, kv_lens=[*self.kv_lens] * count)
