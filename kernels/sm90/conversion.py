@@ -203,7 +203,10 @@ class Conversion(DeviceStruct):
         targets = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
         places = [(kernel, sources[i], rings[i], targets[i], rings[2 + i], i) for i in range(2)]
         if kernel.config.kv_element.block:
-            scales = ScaleRows.of(kernel.config, addresses, geometry)
+            scales = (
+                ScaleRows.key(kernel.config, addresses, geometry),
+                ScaleRows.value(kernel.config, addresses, geometry, interleaves=True),
+            )
             return Conversion(
                 tuple(DequantisingStream(*place, each) for place, each in zip(places, scales, strict=True)), board
             )
