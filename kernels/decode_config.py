@@ -69,6 +69,11 @@ _BYTE_TILES = {
     240: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=184, merge_registers=104),
     256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
 }
+# Loaders that copy scales besides take more registers.
+_NVFP4_TILES = {
+    columns: replace(_BYTE_TILES[columns], producer_registers=64, consumer_registers=176, merge_registers=96)
+    for columns in (128, 256)
+}
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class DecodeConfig(KernelConfig):
             tile = _TREE_TILE if self.kv_type is KvType.WIDE else _BYTE_TREE_TILE
             stages = _STAGE_BYTES // self.ctas_per_sm // (LEAF_TILE * 2 * self.columns[0])
             return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
-        tiles = _TILES if self.kv_type is KvType.WIDE else _BYTE_TILES
+        tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, _BYTE_TILES)
         return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
 
     @property

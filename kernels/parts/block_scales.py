@@ -151,25 +151,27 @@ class ScaleCopies(DeviceStruct):
         )
 
     def locate(self, tile) -> list:
-        """Addresses of the scales of tokens 32 i + lane of a tile; 0 where they are not needed."""
+        """The pages of tokens 32 i + lane of a tile; -1 where a token is not needed."""
         first = tile * self.target.tile_n + cute.arch.lane_idx()
-        return [self._address(first + i) for i in range(0, self.target.tile_n, LANES)]
+        return [self._page(first + i) for i in range(0, self.target.tile_n, LANES)]
 
     @cute.jit
-    def _address(self, key):
-        address = Int64(0)
+    def _page(self, key):
+        page = Int32(-1)
         if key >= self.first_key and key < self.end_key:
-            page, row = self.pages.split(key)
-            address = self.head + load_index(self.table, page) * self.page + row * self.row
-        return address
+            page = load_index(self.table, self.pages.split(key)[0])
+        return page
 
     @cute.jit
-    def copy(self, addresses, stage) -> None:
+    def copy(self, pages, tile, stage) -> None:
         """Issue the copies of a tile into a stage. Neighbouring lanes take neighbouring words."""
         words = self.target.blocks // TOKENS
-        lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words
-        for i in cutlass.range_constexpr(len(addresses)):
-            for first in cutlass.range_constexpr(0, LANES, LANES // words):
-                source = cute.arch.shuffle_sync(addresses[i], first + lane_row)
-                place = self.target.row(stage, LANES * i + first + lane_row) + TOKENS * lane_word
-                copy.async_word_or_zero(place, source + TOKENS * lane_word, source != 0)
+        lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words * TOKENS
+        place = self.target.row(stage, lane_row) + lane_word
+        for i in cutlass.range_constexpr(len(pages)):
+            for first in cutlass.range(0, LANES, LANES // words, unroll=2):
+                row = LANES * i + first
+                page = cute.arch.shuffle_sync(pages[i], first + lane_row)
+                in_page = self.pages.split(tile * self.target.tile_n + row + lane_row)[1]
+                source = self.head + page * self.page + in_page * self.row + lane_word
+                copy.async_word_or_zero(place + row * self.target.blocks, source, page >= 0)

@@ -146,7 +146,7 @@ class KvSource(DeviceStruct):
     def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, partial_barrier, partials):
         """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
         no zeros go round in a loop of their own: with them in one, each tile takes 17 instructions more."""
-        if const_expr(self.one_loop):
+        if const_expr(self.one_loop or self.scales is not None):
             for n in cutlass.range(tile, stop, -1, unroll=1):
                 location = self.claim(locate, n, ring, step)
                 partials = self.fill(location, n, ring, step, partial_barrier, partials)
@@ -176,9 +176,9 @@ class KvSource(DeviceStruct):
         """Where a tile is, when its stage has become free and copies of its scales are on their way."""
         location = locate(tile)
         if const_expr(self.scales is not None):
-            places = self.scales.locate(tile)
+            pages = self.scales.locate(tile)
             ring.wait_empty(step)
-            self.scales.copy(places, ring.stage(step))
+            self.scales.copy(pages, tile, ring.stage(step))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         else:
             ring.wait_empty(step)
@@ -423,7 +423,7 @@ class PageRows(PagedSource):
             scales = [] if const_expr(self.scales is None) else self.scales.locate(n)
             ring.wait_empty(step)
             if const_expr(self.scales is not None):
-                self.scales.copy(scales, ring.stage(step))
+                self.scales.copy(scales, n, ring.stage(step))
             self.copy_rows(addresses, ring.stage(step), ring.full_barrier(step))
             step += 1
         return step, partials

@@ -21,10 +21,12 @@ from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp
 from hopwell.kernels.parts.widen import of_two_keys
 from hopwell.kernels.skeleton import example_arguments
-from hopwell.kernels.sm90.byte_products import BLOCK_BYTES, ByteProducts, accumulate
+from hopwell.kernels.sm90.byte_products import BLOCK_BYTES, ByteProducts, accumulate, padded
 from hopwell.kernels.sm90.decode import argument_types
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafAttend, LeafTiles
 from hopwell.kernels.splitting import LEAF_TILE
+
+MOST_COLUMNS = 256  # of K in the tiles whose products a warp computes at a time: what there are registers for
 
 
 class ByteFewRowsDecodeSm90(FewRowsDecodeSm90):
@@ -64,7 +66,7 @@ class ByteLeafOperands(ByteProducts):
     s: Any  # of a leaf's tiles, one behind the other
     o: Any
     leaf_tiles: int
-    at_once: int  # tiles of K, or of V, whose products do not wait for each other: half of the stages
+    at_once: int  # tiles of K, or of V, whose products do not wait for each other: half of the stages at most
     columns: "WarpColumns"
 
     @staticmethod
@@ -76,7 +78,7 @@ class ByteLeafOperands(ByteProducts):
             s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
             o=cute.make_rmem_tensor(4 * products * parts, Float32),
             leaf_tiles=kernel.step_tiles,
-            at_once=kernel.tile.kv_stages // 2,
+            at_once=min(kernel.tile.kv_stages // 2, max(MOST_COLUMNS // padded(kernel.config.head_dim_qk), 1)),
             columns=WarpColumns.of(kernel.config),
         )
 
