@@ -141,7 +141,9 @@ def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
     if cute.arch.thread_idx()[0] == 0:
         for edge, ring in zip(edges, rings, strict=True):
             for stage in cutlass.range_constexpr(edge.stages):
-                cute.arch.mbarrier_init(ring.full + stage, edge.producer_warps * (edge.producer_lanes + edge.copying_lanes))
+                cute.arch.mbarrier_init(
+                    ring.full + stage, edge.producer_warps * (edge.producer_lanes + edge.copying_lanes)
+                )
                 cute.arch.mbarrier_init(ring.empty + stage, edge.consumer_warps * edge.consumer_lanes)
         cute.arch.mbarrier_init_fence()
     return tuple(rings)

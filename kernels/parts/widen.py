@@ -22,12 +22,16 @@ def of_two_keys(kind: KvType, word, factor=None):
     return e2m1.of_two_rows(word, factor) if kind is KvType.NVFP4 else widened(kind, adjacent(word))
 
 
-def by_columns(kind: KvType, first, second, factor=None) -> list:
-    """A word of each of two keys: for each column the elements of both."""
+def together(kind: KvType, first, second) -> tuple:
+    """A word of each of two keys as two words for :func:`by_columns`, with half of the columns of both keys each."""
     if kind is KvType.NVFP4:
-        halves = prmt(first, second, 0x5410), prmt(first, second, 0x7632)
-        return [column for half in halves for column in e2m1.of_two_rows(half, factor)]
-    return [column for both in interleaved(first, second) for column in widened(kind, both)]
+        return prmt(first, second, 0x5410), prmt(first, second, 0x7632)
+    return interleaved(first, second)
+
+
+def by_columns(kind: KvType, word, factor=None):
+    """A word of two keys: for each column the elements of both."""
+    return of_two_keys(kind, word, factor) if kind is KvType.NVFP4 else widened(kind, word)
 
 
 @dsl_user_op

@@ -19,7 +19,7 @@ from hopwell.kernels.parts.partial import COLUMNS_AT_ONCE, PIECE, Merge, Weighte
 from hopwell.kernels.parts.softmax import ColumnSoftmax
 from hopwell.kernels.parts.split import SplitTile
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
-from hopwell.kernels.parts.widen import by_columns
+from hopwell.kernels.parts.widen import by_columns, together
 from hopwell.kernels.sm90.byte_products import ByteProducts, ColumnBlock, accumulate, padded
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.splitting import ROWS
@@ -132,19 +132,18 @@ class ByteOperands(ByteProducts):
                         loaded.append(copy.load_shared(chunk + byte % copy.CHUNK_BYTES, words))
                 for word in range(words):
                     # Two adjacent keys are the halves of a word of A; adjacent columns its rows g and g + 8.
-                    columns = [
-                        by_columns(
-                            self.kernel.config.kv_type,
-                            *(keys[word] for keys in loaded[2 * half : 2 * half + 2]),
-                            self._value_scales(stage, eights * step + first + half, block, word),
-                        )
-                        for half in range(2)
-                    ]
-                    for c in range(0, len(columns[0]), 2):
-                        a = [columns[half][c + row] for half in range(2) for row in range(2)]
-                        for product in range(self.products):
-                            accumulate(self.o, fragment, a, p[product][first : first + 2])
-                            fragment += 1
+                    kind, pairs = (
+                        self.kernel.config.kv_type,
+                        [(loaded[2 * i][word], loaded[2 * i + 1][word]) for i in range(2)],
+                    )
+                    scales = [self._value_scales(stage, eights * step + first + i, block, word) for i in range(2)]
+                    for both in zip(*[together(kind, *pair) for pair in pairs], strict=True):
+                        columns = [by_columns(kind, *of_pair) for of_pair in zip(both, scales, strict=True)]
+                        for c in range(0, len(columns[0]), 2):
+                            a = [columns[half][c + row] for half in range(2) for row in range(2)]
+                            for product in range(self.products):
+                                accumulate(self.o, fragment, a, p[product][first : first + 2])
+                                fragment += 1
 
     def _value_scales(self, stage, eight, block: ColumnBlock, word: int) -> Any:
         """The scales of a word of this lane's part of its two keys in a group of 8."""

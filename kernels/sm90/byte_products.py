@@ -140,7 +140,7 @@ class ByteProducts(DeviceStruct):
         """Compute S^T of some groups of 8 keys; ``eights`` has the stage of each, and its number there."""
         g, t = place_in_warp()
         scores.registers.fill(0.0)
-        depth, factors = 0, self._key_scales(eights)
+        depth, scales = 0, self._key_scales(eights)
         for block in self.blocks:
             rows = [self.rows(self.k_tile, 0, *eight, block) for eight in eights]
             part = self.element.bytes_of(block.key_part)
@@ -148,10 +148,10 @@ class ByteProducts(DeviceStruct):
             for first in range(0, part, piece):
                 keys = [copy.load_shared(_place(row, g, t, part, first), piece // 4) for row in rows]
                 for word in range(piece // 4):
-                    scale = (first // 4 + word) * (32 // self.element.bits) // self.element.block if factors else 0
+                    factors = self._factors(scales, first // 4 + word)
                     wide = [
-                        widened(self.kernel.config.kv_type, key[word], factors[i][scale] if factors else None)
-                        for i, key in enumerate(keys)
+                        widened(self.kernel.config.kv_type, key[word], factor)
+                        for key, factor in zip(keys, factors, strict=True)
                     ]
                     for step in range(len(wide[0]) // 2):
                         halves = [words[2 * step : 2 * step + 2] for words in wide]
@@ -170,13 +170,19 @@ class ByteProducts(DeviceStruct):
             for product in range(self.products):
                 accumulate(scores.registers, i // 2 * self.products + product, a, b[product])
 
-    def _key_scales(self, eights: list[tuple]) -> list[list]:
-        """The scales of this lane's part of its key in some groups of 8, each as a pair of float16."""
+    def _key_scales(self, eights: list[tuple]) -> list:
+        """A word of scales of this lane's part of its key in some groups of 8; None where there are no scales."""
         if self.k_scales is None:
-            return []
+            return [None] * len(eights)
         g, t = place_in_warp()
-        words = [self.k_scales.part(stage, eight * copy.GROUP_ROWS + g, t, QUAD) for stage, eight in eights]
-        return [[scale_pair(word, i, Float16) for i in range(self.k_scales.blocks // QUAD)] for word in words]
+        return [self.k_scales.part(stage, eight * copy.GROUP_ROWS + g, t, QUAD) for stage, eight in eights]
+
+    def _factors(self, scales: list, word: int) -> list:
+        """The scales of a word of a lane's part, out of words of them."""
+        if self.k_scales is None:
+            return scales
+        block = word * (32 // self.element.bits) // self.element.block
+        return [scale_pair(one, block, Float16) for one in scales]
 
     def rows(self, tile, part: int, stage, eight, block: ColumnBlock):
         """Address of a column block of 8 keys of a stage of K (0) or V (1)."""
