@@ -48,6 +48,11 @@ class Edge:
             raise ValueError(f"edge {self.name}: a ring takes a power of two of stages, got {self.stages}")
 
     @property
+    def full_arrivals(self) -> int:
+        """How many arrivals make a stage full."""
+        return self.producer_warps * (self.producer_lanes + self.copying_lanes)
+
+    @property
     def barriers(self) -> int:
         return 2 * self.stages
 
@@ -141,9 +146,7 @@ def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
     if cute.arch.thread_idx()[0] == 0:
         for edge, ring in zip(edges, rings, strict=True):
             for stage in cutlass.range_constexpr(edge.stages):
-                cute.arch.mbarrier_init(
-                    ring.full + stage, edge.producer_warps * (edge.producer_lanes + edge.copying_lanes)
-                )
+                cute.arch.mbarrier_init(ring.full + stage, edge.full_arrivals)
                 cute.arch.mbarrier_init(ring.empty + stage, edge.consumer_warps * edge.consumer_lanes)
         cute.arch.mbarrier_init_fence()
     return tuple(rings)

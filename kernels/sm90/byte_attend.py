@@ -110,7 +110,6 @@ class ByteOperands(ByteProducts):
 
     def multiply_values(self, stage, step) -> None:
         """Add V^T P^T of the same keys to O^T; the scores are weights by now."""
-        g, t = place_in_warp()
         eights = STEP_KEYS // copy.GROUP_ROWS
         weights = self.scores()
         p = [
@@ -120,30 +119,35 @@ class ByteOperands(ByteProducts):
             ]
             for product in range(self.products)
         ]
+        kind = self.kernel.config.kv_type
         for first in range(0, eights, 2):
-            fragment = 0
+            fragment, weights = 0, [pair[first : first + 2] for pair in p]
             for block in self.blocks:
-                part = self.element.bytes_of(block.value_part)
-                words, byte, loaded = part // 4, g * part, []
-                for eight in (first, first + 1):
-                    rows = self.rows(self.v_tile, 1, stage, eights * step + eight, block)
-                    for i in range(2):
-                        chunk = copy.swizzled_chunk(rows, 2 * t + i, byte // copy.CHUNK_BYTES)
-                        loaded.append(copy.load_shared(chunk + byte % copy.CHUNK_BYTES, words))
-                for word in range(words):
-                    # Two adjacent keys are the halves of a word of A; adjacent columns its rows g and g + 8.
-                    kind, pairs = (
-                        self.kernel.config.kv_type,
-                        [(loaded[2 * i][word], loaded[2 * i + 1][word]) for i in range(2)],
-                    )
+                # Two adjacent keys are the halves of a word of A; adjacent columns its rows g and g + 8.
+                pairs = [self._values(stage, eights * step + first + i, block) for i in range(2)]
+                for word in range(len(pairs[0][0])):
                     scales = [self._value_scales(stage, eights * step + first + i, block, word) for i in range(2)]
-                    for both in zip(*[together(kind, *pair) for pair in pairs], strict=True):
-                        columns = [by_columns(kind, *of_pair) for of_pair in zip(both, scales, strict=True)]
-                        for c in range(0, len(columns[0]), 2):
-                            a = [columns[half][c + row] for half in range(2) for row in range(2)]
-                            for product in range(self.products):
-                                accumulate(self.o, fragment, a, p[product][first : first + 2])
-                                fragment += 1
+                    parts = [together(kind, *[key[word] for key in keys]) for keys in pairs]
+                    for both in zip(*parts, strict=True):
+                        columns = [by_columns(kind, *one) for one in zip(both, scales, strict=True)]
+                        fragment = self._add(columns, weights, fragment)
+
+    def _add(self, columns: list, weights: list, fragment: int) -> int:
+        """Add some columns of two groups of 8 keys to the fragments from this one on. Returns the next one."""
+        for c in range(0, len(columns[0]), 2):
+            a = [columns[half][c + row] for half in range(2) for row in range(2)]
+            for product in range(self.products):
+                accumulate(self.o, fragment, a, weights[product])
+                fragment += 1
+        return fragment
+
+    def _values(self, stage, eight, block: ColumnBlock) -> list:
+        """This lane's part of a column block of V, of its two keys in a group of 8."""
+        g, t = place_in_warp()
+        part = self.element.bytes_of(block.value_part)
+        rows, byte = self.rows(self.v_tile, 1, stage, eight, block), g * part
+        chunks = [copy.swizzled_chunk(rows, 2 * t + i, byte // copy.CHUNK_BYTES) for i in range(2)]
+        return [copy.load_shared(chunk + byte % copy.CHUNK_BYTES, part // 4) for chunk in chunks]
 
     def _value_scales(self, stage, eight, block: ColumnBlock, word: int) -> Any:
         """The scales of a word of this lane's part of its two keys in a group of 8."""

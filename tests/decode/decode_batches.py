@@ -34,8 +34,8 @@ def draft_words(visible: Sequence[torch.Tensor], words: int, generator: torch.Ge
 
 
 def nvfp4(values: torch.Tensor) -> layouts.NVFP4Blocks:
-    """Codes and scales of blocks. Those of what they can hold mean the same; NaN is in scales, beside the largest code.
-    """
+    """Codes and scales of blocks, which mean the same where they can hold the values; NaN is in scales, beside codes
+    of all ones."""
     data, scales = layouts.quantize_nvfp4(values, 1.0)
     poisoned = scales.float().isnan().repeat_interleave(8, -1)
     return layouts.NVFP4Blocks(data.masked_fill(poisoned, 0xFF), scales)
