@@ -17,6 +17,7 @@ from hopwell.kernels.scratch import own_scratch
 from hopwell.kernels.splitting import scratch_bytes
 
 NATURAL_BASE = "basee"
+SOURCES_READ = 13  # arguments that decode_sources finds operands in
 LSE_BASES = (NATURAL_BASE, "base2")
 
 
@@ -157,3 +158,10 @@ def decode_sources(arguments: Arguments) -> Sources:
     table = (block_tables, block_tables)
     own = (on_device(o_scale), mask, workspace_buffer)
     return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *own
+
+
+def xqa_sources(arguments: Arguments) -> Sources:
+    """Those of entries whose caches may have block scales, which come next in the arguments."""
+    sources = decode_sources(arguments)
+    k_scales, v_scales = arguments[SOURCES_READ : SOURCES_READ + 2]
+    return *sources, k_scales, k_scales if v_scales is None else v_scales

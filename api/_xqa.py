@@ -56,7 +56,8 @@ def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: i
         return
     checks.tensor("out", out, "a torch.Tensor or None")
     tokens, heads, _ = query.shape
-    allowed = (query.dtype, checks.FP8) if cache.key.dtype == checks.FP8 else (query.dtype,)
+    has_fp8_out = cache.key.dtype == checks.FP8 or cache.is_nvfp4
+    allowed = (query.dtype, checks.FP8) if has_fp8_out else (query.dtype,)
     checks.dtype("out", out, allowed)
     if out.dim() == 4:
         checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("head_dim", cache.v_dim))
@@ -110,6 +111,7 @@ def _require(
     known_dim = "head_dim" if head_dim in support.DECODE_HEAD_DIMS else "other_head_dim"
     has_8bits = cache.key.dtype in (checks.FP8, torch.int8)
     known_8bit_dim = "8bit_head_dim" if head_dim in support.DECODE_8BIT_HEAD_DIMS else "other_8bit_head_dim"
+    known_nvfp4_dim = "nvfp4_head_dim" if head_dim in support.DECODE_NVFP4_HEAD_DIMS else "other_nvfp4_head_dim"
     known_page = "page_size" if cache.page_size <= support.MAX_PAGE_SIZE else "other_page_size"
     has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in scales)
     needs = (
@@ -120,6 +122,7 @@ def _require(
         (True, "16bit", f"query.dtype={query.dtype}, {kv}"),
         (True, known_dim, f"head_dim={head_dim}"),
         (has_8bits, known_8bit_dim, f"head_dim={head_dim}, {kv}"),
+        (cache.is_nvfp4, known_nvfp4_dim, f"head_dim={head_dim}, {kv}"),
         (True, known_page, f"page_size={cache.page_size}"),
         (True, "cache", f"KV of shape {tuple(cache.key.shape)}"),
         (q_len > 1, "speculative", f"q_len_per_req={q_len}"),
@@ -179,7 +182,9 @@ def xqa_problem(
     cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes)
     if cache.v_dim != head_dim:
         raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
-    _cache.block_scales("kv_cache_sf", kv_cache_sf, cache, kv_layout, (checks.FP8, torch.uint8), dense_pages=False)
+    kv_scales = _cache.block_scales(
+        "kv_cache_sf", kv_cache_sf, cache, kv_layout, (checks.FP8, torch.uint8), dense_pages=False
+    )
 
     if q_cu_seq_lens is None:
         q_len = 1 if q_len_per_req is None else checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
@@ -220,6 +225,7 @@ def xqa_problem(
         ("mask", mask),
         ("q_cu_seq_lens", q_cu_seq_lens),
         ("causal_seqlens_kv_global", causal_seqlens_kv_global),
+        *(("kv_cache_sf", part) for part in ((kv_scales.key, kv_scales.value) if kv_scales is not None else ())),
     )
     results = (("out", out), ("lse", None if log is None else log.tensor))
     scratch = workspace(workspace_buffer, needed, results, inputs)
@@ -252,6 +258,7 @@ def xqa_problem(
         lse=log,
         draft_mask=None if q_len == 1 else mask,
         shard=part,
+        kv_scales=kv_scales,
         scratch=scratch,
         family=Family.DECODE,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
@@ -308,6 +315,11 @@ def trtllm_decode_problem(
     checks.dtype("query", query, checks.SIXTEEN_BIT)
     others.check(query.device)
     checks.choice("backend", backend, BACKENDS)
+    if backend == "trtllm-gen" and same["kv_cache_sf"] is not None:
+        # FlashInfer's kernels of this name take V scales interleaved by four tokens, those of xqa linear ones.
+        raise refused(
+            support.TRTLLM_DECODE, "backend='trtllm-gen' with kv_cache_sf (allowed: 'auto', 'xqa')", query.device
+        )
     checks.flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
     if max_q_len is not None:
         checks.host_int("max_q_len", max_q_len, minimum=1)

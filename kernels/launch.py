@@ -161,17 +161,15 @@ class Geometry(NamedTuple):
     capacity: int  # keys of a request that the table, or contiguous K, has room for
 
 
-# Sizes, strides in elements, and the grid of prefill with scales of blocks.
+SCALE_STRIDES = ("k_scale_page", "k_scale_head", "k_scale_row", "v_scale_page", "v_scale_head", "v_scale_row")
+
+# The same of decode, and of prefill, with scales of blocks.
+ScaledDecodeGeometry = namedtuple("ScaledDecodeGeometry", (*DecodeGeometry._fields, *SCALE_STRIDES))  # type: ignore[misc]
 ScaledGeometry = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
     "ScaledGeometry",
     (
         *Geometry._fields,
-        "k_scale_page",
-        "k_scale_head",
-        "k_scale_row",
-        "v_scale_page",
-        "v_scale_head",
-        "v_scale_row",
+        *SCALE_STRIDES,
         "out_scale_row",  # of the first query token
         "out_scale_columns",
     ),

@@ -18,7 +18,16 @@ from hopwell.kernels.config import TileShape, page_and_head_stride
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.device_data import first_fault
 from hopwell.kernels.families import Buildable
-from hopwell.kernels.launch import OPERANDS, DecodeGeometry, Geometry, ScaledGeometry, addresses_of, page_divisor
+from hopwell.kernels.launch import (
+    OPERANDS,
+    SCALE_STRIDES,
+    DecodeGeometry,
+    Geometry,
+    ScaledDecodeGeometry,
+    ScaledGeometry,
+    addresses_of,
+    page_divisor,
+)
 from hopwell.kernels.prefill_config import PrefillConfig, packed_shape
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
@@ -254,11 +263,15 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...
 
 def _scale_geometry(problem: AttentionProblem) -> list[int]:
     """What a scaled geometry has beyond another one."""
-    strides = [0] * 6
-    if problem.kv_scales is not None:
-        strides = [stride for scales in vars(problem.kv_scales).values() for stride in scales.stride()[:3]]
     out = problem.out_scales
-    return [*strides, *((0, 0) if out is None else (out.first_row, out.tensor.shape[1]))]
+    return [*_scale_strides(problem), *((0, 0) if out is None else (out.first_row, out.tensor.shape[1]))]
+
+
+def _scale_strides(problem: AttentionProblem) -> list[int]:
+    """The strides of ``launch.SCALE_STRIDES``."""
+    if problem.kv_scales is None:
+        return [0] * len(SCALE_STRIDES)
+    return [stride for scales in vars(problem.kv_scales).values() for stride in scales.stride()[:3]]
 
 
 def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
@@ -269,7 +282,7 @@ def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
     return together * (heads // kv_heads)
 
 
-def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGeometry:
+def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[int, ...]:
     """The run-time sizes and strides of a decode problem, whose scratch has ``splitting.scratch_bytes`` or more."""
     query, lse, left = problem.query, problem.lse, problem.mask.window_left
     group = query.shape[1] // problem.key.shape[1]
@@ -284,7 +297,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         slots = node_slots(config.tile.m, kv_heads, columns, grid, config.kv_bytes)
     else:
         slots = slot_count(max(rows, 1), kv_heads, columns, capacity, sms, problem.is_latent)
-    return DecodeGeometry(
+    sizes = DecodeGeometry(
         tokens=query.shape[0],
         batch=problem.batch,
         group=group,
@@ -305,6 +318,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         shard=0 if problem.shard is None else problem.shard.index,
         capacity=_capacity(problem),
     )
+    return ScaledDecodeGeometry._make([*sizes, *_scale_strides(problem)]) if config.has_block_scales else sizes
 
 
 def _capacity(problem: AttentionProblem) -> int:

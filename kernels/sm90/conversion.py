@@ -204,7 +204,10 @@ class Conversion(DeviceStruct):
         loaded, converted = (rings.k, rings.v), (rings.converted_k, rings.converted_v)
         places = [(kernel, sources[i], loaded[i], targets[i], converted[i], i) for i in range(2)]
         if kernel.config.kv_element.block:
-            scales = ScaleRows.of(kernel.config, addresses, geometry)
+            scales = (
+                ScaleRows.key(kernel.config, addresses, geometry),
+                ScaleRows.value(kernel.config, addresses, geometry, interleaves=True),
+            )
             return Conversion(
                 tuple(DequantisingStream(*place, each) for place, each in zip(places, scales, strict=True)), board
             )

@@ -103,6 +103,7 @@ REFUSED_TRTLLM: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "^q_len_per_req must be None", dict(cum_seq_lens_q=ints(0, 3, 6, 9), max_q_len=4, q_len_per_req=3)),
     (ValueError, "^backend must be one of", dict(backend="fa2")),
     (ValueError, "^block_tables must", dict(uses_shared_paged_kv_idx=False)),
+    (NotImplementedError, "trtllm-gen' with kv_cache_sf", dict(backend="trtllm-gen", kv_cache_sf=torch.ones(1))),
 ]
 
 
