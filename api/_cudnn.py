@@ -200,7 +200,8 @@ def cudnn_problem(
     features.require_all(support.CUDNN, arch, needs)
     stats = None
     if return_lse:
-        stats = _log_sum_exp(lse, lse_sizes, starts["batch_offsets_stats"], natural, on)
+        allocated = _padded_rows(lse_sizes, tokens, on) if lse is None else lse
+        stats = _log_sum_exp(allocated, starts["batch_offsets_stats"], natural)
     problem = AttentionProblem(
         query=q,
         key=key,
@@ -256,18 +257,23 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
     return product, 1.0 if given["v_scale"] is None else given["v_scale"]
 
 
-def _log_sum_exp(
-    lse: torch.Tensor | None,
-    sizes: tuple[int, int, int],
-    starts: TokenOffsets | None,
-    natural: bool,
-    on: torch.device,
-) -> LogSumExp:
-    if lse is None:
-        lse = torch.empty(sizes, dtype=torch.float32, device=on)
+def _padded_rows(sizes: tuple[int, int, int], tokens: int, on: torch.device) -> torch.Tensor:
+    """Memory for the log-sum-exp of [batch, max_token_per_sequence, num_heads], whose bound is the caller's."""
+    try:
+        return torch.empty(sizes, dtype=torch.float32, device=on)
+    except RuntimeError as error:  # also torch.OutOfMemoryError, which others catch where the bound is not to blame
+        if sizes[1] <= tokens:
+            raise
+        raise ValueError(
+            f"max_token_per_sequence must be small enough for a log-sum-exp of {sizes} float32, {4 * math.prod(sizes)} "
+            f"bytes, to be allocated, got {sizes[1]} for {tokens} tokens of q"
+        ) from error
+
+
+def _log_sum_exp(lse: torch.Tensor, starts: TokenOffsets | None, natural: bool) -> LogSumExp:
     if starts is None:
         return LogSumExp(lse, LseLayout.PADDED, natural=natural, fills=True)
-    return LogSumExp(lse.view(-1, sizes[2]), LseLayout.OFFSETS, natural=natural, offsets=starts)
+    return LogSumExp(lse.view(-1, lse.shape[-1]), LseLayout.OFFSETS, natural=natural, offsets=starts)
 
 
 # Arguments by the operands that lie in them.

@@ -12,11 +12,12 @@ from hopwell._launch import on_device
 from hopwell._repeat import Arguments, Sources
 from hopwell.kernels import support
 from hopwell.kernels.plan import multiprocessors
-from hopwell.kernels.problem import LogSumExp, LseLayout, TokenOffsets
+from hopwell.kernels.problem import LogSumExp, LseLayout, Shard, TokenOffsets
 from hopwell.kernels.scratch import own_scratch
 from hopwell.kernels.splitting import scratch_bytes
 
 NATURAL_BASE = "basee"
+SOURCES_READ = 13  # arguments that decode_sources finds operands in
 LSE_BASES = (NATURAL_BASE, "base2")
 
 
@@ -104,6 +105,15 @@ def ragged_starts(
     return batch, most, checks.cumulative(name, starts, batch, query.device)
 
 
+def shard(kv_global: Any, world: Any, rank: Any, batch: int, on: torch.device) -> Shard | None:
+    """Which of all keys this rank has, where ``causal_seqlens_kv_global`` is given."""
+    count = checks.host_int("cp_world", world, minimum=1)
+    index = checks.host_int("cp_rank", rank, maximum=count - 1)
+    if kv_global is None:
+        return None
+    return Shard(checks.lengths("causal_seqlens_kv_global", kv_global, batch, on), count, index)
+
+
 def refused(entry: str, what: str, on: torch.device) -> NotImplementedError:
     """The error for an argument that no architecture's kernels serve."""
     return NotImplementedError(f"{entry}: {what} is not supported on {support.arch_of(on)}, nor elsewhere")
@@ -126,6 +136,7 @@ def decode_names(q_offsets: str, kv_lens: str = "seq_lens") -> dict[str, str]:
     """Arguments by the operands that lie in them, where these two are called so."""
     return {
         "q_offsets": q_offsets,
+        "k_offsets": "causal_seqlens_kv_global",  # see launch.Addresses
         "kv_lens": kv_lens,
         "key_table": "block_tables",
         "value_table": "block_tables",
@@ -139,11 +150,18 @@ def decode_sources(arguments: Arguments) -> Sources:
     """The arguments that the kernel's operands lie in. Those of each entry for decode begin with the same ones.
     The log-sum-exp is a result, which is found by itself."""
     query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, sinks, o_scale, mask, *rest = arguments
-    workspace_buffer, q_starts, *_ = rest
+    workspace_buffer, q_starts, kv_global, *_ = rest
     value = k if v is None else v
-    starts = (q_starts, None, None, None)
+    starts = (q_starts, None, kv_global, None)
     scales = (on_device(bmm1_scale), on_device(bmm2_scale))
     nothing = (None, None, None, None)  # lse, its offsets, statistics, skipped tiles
     table = (block_tables, block_tables)
     own = (on_device(o_scale), mask, workspace_buffer)
     return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *own
+
+
+def xqa_sources(arguments: Arguments) -> Sources:
+    """Those of entries whose caches may have block scales, which come next in the arguments."""
+    sources = decode_sources(arguments)
+    k_scales, v_scales = arguments[SOURCES_READ : SOURCES_READ + 2]
+    return *sources, k_scales, k_scales if v_scales is None else v_scales

@@ -9,6 +9,7 @@ import torch
 from hopwell import _checks as checks
 from hopwell import _features as features
 from hopwell._decoding import (
+    NATURAL_BASE,
     check_counter_buffer,
     dense_tokens,
     flat_tokens,
@@ -16,14 +17,16 @@ from hopwell._decoding import (
     ragged_starts,
     refuse_skip_softmax,
     refused,
+    shard,
     workspace,
     workspace_bytes,
 )
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind, Shard
 from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
+NATURAL_BACKEND = "cute-dsl"  # whose log-sum-exps are natural, also in the calls that merge ranks
 DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
 SPARSE_DIMS = (*DIMS, (512, 0))
 TOP_K_STEP = 4
@@ -44,8 +47,8 @@ class MlaOptions(NamedTuple):
     cp_rank: Any = 0
     use_fp16_softmax: Any = None
 
-    def check(self, q_len: int, kv_global: Any, return_lse: bool, on: torch.device) -> None:
-        """Refuse by name what would change a result; ``kv_global`` is ``causal_seqlens_kv_global``."""
+    def check(self, on: torch.device) -> None:
+        """Refuse by name what would change a result."""
         refuse_skip_softmax(support.MLA, self.skip_softmax_threshold_scale_factor, on)
         checks.flag("is_var_seq", self.is_var_seq)
         checks.flag("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
@@ -53,26 +56,21 @@ class MlaOptions(NamedTuple):
         checks.choice("kv_scale_format", self.kv_scale_format, KV_SCALE_FORMATS)
         if checks.optional_flag("use_fp16_softmax", self.use_fp16_softmax):
             raise refused(support.MLA, "use_fp16_softmax=True", on)
-        self._check_context_parallel(q_len, kv_global, return_lse, on)
 
-    def _check_context_parallel(self, q_len: int, kv_global: Any, return_lse: bool, on: torch.device) -> None:
-        if kv_global is not None:
-            checks.tensor("causal_seqlens_kv_global", kv_global)
-        world = checks.host_int("cp_world", self.cp_world, minimum=1)
-        checks.host_int("cp_rank", self.cp_rank, maximum=world - 1)
+    def shard(self, kv_global: Any, batch: int, return_lse: bool, on: torch.device) -> Shard | None:
+        """What this rank has of all keys; ``kv_global`` is ``causal_seqlens_kv_global``."""
+        found = shard(kv_global, self.cp_world, self.cp_rank, batch, on)
         if not checks.flag("enable_dcp", self.enable_dcp):
-            if world > 1 or kv_global is not None:
+            if found is not None or self.cp_world > 1:
                 raise ValueError(
                     "cp_world must be 1 and causal_seqlens_kv_global None without enable_dcp, "
-                    f"got cp_world={world} and {checks.describe(kv_global)}"
+                    f"got cp_world={self.cp_world} and {checks.describe(kv_global)}"
                 )
-            return
-        if not return_lse:
+        elif not return_lse:
             raise ValueError("return_lse must be True with enable_dcp: ranks are merged by it")
-        if kv_global is None:
+        elif found is None:
             raise ValueError("causal_seqlens_kv_global must be given with enable_dcp, got None")
-        if q_len > 1:
-            raise refused(support.MLA, f"enable_dcp=True with several new tokens of a request (up to {q_len})", on)
+        return found
 
 
 def _check_dims(rank: int, rope: int, top_k: int) -> None:
@@ -239,7 +237,8 @@ def mla_problem(
         q_len = min(q_len, max(tokens, 1))  # scratch grows with it, and no request has more tokens than there are
     checks.flag("return_lse", return_lse)
     check_counter_buffer(multi_ctas_kv_counter_buffer)
-    options.check(q_len, causal_seqlens_kv_global, return_lse, on)
+    options.check(on)
+    part = options.shard(causal_seqlens_kv_global, batch, return_lse, on)
     if heads < 1:
         raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
 
@@ -261,15 +260,21 @@ def mla_problem(
         table, lists = checks.page_table(block_tables, batch, on, shared=options.uses_shared_paged_kv_idx), None
         capacity = checks.capacity(table, page_size)
     kv_lens = _kv_lens(seq_lens, sparse_mla_top_k_lens, batch, tokens, top_k, on)
+    if part is not None and top_k > 0:
+        raise refused(support.MLA, f"enable_dcp=True with sparse_mla_top_k={top_k}", on)
     if sparse_mla_top_k_lens is not None:  # Every token is a request of its own then, with its list as its keys.
         batch, q_len, starts = tokens, 1, None
     checks.host_int("max_seq_len", max_seq_len)
     softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
     output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
     sink_logits = checks.sinks(sinks, heads, on)
+    if part is not None and sinks is not None:
+        raise ValueError("sinks must be None with enable_dcp: every rank would count them")
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     checks.choice("backend", backend, BACKENDS)
     _check_out(out, query, rank)
+    if return_lse_base is None and (backend == NATURAL_BACKEND or part is not None):
+        return_lse_base = NATURAL_BASE
     log = log_sum_exp(lse, return_lse, return_lse_base, flat_query, tuple(query.shape[:-1]))
     needed = mla_workspace_bytes(heads, capacity, q_len, rank, on)
     inputs = (
@@ -279,6 +284,7 @@ def mla_problem(
         ("seq_lens", seq_lens),
         ("sinks", sink_logits),
         ("cum_seq_lens_q", cum_seq_lens_q),
+        ("causal_seqlens_kv_global", causal_seqlens_kv_global),
         ("sparse_mla_top_k_lens", sparse_mla_top_k_lens),
     )
     results = (("out", out), ("lse", None if log is None else log.tensor))
@@ -297,6 +303,7 @@ def mla_problem(
         (True, "page_size" if page_size <= support.MAX_PAGE_SIZE else "other_page_size", f"page_size={page_size}"),
         (True, "cache", f"kv_cache of shape {tuple(kv_cache.shape)}"),
         (q_len > 1, "multi_token", f"query with q_len={q_len}"),
+        (part is not None, "dcp", "enable_dcp=True"),
         (sinks is not None, "sinks", "sinks given"),
         (has_tensor_scale, "tensor_scales", "scale given as a tensor"),
     )
@@ -311,11 +318,12 @@ def mla_problem(
         max_kv_len=capacity,
         q_offsets=starts,
         kv_lens=kv_lens,
-        mask=Mask(MaskKind.CAUSAL),
+        mask=Mask(MaskKind.CAUSAL if part is None else MaskKind.CYCLIC),
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         page_table=table,
         token_table=lists,
+        shard=part,
         sinks=sink_logits,
         lse=log,
         scratch=scratch,

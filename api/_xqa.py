@@ -16,11 +16,12 @@ from hopwell._decoding import (
     ragged_starts,
     refuse_skip_softmax,
     refused,
+    shard,
     workspace,
     workspace_bytes,
 )
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind, Shard
 from hopwell.utils import FP4Tensor
 
 MAX_HEAD_DIM = 512
@@ -55,7 +56,8 @@ def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: i
         return
     checks.tensor("out", out, "a torch.Tensor or None")
     tokens, heads, _ = query.shape
-    allowed = (query.dtype, checks.FP8) if cache.key.dtype == checks.FP8 else (query.dtype,)
+    has_fp8_out = cache.key.dtype == checks.FP8 or cache.is_nvfp4
+    allowed = (query.dtype, checks.FP8) if has_fp8_out else (query.dtype,)
     checks.dtype("out", out, allowed)
     if out.dim() == 4:
         checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("head_dim", cache.v_dim))
@@ -109,6 +111,7 @@ def _require(
     known_dim = "head_dim" if head_dim in support.DECODE_HEAD_DIMS else "other_head_dim"
     has_8bits = cache.key.dtype in (checks.FP8, torch.int8)
     known_8bit_dim = "8bit_head_dim" if head_dim in support.DECODE_8BIT_HEAD_DIMS else "other_8bit_head_dim"
+    known_nvfp4_dim = "nvfp4_head_dim" if head_dim in support.DECODE_NVFP4_HEAD_DIMS else "other_nvfp4_head_dim"
     known_page = "page_size" if cache.page_size <= support.MAX_PAGE_SIZE else "other_page_size"
     has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in scales)
     needs = (
@@ -119,6 +122,7 @@ def _require(
         (True, "16bit", f"query.dtype={query.dtype}, {kv}"),
         (True, known_dim, f"head_dim={head_dim}"),
         (has_8bits, known_8bit_dim, f"head_dim={head_dim}, {kv}"),
+        (cache.is_nvfp4, known_nvfp4_dim, f"head_dim={head_dim}, {kv}"),
         (True, known_page, f"page_size={cache.page_size}"),
         (True, "cache", f"KV of shape {tuple(cache.key.shape)}"),
         (q_len > 1, "speculative", f"q_len_per_req={q_len}"),
@@ -154,11 +158,15 @@ def xqa_problem(
     *,
     entry: str = support.XQA,
     shared_pages: bool = True,
+    cp_world: int = 1,
+    cp_rank: int = 0,
+    causal_seqlens_kv_global: torch.Tensor | None = None,
 ) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
 
     ``entry`` is whom refusals name; several tokens per request without a mask are refused by xqa, else they are causal.
-    ``shared_pages``: K and V share the ids of ``block_tables``, else it is [batch, 2, pages_per_request].
+    ``shared_pages``: K and V share the ids of ``block_tables``, else it is [batch, 2, pages_per_request]. Ranks share
+    keys where ``causal_seqlens_kv_global`` is given.
     """
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
@@ -174,7 +182,9 @@ def xqa_problem(
     cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes)
     if cache.v_dim != head_dim:
         raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
-    _cache.block_scales("kv_cache_sf", kv_cache_sf, cache, kv_layout, (checks.FP8, torch.uint8), dense_pages=False)
+    kv_scales = _cache.block_scales(
+        "kv_cache_sf", kv_cache_sf, cache, kv_layout, (checks.FP8, torch.uint8), dense_pages=False
+    )
 
     if q_cu_seq_lens is None:
         q_len = 1 if q_len_per_req is None else checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
@@ -196,6 +206,8 @@ def xqa_problem(
     sink_logits = checks.sinks(sinks, heads, on)
     enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
     _check_mask(mask, batch, q_len, ragged_tokens, on)
+    part = shard(causal_seqlens_kv_global, cp_world, cp_rank, batch, on)
+    _check_sharded(part, cp_world, return_lse, window_left, mask, sinks)
     _check_out(out, query, cache, batch, q_len)
     if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
         q_len = min(q_len, max(ragged_tokens, 2))
@@ -212,6 +224,8 @@ def xqa_problem(
         ("sinks", sink_logits),
         ("mask", mask),
         ("q_cu_seq_lens", q_cu_seq_lens),
+        ("causal_seqlens_kv_global", causal_seqlens_kv_global),
+        *(("kv_cache_sf", part) for part in ((kv_scales.key, kv_scales.value) if kv_scales is not None else ())),
     )
     results = (("out", out), ("lse", None if log is None else log.tensor))
     scratch = workspace(workspace_buffer, needed, results, inputs)
@@ -220,7 +234,10 @@ def xqa_problem(
     scales = (softmax_scale, output_scale, output_factor)
     arch = support.arch_of(on)
     _require(entry, arch, query, cache, is_fp8_out, q_len, window_left, sinks is not None, scales)
+    if part is not None:
+        support.require(entry, "dcp", "causal_seqlens_kv_global given", arch)
     kind = MaskKind.SLIDING_WINDOW if window_left >= 0 else MaskKind.FULL
+    kind = MaskKind.DRAFT if q_len > 1 else kind
     return AttentionProblem(
         query=query,
         key=cache.key,
@@ -231,7 +248,7 @@ def xqa_problem(
         max_kv_len=capacity,
         q_offsets=starts,
         kv_lens=kv_lens,
-        mask=Mask(MaskKind.DRAFT if q_len > 1 else kind, window_left),
+        mask=Mask(kind if part is None else MaskKind.CYCLIC, window_left),
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         # An fp8 output is bmm2_scale * o, any other one bmm2_scale * o_scale * o.
@@ -240,10 +257,28 @@ def xqa_problem(
         sinks=sink_logits,
         lse=log,
         draft_mask=None if q_len == 1 else mask,
+        shard=part,
+        kv_scales=kv_scales,
         scratch=scratch,
         family=Family.DECODE,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
+
+
+def _check_sharded(part: Shard | None, world: int, return_lse: Any, window_left: int, mask: Any, sinks: Any) -> None:
+    """Ranks that share keys return what they are merged by. No mask but the causal one goes with them, and no sinks."""
+    if part is None:
+        if world > 1:
+            raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {world}")
+        return
+    if not return_lse:
+        raise ValueError("return_lse must be True with causal_seqlens_kv_global: ranks are merged by it")
+    if window_left >= 0:
+        raise ValueError(f"window_left must be -1 with causal_seqlens_kv_global, got {window_left}")
+    if mask is not None:
+        raise ValueError(f"mask must be None with causal_seqlens_kv_global, got {checks.describe(mask)}")
+    if sinks is not None:
+        raise ValueError("sinks must be None with causal_seqlens_kv_global: every rank would count them")
 
 
 def widened_query(query: Any, kv_cache: Any, out: Any, out_dtype: Any) -> Any:
@@ -280,6 +315,11 @@ def trtllm_decode_problem(
     checks.dtype("query", query, checks.SIXTEEN_BIT)
     others.check(query.device)
     checks.choice("backend", backend, BACKENDS)
+    if backend == "trtllm-gen" and same["kv_cache_sf"] is not None:
+        # FlashInfer's kernels of this name take V scales interleaved by four tokens, those of xqa linear ones.
+        raise refused(
+            support.TRTLLM_DECODE, "backend='trtllm-gen' with kv_cache_sf (allowed: 'auto', 'xqa')", query.device
+        )
     checks.flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
     if max_q_len is not None:
         checks.host_int("max_q_len", max_q_len, minimum=1)
@@ -321,7 +361,6 @@ def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor, query_dtype: tor
 
 
 _ONLY_NONE = {  # names and types of what is refused; the class of a plan is FlashInfer's
-    "causal_seqlens_kv_global": torch.Tensor,
     "bf16q_fp8kv_transform_mode": str,
     "request_order": torch.Tensor,
     "request_order_plan": object,
@@ -336,9 +375,6 @@ class TrtllmOptions(NamedTuple):
     skip_softmax_threshold_scale_factor: Any = None
     bmm1_scale_log2: Any = None
     enable_block_sparse_attention: Any = False
-    cp_world: Any = 1
-    cp_rank: Any = 0
-    causal_seqlens_kv_global: Any = None
     bf16q_fp8kv_transform_mode: Any = None
     request_order: Any = None
     request_order_plan: Any = None
@@ -356,9 +392,6 @@ class TrtllmOptions(NamedTuple):
             raise refused(support.TRTLLM_DECODE, "bmm1_scale_log2 (bmm1_scale takes tensors)", on)
         if checks.flag("enable_block_sparse_attention", self.enable_block_sparse_attention):
             raise refused(support.TRTLLM_DECODE, "enable_block_sparse_attention=True", on)
-        for name, inert in (("cp_world", 1), ("cp_rank", 0)):
-            if checks.host_int(name, getattr(self, name), minimum=0) != inert:
-                raise refused(support.TRTLLM_DECODE, f"{name}={getattr(self, name)} (allowed: {inert})", on)
         for name, kind in _ONLY_NONE.items():
             value = getattr(self, name)
             if value is not None:

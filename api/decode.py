@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import check_counter_buffer, decode_names, decode_sources
+from hopwell._decoding import check_counter_buffer, decode_names, xqa_sources
 from hopwell._dynamo import opaque
 from hopwell._launch import Calls, halves, single, upper_bound
 from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, widened_query, xqa_problem, xqa_workspace_bytes
@@ -17,8 +17,8 @@ __all__ = [
     "xqa_workspace_bytes",
 ]
 
-_XQA = Calls(decode_sources, decode_names("q_cu_seq_lens"))
-_TRTLLM = Calls(decode_sources, decode_names("cum_seq_lens_q"))
+_XQA = Calls(xqa_sources, decode_names("q_cu_seq_lens"))
+_TRTLLM = Calls(xqa_sources, decode_names("cum_seq_lens_q"))
 
 
 @opaque
@@ -62,28 +62,29 @@ def xqa_batch_decode_with_kv_cache(
 
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
-            multiple of 16 up to 256, or 512 without an 8-bit cache.
+            multiple of 16 up to 256, or 512 without an 8-bit cache; 64, 128 or 256 with an NVFP4 cache.
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
             e2m1 values a byte, head_dim / 2 wide). page_size is 1 to 1024, num_heads a multiple of
-            num_kv_heads. 8-bit values are widened to float16 before they are multiplied, which holds all of them: the
-            result is at least as accurate as that of a 16-bit cache with the same values.
+            num_kv_heads. 8-bit values, and NVFP4 ones times their block scales, are widened to float16 before they are
+            multiplied, which holds all of them: the result is at least as accurate as that of a 16-bit cache with the
+            same values. Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``xqa_workspace_bytes`` bytes or
             more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
             each. In place of one that is too small, memory of our own is used, one piece for each device and stream;
             CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request]; entries past a request's last page are
             not read.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
-            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, 0 or more: a float, or a one-element float32 tensor on the
             device, which is not looked at: a negative one makes the output NaN.
         bmm2_scale: factor on the output, likewise.
         window_left: keys to the left of its own that a row sees, 0 or more; -1 for all of them.
         out: [batch * q_len_per_req, num_heads, head_dim] or [batch, q_len_per_req, num_heads, head_dim] to write into,
-            in the dtype of query, or float8_e4m3fn (saturating) with a float8_e4m3fn cache; None allocates.
+            in the dtype of query, or float8_e4m3fn (saturating) with a float8_e4m3fn or NVFP4 cache; None allocates.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
         kv_layout: "NHD" or "HND".
@@ -95,7 +96,8 @@ def xqa_batch_decode_with_kv_cache(
             as little-endian 32-bit words, bit j % 32 of word j // 32 says whether the row sees new token j. Keys before
             the new tokens are always visible.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8 with the same bits, in the layout of
-            ``kv_cache`` with head_dim / 16 as its last size; linear for K and V.
+            ``kv_cache`` with head_dim / 16 as its last size; linear for K and V. One tensor or a pair, with strides of
+            their own, all but the last of which are multiples of 4.
         q_cu_seq_lens: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with different
             ones. They stay on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim],
             ``q_len_per_req`` is an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 *
@@ -116,7 +118,7 @@ def xqa_batch_decode_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    k, v = halves(kv_cache)
+    (k, v), (k_scales, v_scales) = halves(kv_cache), halves(kv_cache_sf)
     arguments = (
         query,
         k,
@@ -130,6 +132,9 @@ def xqa_batch_decode_with_kv_cache(
         mask,
         workspace_buffer,
         q_cu_seq_lens,
+        None,
+        k_scales,
+        v_scales,
         out,
         lse,
         return_lse,
@@ -139,7 +144,6 @@ def xqa_batch_decode_with_kv_cache(
         kv_layout,
         enable_pdl,
         q_len_per_req,
-        kv_cache_sf,
     )
     done = _XQA.repeat(arguments, out, lse)
     if done is None:
@@ -230,21 +234,22 @@ def trtllm_batch_decode_with_kv_cache(
         workspace_buffer: as there.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
             ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False.
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
-            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units, a float or a one-element float32 tensor.
         bmm2_scale: factor on the output, likewise.
         window_left: keys to the left of its own that a row sees; -1 for all of them.
         out: [tokens, num_heads, head_dim] to write into; None allocates.
-        out_dtype: dtype of the output: that of ``query``, or float8_e4m3fn with a float8_e4m3fn cache. None means that
-            of ``out``, or of ``query``. "nvfp4" is refused.
+        out_dtype: dtype of the output: that of ``query``, or float8_e4m3fn with a float8_e4m3fn or NVFP4 cache. None
+            means that of ``out``, or of ``query``. "nvfp4" is refused.
         o_sf_scale: for nvfp4 outputs; must be None.
         o_sf_vec_size: for nvfp4 outputs; must be None.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor.
         kv_layout: "HND" or "NHD".
         enable_pdl: programmatic dependent launch; None means where the device has it.
-        backend: "auto", "xqa" or "trtllm-gen", which all mean the same here.
+        backend: "auto", "xqa" or "trtllm-gen", which all mean the same here, but that "trtllm-gen" is refused with an
+            NVFP4 cache, whose V scales FlashInfer interleaves there.
         q_len_per_req: new tokens of each request; None means 1.
         o_scale: a second factor on a 16-bit output.
         mask: uint16 bits as there, for several new tokens; None for causal ones.
@@ -252,16 +257,19 @@ def trtllm_batch_decode_with_kv_cache(
         cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
             different ones.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
-        kv_cache_sf: block scales of an NVFP4 cache.
+        kv_cache_sf: block scales of an NVFP4 cache, linear for K and V, as there.
         uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``.
         lse: float32 [tokens, num_heads], contiguous, to write the log-sum-exp into, whatever ``return_lse`` says.
         return_lse: whether to return the log-sum-exp.
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         enable_block_sparse_attention: must be False.
-        cp_world: must be 1.
-        cp_rank: must be 0.
-        causal_seqlens_kv_global: must be None.
+        cp_world: number of ranks that share the keys of each request (decode context parallel).
+        cp_rank: this rank: key c of the cache is key c * cp_world + cp_rank of the request.
+        causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
+            included, while ``seq_lens`` counts those of this rank. New token t of q_len is at position
+            causal_seqlens_kv_global - q_len + t, and sees this rank's keys up to there. Needs ``return_lse``, as ranks
+            are merged by it; refused with ``mask``, a window and sinks. None where ranks share nothing.
         bf16q_fp8kv_transform_mode: must be None.
         request_order: must be None.
         request_order_plan: must be None.
@@ -276,7 +284,7 @@ def trtllm_batch_decode_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    k, v = halves(kv_cache)
+    (k, v), (k_scales, v_scales) = halves(kv_cache), halves(kv_cache_sf)
     query_dtype = getattr(query, "dtype", None)
     query = widened_query(query, kv_cache, out, out_dtype)
     arguments = (
@@ -292,6 +300,9 @@ def trtllm_batch_decode_with_kv_cache(
         mask,
         workspace_buffer,
         cum_seq_lens_q,
+        causal_seqlens_kv_global,
+        k_scales,
+        v_scales,
         out,
         lse,
         return_lse,
@@ -301,7 +312,6 @@ def trtllm_batch_decode_with_kv_cache(
         kv_layout,
         enable_pdl,
         q_len_per_req,
-        kv_cache_sf,
         out_dtype,
         backend,
         max_q_len,
@@ -313,7 +323,6 @@ def trtllm_batch_decode_with_kv_cache(
         enable_block_sparse_attention,
         cp_world,
         cp_rank,
-        causal_seqlens_kv_global,
         bf16q_fp8kv_transform_mode,
         request_order,
         request_order_plan,
@@ -339,13 +348,13 @@ def trtllm_batch_decode_with_kv_cache(
                 skip_softmax_threshold_scale_factor,
                 bmm1_scale_log2,
                 enable_block_sparse_attention,
-                cp_world,
-                cp_rank,
-                causal_seqlens_kv_global,
                 bf16q_fp8kv_transform_mode,
                 request_order,
                 request_order_plan,
             ),
+            cp_world=cp_world,
+            cp_rank=cp_rank,
+            causal_seqlens_kv_global=causal_seqlens_kv_global,
             workspace_buffer=workspace_buffer,
             block_tables=block_tables,
             seq_lens=seq_lens,

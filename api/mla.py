@@ -85,8 +85,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             at most; entries past a request's last page are not read. Sparse: [batch, q_len, sparse_mla_top_k] token
             indices page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens,
             sparse_mla_top_k].
-        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. No more than
-            ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32 is 0.
+        seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
         out: [batch, q_len, num_heads, kv_lora_rank] to write into, in the dtype of query, bfloat16 for fp8 inputs,
@@ -97,7 +97,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
         enable_pdl: programmatic dependent launch; None means where the device has it.
-        backend: "auto", "xqa", "trtllm-gen" or "cute-dsl". FlashInfer's implementations; all mean the same here.
+        backend: "auto", "xqa", "trtllm-gen" or "cute-dsl". FlashInfer's implementations; they differ here in the base
+            of the log-sum-exp alone.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
         is_var_seq: not used: lengths may always differ.
         uses_shared_paged_kv_idx: False for page ids [batch, 2, pages_per_request]. A page holds keys and values at
@@ -114,13 +115,16 @@ def trtllm_batch_decode_with_kv_cache_mla(
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: how many entries of its list count, in
             place of what ``seq_lens`` says; sparse only.
-        enable_dcp: whether ``kv_cache`` and ``seq_lens`` are one rank's share of each request's keys. Needs
-            ``return_lse``; with one new token of each request only.
+        enable_dcp: whether ranks share the keys of each request (decode context parallel): ``kv_cache`` and
+            ``seq_lens`` are this rank's. Needs ``return_lse``, as ranks are merged by it; refused with lists and sinks.
         cp_world: number of ranks.
-        cp_rank: of this rank.
-        causal_seqlens_kv_global: the keys of each request on all ranks. The one new token sees all of this rank's.
+        cp_rank: this rank: key c of the cache is key c * cp_world + cp_rank of the request.
+        causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
+            included. New token t of q_len is at position causal_seqlens_kv_global - q_len + t, and sees this rank's
+            keys up to there. Required with ``enable_dcp``, None without.
         use_fp16_softmax: None or False; True is refused.
-        return_lse_base: "base2" or None for logarithms to base 2, as FlashInfer returns them, "basee" for natural ones.
+        return_lse_base: "base2" for logarithms to base 2, "basee" for natural ones. None is as in FlashInfer: natural
+            where ``backend`` is "cute-dsl" and with ``enable_dcp``, which it has there only, else to base 2.
 
     Returns:
         The output: ``out`` itself where given. With ``return_lse`` a pair of it and the log-sum-exp: ``lse`` itself
@@ -146,6 +150,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         None,
         workspace_buffer,
         cum_seq_lens_q if sparse_mla_top_k_lens is None else None,
+        causal_seqlens_kv_global,
         out,
         lse,
         return_lse,
@@ -154,7 +159,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         # What no kernel reads, but the checks do.
         None if sparse_mla_top_k_lens is None else seq_lens,
         None if sparse_mla_top_k_lens is None else cum_seq_lens_q,
-        causal_seqlens_kv_global,
         skip_softmax_threshold_scale_factor,
         is_var_seq,
         uses_shared_paged_kv_idx,

@@ -87,9 +87,8 @@ def trtllm_batch_context_with_kv_cache(
         block_tables: int32, uint32 or int64 page ids, [batch_size, pages_per_request], or [batch_size, 2,
             pages_per_request] with ids of the K and of the V pages where ``uses_shared_paged_kv_idx`` is False. Entries
             past the last page of a request are never read. The table may be narrower than ``max_kv_len`` tokens.
-        seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included. No
-            more than ``block_tables`` has room for, which is not checked before a launch; one that is negative as int32
-            is 0.
+        seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included.
+            One beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
         max_q_len: upper bound of the new tokens of a request. It never changes a result.
         max_kv_len: upper bound of ``seq_lens``. It never changes a result.
         bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, 0 or more, or a one-element

@@ -154,7 +154,7 @@ class KernelConfig:
     @property
     def kv_bytes(self) -> int:
         """Bytes of what K and V are addressed by: an element, or two of 4 bits."""
-        return max(self.kv_element.bits // 8, 1)
+        return self.kv_element.unit_bytes
 
     @property
     def multiplies_bytes(self) -> bool:
@@ -190,6 +190,11 @@ class KernelConfig:
         """Columns of the tiles that the two loading warps fill: whole column blocks of the swizzle."""
         first, second = self.kv_dims
         return rounded_up(first, BLOCK_COLUMNS), rounded_up(second, BLOCK_COLUMNS)
+
+    @property
+    def copies_scales(self) -> bool:
+        """Whether the loading warps copy scales of blocks into shared memory, beside the tiles."""
+        return False
 
     @property
     def widens(self) -> bool:

@@ -36,9 +36,16 @@ from hopwell.kernels.splitting import (
 
 FP8 = {torch.float8_e4m3fn: "e4m3"}
 EIGHT_BIT_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
-KV_TYPES = (KvType.WIDE, *EIGHT_BIT_TYPES.values())  # that there are decode kernels for
-MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)
-DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT)  # of several new tokens: the others have one position for all rows
+NARROW_TYPES = EIGHT_BIT_TYPES | {torch.uint8: KvType.NVFP4}
+# Head dims of caches that are widened in registers.
+NARROW_HEAD_DIMS = {
+    **dict.fromkeys(EIGHT_BIT_TYPES.values(), support.DECODE_8BIT_HEAD_DIMS),
+    KvType.NVFP4: support.DECODE_NVFP4_HEAD_DIMS,
+}
+KV_TYPES = (KvType.WIDE, *EIGHT_BIT_TYPES.values())  # of kernels that are compiled ahead
+MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)  # that are compiled ahead
+# Of several new tokens: the others have one position for all rows.
+DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT, MaskKind.CYCLIC)
 HEAD_DIMS = support.DECODE_HEAD_DIMS
 COMPILED_HEAD_DIMS = (64, 128, 256, 512)  # the others are compiled on demand only
 
@@ -62,6 +69,11 @@ _BYTE_TILES = {
     128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
     240: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=184, merge_registers=104),
     256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
+}
+# Loaders that copy scales besides take more registers.
+_NVFP4_TILES = {
+    columns: replace(_BYTE_TILES[columns], producer_registers=64, consumer_registers=176, merge_registers=96)
+    for columns in (128, 256)
 }
 
 
@@ -103,7 +115,7 @@ class DecodeConfig(KernelConfig):
             tile = _TREE_TILE if self.kv_type is KvType.WIDE else _BYTE_TREE_TILE
             stages = _STAGE_BYTES // self.ctas_per_sm // (LEAF_TILE * 2 * self.columns[0])
             return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
-        tiles = _TILES if self.kv_type is KvType.WIDE else _BYTE_TILES
+        tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, _BYTE_TILES)
         return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
 
     @property
@@ -132,6 +144,10 @@ class DecodeConfig(KernelConfig):
         return 1 if self.has_tree else 2 if self.kv_bytes == 1 else super().consumer_warpgroups
 
     @property
+    def copies_scales(self) -> bool:
+        return bool(self.kv_element.block)
+
+    @property
     def depth(self) -> tuple[int, int]:
         return self.kv_dims if self.kv_bytes == 1 else super().depth
 
@@ -152,22 +168,22 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     head_dim = problem.query.shape[2]
-    if head_dim not in HEAD_DIMS or problem.value.shape[3] != head_dim:
+    if head_dim not in HEAD_DIMS or problem.v_dim != head_dim:
         raise NotImplementedError(
-            f"head dims (QK/V) {head_dim}/{problem.value.shape[3]} have no decode kernel on {arch}; supported: equal "
+            f"head dims (QK/V) {head_dim}/{problem.v_dim} have no decode kernel on {arch}; supported: equal "
             f"ones, multiples of 16 up to {HEAD_DIMS[-2]}, and {HEAD_DIMS[-1]}"
         )
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    kv_type = EIGHT_BIT_TYPES.get(problem.key.dtype, KvType.WIDE)
-    if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
+    kv_type = NARROW_TYPES.get(problem.key.dtype, KvType.WIDE)
+    if kv_type is not KvType.WIDE and head_dim not in NARROW_HEAD_DIMS[kv_type]:
         raise NotImplementedError(
             f"head dim {head_dim} has no decode kernel on {arch} with a {problem.key.dtype} cache; supported: "
-            f"{', '.join(map(str, support.DECODE_8BIT_HEAD_DIMS))}"
+            f"{', '.join(map(str, NARROW_HEAD_DIMS[kv_type]))}"
         )
     if kv_type is KvType.WIDE:
         require_dtypes(problem, out_dtype, arch)
     require_page_size(problem, arch)
-    require_seen(problem, "decode kernel", MASKS if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
+    require_seen(problem, "decode kernel", (*MASKS, MaskKind.CYCLIC) if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
     common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
     rows = tile_rows(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
@@ -188,6 +204,7 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
         "lengths from offsets": p.kv_lens is None,
         "offsets in elements": p.q_offsets is not None and p.q_offsets.unit != 1,
         "q_lens": p.q_lens is not None,
+        "a shard of keys under another mask": (p.shard is None) == (p.mask.kind is MaskKind.CYCLIC),
         "o_offsets": p.o_offsets is not None,
         "contiguous keys": (p.page_table is None and p.token_table is None) or p.k_offsets is not None,
         f"{p.score.kind.value} scores": p.score != Score(),
@@ -202,7 +219,7 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
     """Rows of a tile of the kernel for so many packed rows of a request; ``dtype`` is that of the queries."""
-    return min((m for m in tree_rows(head_dim, kv_type.element(dtype).bytes_of(1)) if m >= rows), default=ROWS)
+    return min((m for m in tree_rows(head_dim, kv_type.element(dtype).unit_bytes) if m >= rows), default=ROWS)
 
 
 def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:

@@ -81,6 +81,9 @@ def _rules(problem: AttentionProblem) -> Iterator[Rule]:
     if p.lse is not None:
         yield from _units(p.lse.offsets, "lse_offsets", p.batch)
     yield from _lengths(keys)
+    if p.shard is not None:
+        everywhere = _signed(p.shard.kv_lens)
+        yield Rule("k_offsets", everywhere, everywhere < 0, _always("0 or more"), is_defined=True)
     if p.token_table is not None:
         yield from _lists(p, queries, keys)
     elif p.page_table is not None:

@@ -23,6 +23,11 @@ class Element:
     scale: str = ""
     widened: bool = False
 
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of what strides count: an element, or two of 4 bits."""
+        return max(self.bits // 8, 1)
+
     def bytes_of(self, elements: int) -> int:
         """Bytes of so many neighbouring elements, without their scales.
 

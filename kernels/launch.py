@@ -23,7 +23,7 @@ class Addresses(NamedTuple):
     out: int
     q_offsets: int = 0  # where each request starts in query; with q_lens absent B + 1 entries
     o_offsets: int = 0  # 0: as q_offsets
-    k_offsets: int = 0
+    k_offsets: int = 0  # of a shard: the keys of each request on all ranks, as there is no contiguous K
     v_offsets: int = 0
     q_lens: int = 0
     kv_lens: int = 0  # 0: differences of k_offsets
@@ -115,6 +115,9 @@ class DecodeGeometry(NamedTuple):
     slots: int  # for partial results
     slot_rows: int
     spilled_levels: int  # of decode with few rows: of a CTA's tree, in memory
+    shards: int  # ranks that share the keys
+    shard: int  # this one
+    capacity: int  # keys of a request that the table has room for
 
 
 class Geometry(NamedTuple):
@@ -154,21 +157,19 @@ class Geometry(NamedTuple):
     lse_head: int
     lse_natural: int  # 1: base e, 0: base 2
     mask_size: int  # of an ``IntervalMask``
-    alibi_heads: int
     tile_heads: int  # heads that share a query tile
+    capacity: int  # keys of a request that the table, or contiguous K, has room for
 
 
-# Sizes, strides in elements, and the grid of prefill with scales of blocks.
+SCALE_STRIDES = ("k_scale_page", "k_scale_head", "k_scale_row", "v_scale_page", "v_scale_head", "v_scale_row")
+
+# The same of decode, and of prefill, with scales of blocks.
+ScaledDecodeGeometry = namedtuple("ScaledDecodeGeometry", (*DecodeGeometry._fields, *SCALE_STRIDES))  # type: ignore[misc]
 ScaledGeometry = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
     "ScaledGeometry",
     (
         *Geometry._fields,
-        "k_scale_page",
-        "k_scale_head",
-        "k_scale_row",
-        "v_scale_page",
-        "v_scale_head",
-        "v_scale_row",
+        *SCALE_STRIDES,
         "out_scale_row",  # of the first query token
         "out_scale_columns",
     ),

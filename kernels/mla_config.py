@@ -156,13 +156,14 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
     kv_type = KV_TYPES.get(problem.key.dtype, KvType.WIDE)
     require_dtypes(problem, out_dtype, arch, kv_type, queries=QUERIES[kv_type])
     require_page_size(problem, arch)
-    require_seen(problem, "MLA decode kernel", (MaskKind.CAUSAL,), arch)
+    masks = (MaskKind.CAUSAL, MaskKind.CYCLIC) if problem.token_table is None else (MaskKind.CAUSAL,)
+    require_seen(problem, "MLA decode kernel", masks, arch)
     if problem.token_table is not None:
         fetch = KvFetch.LISTED_ROWS, 0
     else:
         fetch = kv_fetch(problem, _TILE.n) if kv_type is KvType.WIDE else (KvFetch.PAGE_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
-    common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, MaskKind.CAUSAL, *fetch)
+    common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS
     return MlaConfig(*common, kv_type, rows, uneven_pages=has_uneven_pages(problem))
 

@@ -35,6 +35,7 @@ class Edge:
     stage_bytes: int
     producer_lanes: int = 1  # of each warp that arrive
     consumer_lanes: int = 1
+    copying_lanes: int = 0  # of each producer warp, for which copies arrive besides
     # cp.async writes through the generic proxy, and its producer has gone on when the writes are done: where the tensor
     # cores read the stage, it is for the consumer to fence.
     consumer_fences: bool = False
@@ -47,8 +48,18 @@ class Edge:
             raise ValueError(f"edge {self.name}: a ring takes a power of two of stages, got {self.stages}")
 
     @property
+    def full_arrivals(self) -> int:
+        """How many arrivals make a stage full."""
+        return self.producer_warps * (self.producer_lanes + self.copying_lanes)
+
+    @property
     def barriers(self) -> int:
         return 2 * self.stages
+
+    @property
+    def field(self) -> str:
+        """The name of the edge's ring among a kernel's rings."""
+        return self.name.lower().replace(" ", "_")
 
 
 def barrier_count(edges: Sequence[Edge]) -> int:
@@ -140,7 +151,7 @@ def create_rings(barriers, edges: cutlass.Constexpr) -> tuple:
     if cute.arch.thread_idx()[0] == 0:
         for edge, ring in zip(edges, rings, strict=True):
             for stage in cutlass.range_constexpr(edge.stages):
-                cute.arch.mbarrier_init(ring.full + stage, edge.producer_warps * edge.producer_lanes)
+                cute.arch.mbarrier_init(ring.full + stage, edge.full_arrivals)
                 cute.arch.mbarrier_init(ring.empty + stage, edge.consumer_warps * edge.consumer_lanes)
         cute.arch.mbarrier_init_fence()
     return tuple(rings)

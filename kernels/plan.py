@@ -18,7 +18,16 @@ from hopwell.kernels.config import TileShape, page_and_head_stride
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.device_data import first_fault
 from hopwell.kernels.families import Buildable
-from hopwell.kernels.launch import OPERANDS, DecodeGeometry, Geometry, ScaledGeometry, addresses_of, page_divisor
+from hopwell.kernels.launch import (
+    OPERANDS,
+    SCALE_STRIDES,
+    DecodeGeometry,
+    Geometry,
+    ScaledDecodeGeometry,
+    ScaledGeometry,
+    addresses_of,
+    page_divisor,
+)
 from hopwell.kernels.prefill_config import PrefillConfig, packed_shape
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
@@ -34,6 +43,7 @@ from hopwell.kernels.tickets import tickets
 
 # Rows in front of the first key have negative positions, and position - window must fit 32 bits.
 MAX_WINDOW = MAX_KEYS
+MAX_INT = 2**31 - 1  # of a size that kernels compare with lengths
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
 SHARING = 4
@@ -180,7 +190,7 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
         out,
         start(problem.q_offsets),
         start(problem.o_offsets),
-        start(problem.k_offsets),
+        start(problem.k_offsets) if problem.shard is None else problem.shard.kv_lens,
         start(problem.v_offsets),
         problem.q_lens,
         problem.kv_lens,
@@ -243,21 +253,25 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...
         k_unit=_unit(problem.k_offsets),
         v_unit=_unit(problem.v_offsets),
         mask_size=min(max(problem.mask.window_left, problem.mask.chunk, 0), MAX_WINDOW),
-        alibi_heads=1 << (heads.bit_length() - 1),
         section=section_heads(heads, kv_heads, ctas) // tile.heads,
         **_lse_geometry(problem),
         tile_heads=tile.heads,
+        capacity=_capacity(problem),
     )
     return ScaledGeometry._make([*sizes, *_scale_geometry(problem)]) if config.has_block_scales else sizes
 
 
 def _scale_geometry(problem: AttentionProblem) -> list[int]:
     """What a scaled geometry has beyond another one."""
-    strides = [0] * 6
-    if problem.kv_scales is not None:
-        strides = [stride for scales in vars(problem.kv_scales).values() for stride in scales.stride()[:3]]
     out = problem.out_scales
-    return [*strides, *((0, 0) if out is None else (out.first_row, out.tensor.shape[1]))]
+    return [*_scale_strides(problem), *((0, 0) if out is None else (out.first_row, out.tensor.shape[1]))]
+
+
+def _scale_strides(problem: AttentionProblem) -> list[int]:
+    """The strides of ``launch.SCALE_STRIDES``."""
+    if problem.kv_scales is None:
+        return [0] * len(SCALE_STRIDES)
+    return [stride for scales in vars(problem.kv_scales).values() for stride in scales.stride()[:3]]
 
 
 def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
@@ -268,7 +282,7 @@ def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
     return together * (heads // kv_heads)
 
 
-def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGeometry:
+def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[int, ...]:
     """The run-time sizes and strides of a decode problem, whose scratch has ``splitting.scratch_bytes`` or more."""
     query, lse, left = problem.query, problem.lse, problem.mask.window_left
     group = query.shape[1] // problem.key.shape[1]
@@ -283,7 +297,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         slots = node_slots(config.tile.m, kv_heads, columns, grid, config.splitting_bytes)
     else:
         slots = slot_count(max(rows, 1), kv_heads, columns, capacity, sms, problem.is_latent)
-    return DecodeGeometry(
+    sizes = DecodeGeometry(
         tokens=query.shape[0],
         batch=problem.batch,
         group=group,
@@ -300,7 +314,19 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> DecodeGe
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
         spilled_levels=spilled_levels(config.chunk_tokens, capacity, config.near_levels),
+        shards=1 if problem.shard is None else problem.shard.count,
+        shard=0 if problem.shard is None else problem.shard.index,
+        capacity=_capacity(problem),
     )
+    return ScaledDecodeGeometry._make([*sizes, *_scale_strides(problem)]) if config.has_block_scales else sizes
+
+
+def _capacity(problem: AttentionProblem) -> int:
+    """The most keys that a request can have: kernels do not read tables past their ends."""
+    if problem.token_table is not None:
+        return MAX_KEYS  # lists have ends of their own, and keys may be more
+    rows = problem.key.shape[2]
+    return min(rows if problem.page_table is None else problem.page_table.key.shape[1] * rows, MAX_INT)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -40,6 +40,7 @@ class MaskKind(enum.Enum):
     SLIDING_WINDOW = "sliding_window"  # keys p - window_left..p
     CHUNKED = "chunked"  # keys (p // chunk) * chunk..p
     DRAFT = "draft"  # keys p - window_left.., of the request's queries those of draft_mask, without one up to p
+    CYCLIC = "cyclic"  # of every n-th key of the request, which is what one rank has: see Shard
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,20 @@ class Score:
         if has_slopes:
             return cls(ScoreKind.CAPPED_ALIBI, cap)
         return cls(ScoreKind.SOFT_CAP if cap <= NARROW_CAP else ScoreKind.WIDE_SOFT_CAP, cap)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """What a rank has of each request's keys when ranks share them: for MaskKind.CYCLIC.
+
+    ``kv_lens`` are the keys of each request on all ``count`` ranks together, new tokens included. Key c of this rank,
+    which is the ``index``-th, is key c * count + index of them. Row t of q_len is at kv_len - q_len + t of all keys,
+    and sees those of this rank that are not behind it.
+    """
+
+    kv_lens: torch.Tensor
+    count: int
+    index: int
 
 
 @dataclass(frozen=True)
@@ -197,6 +212,8 @@ class AttentionProblem:
         token_table: [T, k] int32 or None: what a query token attends to, in place of a page table. An entry is a token
             of ``key``, page * page_size + row. A query token takes the first entries, as many as it sees keys and k at
             most, and ignores negative ones. Only MLA decode takes one.
+        shard: for MaskKind.CYCLIC, which of all keys ``key`` holds; ``kv_lens`` counts those. Only decode and MLA take
+            one.
         kv_scales: for NVFP4 K and V, which are uint8 with two elements in a byte; None for all others.
         out_scales: for an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all others.
         scratch: memory for partial results of decode, see ``splitting.py``.
@@ -230,6 +247,7 @@ class AttentionProblem:
     output_factor: float | torch.Tensor = 1.0
     draft_mask: torch.Tensor | None = None
     token_table: torch.Tensor | None = None
+    shard: Shard | None = None
     kv_scales: BlockScales | None = None
     out_scales: OutputScales | None = None
     scratch: torch.Tensor | None = None

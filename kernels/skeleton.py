@@ -1,5 +1,6 @@
 """What the kernels of all architectures have in common: tiles in shared memory, their edges, the warps that load."""
 
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +52,7 @@ class SharedTiles(DeviceStruct):
     v: Any
     staging: Any
     loaded: tuple  # K and V as they are in memory: the tiles above, but where they are converted
+    scales: tuple  # of blocks of K and of V beside their tiles, where loaders copy them
 
 
 class AttentionKernel:
@@ -109,6 +111,14 @@ class AttentionKernel:
         """Return the edges Q, K, V and work, and whatever other edges a kernel has."""
         raise NotImplementedError
 
+    @property
+    def scale_bytes(self) -> tuple[int, int]:
+        """Bytes of the scales of blocks that loaders copy beside a tile of K, and of V."""
+        c, tile = self.config, self.tile
+        if not c.copies_scales:
+            return 0, 0
+        return tile.n * c.kv_element.scales_of(c.head_dim_qk), tile.n * c.kv_element.scales_of(c.head_dim_v)
+
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
         """How the edge of K or V differs where lanes copy rows."""
         return dict(producer_lanes=LANES, consumer_fences=True) if issubclass(self.source, PageRows) else {}
@@ -116,11 +126,10 @@ class AttentionKernel:
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         """Return the edges of K and V, which ``warps`` warps of the role ``consumer`` read."""
         t, c = self.tile, self.config
+        sizes = [t.n * columns * 2 + scales for columns, scales in zip(c.columns, self.scale_bytes, strict=True)]
         return [
-            Edge(name, loader, consumer, stages, 1, warps, t.n * columns * 2, **self.kv_arrivals(name == "V"))
-            for name, loader, stages, columns in zip(
-                "KV", ("load_k", "load_v"), t.loaded_stages, c.columns, strict=True
-            )
+            Edge(name, loader, consumer, stages, 1, warps, size, **self.kv_arrivals(name == "V"))
+            for name, loader, stages, size in zip("KV", ("load_k", "load_v"), t.loaded_stages, sizes, strict=True)
         ]
 
     def _work_edge(self, warps: int) -> Edge:
@@ -167,13 +176,13 @@ class AttentionKernel:
         return k, v
 
     def _allocate(self, smem):
-        """Tiles, the rings of all edges but the board's, the board, the loaders' barriers for zeroed rows."""
+        """Tiles, the rings of all edges but the board's by name, the board, the loaders' barriers for zeroed rows."""
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)
-        rings = dict(zip([edge.name for edge in self.edges], create_rings(barriers, self.edges), strict=True))
+        rings = dict(zip([edge.field for edge in self.edges], create_rings(barriers, self.edges), strict=True))
         board = Board(slots, rings.pop("work"), self.work_tile)
-        return tiles, tuple(rings.values()), board, barriers + barrier_count(self.edges)
+        return tiles, namedtuple("Rings", rings)(**rings), board, barriers + barrier_count(self.edges)
 
     def _board_layout(self):
         """Slots begin on 16 bytes, so that a vector load of one never touches the next."""
@@ -196,8 +205,12 @@ class AttentionKernel:
         staging = None
         if const_expr(self.staging_bytes > 0):
             staging = smem.allocate(self.storing_warps * self.staging_bytes, copy.SWIZZLE_ROW_BYTES)
+        scales = ()
+        if const_expr(c.copies_scales):
+            sizes = [stages * size for stages, size in zip(t.loaded_stages, self.scale_bytes, strict=True)]
+            scales = tuple([smem.allocate(size, copy.CHUNK_BYTES) for size in sizes])
         key = tensors[1] if const_expr(c.transposes_v) else tensors[-2]
-        return SharedTiles(tensors[0], key, tensors[-1], staging, loaded=tuple(tensors[1:3]))
+        return SharedTiles(tensors[0], key, tensors[-1], staging, loaded=tuple(tensors[1:3]), scales=scales)
 
     def set_registers(self, wanted: int) -> None:
         """Give the threads of this warpgroup ``wanted`` registers."""

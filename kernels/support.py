@@ -35,6 +35,7 @@ OTHER_HOPPER_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in
 OTHER_HEAD_DIMS = (*HOPPER_HEAD_DIMS, *OTHER_HOPPER_HEAD_DIMS)
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_8BIT_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # of 512 columns, O and Q of a warp take too many registers
+DECODE_NVFP4_HEAD_DIMS = (64, 128, 256)  # lanes have equal parts of rows that consist of whole blocks
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 FP8_DS_MLA_HEAD_DIMS = (576, 512)  # of rows of 656 bytes
@@ -205,15 +206,23 @@ ENTRIES: dict[str, Entry] = {
             Feature("16bit", "data types", "bf16 or fp16 query, KV and output", HOPPER),
             Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", HOPPER),
             Feature("int8_kv", "data types", "int8 KV cache", HOPPER),
-            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _NOWHERE),
-            Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 KV cache", HOPPER),
+            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", HOPPER),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 or NVFP4 KV cache", HOPPER),
             Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", HOPPER),
             Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 256", HOPPER),
             Feature("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches", _NOWHERE),
+            Feature(
+                "nvfp4_head_dim",
+                "head dims",
+                f"with NVFP4 caches: {_listed(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
+                HOPPER,
+            ),
+            Feature("other_nvfp4_head_dim", "head dims", "other head dims with NVFP4 caches", _NOWHERE),
             _OTHER_HEAD_DIM,
             *_page_sizes(HOPPER),
             Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", HOPPER),
             Feature("speculative", "masks", "several tokens per request with a mask", HOPPER),
+            Feature("dcp", "masks", "keys that ranks share (decode context parallel)", HOPPER),
             _window(HOPPER),
             _sinks(HOPPER),
             _tensor_scales(HOPPER),
@@ -231,6 +240,7 @@ ENTRIES: dict[str, Entry] = {
             *_page_sizes(HOPPER),
             Feature("cache", "KV caches", "3-D and 4-D caches", HOPPER),
             Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", HOPPER),
+            Feature("dcp", "masks", "keys that ranks share (decode context parallel)", HOPPER),
             Feature("sparse", "masks", "sparse top-k", HOPPER),
             _sinks(HOPPER),
             _tensor_scales(HOPPER),

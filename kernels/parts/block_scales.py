@@ -7,7 +7,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr
 
+from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses
+from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_index
 from hopwell.kernels.parts.page_size import page_size
 
@@ -29,32 +31,32 @@ class ScaleRows(DeviceStruct):
     interleaves: bool
 
     @staticmethod
-    def of(config, a: Addresses, g) -> "tuple[ScaleRows, ScaleRows]":
-        """Return the scales of K, and those of V."""
-        size, block = config.kv_element.block, config.uneven_pages
-        key = ScaleRows(
+    def key(config, a: Addresses, g) -> "ScaleRows":
+        return ScaleRows(
             a.key_scales,
             g.k_scale_page,
             g.k_scale_head,
             g.k_scale_row,
             a.key_table,
             g.key_table_row,
-            page_size(g.page_divisor, g.k_rows, block),
-            config.head_dim_qk // size,
+            page_size(g.page_divisor, g.k_rows, config.uneven_pages),
+            config.kv_element.scales_of(config.head_dim_qk),
             interleaves=False,
         )
-        value = ScaleRows(
+
+    @staticmethod
+    def value(config, a: Addresses, g, *, interleaves: bool) -> "ScaleRows":
+        return ScaleRows(
             a.value_scales,
             g.v_scale_page,
             g.v_scale_head,
             g.v_scale_row,
             a.value_table,
             g.value_table_row,
-            page_size(g.page_divisor, g.v_rows, block),
-            config.head_dim_v // size,
-            interleaves=True,
+            page_size(g.page_divisor, g.v_rows, config.uneven_pages),
+            config.kv_element.scales_of(config.head_dim_v),
+            interleaves=interleaves,
         )
-        return key, value
 
     @cute.jit
     def look_up(self, tile, key, n):
@@ -92,3 +94,84 @@ class ScaleRows(DeviceStruct):
                     pair = global_array(Uint16, head + row * self.row + first)[i].to(Uint32)
                     words[i // 2] = words[i // 2] | (pair << (16 * (i % 2)))
         return words
+
+
+@dataclass
+class SharedScales(DeviceStruct):
+    """Scales beside the stages of K or V in shared memory: for each token of a tile a row of them."""
+
+    address: Int32  # of stage 0
+    blocks: int  # of a row
+    tile_n: int
+
+    def row(self, stage, row):
+        """Address of a row's scales."""
+        return self.address + (stage * self.tile_n + row) * self.blocks
+
+    def part(self, stage, row, part, parts: int):
+        """A word whose lowest bytes are the scales of an equal part of a row, of four blocks at most."""
+        count = self.blocks // parts
+        first = part * count
+        (word,) = copy.load_shared(self.row(stage, row) + first // TOKENS * TOKENS, 1)
+        return word >> (8 * (first % TOKENS)) if const_expr(count < TOKENS) else word
+
+    def of_two_rows(self, stage, row, block):
+        """The scales of a block of this row and of the next one, as a pair of float16."""
+        first = self.row(stage, row) + block // TOKENS * TOKENS
+        words = [copy.load_shared(first + self.blocks * i, 1)[0] for i in range(2)]
+        return e2m1.scales_of_two(*words, block % TOKENS)
+
+
+@dataclass
+class ScaleCopies(DeviceStruct):
+    """Copies the scales of a request's tiles beside these, called by a whole warp. Those of tokens that are not needed
+    become zeros: theirs may be NaN, and 0 times that is NaN."""
+
+    target: SharedScales
+    head: Int64  # address of the head's scales in page 0
+    page: Int64
+    row: Int64
+    table: Int64  # address of the request's page ids
+    pages: Any  # their size
+    first_key: Int32
+    end_key: Int32
+
+    @staticmethod
+    def create(rows: ScaleRows, tile, shared, tile_n: int) -> "ScaleCopies":
+        """``shared`` is the address of the first stage."""
+        return ScaleCopies(
+            SharedScales(shared, rows.blocks, tile_n),
+            rows.address + tile.kv_head * rows.head,
+            rows.page,
+            rows.row,
+            rows.table + 4 * rows.table_row * tile.request.index,
+            rows.pages,
+            tile.keys.first_key,
+            tile.request.kv_len,
+        )
+
+    def locate(self, tile) -> list:
+        """The pages of tokens 32 i + lane of a tile; -1 where a token is not needed."""
+        first = tile * self.target.tile_n + cute.arch.lane_idx()
+        return [self._page(first + i) for i in range(0, self.target.tile_n, LANES)]
+
+    @cute.jit
+    def _page(self, key):
+        page = Int32(-1)
+        if key >= self.first_key and key < self.end_key:
+            page = load_index(self.table, self.pages.split(key)[0])
+        return page
+
+    @cute.jit
+    def copy(self, pages, tile, stage) -> None:
+        """Issue the copies of a tile into a stage. Neighbouring lanes take neighbouring words."""
+        words = self.target.blocks // TOKENS
+        lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words * TOKENS
+        place = self.target.row(stage, lane_row) + lane_word
+        for i in cutlass.range_constexpr(len(pages)):
+            for first in cutlass.range(0, LANES, LANES // words, unroll=2):
+                row = LANES * i + first
+                page = cute.arch.shuffle_sync(pages[i], first + lane_row)
+                in_page = self.pages.split(tile * self.target.tile_n + row + lane_row)[1]
+                source = self.head + page * self.page + in_page * self.row + lane_word
+                copy.async_word_or_zero(place + row * self.target.blocks, source, page >= 0)

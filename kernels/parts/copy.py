@@ -88,6 +88,17 @@ def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> Non
 
 
 @dsl_user_op
+def async_word_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
+    """cp.async of 4 bytes from global to shared memory, or of 4 zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
+        read_only_args=[destination, source, wanted.to(Int32) * 4],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def store_shared_zero(address, *, loc=None, ip=None) -> None:
     """Store 16 bytes of zeros in shared memory."""
     cute.arch.inline_ptx(
@@ -126,15 +137,17 @@ def swizzled_chunk(rows, row, chunk):
 
 @dsl_user_op
 def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
-    """Load two or four words from shared memory."""
+    """Load one, two or four words from shared memory, as a list."""
     operands = ", ".join(f"{{$w{i}}}" for i in range(count))
-    return cute.arch.inline_ptx(
-        f"ld.shared.v{count}.b32 {{{operands}}}, [{{$r0}}];",
+    vector, operands = (f".v{count}", f"{{{operands}}}") if count > 1 else ("", operands)
+    words = cute.arch.inline_ptx(
+        f"ld.shared{vector}.b32 {operands}, [{{$r0}}];",
         write_only_types=[dtype] * count,
         read_only_args=[address],
         loc=loc,
         ip=ip,
     )
+    return words if count > 1 else [words]
 
 
 @dsl_user_op

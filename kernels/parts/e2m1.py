@@ -42,6 +42,47 @@ def scaled(word, factor, dtype, *, loc=None, ip=None) -> list:
 
 
 @dsl_user_op
+def of_two_rows(word, factors, *, loc=None, ip=None) -> list:
+    """Four codes of one row and four of another, times the factors of both, as four words of two float16: a column of
+    both rows each."""
+    lines = [
+        ".reg .b32 index, sign, part, first, second, pair;",
+        "and.b32 index, {$r0}, 0x77777777; shr.b32 sign, {$r0}, 3; and.b32 sign, sign, 0x11111111;",
+    ]
+    for row in ("first", "second"):
+        lines += [
+            f"prmt.b32 {row}, {F16_UPPER[0]:#x}, {F16_UPPER[1]:#x}, index;",
+            f"prmt.b32 part, 0x8000, 0, sign; or.b32 {row}, {row}, part;",
+        ]
+        if row == "first":
+            lines.append("shr.b32 index, index, 16; shr.b32 sign, sign, 16;")
+    for half, together in enumerate(("0x5140", "0x7362")):
+        lines.append(f"prmt.b32 part, first, second, {together};")
+        for place, spread in enumerate(("0x1404", "0x3424")):  # byte 4 and the ones behind it are zero
+            lines.append(f"prmt.b32 pair, part, 0, {spread}; mul.rn.f16x2 {{$w{2 * half + place}}}, pair, {{$r1}};")
+    return cute.arch.inline_ptx(
+        "{ " + " ".join(lines) + " }",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[word, factors],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def scales_of_two(first, second, place, *, loc=None, ip=None):
+    """The e4m3 in byte ``place`` of two words each as a pair of float16."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 select, both; .reg .b16 low, high; mad.lo.u32 select, {$r2}, 0x11, 0x40; "
+        "prmt.b32 both, {$r0}, {$r1}, select; mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 {$w0}, low; }",
+        write_only_types=[Uint32],
+        read_only_args=[first, second, place],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def scale_pair(scales, place: int, dtype, *, loc=None, ip=None):
     """The e4m3 in byte ``place`` of a word as a pair of equal numbers of ``dtype``."""
     to_bfloat16 = (

@@ -28,6 +28,7 @@ from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.block_scales import ScaleCopies, ScaleRows
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, load_index
 from hopwell.kernels.parts.page_size import EvenPages, page_size
@@ -51,6 +52,8 @@ class KvOperand(DeviceStruct):
     depth: int  # of them used
     is_value: bool
     read_once: bool  # so that work tiles say how soon it leaves the L2 cache
+    scales: ScaleRows | None = None  # that are copied beside the tiles
+    shared_scales: Any = None  # address of those of stage 0
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
@@ -63,7 +66,8 @@ class KvOperand(DeviceStruct):
             config.columns[0],
             config.loaded_depth[0],
         )
-        return KvOperand(a.key, *strides, *rest, is_value=False, read_once=config.reads_kv_once)
+        scales = ScaleRows.key(config, a, g) if config.copies_scales else None
+        return KvOperand(a.key, *strides, *rest, is_value=False, read_once=config.reads_kv_once, scales=scales)
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
@@ -76,7 +80,8 @@ class KvOperand(DeviceStruct):
             config.columns[1],
             config.loaded_depth[1],
         )
-        return KvOperand(a.value, *strides, *rest, is_value=True, read_once=config.reads_kv_once)
+        scales = ScaleRows.value(config, a, g, interleaves=False) if config.copies_scales else None
+        return KvOperand(a.value, *strides, *rest, is_value=True, read_once=config.reads_kv_once, scales=scales)
 
 
 @dataclass
@@ -92,12 +97,16 @@ class KvSource(DeviceStruct):
     # may be NaN; not for K, whose scores are masked.
     zero_outside: bool
     policy: Any  # of the L2 cache, see copy.tma_load
+    scales: ScaleCopies | None  # beside the tiles
 
     columns_first = False  # see copy.swizzled_layout
     one_loop = False  # for all tiles
 
     @staticmethod
     def _common(operand: KvOperand, tile, descriptor, shared, tile_n: int) -> dict[str, Any]:
+        scales = operand.scales
+        if const_expr(scales is not None):
+            scales = ScaleCopies.create(scales, tile, operand.shared_scales, tile_n)
         return dict(
             descriptor=descriptor,
             shared=shared,
@@ -108,6 +117,7 @@ class KvSource(DeviceStruct):
             columns=operand.columns,
             zero_outside=operand.is_value,
             policy=tile.cache_policy if operand.read_once else None,
+            scales=scales,
         )
 
     @property
@@ -136,18 +146,16 @@ class KvSource(DeviceStruct):
     def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, partial_barrier, partials):
         """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
         no zeros go round in a loop of their own: with them in one, each tile takes 17 instructions more."""
-        if const_expr(self.one_loop):
+        if const_expr(self.one_loop or self.scales is not None):
             for n in cutlass.range(tile, stop, -1, unroll=1):
-                location = locate(n)
-                ring.wait_empty(step)
+                location = self.claim(locate, n, ring, step)
                 partials = self.fill(location, n, ring, step, partial_barrier, partials)
                 step += 1
         else:
             while tile > stop:
                 last = stop
                 if self._is_partial(tile):
-                    location = locate(tile)
-                    ring.wait_empty(step)
+                    location = self.claim(locate, tile, ring, step)
                     partials = self.fill(location, tile, ring, step, partial_barrier, partials)
                     step += 1
                     last = tile - 1
@@ -155,14 +163,26 @@ class KvSource(DeviceStruct):
                     if const_expr(self.zero_outside):
                         last = cutlass.max(stop, (self.first_key + (self.tile_n - 1)) // self.tile_n - 1)
                     for n in cutlass.range(tile, last, -1, unroll=1):
-                        location = locate(n)
-                        ring.wait_empty(step)
+                        location = self.claim(locate, n, ring, step)
                         self._expect(ring.full_barrier(step))
                         self.fetch(location, ring.stage(step), ring.full_barrier(step))
                         ring.fill_rest(step)
                         step += 1
                 tile = last
         return step, partials
+
+    @cute.jit
+    def claim(self, locate: cutlass.Constexpr, tile, ring, step):
+        """Where a tile is, when its stage has become free and copies of its scales are on their way."""
+        location = locate(tile)
+        if const_expr(self.scales is not None):
+            pages = self.scales.locate(tile)
+            ring.wait_empty(step)
+            self.scales.copy(pages, tile, ring.stage(step))
+            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
+        else:
+            ring.wait_empty(step)
+        return location
 
     def _is_partial(self, tile):
         """Whether some rows of ``tile`` have to be zeroed."""
@@ -400,7 +420,10 @@ class PageRows(PagedSource):
         for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
             addresses = self.locate(n, entries)
             entries = self.read_table(n - 1)
+            scales = [] if const_expr(self.scales is None) else self.scales.locate(n)
             ring.wait_empty(step)
+            if const_expr(self.scales is not None):
+                self.scales.copy(scales, n, ring.stage(step))
             self.copy_rows(addresses, ring.stage(step), ring.full_barrier(step))
             step += 1
         return step, partials

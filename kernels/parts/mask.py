@@ -11,7 +11,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr
 
+from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_index
+from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
 
 
@@ -42,6 +44,31 @@ class LogitRow(DeviceStruct):
     def needs_mask(self, may_hide):
         """Whether the tile has hidden keys; ``may_hide`` is what its place says."""
         return may_hide
+
+
+@dataclass
+class TokenPositions(DeviceStruct):
+    """Where the new tokens of a request are among its keys, for masks with a diagonal."""
+
+    kind: MaskKind
+    first: Int32  # of the first new token: of a shard among the keys of all, counted from the shard's first one
+    shards: Int32
+
+    @staticmethod
+    def of_request(kind: MaskKind, request: Request, a: Addresses, g: DecodeGeometry) -> "TokenPositions":
+        """The positions of decode's rows."""
+        first = request.first_position
+        if const_expr(kind is MaskKind.CYCLIC):
+            # A negative length, which is no length, would wrap around in differences.
+            first = cutlass.max(load_index(a.k_offsets, request.index), 0) - request.q_len - Int32(g.shard)
+        return TokenPositions(kind, first, Int32(g.shards))
+
+    def of(self, token):
+        """The last key that a new token sees, -1 or less where it sees none."""
+        place = self.first + token
+        if const_expr(self.kind is MaskKind.CYCLIC):
+            return cutlass.max(place, 0) // self.shards - (place < 0).to(Int32)
+        return place
 
 
 @dataclass

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from hopwell.kernels.parts.device import DeviceStruct
+from hopwell.kernels.parts.device import DeviceStruct, bit_length
 from hopwell.kernels.parts.softmax import LOG2_E
 from hopwell.kernels.problem import ScoreKind
 
@@ -35,7 +35,7 @@ class ScoreMap(DeviceStruct):
     kind: ScoreKind
     scale: Float32  # natural scale of q k^T
     soft_cap: Float32
-    alibi_heads: Int32  # the largest power of two that is not more than the number of heads
+    heads: Int32
 
     @property
     def softmax_scale(self):
@@ -50,10 +50,10 @@ class ScoreMap(DeviceStruct):
         heads and 2^(-4 (2 (h - n) + 1) / n) for the others. 0 without ALiBi."""
         slope = Float32(0.0)
         if const_expr(self.kind.has_slopes):
-            numerator = 8 * (head + 1)
-            if head >= self.alibi_heads:
-                numerator = 4 * (2 * (head - self.alibi_heads) + 1)
-            slope = cute.math.exp2(-numerator.to(Float32) / self.alibi_heads.to(Float32))
+            numerator, power = 8 * (head + 1), Int32(1) << (bit_length(self.heads) - 1)
+            if head >= power:
+                numerator = 4 * (2 * (head - power) + 1)
+            slope = cute.math.exp2(-numerator.to(Float32) / power.to(Float32))
         return slope
 
     @cute.jit

@@ -48,5 +48,5 @@ def load_request(index, addresses: Addresses, geometry: Geometry) -> Request:
         v_start=_tokens(load_int(a.v_offsets, index, k_start * Int32(g.v_unit)), g.v_unit),
         lse_start=_tokens(load_int(a.lse_offsets, index, lse_row * Int32(g.lse_unit)), g.lse_unit),
         q_len=load_int(a.q_lens, index, q_end - q_start),
-        kv_len=load_int(a.kv_lens, index, k_end - k_start),
+        kv_len=cutlass.min(load_int(a.kv_lens, index, k_end - k_start), Int32(g.capacity)),
     )

@@ -23,7 +23,7 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.copy import EVICT_FIRST
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, load_int, running_sum
-from hopwell.kernels.parts.mask import IntervalMask, TileRange
+from hopwell.kernels.parts.mask import IntervalMask, TileRange, TokenPositions
 from hopwell.kernels.parts.scheduler import WorkTile, draw_ticket, lane_of
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
@@ -119,8 +119,8 @@ class SplitSchedule(DeviceStruct):
         safe = cutlass.min(index, Int32(g.batch) - 1)
         q_start = load_int(a.q_offsets, safe, safe * Int32(g.q_len))
         q_end = load_int(a.q_offsets, safe + 1, q_start + Int32(g.q_len))
-        # A negative length, which is no length, would wrap around in differences.
-        q_len, kv_len = q_end - q_start, cutlass.max(load_int(a.kv_lens, safe, 0), 0)
+        # A negative length, which is no length, would wrap around in differences. Behind a table's end are no pages.
+        q_len, kv_len = q_end - q_start, cutlass.max(cutlass.min(load_int(a.kv_lens, safe, 0), Int32(g.capacity)), 0)
         seen = self._seen(kv_len)
         begin = Int32(0)
         if const_expr(self.mask.has_left_edge):
@@ -172,8 +172,9 @@ class SplitSchedule(DeviceStruct):
     def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
         """The KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin`` on."""
         group = Int32(self.geometry.group)
-        first = request.first_position + first_row // group
-        last = request.first_position + cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1)
+        positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
+        first = positions.of(first_row // group)
+        last = positions.of(cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1))
         keys = self.mask.tiles(first, last, request.kv_len, self.tile_n)
         end = cutlass.min(keys.end, begin // self.tile_n + tokens // self.tile_n)
         begin = cutlass.min(cutlass.max(keys.begin, begin // self.tile_n), end)

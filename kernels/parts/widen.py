@@ -1,15 +1,19 @@
-"""8-bit keys and values in 16 bits, of which float16 and bfloat16 hold all of their values exactly."""
+"""Keys and values of 8 or 4 bits in 16 bits, which hold all of their values exactly. Those of 4 bits come with a
+``factor``: a pair of float16, the scales of the blocks that they are of."""
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Uint32, const_expr
+from cutlass import BFloat16, Float16, Uint32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import KvType
-from hopwell.kernels.parts import copy
+from hopwell.kernels.parts import copy, e2m1
+from hopwell.kernels.parts.device import prmt
 
 
-def widened(kind: KvType, word) -> tuple:
-    """Four 8-bit elements as two words of two float16."""
+def widened(kind: KvType, word, factor=None):
+    """The elements of a word as float16, two by two."""
+    if kind is KvType.NVFP4:
+        return e2m1.scaled(word, factor, Float16)
     return _from_int8(word) if kind is KvType.INT8 else _from_e4m3(word)
 
 
@@ -23,6 +27,23 @@ def widened_words(kind: KvType, dtype, word, scale=None) -> list:
     if const_expr(scale is not None):
         pairs = [(low * scale, high * scale) for low, high in pairs]
     return [copy.pack_x2(dtype, *pair) for pair in pairs]
+
+
+def of_two_keys(kind: KvType, word, factor=None):
+    """16 bits of each of two keys: for each column the elements of both."""
+    return e2m1.of_two_rows(word, factor) if kind is KvType.NVFP4 else widened(kind, adjacent(word))
+
+
+def together(kind: KvType, first, second) -> tuple:
+    """A word of each of two keys as two words for :func:`by_columns`, with half of the columns of both keys each."""
+    if kind is KvType.NVFP4:
+        return prmt(first, second, 0x5410), prmt(first, second, 0x7632)
+    return interleaved(first, second)
+
+
+def by_columns(kind: KvType, word, factor=None):
+    """A word of two keys: for each column the elements of both."""
+    return of_two_keys(kind, word, factor) if kind is KvType.NVFP4 else widened(kind, word)
 
 
 @dsl_user_op

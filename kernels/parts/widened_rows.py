@@ -5,7 +5,7 @@ lane, which waits for the copies as consumers do elsewhere, reads them into regi
 on their way take no memory of their own, and as many of them can be under way as stages are free.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import cutlass
@@ -62,12 +62,12 @@ class LatentBytes:
 class WidenedOperand(KvOperand):
     """A part of the latent keys in global memory, with what its rows are made of."""
 
-    row_format: LatentBytes
+    row_format: LatentBytes = field(kw_only=True)
 
 
 @dataclass
 class WidenedPageRows(PageRows):
-    row_format: LatentBytes
+    row_format: LatentBytes = field(kw_only=True)
 
     @classmethod
     def create(cls, operand: WidenedOperand, tile, descriptor, shared, tile_n: int, box_rows: int):

@@ -105,7 +105,6 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     ):
         smem = cutlass.memory.SmemAllocator()
         tiles, rings, board, partial_barriers = self._allocate(smem)
-        q_ring, k_ring, v_ring, s_ring, p_ring, factor_ring, o_ring = rings
         factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.CHUNK_BYTES))
         words = shared_address(smem.allocate(copy.CHUNK_BYTES, copy.CHUNK_BYTES))
         slot, pending = words, words + 4
@@ -121,35 +120,46 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         if warp < CORRECTION_WARP:
             self.set_registers(registers[0])
             scale = load_scale(addresses.softmax_scale, softmax_scale)
-            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
+            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
             state = PackedSoftmax.of(score.softmax_scale, self.config.polynomial_eighths)
             scale = load_output_scale(addresses, output_scale)
-            parts = (self, s_ring, p_ring, factor_ring, factors, board, mask, score, state, scale, tensor_memory)
+            parts = dict(
+                kernel=self,
+                s_ring=rings.s,
+                p_ring=rings.p,
+                factor_ring=rings.factor,
+                factors=factors,
+                board=board,
+                mask=mask,
+                score=score,
+                state=state,
+                output_scale=scale,
+                tensor_memory=tensor_memory,
+            )
             if const_expr(self.config.skip_softmax):
                 skip = SkipRule.create(skip_softmax, state.scale)
-                SkippingSoftmax(*parts, skip, pending).run(addresses, geometry)
+                SkippingSoftmax(**parts, skip=skip, pending=pending).run(addresses, geometry)
                 is_first = cute.arch.thread_idx()[0] % Q_TILE_ROWS == 0
                 skip.report(addresses.skipped, is_first)
             else:
-                Softmax(*parts).run(addresses, geometry)
+                Softmax(**parts).run(addresses, geometry)
         elif warp < MMA_WARP:
             self.set_registers(registers[2])
             staging = shared_address(tiles.staging)
-            Correction(self, factor_ring, o_ring, factors, staging, board, tensor_memory).run(addresses, geometry)
+            Correction(self, rings.factor, rings.o, factors, staging, board, tensor_memory).run(addresses, geometry)
         else:
             self.set_registers(registers[3])
             if warp == MMA_WARP:
-                mma_rings = (q_ring, k_ring, v_ring, s_ring, p_ring, o_ring)
-                Products.create(self, tiles, mma_rings, tensor_memory, pending).run(board)
+                Products.create(self, tiles, rings, tensor_memory, pending).run(board)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, shared_address(tiles.k.iterator), k_ring, partial_barriers, board, key)
+                self.load_kv(k_atom, shared_address(tiles.k.iterator), rings.k, partial_barriers, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
-                self.load_kv(v_atom, shared_address(tiles.v.iterator), v_ring, partial_barriers + 1, board, value)
+                self.load_kv(v_atom, shared_address(tiles.v.iterator), rings.v, partial_barriers + 1, board, value)
             if warp == Q_WARP:
                 parts = (geometry, addresses, mask, self.tile.n, TileShape.of(1, self.tile.m))
-                LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, q_ring).publish(board)
+                LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, rings.q).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         tmem.before_signal()
         cute.arch.sync_threads()

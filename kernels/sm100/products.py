@@ -16,7 +16,7 @@ from hopwell.kernels.sm100_config import Q_TILES
 @dataclass(frozen=True)
 class Products(DeviceStruct):
     kernel: Any  # the PrefillSm100: configuration only
-    rings: tuple  # Q, K, V, S, P, O
+    rings: Any  # by the names of edges
     q: SharedOperand
     k: SharedOperand
     v: SharedOperand
@@ -24,7 +24,7 @@ class Products(DeviceStruct):
     pending: Int32  # as in SkippingSoftmax
 
     @staticmethod
-    def create(kernel, tiles, rings: tuple, tensor_memory, pending) -> "Products":
+    def create(kernel, tiles, rings, tensor_memory, pending) -> "Products":
         c, n, columns_first = kernel.config, kernel.tile.n, kernel.source.columns_first
         q = SharedOperand.of(tiles.q, kernel.q_rows, c.q_columns, columns_first=False)
         k = SharedOperand.of(tiles.k, n, c.columns[0], columns_first)
@@ -33,7 +33,7 @@ class Products(DeviceStruct):
 
     @cute.jit
     def run(self, board):
-        q_ring, *_ = self.rings
+        q_ring = self.rings.q
         kv_step, work, stored = Int32(0), Int32(0), Int32(0)
         tile = board.read(work)
         while tile.exists:
@@ -59,7 +59,7 @@ class Products(DeviceStruct):
 
     def drain(self, work, kv_step) -> None:
         """Wait until all stages have been released: a CTA whose shared memory is gone cannot take the arrivals."""
-        q_ring, k_ring, v_ring, *_ = self.rings
+        q_ring, k_ring, v_ring = self.rings.q, self.rings.k, self.rings.v
         for ring, step in ((q_ring, Q_TILES * work), (k_ring, kv_step), (v_ring, kv_step)):
             for stage in range(ring.stages):
                 ring.wait_empty(step + stage)
@@ -67,7 +67,7 @@ class Products(DeviceStruct):
     @cute.jit
     def first_step(self, kv_step):
         """Issue S of both query tiles for the rightmost keys."""
-        _, k_ring, *_ = self.rings
+        k_ring = self.rings.k
         k_ring.wait_full(kv_step)
         tmem.after_signal()
         for index in cutlass.range(Q_TILES, unroll=1):
@@ -79,7 +79,7 @@ class Products(DeviceStruct):
     @cute.jit
     def next_step(self, kv_step, accumulate):
         """Issue for each query tile O += P V of the keys of ``kv_step``, then S for the next."""
-        _, k_ring, v_ring, *_ = self.rings
+        k_ring, v_ring = self.rings.k, self.rings.v
         k_ring.wait_full(kv_step + 1)
         v_ring.wait_full(kv_step)
         # Not unrolled: the compiler would make all descriptors of Q before the loop and run out of uniform registers.
@@ -94,7 +94,7 @@ class Products(DeviceStruct):
     @cute.jit
     def last_step(self, kv_step, stored, accumulate):
         """Issue the products with V of the leftmost keys, which complete O."""
-        _, _, v_ring, *_, o_ring = self.rings
+        v_ring, o_ring = self.rings.v, self.rings.o
         v_ring.wait_full(kv_step)
         for index in cutlass.range(Q_TILES, unroll=1):
             self._issue_o(index, kv_step, accumulate)
@@ -111,7 +111,7 @@ class Products(DeviceStruct):
         return self.tensor_memory + (self.kernel.config.s_column + index * self.kernel.tile.n)
 
     def _issue_s(self, index, kv_step) -> None:
-        _, k_ring, _, s_ring, *_ = self.rings
+        k_ring, s_ring = self.rings.k, self.rings.s
         c, n = self.kernel.config, self.kernel.tile.n
         kind = mma.instruction_descriptor(self.kernel.dtype, n, n_major_b=False)
         q_stage, k_stage = index, k_ring.stage(kv_step)
@@ -122,7 +122,7 @@ class Products(DeviceStruct):
     def _issue_o(self, index, kv_step, accumulate) -> None:
         """Issue O += P V in two parts: as soon as the first columns of P are there and O may be added to, and then the
         rest. Called by the whole warp."""
-        *_, s_ring, p_ring, o_ring = self.rings
+        s_ring, p_ring, o_ring = self.rings.s, self.rings.p, self.rings.o
         step, early, keys = Q_TILES * kv_step + index, self.kernel.config.early_keys, self.kernel.tile.n
         s_ring.wait_released(step)
         o_ring.wait_released(step)
@@ -134,7 +134,7 @@ class Products(DeviceStruct):
 
     @cute.jit
     def _issue_part(self, index, kv_step, part: cutlass.Constexpr, accumulate) -> None:
-        _, _, v_ring, *_ = self.rings
+        v_ring = self.rings.v
         c = self.kernel.config
         kind = mma.instruction_descriptor(self.kernel.dtype, c.head_dim_v, n_major_b=True)
         output = self.tensor_memory + (c.o_column + index * c.head_dim_v)

@@ -32,7 +32,7 @@ class Consumer(DeviceStruct):
 
     kernel: Any  # configuration only
     tiles: SharedTiles
-    rings: tuple
+    rings: Any  # by the names of edges, as they are multiplied
     board: Board
     mask: IntervalMask
     score: ScoreMap
@@ -74,7 +74,7 @@ class Attend(Consumer):
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: Geometry):
-        q_ring, *_ = self.rings
+        q_ring = self.rings.q
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
         parts = self.kernel.config.v_parts
         row_group, column_group = group // parts, group % parts
@@ -127,7 +127,7 @@ class Attend(Consumer):
     @cute.jit
     def pass_over(self, turns, kv_step, tiles):
         """Give back tiles that only other warpgroups need. Returns the step after them."""
-        _, k_ring, v_ring, *_ = self.rings
+        k_ring, v_ring = self.rings.k, self.rings.v
         for _ in cutlass.range(tiles, unroll=1):
             k_ring.wait_full(kv_step)
             turns.wait()
@@ -141,7 +141,7 @@ class Attend(Consumer):
     @cute.jit
     def first_step(self, operands, turns, q_stage, kv_step, n, row):
         """Compute S and P of the rightmost keys. Their P V is issued together with the next step's Q K^T."""
-        _, k_ring, *_ = self.rings
+        k_ring = self.rings.k
         k_ring.wait_full(kv_step)
         turns.wait()
         operands.issue_qk(q_stage, k_ring.stage(kv_step))
@@ -155,7 +155,7 @@ class Attend(Consumer):
     @cute.jit
     def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
         """Issue Q K^T of tile n together with P V of the tile before (``kv_step``), then compute softmax of tile n."""
-        _, k_ring, v_ring, *_ = self.rings
+        k_ring, v_ring = self.rings.k, self.rings.v
         k_ring.wait_full(kv_step + 1)
         turns.wait()
         operands.issue_qk(q_stage, k_ring.stage(kv_step + 1))
@@ -180,7 +180,7 @@ class Attend(Consumer):
 
     @cute.jit
     def last_step(self, operands, kv_step):
-        _, _, v_ring, *_ = self.rings
+        v_ring = self.rings.v
         v_ring.wait_full(kv_step)
         self.begin_pv(operands, v_ring.stage(kv_step))
         operands.wait(0)

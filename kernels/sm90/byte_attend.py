@@ -1,4 +1,4 @@
-"""The consumer warps of decode of many rows over 8-bit caches: each attends to keys of its own, widened in its
+"""The consumer warps of decode of many rows over caches of 8 or 4 bits: each attends to keys of its own, widened in its
 registers. Of few rows see byte_few_rows.py."""
 
 from dataclasses import dataclass
@@ -19,18 +19,19 @@ from hopwell.kernels.parts.partial import COLUMNS_AT_ONCE, PIECE, Merge, Weighte
 from hopwell.kernels.parts.softmax import ColumnSoftmax
 from hopwell.kernels.parts.split import SplitTile
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
-from hopwell.kernels.parts.widen import interleaved, widened
+from hopwell.kernels.parts.widen import by_columns, together
 from hopwell.kernels.sm90.byte_products import ByteProducts, ColumnBlock, accumulate, padded
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.splitting import ROWS
 
 STEP_KEYS = 32  # that a warp multiplies at a time
+MOST_COLUMNS = 128  # of O, for two products of a warp
 STATISTICS_BYTES = 8  # of a row: reference and sum
 
 
 def most_products(head_dim: int) -> int:
-    """Products of 8 rows that a warp has side by side; of two column blocks O takes too many registers."""
-    return 2 if len(ColumnBlock.all(head_dim)) == 1 else 1
+    """Products of 8 rows that a warp has side by side; of more columns O takes too many registers."""
+    return 2 if padded(head_dim) <= MOST_COLUMNS else 1
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,6 @@ class ByteOperands(ByteProducts):
 
     def multiply_values(self, stage, step) -> None:
         """Add V^T P^T of the same keys to O^T; the scores are weights by now."""
-        g, t = place_in_warp()
         eights = STEP_KEYS // copy.GROUP_ROWS
         weights = self.scores()
         p = [
@@ -119,27 +119,43 @@ class ByteOperands(ByteProducts):
             ]
             for product in range(self.products)
         ]
+        kind = self.kernel.config.kv_type
         for first in range(0, eights, 2):
-            fragment = 0
+            fragment, weights = 0, [pair[first : first + 2] for pair in p]
             for block in self.blocks:
-                words = block.value_part // 4
-                byte, loaded = g * block.value_part, []
-                for eight in (first, first + 1):
-                    rows = self.rows(self.v_tile, 1, stage, eights * step + eight, block)
-                    for i in range(2):
-                        chunk = copy.swizzled_chunk(rows, 2 * t + i, byte // copy.CHUNK_BYTES)
-                        loaded.append(copy.load_shared(chunk + byte % copy.CHUNK_BYTES, words))
-                for word in range(words):
-                    # Two adjacent keys are the halves of a word of A; adjacent columns its rows g and g + 8.
-                    columns = []
-                    for half in range(2):
-                        both = interleaved(loaded[2 * half][word], loaded[2 * half + 1][word])
-                        columns.append([w for pair in both for w in widened(self.kernel.config.kv_type, pair)])
-                    for c in range(0, 4, 2):
-                        a = [columns[half][c + row] for half in range(2) for row in range(2)]
-                        for product in range(self.products):
-                            accumulate(self.o, fragment, a, p[product][first : first + 2])
-                            fragment += 1
+                # Two adjacent keys are the halves of a word of A; adjacent columns its rows g and g + 8.
+                pairs = [self._values(stage, eights * step + first + i, block) for i in range(2)]
+                for word in range(len(pairs[0][0])):
+                    scales = [self._value_scales(stage, eights * step + first + i, block, word) for i in range(2)]
+                    parts = [together(kind, *[key[word] for key in keys]) for keys in pairs]
+                    for both in zip(*parts, strict=True):
+                        columns = [by_columns(kind, *one) for one in zip(both, scales, strict=True)]
+                        fragment = self._add(columns, weights, fragment)
+
+    def _add(self, columns: list, weights: list, fragment: int) -> int:
+        """Add some columns of two groups of 8 keys to the fragments from this one on. Returns the next one."""
+        for c in range(0, len(columns[0]), 2):
+            a = [columns[half][c + row] for half in range(2) for row in range(2)]
+            for product in range(self.products):
+                accumulate(self.o, fragment, a, weights[product])
+                fragment += 1
+        return fragment
+
+    def _values(self, stage, eight, block: ColumnBlock) -> list:
+        """This lane's part of a column block of V, of its two keys in a group of 8."""
+        g, t = place_in_warp()
+        part = self.element.bytes_of(block.value_part)
+        rows, byte = self.rows(self.v_tile, 1, stage, eight, block), g * part
+        chunks = [copy.swizzled_chunk(rows, 2 * t + i, byte // copy.CHUNK_BYTES) for i in range(2)]
+        return [copy.load_shared(chunk + byte % copy.CHUNK_BYTES, part // 4) for chunk in chunks]
+
+    def _value_scales(self, stage, eight, block: ColumnBlock, word: int) -> Any:
+        """The scales of a word of this lane's part of its two keys in a group of 8."""
+        if self.v_scales is None:
+            return None
+        g, t = place_in_warp()
+        column = g * block.value_part + word * (32 // self.element.bits)
+        return self.v_scales.of_two_rows(stage, eight * copy.GROUP_ROWS + 2 * t, column // self.element.block)
 
     def _output(self) -> ColumnFragment:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
@@ -214,7 +230,7 @@ class ByteAttend(DecodeAttend):
     @cute.jit
     def attend_unit(self, products: cutlass.Constexpr[int], tile: SplitTile, count, kv_step, work) -> None:
         """Attend to a unit with ``count`` rows, 8 * ``products`` of them for each warp."""
-        q_ring, *_ = self.rings
+        q_ring = self.rings.q
         operands = ByteOperands.create(self.kernel, self.tiles, products)
         softmax = ColumnSoftmax.over(self.softmax.scale, 2 * products)
         share = KeyShare.of(count, products, self.kernel)
@@ -230,12 +246,12 @@ class ByteAttend(DecodeAttend):
             kv_step += 1
         self.open_piece(tile, work)
         self.hand_over(operands, softmax, share, count)
-        self.rings[-1].fill(work)
+        self.rings.piece.fill(work)
 
     @cute.jit
     def attend_tile(self, operands: ByteOperands, softmax, share: KeyShare, keys: TileRange, n, row, kv_step) -> None:
         """Attend to this warp's keys of tile n."""
-        _, k_ring, v_ring, *_ = self.rings
+        k_ring, v_ring = self.rings.k, self.rings.v
         masked = n < keys.full_begin or n >= keys.full_end
         steps = share.steps if share.has(n) else Int32(0)
         k_ring.wait_full(kv_step)

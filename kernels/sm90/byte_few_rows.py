@@ -1,7 +1,7 @@
-"""Hopper decode of few rows over 8-bit caches: ``decode_few_rows.py`` with products that widen on their way.
+"""Hopper decode of few rows over caches of 8 or 4 bits: ``decode_few_rows.py`` with products that widen on their way.
 
-Tiles have half of the bytes, and products take instructions of every warp instead of a few for all. So two CTAs share a
-multiprocessor, each with half of its registers and shared memory: while one waits, the other one widens.
+Tiles have half of the bytes or fewer, and products take instructions of every warp instead of a few for all. So two
+CTAs share a multiprocessor, each with half of its registers and shared memory: while one waits, the other one widens.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,19 @@ from cutlass import Float16, Float32, Int32
 from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.hardware import LANES, WARPS
-from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, warp_in_group
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp
-from hopwell.kernels.parts.widen import adjacent, widened
+from hopwell.kernels.parts.widen import of_two_keys
 from hopwell.kernels.skeleton import example_arguments
-from hopwell.kernels.sm90.byte_products import BLOCK_BYTES, ByteProducts, accumulate
+from hopwell.kernels.sm90.byte_products import BLOCK_BYTES, ByteProducts, accumulate, padded
+from hopwell.kernels.sm90.decode import argument_types
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafAttend, LeafTiles
 from hopwell.kernels.splitting import LEAF_TILE
+
+MOST_COLUMNS = 256  # of K in the tiles whose products a warp computes at a time: what there are registers for
 
 
 class ByteFewRowsDecodeSm90(FewRowsDecodeSm90):
@@ -51,21 +53,21 @@ class ByteFewRowsDecodeSm90(FewRowsDecodeSm90):
     def weights_dtype(self) -> type:
         return Float16
 
-    def consumer(self, *parts: Any) -> "ByteLeafAttend":
-        return ByteLeafAttend(*parts)
+    def consumer(self, **parts: Any) -> "ByteLeafAttend":
+        return ByteLeafAttend(**parts)
 
 
 @dataclass
 class ByteLeafOperands(ByteProducts):
-    """Operands of 8-bit caches, used as LeafOperands are. S^T and O^T are in registers, P in shared memory. Warp w has
-    16 keys of each tile, and of each 64 columns of V and O those from 16 w on: rows g and g + 8 of a product with V are
-    columns 2 g and 2 g + 1 of them."""
+    """Operands of narrow caches, used as LeafOperands are. S^T and O^T are in registers, P in shared memory. Warp w has
+    16 keys of each tile, and the columns of V and O that ``columns`` says."""
 
     p_tile: Int32  # address of the first tile
     s: Any  # of a leaf's tiles, one behind the other
     o: Any
     leaf_tiles: int
-    at_once: int  # tiles of K, or of V, whose products do not wait for each other: half of the stages
+    at_once: int  # tiles of K, or of V, whose products do not wait for each other: half of the stages at most
+    columns: "WarpColumns"
 
     @staticmethod
     def create(kernel, tiles: LeafTiles) -> "ByteLeafOperands":
@@ -76,7 +78,8 @@ class ByteLeafOperands(ByteProducts):
             s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
             o=cute.make_rmem_tensor(4 * products * parts, Float32),
             leaf_tiles=kernel.step_tiles,
-            at_once=kernel.tile.kv_stages // 2,
+            at_once=min(kernel.tile.kv_stages // 2, max(MOST_COLUMNS // padded(kernel.config.head_dim_qk), 1)),
+            columns=WarpColumns.of(kernel.config),
         )
 
     def _scores(self, i: int, tiles: int) -> ColumnFragment:
@@ -138,13 +141,27 @@ class ByteLeafOperands(ByteProducts):
         for first in range(0, LEAF_TILE, LANES):
             p = [self._weights(i, product, first) for product in range(self.products)]
             for part in range(cute.size(self.o) // (4 * self.products)):
-                columns = [
-                    widened(self.kernel.config.kv_type, adjacent(word)) for word in self._values(stage, first, part)
-                ]
+                chunk, pair = divmod(part, self.columns.pairs)
+                if pair == 0:
+                    columns = self._columns(stage, first, chunk)
                 for k in range(0, LANES // copy.GROUP_ROWS, 2):
-                    a = [columns[k + half][row] for half in range(2) for row in range(2)]
+                    a = [columns[k + half][2 * pair + row] for half in range(2) for row in range(2)]
                     for product in range(self.products):
                         accumulate(self.o, part * self.products + product, a, p[product][k : k + 2])
+
+    def _columns(self, stage, first: int, chunk: int) -> list:
+        """Columns of V of four groups of 8 keys, two adjacent keys of this lane's in each word."""
+        columns, (g, t) = self.columns, place_in_warp()
+        found = []
+        for i, word in enumerate(self._values(stage, first, chunk)):
+            if columns.sharing > 1:
+                word = word >> (columns.share() * (2 * self.element.bits))
+            scales = None
+            if self.v_scales is not None:
+                block = (columns.chunk(chunk) * columns.per_chunk + columns.of_lane(g)) // self.element.block
+                scales = self.v_scales.of_two_rows(stage, first + copy.GROUP_ROWS * i + 2 * t, block)
+            found.append(of_two_keys(self.kernel.config.kv_type, word, scales))
+        return found
 
     def _weights(self, i: int, product: int, first: int) -> list:
         """P of 8 rows and 32 keys of a tile, as B of two products."""
@@ -153,13 +170,55 @@ class ByteLeafOperands(ByteProducts):
         row, chunk = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.GROUP_ROWS + lane // MMA_COLUMNS
         return copy.load_matrix_x4(copy.swizzled_chunk(tile, row, chunk))
 
-    def _values(self, stage, first: int, part: int) -> list:
-        """Load V of 32 keys of a tile and of this warp's columns of 64: a word has bytes of two columns of two keys."""
-        lane, block = cute.arch.lane_idx(), self.blocks[part * BLOCK_COLUMNS // BLOCK_BYTES]
+    def _values(self, stage, first: int, number: int) -> list:
+        """Load V of 32 keys of a tile and of a chunk of this warp's: a word has 16 bits of each of two keys."""
+        lane, before = cute.arch.lane_idx(), number * WARPS * copy.CHUNK_BYTES  # bytes
         eight = first // copy.GROUP_ROWS + lane // copy.GROUP_ROWS
-        rows = self.rows(self.v_tile, 1, stage, eight, block)
-        chunk = part * BLOCK_COLUMNS % BLOCK_BYTES // copy.CHUNK_BYTES + warp_in_group()
+        rows = self.rows(self.v_tile, 1, stage, eight, self.blocks[before // BLOCK_BYTES])
+        chunk = before % BLOCK_BYTES // copy.CHUNK_BYTES + self.columns.chunk(0)
         return copy.load_matrix_x4(copy.swizzled_chunk(rows, lane % copy.GROUP_ROWS, chunk), transposes=True)
+
+
+@dataclass(frozen=True)
+class WarpColumns:
+    """Which columns of V and O a warp has: those of every fourth chunk of 16 bytes, or, where there are fewer chunks
+    than warps, a share of one. Lane g has 16 bits of a chunk, some pairs of adjacent columns. Rows g and g + 8 of a
+    product with V are the columns of a pair."""
+
+    per_lane: int  # columns in 16 bits
+    sharing: int  # warps that have the same chunk
+
+    @staticmethod
+    def of(config: DecodeConfig) -> "WarpColumns":
+        bits = config.kv_element.bits
+        chunks = max(config.head_dim_v, BLOCK_COLUMNS) * bits // (8 * copy.CHUNK_BYTES)
+        return WarpColumns(16 // bits, max(WARPS // chunks, 1))
+
+    @property
+    def pairs(self) -> int:
+        """Pairs of columns that a lane has of a chunk."""
+        return self.per_lane // (2 * self.sharing)
+
+    @property
+    def per_chunk(self) -> int:
+        return self.per_lane * MMA_COLUMNS
+
+    def chunk(self, number: int):
+        """This warp's chunk of a number, among those of a row."""
+        return WARPS * number + warp_in_group() // self.sharing
+
+    def share(self):
+        """Which share of a chunk this warp has."""
+        return warp_in_group() % self.sharing if self.sharing > 1 else 0
+
+    def of_lane(self, g):
+        """This lane's first column in a chunk."""
+        return self.per_lane * g + 2 * self.share()
+
+    def pair(self, number: int, g):
+        """The first column of this lane's pair of a number."""
+        chunk, pair = divmod(number, self.pairs)
+        return self.chunk(chunk) * self.per_chunk + self.of_lane(g) + 2 * pair
 
 
 @dataclass
@@ -169,17 +228,17 @@ class ByteLeafAttend(LeafAttend):
     @cute.jit
     def store_columns(self, output, statistics, rows: PackedRows) -> None:
         g, _ = place_in_warp()
-        factors = self.row_factors(output, statistics, rows)
+        factors, columns = self.row_factors(output, statistics, rows), WarpColumns.of(self.kernel.config)
         for r in cutlass.range_constexpr(output.rows):
             row = output.first_row() + output.row_offset(r)
             target = rows.output(row, 0)
             for c in cutlass.range_constexpr(0, output.columns, 2):
                 pair = [output.get(r, c) * factors[r], output.get(r, c + 1) * factors[r]]
-                column = (WARPS * (c // 2) + self.warp) * ColumnFragment.warp_columns + 2 * g
+                column = columns.pair(c // 2, g)
                 if row < rows.count and column < self.kernel.config.head_dim_v:
                     copy.store_rounded(target + column * rows.out_bytes, pair, self.kernel.out_dtype)
 
 
 def build(config: DecodeConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
-    return ByteFewRowsDecodeSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)
+    return ByteFewRowsDecodeSm90(config), example_arguments(argument_types(config), floats=3)

@@ -40,7 +40,7 @@ class ByteAttend(PrefillAttend):
 
     @cute.jit
     def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
-        _, k_ring, v_ring = self.rings
+        k_ring, v_ring = self.rings.k, self.rings.v
         v_stage = v_ring.stage(kv_step)
         k_ring.wait_full(kv_step + 1)
         v_ring.wait_full(kv_step)

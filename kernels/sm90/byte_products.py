@@ -1,10 +1,10 @@
-"""Products of one warp over 8-bit keys and values, which it widens in its registers: S^T = K Q^T, and what those with
-V share with it.
+"""Products of one warp over keys and values of 8 or 4 bits, which it widens in its registers: S^T = K Q^T, and what
+those with V share with it.
 
-Tiles of 16-bit keys are multiplied by whole warpgroups out of shared memory. Those of 8-bit keys would have to go
+Tiles of 16-bit keys are multiplied by whole warpgroups out of shared memory. Those of narrower keys would have to go
 through it twice, and where memory is the limit, the tensor cores have time to spare. So a warp reads bytes straight
-into the fragments of mma.sync. All products are of float16, which holds every e4m3 and int8 exactly, and weights better
-than bf16.
+into the fragments of mma.sync. All products are of float16, which holds every e4m3 and int8 exactly, every NVFP4
+element times its scale, and weights better than bf16.
 """
 
 from dataclasses import dataclass
@@ -14,14 +14,18 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
+from hopwell.kernels.elements import Element
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.block_scales import SharedScales
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.e2m1 import scale_pair
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, multiply, place_in_warp
 from hopwell.kernels.parts.widen import widened
 
 BLOCK_BYTES = copy.SWIZZLE_ROW_BYTES
+LEAST_COLUMNS = 64  # of a block
 
 
 @dataclass(frozen=True)
@@ -29,17 +33,19 @@ class ColumnBlock:
     """``width`` columns of keys or values in a row of 128 bytes, an equal part of them side by side for each lane."""
 
     index: int
+    first: int  # column
     width: int
 
     @staticmethod
-    def all(head_dim: int) -> "list[ColumnBlock]":
-        """Return the column blocks of a head dim, the last of which may be half a block."""
-        widths = [min(head_dim - first, BLOCK_BYTES) for first in range(0, head_dim, BLOCK_BYTES)]
-        return [ColumnBlock(i, BLOCK_BYTES // (1 if width > BLOCK_BYTES // 2 else 2)) for i, width in enumerate(widths)]
-
-    @property
-    def first(self) -> int:
-        return self.index * BLOCK_BYTES
+    def all(head_dim: int, bits: int = 8) -> "list[ColumnBlock]":
+        """Return the column blocks of a head dim of elements of so many bits. The last one may have fewer columns, a
+        power of two."""
+        most = BLOCK_BYTES * 8 // bits
+        blocks = []
+        for first in range(0, head_dim, most):
+            width = 1 << (min(head_dim - first, most) - 1).bit_length()
+            blocks.append(ColumnBlock(first // most, first, max(width, LEAST_COLUMNS)))
+        return blocks
 
     @property
     def key_part(self) -> int:
@@ -67,26 +73,38 @@ class ByteProducts(DeviceStruct):
     q_tile: Int32  # addresses of stage 0
     k_tile: Int32
     v_tile: Int32
+    k_scales: SharedScales | None  # of blocks, where there are any
+    v_scales: SharedScales | None
     products: int
     kernel: Any  # configuration only
 
     @staticmethod
     def fields(kernel, tiles, products: int) -> dict[str, Any]:
         """Return the values of the fields above by their names."""
-        width = padded(kernel.config.head_dim_qk)
+        config = kernel.config
+        width, scales = padded(config.head_dim_qk), [None, None]
+        if config.copies_scales:
+            blocks = [config.kv_element.scales_of(dim) for dim in (config.head_dim_qk, config.head_dim_v)]
+            scales = [SharedScales(shared_address(tiles.scales[i]), blocks[i], kernel.tile.n) for i in range(2)]
         return dict(
             q=cute.make_rmem_tensor(width * products * MMA_COLUMNS // LANES // 2, Uint32),
             unit=cute.make_rmem_tensor(2 * products, Float32),
             q_tile=shared_address(tiles.q.iterator),
             k_tile=shared_address(tiles.k.iterator),
             v_tile=shared_address(tiles.v.iterator),
+            k_scales=scales[0],
+            v_scales=scales[1],
             products=products,
             kernel=kernel,
         )
 
     @property
     def blocks(self) -> list[ColumnBlock]:
-        return ColumnBlock.all(self.kernel.config.head_dim_qk)
+        return ColumnBlock.all(self.kernel.config.head_dim_qk, self.element.bits)
+
+    @property
+    def element(self) -> Element:
+        return self.kernel.config.kv_element
 
     def load_q(self, stage, first_row) -> None:
         """Load Q of the warp's rows as float16. Each row gets those of bf16's exponents that it needs."""
@@ -122,30 +140,63 @@ class ByteProducts(DeviceStruct):
         """Compute S^T of some groups of 8 keys; ``eights`` has the stage of each, and its number there."""
         g, t = place_in_warp()
         scores.registers.fill(0.0)
-        depth = 0
+        depth, scales = 0, self._key_scales(eights)
         for block in self.blocks:
             rows = [self.rows(self.k_tile, 0, *eight, block) for eight in eights]
-            chunks = block.key_part // copy.CHUNK_BYTES
-            for chunk in range(chunks):
-                keys = [copy.load_shared(copy.swizzled_chunk(row, g, t * chunks + chunk), 4) for row in rows]
-                for word in range(4):
-                    b = _pairs([self.q[2 * self.products * depth + i] for i in range(2 * self.products)])
-                    wide = [widened(self.kernel.config.kv_type, key[word]) for key in keys]
-                    for i in range(0, len(wide), 2):
-                        a = [wide[i + row][half] for half in range(2) for row in range(2)]
-                        for product in range(self.products):
-                            accumulate(scores.registers, i // 2 * self.products + product, a, b[product])
-                    depth += 1
+            part = self.element.bytes_of(block.key_part)
+            piece = min(part, copy.CHUNK_BYTES)
+            for first in range(0, part, piece):
+                keys = [copy.load_shared(_place(row, g, t, part, first), piece // 4) for row in rows]
+                for word in range(piece // 4):
+                    factors = self._factors(scales, first // 4 + word)
+                    wide = [
+                        widened(self.kernel.config.kv_type, key[word], factor)
+                        for key, factor in zip(keys, factors, strict=True)
+                    ]
+                    for step in range(len(wide[0]) // 2):
+                        halves = [words[2 * step : 2 * step + 2] for words in wide]
+                        self._multiply(scores, halves, depth)
+                        depth += 1
         if self.kernel.dtype is BFloat16:
             for r in range(scores.rows):
                 for c in range(scores.columns):
                     scores.set(r, c, scores.get(r, c) * self.unit[r])
+
+    def _multiply(self, scores: ColumnFragment, keys: list, depth: int) -> None:
+        """Add one step of depth, of which ``keys`` has two words of each group of 8 keys."""
+        b = _pairs([self.q[2 * self.products * depth + i] for i in range(2 * self.products)])
+        for i in range(0, len(keys), 2):
+            a = [keys[i + row][half] for half in range(2) for row in range(2)]
+            for product in range(self.products):
+                accumulate(scores.registers, i // 2 * self.products + product, a, b[product])
+
+    def _key_scales(self, eights: list[tuple]) -> list:
+        """A word of scales of this lane's part of its key in some groups of 8; None where there are no scales."""
+        if self.k_scales is None:
+            return [None] * len(eights)
+        g, t = place_in_warp()
+        return [self.k_scales.part(stage, eight * copy.GROUP_ROWS + g, t, QUAD) for stage, eight in eights]
+
+    def _factors(self, scales: list, word: int) -> list:
+        """The scales of a word of a lane's part, out of words of them."""
+        if self.k_scales is None:
+            return scales
+        block = word * (32 // self.element.bits) // self.element.block
+        return [scale_pair(one, block, Float16) for one in scales]
 
     def rows(self, tile, part: int, stage, eight, block: ColumnBlock):
         """Address of a column block of 8 keys of a stage of K (0) or V (1)."""
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
         place = copy.block_row(eight * copy.GROUP_ROWS, block.index, n, columns, self.kernel.source.columns_first)
         return tile + stage * (n * columns * 2) + place * copy.SWIZZLE_ROW_BYTES
+
+
+def _place(rows, row, part, part_bytes: int, first: int):
+    """Address of byte ``first`` of an equal part, of so many bytes, of a row of 128 bytes."""
+    if part_bytes < copy.CHUNK_BYTES:
+        per_chunk = copy.CHUNK_BYTES // part_bytes
+        return copy.swizzled_chunk(rows, row, part // per_chunk) + part % per_chunk * part_bytes
+    return copy.swizzled_chunk(rows, row, part * (part_bytes // copy.CHUNK_BYTES) + first // copy.CHUNK_BYTES)
 
 
 def accumulate(registers, fragment: int, a, b) -> None:

@@ -190,16 +190,20 @@ class Conversion(DeviceStruct):
     board: Board
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, rings: tuple, board: Board, addresses, geometry) -> "Conversion":
-        """``rings`` are those of K and V as they are loaded, then of what is converted of them as it is multiplied."""
+    def create(kernel, tiles: SharedTiles, rings, board: Board, addresses, geometry) -> "Conversion":
+        """Return the streams of what is converted: K and V, or V alone."""
         sources = [shared_address(source.iterator) for source in tiles.loaded]
         if kernel.config.transposes_v:
             target = shared_address(tiles.v.iterator)
-            return Conversion((TransposingStream(kernel, sources[1], rings[1], target, rings[2]),), board)
+            return Conversion((TransposingStream(kernel, sources[1], rings.v, target, rings.converted_v),), board)
         targets = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
-        places = [(kernel, sources[i], rings[i], targets[i], rings[2 + i], i) for i in range(2)]
+        loaded, converted = (rings.k, rings.v), (rings.converted_k, rings.converted_v)
+        places = [(kernel, sources[i], loaded[i], targets[i], converted[i], i) for i in range(2)]
         if kernel.config.kv_element.block:
-            scales = ScaleRows.of(kernel.config, addresses, geometry)
+            scales = (
+                ScaleRows.key(kernel.config, addresses, geometry),
+                ScaleRows.value(kernel.config, addresses, geometry, interleaves=True),
+            )
             return Conversion(
                 tuple(DequantisingStream(*place, each) for place, each in zip(places, scales, strict=True)), board
             )

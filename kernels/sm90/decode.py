@@ -2,6 +2,7 @@
 
 For many rows and wide heads; ``decode_few_rows.py`` and ``byte_few_rows.py`` have the rest."""
 
+from dataclasses import replace
 from typing import Any
 
 import cuda.bindings.driver as cuda
@@ -12,7 +13,7 @@ from cutlass import Float32, Int32, const_expr
 from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.launch import Addresses, DecodeGeometry, ScaledAddresses, ScaledDecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.fragment import RowFragment
@@ -84,8 +85,11 @@ class DecodeSm90(AttentionSm90):
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
         """Lanes read the tiles of 8-bit caches, and write some themselves: copies of rows, or zeros into V."""
         if self.config.kv_bytes == 1:
-            written = is_value or issubclass(self.source, PageRows)
-            return dict(producer_lanes=LANES, consumer_lanes=LANES) if written else {}
+            copies_rows = issubclass(self.source, PageRows)
+            lanes = LANES if is_value or copies_rows else 1
+            # Copies of rows arrive with those of their scales.
+            copying = LANES if self.config.copies_scales and not copies_rows else 0
+            return dict(producer_lanes=lanes, consumer_lanes=max(lanes, copying), copying_lanes=copying)
         return super().kv_arrivals(is_value)
 
     @property
@@ -112,8 +116,8 @@ class DecodeSm90(AttentionSm90):
     def __call__(
         self,
         anchor: cute.Tensor,
-        addresses: Addresses,
-        geometry: DecodeGeometry,
+        addresses,  # Addresses or ScaledAddresses
+        geometry,  # a DecodeGeometry or a ScaledDecodeGeometry
         softmax_scale: Float32,
         output_scale: Float32,
         output_factor: Float32,
@@ -140,8 +144,8 @@ class DecodeSm90(AttentionSm90):
         q_atom: cute.CopyAtom | None,
         k_atom: cute.CopyAtom | None,
         v_atom: cute.CopyAtom | None,
-        addresses: Addresses,
-        geometry: DecodeGeometry,
+        addresses,
+        geometry,
         softmax_scale: Float32,
         output_scale: Float32,
         output_factor: Float32,
@@ -174,21 +178,33 @@ class DecodeSm90(AttentionSm90):
             softmax = self.softmax(scale)
             scale = self._output_scale(addresses, output_scale, output_factor)
             merge = self._merge(addresses, geometry, tiles)
-            parts = (self, tiles, rings, board, mask, score, softmax, scale, merge, addresses, geometry)
-            self.consumer(*parts).run(addresses, geometry)
+            consumer = self.consumer(
+                kernel=self,
+                tiles=tiles,
+                rings=rings,
+                board=board,
+                mask=mask,
+                score=score,
+                softmax=softmax,
+                output_scale=scale,
+                merge=merge,
+                addresses=addresses,
+                geometry=geometry,
+            )
+            consumer.run(addresses, geometry)
 
     def run_merge(self, tiles, rings, board, addresses, geometry, scale) -> None:
         """What the warpgroup that merges does."""
         merge = self._merge(addresses, geometry, tiles)
-        merge.run(board, rings[-1], addresses, geometry, scale, self.out_dtype)
+        merge.run(board, rings.piece, addresses, geometry, scale, self.out_dtype)
 
     def softmax(self, scale) -> OnlineSoftmax:
         """Return the softmax of a consumer warp's rows."""
         return OnlineSoftmax.create(scale, RowFragment.rows)
 
-    def consumer(self, *parts: Any) -> "DecodeAttend":
+    def consumer(self, **parts: Any) -> "DecodeAttend":
         """What the consumer warpgroups run."""
-        return (ByteAttend if self.config.kv_bytes == 1 else DecodeAttend)(*parts)
+        return (ByteAttend if self.config.kv_bytes == 1 else DecodeAttend)(**parts)
 
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
         c = self.config
@@ -217,14 +233,16 @@ class DecodeSm90(AttentionSm90):
         step = Int32(0)
         tile = board.read(step)
         while tile.exists:
-            self.load_q(addresses, geometry, tile, tiles.q, rings[0], step)
+            self.load_q(addresses, geometry, tile, tiles.q, rings.q, step)
             step += 1
             tile = board.read(step)
 
     def load_part(self, part: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
         """Load K (part 0) or V (part 1) of every tile."""
-        shared = shared_address((tiles.k, tiles.v)[part].iterator)
-        self.load_kv(atoms[part], shared, rings[1 + part], partial_barriers + part, board, operands[part])
+        shared, operand = shared_address((tiles.k, tiles.v)[part].iterator), operands[part]
+        if const_expr(self.config.copies_scales):
+            operand = replace(operand, shared_scales=shared_address(tiles.scales[part]))
+        self.load_kv(atoms[part], shared, (rings.k, rings.v)[part], partial_barriers + part, board, operand)
 
     def _q_atom(self, addresses: Addresses, geometry: DecodeGeometry):
         """The TMA atom of Q; None where only lanes copy its rows."""
@@ -262,7 +280,11 @@ class DecodeSm90(AttentionSm90):
         cute.arch.mbarrier_arrive(ring.full_barrier(step))
 
 
+def argument_types(config: DecodeConfig) -> tuple[Any, Any]:
+    """What a kernel gets its addresses and sizes as."""
+    return (ScaledAddresses, ScaledDecodeGeometry) if config.has_block_scales else (Addresses, DecodeGeometry)
+
+
 def build(config: DecodeConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
-    kernel = DecodeSm90(config)
-    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)
+    return DecodeSm90(config), example_arguments(argument_types(config), floats=3)

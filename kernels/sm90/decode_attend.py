@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, const_expr
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.mask import DraftRow, LogitRow, TileRange
+from hopwell.kernels.parts.mask import DraftRow, LogitRow, TileRange, TokenPositions
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge
 from hopwell.kernels.parts.split import SplitTile
@@ -30,12 +30,15 @@ class DecodeConsumer(Consumer):
         """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores."""
         request = tile.request
         first = tile.first_row + warp_row + fragment.first_row()
-        if const_expr(self.mask.kind is not MaskKind.DRAFT):
+        if const_expr(self.mask.kind not in (MaskKind.DRAFT, MaskKind.CYCLIC)):
             return LogitRow((request.first_position,) * fragment.rows, request.kv_len, Float32(0.0))
         tokens = []
         for r in range(fragment.rows):
             token = (first + fragment.row_offset(r)) // Int32(self.geometry.group)
             tokens.append(cutlass.max(cutlass.min(token, request.q_len - 1), 0))
+        if const_expr(self.mask.kind is MaskKind.CYCLIC):
+            positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
+            return LogitRow(tuple(positions.of(token) for token in tokens), request.kv_len, Float32(0.0))
         return DraftRow.create(request, tokens, self.addresses, self.geometry)
 
 
@@ -73,7 +76,7 @@ class DecodeAttend(DecodeConsumer, Attend):
     def open_piece(self, tile: SplitTile, work) -> None:
         """Return when the unit's piece, if it is one, may be written."""
         if const_expr(self.kernel.config.has_merge_role):
-            self.rings[-1].wait_released(work)
+            self.rings.piece.wait_released(work)
         else:
             self.merge.prepare(tile)
             self.merge.meet()
@@ -82,7 +85,7 @@ class DecodeAttend(DecodeConsumer, Attend):
     def close_piece(self, tile: SplitTile, rows: PackedRows, work) -> None:
         """The unit's results have been written."""
         if const_expr(self.kernel.config.has_merge_role):
-            self.rings[-1].fill(work)
+            self.rings.piece.fill(work)
         else:
             self.merge.meet()
             if tile.chunks > 1:

@@ -88,8 +88,8 @@ class FewRowsDecodeSm90(DecodeSm90):
     def softmax(self, scale) -> ColumnSoftmax:
         return ColumnSoftmax.create(scale, self.tile.m // QUAD)
 
-    def consumer(self, *parts: Any) -> "LeafAttend":
-        return LeafAttend(*parts)
+    def consumer(self, **parts: Any) -> "LeafAttend":
+        return LeafAttend(**parts)
 
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Tree:
         nodes, levels = shared_address(tiles.staging), self.config.near_levels
@@ -220,7 +220,7 @@ class LeafAttend(LeafTree, DecodeConsumer):
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
-        q_ring, *_ = self.rings
+        q_ring = self.rings.q
         operands = self.operands_type.create(self.kernel, self.tiles)
         node = Node.of(operands.o, self.kernel.tile.m)
         step, work = Int32(0), Int32(0)
@@ -242,7 +242,7 @@ class LeafAttend(LeafTree, DecodeConsumer):
     @cute.jit
     def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
         """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's."""
-        _, k_ring, v_ring, *_ = self.rings
+        k_ring, v_ring = self.rings.k, self.rings.v
         tiles, scores = self.kernel.step_tiles, operands.scores()
         operands.multiply_keys(k_ring, step, q_stage)
         if masked:

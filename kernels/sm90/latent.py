@@ -15,7 +15,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand, KvSource, PageRows
-from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow
+from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions
 from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.parts.widened_rows import WIDENED, LatentBytes, WidenedOperand
 from hopwell.kernels.pipeline import Edge
@@ -103,13 +103,14 @@ class LatentKeys:
     @cute.jit
     def load_keys(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board):
         """Called by the warps that load keys, and those that widen them."""
-        operands, parts = self.loads(addresses, geometry), rings[1:3]
+        operands, parts = self.loads(addresses, geometry), (rings.k, rings.v)
         shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
         if const_expr(self.widens):
+            loaded = rings.loaded_k, rings.loaded_v
             if warp < self.loading_warps:
-                self._copy_both(warp, shared, parts, rings[3:5], board, operands)
+                self._copy_both(warp, shared, parts, loaded, board, operands)
             else:
-                self._widen_both(warp - self.loading_warps, shared, parts, rings[3:5], board, operands)
+                self._widen_both(warp - self.loading_warps, shared, parts, loaded, board, operands)
         elif const_expr(self.loading_warps == 1):
             self._load_both(atoms, shared, parts, partial_barriers, board, operands)
         else:
@@ -184,6 +185,7 @@ class LatentRows:
     """How packed rows of MLA see keys: a base class beside a kind of attend."""
 
     kernel: Any
+    mask: IntervalMask
     addresses: Addresses
     geometry: DecodeGeometry
 
@@ -196,5 +198,6 @@ class LatentRows:
             return ListRow.create(request, positions, self.addresses, self.geometry)
         first = tile.first_row + warp_row + fragment.first_row()
         tokens = [(first + fragment.row_offset(r)) // group for r in range(fragment.rows)]
-        positions = tuple(request.first_position + cutlass.min(token, request.q_len - 1) for token in tokens)
-        return LogitRow(positions, request.kv_len, Float32(0.0))
+        positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
+        places = tuple(positions.of(cutlass.min(token, request.q_len - 1)) for token in tokens)
+        return LogitRow(places, request.kv_len, Float32(0.0))

@@ -105,8 +105,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
             Edge("piece", "attend", "schedule", 1, attend, 1, 0),
         )
 
-    def consumer(self, *parts: Any) -> "MlaAttend":
-        return MlaAttend(*parts)
+    def consumer(self, **parts: Any) -> "MlaAttend":
+        return MlaAttend(**parts)
 
     def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, at_once=ATTEND_LOADS) -> Shares:
         slots = Slots.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
@@ -169,14 +169,14 @@ class LatentUnits(UnitKeeper):
     kernel: MlaSm90
     descriptor: Any  # of Q
     tiles: Any
-    rings: tuple
+    rings: Any
     merge: Shares
     addresses: Addresses
     geometry: DecodeGeometry
 
     @cute.jit
     def posted(self, step, unit, before) -> None:
-        q_ring, *_, piece_ring = self.rings
+        q_ring, piece_ring = self.rings.q, self.rings.piece
         self.kernel.fetch_rows(self.descriptor, self.addresses, self.geometry, unit, self.tiles.q, q_ring, step)
         if step > 0:
             self._announce(step - 1, before)
@@ -189,7 +189,7 @@ class LatentUnits(UnitKeeper):
             self._announce(step - 1, last)
 
     def _announce(self, step, unit) -> None:
-        self.rings[-1].wait_full(step)
+        self.rings.piece.wait_full(step)
         self.merge.announce(unit, self.geometry.group)
 
 
@@ -243,7 +243,7 @@ class MlaAttend(LatentRows, DecodeAttend):
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
-        q_ring, *_ = self.rings
+        q_ring = self.rings.q
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
         left, right = MlaOperands.of_both(self.kernel, self.tiles)
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
@@ -282,7 +282,7 @@ class MlaAttend(LatentRows, DecodeAttend):
     @cute.jit
     def left_step(self, operands, q_stage, row, step, n, masked):
         """Take the left warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA."""
-        _, left, right, *_, turns, _ = self.rings
+        left, right, turns = self.rings.k, self.rings.v, self.rings.p
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile((2 * n + 1) * self.kernel.tile.n)
         self.scores(operands, q_stage, a, self.kernel.part_orders[0])
@@ -310,7 +310,7 @@ class MlaAttend(LatentRows, DecodeAttend):
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked):
         """Take the right warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA."""
-        _, left, right, *_, turns, _ = self.rings
+        left, right, turns = self.rings.k, self.rings.v, self.rings.p
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile(2 * n * self.kernel.tile.n)
         self.scores(operands, q_stage, b, self.kernel.part_orders[1])
@@ -341,14 +341,14 @@ class MlaAttend(LatentRows, DecodeAttend):
     def scores(self, operands, q_stage, step, parts: tuple[int, ...]) -> None:
         """Issue S of a tile, part by part as they come."""
         for i, part in enumerate(parts):
-            ring = self.rings[1 + part]
+            ring = (self.rings.k, self.rings.v)[part]
             ring.wait_full(step)
             operands.issue_part(part, q_stage, ring.stage(step), i > 0)
 
     @cute.jit
     def store(self, operands, tile, work, warp_row, column_group, addresses, geometry):
         """Write this warp's rows, or leave them as a piece."""
-        piece_ring = self.rings[-1]
+        piece_ring = self.rings.piece
         piece_ring.wait_released(work)
         if tile.chunks == 1:
             rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)

@@ -79,15 +79,15 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     def run_merge(self, tiles, rings, board, addresses, geometry, scale) -> None:
         merge = replace(self._merge(addresses, geometry, tiles), held=self._node())
-        LatentMerge(self, tiles, rings[-1], scale, merge).run(self._node(), board, addresses, geometry)
+        LatentMerge(self, tiles, rings.leaf, scale, merge).run(self._node(), board, addresses, geometry)
 
     def _node(self) -> Node:
         """Return a node in new registers: for the one that rises, and for the one that waits at the first level."""
         elements = self.tile.m * self.config.head_dim_v // WARPGROUP
         return Node.of(cute.make_rmem_tensor(elements, Float32), self.tile.m)
 
-    def consumer(self, *parts: Any) -> "LatentLeafAttend":
-        return LatentLeafAttend(*parts)
+    def consumer(self, **parts: Any) -> "LatentLeafAttend":
+        return LatentLeafAttend(**parts)
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
@@ -172,7 +172,7 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
-        q_ring, *_, leaf_ring = self.rings
+        q_ring, leaf_ring = self.rings.q, self.rings.leaf
         operands = LatentLeafOperands.create(self.kernel, self.tiles)
         node = Node.of(operands.o, self.kernel.tile.m)
         step, leaf, work = Int32(0), Int32(0), Int32(0)
@@ -211,7 +211,7 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
     @cute.jit
     def attend_tile(self, operands, q_stage, row, n, masked, step) -> None:
         """Attend to tile n of the keys, the ``step``-th of this CTA."""
-        _, *parts = self.rings[:3]
+        parts = (self.rings.k, self.rings.v)
         scores = operands.scores()
         row = row.of_tile(n * self.kernel.tile.n)
         for i in cutlass.range_constexpr(2):

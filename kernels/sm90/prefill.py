@@ -79,7 +79,6 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         skip_softmax: Float32,
     ):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
-        q_ring, k_ring, v_ring, *operand_rings = rings
         mask = IntervalMask(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
@@ -88,13 +87,13 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
                 key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), k_ring, partial_barriers, board, key)
+                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), rings.k, partial_barriers, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
                 shared = shared_address(tiles.loaded[1].iterator)
-                self.load_kv(v_atom, shared, v_ring, partial_barriers + 1, board, value)
+                self.load_kv(v_atom, shared, rings.v, partial_barriers + 1, board, value)
             if warp == Q_WARP:
-                self.load_q(q_atom, tiles.q, q_ring, board, self.tile_shape(geometry).tokens)
+                self.load_q(q_atom, tiles.q, rings.q, board, self.tile_shape(geometry).tokens)
             if warp == SCHEDULE_WARP:
                 TileSchedule(geometry, addresses, mask, self.tile.n, self.tile_shape(geometry)).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
@@ -103,12 +102,16 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             if const_expr(self.config.converts):
                 if warp >= 4 * (len(self.config.registers) - 1):
                     self.set_registers(self.tile.converting_registers)
-                    Conversion.create(self, tiles, rings[1:], board, addresses, geometry).run()
+                    Conversion.create(self, tiles, rings, board, addresses, geometry).run()
                 else:
-                    keys = () if const_expr(self.config.widens) else (k_ring,)
-                    self.attend(tiles, (q_ring, *keys, *operand_rings), board, mask, *numbers)
+                    self.attend(tiles, self.multiplied(rings), board, mask, *numbers)
             else:
                 self.attend(tiles, rings, board, mask, *numbers)
+
+    def multiplied(self, rings) -> Any:
+        """Return the rings as the consumers see them: what is converted comes from the converting warpgroup."""
+        converted = {name.lower(): getattr(rings, f"converted_{name.lower()}") for name in self.config.converted_bytes}
+        return rings._replace(**converted)
 
     @cute.jit
     def attend(
@@ -117,21 +120,31 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         """What the consumer warpgroups do."""
         self.set_registers(self.tile.consumer_registers)
         scale = load_scale(addresses.softmax_scale, softmax_scale)
-        score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.alibi_heads))
+        score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
         kind = TileSoftmax if self.config.multiplies_bytes else OnlineSoftmax
         softmax = kind.create(score.softmax_scale, RowFragment.rows)
         scale = load_output_scale(addresses, output_scale)
-        parts = (self, tiles, rings, board, mask, score, softmax, scale, self.tile_shape(geometry))
+        parts = dict(
+            kernel=self,
+            tiles=tiles,
+            rings=rings,
+            board=board,
+            mask=mask,
+            score=score,
+            softmax=softmax,
+            output_scale=scale,
+            tile_shape=self.tile_shape(geometry),
+        )
         if const_expr(self.config.skip_softmax):
             skip = SkipRule.create(skip_softmax, softmax.scale)
-            attend = self.attend_types[1](*parts, skip)
+            attend = self.attend_types[1](**parts, skip=skip)
             attend.run(addresses, geometry)
             # The first one of the warpgroups that share rows reports.
             sharing = WARPGROUP * self.config.v_parts
             first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
             skip.report(addresses.skipped, first)
         else:
-            self.attend_types[0](*parts).run(addresses, geometry)
+            self.attend_types[0](**parts).run(addresses, geometry)
 
     @property
     def attend_types(self) -> tuple[type, type]:

@@ -24,7 +24,7 @@ class SkippingAttend(PrefillAttend):
 
     @cute.jit
     def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
-        _, k_ring, v_ring = self.rings
+        k_ring, v_ring = self.rings.k, self.rings.v
         k_ring.wait_full(kv_step + 1)
         turns.wait()
         operands.issue_qk(q_stage, k_ring.stage(kv_step + 1))
@@ -50,7 +50,7 @@ class SkippingAttend(PrefillAttend):
 
     @cute.jit
     def last_step(self, operands, kv_step):
-        _, _, v_ring = self.rings
+        v_ring = self.rings.v
         v_ring.wait_full(kv_step)
         if self.skip.pending[0] != 0:
             self.begin_pv(operands, v_ring.stage(kv_step))

@@ -264,7 +264,7 @@ def _xqa_forms() -> list[Form]:
     return [
         Form("stacked-NHD", function, lambda: xqa(stacked("NHD"), "NHD")),
         Form("fp8-HND", function, lambda: xqa(stacked("HND", FP8), "HND")),
-        Form("nvfp4", function, nvfp4, runs=False),
+        Form("nvfp4", function, nvfp4),
         Form("drafts", function, drafts),
         Form("ragged", function, ragged),
     ]

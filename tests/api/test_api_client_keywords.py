@@ -147,6 +147,19 @@ def test_cudnn_offsets_in_tokens(lengths: bool, recorded: Any) -> None:
     assert recorded.addresses[0][4:] == recorded.addresses[-1][4:]
 
 
+def test_a_log_sum_exp_that_no_memory_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound that asks for it is named. Where it is no larger than it has to be, memory is what is missing."""
+    with pytest.raises(ValueError, match=r"^max_token_per_sequence must be small enough .* got 2147483647 for"):
+        call(CUDNN, "paged", return_lse=True, max_token_per_sequence=2**31 - 1)
+
+    def full(*sizes: Any, **options: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch, "empty", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        call(CUDNN, "paged", return_lse=True, max_token_per_sequence=max(Q_LENS))
+
+
 def test_cudnn_output_type(recorded: Any) -> None:
     for _ in range(2):
         out, _ = FUNCTIONS[CUDNN](**cudnn_paged(), o_data_type=torch.float16)

@@ -41,6 +41,7 @@ def test_inert_values_change_nothing(changes: dict[str, Any], launched: Problems
 
 
 GLOBAL = dict(causal_seqlens_kv_global=ints(*[40] * BATCH))
+WRONG = dict(causal_seqlens_kv_global=ints(*[40] * (BATCH + 1)))
 REFUSED_MLA: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     (
         "dense",
@@ -54,7 +55,14 @@ REFUSED_MLA: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("dense", ValueError, "^return_lse must be True", dict(enable_dcp=True, cp_world=2, **GLOBAL)),
     ("dense", ValueError, "^causal_seqlens_kv_global must be given", dict(enable_dcp=True, return_lse=True)),
     ("dense", ValueError, "^cp_rank", dict(cp_rank=1)),
-    ("several-tokens", NotImplementedError, "enable_dcp", dict(enable_dcp=True, return_lse=True, **GLOBAL)),
+    ("sparse", NotImplementedError, "enable_dcp=True with sparse", dict(enable_dcp=True, return_lse=True, **GLOBAL)),
+    (
+        "dense",
+        ValueError,
+        "^sinks must be None",
+        dict(enable_dcp=True, return_lse=True, sinks=torch.zeros(HEADS), **GLOBAL),
+    ),
+    ("dense", ValueError, "^causal_seqlens_kv_global must have", dict(enable_dcp=True, return_lse=True, **WRONG)),
     ("dense", ValueError, "^max_q_len must be None", dict(max_q_len=1)),
     ("ragged", ValueError, "^max_q_len must be given", dict(max_q_len=None)),
     ("dense", ValueError, "^sparse_mla_top_k_lens must be None", dict(sparse_mla_top_k_lens=ints(*[1] * BATCH))),
@@ -78,10 +86,13 @@ REFUSED_TRTLLM: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (NotImplementedError, "nvfp4", dict(out_dtype="nvfp4")),
     (NotImplementedError, "bmm1_scale_log2", dict(bmm1_scale_log2=torch.ones(1))),
     (NotImplementedError, "enable_block_sparse_attention", dict(enable_block_sparse_attention=True)),
-    (NotImplementedError, "cp_world=2", dict(cp_world=2)),
-    (NotImplementedError, "cp_rank=1", dict(cp_rank=1)),
+    (ValueError, "^cp_world must be 1", dict(cp_world=2)),
+    (ValueError, "^cp_rank", dict(cp_rank=1)),
     (TypeError, "cp_rank", dict(cp_rank=0.5)),
-    (NotImplementedError, "causal_seqlens_kv_global", GLOBAL),
+    (ValueError, "^return_lse must be True with causal_seqlens_kv_global", GLOBAL),
+    (ValueError, "^window_left must be -1", dict(return_lse=True, window_left=3, **GLOBAL)),
+    (ValueError, "^sinks must be None", dict(return_lse=True, sinks=torch.zeros(HEADS), **GLOBAL)),
+    (ValueError, "^causal_seqlens_kv_global must have", dict(return_lse=True, **WRONG)),
     (NotImplementedError, "bf16q_fp8kv_transform_mode", dict(bf16q_fp8kv_transform_mode="k_only")),
     (NotImplementedError, "request_order ", dict(request_order=ints(0, 1, 2))),
     (NotImplementedError, "request_order_plan", dict(request_order_plan=object())),
@@ -92,6 +103,7 @@ REFUSED_TRTLLM: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "^q_len_per_req must be None", dict(cum_seq_lens_q=ints(0, 3, 6, 9), max_q_len=4, q_len_per_req=3)),
     (ValueError, "^backend must be one of", dict(backend="fa2")),
     (ValueError, "^block_tables must", dict(uses_shared_paged_kv_idx=False)),
+    (NotImplementedError, "trtllm-gen' with kv_cache_sf", dict(backend="trtllm-gen", kv_cache_sf=torch.ones(1))),
 ]
 
 
@@ -122,6 +134,22 @@ def test_log_sum_exp_of_warm_calls(recorded: Any) -> None:
         assert call(entry, "dense", lse=given, return_lse=True)[1] is given
 
 
+def test_base_of_log_sum_exps(launched: Problems) -> None:
+    """FlashInfer's cute-dsl kernels, the only ones that ranks of context parallel use, return natural ones unless told:
+    engines that merge by them go by the name of the backend."""
+    entry = FUNCTIONS[MLA].__name__
+    for options, natural in (
+        (dict(), False),
+        (dict(backend="trtllm-gen"), False),
+        (dict(backend="cute-dsl"), True),
+        (dict(backend="cute-dsl", return_lse_base="base2"), False),
+        (dict(enable_dcp=True, cp_world=2, **GLOBAL), True),
+        (dict(enable_dcp=True, cp_world=2, return_lse_base="base2", **GLOBAL), False),
+    ):
+        call(entry, "dense", return_lse=True, **options)
+        assert launched.pop().lse.natural is natural, options
+
+
 def test_ragged_calls_with_other_lengths(recorded: Any) -> None:
     """Offsets are found by address: none of their values was read."""
     for entry, name, argument in ((XQA, "ragged", "q_cu_seq_lens"), (MLA, "ragged", "cum_seq_lens_q")):
@@ -130,6 +158,20 @@ def test_ragged_calls_with_other_lengths(recorded: Any) -> None:
             FUNCTIONS[entry](**arguments)
             assert recorded.addresses[-1][4] == arguments[argument].data_ptr()
     assert len(recorded.problems) == 2
+
+
+def test_shards_of_warm_calls(recorded: Any) -> None:
+    """Ranks go on with other lengths of all keys, which are found by address, and with nothing else of other ranks."""
+    for entry, name in ((FUNCTIONS[MLA].__name__, "several-tokens"), (TRTLLM, "causal")):
+        dcp = dict(enable_dcp=True) if name == "several-tokens" else {}
+        for rank in (0, 0, 0, 1, 1):
+            lengths = ints(*[40 + rank] * BATCH)
+            options = dict(cp_world=2, cp_rank=rank, causal_seqlens_kv_global=lengths, return_lse=True)
+            call(entry, name, **options, **dcp)
+            assert recorded.addresses[-1][6] == lengths.data_ptr()
+        shards = [problem.shard for problem in recorded.problems]
+        assert [(shard.count, shard.index) for shard in shards] == [(2, 0), (2, 1)]
+        recorded.problems.clear()
 
 
 def test_separate_tables_of_warm_calls(recorded: Any) -> None:

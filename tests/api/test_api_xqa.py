@@ -281,5 +281,22 @@ class TestRefusals:
         scales = form(XQA, "nvfp4")["kv_cache_sf"]
         refused(XQA, ValueError, "^kv_cache_sf must be provided", "nvfp4", kv_cache_sf=None)
         refused(XQA, ValueError, "^kv_cache_sf must be None unless", kv_cache_sf=scales)
-        refused(XQA, ValueError, "kv_cache_sf", "nvfp4", kv_cache_sf=scales[..., :1])
-        refused(XQA, NotImplementedError, "NVFP4", "nvfp4", kv_cache_sf=scales.view(U8))
+        refused(XQA, ValueError, r"^kv_cache_sf \(key\) must be .* got", "nvfp4", kv_cache_sf=scales[..., :1])
+        refused(XQA, ValueError, "^kv_cache_sf must be torch.float8_e4m3fn or", "nvfp4", kv_cache_sf=scales.float())
+        refused(XQA, ValueError, "^kv_cache_sf must have 2 as dimension 1", "nvfp4", kv_cache_sf=scales[:, :1])
+        apart = scales.view(U8).new_zeros(*scales.shape[:-1], 2 * scales.shape[-1])[..., ::2].view(FP8)
+        refused(XQA, ValueError, "kv_cache_sf", "nvfp4", kv_cache_sf=apart)
+        shifted = torch.zeros(scales.numel() + 1, dtype=U8)[1:].view(scales.shape).view(FP8)
+        refused(XQA, ValueError, "^kv_cache_sf must begin at a multiple of 4 bytes", "nvfp4", kv_cache_sf=shifted)
+        out = scales.view(U8).flatten()[: BATCH * HEADS * DIM].view(FP8).view(BATCH, HEADS, DIM)
+        refused(XQA, ValueError, "^out must not share memory with kv_cache_sf", "nvfp4", kv_cache_sf=scales, out=out)
+
+    def test_block_scales_of_other_head_dims(self) -> None:
+        """Rows of 192 elements are whole blocks, but not such as lanes have equal parts of."""
+        cache, scales = data(PAGES, 2, PAGE, KV_HEADS, 96, dtype=U8), data(PAGES, 2, PAGE, KV_HEADS, 12, dtype=FP8)
+        changes = dict(query=data(BATCH, HEADS, 192), kv_cache=cache, kv_cache_sf=scales)
+        message = (
+            "head_dim=192.* not supported on sm_90a; head dims supported .*with NVFP4 caches: head dim 64, 128, 256"
+        )
+        refused(XQA, NotImplementedError, message, "nvfp4", **changes)
+        refused(XQA, ValueError, "^out must be torch.bfloat16 or", "nvfp4", out=data(BATCH, HEADS, DIM, dtype=FP16))

@@ -10,12 +10,14 @@ import reference
 import torch
 from batches import Batch, Expected, starts
 
+from hopwell import layouts
 from hopwell.kernels.plan import multiprocessors
-from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind, PageTable, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, Mask, MaskKind, PageTable, TokenOffsets
 from hopwell.kernels.splitting import scratch_bytes
 
 DRAFT = Mask(MaskKind.DRAFT)
 FULL = Mask(MaskKind.FULL)
+NVFP4 = torch.uint8  # as the entries call it
 INT8_UNIT = 40.0  # what stands for 1
 
 
@@ -31,11 +33,19 @@ def draft_words(visible: Sequence[torch.Tensor], words: int, generator: torch.Ge
     return torch.cat(rows).to(torch.int32).to(torch.uint16)
 
 
+def nvfp4(values: torch.Tensor) -> layouts.NVFP4Blocks:
+    """Codes and scales of blocks, which mean the same where they can hold the values; NaN is in scales, beside codes
+    of all ones."""
+    data, scales = layouts.quantize_nvfp4(values, 1.0)
+    poisoned = scales.float().isnan().repeat_interleave(8, -1)
+    return layouts.NVFP4Blocks(data.masked_fill(poisoned, 0xFF), scales)
+
+
 @dataclass
 class DecodeBatch(Batch):
     """``drafts`` are [q_len, q_len] of each request, true where a new token sees another; None for the causal ones.
 
-    With a ``kv_dtype`` of 8 bits, K and V have values that it can hold.
+    With a ``kv_dtype`` of 8 bits, or NVFP4, K and V have values that it can hold.
     """
 
     drafts: Sequence[torch.Tensor] | None = None
@@ -52,6 +62,12 @@ class DecodeBatch(Batch):
         one.drafts = [self.drafts[index]]
         return one
 
+    def shard(self, world: int, rank: int) -> DecodeBatch:
+        """What one of ``world`` ranks has of the keys: every ``world``-th."""
+        one = replace(self, kv_lens=[len(range(rank, n, world)) for n in self.kv_lens])
+        one.q, one.k, one.v = self.q, *([own[rank::world] for own in tokens] for tokens in (self.k, self.v))
+        return one
+
     def repeated(self, count: int) -> DecodeBatch:
         """All requests ``count`` times over."""
         many = replace(self, q_lens=[*self.q_lens] * count, kv_lens=[*self.kv_lens] * count)
@@ -62,6 +78,8 @@ class DecodeBatch(Batch):
     def _quantised(self, values: torch.Tensor) -> torch.Tensor:
         if self.kv_dtype is torch.int8:
             return (values * INT8_UNIT).round().clamp(-127, 127)
+        if self.kv_dtype is NVFP4:
+            return layouts.dequantize_nvfp4(*nvfp4(values), dtype=self.dtype)
         return values if self.kv_dtype is None else values.to(self.kv_dtype).to(self.dtype)
 
     @property
@@ -73,11 +91,16 @@ class DecodeBatch(Batch):
         pool = super()._pool(*arguments)
         if self.kv_dtype is torch.int8:  # which has no NaN
             pool = pool.nan_to_num(127)
-        return pool if self.kv_dtype is None else pool.to(self.kv_dtype)
+        return pool if self.kv_dtype in (None, NVFP4) else pool.to(self.kv_dtype)
 
     def decode(self, page_size: int, mask: Mask = FULL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
         """The batch as a decode problem. With ``ragged`` query lengths come from offsets."""
         key, value, table = self.pages(page_size, order=changes.pop("order", 0))
+        scales = None
+        if self.kv_dtype is NVFP4:
+            key, value = nvfp4(key), nvfp4(value)
+            scales = BlockScales(key.scales, value.scales)
+            key, value = key.data, value.data
         longest = max(self.q_lens, default=0)
         generator = torch.Generator().manual_seed(self.seed)
         words = draft_words(self.drafts, -(-longest // 32), generator).to(self.device)
@@ -95,6 +118,7 @@ class DecodeBatch(Batch):
             mask=mask,
             draft_mask=words if mask.kind is MaskKind.DRAFT else None,
             softmax_scale=self.scale,
+            kv_scales=scales,
             scratch=self.scratch(key, table.shape[1] * page_size),
             family=Family.DECODE,
         )

@@ -107,6 +107,26 @@ def test_several_tokens_without_a_mask_are_causal(ragged: bool, device: str) -> 
     expected.check_lse(lse, natural=False)
 
 
+@pytest.mark.parametrize(
+    ("q_lens", "heads", "kv_dtype"),
+    [([1] * 5, 4, None), ([3] * 5, 32, None), ([3, 0, 7, 1, 6], 4, torch.float8_e4m3fn)],
+    ids=["one", "rows", "ragged-e4m3"],
+)
+def test_context_parallel_ranks(q_lens: list[int], heads: int, kv_dtype: torch.dtype | None, device: str) -> None:
+    """As in latent attention: ranks mask by where keys are among those of all, and are merged by log-sum-exps."""
+    data = batch(device, q_lens, heads=heads, kv_heads=1, kv_dtype=kv_dtype)
+    options: dict[str, Any] = dict(cp_world=2, causal_seqlens_kv_global=data.ints(KV_LENS), return_lse=True)
+    if len(set(q_lens)) > 1:
+        options |= dict(max_q_len=max(q_lens), cum_seq_lens_q=data.ints(starts(q_lens)))
+    else:
+        options |= dict(q_len_per_req=q_lens[0])
+    parts = []
+    for rank in range(2):
+        arguments = common(data, data.shard(2, rank).decode(16), cp_rank=rank, **options)
+        parts.append(repeated(decode.trtllm_batch_decode_with_kv_cache, data, arguments))
+    data.expected_decode(DRAFT).check_merged(parts, natural=False)
+
+
 def test_pages_of_k_and_v(device: str) -> None:
     """K and V have page ids of their own."""
     data = batch(device, [1] * 5)

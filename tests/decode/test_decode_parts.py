@@ -52,6 +52,7 @@ BYTES_FEW, BYTES_CHUNKS = Kind(128, 8, KvType.E4M3), Kind(256, 64, KvType.INT8)
 # Other widths, which are shared out and merged in other ways, another size of trees, and two tiles of rows.
 OTHER_SIZES = [(64, 8), (64, 100), (128, 16), (256, 8), (256, 16), (256, 64), (512, 64)]
 OTHERS = [*(Kind(*sizes) for sizes in OTHER_SIZES), Kind(256, 8, KvType.INT8), Kind(64, 100, KvType.E4M3)]
+NVFP4_FEW, NVFP4_CHUNKS = Kind(128, 8, KvType.NVFP4), Kind(256, 64, KvType.NVFP4)
 
 
 def of_kinds(*kinds: Kind) -> pytest.MarkDecorator:
@@ -59,6 +60,7 @@ def of_kinds(*kinds: Kind) -> pytest.MarkDecorator:
 
 
 KINDS = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS)
+ALL_CACHES = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, NVFP4_FEW, NVFP4_CHUNKS)
 EXPENSIVE_KINDS = of_kinds(FEW, CHUNKS, BYTES_FEW)
 MASKS = pytest.mark.parametrize("mask", [FULL, WINDOW, DRAFT], ids=lambda mask: mask.kind.value)
 
@@ -80,7 +82,7 @@ def batch(
 
 
 @MASKS
-@of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, *OTHERS)
+@of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, *OTHERS, NVFP4_FEW, NVFP4_CHUNKS, Kind(64, 100, KvType.NVFP4))
 def test_batch_is_its_requests_one_by_one(kind: Kind, mask: Mask) -> None:
     data = batch(kind, mask)
     out = execute(data.decode(16, mask))
@@ -90,7 +92,7 @@ def test_batch_is_its_requests_one_by_one(kind: Kind, mask: Mask) -> None:
         assert torch.equal(out[begins[index] : begins[index + 1]], alone)
 
 
-@KINDS
+@ALL_CACHES
 def test_more_of_the_same_requests(kind: Kind) -> None:
     """Whoever shares them out, and whichever slots their pieces get."""
     data = batch(kind, kv_lens=[9000])
@@ -100,15 +102,16 @@ def test_more_of_the_same_requests(kind: Kind) -> None:
 
 
 @MASKS
-@KINDS
+@ALL_CACHES
 @pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
 def test_order_of_pages_does_not_matter(page_size: int, kind: Kind, mask: Mask) -> None:
     data = batch(kind, mask)
     other = data.decode(page_size, mask, order=7)
-    same(data.decode(page_size, mask), key=other.key, value=other.value, page_table=other.page_table)
+    moved = dict(key=other.key, value=other.value, kv_scales=other.kv_scales, page_table=other.page_table)
+    same(data.decode(page_size, mask), **moved)
 
 
-@KINDS
+@ALL_CACHES
 @pytest.mark.parametrize("page_size", [1, 4, 8, 64, 1024])
 def test_size_of_pages_does_not_matter(page_size: int, kind: Kind) -> None:
     data = batch(kind)
@@ -116,7 +119,7 @@ def test_size_of_pages_does_not_matter(page_size: int, kind: Kind) -> None:
 
 
 @MASKS
-@KINDS
+@ALL_CACHES
 def test_runs_do_not_differ(kind: Kind, mask: Mask) -> None:
     problem = batch(kind, mask).decode(16, mask)
     first = execute(problem).clone()

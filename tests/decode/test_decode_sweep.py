@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 PAGE_SIZES = [1 << i for i in range(11)]
 FULL, WINDOW, DRAFT = MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT
-WIDE, E4M3, INT8 = KvType.WIDE, KvType.E4M3, KvType.INT8
+WIDE, E4M3, INT8, NVFP4 = KvType
 BYTE_DIMS = sorted({64, 128, 256} & set(DECODE_8BIT_HEAD_DIMS))
 
 
@@ -46,8 +46,8 @@ def test_page_sizes(dtype: str, head_dim: int, mask: MaskKind, page_size: int, g
 @pytest.mark.parametrize(
     ("head_dim", "page_size"), [*product(BYTE_DIMS, [1, 8, 16, 64, 256]), (64, 2), (128, 32), (256, 1024)]
 )
-@pytest.mark.parametrize("kv_type", [E4M3, INT8], ids=lambda kv_type: kv_type.value)
-def test_caches_of_8_bits(kv_type: KvType, head_dim: int, mask: MaskKind, page_size: int, group: int) -> None:
+@pytest.mark.parametrize("kv_type", [E4M3, INT8, NVFP4], ids=lambda kv_type: kv_type.value)
+def test_narrow_caches(kv_type: KvType, head_dim: int, mask: MaskKind, page_size: int, group: int) -> None:
     q_len = 5 if mask is DRAFT else 1
     config = config_for(head_dim, mask, page_size, kv_type=kv_type, rows=group * q_len)
     kv_lens = lengths(config.chunk_tokens, page_size)
@@ -71,7 +71,9 @@ def test_other_head_dims(head_dim: int, kv_type: KvType, group: int, q_len: int)
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group), 16)
 
 
-@pytest.mark.parametrize(("head_dim", "kv_type"), [*((dim, WIDE) for dim in HEAD_DIMS), (128, E4M3), (256, E4M3)])
+@pytest.mark.parametrize(
+    ("head_dim", "kv_type"), [*((dim, WIDE) for dim in HEAD_DIMS), (128, E4M3), (256, E4M3), (128, NVFP4)]
+)
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32, 63, 64])
 def test_groups(group: int, head_dim: int, kv_type: KvType) -> None:
     config = config_for(head_dim, FULL, 16, kv_type=kv_type, rows=group)
@@ -81,7 +83,7 @@ def test_groups(group: int, head_dim: int, kv_type: KvType) -> None:
 
 # (head dim, cache, group, window)
 WIDE_DRAFTS = [(64, WIDE, 1, -1), (128, WIDE, 5, 40), (256, WIDE, 16, 0), (512, WIDE, 2, 1000)]
-BYTE_DRAFTS = [(128, E4M3, 1, 40), (256, INT8, 5, 3)]
+BYTE_DRAFTS = [(128, E4M3, 1, 40), (256, INT8, 5, 3), (64, NVFP4, 2, 40), (256, NVFP4, 3, -1)]
 
 
 @pytest.mark.parametrize("drafts", ["tree", "linear", "full", "any", "none"])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import entry_calls
 import pytest
 import torch
 from batches import CAUSAL, Batch
 from decode_batches import DecodeBatch
+from mla_batches import MlaBatch
 
 from hopwell import emulator
-from hopwell.kernels import execute
+from hopwell.kernels import execute, plan
+from hopwell.kernels.problem import PageTable
 
 pytestmark = pytest.mark.emulator
 NEGATIVE = (-1, -(2**31))  # as uint32 they are huge
@@ -40,6 +44,41 @@ def test_a_request_of_decode_with_a_negative_length_sees_nothing(length: int) ->
     out = execute(problem)
     assert (out[0] == 0).all()
     assert torch.equal(out[1], want[1])
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches do not look at device data first, as on a GPU: what leaves the operands is a fault of the kernel."""
+    monkeypatch.setattr(plan, "_check_device_data", lambda problem: None)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.usefixtures("unchecked")
+def test_requests_of_prefill_end_with_the_table(arch: str) -> None:
+    """Longer ones have the keys that it has room for: no entry behind the end of a row is read."""
+    data = Batch([3, 9, 5], [48, 33, 48], heads=2, kv_heads=1, device="cpu")
+    key, value, table = data.pages(16)
+    table = table[:, :3].contiguous()
+    with emulator.use(arch):
+        want = entry_calls.context(data, (key, value), table)
+        for length in (49, 2**31 - 1):
+            lengths = data.ints([length, 33, length])
+            assert torch.equal(entry_calls.context(data, (key, value), table, seq_lens=lengths), want)
+
+
+@pytest.mark.parametrize("heads", [4, 128], ids=["few-rows", "rows"])
+@pytest.mark.parametrize("kind", [DecodeBatch, MlaBatch])
+@pytest.mark.usefixtures("unchecked")
+def test_requests_of_decode_end_with_the_table(kind: type[DecodeBatch], heads: int) -> None:
+    """As in prefill. What is kept in scratch is sized by the table as well."""
+    data = kind([1] * 3, [48, 33, 48], heads=heads, kv_heads=1, device="cpu")
+    problem = data.decode(16)
+    table = problem.page_table.key[:, :3].contiguous()
+    problem = replace(problem, page_table=PageTable(table, table), max_kv_len=48)
+    want = execute(problem).clone()
+    for length in (49, 2**31 - 1):
+        problem.kv_lens[0] = problem.kv_lens[2] = length
+        assert torch.equal(execute(problem), want)
 
 
 @pytest.mark.parametrize("scale", [-0.1, -torch.inf])

@@ -179,12 +179,26 @@ def covering_decode_configs() -> list[DecodeConfig]:
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
     kinds = list(itertools.product((KvType.WIDE, KvType.E4M3), (splitting.ROWS, FEW_ROWS[0])))
     narrow = ("sm_90a", "bf16", "e4m3")
+    # Compiled on demand only: every head dim with few rows and with many, boxes and rows, and each mask.
+    nvfp4: list[tuple[int, MaskKind, tuple[KvFetch, int], int, tuple[str, str]]] = [
+        (64, MaskKind.DRAFT, PAGES16, FEW_ROWS[0], ("bf16", "bf16")),
+        (64, MaskKind.DRAFT, ROWS, splitting.ROWS, ("bf16", "bf16")),
+        (128, MaskKind.FULL, PAGES16, FEW_ROWS[0], ("bf16", "bf16")),
+        (128, MaskKind.SLIDING_WINDOW, ROWS, splitting.ROWS, ("bf16", "bf16")),
+        (256, MaskKind.SLIDING_WINDOW, ROWS, FEW_ROWS[0], ("bf16", "bf16")),
+        (256, MaskKind.DRAFT, PAGES16, splitting.ROWS, ("bf16", "bf16")),
+        (256, MaskKind.FULL, (KvFetch.PAGE_BOXES, 8), splitting.ROWS, ("fp16", "e4m3")),
+    ]
     return [
         *filter(stands_for_others, shipped_decode_configs()),
         *(DecodeConfig(*padded, *fetch, *kind) for fetch in (PAGES16, ROWS) for kind in kinds),
         *(
             DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3, rows)
             for dim, rows in itertools.product((64, 128, 256), (splitting.ROWS, FEW_ROWS[0]))
+        ),
+        *(
+            DecodeConfig("sm_90a", *types, dim, dim, mask, *fetch, KvType.NVFP4, rows)
+            for dim, mask, fetch, rows, types in nvfp4
         ),
     ]
 

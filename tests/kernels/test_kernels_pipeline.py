@@ -93,6 +93,10 @@ def test_description() -> None:
     ]
 
 
+def test_rings_have_the_names_of_edges() -> None:
+    assert [replace(EDGE, name=name).field for name in ("K", "piece", "converted V")] == ["k", "piece", "converted_v"]
+
+
 @dataclass
 class Barriers:
     """mbarriers by number, on the host: arrive counts, and how many phases have completed."""

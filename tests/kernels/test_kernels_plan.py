@@ -157,12 +157,6 @@ class TestGeometry:
     def test_parameters_of_masks(self, mask: Mask, size: int) -> None:
         assert self.of(paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)).mask_size == size
 
-    def test_alibi_heads(self) -> None:
-        """The largest power of two up to the number of query heads."""
-        for heads, power in ((1, 1), (2, 2), (3, 2), (4, 4), (7, 4), (8, 8), (12, 8), (64, 64), (71, 64)):
-            views = cache("tuple-HND", 16, (128, 128), heads=1)
-            assert self.of(paged(*views, query=empty(600, heads, 128))).alibi_heads == power
-
     @pytest.mark.parametrize(
         ("kv_heads", "group", "section"),
         [(1, 8, 8), (8, 4, 32), (32, 1, 32), (40, 1, 20), (36, 2, 36), (37, 1, 1), (128, 1, 32)],

@@ -32,7 +32,7 @@ from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.split import SplitSchedule, UnitKeeper
 from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
 from hopwell.kernels.plan import MAX_WINDOW
-from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.sm90 import leaf_tree as leaf_tree_module
 from hopwell.kernels.sm90.byte_few_rows import ByteFewRowsDecodeSm90
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
@@ -168,6 +168,7 @@ class Batch:
     def schedule(self, memory: Memory) -> RangeSchedule:
         a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(kv_lens=memory.put(self.kv_lens))
         sizes = dict(kv_heads=self.kv_heads, batch=len(self.kv_lens), group=4, q_len=1, grid=self.ctas)
+        sizes["capacity"] = MAX_KEYS
         g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
             **{name: Int64(size) for name, size in sizes.items()}
         )

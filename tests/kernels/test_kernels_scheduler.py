@@ -18,12 +18,12 @@ from hopwell.kernels.parts import scheduler, sequence
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.scheduler import Board, TileSchedule, WorkTile
 from hopwell.kernels.parts.sequence import Request, load_request
-from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.problem import MAX_KEYS, MaskKind
 
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")]
 
 GEOMETRY = Geometry(*[Int64(0)] * len(Geometry._fields))._replace(
-    q_unit=Int64(1), o_unit=Int64(1), k_unit=Int64(1), v_unit=Int64(1), lse_unit=Int64(1)
+    q_unit=Int64(1), o_unit=Int64(1), k_unit=Int64(1), v_unit=Int64(1), lse_unit=Int64(1), capacity=Int64(MAX_KEYS)
 )
 GRID = 3  # CTAs, whose first places are taken without a ticket
 ADDRESSES = Addresses(*[Int64(0)] * len(Addresses._fields))
@@ -102,6 +102,11 @@ class TestRequest:
     def test_offsets_of_all_32_bits(self, tokens: int, memory: Memory) -> None:
         a = ADDRESSES._replace(q_offsets=memory.put([tokens * 512]), q_lens=memory.put([1]), kv_lens=memory.put([1]))
         assert request(0, a, GEOMETRY._replace(q_unit=Int64(512))).q_start == tokens
+
+    def test_keys_end_with_the_table(self, memory: Memory) -> None:
+        a = ADDRESSES._replace(q_offsets=memory.put([0, 1, 2, 3]), kv_lens=memory.put([64, 65, 2**31 - 1]))
+        g = GEOMETRY._replace(capacity=Int64(64))
+        assert [request(i, a, g).kv_len for i in range(3)] == [64, 64, 64]
 
     @pytest.mark.parametrize("unit", [1, 512])
     def test_output_lies_as_the_query_unless_told(self, unit: int, memory: Memory) -> None:

@@ -25,7 +25,7 @@ from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
 from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
 from hopwell.kernels.parts.split import LatentSchedule, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.plan import MAX_WINDOW
-from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.splitting import (
     GROUP_PIECES,
     LATENT_UNDER_WAY,
@@ -84,7 +84,8 @@ class Requests:
         a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(
             kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts) if self.ragged else Int64(0)
         )
-        sizes = dict(kv_heads=self.kv_heads, batch=len(self.q_lens), group=self.group, q_len=max(self.q_lens))
+        sizes = dict(kv_heads=self.kv_heads, batch=len(self.q_lens), group=self.group, capacity=MAX_KEYS)
+        sizes["q_len"] = max(self.q_lens)
         g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
             **{name: Int64(size) for name, size in (sizes | dict(row_tiles=self.row_tiles)).items()}
         )

@@ -86,14 +86,26 @@ def test_counts_of_lists(device: str) -> None:
     data.expected_mla().check(out.flatten(0, 1))
 
 
-def test_context_parallel_ranks(device: str) -> None:
-    """One new token sees every key of the rank, and the log-sum-exp is there to merge ranks by."""
-    data = batch(device, [1] * 4)
-    problem = data.decode(64)
-    options = dict(enable_dcp=True, cp_world=2, cp_rank=1, causal_seqlens_kv_global=2 * problem.kv_lens)
-    out, lse = call(data, problem, query=even(data), return_lse=True, backend="cute-dsl", **options)
-    data.expected_mla().check(out.flatten(0, 1))
-    data.expected_mla().check_lse(lse, natural=False)
+@pytest.mark.parametrize(
+    ("q_lens", "heads", "world"),
+    [([1] * 4, 8, 2), ([5] * 4, 2, 3), ([5] * 4, 16, 4), ([3, 0, 7, 1], 16, 2)],
+    ids=["one", "few-rows", "rows", "ragged"],
+)
+def test_context_parallel_ranks(q_lens: list[int], heads: int, world: int, device: str) -> None:
+    """Every rank has each ``world``-th key, and masks by where keys are among those of all. Merged by their
+    log-sum-exps, ranks give what all keys give; a rank of which a token sees no key has 0 and -inf."""
+    data = batch(device, q_lens, heads=heads)
+    is_ragged = len(set(q_lens)) > 1
+    options: dict[str, Any] = dict(enable_dcp=True, cp_world=world, causal_seqlens_kv_global=data.ints(KV_LENS))
+    options |= dict(query=data.q if is_ragged else even(data), return_lse=True, backend="cute-dsl")
+    if is_ragged:
+        options |= dict(cum_seq_lens_q=data.ints(starts(q_lens)), max_q_len=max(q_lens))
+    parts = []
+    for rank in range(world):
+        shard = data.shard(world, rank)
+        out, lse = call(data, shard.decode(64), cp_rank=rank, **options)
+        parts.append((out.view(-1, heads, 512), lse.view(-1, heads)))
+    data.expected_mla().check_merged(parts, natural=True)
 
 
 def test_tables_of_keys_and_values(device: str) -> None:

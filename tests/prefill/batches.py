@@ -227,6 +227,16 @@ class Expected:
         error = (lse.double() - want)[~infinite].abs()
         assert (error <= 1e-5 * (1 + want[~infinite].abs())).all(), f"LSE off by {error.max():.2e}"
 
+    def check_merged(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, natural: bool) -> None:
+        """The parts (output, log-sum-exp) of disjoint keys merge into what is expected."""
+        outs, logs = (torch.stack(list(values)).double() for values in zip(*parts, strict=True))
+        logs *= 1.0 if natural else LN_2
+        lse = logs.logsumexp(0)
+        weights = (logs - lse).exp().nan_to_num(0.0)  # no rank sees a key of these rows
+        assert (outs[logs == -math.inf] == 0).all(), "a row without visible keys is not zero"
+        self.check((weights[..., None] * outs).sum(0).to(parts[0][0].dtype))
+        self.check_lse(lse)
+
 
 def check_statistics(got: torch.Tensor, want: torch.Tensor) -> None:
     """Statistics [tokens, heads, 2] match those of :meth:`Batch.expected_statistics`."""
