@@ -98,7 +98,7 @@ def hopwell_dense(t: Tensors) -> partial[Any]:
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: Tensors) -> Call:
         key, value, table, _, scales = t.pages(page_size)
-        if not t.work.causal and scales is None:
+        if not t.work.causal and t.work.q_dtype is t.work.kv_dtype is BF16:
             pages = key.transpose(1, 2), value.transpose(1, 2)
             return _cudnn(hopwell.cudnn_batch_prefill_with_kv_cache, t, t.q, *pages, table=table)
         return partial(

@@ -135,7 +135,8 @@ def test_append_is_right(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype)
 def test_prefill_is_right_or_not_served(
     monkeypatch: pytest.MonkeyPatch, q_dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    case = replace(PROMPTS, q_dtype=q_dtype, kv_dtype=kv_dtype)
+    # Without a mask, 16-bit pages go through cuDNN's entry, and narrow ones do not.
+    case = replace(PROMPTS, q_dtype=q_dtype, kv_dtype=kv_dtype, causal=kv_dtype is not E4M3)
     _is_right_or_not_served(monkeypatch, PREFILL, Tensors, case, ["hopwell", "hopwell, pages of 16"])
 
 

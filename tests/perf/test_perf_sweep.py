@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 
 from hopwell.perf import __main__ as command
 from hopwell.perf import measure
-from hopwell.perf.ceilings import CEILINGS, MATMUL, READ, Ceiling
+from hopwell.perf.append import APPEND
+from hopwell.perf.ceilings import CEILINGS, MATMUL, MATMUL_8, READ, Ceiling
 from hopwell.perf.decode import DECODE
 from hopwell.perf.family import Family
 from hopwell.perf.mla import MLA
@@ -268,13 +269,19 @@ def legend(figure: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("family", "ceilings"),
-    [(PREFILL, [MATMUL, READ]), (DECODE, [READ]), (MLA, [MATMUL, READ])],
-    ids=["prefill", "decode", "mla"],
+    [
+        (PREFILL, [MATMUL, MATMUL_8, READ]),
+        (DECODE, [READ]),
+        (MLA, [MATMUL, MATMUL_8, READ]),
+        (APPEND, [READ]),
+    ],
+    ids=["prefill", "decode", "mla", "append"],
 )
 def test_families_measure_what_may_decide(family: Family, ceilings: list[str]) -> None:
     assert list(family.measured)[len(family.candidates) :] == ceilings == list(family.labels.ceilings)
     for case in family.cases:
-        assert set(case.demand) == {MATMUL, READ}
+        assert set(case.demand) <= {MATMUL, MATMUL_8, READ}
+        assert len({MATMUL, MATMUL_8} & set(case.demand)) == (family is not APPEND)
 
 
 def test_demand_of_prefill() -> None:
@@ -293,7 +300,7 @@ def test_demand_of_prefill() -> None:
     ("arguments", "cases", "candidates"),
     [
         (["--cases", "C1"], ["C1"], 6),
-        (["--cases", "line-*,C2"], ["C2", "line-8", "line-16"], 6),
+        (["--cases", "line-*,C2"], ["line-8", "line-16", "C2"], 6),
         (["--cases", "C?", "--candidates", "clone", "--candidates", "wrong, *"], ["C1", "C2"], 2),
     ],
 )
