@@ -122,7 +122,9 @@ class Run:
 
     @property
     def _measured(self) -> list[str]:
-        return list(dict.fromkeys(row.candidate for row in self.rows if row.rate))
+        """In the order of the rows, which is that of the candidates: not each is measured in the first case."""
+        measured = {row.candidate for row in self.rows if row.rate}
+        return list(dict.fromkeys(row.candidate for row in self.rows if row.candidate in measured))
 
     @property
     def series(self) -> list[str]:

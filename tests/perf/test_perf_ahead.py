@@ -22,7 +22,7 @@ from hopwell.perf import __main__ as command
 from hopwell.perf.ahead import configs_of, smaller
 from hopwell.perf.append import APPEND
 from hopwell.perf.append_workloads import Append
-from hopwell.perf.ceilings import CEILINGS, Ceiling
+from hopwell.perf.ceilings import CEILINGS, MATMUL_8, Ceiling
 from hopwell.perf.decode import DECODE
 from hopwell.perf.decode_workloads import Decode
 from hopwell.perf.mla import MLA
@@ -134,3 +134,18 @@ def test_tables_say_whose_kernels_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
     assert Run.here(COPIES.labels).markdown().splitlines()[0].endswith(". HOPWELL_KERNELS=sm_120a.")
+
+
+@pytest.mark.gpu
+def test_narrow_types_on_the_gpu(tmp_path: Path) -> None:
+    chosen = ["--cases", "P3-fp8,chunk-nvfp4-cache,D4-fp8,A-step-nvfp4,M1", "--candidates", "hopwell, *"]
+    done = sweep(tmp_path, "--no-host", *chosen, "--candidates", MATMUL_8)
+    assert done.exit_code == 0, done.output
+    found = {name: Run.load(tmp_path / f"{name}.json") for name in ("prefill", "decode", "append", "mla")}
+    for run in found.values():
+        for row in run.rows:
+            # Block scales by four tokens do not fit pages of one.
+            is_served = not (row.candidate.endswith("pages of 1") and "NVFP4" in row.workload)
+            assert bool(row.rate) == is_served, row
+    assert list(found["prefill"].ceiling_rates) == [f"{MATMUL_8}, TFLOP/s"]
+    assert not found["mla"].ceiling_rates

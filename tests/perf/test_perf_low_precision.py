@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,7 @@ from hopwell.perf.mla_workloads import Mla, MlaTensors
 from hopwell.perf.prefill import PREFILL
 from hopwell.perf.prefill_workloads import Prefill, Tensors
 from hopwell.perf.quantized import BF16, E4M3, MAX_BYTE_ERROR, MAX_ERROR, NVFP4, cache_pages, latent_rows, stored
+from hopwell.perf.results import Row, Run
 
 FAMILIES = (PREFILL, DECODE, MLA, APPEND)
 CASES: dict[str, Any] = {case.name: case for family in FAMILIES for case in family.cases}
@@ -181,3 +183,33 @@ def test_every_peer_has_a_colour_of_its_own() -> None:
     names = {colors.base(name) for family in FAMILIES for name in family.candidates}
     assert names - {colors.OURS} <= set(colors.PEER_COLORS)
     assert len(set(colors.PEER_COLORS.values())) == len(colors.PEER_COLORS)
+
+
+def test_tables_and_plots_of_narrow_types(tmp_path: Path) -> None:
+    """Each case has the ceilings that bound it; forms of ours that read a cache are drawn beside all the peers."""
+    names = ("P1", "P1-fp8", "P1-nvfp4-cache")
+    rows = []
+    for name in names:
+        case = CASES[name]
+        for title in PREFILL.measured:
+            if title in PREFILL.ceilings and title not in case.demand:
+                continue
+            serves = (
+                title.startswith("hopwell,") if name == "P1-nvfp4-cache" and title not in PREFILL.ceilings else True
+            )
+            rate = {MATMUL: 700.0, MATMUL_8: 1300.0, READ: 5000.0}.get(title, 600.0)
+            found = dict(milliseconds=1.0, rate=rate) if serves else dict(failure="not served: narrow caches")
+            rows.append(Row(case.title, title, **found))
+    run = Run("no GPU", "today", {}, PREFILL.labels, rows)
+    run.save(tmp_path / "prefill.json")
+    assert (tmp_path / "prefill.png").exists()
+    lines = {cells[0]: cells[1:] for cells in map(cells_of, run.markdown().splitlines()) if len(cells) == 4}
+    assert lines["roofline"] == ["700", "1300", "700"]
+    assert lines[f"floor: {MATMUL_8}"] == ["-", "1000.0", "-"]
+    assert lines["FlashAttention 3"][2] == "-"
+    assert [name for name in lines if not name.startswith("-")][1:3] == ["hopwell", "hopwell, pages of 16"]
+    assert "hopwell, pages of 16" in colors.shown({name: [1.0] for name in PREFILL.candidates})
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
