@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -188,9 +188,16 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], opt
 
 
 def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Callable[[str], None]) -> list[Row]:
+    import torch
+
     from hopwell.perf.measure import interleaved
 
-    inputs, calls, rows = family.inputs(case), {}, {}
+    calls: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, Row] = {}
+    try:
+        inputs = family.inputs(case)
+    except torch.OutOfMemoryError:  # smaller cards have room for other cases
+        return [Row(case.title, title, case.series, case.x, failure="out of memory") for title in candidates]
     for title in candidates:
         if title in family.ceilings and title not in case.demand:
             continue
@@ -209,7 +216,10 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
         except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
             row.failure = _first_line(type(failure).__name__, failure)
         advance(f"{case.name}: {title}")
-    for title, milliseconds in interleaved(calls).items():
+    times = interleaved(calls)
+    for title in calls.keys() - times.keys():
+        rows[title].failure = "it cannot be captured in a CUDA graph"
+    for title, milliseconds in times.items():
         if title in family.ceilings:
             milliseconds *= case.demand[title] / family.ceilings[title].amount
         rows[title].milliseconds, rows[title].rate = milliseconds, case.work / milliseconds * 1e3 / family.unit_size

@@ -193,6 +193,44 @@ def test_failures_are_cut_between_words() -> None:
     assert f"RuntimeError: {reason}".startswith(f"{kept} ")
 
 
+@pytest.mark.usefixtures("without_gpu")
+def test_what_cannot_be_captured_or_held_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "interleaved", lambda calls: {})
+    [row] = command._measure(COPIES, COPIES.cases[0], ["clone"], lambda step: None)
+    assert (row.rate, row.failure) == (None, "it cannot be captured in a CUDA graph")
+
+    def fill_the_card(case: Copy) -> Any:
+        raise torch.OutOfMemoryError
+
+    [row] = command._measure(replace(COPIES, inputs=fill_the_card), COPIES.cases[0], ["clone"], lambda step: None)
+    assert (row.rate, row.failure) == (None, "out of memory")
+
+
+def test_calls_that_cannot_be_captured_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are timed."""
+
+    def graph(call: Any, graph_ms: float) -> Any:
+        call()
+        return Silent(), 2
+
+    def refuse() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(measure, "_graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Silent())
+    assert measure.interleaved({"refuses": refuse, "runs": lambda: None}) == {"runs": 2.0}
+
+
+class Silent:
+    """A graph or an event, 4 ms after any other."""
+
+    def replay(self) -> None: ...
+    def record(self) -> None: ...
+    def elapsed_time(self, other: Silent) -> float:
+        return 4.0
+
+
 def test_failures_have_a_line_for_cases_and_candidates() -> None:
     run = unmeasured(
         *(Row(f"{case}: 1", name, failure="no windows") for case in ("P1", "P2") for name in ("one", "other")),
