@@ -65,9 +65,9 @@ def flashinfer_fa2(page_size: int) -> Candidate:
 
 def flashinfer_xqa(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
-        _no_nvfp4(t)
         work, out, pages, workspace = t.work, t.output(), t.pages(page_size), peer_workspace()
         decode = flashinfer().decode.xqa_batch_decode_with_kv_cache
+        scales = {} if pages.scales is None else dict(kv_cache_sf=pages.scales)  # which it takes on sm_120 only
         shaped = out if work.q_len == 1 else out.unflatten(0, (work.batch, work.q_len))
         return lambda: decode(
             t.q,
@@ -82,6 +82,7 @@ def flashinfer_xqa(page_size: int) -> Candidate:
             kv_layout="NHD",
             q_len_per_req=work.q_len,
             mask=t.mask,
+            **scales,
         )
 
     return prepare

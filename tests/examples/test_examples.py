@@ -46,7 +46,7 @@ def test_model(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = run("model", device, monkeypatch, "--caches", "bf16", "fp8", "nvfp4")
     assert len(names["tokens"]) == 1 + (64 if device == "cuda" else 4)
     # What rounding keys and values leaves of the logits: a wrong scale or order of scales gives several times as much.
-    most = {"fp8": (0.06, 1e-3), "nvfp4": (0.2, 1e-2)}
+    most = {"fp8": (0.06, 5e-3), "nvfp4": (0.2, 5e-2)}
     assert [(row["cache"], row["part"]) for row in names["figures"]] == list(itertools.product(most, PARTS))
     for row in names["figures"]:
         relative, excess = most[row["cache"]]
