@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from textwrap import shorten
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -15,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from hopwell.perf.results import Row, Run
 
 if TYPE_CHECKING:
+    from hopwell.kernels.families import Buildable
     from hopwell.perf.family import Case, Family
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
@@ -30,15 +33,40 @@ def sweep(
     candidates: Annotated[
         list[str] | None, typer.Option(help="name or glob of candidates; may be repeated; all if left out")
     ] = None,
+    limit: Annotated[
+        float, typer.Option(min=0, help="seconds after which no case begins; those left are named")
+    ] = math.inf,
+    resume: Annotated[bool, typer.Option(help="keep what the folder has, and measure the cases that it lacks")] = False,
+    host: Annotated[bool, typer.Option(help="time calls on the host as well, and first calls of processes")] = True,
 ) -> None:
-    """Throughput: check every candidate against float64, then time all of them in turns, case by case."""
-    families = _families()
-    named = _matching("case", [case.name for family in families for case in family.cases], cases.split(","))
-    titles = _matching("candidate", [title for family in families for title in family.measured], candidates or ["*"])
-    for family in families:
-        chosen = [case for case in family.cases if case.name in named]
-        if chosen:
-            _sweep(family, chosen, [title for title in family.measured if title in titles], out)
+    """Throughput: check every candidate against float64, then time all of them in turns, case by case.
+
+    Each case is written as soon as it is measured.
+    """
+    deadline = time.monotonic() + limit
+    for family, chosen, titles in _chosen(cases, candidates):
+        _sweep(family, chosen, titles, Options(out, deadline, resume, host))
+
+
+@app.command("compile")
+def compile_ahead(
+    cases: Annotated[str, typer.Option(help="names or globs of cases, with commas between them")] = "*",
+    candidates: Annotated[list[str] | None, typer.Option(help="name or glob of candidates; may be repeated")] = None,
+    jobs: Annotated[int | None, typer.Option(min=1, help="processes; one for each CPU if left out")] = None,
+) -> None:
+    """Compile the kernels that a sweep launches, into the folder that HOPWELL_CACHE_DIR names; needs no GPU.
+
+    They are those of HOPWELL_EMULATE's architecture, and of HOPWELL_KERNELS compiled for it.
+    """
+    from hopwell.kernels import toolchain
+    from hopwell.perf.ahead import configs_of
+
+    configs: dict[str, Buildable] = {}
+    for family, chosen, titles in _chosen(cases, candidates):
+        configs |= configs_of(family, chosen, titles)
+    for done, built in enumerate(toolchain.compile_ahead(configs.values(), jobs), 1):
+        typer.echo(f"[{done}/{len(configs)}] {built.path.name}")
+    typer.echo(f"{len(configs)} kernels in {toolchain.cache_dir()}")
 
 
 @app.command()
@@ -76,53 +104,103 @@ def warp_model(
 
 
 def _families() -> Sequence[Family]:
+    from hopwell.perf.append import APPEND
     from hopwell.perf.decode import DECODE
     from hopwell.perf.mla import MLA
     from hopwell.perf.prefill import PREFILL
 
-    return (PREFILL, DECODE, MLA)
+    return (PREFILL, DECODE, MLA, APPEND)
 
 
-def _matching(what: str, names: Sequence[str], patterns: Iterable[str]) -> set[str]:
-    found: set[str] = set()
+def _chosen(cases: str, candidates: Sequence[str] | None) -> Iterator[tuple[Family, list[Case], list[str]]]:
+    """The cases of each family in the order of the patterns, and the titles to measure them with."""
+    families = _families()
+    named = _matching("case", [case.name for family in families for case in family.cases], cases.split(","))
+    titles = _matching("candidate", [title for family in families for title in family.measured], candidates or ["*"])
+    for family in families:
+        known = {case.name: case for case in family.cases}
+        chosen = [known[name] for name in named if name in known]
+        if chosen:
+            yield family, chosen, [title for title in family.measured if title in titles]
+
+
+def _matching(what: str, names: Sequence[str], patterns: Iterable[str]) -> dict[str, None]:
+    """The names that match, pattern by pattern."""
+    found: dict[str, None] = {}
     for pattern in patterns:
-        matches = {name for name in names if fnmatchcase(name, pattern)}
+        matches = dict.fromkeys(name for name in names if fnmatchcase(name, pattern))
         if not matches:
             raise typer.BadParameter(f"no {what} is named {pattern!r}; there are {', '.join(names)}")
         found |= matches
     return found
 
 
-def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], out: Path) -> None:
+class Options(NamedTuple):
+    """How a sweep is done, whatever the family."""
+
+    out: Path
+    deadline: float  # of time.monotonic
+    resume: bool
+    host: bool
+
+
+def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], options: Options) -> None:
     import torch
 
     from hopwell.perf.measure import first_call_milliseconds, host_microseconds
 
-    run, path = Run.here(family.labels), out / f"{family.labels.family.lower()}.json"
+    run, path = Run.here(family.labels), options.out / f"{family.labels.family.lower()}.json"
+    if options.resume and path.exists():
+        try:
+            run = run.resumes(Run.load(path))
+        except ValueError as difference:
+            raise typer.BadParameter(f"{path} cannot be resumed: {difference}") from None
+        cases = [case for case in cases if case.title not in {row.workload for row in run.rows}]
+    left = []
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(cases) * (len(candidates) + 1))
         for case in cases:
+            if time.monotonic() >= options.deadline:
+                left.append(case.name)
+                continue
             # A step for each candidate's preparation, and one for all their timing.
             rows = _measure(family, case, candidates, lambda step: progress.update(task, advance=1, description=step))
             torch.cuda.empty_cache()
             run.rows += rows
+            for title, ceiling in family.ceilings.items():
+                for row in rows:
+                    if row.candidate == title and row.milliseconds:
+                        rate = case.demand[title] / row.milliseconds * 1e3 / ceiling.unit_size
+                        run.ceiling_rates.setdefault(f"{title}, {ceiling.unit}", []).append(rate)
             run.write(path)  # stays when a later case ends the process; ``show`` writes the rest
             figures = ", ".join(f"{row.candidate} {row.rate:.0f}" for row in rows if row.rate)
             progress.print(f"{case.title} [{family.labels.unit}]: {figures}", highlight=False, markup=False)
-    run.host_microseconds = host_microseconds(family.host_calls())
-    for name in run.host_microseconds:
-        if name.startswith("hopwell."):
-            run.first_call_milliseconds[name] = first_call_milliseconds(family.host_calls, name)
+    if options.host and time.monotonic() < options.deadline:
+        run.host_microseconds = host_microseconds(family.host_calls())
+        for name in run.host_microseconds:
+            if name.startswith("hopwell."):
+                run.first_call_milliseconds[name] = first_call_milliseconds(family.host_calls, name)
     run.save(path)
     console.print(f"{path} and its .md and .png", highlight=False)
+    if left:
+        console.print(f"left out, as the limit had passed: {','.join(left)}", highlight=False)
 
 
 def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Callable[[str], None]) -> list[Row]:
+    import torch
+
     from hopwell.perf.measure import interleaved
 
-    inputs, calls, rows = family.inputs(case), {}, {}
+    calls: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, Row] = {}
+    try:
+        inputs = family.inputs(case)
+    except torch.OutOfMemoryError:  # smaller cards have room for other cases
+        return [Row(case.title, title, case.series, case.x, failure="out of memory") for title in candidates]
     for title in candidates:
+        if title in family.ceilings and title not in case.demand:
+            continue
         rows[title] = row = Row(case.title, title, case.series, case.x)
         try:
             call = family.measured[title](inputs)
@@ -138,7 +216,10 @@ def _measure(family: Family, case: Case, candidates: Sequence[str], advance: Cal
         except Exception as failure:  # a peer may fail in any way; the others are still worth measuring
             row.failure = _first_line(type(failure).__name__, failure)
         advance(f"{case.name}: {title}")
-    for title, milliseconds in interleaved(calls).items():
+    times = interleaved(calls)
+    for title in calls.keys() - times.keys():
+        rows[title].failure = "it cannot be captured in a CUDA graph"
+    for title, milliseconds in times.items():
         if title in family.ceilings:
             milliseconds *= case.demand[title] / family.ceilings[title].amount
         rows[title].milliseconds, rows[title].rate = milliseconds, case.work / milliseconds * 1e3 / family.unit_size

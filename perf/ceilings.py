@@ -1,4 +1,4 @@
-"""What candidates are held against: a large matrix product and a plain read of memory, measured beside them.
+"""What candidates are held against: large matrix products and a plain read of memory, measured beside them.
 
 The floor of a case is the time that its FLOP or its bytes take at these rates, whichever is longer. It is no strict
 bound: long prefill at head dim 256 is up to 7 % faster than the product of random numbers (H200, 2026-11-23).
@@ -6,7 +6,7 @@ bound: long prefill at head dim 256 is up to 7 % faster than the product of rand
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hopwell.perf.family import Call, Candidate
 
 MATMUL = "bf16 matmul"
+MATMUL_8 = "e4m3 matmul"
 READ = "memory read"
 
 MATMUL_SIZE = 8192
@@ -23,6 +24,8 @@ READ_BYTES = 4 << 30  # more than any cache holds
 class Ceiling(NamedTuple):
     prepare: Candidate
     amount: float  # FLOP or bytes of a call
+    unit: str = "TFLOP/s"
+    unit_size: float = 1e12  # FLOP or bytes in a second that make one unit
 
 
 def matmul(t: object) -> Call:
@@ -30,6 +33,14 @@ def matmul(t: object) -> Call:
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
+
+
+def matmul_8(t: object) -> Call:
+    """A product of random square matrices of e4m3, accumulated without flushes, as fast as the library has it."""
+    a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
+    one, out = torch.ones((), device="cuda"), torch.empty_like(a, dtype=torch.bfloat16)
+    options: dict[str, Any] = dict(out_dtype=out.dtype, use_fast_accum=True, out=out)
+    return lambda: torch._scaled_mm(a, b.t(), one, one, **options)
 
 
 def read(t: object) -> Call:
@@ -47,4 +58,14 @@ def read(t: object) -> Call:
     return call
 
 
-CEILINGS = {MATMUL: Ceiling(matmul, 2.0 * MATMUL_SIZE**3), READ: Ceiling(read, READ_BYTES)}
+CEILINGS = {
+    MATMUL: Ceiling(matmul, 2.0 * MATMUL_SIZE**3),
+    MATMUL_8: Ceiling(matmul_8, 2.0 * MATMUL_SIZE**3),
+    READ: Ceiling(read, READ_BYTES, "GB/s", 1e9),
+}
+
+
+def matmul_of(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
+    """The ceiling of products of queries with keys and values of these types, whose wider one decides."""
+    both_narrow = q_dtype == kv_dtype == torch.float8_e4m3fn
+    return MATMUL_8 if both_narrow else MATMUL

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 OURS = "hopwell"
 OUR_SHADES = ("#a50f26", "#e0445c", "#f2929f", "#f7bcc4", "#fbdfe3")  # one strong hue, lighter from form to form
 PEER_COLORS = {
+    "FlashAttention 2": "#2f4f7f",
     "FlashAttention 3": "#4f6f9f",
     "FlashAttention 4": "#7f95b8",
     "FlashMLA": "#8d7fae",
@@ -15,10 +16,12 @@ PEER_COLORS = {
     "FlashInfer FMHAv2": "#b9aed0",
     "FlashInfer xqa": "#cdbfa6",
     "FlashInfer cuDNN": "#9fb8c8",
+    "FlashInfer append": "#7fa08f",
     "cuDNN SDPA": "#a9a9a9",
+    "torch indexing": "#c4c4c4",
 }
 OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # of candidates without a colour of their own
-MOST = 8  # candidates in a figure
+MOST = 9  # candidates in a figure
 
 Rates = Mapping[str, Sequence["float | None"]]
 

@@ -49,7 +49,6 @@ def flashinfer_fa2(page_size: int) -> Candidate:
     """Decode on tensor cores, planned once."""
 
     def prepare(t: DecodeTensors) -> Call:
-        _no_nvfp4(t)
         work, out, pages = t.work, t.output(), t.pages(page_size)
         options = dict(use_tensor_cores=True, backend="fa2")
         wrapper = flashinfer().BatchDecodeWithPagedKVCacheWrapper(peer_workspace(), "NHD", **options)
@@ -58,16 +57,17 @@ def flashinfer_fa2(page_size: int) -> Candidate:
         drafts = dict(q_len_per_req=work.q_len) if work.q_len > 1 else {}
         dtypes = dict(q_data_type=t.q.dtype, kv_data_type=work.kv_dtype, o_data_type=out.dtype)
         wrapper.plan(starts, pages.used, in_last, *sizes, sm_scale=work.scale, **dtypes, **drafts)
-        return lambda: wrapper.run(t.q, (pages.key, pages.value), out=out)
+        scales = {} if pages.scales is None else dict(kv_cache_sf=pages.scales)
+        return lambda: wrapper.run(t.q, (pages.key, pages.value), out=out, **scales)
 
     return prepare
 
 
 def flashinfer_xqa(page_size: int) -> Candidate:
     def prepare(t: DecodeTensors) -> Call:
-        _no_nvfp4(t)
         work, out, pages, workspace = t.work, t.output(), t.pages(page_size), peer_workspace()
         decode = flashinfer().decode.xqa_batch_decode_with_kv_cache
+        scales = {} if pages.scales is None else dict(kv_cache_sf=pages.scales)  # which it takes on sm_120 only
         shaped = out if work.q_len == 1 else out.unflatten(0, (work.batch, work.q_len))
         return lambda: decode(
             t.q,
@@ -82,6 +82,7 @@ def flashinfer_xqa(page_size: int) -> Candidate:
             kv_layout="NHD",
             q_len_per_req=work.q_len,
             mask=t.mask,
+            **scales,
         )
 
     return prepare
@@ -111,13 +112,13 @@ def flashinfer_cudnn(page_size: int) -> Candidate:
 
 
 def fa3(page_size: int) -> Candidate:
-    """FlashAttention 3, which chooses itself into how many parts it splits the keys."""
+    """FlashAttention 3, which chooses itself into how many parts it splits the keys. Beside a cache of e4m3 its queries
+    are e4m3 as well, rounded beforehand."""
 
     def prepare(t: DecodeTensors) -> Call:
+        _no_nvfp4(t)
         work, pages = t.work, t.pages(page_size)
-        if work.kv_dtype != t.q.dtype:
-            raise NotImplementedError("a cache of the query's dtype only")
-        q = t.q.unflatten(0, (work.batch, work.q_len))
+        q = t.q.to(work.kv_dtype).unflatten(0, (work.batch, work.q_len))
         options = dict(page_table=pages.table, seqused_k=t.kv_lens, softmax_scale=work.scale, is_causal=True)
         call = flash_attention_3(q, pages.key, pages.value, num_splits=0, **options)
         return lambda: call().flatten(0, 1)

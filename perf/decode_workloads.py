@@ -68,7 +68,7 @@ class Decode:
         """Both products; query and output, keys and values once."""
         columns = ELEMENT_BYTES[self.q_dtype] * self.head_dim + ELEMENT_BYTES[BF16] * self.v_head_dim
         tokens = self.batch * self.q_len * self.heads * columns
-        return {ceilings.MATMUL: self.flop, ceilings.READ: self.read_bytes + tokens}
+        return {ceilings.matmul_of(self.q_dtype, self.kv_dtype): self.flop, ceilings.READ: self.read_bytes + tokens}
 
     @property
     def q_dtype(self) -> torch.dtype:
@@ -133,7 +133,7 @@ MANY = (_uniform("D2", 32, 8192), _uniform("D3", 128, 2048), _uniform("D4", 256,
 DECODE = (
     FEW,
     *MANY,
-    *map(_with_fp8_cache, MANY),
+    *map(_with_fp8_cache, (FEW, *MANY)),
     *map(_with_nvfp4_cache, (FEW, *MANY)),
     _uniform("D2-q4", 32, 8192, q_len=4),
     _uniform("D2-h32", 32, 8192, heads=32),

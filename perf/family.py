@@ -6,8 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from hopwell.perf.ceilings import CEILINGS, Ceiling
 from hopwell.perf.results import Labels
 
@@ -36,7 +34,8 @@ class Case(Protocol):
 
     @property
     def demand(self) -> Mapping[str, float]:
-        """By ceiling what no candidate can do without: FLOP of the products, bytes of inputs and outputs."""
+        """By ceiling what no candidate can do without: FLOP of the products, bytes of inputs and outputs. A ceiling of
+        the family that is missing here does not bound the case."""
         ...
 
     @property
@@ -48,8 +47,8 @@ class Case(Protocol):
 class Inputs(Protocol):
     """The tensors of a case."""
 
-    def error(self, out: torch.Tensor) -> float:
-        """Relative error of an output against float64."""
+    def error(self, out: Any) -> float:
+        """Relative error of what a call returned, against float64."""
         ...
 
 
@@ -62,7 +61,7 @@ class Family:
     labels: Labels
     unit_size: float  # work in a second that makes one unit
     cases: Sequence[Case]
-    inputs: Callable[[Any], Inputs]
+    inputs: Callable[..., Inputs]  # of a case, on the GPU or the device that is named
     candidates: Mapping[str, Candidate]
     host_calls: Callable[[], Mapping[str, Call]]  # warm calls whose time on the host is worth knowing
     # By candidate what there is to say of how it computes its inputs, empty for nothing.

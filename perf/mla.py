@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hopwell.perf import mla_candidates as known
-from hopwell.perf.ceilings import MATMUL, READ
+from hopwell.perf.ceilings import MATMUL, MATMUL_8, READ
 from hopwell.perf.family import Call, Family
 from hopwell.perf.mla_workloads import MLA as CASES
 from hopwell.perf.mla_workloads import Mla, MlaTensors
@@ -22,7 +22,7 @@ def _host_calls() -> Mapping[str, Call]:
 
 
 MLA = Family(
-    Labels("MLA", "TFLOP/s", "visible keys only", "keys of a request", (MATMUL, READ)),
+    Labels("MLA", "TFLOP/s", "visible keys only", "keys of a request", (MATMUL, MATMUL_8, READ)),
     unit_size=1e12,
     cases=CASES,
     inputs=MlaTensors,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hopwell.perf import prefill_candidates as known
-from hopwell.perf.ceilings import MATMUL, READ
+from hopwell.perf.ceilings import MATMUL, MATMUL_8, READ
 from hopwell.perf.family import Call, Family
 from hopwell.perf.prefill_workloads import PREFILL as CASES
 from hopwell.perf.prefill_workloads import Prefill, Tensors
@@ -20,12 +20,12 @@ def _host_calls() -> Mapping[str, Call]:
         "hopwell.trtllm_batch_context_with_kv_cache": known.hopwell_paged(16)(causal),
         "hopwell.trtllm_fmha_v2_prefill": known.hopwell_dense(causal),
         "hopwell.cudnn_batch_prefill_with_kv_cache": known.hopwell_paged(16)(full),
-        "torch SDPA (cuDNN)": known.cudnn_sdpa(causal),
+        "torch SDPA (cuDNN)": known.PREFILL["cuDNN SDPA"](causal),
     }
 
 
 PREFILL = Family(
-    Labels("prefill", "TFLOP/s", "a causal mask counts half", "sequence length", (MATMUL, READ)),
+    Labels("prefill", "TFLOP/s", "a causal mask counts half", "sequence length", (MATMUL, MATMUL_8, READ)),
     unit_size=1e12,
     cases=CASES,
     inputs=Tensors,

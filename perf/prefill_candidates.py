@@ -98,7 +98,7 @@ def hopwell_dense(t: Tensors) -> partial[Any]:
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: Tensors) -> Call:
         key, value, table, _, scales = t.pages(page_size)
-        if not t.work.causal and scales is None:
+        if not t.work.causal and t.work.q_dtype is t.work.kv_dtype is BF16:
             pages = key.transpose(1, 2), value.transpose(1, 2)
             return _cudnn(hopwell.cudnn_batch_prefill_with_kv_cache, t, t.q, *pages, table=table)
         return partial(
@@ -200,22 +200,28 @@ def fa3(page_size: int | None = None) -> Candidate:
     return prepare
 
 
-def cudnn_sdpa(t: Tensors) -> Call:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
+def sdpa(backend: str) -> Candidate:
+    """Torch's attention through one of its back ends, an element of ``SDPBackend``."""
 
-    work = t.work
-    _only_bf16(t)
-    if not work.uniform or work.window_left >= 0 or work.sinks:
-        raise NotImplementedError("requests of one length without window and sinks only")
-    group = work.heads // work.kv_heads
-    q, k, v = (tokens.view(work.batch, -1, *tokens.shape[1:]).transpose(1, 2) for tokens in (t.q, t.k, t.v))
+    def prepare(t: Tensors) -> Call:
+        from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def call() -> torch.Tensor:
-        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=work.causal, enable_gqa=group > 1)
-        return out.transpose(1, 2).reshape(work.tokens, work.heads, work.v_head_dim)
+        work = t.work
+        _only_bf16(t)
+        if not work.uniform or work.window_left >= 0 or work.sinks:
+            raise NotImplementedError("requests of one length without window and sinks only")
+        group = work.heads // work.kv_heads
+        q, k, v = (tokens.view(work.batch, -1, *tokens.shape[1:]).transpose(1, 2) for tokens in (t.q, t.k, t.v))
+        options: dict[str, Any] = dict(is_causal=work.causal, enable_gqa=group > 1)
 
-    return call
+        def call() -> torch.Tensor:
+            with sdpa_kernel(SDPBackend[backend]):
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+            return out.transpose(1, 2).reshape(work.tokens, work.heads, work.v_head_dim)
+
+        return call
+
+    return prepare
 
 
 def flashinfer_fmha_v2(page_size: int | None = None) -> Candidate:
@@ -233,17 +239,27 @@ def flashinfer_fmha_v2(page_size: int | None = None) -> Candidate:
     return prepare
 
 
-def flashinfer_cudnn(page_size: int) -> Candidate:
+def flashinfer_cudnn(page_size: int | None = None) -> Candidate:
     def prepare(t: Tensors) -> Call:
         flashinfer()
         from flashinfer.cudnn import cudnn_batch_prefill_with_kv_cache as function
 
-        _only_bf16(t)
-        if t.work.window_left >= 0 or t.work.sinks:
+        _only_one_dtype(t)
+        work = t.work
+        if work.window_left >= 0 or work.sinks:
             raise NotImplementedError("no windows and no sinks")
+        options: dict[str, Any] = {}
+        if work.q_dtype is not BF16:
+            one = torch.ones(1, 1, 1, 1, device=t.device)
+            options = dict(q_scale=one, k_scale=one, v_scale=one, o_data_type=BF16)
+        workspace = peer_workspace().view(torch.int8)
+        if page_size is None:
+            strides = {"k": work.kv_heads * work.head_dim, "v": work.kv_heads * work.v_head_dim}
+            options |= {f"batch_offsets_{name}": t.kv_starts * stride for name, stride in strides.items()}
+            return _cudnn(partial(function, **options), t, workspace, t.k, t.v, table=None)
         key, value, table, *_ = t.pages(page_size)
         pages = key.transpose(1, 2).contiguous(), value.transpose(1, 2).contiguous()
-        return _cudnn(function, t, peer_workspace().view(torch.int8), *pages, table=table)
+        return _cudnn(partial(function, **options), t, workspace, *pages, table=table)
 
     return prepare
 
@@ -252,7 +268,7 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
     """FlashInfer's fa3 backend, planned once as its wrappers ask for."""
 
     def prepare(t: Tensors) -> Call:
-        _only_bf16(t)
+        _only_one_dtype(t)
         peer, work, out = flashinfer(), t.work, t.output()
         if work.sinks:
             raise NotImplementedError("no sinks in these wrappers")
@@ -261,15 +277,18 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
             causal=work.causal,
             q_data_type=t.dtype,
             kv_data_type=t.dtype,
-            o_data_type=t.dtype,
+            o_data_type=out.dtype,
             sm_scale=work.scale,
             window_left=work.window_left,
         )
         sizes = (work.heads, work.kv_heads, work.head_dim)
+        # Of queries, keys and values of 8 bits, by head.
+        counts = (work.heads, work.kv_heads, work.kv_heads) if t.dtype is not BF16 else ()
+        scales = [torch.ones(count, device=t.device) for count in counts]
         if page_size is None:
             ragged = peer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
             ragged.plan(t.q_starts, t.kv_starts, *sizes, head_dim_vo=work.v_head_dim, **options)
-            return lambda: ragged.run(t.q, t.k, t.v, out=out)
+            return lambda: ragged.run(t.q, t.k, t.v, *scales, out=out)
         key, value, _, used, _ = t.pages(page_size)
         paged = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
         starts, in_last = page_starts(t.kv_lens, page_size)
@@ -283,7 +302,7 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
             head_dim_vo=work.v_head_dim,
             **options,
         )
-        return lambda: paged.run(t.q, (key, value), out=out)
+        return lambda: paged.run(t.q, (key, value), *scales, out=out)
 
     return prepare
 
@@ -299,6 +318,8 @@ PREFILL: dict[str, Candidate] = {
     **for_pages("FlashInfer fa3", flashinfer_fa3, 16, 64),
     "FlashInfer FMHAv2": flashinfer_fmha_v2(),
     **for_pages("FlashInfer FMHAv2", flashinfer_fmha_v2, 16, 64),
+    "FlashInfer cuDNN": flashinfer_cudnn(),
     **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
-    "cuDNN SDPA": cudnn_sdpa,
+    "FlashAttention 2": sdpa("FLASH_ATTENTION"),
+    "cuDNN SDPA": sdpa("CUDNN_ATTENTION"),
 }

@@ -90,7 +90,9 @@ class Prefill:
         queries = self.tokens * self.heads * (q_bytes * self.head_dim + ELEMENT_BYTES[BF16] * self.v_head_dim)
         keys = self.kv_tokens * self.kv_heads * kv_bytes * (self.head_dim + values)
         return {
-            ceilings.MATMUL: self.work * (self.head_dim + values) / (self.head_dim + self.v_head_dim),
+            ceilings.matmul_of(self.q_dtype, self.kv_dtype): self.work
+            * (self.head_dim + values)
+            / (self.head_dim + self.v_head_dim),
             ceilings.READ: queries + keys,
         }
 

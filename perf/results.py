@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,10 @@ PACKAGES = (
     "flash-attn-4",
     "flashinfer-python",
     "sglang-kernel",
+    "nvidia-cudnn-frontend",
 )
+SETTINGS = ("HOPWELL_KERNELS",)  # variables of the environment that change what is measured
+
 
 ROOFLINE = "roofline"
 CASES_IN_ROW = 6  # of bars
@@ -61,6 +65,9 @@ class Run:
     rows: list[Row] = field(default_factory=list)
     host_microseconds: dict[str, float] = field(default_factory=dict)
     first_call_milliseconds: dict[str, float] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
+    # Rates of each ceiling, case by case, by its name and unit.
+    ceiling_rates: dict[str, list[float]] = field(default_factory=dict)
 
     @staticmethod
     def here(labels: Labels) -> Run:
@@ -72,7 +79,21 @@ class Run:
                 versions[package] = importlib.metadata.version(package)
             except importlib.metadata.PackageNotFoundError:
                 continue
-        return Run(torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), versions, labels)
+        settings = {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
+        return Run(torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), versions, labels, settings=settings)
+
+    def resumes(self, earlier: Run) -> Run:
+        """The earlier run, to which cases are added that were measured in another process on the same kind of GPU.
+
+        Raises:
+            ValueError: the earlier run is of another GPU, or of other versions or settings.
+        """
+        for name in ("gpu", "versions", "settings"):
+            was, is_now = getattr(earlier, name), getattr(self, name)
+            if was != is_now:
+                raise ValueError(f"the earlier run has {name} {was}, and this one {is_now}")
+        dates = dict.fromkeys([*earlier.date.split(", "), self.date])
+        return replace(earlier, date=", ".join(dates))
 
     @staticmethod
     def load(path: Path) -> Run:
@@ -101,7 +122,9 @@ class Run:
 
     @property
     def _measured(self) -> list[str]:
-        return list(dict.fromkeys(row.candidate for row in self.rows if row.rate))
+        """In the order of the rows, which is that of the candidates: not each is measured in the first case."""
+        measured = {row.candidate for row in self.rows if row.rate}
+        return list(dict.fromkeys(row.candidate for row in self.rows if row.candidate in measured))
 
     @property
     def series(self) -> list[str]:
@@ -131,7 +154,11 @@ class Run:
 
     def markdown(self) -> str:
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        parts = [f"{self.gpu}, {self.date}. {versions}."]
+        settings = "".join(f" {name}={value}." for name, value in self.settings.items())
+        parts = [f"{self.gpu}, {self.date}. {versions}.{settings}"]
+        if self.ceiling_rates:
+            ends = (f"{name}: {min(rates):.0f} to {max(rates):.0f}" for name, rates in self.ceiling_rates.items())
+            parts.append(f"Ceilings, over all cases of this run: {'; '.join(ends)}.")
         alone = list(self._workloads())
         if alone:
             names = [_name(title) for title in alone]

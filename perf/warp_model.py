@@ -7,9 +7,14 @@ a multiprocessor. Assumptions:
 * Every warp that multiplies runs the loop once a step; the warp that loads costs nothing.
 * The units are those of the CUDA programming guide, at the rates of compute capability 12.0, and run side by side.
 * ldmatrix, loads, stores and what TMA writes share one port of shared memory, without bank conflicts.
-* Rates of products follow from the published TFLOP/s at the boost clock, which does not fall under load. GeForce halves
-  products of 16 and 8 bits that accumulate in float32, and does not halve block-scaled ones.
+* Numbers of multiprocessors, clocks and FLOP a cycle are assumed so that their products are the published TFLOP/s. How
+  many multiprocessors and which clock make up a product does not matter: a step is counted in cycles of one
+  multiprocessor, and only the bytes of memory that it gets in a cycle, bandwidth / (multiprocessors x clock), depend on
+  them. The clock does not fall under load.
+* GeForce halves products of 16 and 8 bits that accumulate in float32, and does not halve block-scaled ones.
 * What a step loads comes from memory if ``streams``, as in decode; otherwise from the L2 cache, which is not modelled.
+  Decode then reaches the share of the bandwidth that is listed: less than all of it where another unit is busier than
+  memory. Enough loads are under way, and what merges and the ends of requests cost is not counted.
 """
 
 from __future__ import annotations
@@ -44,30 +49,31 @@ _SCALED = {SCALED_8: 2048, SCALED_4: 4096}
 
 @dataclass(frozen=True)
 class Card:
-    """A card and its rates. ``products`` are FLOP a cycle and multiprocessor, by kind."""
+    """A card and its rates. ``sms``, ``clock`` and ``products``, the FLOP a cycle and multiprocessor by kind, are
+    assumptions that give the published TFLOP/s."""
 
     name: str
     sms: int
     clock: float  # Hz
     memory_bytes: float  # a second
     products: Mapping[str, int]
-    source: str
+    published: str
 
 
 CARDS = (
     Card(
         "RTX PRO 6000", 188, 2.617e9, 1792e9, _FULL | _SCALED,
-        "data sheet: 1792 GB/s; 504, 1008 and 2015 TFLOP/s of 16, 8 and 4 bits without sparsity",
+        "1792 GB/s; 504, 1008 and 2015 TFLOP/s of 16, 8 and 4 bits without sparsity",
     ),
     Card(
         "RTX 5090", 170, 2.407e9, 1792e9, _HALVED | _SCALED,
-        "data sheet: 1792 GB/s; 209.5 and 419 TFLOP/s of 16 and 8 bits accumulated in float32, 1676 of 4 bits; that "
-        "block-scaled 8-bit products are twice as fast as plain ones: published microbenchmarks",
+        "1792 GB/s; 209.5 and 419 TFLOP/s of 16 and 8 bits accumulated in float32, 1676 of 4 bits; "
+        "microbenchmarks in which block-scaled 8-bit products are twice as fast as plain ones",
     ),
     Card(
         "DGX Spark", 48, 2.5e9, 273e9, _FULL | _SCALED,
-        "data sheet: 273 GB/s; 1000 TFLOP/s of 4 bits with sparsity. Assumption: not halved, because 95 TFLOP/s of 16 "
-        "bits have been published, more than half of the rate",
+        "273 GB/s; 1000 TFLOP/s of 4 bits with sparsity; 95 TFLOP/s of 16 bits, measured, which is more than half of "
+        "the rate, so that products are assumed not to be halved",
     ),
 )  # fmt: skip
 
@@ -152,6 +158,12 @@ class Prediction:
         """The share of the card's bandwidth that is reached."""
         return self.step.units[MEMORY] / self.step.cycles
 
+    @property
+    def next_limiter(self) -> tuple[str, float]:
+        """The second busiest unit, and the share of a step that it is busy."""
+        name, cycles = sorted(self.step.units.items(), key=lambda unit: unit[1])[-2]
+        return name, cycles / self.step.cycles
+
 
 def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
     """Cycles of a multiprocessor for a step, by unit."""
@@ -175,6 +187,7 @@ def report(cubin: Path, shape: Shape) -> str:
         [
             one.card.name,
             one.step.limiter,
+            "{} {:.0%}".format(*one.next_limiter),
             f"{one.product_share:.0%}",
             f"{one.memory_share:.0%}" if shape.streams else "-",
             *(f"{one.step.units[unit]:.0f}" for unit in units),
@@ -182,7 +195,13 @@ def report(cubin: Path, shape: Shape) -> str:
         for one in found
     ]
     table = tabulate(
-        rows, ["card", "limited by", "of mma.sync", "of memory", *units], tablefmt="github", disable_numparse=True
+        rows,
+        ["card", "limited by", "then", "of mma.sync", "of memory", *units],
+        tablefmt="github",
+        disable_numparse=True,
     )
-    sources = "\n".join(f"- {card.name}: {card.sms} SMs, {card.clock / 1e9:.3f} GHz; {card.source}" for card in CARDS)
+    sources = "\n".join(
+        f"- {card.name}: assumed {card.sms} multiprocessors at {card.clock / 1e9:.3f} GHz; published {card.published}"
+        for card in CARDS
+    )
     return f"{(__doc__ or '').strip()}\n\nCycles of a multiprocessor a step, by unit:\n\n{table}\n\n{sources}\n"

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import runpy
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from oracles import check_attention, check_generation
 
+from hopwell import layouts
+
 FOLDER = pathlib.Path(__file__).parents[2] / "examples"
+PARTS = ("prompts", "steps")
 
 
-def run(name: str, device: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def run(name: str, device: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
     """What the names of an example are at its end."""
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     return runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
@@ -36,6 +43,37 @@ def test_warm_up_and_graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_model(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
-    names = run("model", device, monkeypatch)
+    names = run("model", device, monkeypatch, "--caches", "bf16", "fp8", "nvfp4")
     assert len(names["tokens"]) == 1 + (64 if device == "cuda" else 4)
+    # What rounding keys and values leaves of the logits: a wrong scale or order of scales gives several times as much.
+    most = {"fp8": (0.06, 5e-3), "nvfp4": (0.2, 5e-2)}
+    assert [(row["cache"], row["part"]) for row in names["figures"]] == list(itertools.product(most, PARTS))
+    for row in names["figures"]:
+        relative, excess = most[row["cache"]]
+        assert 1e-3 < row["relative error"] < relative, row
+        assert 0 < row["excess"] < excess, row
     check_generation(names["model"], names["prompts"], names["logits"], names["tokens"])
+
+
+def test_scales_of_values_in_the_order_of_decode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens that are appended before and after a cache turns to decode have scales where linear ones are expected."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    names = runpy.run_path(str(FOLDER / "model.py"))
+    tokens = torch.randn(20, 2, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    cache = names["LayerCache"](names["CACHES"]["nvfp4"], 2, 2, 16, 64, "cpu")
+    for first, end, is_prompt in ((0, 18, True), (18, 20, False)):
+        if not is_prompt:
+            cache.begin_decode()
+        batch = SimpleNamespace(
+            requests=torch.zeros(end - first, dtype=torch.int32),
+            positions=torch.arange(first, end, dtype=torch.int32),
+            block_tables=torch.tensor([[1, 0]], dtype=torch.int32),
+            uses_context=is_prompt,
+        )
+        cache.append(batch, tokens[first:end], tokens[first:end])
+    for half, block_scales, scale in zip(cache.data.unbind(1), cache.block_scales, cache.scales, strict=True):
+        want = layouts.quantize_nvfp4(tokens.float(), scale)
+        stored = ((half, want.data), (block_scales.view(torch.uint8), want.scales.view(torch.uint8)))
+        for pages, exact in stored:
+            assert torch.equal(pages[[1, 0]].transpose(1, 2).flatten(0, 1)[:20], exact)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,7 +19,10 @@ pytest.importorskip("tabulate")
 from hopwell import layouts
 from hopwell.perf import __main__ as command
 from hopwell.perf import colors, peers
-from hopwell.perf.ceilings import MATMUL, READ
+from hopwell.perf.append import APPEND
+from hopwell.perf.append_candidates import torch_indexing
+from hopwell.perf.append_workloads import Append, AppendTensors
+from hopwell.perf.ceilings import MATMUL, MATMUL_8, READ
 from hopwell.perf.decode import DECODE
 from hopwell.perf.decode_workloads import Decode, DecodeTensors
 from hopwell.perf.mla import MLA
@@ -26,19 +30,23 @@ from hopwell.perf.mla_workloads import Mla, MlaTensors
 from hopwell.perf.prefill import PREFILL
 from hopwell.perf.prefill_workloads import Prefill, Tensors
 from hopwell.perf.quantized import BF16, E4M3, MAX_BYTE_ERROR, MAX_ERROR, NVFP4, cache_pages, latent_rows, stored
+from hopwell.perf.results import Row, Run
 
-CASES: dict[str, Any] = {case.name: case for family in (PREFILL, DECODE, MLA) for case in family.cases}
+FAMILIES = (PREFILL, DECODE, MLA, APPEND)
+CASES: dict[str, Any] = {case.name: case for family in FAMILIES for case in family.cases}
 PROMPTS = Prefill("small", "2 requests", (20, 5), (20, 70), 4, 2, 64, 64)
 STEPS = Decode("small", "3 requests", (70, 200, 33), heads=4, kv_heads=2, head_dim=64)
 LATENT = Mla("small", "2 requests", (70, 100), heads=4)
+NEW = Append("small", 3, 5, before=14, kv_heads=2, head_dim=64)
 TYPES = [(E4M3, E4M3), (BF16, E4M3), (BF16, NVFP4), (E4M3, NVFP4)]
 
 
 def test_cases_that_the_tables_need() -> None:
     prefill = {"P1-fp8", "P2-fp8", "P3-fp8", "P4-fp8", "P1-fp8-cache", "chunk-fp8-cache", "P1-nvfp4-cache"}
-    decode = {"D1-nvfp4", "D2-nvfp4", "D3-nvfp4", "D4-nvfp4", "D2-fp8"}
+    decode = {f"D{i}-{cache}" for i in range(1, 5) for cache in ("fp8", "nvfp4")}
     mla = {"M1-fp8", "M1-q2-fp8", "M2-fp8", "M3-fp8", "H64-fp8", "H16-fp8", "S1-fp8", "S1-q2-fp8", "S1-h64-fp8"}
-    assert prefill | decode | mla <= set(CASES)
+    append = {f"A-{what}{cache}" for what in ("prompt", "chunks", "step") for cache in ("", "-fp8", "-nvfp4")}
+    assert prefill | decode | mla | append <= set(CASES)
     assert CASES["P1-fp8"].work == CASES["P1"].work
     assert CASES["D2-nvfp4"].work == CASES["D2"].work * 9 / 32
     assert CASES["P1"].title == "P1: 1 x 16384, causal, 32/8 heads, d128"
@@ -54,7 +62,9 @@ def test_demand_of_prefill_is_that_of_the_tensors(q_dtype: torch.dtype, kv_dtype
     parts = [t._key.data, t._value.data, t._key.scales, t._value.scales]
     held = sum(part.nbytes for part in parts if part is not None)
     assert t.work.demand[READ] == t.q.nbytes + t.output().nbytes + held
-    assert t.work.demand[MATMUL] == t.work.work
+    products = MATMUL_8 if q_dtype == kv_dtype == E4M3 else MATMUL
+    assert t.work.demand[products] == t.work.work
+    assert set(t.work.demand) == {products, READ}
     assert (t.q.dtype, t.output().dtype) == (q_dtype, BF16)
 
 
@@ -101,12 +111,34 @@ def test_packed_rows() -> None:
     assert (rows.values - tokens).norm() < 0.03 * tokens.norm()
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3, NVFP4])
+def test_appending(kv_dtype: torch.dtype) -> None:
+    """Torch's candidate writes what errors are measured against, and a wrong token is an error."""
+    t = AppendTensors(replace(NEW, kv_dtype=kv_dtype), "cpu")
+    pages = torch_indexing(16)(t)()
+    assert t.error(pages) == 0
+    pools = [*pages[:2], *(pages.scales or ())]
+    written = sum(pool[0, 0].nbytes for pool in pools) * len(t.requests)
+    assert t.work.work == t.key.nbytes + t.value.nbytes + written
+    page = pages.key[pages.table[2, 1]].view(torch.uint8)
+    page[0] = page[1]
+    assert t.error(pages) > t.work.max_error
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("kv_dtype", [BF16, E4M3, NVFP4])
+def test_append_is_right(monkeypatch: pytest.MonkeyPatch, kv_dtype: torch.dtype) -> None:
+    case = replace(NEW, kv_dtype=kv_dtype)
+    _is_right_or_not_served(monkeypatch, APPEND, AppendTensors, case, ["hopwell, pages of 16"])
+
+
 @pytest.mark.emulator
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), TYPES)
 def test_prefill_is_right_or_not_served(
     monkeypatch: pytest.MonkeyPatch, q_dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
-    case = replace(PROMPTS, q_dtype=q_dtype, kv_dtype=kv_dtype)
+    # Without a mask, 16-bit pages go through cuDNN's entry, and narrow ones do not.
+    case = replace(PROMPTS, q_dtype=q_dtype, kv_dtype=kv_dtype, causal=kv_dtype is not E4M3)
     _is_right_or_not_served(monkeypatch, PREFILL, Tensors, case, ["hopwell", "hopwell, pages of 16"])
 
 
@@ -148,6 +180,36 @@ def test_arguments_of_flash_attention_3(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_every_peer_has_a_colour_of_its_own() -> None:
-    names = {colors.base(name) for family in (PREFILL, DECODE, MLA) for name in family.candidates}
+    names = {colors.base(name) for family in FAMILIES for name in family.candidates}
     assert names - {colors.OURS} <= set(colors.PEER_COLORS)
     assert len(set(colors.PEER_COLORS.values())) == len(colors.PEER_COLORS)
+
+
+def test_tables_and_plots_of_narrow_types(tmp_path: Path) -> None:
+    """Each case has the ceilings that bound it; forms of ours that read a cache are drawn beside all the peers."""
+    names = ("P1", "P1-fp8", "P1-nvfp4-cache")
+    rows = []
+    for name in names:
+        case = CASES[name]
+        for title in PREFILL.measured:
+            if title in PREFILL.ceilings and title not in case.demand:
+                continue
+            serves = (
+                title.startswith("hopwell,") if name == "P1-nvfp4-cache" and title not in PREFILL.ceilings else True
+            )
+            rate = {MATMUL: 700.0, MATMUL_8: 1300.0, READ: 5000.0}.get(title, 600.0)
+            found = dict(milliseconds=1.0, rate=rate) if serves else dict(failure="not served: narrow caches")
+            rows.append(Row(case.title, title, **found))
+    run = Run("no GPU", "today", {}, PREFILL.labels, rows)
+    run.save(tmp_path / "prefill.json")
+    assert (tmp_path / "prefill.png").exists()
+    lines = {cells[0]: cells[1:] for cells in map(cells_of, run.markdown().splitlines()) if len(cells) == 4}
+    assert lines["roofline"] == ["700", "1300", "700"]
+    assert lines[f"floor: {MATMUL_8}"] == ["-", "1000.0", "-"]
+    assert lines["FlashAttention 3"][2] == "-"
+    assert [name for name in lines if not name.startswith("-")][1:3] == ["hopwell", "hopwell, pages of 16"]
+    assert "hopwell, pages of 16" in colors.shown({name: [1.0] for name in PREFILL.candidates})
+
+
+def cells_of(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]

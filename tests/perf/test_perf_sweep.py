@@ -24,7 +24,8 @@ from typer.testing import CliRunner
 
 from hopwell.perf import __main__ as command
 from hopwell.perf import measure
-from hopwell.perf.ceilings import CEILINGS, MATMUL, READ, Ceiling
+from hopwell.perf.append import APPEND
+from hopwell.perf.ceilings import CEILINGS, MATMUL, MATMUL_8, READ, Ceiling
 from hopwell.perf.decode import DECODE
 from hopwell.perf.family import Family
 from hopwell.perf.mla import MLA
@@ -192,6 +193,44 @@ def test_failures_are_cut_between_words() -> None:
     assert f"RuntimeError: {reason}".startswith(f"{kept} ")
 
 
+@pytest.mark.usefixtures("without_gpu")
+def test_what_cannot_be_captured_or_held_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "interleaved", lambda calls: {})
+    [row] = command._measure(COPIES, COPIES.cases[0], ["clone"], lambda step: None)
+    assert (row.rate, row.failure) == (None, "it cannot be captured in a CUDA graph")
+
+    def fill_the_card(case: Copy) -> Any:
+        raise torch.OutOfMemoryError
+
+    [row] = command._measure(replace(COPIES, inputs=fill_the_card), COPIES.cases[0], ["clone"], lambda step: None)
+    assert (row.rate, row.failure) == (None, "out of memory")
+
+
+def test_calls_that_cannot_be_captured_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are timed."""
+
+    def graph(call: Any, graph_ms: float) -> Any:
+        call()
+        return Silent(), 2
+
+    def refuse() -> None:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    monkeypatch.setattr(measure, "_graph", graph)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Silent())
+    assert measure.interleaved({"refuses": refuse, "runs": lambda: None}) == {"runs": 2.0}
+
+
+class Silent:
+    """A graph or an event, 4 ms after any other."""
+
+    def replay(self) -> None: ...
+    def record(self) -> None: ...
+    def elapsed_time(self, other: Silent) -> float:
+        return 4.0
+
+
 def test_failures_have_a_line_for_cases_and_candidates() -> None:
     run = unmeasured(
         *(Row(f"{case}: 1", name, failure="no windows") for case in ("P1", "P2") for name in ("one", "other")),
@@ -268,13 +307,19 @@ def legend(figure: Any) -> set[str]:
 
 @pytest.mark.parametrize(
     ("family", "ceilings"),
-    [(PREFILL, [MATMUL, READ]), (DECODE, [READ]), (MLA, [MATMUL, READ])],
-    ids=["prefill", "decode", "mla"],
+    [
+        (PREFILL, [MATMUL, MATMUL_8, READ]),
+        (DECODE, [READ]),
+        (MLA, [MATMUL, MATMUL_8, READ]),
+        (APPEND, [READ]),
+    ],
+    ids=["prefill", "decode", "mla", "append"],
 )
 def test_families_measure_what_may_decide(family: Family, ceilings: list[str]) -> None:
     assert list(family.measured)[len(family.candidates) :] == ceilings == list(family.labels.ceilings)
     for case in family.cases:
-        assert set(case.demand) == {MATMUL, READ}
+        assert set(case.demand) <= {MATMUL, MATMUL_8, READ}
+        assert len({MATMUL, MATMUL_8} & set(case.demand)) == (family is not APPEND)
 
 
 def test_demand_of_prefill() -> None:
@@ -293,7 +338,7 @@ def test_demand_of_prefill() -> None:
     ("arguments", "cases", "candidates"),
     [
         (["--cases", "C1"], ["C1"], 6),
-        (["--cases", "line-*,C2"], ["C2", "line-8", "line-16"], 6),
+        (["--cases", "line-*,C2"], ["line-8", "line-16", "C2"], 6),
         (["--cases", "C?", "--candidates", "clone", "--candidates", "wrong, *"], ["C1", "C2"], 2),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,23 @@ def test_streams_are_limited_by_memory() -> None:
     found = predict(LoopWork({PLAIN_16: 4096}, {}, 0, 100), Shape(4, 65536, streams=True), SPARK)
     assert (found.step.limiter, found.memory_share) == (MEMORY, 1)
     assert found.step.cycles == pytest.approx(65536 * 48 * 2.5e9 / 273e9)
+
+
+def test_decode_that_another_unit_limits() -> None:
+    """16384 bytes a step, of which memory takes 4498 cycles to bring them, and the rest is what is not used of it."""
+    does = LoopWork({PLAIN_16: 4096}, {}, 16384, 100)
+    for warps, limiter, then in ((4, MEMORY, SHARED), (64, SHARED, MEMORY)):
+        found = predict(does, Shape(warps, 16384, streams=True), PRO)
+        memory = 16384 / (1792e9 / 2.617e9 / 188)
+        assert found.step.limiter == limiter
+        assert found.memory_share == pytest.approx(memory / max(memory, (warps + 1) * 128))
+        assert found.next_limiter == (then, pytest.approx(min(memory, (warps + 1) * 128) / found.step.cycles))
+
+
+def test_only_the_product_of_multiprocessors_and_clock_matters() -> None:
+    does, shape = LoopWork({PLAIN_16: 4096}, {}, 512, 100), Shape(4, 16384, streams=True)
+    other = replace(PRO, sms=2 * PRO.sms, clock=PRO.clock / 2)
+    assert predict(does, shape, other).step == predict(does, shape, PRO).step
 
 
 def test_rates_are_the_published_ones() -> None:
