@@ -34,6 +34,10 @@ class WarpAttend(PrefillAttend):
         """This warp's own rows of the first column block of Q."""
         return shared_address(self.tiles.q.iterator) + consumer_warp * (WARP_ROWS * copy.SWIZZLE_ROW_BYTES)
 
+    def store(self, *arguments) -> None:
+        cute.arch.sync_warp()  # lanes may have read rows of Q that others now write to
+        super().store(*arguments)
+
     def output_rows(self) -> type[OutputRows]:
         return output_rows(self.kernel.out_dtype, stages_pairs=not self.kernel.config.has_narrow_kv)
 
