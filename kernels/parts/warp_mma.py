@@ -48,15 +48,16 @@ UNIT_SCALES = 0x7F7F7F7F  # four of ue8m0
 def multiply_e4m3(d, a, b, block_scaled: bool = False, *, loc=None, ip=None) -> tuple:
     """d + a b, of four, four and two registers, where a and b have elements of e4m3. With ``block_scaled`` through the
     instruction that scales blocks, here by 1."""
-    form, types, scales = "", "f32.e4m3.e4m3.f32", ""
+    begin, form, types, end = "{ ", "", "f32.e4m3.e4m3.f32", "; }"
     if block_scaled:
+        begin += f".reg .b32 unit; mov.b32 unit, {UNIT_SCALES:#x}; "  # which the instruction does not take as a number
         form, types = "kind::mxf8f6f4.block_scale.scale_vec::1X.", types + ".ue8m0"
-        scales = ", {$r10}, {0, 0}, {$r10}, {0, 0}"
+        end = ", unit, {0, 0}, unit, {0, 0}; }"
     return cute.arch.inline_ptx(
-        f"mma.sync.aligned.m16n8k32.row.col.{form}{types} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}}" + scales + ";",
+        f"{begin}mma.sync.aligned.m16n8k32.row.col.{form}{types} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}}" + end,
         write_only_types=[Float32] * 4,
-        read_only_args=[*a, *b, *d, *([Uint32(UNIT_SCALES)] if block_scaled else [])],
+        read_only_args=[*a, *b, *d],
         loc=loc,
         ip=ip,
     )

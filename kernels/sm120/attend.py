@@ -17,7 +17,6 @@ from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 from hopwell.kernels.sm90.skip import SkippingAttend
 
 STEP_BYTES = 32  # of a row of K that ldmatrix reads at a time
-Q_REGISTERS = 32  # of a lane at most; wider rows of Q are read anew
 
 
 @dataclass
@@ -59,6 +58,7 @@ class WarpOperands(RowOperands):
 
     p_bits = 16  # of an element of P
     step_products = 1  # products for STEP_BYTES of K
+    most_q_words = 32  # that a lane keeps; wider rows of Q are read anew
 
     @classmethod
     def create(cls, kernel, tiles: SharedTiles, row_group, addresses, geometry) -> "WarpOperands":
@@ -79,7 +79,7 @@ class WarpOperands(RowOperands):
             tile_n=tile_n,
             depth_qk=depth_qk,
             depth_v=depth_v,
-            q=cute.make_rmem_tensor(words if words <= Q_REGISTERS else 4, Uint32),
+            q=cute.make_rmem_tensor(words if words <= cls.most_q_words else 4, Uint32),
             q_tile=shared_address(tiles.q.iterator) + first_row * copy.SWIZZLE_ROW_BYTES,
             k_tile=shared_address(tiles.k.iterator),
             v_tile=shared_address(tiles.v.iterator),
@@ -98,7 +98,7 @@ class WarpOperands(RowOperands):
 
     @property
     def keeps_q(self) -> bool:
-        return self.q_words(self.kernel.config) <= Q_REGISTERS
+        return self.q_words(self.kernel.config) <= self.most_q_words
 
     def begin(self, q_stage, tile, n) -> None:
         if const_expr(self.keeps_q):

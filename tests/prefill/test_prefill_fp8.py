@@ -13,7 +13,7 @@ from batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
 from entry_calls import context, cudnn, fmha_v2
 from skipped_tiles import attention_with_skips
 
-from hopwell.kernels import execute
+from hopwell.kernels import execute, support
 from hopwell.kernels.families import resolve
 from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, Score, ScoreKind
 
@@ -171,7 +171,7 @@ def test_skip_softmax_leaves_tiles_out(device: str) -> None:
         count = torch.zeros(1, dtype=torch.int32, device=device)
         problem = data.in_bytes(16, CAUSAL, BF16, skip_softmax=factor, skipped_tiles=count)
         out = execute(problem).double()
-        n_keys = resolve(problem, "sm_90a").tile.n
+        n_keys = resolve(problem, support.arch_of(problem.query.device)).tile.n
         want, skipped = attention_with_skips(data, factor, CAUSAL, reference.PLAIN, n_keys=n_keys)
         assert int(count) == skipped
         assert (skipped > 0) == (factor > 1)
