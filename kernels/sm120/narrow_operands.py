@@ -164,6 +164,7 @@ class DequantisedOperands(WidenedOperands):
         self._read(self.k_scales, self.k_pages, self.k_words, n)
         self._look_up(self.k_scales, self.k_pages, n - 1)
         self.tile[WorkTile.INTS] = n
+        cute.arch.sync_warp()  # lanes whose keys are not needed have gone ahead
 
     def issue_qk(self, q_stage, k_stage) -> None:
         super().issue_qk(q_stage, k_stage)
@@ -172,10 +173,12 @@ class DequantisedOperands(WidenedOperands):
         self._read(self.k_scales, self.k_pages, self.k_words, n - 1)
         self._look_up(self.k_scales, self.k_pages, n - 2)
         self.tile[WorkTile.INTS] = n - 1
+        cute.arch.sync_warp()
 
     def round_scores(self) -> None:
         super().round_scores()
         self._read(self.v_scales, self.v_pages, self.v_words, self.tile[WorkTile.INTS] + 1)
+        cute.arch.sync_warp()
 
     def _work_tile(self) -> WorkTile:
         return WorkTile.from_ints([self.tile[i] for i in range(WorkTile.INTS)])
