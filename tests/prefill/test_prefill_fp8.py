@@ -36,7 +36,10 @@ CASES = [
     ((80, 80), 16, chunked(64), BF16),
     ((32, 32), 8, CAUSAL, FP8),
 ]
-EMULATED = [CASES[0], CASES[3], CASES[7], CASES[8]]
+EMULATED = [
+    *(("sm_90a", CASES[i]) for i in (0, 3, 7, 8)),
+    *(("sm_120a", CASES[i]) for i in (1, 5, 8)),
+]
 
 
 class ByteBatch(Batch):
@@ -106,11 +109,11 @@ def test_within_the_error_of_weights(case: tuple) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", EMULATED, ids=str)
-def test_within_the_error_of_weights_emulated(case: tuple) -> None:
+@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+def test_within_the_error_of_weights_emulated(arch: str, case: tuple) -> None:
     from hopwell import emulator
 
-    with emulator.use("sm_90a", race=True, proxy=True, strict=True, schedule="random", seed=3):
+    with emulator.use(arch, race=True, proxy=True, strict=True, schedule="random", seed=3):
         check(*case, device="cpu")
 
 
