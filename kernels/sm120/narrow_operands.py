@@ -49,7 +49,7 @@ class NarrowOperands(WarpOperands):
                         self.accumulate(self.o, self.v_parts * chunk + i, p[4 * first : 4 * first + 4], b)
 
     def scales_of(self, part: int, chunk: int, before: Any) -> Any:
-        """What V of 32 keys has to be multiplied by in this chunk of columns; ``before`` is that of the chunk before."""
+        """Scales of V of 32 keys in a chunk of columns; ``before`` is what the chunk before had."""
         return before
 
     def values(self, words: list, chunk: int, scales: Any) -> list[list]:
