@@ -30,7 +30,7 @@ from hopwell.kernels.config import (
     rounded_up,
 )
 from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, ScoreKind
-from hopwell.kernels.support import HOPPER, OTHER_HOPPER_HEAD_DIMS
+from hopwell.kernels.support import NARROW_ARCHS, OTHER_HOPPER_HEAD_DIMS
 
 MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
 
@@ -134,18 +134,26 @@ class PrefillConfig(KernelConfig):
             registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
             tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
         if multiplies_bytes:
-            step = BYTE_STEP if dims == (128, 128) and not short_steps else min(tile.n, _MIDDLE.n)
-            tile = replace(tile, m=_MIDDLE.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
-        elif kv_type is not KvType.WIDE:
-            has_pairs = max(dims) <= WIDENED_PAIRS_TO
-            tile = replace(
-                tile,
-                m=_MIDDLE.m if dims[1] <= MOST_COLUMNS_OF_512_THREADS else _MIDDLE.m // 2,
-                kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
-                source_stages=(2, 1) if has_pairs else (1, 1),
-                **_CONVERTING,
-            )
-        return tile
+            return cls.byte_tile(dims, tile, short_steps)
+        return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile)
+
+    @classmethod
+    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool) -> Tile:
+        """The tile where queries, keys and values have 8 bits and would have ``tile`` in 16."""
+        step = BYTE_STEP if dims == (128, 128) and not short_steps else min(tile.n, _MIDDLE.n)
+        return replace(tile, m=_MIDDLE.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
+
+    @classmethod
+    def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
+        """The tile where keys and values are widened and would have ``tile`` in the type of the queries."""
+        has_pairs = max(dims) <= WIDENED_PAIRS_TO
+        return replace(
+            tile,
+            m=_MIDDLE.m if dims[1] <= MOST_COLUMNS_OF_512_THREADS else _MIDDLE.m // 2,
+            kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
+            source_stages=(2, 1) if has_pairs else (1, 1),
+            **_CONVERTING,
+        )
 
     @classmethod
     def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
@@ -208,7 +216,7 @@ class PrefillConfig(KernelConfig):
 
     @property
     def name(self) -> str:
-        details = [f"kv_{self.kv_type.value}"] if self.widens else []
+        details = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
         details += [self.score.value] if self.score is not ScoreKind.SCALED else []
         choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
         return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
@@ -235,31 +243,31 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = prefill_kv_type(problem, dims, arch)
-    queries = QUERY_DTYPES if arch in HOPPER else DTYPES
+    queries = QUERY_DTYPES if arch in NARROW_ARCHS else DTYPES
     require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=_output_dtypes(problem, arch))
     require_page_size(problem, arch)
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
         features |= dict(kv_type=kv_type)
-    multiplies_bytes = problem.query.dtype == torch.float8_e4m3fn
-    fetch, box_rows = kv_fetch(problem, kind.tile_of(dims, multiplies_bytes=multiplies_bytes, **features).n)
-    return kind(
+    config = kind(
         arch=arch,
         dtype=QUERY_DTYPES[problem.query.dtype],
         out_dtype=OUT_DTYPES[out_dtype],
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
         mask=problem.mask.kind,
-        kv_fetch=fetch,
-        box_rows=box_rows,
+        kv_fetch=KvFetch.CONTIGUOUS,
+        box_rows=0,
         uneven_pages=has_uneven_pages(problem),
         **features,
     )
+    fetch, box_rows = kv_fetch(problem, config.tile.n)
+    return replace(config, kv_fetch=fetch, box_rows=box_rows)
 
 
 def _output_dtypes(problem: AttentionProblem, arch: str) -> Iterable[torch.dtype]:
     """Types of the output: narrow ones are for queries of e4m3, which an NVFP4 cache has widened."""
-    if arch not in HOPPER or (problem.query.dtype in DTYPES and problem.kv_scales is None):
+    if arch not in NARROW_ARCHS or (problem.query.dtype in DTYPES and problem.kv_scales is None):
         return DTYPES
     return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
 
@@ -273,7 +281,7 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str)
     fp8 = torch.float8_e4m3fn
     types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
     packed = problem.kv_scales is not None
-    if arch not in HOPPER or not (packed or fp8 in types):
+    if arch not in NARROW_ARCHS or not (packed or fp8 in types):
         return KvType.WIDE
     served = support.NVFP4_HEAD_DIMS if packed else support.BYTE_HEAD_DIMS
     if dims not in served:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from hopwell.kernels.config import Tile
+import torch
+
+from hopwell.kernels import support
+from hopwell.kernels.config import Tile, rounded_up
 from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.support import SM120_HEAD_DIMS
 
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -30,6 +34,8 @@ def _tile(m: int, n: int, kv_stages: int) -> Tile:
 # steps of 32 spill up to 10 once a work tile, outside of it.
 _OF_COLUMNS = {64: _tile(128, 64, 4), 128: _tile(128, 32, 4), 192: _tile(128, 32, 2), 256: _tile(64, 32, 2)}
 
+_BYTES_OF_COLUMNS = {128: _tile(128, 64, 4), 192: _tile(128, 32, 2), 256: _tile(64, 64, 2)}
+
 
 def _of(dims: tuple[int, int]) -> Tile:
     return next(tile for columns, tile in _OF_COLUMNS.items() if max(dims) <= columns)
@@ -39,9 +45,59 @@ def _of(dims: tuple[int, int]) -> Tile:
 class Sm120PrefillConfig(PrefillConfig):
     """A prefill kernel whose products are those of single warps."""
 
+    block_scaled: bool = False  # products of 8-bit operands are those of the instruction that scales blocks
+
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {
         dims: _of(dims) for dims in SM120_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
     }
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {
         dims: _of(dims) for dims in SM120_HEAD_DIMS if dims[0] % 64 or dims[1] % 64
     }
+
+    @classmethod
+    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool) -> Tile:
+        return next(tile for columns, tile in _BYTES_OF_COLUMNS.items() if max(dims) <= columns)
+
+    @classmethod
+    def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
+        return tile
+
+    @classmethod
+    def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
+        chosen = super().choices(problem, dims)
+        if problem.query.dtype == torch.float8_e4m3fn and support.halves_products(problem.query.device):
+            chosen["block_scaled"] = True
+        return chosen
+
+    @property
+    def has_narrow_kv(self) -> bool:
+        """Whether K and V have fewer than 16 bits."""
+        return self.kv_element.bits < 16
+
+    @property
+    def widens(self) -> bool:
+        return False  # no warpgroup does: those that multiply do so in registers
+
+    @property
+    def transposes_v(self) -> bool:
+        return False  # as above
+
+    @property
+    def operand_columns(self) -> tuple[int, int]:
+        return self.columns if self.has_narrow_kv else super().operand_columns
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        """Columns that warps multiply: whole reads of ldmatrix, 32 bytes of a row of K and 16 of one of V."""
+        if not self.has_narrow_kv:
+            return super().depth
+        bits = self.kv_element.bits
+        return rounded_up(self.head_dim_qk, 32 * 8 // bits), rounded_up(self.head_dim_v, 16 * 8 // bits)
+
+    @property
+    def loaded_depth(self) -> tuple[int, int]:
+        return self.kv_dims if self.has_narrow_kv else super().loaded_depth
+
+    @property
+    def name(self) -> str:
+        return super().name + "_block_scaled" * self.block_scaled

@@ -52,6 +52,7 @@ HOPPER = hardware.with_instruction("wgmma")
 BLACKWELL = hardware.with_instruction("tcgen05")
 SM120 = hardware.with_instruction("mma.sync")
 _PREFILL = (*HOPPER, *BLACKWELL, *SM120)
+NARROW_ARCHS = (*HOPPER, *SM120)  # whose prefill takes operands of 8 and 4 bits
 _NOWHERE: tuple[str, ...] = ()
 
 # A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
@@ -96,7 +97,7 @@ _PREFILL_HEAD_DIMS = (
     Feature("multiple_head_dim", "head dims", "head dim: other multiples of 8 up to 256", (*HOPPER, *SM120)),
     Feature("wide_head_dim", "head dims", "head dim 512", HOPPER),
     _OTHER_HEAD_DIM,
-    Feature("8bit_head_dim", "head dims", f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}", HOPPER),
+    Feature("8bit_head_dim", "head dims", f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}", NARROW_ARCHS),
     Feature("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV", _NOWHERE),
 )
 
@@ -145,11 +146,11 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.prefill",
         (
             _16BIT,
-            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", HOPPER),
-            Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
-            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", HOPPER),
-            Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", HOPPER),
-            Feature("nvfp4_out", "data types", "NVFP4 output of an fp8 query", HOPPER),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", NARROW_ARCHS),
+            Feature("fp8", "data types", "fp8 (e4m3) query and KV", NARROW_ARCHS),
+            Feature("nvfp4_kv", "data types", "NVFP4 KV cache", NARROW_ARCHS),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", NARROW_ARCHS),
+            Feature("nvfp4_out", "data types", "NVFP4 output of an fp8 query", NARROW_ARCHS),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
             Feature("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids", _PREFILL),
@@ -168,8 +169,8 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.prefill",
         (
             _16BIT,
-            Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
-            Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", HOPPER),
+            Feature("fp8", "data types", "fp8 (e4m3) query and KV", NARROW_ARCHS),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", NARROW_ARCHS),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
             Feature("cache", "KV caches", "all five input layouts", _PREFILL),
@@ -190,14 +191,14 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.prefill",
         (
             _16BIT,
-            Feature("fp8", "data types", "fp8 (e4m3) query and KV", HOPPER),
+            Feature("fp8", "data types", "fp8 (e4m3) query and KV", NARROW_ARCHS),
             *_PREFILL_HEAD_DIMS,
             *_page_sizes(_PREFILL),
             Feature("cache", "KV caches", "paged and ragged KV, element offsets", _PREFILL),
             _CAUSAL,
             Feature("full", "masks", "no mask", _PREFILL),
             Feature("lse", "extras", "log-sum-exp, padded or ragged, base 2 or e", _PREFILL),
-            Feature("fp8_scales", "extras", "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)", HOPPER),
+            Feature("fp8_scales", "extras", "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)", NARROW_ARCHS),
         ),
     ),
     XQA: Entry(
@@ -374,6 +375,15 @@ def _cuda_arch(device: torch.device) -> str:
             f"supported: {', '.join(ARCHS)}"
         )
     return arch
+
+
+@functools.lru_cache(maxsize=64)
+def halves_products(device: torch.device) -> bool:
+    """Whether a device of sm_120 multiplies operands of 8 bits at half of its rate unless blocks are scaled. GeForce
+    cards do, those for workstations do not."""
+    import torch
+
+    return device.type == "cuda" and "GeForce" in torch.cuda.get_device_name(device)
 
 
 def has_pdl(arch: str) -> bool:

@@ -103,6 +103,18 @@ def prmt(first, second, select: int, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def selected(first, second, select, *, loc=None, ip=None):
+    """Four of the eight bytes of two words, as :func:`prmt` picks them, where a register says which."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Uint32],
+        read_only_args=[first, second, select],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def fma(a, b, c, *, loc=None, ip=None):
     """a b + c rounded once. Of ``a * b + c * d`` the compiler may round either product, and decides anew wherever code
     is inlined; this leaves it no choice."""

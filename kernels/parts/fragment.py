@@ -100,17 +100,23 @@ class RowFragment(Fragment):
 
 @dataclass
 class SplitRowFragment(RowFragment):
-    """Rows whose even columns come before the odd ones within sixteens, as ``TransposingStream`` leaves V: of every
-    sixteen a lane holds four neighbours."""
+    """Rows of which, within sixteens, the even columns come before the odd ones, as ``TransposingStream`` leaves V: of
+    every sixteen a lane holds four neighbours. Or, in four ``parts``, within 32 columns those that are multiples of 4
+    before those that follow one, and so on: then a lane holds eight."""
+
+    parts: int = 2
 
     def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
-        for block in range(columns // 16):
-            first = begin // self.lanes_per_row + 4 * block
+        held = 2 * self.parts  # neighbours
+        order = [2 * (i % self.parts) + i // self.parts for i in range(held)]
+        for block in range(columns // (4 * held)):
+            first = begin // self.lanes_per_row + held * block
             for r in range(self.rows):
-                values = [self.get(r, first + c) * factors[r] for c in (0, 2, 1, 3)]
-                chunk = 4 * block + cute.arch.lane_idx() % 4
-                place = self.staged_chunk(staging, self.first_row() + self.row_offset(r), chunk)
-                copy.store_shared(place, values)
+                values = [self.get(r, first + c) * factors[r] for c in order]
+                for i in range(0, held, 4):
+                    chunk = held * block + cute.arch.lane_idx() % 4 * (held // 4) + i // 4
+                    place = self.staged_chunk(staging, self.first_row() + self.row_offset(r), chunk)
+                    copy.store_shared(place, values[i : i + 4])
 
 
 @dataclass

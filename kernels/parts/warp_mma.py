@@ -1,10 +1,12 @@
-"""Matrix products of one warp: mma.sync of 16 x 16 by 16 x 8 elements of 16 bits.
+"""Matrix products of one warp: mma.sync of 16 x 16 by 16 x 8 elements of 16 bits, or of 16 x 32 by 32 x 8 of 8 bits.
 
 Lane 4 g + t holds (PTX ISA, "matrix fragments for mma.m16n8k16"), two elements a word:
 
     A   elements 2 t and 2 t + 1 of rows g and g + 8, then elements 2 t + 8 and 2 t + 9 of both
     B   elements 2 t and 2 t + 1 of column g, then elements 2 t + 8 and 2 t + 9
     D   columns 2 t and 2 t + 1 of row g, then of row g + 8
+
+Of 8 bits a word has four elements: 4 t to 4 t + 3 where it says 2 t and 2 t + 1, and 16 more where it says 8.
 
 Which element of a row of A has which number is free, as long as it has the same one in B: operands whose elements lie
 side by side in memory are read 16 bytes at a time, which are several fragments' worth.
@@ -32,6 +34,28 @@ def multiply(d, a, b, dtype=Float16, *, loc=None, ip=None) -> tuple:
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
         "{{$w0}, {$w1}, {$w2}, {$w3}}, "
         "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+        write_only_types=[Float32] * 4,
+        read_only_args=[*a, *b, *d],
+        loc=loc,
+        ip=ip,
+    )
+
+
+UNIT_SCALES = 0x7F7F7F7F  # four of ue8m0
+
+
+@dsl_user_op
+def multiply_e4m3(d, a, b, block_scaled: bool = False, *, loc=None, ip=None) -> tuple:
+    """d + a b, of four, four and two registers, where a and b have elements of e4m3. With ``block_scaled`` through the
+    instruction that scales blocks, here by 1."""
+    begin, form, types, end = "{ ", "", "f32.e4m3.e4m3.f32", "; }"
+    if block_scaled:
+        begin += f".reg .b32 unit; mov.b32 unit, {UNIT_SCALES:#x}; "  # which the instruction does not take as a number
+        form, types = "kind::mxf8f6f4.block_scale.scale_vec::1X.", types + ".ue8m0"
+        end = ", unit, {0, 0}, unit, {0, 0}; }"
+    return cute.arch.inline_ptx(
+        f"{begin}mma.sync.aligned.m16n8k32.row.col.{form}{types} {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
+        "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}}" + end,
         write_only_types=[Float32] * 4,
         read_only_args=[*a, *b, *d],
         loc=loc,

@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, tied, warp_in_group
-from hopwell.kernels.parts.epilogue import WARP_ROWS
+from hopwell.kernels.parts.epilogue import WARP_ROWS, OutputRows, output_rows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, MMA_DEPTH, multiply
 from hopwell.kernels.skeleton import SharedTiles
 from hopwell.kernels.sm90.attend import RowOperands, Turns
@@ -16,15 +16,15 @@ from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 from hopwell.kernels.sm90.skip import SkippingAttend
 
-Q_REGISTERS_TO = 128  # columns of Q that a lane holds beside O of as many columns; wider rows are read anew
+STEP_BYTES = 32  # of a row of K that ldmatrix reads at a time
 
 
 @dataclass
 class WarpAttend(PrefillAttend):
     stages_in_q = True
 
-    def operands(self, row_group, column_group) -> "WarpOperands":
-        return WarpOperands.create(self.kernel, self.tiles, row_group)
+    def operands(self, row_group, column_group, addresses, geometry) -> "WarpOperands":
+        return self.kernel.operands_type.create(self.kernel, self.tiles, row_group, addresses, geometry)
 
     def turns(self, group) -> Turns:
         return Turns(group, 1)
@@ -32,6 +32,13 @@ class WarpAttend(PrefillAttend):
     def staging(self, consumer_warp):
         """This warp's own rows of the first column block of Q."""
         return shared_address(self.tiles.q.iterator) + consumer_warp * (WARP_ROWS * copy.SWIZZLE_ROW_BYTES)
+
+    def store(self, *arguments) -> None:
+        cute.arch.sync_warp()  # lanes may have read rows of Q that others now write to
+        super().store(*arguments)
+
+    def output_rows(self) -> type[OutputRows]:
+        return output_rows(self.kernel.out_dtype, stages_pairs=not self.kernel.config.has_narrow_kv)
 
 
 @dataclass
@@ -43,48 +50,73 @@ class SkippingWarpAttend(SkippingAttend, WarpAttend):
 class WarpOperands(RowOperands):
     """Operands of one warp: K and V in shared memory, all else in registers."""
 
-    q: Any  # words of two elements, in the order of products
+    q: Any  # words of Q, in the order of products
     q_tile: Int32  # address of the warp's rows in the only stage
     k_tile: Int32
     v_tile: Int32
     kernel: Any  # configuration only
 
-    @staticmethod
-    def create(kernel, tiles: SharedTiles, row_group) -> "WarpOperands":
+    p_bits = 16  # of an element of P
+    step_products = 1  # products for STEP_BYTES of K
+    most_q_words = 32  # that a lane keeps; wider rows of Q are read anew
+
+    @classmethod
+    def create(cls, kernel, tiles: SharedTiles, row_group, addresses, geometry) -> "WarpOperands":
+        return cls(**cls.fields(kernel, tiles, row_group))
+
+    @classmethod
+    def fields(cls, kernel, tiles: SharedTiles, row_group) -> dict[str, Any]:
+        """Return the values of the fields above, and of those of the base, by their names."""
         tile_n = kernel.tile.n
         depth_qk, depth_v = kernel.config.depth
         first_row = row_group * WARPGROUP_ROWS + warp_in_group() * WARP_ROWS
-        kept = depth_qk if depth_qk <= Q_REGISTERS_TO else MMA_DEPTH
-        return WarpOperands(
+        words = cls.q_words(kernel.config)
+        return dict(
             s=cute.make_rmem_tensor(tile_n // 2, Float32),
             o=cute.make_rmem_tensor(depth_v // 2, Float32),
-            p=cute.make_rmem_tensor(tile_n // 4, Uint32),
+            p=cute.make_rmem_tensor(tile_n * cls.p_bits // 64, Uint32),
             dtype=kernel.dtype,
             tile_n=tile_n,
             depth_qk=depth_qk,
             depth_v=depth_v,
-            q=cute.make_rmem_tensor(kept // 4, Uint32),
+            q=cute.make_rmem_tensor(words if words <= cls.most_q_words else 4, Uint32),
             q_tile=shared_address(tiles.q.iterator) + first_row * copy.SWIZZLE_ROW_BYTES,
             k_tile=shared_address(tiles.k.iterator),
             v_tile=shared_address(tiles.v.iterator),
             kernel=kernel,
         )
 
+    @classmethod
+    def q_words(cls, config) -> int:
+        """Words of Q that a lane multiplies."""
+        return 4 * cls.step_products * cls.steps(config)
+
+    @staticmethod
+    def steps(config) -> int:
+        """How many times ldmatrix reads the columns of K."""
+        return config.depth[0] * config.kv_element.bits // (8 * STEP_BYTES)
+
     @property
     def keeps_q(self) -> bool:
-        return self.depth_qk <= Q_REGISTERS_TO
+        return self.q_words(self.kernel.config) <= self.most_q_words
 
-    def begin(self, q_stage) -> None:
+    def begin(self, q_stage, tile, n) -> None:
         if const_expr(self.keeps_q):
-            for step in range(self.depth_qk // MMA_DEPTH):
-                for i, word in enumerate(self._q_words(self.q_tile, step)):
-                    self.q[4 * step + i] = word
+            for step in range(self.steps(self.kernel.config)):
+                for i, word in enumerate(self.read_q(self.q_tile, step)):
+                    self.q[4 * self.step_products * step + i] = word
 
-    def _q_words(self, tile, step: int) -> list:
-        """Q of the warp's rows for one product, from the stage at ``tile``."""
+    def read_q(self, tile, step: int) -> list:
+        """Q of the warp's rows for the products of a step, from the stage at ``tile``."""
         config, lane = self.kernel.config, cute.arch.lane_idx()
         row, chunk = lane % WARP_ROWS, 2 * step + lane // WARP_ROWS
         return copy.load_matrix_x4(copy.tile_chunk(tile, row, chunk, self.kernel.tile.m, config.q_columns, False))
+
+    def _q_of_step(self, tile, step: int) -> list[list]:
+        """A of each product of a step."""
+        words = range(4 * self.step_products)
+        a = [self.q[len(words) * step + i] for i in words] if self.keeps_q else self.read_q(tile, step)
+        return [a[i : i + 4] for i in range(0, len(a), 4)]
 
     def issue_qk(self, q_stage, k_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
@@ -92,14 +124,20 @@ class WarpOperands(RowOperands):
         stage = self.k_tile + k_stage * (self.tile_n * columns * 2)
         q_tile = tied(self.q_tile, k_stage)  # the compiler would keep Q in registers that there are not
         self.s.fill(0.0)
-        for step in range(self.depth_qk // MMA_DEPTH):
-            a = [self.q[4 * step + i] for i in range(4)] if self.keeps_q else self._q_words(q_tile, step)
+        for step in range(self.steps(config)):
+            a = self._q_of_step(q_tile, step)
             for pair in range(self.tile_n // (2 * MMA_COLUMNS)):
                 # Two eights of keys by two chunks of columns.
                 key, chunk = 16 * pair + lane // 16 * 8 + lane % 8, 2 * step + lane // 8 % 2
-                b = copy.load_matrix_x4(copy.tile_chunk(stage, key, chunk, self.tile_n, columns, columns_first))
+                words = copy.load_matrix_x4(copy.tile_chunk(stage, key, chunk, self.tile_n, columns, columns_first))
                 for half in range(2):
-                    self._accumulate(self.s, 2 * pair + half, a, b[2 * half : 2 * half + 2])
+                    eight = 2 * pair + half
+                    for rows, keys in zip(a, self.keys(words[2 * half : 2 * half + 2], step, eight), strict=True):
+                        self.accumulate(self.s, eight, rows, keys)
+
+    def keys(self, words: list, step: int, eight: int) -> list:
+        """B of each product of a step, from the words that a lane has of eight keys."""
+        return [words]
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
@@ -112,12 +150,16 @@ class WarpOperands(RowOperands):
                 place = copy.tile_chunk(stage, key, chunk, self.tile_n, columns, columns_first)
                 b = copy.load_matrix_x4(place, transposes=True)
                 for half in range(2):
-                    self._accumulate(self.o, 2 * pair + half, a, b[2 * half : 2 * half + 2])
+                    self.accumulate(self.o, 2 * pair + half, a, b[2 * half : 2 * half + 2])
 
-    def _accumulate(self, registers, fragment: int, a, b) -> None:
+    def accumulate(self, registers, fragment: int, a, b) -> None:
+        """Add a product to the four registers of a fragment."""
         d = [registers[4 * fragment + i] for i in range(4)]
-        for i, value in enumerate(multiply(d, a, b, self.dtype)):
+        for i, value in enumerate(self.product(d, a, b)):
             registers[4 * fragment + i] = value
+
+    def product(self, d, a, b) -> tuple:
+        return multiply(d, a, b, self.dtype)
 
     def wait(self, pending: int) -> None:
         """Products are there when they have been issued."""

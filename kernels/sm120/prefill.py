@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from hopwell.kernels.config import KvType
 from hopwell.kernels.hardware import LANES
-from hopwell.kernels.launch import Addresses, Geometry
-from hopwell.kernels.skeleton import example_arguments
-from hopwell.kernels.sm90.prefill import PrefillSm90
-from hopwell.kernels.sm120.attend import SkippingWarpAttend, WarpAttend
+from hopwell.kernels.sm90.prefill import PrefillSm90, with_arguments
+from hopwell.kernels.sm120.attend import SkippingWarpAttend, WarpAttend, WarpOperands
+from hopwell.kernels.sm120.narrow_operands import ByteOperands, DequantisedOperands, WidenedOperands
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
 from hopwell.kernels.support import FAMILY_BUILDS
 
@@ -40,6 +40,15 @@ class PrefillSm120(PrefillSm90):
     staging_bytes = 0  # the output goes through Q's place
 
     @property
+    def operands_type(self) -> type[WarpOperands]:
+        """What warps multiply."""
+        if self.config.multiplies_bytes:
+            return ByteOperands
+        return {KvType.WIDE: WarpOperands, KvType.E4M3: WidenedOperands, KvType.NVFP4: DequantisedOperands}[
+            self.config.kv_type
+        ]
+
+    @property
     def attend_types(self) -> tuple[type, type]:
         return WarpAttend, SkippingWarpAttend
 
@@ -61,4 +70,4 @@ class PrefillSm120(PrefillSm90):
 
 def build(config: Sm120PrefillConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
-    return PrefillSm120(config), example_arguments((Addresses, Geometry), floats=4)
+    return with_arguments(PrefillSm120(config))

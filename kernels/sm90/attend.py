@@ -56,7 +56,7 @@ class Attend(Consumer):
         """The rows that a lane holds of those from ``warp_row`` of the tile on."""
         raise NotImplementedError
 
-    def operands(self, row_group, column_group) -> "RowOperands":
+    def operands(self, row_group, column_group, addresses: Addresses, geometry: Geometry) -> "RowOperands":
         """The operands of one warpgroup."""
         return Operands.create(self.kernel, self.tiles, row_group, column_group)
 
@@ -78,7 +78,7 @@ class Attend(Consumer):
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
         parts = self.kernel.config.v_parts
         row_group, column_group = group // parts, group % parts
-        operands = self.operands(row_group, column_group)
+        operands = self.operands(row_group, column_group, addresses, geometry)
         turns = self.turns(group)
         turns.begin()
         warp_row = row_group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
@@ -96,7 +96,7 @@ class Attend(Consumer):
             if keys.begin < keys.end:
                 row = self.logit_row(tile, warp_row)
                 q_stage = q_ring.stage(work)
-                operands.begin(q_stage)
+                operands.begin(q_stage, tile, keys.end - 1)
                 self.first_step(operands, turns, q_stage, kv_step, keys.end - 1, row)
                 step = partial(self.next_step, operands, turns, q_stage, row)
                 if const_expr(self.mask.has_diagonal):
@@ -204,8 +204,8 @@ class RowOperands(DeviceStruct):
     depth_qk: int
     depth_v: int
 
-    def begin(self, q_stage) -> None:
-        """Q of a work tile is there, and some of its keys are visible."""
+    def begin(self, q_stage, tile, n) -> None:
+        """Q of work tile ``tile`` is there, and some keys are visible, of which tile ``n`` is the first to come."""
 
     def wait(self, pending: int) -> None:
         """Return when no more than ``pending`` of the products that have been issued are under way."""

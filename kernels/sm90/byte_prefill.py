@@ -32,7 +32,7 @@ class ByteAttend(PrefillAttend):
     added to O, and then the other columns of P V.
     """
 
-    def operands(self, row_group, column_group) -> "ByteOperands":
+    def operands(self, row_group, column_group, addresses, geometry) -> "ByteOperands":
         return ByteOperands.create(self.kernel, self.tiles, row_group, column_group)
 
     def output_rows(self) -> type[OutputRows]:
@@ -128,12 +128,17 @@ class ByteOperands(Operands):
 
     @cute.jit
     def round_scores(self) -> None:
-        """Round S to P in 8 bits. A lane's operand takes four neighbouring keys where its accumulators hold two each of
-        two eights; ``TransposingStream`` has put V's keys in this order."""
-        words = cute.recast_tensor(self.p, Uint32)
-        for i in cutlass.range_constexpr(cute.size(words)):
-            first = i // 2 * 8 + i % 2 * 2
-            words[i] = copy.pack_e4m3_x4([self.s[first + k] for k in (0, 1, 4, 5)])
+        """Round S to P in 8 bits; ``TransposingStream`` has put V's keys in its order."""
+        round_to_bytes(self.s, cute.recast_tensor(self.p, Uint32))
+
+
+@cute.jit
+def round_to_bytes(s, words) -> None:
+    """Round S to words of P in e4m3. A lane's operand takes four neighbouring keys where its accumulators hold two each
+    of two eights, so keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen are neighbours."""
+    for i in cutlass.range_constexpr(cute.size(words)):
+        first = i // 2 * 8 + i % 2 * 2
+        words[i] = copy.pack_e4m3_x4([s[first + k] for k in (0, 1, 4, 5)])
 
 
 def part_columns(depth_v: int, tile_n: int) -> int:

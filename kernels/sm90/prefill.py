@@ -205,6 +205,10 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 
 def build(config: PrefillConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
-    kernel = PrefillSm90(config)
-    kinds = (ScaledAddresses, ScaledGeometry) if config.has_block_scales else (Addresses, Geometry)
+    return with_arguments(PrefillSm90(config))
+
+
+def with_arguments(kernel: PrefillSm90) -> Any:
+    """A kernel's traceable launch function and example arguments to compile it with."""
+    kinds = (ScaledAddresses, ScaledGeometry) if kernel.config.has_block_scales else (Addresses, Geometry)
     return kernel, example_arguments(kinds, floats=4)

@@ -82,6 +82,15 @@ SM120 = [
         ("bf16", (256, 256), MaskKind.CHUNKED, PAGES16, {}),
     )
 ]
+SM120 += [
+    Sm120PrefillConfig("sm_120a", dtype, out, *dims, mask, *fetch, **choices)
+    for dtype, out, dims, mask, fetch, choices in (
+        ("e4m3", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, dict(block_scaled=True)),
+        ("e4m3", "e4m3", (192, 192), MaskKind.CAUSAL, PAGES16, {}),
+        ("bf16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.E4M3)),
+        ("bf16", "bf16", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(kv_type=KvType.NVFP4, packs_heads=True)),
+    )
+]
 # ptxas for sm_120 has 8 bytes of stack that are written and never read, and a few registers that it spills once a work
 # tile, outside of the steps: see sm120_config.py.
 SM120_STACK = 48

@@ -1,4 +1,5 @@
-"""Prefill over 8-bit keys and values: to the bit what the same values give in 16 bits."""
+"""Prefill over 8-bit keys and values: to the bit what the same values give in 16 bits, where products have columns in
+the same order. Those of sm_120 have not."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from batches import CAUSAL, FULL, Batch, chunked, starts, window
 
-from hopwell.kernels import execute
+from hopwell.kernels import execute, support
 from hopwell.kernels.config import KvType
 from hopwell.kernels.families import resolve
 from hopwell.kernels.prefill_config import PrefillConfig
@@ -28,7 +29,10 @@ CASES = [
     ((128, 128), None, CAUSAL),
 ]
 # Fewer where an emulated step takes a second.
-EMULATED = [CASES[0], CASES[3], CASES[4]]
+EMULATED = [
+    *(("sm_90a", CASES[i]) for i in (0, 3, 4)),
+    *(("sm_120a", CASES[i]) for i in (0, 3, 6)),
+]
 
 
 def batch(dims: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Batch:
@@ -50,12 +54,14 @@ def check(dims: tuple[int, int], page_size: int | None, mask: Mask, device: str,
     data = batch(dims, device, dtype)
     wide = data.problem(page_size, mask)
     narrow = replace(quantised(wide), out=data.output())
-    config = resolve(narrow, "sm_90a")
+    arch = support.arch_of(narrow.query.device)
+    config = resolve(narrow, arch)
     assert isinstance(config, PrefillConfig)
     assert config.kv_type is KvType.E4M3
     out = execute(narrow)
     data.expected(mask).check(out)
-    assert torch.equal(out, execute(wide))
+    if arch in support.HOPPER:
+        assert torch.equal(out, execute(wide))
 
 
 @pytest.mark.gpu
@@ -66,12 +72,12 @@ def test_bits_are_those_of_16_bits(case: tuple, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", EMULATED, ids=str)
-def test_bits_are_those_of_16_bits_emulated(case: tuple) -> None:
+@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
     from hopwell import emulator
 
     dtype = torch.float16 if case[0] == (64, 64) else torch.bfloat16
-    with emulator.use("sm_90a", race=True, proxy=True, strict=True, schedule="random", seed=3):
+    with emulator.use(arch, race=True, proxy=True, strict=True, schedule="random", seed=3):
         check(*case, device="cpu", dtype=dtype)
 
 

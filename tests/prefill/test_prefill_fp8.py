@@ -13,7 +13,7 @@ from batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
 from entry_calls import context, cudnn, fmha_v2
 from skipped_tiles import attention_with_skips
 
-from hopwell.kernels import execute
+from hopwell.kernels import execute, support
 from hopwell.kernels.families import resolve
 from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, Score, ScoreKind
 
@@ -36,7 +36,10 @@ CASES = [
     ((80, 80), 16, chunked(64), BF16),
     ((32, 32), 8, CAUSAL, FP8),
 ]
-EMULATED = [CASES[0], CASES[3], CASES[7], CASES[8]]
+EMULATED = [
+    *(("sm_90a", CASES[i]) for i in (0, 3, 7, 8)),
+    *(("sm_120a", CASES[i]) for i in (1, 5, 8)),
+]
 
 
 class ByteBatch(Batch):
@@ -106,11 +109,11 @@ def test_within_the_error_of_weights(case: tuple) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", EMULATED, ids=str)
-def test_within_the_error_of_weights_emulated(case: tuple) -> None:
+@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+def test_within_the_error_of_weights_emulated(arch: str, case: tuple) -> None:
     from hopwell import emulator
 
-    with emulator.use("sm_90a", race=True, proxy=True, strict=True, schedule="random", seed=3):
+    with emulator.use(arch, race=True, proxy=True, strict=True, schedule="random", seed=3):
         check(*case, device="cpu")
 
 
@@ -171,7 +174,7 @@ def test_skip_softmax_leaves_tiles_out(device: str) -> None:
         count = torch.zeros(1, dtype=torch.int32, device=device)
         problem = data.in_bytes(16, CAUSAL, BF16, skip_softmax=factor, skipped_tiles=count)
         out = execute(problem).double()
-        n_keys = resolve(problem, "sm_90a").tile.n
+        n_keys = resolve(problem, support.arch_of(problem.query.device)).tile.n
         want, skipped = attention_with_skips(data, factor, CAUSAL, reference.PLAIN, n_keys=n_keys)
         assert int(count) == skipped
         assert (skipped > 0) == (factor > 1)

@@ -12,6 +12,7 @@ from entry_calls import context
 from low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch
 
 from hopwell import FP4Tensor, layouts
+from hopwell.kernels import support
 from hopwell.kernels.problem import Mask
 
 # (head dims, page size, mask, query): boxes of every size and rows, steps of 64, 96 and 128 keys, one and two threads
@@ -28,7 +29,11 @@ CASES = [
     ((64, 64), 16, window(70), BF16),  # parts of a row that have 2 scales of K, and 6
     ((192, 128), 32, window(70), FP16),
 ]
-EMULATED = [CASES[0], CASES[3], CASES[5], CASES[8]]
+EMULATED = [
+    *(("sm_90a", CASES[i]) for i in (0, 3, 5, 8)),
+    *(("sm_120a", CASES[i]) for i in (0, 3)),
+]
+ORDER_ERROR = 2e-3  # what another order of sums changes, once a few results are rounded the other way
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> LowPrecisionBatch:
@@ -60,7 +65,11 @@ def check(dims: tuple[int, int], page_size: int, mask: Mask, q_dtype: torch.dtyp
     reference_data.q = data.q.to(FP16) if q_dtype is E4M3 else data.q
     reference_data.k, reference_data.v = data.k, data.v
     dense = wide(data, page_size, reference_data.q.dtype)
-    assert torch.equal(out, context(reference_data, dense, table, **given))
+    same = context(reference_data, dense, table, **given)
+    if support.arch_of(out.device) in support.HOPPER:
+        assert torch.equal(out, same)
+    else:
+        assert (out.double() - same.double()).norm() <= ORDER_ERROR * same.double().norm()
     if q_dtype is not E4M3:
         data.expected_low(mask).check(out)
 
@@ -72,11 +81,11 @@ def test_bits_are_those_of_16_bits(case: tuple) -> None:
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", EMULATED, ids=str)
-def test_bits_are_those_of_16_bits_emulated(case: tuple) -> None:
+@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
     from hopwell import emulator
 
-    with emulator.use("sm_90a", race=True, proxy=True, strict=True, schedule="random", seed=3):
+    with emulator.use(arch, race=True, proxy=True, strict=True, schedule="random", seed=3):
         check(*case, device="cpu")
 
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import test_prefill_fp8 as e4m3
+import test_prefill_nvfp4 as nvfp4
 import torch
 from batches import CAUSAL, FULL, Batch, chunked, window
+from entry_calls import context
+from low_precision import BF16, LowPrecisionBatch, at_tile_edges
 
-from hopwell.kernels import execute
+from hopwell.kernels import execute, support
 from hopwell.kernels.families import implementation
 from hopwell.kernels.problem import Family, Mask, Score, ScoreKind
 
@@ -73,4 +77,51 @@ def test_other_devices_give_the_same_bits(arch: str, monkeypatch: pytest.MonkeyP
         out = execute(problem).clone()
     monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
     with emulator.use(arch):
+        assert torch.equal(execute(problem), out)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(
+    ("property_holds", "arguments"),
+    [
+        (e4m3.test_tails_keep_their_weight, dict(place=300)),
+        (e4m3.test_output_saturates, {}),
+        (e4m3.test_places_of_pages_and_requests_change_no_bit, {}),
+        (e4m3.test_skip_softmax_leaves_tiles_out, {}),
+        (nvfp4.test_nvfp4_output, dict(dims=(64, 64), few=False)),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_properties_of_narrow_operands(property_holds: Any, arguments: dict[str, Any]) -> None:
+    """What is tested of operands and outputs of 8 and 4 bits elsewhere holds for these kernels as well."""
+    from hopwell import emulator
+
+    with emulator.use("sm_120a"):
+        property_holds(device="cpu", **arguments)
+
+
+@pytest.mark.emulator
+def test_keys_far_below_at_the_edges_of_tiles() -> None:
+    """Rows that see nothing else give such keys all of their weight, others none."""
+    from hopwell import emulator
+
+    data = at_tile_edges(LowPrecisionBatch([70], [70], heads=2, kv_heads=1, head_dim=64, device="cpu"), 64)
+    key, value, table = data.pages(16)
+    with emulator.use("sm_120a"):
+        options = dict(bmm1_scale=data.bmm1_scale, bmm2_scale=data.bmm2_scale, out_dtype=BF16)
+        data.expected_low(CAUSAL).check(context(data, (key, value), table, **options))
+
+
+@pytest.mark.emulator
+def test_scaled_products_are_those_of_plain_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GeForce cards multiply operands of 8 bits by the instruction that scales blocks; scales are 1."""
+    from hopwell import emulator
+
+    data = e4m3.batch((64, 64), "cpu", q_lens=[70], kv_lens=[130])
+    problem = data.in_bytes(16, CAUSAL, BF16)
+    with emulator.use("sm_120a"):
+        out = execute(problem).clone()
+        monkeypatch.setattr(support, "halves_products", lambda device: True)
+        config = implementation(Family.PREFILL, "sm_120a").resolve(problem, "sm_120a")
+        assert config.block_scaled  # type: ignore[attr-defined]
         assert torch.equal(execute(problem), out)
