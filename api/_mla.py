@@ -184,7 +184,7 @@ def mla_workspace_bytes(
 
 def mla_problem(
     query: torch.Tensor,
-    query_dtype: torch.dtype,
+    query_dtype: torch.dtype | None,
     kv_cache: torch.Tensor,
     workspace_buffer: torch.Tensor,
     qk_nope_head_dim: int,

@@ -135,7 +135,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    query_dtype = getattr(query, "dtype", None)
+    query_dtype = query.dtype if isinstance(query, torch.Tensor) else None
     query = widened_query(query)
     arguments = (
         query,

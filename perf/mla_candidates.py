@@ -20,8 +20,6 @@ NOPE_HEAD_DIM = 128  # before absorption; it enters no computation
 def hopwell_paged(page_size: int) -> Candidate:
     def prepare(t: MlaTensors) -> Call:
         work, pages = t.work, t.pages(page_size)
-        if work.packed_rows:
-            raise NotImplementedError("no rows of 656 bytes")
         query, out = (tokens.unflatten(0, (work.batch, work.q_len)) for tokens in (t.q, t.output()))
         rank, capacity = work.v_head_dim, work.top_k or pages.table.shape[1] * page_size
         workspace_bytes = mla_workspace_bytes(work.heads, capacity, work.q_len, rank, t.q.device)

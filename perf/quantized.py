@@ -7,7 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from hopwell.layouts import dequantize_nvfp4, interleave_v_scales, quantize_nvfp4
+from hopwell.layouts import (
+    dequantize_fp8_ds_mla,
+    dequantize_nvfp4,
+    interleave_v_scales,
+    quantize_fp8_ds_mla,
+    quantize_nvfp4,
+)
 from hopwell.perf.paging import Pages, in_pages
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
@@ -66,10 +72,5 @@ def cache_pages(
 def latent_rows(tokens: torch.Tensor) -> Stored:
     """Latent keys [tokens, 1, 576] in rows of 656 bytes, as FlashMLA's sparse kernel reads them: 512 e4m3, a float32
     scale for each 128 of them, 64 bfloat16 of the rotary part."""
-    latent, rotary = tokens[..., :512].float(), tokens[..., 512:].to(BF16)
-    groups = latent.unflatten(-1, (4, 128))
-    scales = groups.abs().amax(-1).clamp(min=1e-20) / 448
-    codes = (groups / scales[..., None]).to(E4M3)
-    parts = [part.contiguous().view(torch.uint8) for part in (codes.flatten(-2), scales, rotary)]
-    values = torch.cat([(codes.float() * scales[..., None]).flatten(-2), rotary.float()], -1)
-    return Stored(torch.cat(parts, -1), None, values)
+    rows = quantize_fp8_ds_mla(tokens[..., :512], tokens[..., 512:])
+    return Stored(rows, None, dequantize_fp8_ds_mla(rows, torch.float32))
