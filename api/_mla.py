@@ -249,7 +249,7 @@ def mla_problem(
     if top_k % TOP_K_STEP:
         raise ValueError(f"sparse_mla_top_k must be a multiple of {TOP_K_STEP}, got {top_k}")
     _check_dims(rank, rope, top_k)
-    cache = _checked_cache(query, query_dtype, kv_cache, rank, rope)
+    cache = _checked_cache(query, query_dtype or query.dtype, kv_cache, rank, rope)
     page_size = cache.key.shape[2]
     if top_k > 0:
         if not options.uses_shared_paged_kv_idx:
