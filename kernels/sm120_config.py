@@ -34,7 +34,8 @@ def _tile(m: int, n: int, kv_stages: int) -> Tile:
 # steps of 32 spill up to 10 once a work tile, outside of it.
 _OF_COLUMNS = {64: _tile(128, 64, 4), 128: _tile(128, 32, 4), 192: _tile(128, 32, 2), 256: _tile(64, 32, 2)}
 
-_BYTES_OF_COLUMNS = {128: _tile(128, 64, 4), 192: _tile(128, 32, 2), 256: _tile(64, 64, 2)}
+# Operands of 8 bits: half of the registers for Q and P leaves room for steps of 64 keys at 128 columns.
+_BYTES_OF_COLUMNS = {128: _tile(128, 64, 4), 192: _tile(128, 32, 4), 256: _tile(64, 64, 2)}
 
 
 def _of(dims: tuple[int, int]) -> Tile:

@@ -18,8 +18,8 @@ BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
 
 @dsl_user_op
 def scaled(word, factor, dtype, pairs_halves: bool = False, *, loc=None, ip=None) -> list:
-    """Eight codes times ``factor``, a pair of numbers of ``dtype``, as four words of two numbers: of neighbours, or, where
-    it ``pairs_halves``, of codes that have the same place in the lower and in the upper half of ``word``."""
+    """Eight codes times ``factor``, a pair of numbers of ``dtype``, as four words of two numbers: of neighbours, or,
+    where it ``pairs_halves``, of codes that have the same place in the lower and in the upper half of ``word``."""
     upper, lower = (F16_UPPER, None) if dtype is Float16 else (BF16_UPPER, BF16_LOWER)
     kind = "f16x2" if dtype is Float16 else "bf16x2"
     lines = [".reg .b32 codes, index, high, low, sign, p0, p1, p2, p3, pair;"]
