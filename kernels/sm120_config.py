@@ -31,10 +31,13 @@ def _tile(m: int, n: int, kv_stages: int) -> Tile:
 # A CTA has 99 KiB: that is Q and some stages of K and V, with the output staged in Q's place. Where O takes 128
 # registers of a thread, the warps that 128 rows need have no room for the rest. ptxas gives the threads of sm_120 no
 # more than they have at launch, 168 of 384 threads: steps of 64 keys at 128 columns spilled 30 registers in the loop,
-# steps of 32 spill up to 10 once a work tile, outside of it.
+# steps of 32 spill up to 10 once a work tile, outside of it. K and V of 8 or 4 bits keep the keys of a step. Over NVFP4
+# caches, 192 and 256 columns spill up to 9 registers in a step, 256 up to 30 in one with a mask. Such steps have from
+# 1600 to 3200 instructions, and smaller tiles would convert as many elements for fewer rows.
 _OF_COLUMNS = {64: _tile(128, 64, 4), 128: _tile(128, 32, 4), 192: _tile(128, 32, 2), 256: _tile(64, 32, 2)}
 
-_BYTES_OF_COLUMNS = {128: _tile(128, 64, 4), 192: _tile(128, 32, 2), 256: _tile(64, 64, 2)}
+# Operands of 8 bits: half of the registers for Q and P leaves room for steps of 64 keys at 128 columns.
+_BYTES_OF_COLUMNS = {128: _tile(128, 64, 4), 192: _tile(128, 32, 4), 256: _tile(64, 64, 2)}
 
 
 def _of(dims: tuple[int, int]) -> Tile:

@@ -35,6 +35,8 @@ class PrefillSm120(PrefillSm90):
         warp A         |                                          |  maximum, 2^(S(i) - reference), P(i)     |
         warp B         |  maximum, 2^(S(i+1) - ...), P(i+1)       |                                          |
         load_k, load_v |  fill the stages that the step before has released
+
+    Where K and V have fewer than 16 bits, products of both come with conversions, see ``narrow_operands.py``.
     """
 
     staging_bytes = 0  # the output goes through Q's place

@@ -193,6 +193,18 @@ def test_append_kernels_do_not_spill(arch: str) -> None:
         assert used.registers <= 32 if config.kind is CacheType.WIDE else used.registers <= 64, config.name
 
 
+@pytest.mark.parametrize("config", SM120, ids=lambda config: config.name)
+def test_products_of_warps(config: Sm120PrefillConfig) -> None:
+    """Each kernel multiplies by one kind of mma.sync, that of its operands; scaled where the config says so."""
+    found = set(re.findall(r"\bmma\.sync\.aligned\.(\S+)", artifact(config).ptx.read_text()))
+    if config.multiplies_bytes:
+        scaled = "kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
+        assert found == {"m16n8k32.row.col." + (scaled if config.block_scaled else "f32.e4m3.e4m3.f32")}
+    else:
+        kind = {"bf16": "bf16", "fp16": "f16"}[config.dtype]
+        assert found == {f"m16n8k16.row.col.f32.{kind}.{kind}.f32"}
+
+
 @pytest.mark.parametrize("config", [*COVERING_DECODE, *COVERING_MLA, PREFILL[0]], ids=lambda config: config.name)
 def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None:
     """First, or with few rows first or like all else, which the schedule finds out. Copies by lanes have no policy."""
