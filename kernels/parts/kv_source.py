@@ -418,12 +418,11 @@ class PageRows(PagedSource):
         # The table is read a tile ahead: what it says comes while the copies of the tile before are issued.
         entries = self.read_table(end - 1)
         for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
-            addresses = self.locate(n, entries)
+            addresses, pages = self.locate(n, entries), entries
             entries = self.read_table(n - 1)
-            scales = [] if const_expr(self.scales is None) else self.scales.locate(n)
             ring.wait_empty(step)
             if const_expr(self.scales is not None):
-                self.scales.copy(scales, n, ring.stage(step))
+                self.scales.copy(pages, n, ring.stage(step))
             self.copy_rows(addresses, ring.stage(step), ring.full_barrier(step))
             step += 1
         return step, partials
