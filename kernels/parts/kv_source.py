@@ -159,13 +159,12 @@ class KvSource(DeviceStruct):
                 tile = last
         return step, partials
 
-    @cute.jit
-    def claim(self, locate: cutlass.Constexpr, tile, ring, step):
+    def claim(self, locate, tile, ring, step):
         """Where a tile is, when its stage has become free and copies of its scales are on their way."""
         location = locate(tile)
-        pages = [] if const_expr(self.scales is None) else self.scales.locate(tile)
+        pages = [] if self.scales is None else self.scales.locate(tile)
         ring.wait_empty(step)
-        if const_expr(self.scales is not None):
+        if self.scales is not None:
             self.scales.copy(pages, tile, ring.stage(step))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         return location

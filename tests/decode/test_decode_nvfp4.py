@@ -44,7 +44,7 @@ def call(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: st
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "group", "page_size", "dtype"), [(128, 8, 16, BF16), (64, 1, 64, FP16), (256, 64, 7, FP16)]
+    ("head_dim", "group", "page_size", "dtype"), [(128, 8, 16, BF16), (64, 1, 64, FP16), (64, 33, 7, FP16)]
 )
 def test_forms_of_the_cache(head_dim: int, group: int, page_size: int, dtype: torch.dtype, device: str) -> None:
     """However codes and scales lie, and wherever pages are, the result is the same to the bit."""
