@@ -161,7 +161,7 @@ def decode_sources(arguments: Arguments) -> Sources:
 
 
 def xqa_sources(arguments: Arguments) -> Sources:
-    """Those of entries whose caches may have block scales, which come next in the arguments."""
+    """What :func:`decode_sources` finds, and block scales of the cache, which come next in the arguments."""
     sources = decode_sources(arguments)
     k_scales, v_scales = arguments[SOURCES_READ : SOURCES_READ + 2]
     return *sources, k_scales, k_scales if v_scales is None else v_scales

@@ -137,8 +137,11 @@ class ScaleCopies(DeviceStruct):
     end_key: Int32
 
     @staticmethod
-    def create(rows: ScaleRows, tile, shared, tile_n: int) -> "ScaleCopies":
-        """``shared`` is the address of the first stage."""
+    def create(rows: ScaleRows | None, tile, shared, tile_n: int) -> "ScaleCopies | None":
+        """What copies ``rows``, if there are any, of a work tile's head and request; ``shared`` is the address of the
+        first stage."""
+        if rows is None:
+            return None
         return ScaleCopies(
             SharedScales(shared, rows.blocks, tile_n),
             rows.address + tile.kv_head * rows.head,
@@ -169,9 +172,16 @@ class ScaleCopies(DeviceStruct):
         lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words * TOKENS
         place = self.target.row(stage, lane_row) + lane_word
         for i in cutlass.range_constexpr(len(pages)):
+            address = self._address(pages[i], tile * self.target.tile_n + LANES * i + cute.arch.lane_idx())
             for first in cutlass.range(0, LANES, LANES // words, unroll=2):
-                row = LANES * i + first
-                page = cute.arch.shuffle_sync(pages[i], first + lane_row)
-                in_page = self.pages.split(tile * self.target.tile_n + row + lane_row)[1]
-                source = self.head + page * self.page + in_page * self.row + lane_word
-                copy.async_word_or_zero(place + row * self.target.blocks, source, page >= 0)
+                source = cute.arch.shuffle_sync(address, first + lane_row)
+                to_row = place + (LANES * i + first) * self.target.blocks
+                copy.async_word_or_zero(to_row, source + lane_word, source != 0)
+
+    @cute.jit
+    def _address(self, page, key):
+        """Address of a token's scales; 0 where it is not needed."""
+        address = Int64(0)
+        if page >= 0:
+            address = self.head + page * self.page + self.pages.split(key)[1] * self.row
+        return address

@@ -58,30 +58,21 @@ class KvOperand(DeviceStruct):
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
         strides = config.kv_strides(g.k_page, g.k_head, g.k_row)
-        rest = (
-            a.key_table,
-            g.key_table_row,
-            page_size(g.page_divisor, g.k_rows, config.uneven_pages),
-            config.kv_dims[0],
-            config.columns[0],
-            config.loaded_depth[0],
-        )
+        table = (a.key_table, g.key_table_row, page_size(g.page_divisor, g.k_rows, config.uneven_pages))
         scales = ScaleRows.key(config, a, g) if config.copies_scales else None
-        return KvOperand(a.key, *strides, *rest, is_value=False, read_once=config.reads_kv_once, scales=scales)
+        return KvOperand._of(0, config, (a.key, *strides, *table), scales)
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
         strides = config.kv_strides(g.v_page, g.v_head, g.v_row)
-        rest = (
-            a.value_table,
-            g.value_table_row,
-            page_size(g.page_divisor, g.v_rows, config.uneven_pages),
-            config.kv_dims[1],
-            config.columns[1],
-            config.loaded_depth[1],
-        )
+        table = (a.value_table, g.value_table_row, page_size(g.page_divisor, g.v_rows, config.uneven_pages))
         scales = ScaleRows.value(config, a, g, interleaves=False) if config.copies_scales else None
-        return KvOperand(a.value, *strides, *rest, is_value=True, read_once=config.reads_kv_once, scales=scales)
+        return KvOperand._of(1, config, (a.value, *strides, *table), scales)
+
+    @staticmethod
+    def _of(part: int, config, places: tuple, scales: ScaleRows | None) -> "KvOperand":
+        sizes = (config.kv_dims[part], config.columns[part], config.loaded_depth[part])
+        return KvOperand(*places, *sizes, is_value=part == 1, read_once=config.reads_kv_once, scales=scales)
 
 
 @dataclass
@@ -104,9 +95,6 @@ class KvSource(DeviceStruct):
 
     @staticmethod
     def _common(operand: KvOperand, tile, descriptor, shared, tile_n: int) -> dict[str, Any]:
-        scales = operand.scales
-        if const_expr(scales is not None):
-            scales = ScaleCopies.create(scales, tile, operand.shared_scales, tile_n)
         return dict(
             descriptor=descriptor,
             shared=shared,
@@ -117,7 +105,7 @@ class KvSource(DeviceStruct):
             columns=operand.columns,
             zero_outside=operand.is_value,
             policy=tile.cache_policy if operand.read_once else None,
-            scales=scales,
+            scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales, tile_n),
         )
 
     @property
@@ -171,17 +159,14 @@ class KvSource(DeviceStruct):
                 tile = last
         return step, partials
 
-    @cute.jit
-    def claim(self, locate: cutlass.Constexpr, tile, ring, step):
+    def claim(self, locate, tile, ring, step):
         """Where a tile is, when its stage has become free and copies of its scales are on their way."""
         location = locate(tile)
-        if const_expr(self.scales is not None):
-            pages = self.scales.locate(tile)
-            ring.wait_empty(step)
+        pages = [] if self.scales is None else self.scales.locate(tile)
+        ring.wait_empty(step)
+        if self.scales is not None:
             self.scales.copy(pages, tile, ring.stage(step))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
-        else:
-            ring.wait_empty(step)
         return location
 
     def _is_partial(self, tile):
@@ -418,12 +403,11 @@ class PageRows(PagedSource):
         # The table is read a tile ahead: what it says comes while the copies of the tile before are issued.
         entries = self.read_table(end - 1)
         for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
-            addresses = self.locate(n, entries)
+            addresses, pages = self.locate(n, entries), entries
             entries = self.read_table(n - 1)
-            scales = [] if const_expr(self.scales is None) else self.scales.locate(n)
             ring.wait_empty(step)
             if const_expr(self.scales is not None):
-                self.scales.copy(scales, n, ring.stage(step))
+                self.scales.copy(pages, n, ring.stage(step))
             self.copy_rows(addresses, ring.stage(step), ring.full_barrier(step))
             step += 1
         return step, partials

@@ -1,6 +1,6 @@
 """Hopper decode of few rows over caches of 8 or 4 bits: ``decode_few_rows.py`` with products that widen on their way.
 
-Tiles have half of the bytes or fewer, and products take instructions of every warp instead of a few for all. So two
+Tiles have half of the bytes or less, and products take instructions of every warp instead of a few for all. So two
 CTAs share a multiprocessor, each with half of its registers and shared memory: while one waits, the other one widens.
 """
 

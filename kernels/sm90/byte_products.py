@@ -3,8 +3,8 @@ those with V share with it.
 
 Tiles of 16-bit keys are multiplied by whole warpgroups out of shared memory. Those of narrower keys would have to go
 through it twice, and where memory is the limit, the tensor cores have time to spare. So a warp reads bytes straight
-into the fragments of mma.sync. All products are of float16, which holds every e4m3 and int8 exactly, every NVFP4
-element times its scale, and weights better than bf16.
+into the fragments of mma.sync. All products are of float16, which holds every e4m3 and int8 exactly, and every element
+of NVFP4 times its scale, and weights better than bf16.
 """
 
 from dataclasses import dataclass

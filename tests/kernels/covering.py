@@ -181,11 +181,11 @@ def covering_decode_configs() -> list[DecodeConfig]:
     narrow = ("sm_90a", "bf16", "e4m3")
     # Compiled on demand only: every head dim with few rows and with many, boxes and rows, and each mask.
     nvfp4: list[tuple[int, MaskKind, tuple[KvFetch, int], int, tuple[str, str]]] = [
-        (64, MaskKind.DRAFT, PAGES16, FEW_ROWS[0], ("bf16", "bf16")),
-        (64, MaskKind.DRAFT, ROWS, splitting.ROWS, ("bf16", "bf16")),
+        (64, MaskKind.DRAFT, ROWS, FEW_ROWS[0], ("bf16", "bf16")),
+        (64, MaskKind.FULL, ROWS, splitting.ROWS, ("bf16", "bf16")),
         (128, MaskKind.FULL, PAGES16, FEW_ROWS[0], ("bf16", "bf16")),
         (128, MaskKind.SLIDING_WINDOW, ROWS, splitting.ROWS, ("bf16", "bf16")),
-        (256, MaskKind.SLIDING_WINDOW, ROWS, FEW_ROWS[0], ("bf16", "bf16")),
+        (256, MaskKind.SLIDING_WINDOW, PAGES16, FEW_ROWS[0], ("bf16", "bf16")),
         (256, MaskKind.DRAFT, PAGES16, splitting.ROWS, ("bf16", "bf16")),
         (256, MaskKind.FULL, (KvFetch.PAGE_BOXES, 8), splitting.ROWS, ("fp16", "e4m3")),
     ]
