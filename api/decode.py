@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hopwell._checks import FP8
 from hopwell._decoding import check_counter_buffer, decode_names, decode_sources
 from hopwell._dynamo import opaque
 from hopwell._launch import Calls, halves, single, upper_bound
@@ -282,7 +283,8 @@ def trtllm_batch_decode_with_kv_cache(
     """
     k, v = halves(kv_cache)
     query_dtype = getattr(query, "dtype", None)
-    query = widened_query(query, kv_cache, out, out_dtype)
+    if query_dtype is FP8:
+        query = widened_query(query, kv_cache, out, out_dtype)
     arguments = (
         query,
         k,
