@@ -99,7 +99,7 @@ def test_requests_of_prefill_end_with_the_queries(arch: str) -> None:
 @pytest.mark.parametrize("kind", [DecodeBatch, MlaBatch])
 @pytest.mark.usefixtures("unchecked")
 def test_requests_of_decode_end_with_their_bound(kind: type[DecodeBatch], heads: int) -> None:
-    """Those with more new tokens than the bound, or behind the end of the queries, count as as many as there may be."""
+    """Requests with more new tokens than the bound, or than there are queries, count as having as many as that."""
     data = kind([1, 1, 1], [700, 33, 600], heads=heads, kv_heads=1, device="cpu")
     problem = data.decode(16, ragged=True)
     want = execute(problem).clone()
