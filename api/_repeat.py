@@ -31,8 +31,9 @@ Results = tuple[Any, Any]
 # Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
 # arguments differ from the checked ones in more than addresses, where addresses are unaligned, and where queries, keys,
 # values, output, statistics and workspace overlap. Tables, lengths and sinks are not looked at: they are a few bytes.
-# Nor does it launch where a tensor is of another kind, or has no memory. Whether one is nested is asked first: torch's
-# guards throw what ends the process at such a tensor. What is no tensor has no answer.
+# Nor does it launch where a tensor is of another kind, or has no memory. Whether one is nested is asked before torch's
+# guards look at it, which throw what ends the process at such a tensor. What is no tensor has no answer. It is asked
+# after all that costs less: calls of other forms come here as well, see launch.RECENT.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
@@ -50,11 +51,9 @@ def make({variables}):
     def launch(arguments, out, stats):
         {arguments} = arguments
         try:
-            if {nested}:
+            if not ({conditions}):
                 return None
         except AttributeError:
-            return None
-        if not ({conditions}):
             return None
         if out is None:
             out = empty_like(output_like)
@@ -175,7 +174,6 @@ class Repeat:
         source = SOURCE.format(
             variables=", ".join(variables),
             arguments=", ".join(f"a{i}" for i in range(len(arguments))),
-            nested=" or ".join(f"a{i}.is_nested" for i in firsts.values()),
             conditions=" and ".join(conditions),
             stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
             pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
@@ -217,7 +215,8 @@ def _conditions(plain: Arguments, firsts: Sequence[int | None], variables: dict[
             # the GPU; most calls give the very object of the call before, which is the quickest to see.
             variables[f"type{i}"], variables[f"value{i}"] = type(value), value
             equal.append(f"(a{i} is value{i} or type(a{i}) is type{i} and a{i} == value{i})")
-    return [*single, *equal, f"check({', '.join(tensors)})"]
+    flat = [f"not {tensor}.is_nested" for tensor in tensors]
+    return [*single, *equal, *flat, f"check({', '.join(tensors)})"]
 
 
 def _same_memory(view: torch.Tensor, source: torch.Tensor) -> bool:

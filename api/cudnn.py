@@ -11,6 +11,7 @@ from hopwell._launch import Calls, upper_bound
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
 _CUDNN = Calls(cudnn_sources, CUDNN_NAMES)
+ELEMENTS = "elements"
 
 
 @opaque
@@ -40,7 +41,7 @@ def cudnn_batch_prefill_with_kv_cache(
     q_scale: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    batch_offsets_units: str = "elements",
+    batch_offsets_units: str = ELEMENTS,
     o_data_type: torch.dtype | None = None,
     lse_base: str = "ln",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -111,11 +112,14 @@ def cudnn_batch_prefill_with_kv_cache(
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.support.support_matrix`.
     """
-    if isinstance(batch_offsets_units, str) and batch_offsets_units == "tokens":
+    if batch_offsets_units is not ELEMENTS and isinstance(batch_offsets_units, str) and batch_offsets_units == "tokens":
         batch_offsets_o = batch_offsets_q if batch_offsets_o is None else batch_offsets_o
         batch_offsets_v = batch_offsets_k if batch_offsets_v is None else batch_offsets_v
     output_scale: float | torch.Tensor = 1.0
-    if isinstance(scale, torch.Tensor) or not (q_scale is k_scale is v_scale is None):
+    # What most calls give comes first, as to ask whether a float is a tensor takes longer than all the rest.
+    if not (type(scale) is float and q_scale is k_scale is v_scale is None) and (
+        isinstance(scale, torch.Tensor) or not (q_scale is k_scale is v_scale is None)
+    ):
         scale, output_scale = scaled(q, scale, q_scale, k_scale, v_scale)
     arguments = (
         q,

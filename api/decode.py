@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hopwell._checks import FP8
 from hopwell._decoding import check_counter_buffer, decode_names, xqa_sources
 from hopwell._dynamo import opaque
 from hopwell._launch import Calls, halves, single, upper_bound
@@ -286,7 +287,8 @@ def trtllm_batch_decode_with_kv_cache(
     """
     (k, v), (k_scales, v_scales) = halves(kv_cache), halves(kv_cache_sf)
     query_dtype = getattr(query, "dtype", None)
-    query = widened_query(query, kv_cache, out, out_dtype)
+    if query_dtype is FP8:
+        query = widened_query(query, kv_cache, out, out_dtype)
     arguments = (
         query,
         k,

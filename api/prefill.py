@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from hopwell._checks import FP8
 from hopwell._context import CONTEXT_NAMES, context_problem, context_sources, widened_query
 from hopwell._dynamo import opaque
 from hopwell._fmha_v2 import FMHA_V2_NAMES, fmha_v2_problem, fmha_v2_sources, leaves
@@ -146,7 +147,8 @@ def trtllm_batch_context_with_kv_cache(
     given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
     k_scales, v_scales = (given_scales, None) if given_scales is None else halves(given_scales)
     query_dtype = getattr(query, "dtype", None)
-    query = widened_query(query, kv_cache)
+    if query_dtype is FP8:
+        query = widened_query(query, kv_cache)
     arguments = (
         query,
         k,

@@ -38,6 +38,7 @@ def load_request(index, addresses: Addresses, geometry: Geometry) -> Request:
     k_start = _tokens(load_int(a.k_offsets, index, 0), g.k_unit)
     k_end = _tokens(load_int(a.k_offsets, index + (a.kv_lens == 0).to(Int32), 0), g.k_unit)
     o_start = _tokens(load_int(a.o_offsets, index, q_start * Int32(g.o_unit)), g.o_unit)
+    rows_left = Int32(g.tokens) - cutlass.max(q_start, o_start)  # in Q and the output, which end with the same token
     lse_request = Int32(g.lse_request)
     lse_row = index * cutlass.max(lse_request, 0) + o_start * (lse_request < 0).to(Int32)
     return Request(
@@ -47,6 +48,6 @@ def load_request(index, addresses: Addresses, geometry: Geometry) -> Request:
         k_start=k_start,
         v_start=_tokens(load_int(a.v_offsets, index, k_start * Int32(g.v_unit)), g.v_unit),
         lse_start=_tokens(load_int(a.lse_offsets, index, lse_row * Int32(g.lse_unit)), g.lse_unit),
-        q_len=load_int(a.q_lens, index, q_end - q_start),
+        q_len=cutlass.min(load_int(a.q_lens, index, q_end - q_start), rows_left),
         kv_len=cutlass.min(load_int(a.kv_lens, index, k_end - k_start), Int32(g.capacity)),
     )

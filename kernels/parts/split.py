@@ -119,8 +119,10 @@ class SplitSchedule(DeviceStruct):
         safe = cutlass.min(index, Int32(g.batch) - 1)
         q_start = load_int(a.q_offsets, safe, safe * Int32(g.q_len))
         q_end = load_int(a.q_offsets, safe + 1, q_start + Int32(g.q_len))
+        # Tiles and slots have room for as many rows as the bound says, and behind the end of Q there are none.
+        q_len = cutlass.min(cutlass.min(q_end - q_start, Int32(g.q_len)), Int32(g.tokens) - q_start)
         # A negative length, which is no length, would wrap around in differences. Behind a table's end are no pages.
-        q_len, kv_len = q_end - q_start, cutlass.max(cutlass.min(load_int(a.kv_lens, safe, 0), Int32(g.capacity)), 0)
+        kv_len = cutlass.max(cutlass.min(load_int(a.kv_lens, safe, 0), Int32(g.capacity)), 0)
         seen = self._seen(kv_len)
         begin = Int32(0)
         if const_expr(self.mask.has_left_edge):

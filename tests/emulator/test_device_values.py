@@ -13,7 +13,7 @@ from mla_batches import MlaBatch
 
 from hopwell import emulator
 from hopwell.kernels import execute, plan
-from hopwell.kernels.problem import PageTable
+from hopwell.kernels.problem import PageTable, TokenOffsets
 
 pytestmark = pytest.mark.emulator
 NEGATIVE = (-1, -(2**31))  # as uint32 they are huge
@@ -79,6 +79,39 @@ def test_requests_of_decode_end_with_the_table(kind: type[DecodeBatch], heads: i
     for length in (49, 2**31 - 1):
         problem.kv_lens[0] = problem.kv_lens[2] = length
         assert torch.equal(execute(problem), want)
+
+
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
+@pytest.mark.usefixtures("unchecked")
+def test_requests_of_prefill_end_with_the_queries(arch: str) -> None:
+    """Nothing is written behind the output, whatever offsets say."""
+    data = Batch([3, 9, 5], [48, 33, 48], heads=2, kv_heads=1, device="cpu")
+    key, value, table = data.pages(16)
+    with emulator.use(arch):
+        want = entry_calls.context(data, (key, value), table, max_q_len=1, max_kv_len=1)
+        data.expected(CAUSAL).check(want)
+        for end in (18, 2**31 - 1):
+            places = data.ints([0, 3, 12, end])
+            assert torch.equal(entry_calls.context(data, (key, value), table, cum_seq_lens_q=places), want)
+
+
+@pytest.mark.parametrize("heads", [4, 40], ids=["few-rows", "rows"])
+@pytest.mark.parametrize("kind", [DecodeBatch, MlaBatch])
+@pytest.mark.usefixtures("unchecked")
+def test_requests_of_decode_end_with_their_bound(kind: type[DecodeBatch], heads: int) -> None:
+    """Requests with more new tokens than the bound, or than there are queries, count as having as many as that."""
+    data = kind([1, 1, 1], [700, 33, 600], heads=heads, kv_heads=1, device="cpu")
+    problem = data.decode(16, ragged=True)
+    want = execute(problem).clone()
+    for start, end in ((2, 10), (2, 2**31 - 1)):
+        places = data.ints([0, 1, start, end])
+        assert torch.equal(execute(replace(problem, q_offsets=TokenOffsets(places))), want)
+    # Of requests of three tokens the first ones alone are written.
+    query, out = (torch.full((9, *rows.shape[1:]), 7.0, dtype=data.dtype) for rows in (problem.query, want))
+    query[::3] = problem.query
+    longer = replace(problem, query=query, out=out, q_offsets=TokenOffsets(data.ints([0, 3, 6, 9])))
+    assert torch.equal(execute(longer)[::3], want)
+    assert (out.view(3, 3, heads, -1)[:, 1:] == 7).all()
 
 
 @pytest.mark.parametrize("scale", [-0.1, -torch.inf])

@@ -169,6 +169,7 @@ class Batch:
         a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(kv_lens=memory.put(self.kv_lens))
         sizes = dict(kv_heads=self.kv_heads, batch=len(self.kv_lens), group=4, q_len=1, grid=self.ctas)
         sizes["capacity"] = MAX_KEYS
+        sizes["tokens"] = MAX_KEYS
         g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
             **{name: Int64(size) for name, size in sizes.items()}
         )

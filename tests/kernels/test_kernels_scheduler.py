@@ -23,7 +23,13 @@ from hopwell.kernels.problem import MAX_KEYS, MaskKind
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")]
 
 GEOMETRY = Geometry(*[Int64(0)] * len(Geometry._fields))._replace(
-    q_unit=Int64(1), o_unit=Int64(1), k_unit=Int64(1), v_unit=Int64(1), lse_unit=Int64(1), capacity=Int64(MAX_KEYS)
+    q_unit=Int64(1),
+    o_unit=Int64(1),
+    k_unit=Int64(1),
+    v_unit=Int64(1),
+    lse_unit=Int64(1),
+    capacity=Int64(MAX_KEYS),
+    tokens=Int64(MAX_KEYS),
 )
 GRID = 3  # CTAs, whose first places are taken without a ticket
 ADDRESSES = Addresses(*[Int64(0)] * len(Addresses._fields))

@@ -3,6 +3,7 @@ and without orcjit. CI runs these tests under both ends of the ranges."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import re
 import subprocess
@@ -43,6 +44,15 @@ def test_lower_ends_are_what_engines_pin() -> None:
 
 def test_loaders_of_newer_releases_are_no_requirement() -> None:
     assert "apache-tvm-ffi-orcjit" not in requirements()
+
+
+def test_orcjit_is_not_installable_beside_engines() -> None:
+    """It says so itself: it needs a newer tvm-ffi than they pin."""
+    if importlib.util.find_spec("tvm_ffi_orcjit") is None:
+        pytest.skip("apache-tvm-ffi-orcjit is not installed")
+    needed = map(Requirement, importlib.metadata.requires("apache-tvm-ffi-orcjit") or [])
+    (tvm_ffi,) = [one for one in needed if one.name == "apache-tvm-ffi"]
+    assert not tvm_ffi.specifier.contains(PINNED_BY_ENGINES["apache-tvm-ffi"])
 
 
 @pytest.mark.compile
