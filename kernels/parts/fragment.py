@@ -39,7 +39,9 @@ class Fragment(DeviceStruct):
 
 
 @dataclass
-class RowFragment(Fragment):
+class QuadFragment(Fragment):
+    """Rows that the four lanes of a quad share, whatever columns they hold of them."""
+
     rows = 2
     lanes_per_row = 4
     warp_rows = 16  # of a warp
@@ -50,15 +52,6 @@ class RowFragment(Fragment):
         return 4 * (c // 2) + 2 * r + c % 2
 
     @staticmethod
-    def column_offset(c: int) -> int:
-        """Tile column of ``c``, counted from the lane's first one."""
-        return 8 * (c // 2) + c % 2
-
-    @staticmethod
-    def first_column():
-        return 2 * (cute.arch.lane_idx() % 4)
-
-    @staticmethod
     def row_offset(r: int) -> int:
         """Tile row of ``r``, counted from the lane's first one."""
         return 8 * r
@@ -67,6 +60,23 @@ class RowFragment(Fragment):
     def first_row():
         """The lane's first row within the 16 rows of its warp."""
         return cute.arch.lane_idx() // 4
+
+    @staticmethod
+    def staged_chunk(staging, row, chunk):
+        """Where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
+        return copy.swizzled_chunk(staging, row, chunk)
+
+
+@dataclass
+class RowFragment(QuadFragment):
+    @staticmethod
+    def column_offset(c: int) -> int:
+        """Tile column of ``c``, counted from the lane's first one."""
+        return 8 * (c // 2) + c % 2
+
+    @staticmethod
+    def first_column():
+        return 2 * (cute.arch.lane_idx() % 4)
 
     def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
         """Write tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory in
@@ -92,16 +102,20 @@ class RowFragment(Fragment):
                 values = [self.get(r, first + c) * factors[r] for c in range(2)]
                 copy.store_shared(place + column % 4 * 4, values)
 
-    @staticmethod
-    def staged_chunk(staging, row, chunk):
-        """Where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
-        return copy.swizzled_chunk(staging, row, chunk)
-
 
 @dataclass
-class SplitRowFragment(RowFragment):
+class SplitRowFragment(QuadFragment):
     """Rows whose even columns come before the odd ones within sixteens, as ``TransposingStream`` leaves V: of every
     sixteen a lane holds four neighbours."""
+
+    @staticmethod
+    def column_offset(c: int) -> int:
+        """Tile column of ``c``, counted from the lane's first one."""
+        return 16 * (c // 4) + (0, 2, 1, 3)[c % 4]
+
+    @staticmethod
+    def first_column():
+        return 4 * (cute.arch.lane_idx() % 4)
 
     def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
         for block in range(columns // 16):
