@@ -107,3 +107,9 @@ def block_scales(
                 f"address {part.data_ptr():#x} and strides {part.stride()}"
             )
     return BlockScales(views.key, views.value)
+
+
+def has_dtype(kv_cache: Any, dtype: torch.dtype) -> bool:
+    """Whether a cache, which need not be checked, has this dtype."""
+    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
+    return isinstance(first, torch.Tensor) and first.dtype == dtype

@@ -4,21 +4,60 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import on_device
-from hopwell._repeat import Arguments, Sources
+from hopwell._repeat import Places
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
+from hopwell.kernels.problem import AttentionProblem, BlockScales, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
 
+Inputs = tuple[tuple[str, torch.Tensor | None], ...]  # by the names of arguments
+
 NVFP4_SCALE_ROWS = 128  # the scales of an NVFP4 output come in tiles of this many rows
+
+
+class ContextCall(NamedTuple):
+    """The arguments of a call."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    workspace_buffer: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_q_len: int
+    max_kv_len: int
+    bmm1_scale: float | torch.Tensor
+    bmm2_scale: float | torch.Tensor
+    batch_size: int
+    cum_seq_lens_q: torch.Tensor
+    cum_seq_lens_kv: torch.Tensor
+    window_left: int
+    out: torch.Tensor | FP4Tensor | None
+    out_dtype: str | torch.dtype | None
+    o_sf_scale: float | None
+    o_sf_vec_size: int | None
+    kv_layout: str
+    enable_pdl: bool | None
+    sinks: torch.Tensor | list[torch.Tensor] | None
+    kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+    skip_softmax_threshold_scale_factor: float | None
+    uses_shared_paged_kv_idx: bool
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+    causal: bool
+    lse: torch.Tensor | None
+    return_lse: bool
+    lse_base: str
+    multi_ctas_kv_counter_buffer: torch.Tensor | None
+    backend: str | None
+    use_fp16_softmax: bool | None
+    uses_spcompress: bool | None
+    query_dtype: torch.dtype | None  # of the caller's query, where ``query`` has been widened
 
 
 @dataclass(frozen=True)
@@ -88,16 +127,10 @@ def _nvfp4_output(
     return _Output(out.data, torch.uint8, is_nvfp4=True, scales=scales)
 
 
-def _output(
-    query: torch.Tensor,
-    query_dtype: torch.dtype,
-    v_dim: int,
-    out: Any,
-    out_dtype: Any,
-    o_sf_scale: Any,
-    o_sf_vec_size: Any,
-) -> _Output:
-    """The output that is asked for, by a query that came as ``query_dtype``."""
+def _output(call: ContextCall, v_dim: int) -> _Output:
+    """The output that is asked for."""
+    query, out, out_dtype = call.query, call.out, call.out_dtype
+    o_sf_scale, o_sf_vec_size, query_dtype = call.o_sf_scale, call.o_sf_vec_size, call.query_dtype or query.dtype
     sizes = (*query.shape[:-1], v_dim)
     if o_sf_scale is not None:
         o_sf_scale = checks.host_float("o_sf_scale", o_sf_scale)
@@ -135,14 +168,9 @@ def _check_query(query: Any) -> None:
     checks.tma_readable("query", query)
 
 
-def widened_query(query: Any, kv_cache: Any) -> Any:
+def widened_query(query: torch.Tensor) -> torch.Tensor:
     """e4m3 queries over an NVFP4 cache as float16, which holds all of their values: that is what kernels multiply with
-    NVFP4 elements times their scales, which e4m3 does not hold. All other queries as they are."""
-    if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8):
-        return query
-    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
-    if not (isinstance(first, torch.Tensor) and first.dtype == torch.uint8):
-        return query
+    NVFP4 elements times their scales, which e4m3 does not hold."""
     _check_query(query)  # a copy has none of the faults that are looked for
     return query.to(torch.float16)
 
@@ -167,102 +195,36 @@ def _mask(causal: Any, window_left: Any) -> Mask:
     return Mask(MaskKind.SLIDING_WINDOW, window_left) if window_left >= 0 else Mask(MaskKind.CAUSAL)
 
 
-def context_problem(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_q_len: int,
-    max_kv_len: int,
-    bmm1_scale: float | torch.Tensor,
-    bmm2_scale: float | torch.Tensor,
-    batch_size: int,
-    cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor,
-    window_left: int = -1,
-    out: torch.Tensor | FP4Tensor | None = None,
-    out_dtype: str | torch.dtype | None = None,
-    o_sf_scale: float | None = None,
-    o_sf_vec_size: int | None = None,
-    kv_layout: str = "HND",
-    enable_pdl: bool | None = None,
-    sinks: torch.Tensor | list[torch.Tensor] | None = None,
-    kv_block_scales: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    skip_softmax_threshold_scale_factor: float | None = None,
-    uses_shared_paged_kv_idx: bool = True,
-    *,
-    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    causal: bool = True,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    lse_base: str = "log2",
-    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
-    backend: str | None = None,
-    use_fp16_softmax: bool | None = None,
-    uses_spcompress: bool | None = None,
-    query_dtype: torch.dtype | None = None,
-) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
-
-    ``query_dtype`` is that of the caller's query, where ``query`` has been widened.
-    """
-    _check_query(query)
-    on = query.device
-    tokens, heads, _ = query.shape
-
-    shared = checks.flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
+def _kv(call: ContextCall, shared: bool) -> tuple[_cache.PagedCache, BlockScales | None, Inputs]:
+    """K and V, their block scales, and the scales under the name that the caller gave them."""
     kv_dtypes = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
-    cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes, same_pages=shared)
-    _check_kv_dtype(query, cache)
-    scales_name, scales = _block_scales(kv_block_scales, kv_cache_sf)
-    kv_scales = _cache.block_scales(scales_name, scales, cache, kv_layout, (checks.FP8,), dense_pages=True)
-    checks.unread_tensor("workspace_buffer", workspace_buffer)
+    cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
+    _check_kv_dtype(call.query, cache)
+    name, given = _block_scales(call.kv_block_scales, call.kv_cache_sf)
+    scales = _cache.block_scales(name, given, cache, call.kv_layout, (checks.FP8,), dense_pages=True)
+    return cache, scales, () if scales is None else ((name, scales.key), (name, scales.value))
 
-    batch = checks.host_int("batch_size", batch_size)
-    table = checks.page_table(block_tables, batch, on, shared=shared)
-    kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
-    q_offsets = checks.cumulative("cum_seq_lens_q", cum_seq_lens_q, batch, on)
-    # callers pass page counts or other lengths here, and the KV lengths are in seq_lens: only its type can be checked
-    checks.index_tensor("cum_seq_lens_kv", cum_seq_lens_kv, on)
-    max_q_len = checks.host_int("max_q_len", max_q_len)
-    max_kv_len = checks.host_int("max_kv_len", max_kv_len)
 
-    softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
-    output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
-    mask = _mask(causal, window_left)
-    sink_logits = checks.sinks(sinks, heads, on)
-    skip_softmax = checks.optional_float("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor)
-    query_dtype = query_dtype or query.dtype
-    output = _output(query, query_dtype, cache.v_dim, out, out_dtype, o_sf_scale, o_sf_vec_size)
-    inputs = (
-        ("query", query),
-        ("kv_cache", cache.key),
-        ("kv_cache", cache.value),
-        ("block_tables", block_tables),
-        ("seq_lens", seq_lens),
-        ("cum_seq_lens_q", cum_seq_lens_q),
-        ("sinks", sink_logits),
-        *((scales_name, part) for part in ((kv_scales.key, kv_scales.value) if kv_scales is not None else ())),
-    )
-    if output.tensor is not None:
-        checks.disjoint("out", output.tensor, inputs)
-    if output.scales is not None:
-        checks.disjoint("out.scale", output.scales.tensor, (*inputs, ("out.data", output.tensor)))
-    natural = checks.is_natural("lse_base", lse_base)
-    return_lse = checks.flag("return_lse", return_lse)
+def _log_sum_exp(call: ContextCall, output: _Output, inputs: Inputs) -> LogSumExp | None:
+    natural = checks.is_natural("lse_base", call.lse_base)
+    return_lse = checks.flag("return_lse", call.return_lse)
+    (tokens, heads, _), on, lse = call.query.shape, call.query.device, call.lse
     if lse is not None:
         checks.log_sum_exp("lse", lse, on, ("tokens", tokens), ("num_heads", heads))
         checks.disjoint("lse", lse, (*inputs, ("out", output.tensor)))
-    elif return_lse:
+    if not return_lse:
+        return None
+    if lse is None:
         lse = torch.empty((tokens, heads), dtype=torch.float32, device=on)
-    if multi_ctas_kv_counter_buffer is not None:
-        checks.unread_tensor("multi_ctas_kv_counter_buffer", multi_ctas_kv_counter_buffer)
-    checks.backend_name(backend)
-    enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
+    return LogSumExp(lse, LseLayout.RAGGED, natural=natural)
 
-    arch = support.arch_of(on)
-    kv_dtype = f"kv_cache.dtype={cache.key.dtype}"
+
+def _require(call: ContextCall, arch: str, cache: _cache.PagedCache, output: _Output, skip_softmax: float) -> None:
+    """Refuse what no kernel serves on ``arch``, as far as a problem does not say it."""
+    query, kv_dtype = call.query, f"kv_cache.dtype={cache.key.dtype}"
+    query_dtype = call.query_dtype or query.dtype
+    fp16_softmax = bool(checks.optional_flag("use_fp16_softmax", call.use_fp16_softmax))
+    spcompress = bool(checks.optional_flag("uses_spcompress", call.uses_spcompress))
     needs = (
         (output.is_nvfp4, "nvfp4_out", "out_dtype='nvfp4'"),
         (cache.is_nvfp4, "nvfp4_kv", kv_dtype),
@@ -270,10 +232,61 @@ def context_problem(
         (cache.key.dtype == checks.FP8 != query.dtype, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
         (output.dtype == checks.FP8, "fp8_out", f"out_dtype={output.dtype}"),
         (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
-        (bool(checks.optional_flag("use_fp16_softmax", use_fp16_softmax)), "fp16_softmax", "use_fp16_softmax=True"),
-        (bool(checks.optional_flag("uses_spcompress", uses_spcompress)), "spcompress", "uses_spcompress=True"),
+        (fp16_softmax, "fp16_softmax", "use_fp16_softmax=True"),
+        (spcompress, "spcompress", "uses_spcompress=True"),
     )
     features.require_all(support.CONTEXT, arch, needs)
+
+
+def context_problem(call: ContextCall) -> AttentionProblem:
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    query = call.query
+    _check_query(query)
+    on = query.device
+    tokens, heads, _ = query.shape
+    shared = checks.flag("uses_shared_paged_kv_idx", call.uses_shared_paged_kv_idx)
+    cache, kv_scales, named_scales = _kv(call, shared)
+    checks.unread_tensor("workspace_buffer", call.workspace_buffer)
+
+    batch = checks.host_int("batch_size", call.batch_size)
+    table = checks.page_table(call.block_tables, batch, on, shared=shared)
+    kv_lens = checks.lengths("seq_lens", call.seq_lens, batch, on)
+    q_offsets = checks.cumulative("cum_seq_lens_q", call.cum_seq_lens_q, batch, on)
+    # callers pass page counts or other lengths here, and the KV lengths are in seq_lens: only its type can be checked
+    checks.index_tensor("cum_seq_lens_kv", call.cum_seq_lens_kv, on)
+    max_q_len = checks.host_int("max_q_len", call.max_q_len)
+    max_kv_len = checks.host_int("max_kv_len", call.max_kv_len)
+
+    softmax_scale = checks.scale("bmm1_scale", call.bmm1_scale, on, minimum=0.0)
+    output_scale = checks.scale("bmm2_scale", call.bmm2_scale, on)
+    mask = _mask(call.causal, call.window_left)
+    sinks = checks.sinks(call.sinks, heads, on)
+    skip_softmax = checks.optional_float(
+        "skip_softmax_threshold_scale_factor", call.skip_softmax_threshold_scale_factor
+    )
+    output = _output(call, cache.v_dim)
+    inputs = (
+        ("query", query),
+        ("kv_cache", cache.key),
+        ("kv_cache", cache.value),
+        ("block_tables", call.block_tables),
+        ("seq_lens", call.seq_lens),
+        ("cum_seq_lens_q", call.cum_seq_lens_q),
+        ("sinks", sinks),
+        *named_scales,
+    )
+    if output.tensor is not None:
+        checks.disjoint("out", output.tensor, inputs)
+    if output.scales is not None:
+        checks.disjoint("out.scale", output.scales.tensor, (*inputs, ("out.data", output.tensor)))
+    lse = _log_sum_exp(call, output, inputs)
+    if call.multi_ctas_kv_counter_buffer is not None:
+        checks.unread_tensor("multi_ctas_kv_counter_buffer", call.multi_ctas_kv_counter_buffer)
+    checks.backend_name(call.backend)
+    enable_pdl = checks.optional_flag("enable_pdl", call.enable_pdl)
+
+    arch = support.arch_of(on)
+    _require(call, arch, cache, output, skip_softmax)
     problem = AttentionProblem(
         query=query,
         key=cache.key,
@@ -288,10 +301,10 @@ def context_problem(
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         page_table=table,
-        sinks=sink_logits,
+        sinks=sinks,
         kv_scales=kv_scales,
         out_scales=output.scales,
-        lse=LogSumExp(lse, LseLayout.RAGGED, natural=natural) if return_lse and lse is not None else None,
+        lse=lse,
         skip_softmax=skip_softmax,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
@@ -299,41 +312,32 @@ def context_problem(
     return problem
 
 
-# Arguments by the operands that lie in them.
-CONTEXT_NAMES = {
-    "q_offsets": "cum_seq_lens_q",
-    "kv_lens": "seq_lens",
-    "key_table": "block_tables",
-    "value_table": "block_tables",
-    "softmax_scale": "bmm1_scale",
-    "output_scale": "bmm2_scale",
-}
-
-
-def context_sources(arguments: Arguments) -> Sources:
-    """The arguments that the kernel's operands lie in."""
-    query, k, v, block_tables, seq_lens, cum_seq_lens_q, bmm1_scale, bmm2_scale, sinks, *rest = arguments
-    k_scales, v_scales, *_ = rest
-    starts = (cum_seq_lens_q, None, None, None)
-    scales = (on_device(bmm1_scale), on_device(bmm2_scale))
-    value = k if v is None else v
-    lse = statistics = (None, None)
-    table = (block_tables, block_tables)
-    block_scales = (k_scales, k_scales if v_scales is None else v_scales)
-    nothing = (None, None, None)  # a second factor of the output, a draft mask, scratch
-    return (
-        query,
-        k,
-        value,
-        None,
-        *starts,
-        None,
-        seq_lens,
-        *table,
-        *scales,
-        sinks,
-        *lse,
-        *statistics,
-        *nothing,
-        *block_scales,
-    )
+CONTEXT_PLACES = Places(
+    tensors=(
+        "query",
+        "k",
+        "v",
+        "block_tables",
+        "seq_lens",
+        "cum_seq_lens_q",
+        "bmm1_scale",
+        "bmm2_scale",
+        "sinks",
+        "k_scales",
+        "v_scales",
+    ),
+    operands={
+        "query": "query",
+        "key": "k",
+        "value": ("v", "k"),
+        "q_offsets": "cum_seq_lens_q",
+        "kv_lens": "seq_lens",
+        "key_table": "block_tables",
+        "value_table": "block_tables",
+        "softmax_scale": "bmm1_scale",
+        "output_scale": "bmm2_scale",
+        "sinks": "sinks",
+        "key_scales": "k_scales",
+        "value_scales": ("v_scales", "k_scales"),
+    },
+)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
-from hopwell._launch import on_device
-from hopwell._repeat import Arguments, Sources
+from hopwell._repeat import Places
 from hopwell.kernels import support
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -18,12 +17,41 @@ from hopwell.kernels.problem import (
     LseLayout,
     Mask,
     MaskKind,
-    PageTable,
     TokenOffsets,
 )
 from hopwell.layouts import KVLayout, KVViews, ragged_kv_views, separate_kv_views
 
 KV_NAMES = ("k_cache", "v_cache")
+
+
+class CudnnCall(NamedTuple):
+    """The arguments of a call."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    scale: float | torch.Tensor
+    workspace_buffer: torch.Tensor
+    max_token_per_sequence: int
+    max_sequence_kv: int
+    actual_seq_lens_q: torch.Tensor | None
+    actual_seq_lens_kv: torch.Tensor | None
+    block_tables: torch.Tensor | None
+    causal: bool
+    return_lse: bool
+    batch_offsets_q: torch.Tensor | None
+    batch_offsets_o: torch.Tensor | None
+    batch_offsets_k: torch.Tensor | None
+    batch_offsets_v: torch.Tensor | None
+    batch_offsets_stats: torch.Tensor | None
+    out: torch.Tensor | None
+    lse: torch.Tensor | None
+    is_cuda_graph_compatible: bool
+    backend: str | None
+    batch_offsets_units: str
+    o_data_type: torch.dtype | None
+    lse_base: str
+    output_scale: float | torch.Tensor  # v_scale; ``scale`` has q_scale and k_scale in it
 
 
 def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
@@ -98,115 +126,120 @@ def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None
             )
 
 
-def cudnn_problem(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    scale: float | torch.Tensor,
-    workspace_buffer: torch.Tensor,
-    *,
-    max_token_per_sequence: int,
-    max_sequence_kv: int,
-    actual_seq_lens_q: torch.Tensor | None,
-    actual_seq_lens_kv: torch.Tensor | None,
-    block_tables: torch.Tensor | None = None,
-    causal: bool,
-    return_lse: bool,
-    batch_offsets_q: torch.Tensor | None = None,
-    batch_offsets_o: torch.Tensor | None = None,
-    batch_offsets_k: torch.Tensor | None = None,
-    batch_offsets_v: torch.Tensor | None = None,
-    batch_offsets_stats: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    is_cuda_graph_compatible: bool = False,
-    backend: str | None = None,
-    v_scale: float | torch.Tensor = 1.0,
-    batch_offsets_units: str = "elements",
-    o_data_type: torch.dtype | None = None,
-    lse_base: str = "ln",
-) -> AttentionProblem:
+def _request_lengths(
+    call: CudnnCall, batch: int, in_tokens: bool, on: torch.device
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """The lengths of queries and keys; None where offsets say them."""
+    graphs = call.is_cuda_graph_compatible
+    q_lens = kv_lens = None
+    if call.actual_seq_lens_q is not None or not in_tokens or call.batch_offsets_q is None:
+        q_lens = _lengths("actual_seq_lens_q", call.actual_seq_lens_q, batch, on, graphs)
+    if call.actual_seq_lens_kv is not None or not in_tokens or call.batch_offsets_k is None:
+        kv_lens = _lengths("actual_seq_lens_kv", call.actual_seq_lens_kv, batch, on, graphs)
+    else:  # the last key of the last request is where a further one would start
+        checks.cumulative("batch_offsets_k", call.batch_offsets_k, batch, on)
+    return q_lens, kv_lens
+
+
+def _starts(call: CudnnCall, batch: int, in_tokens: bool, v_dim: int) -> dict[str, TokenOffsets | None]:
+    """Where requests start in each tensor."""
+    tokens, heads, _ = call.q.shape
+    out_unit = heads * v_dim if call.out is None else _token_elements(call.out)
+    starts = {
+        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, size, call.q.device)
+        for name, given, unit, size in (
+            ("batch_offsets_q", call.batch_offsets_q, _token_elements(call.q), tokens),
+            ("batch_offsets_o", call.batch_offsets_o, out_unit, tokens),
+            ("batch_offsets_k", call.batch_offsets_k, _token_elements(call.k_cache), call.k_cache.shape[0]),
+            ("batch_offsets_v", call.batch_offsets_v, _token_elements(call.v_cache), call.v_cache.shape[0]),
+            ("batch_offsets_stats", call.batch_offsets_stats, heads, tokens),
+        )
+    }
+    _check_pairing(batch, call.block_tables is not None, starts)
+    return starts
+
+
+def _check_lse(call: CudnnCall, sizes: tuple[int, int, int], starts: TokenOffsets | None) -> None:
+    if call.lse is None:
+        return
+    tokens, heads, _ = call.q.shape
+    if starts is not None and isinstance(call.lse, torch.Tensor) and call.lse.ndim == 2:
+        checks.log_sum_exp("lse", call.lse, call.q.device, ("tokens", tokens), ("num_heads", heads))
+    else:
+        named = zip(("batch", "max_token_per_sequence", "num_heads"), sizes, strict=True)
+        checks.log_sum_exp("lse", call.lse, call.q.device, *named)
+
+
+def _require(call: CudnnCall, arch: str) -> None:
+    """Refuse what no kernel serves on ``arch``, as far as a problem does not say it."""
+    has_scales = any(isinstance(factor, torch.Tensor) for factor in (call.scale, call.output_scale))
+    needs = ((call.q.dtype == checks.FP8, "fp8", f"q.dtype={call.q.dtype}"), (has_scales, "fp8_scales", "scales given"))
+    features.require_all(support.CUDNN, arch, needs)
+
+
+def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
 
     Where LSE is asked for, ``problem.lse.tensor`` has [batch, max_token_per_sequence, heads] elements, [*, heads] in
     shape where ``batch_offsets_stats`` places them.
     """
+    q = call.q
     checks.main_tensor("q", q)
     checks.dtype("q", q, (*checks.SIXTEEN_BIT, checks.FP8))
     checks.shape("q", q, ("tokens", None), ("num_heads", None), ("head_dim", None))
     checks.tma_readable("q", q)
     on = q.device
     tokens, heads, _ = q.shape
-    paged = block_tables is not None
+    paged = call.block_tables is not None
     if paged:
-        checks.tensor("block_tables", block_tables)
-    key, value = _kv(q, k_cache, v_cache, paged)
+        checks.tensor("block_tables", call.block_tables)
+    key, value = _kv(q, call.k_cache, call.v_cache, paged)
     v_dim = value.shape[3]
-    softmax_scale = checks.scale("scale", scale, on, minimum=0.0)
-    checks.unread_tensor("workspace_buffer", workspace_buffer)
+    softmax_scale = checks.scale("scale", call.scale, on, minimum=0.0)
+    checks.unread_tensor("workspace_buffer", call.workspace_buffer)
 
-    max_q_len = checks.host_int("max_token_per_sequence", max_token_per_sequence)
-    max_kv_len = checks.host_int("max_sequence_kv", max_sequence_kv)
-    graphs = checks.flag("is_cuda_graph_compatible", is_cuda_graph_compatible)
-    in_tokens = checks.choice("batch_offsets_units", batch_offsets_units, ("elements", "tokens")) == "tokens"
-    batch = _batch(actual_seq_lens_q, batch_offsets_q, in_tokens)
-    q_lens = kv_lens = None
-    if actual_seq_lens_q is not None or not in_tokens or batch_offsets_q is None:
-        q_lens = _lengths("actual_seq_lens_q", actual_seq_lens_q, batch, on, graphs)
-    if actual_seq_lens_kv is not None or not in_tokens or batch_offsets_k is None:
-        kv_lens = _lengths("actual_seq_lens_kv", actual_seq_lens_kv, batch, on, graphs)
-    else:  # the last key of the last request is where a further one would start
-        checks.cumulative("batch_offsets_k", batch_offsets_k, batch, on)
-    table: PageTable | None = checks.page_table(block_tables, batch, on) if paged else None
-    causal = checks.flag("causal", causal)
-    return_lse = checks.flag("return_lse", return_lse)
-    checks.backend_name(backend)
-    natural = checks.is_natural("lse_base", lse_base)
-    out_dtype = _out_dtype(q, o_data_type)
+    max_q_len = checks.host_int("max_token_per_sequence", call.max_token_per_sequence)
+    max_kv_len = checks.host_int("max_sequence_kv", call.max_sequence_kv)
+    checks.flag("is_cuda_graph_compatible", call.is_cuda_graph_compatible)
+    in_tokens = checks.choice("batch_offsets_units", call.batch_offsets_units, ("elements", "tokens")) == "tokens"
+    batch = _batch(call.actual_seq_lens_q, call.batch_offsets_q, in_tokens)
+    q_lens, kv_lens = _request_lengths(call, batch, in_tokens, on)
+    table = checks.page_table(call.block_tables, batch, on) if paged else None
+    causal = checks.flag("causal", call.causal)
+    return_lse = checks.flag("return_lse", call.return_lse)
+    checks.backend_name(call.backend)
+    natural = checks.is_natural("lse_base", call.lse_base)
+    out_dtype = _out_dtype(q, call.o_data_type)
 
-    if out is not None:
-        checks.output("out", out, (tokens, heads, v_dim), out_dtype, on)
-    starts = {
-        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, size, on)
-        for name, given, unit, size in (
-            ("batch_offsets_q", batch_offsets_q, _token_elements(q), tokens),
-            ("batch_offsets_o", batch_offsets_o, heads * v_dim if out is None else _token_elements(out), tokens),
-            ("batch_offsets_k", batch_offsets_k, _token_elements(k_cache), k_cache.shape[0]),
-            ("batch_offsets_v", batch_offsets_v, _token_elements(v_cache), v_cache.shape[0]),
-            ("batch_offsets_stats", batch_offsets_stats, heads, tokens),
-        )
-    }
-    _check_pairing(batch, paged, starts)
-    lse_sizes = (batch, max_q_len, heads)
-    if lse is not None:
-        packed = starts["batch_offsets_stats"] is not None and isinstance(lse, torch.Tensor) and lse.ndim == 2
-        named = zip(("batch", "max_token_per_sequence", "num_heads"), lse_sizes, strict=True)
-        checks.log_sum_exp("lse", lse, on, *((("tokens", tokens), ("num_heads", heads)) if packed else named))
+    if call.out is not None:
+        checks.output("out", call.out, (tokens, heads, v_dim), out_dtype, on)
+    starts = _starts(call, batch, in_tokens, v_dim)
+    lse_sizes, lse_starts = (batch, max_q_len, heads), starts["batch_offsets_stats"]
+    _check_lse(call, lse_sizes, lse_starts)
     inputs = (
         ("q", q),
         ("k_cache", key),
         ("v_cache", value),
-        ("block_tables", block_tables),
+        ("block_tables", call.block_tables),
         ("actual_seq_lens_q", q_lens),
+        ("actual_seq_lens_kv", kv_lens),
     )
-    if out is not None:
-        checks.disjoint("out", out, (*inputs, ("actual_seq_lens_kv", kv_lens), ("lse", lse)))
-    if lse is not None:
-        checks.disjoint("lse", lse, (*inputs, ("actual_seq_lens_kv", kv_lens)))
+    if call.out is not None:
+        checks.disjoint("out", call.out, (*inputs, ("lse", call.lse)))
+    if call.lse is not None:
+        checks.disjoint("lse", call.lse, inputs)
 
     arch = support.arch_of(on)
-    has_scales = any(isinstance(factor, torch.Tensor) for factor in (scale, v_scale))
-    needs = ((q.dtype == checks.FP8, "fp8", f"q.dtype={q.dtype}"), (has_scales, "fp8_scales", "scales given"))
-    features.require_all(support.CUDNN, arch, needs)
+    _require(call, arch)
     stats = None
     if return_lse:
-        allocated = _padded_rows(lse_sizes, tokens, on) if lse is None else lse
-        stats = _log_sum_exp(allocated, starts["batch_offsets_stats"], natural)
+        allocated = _padded_rows(lse_sizes, tokens, on) if call.lse is None else call.lse
+        stats = _log_sum_exp(allocated, lse_starts, natural)
     problem = AttentionProblem(
         query=q,
         key=key,
         value=value,
-        out=checks.allocated(out, q, v_dim, out_dtype),
+        out=checks.allocated(call.out, q, v_dim, out_dtype),
         batch=batch,
         max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, key.shape[2] if table is None else checks.capacity(table, key.shape[2])),
@@ -215,7 +248,7 @@ def cudnn_problem(
         kv_lens=kv_lens,
         mask=Mask(MaskKind.CAUSAL if causal else MaskKind.FULL),
         softmax_scale=softmax_scale,
-        output_scale=v_scale,
+        output_scale=call.output_scale,
         o_offsets=starts["batch_offsets_o"],
         k_offsets=starts["batch_offsets_k"],
         v_offsets=starts["batch_offsets_v"],
@@ -276,23 +309,33 @@ def _log_sum_exp(lse: torch.Tensor, starts: TokenOffsets | None, natural: bool) 
     return LogSumExp(lse.view(-1, lse.shape[-1]), LseLayout.OFFSETS, natural=natural, offsets=starts)
 
 
-# Arguments by the operands that lie in them.
-CUDNN_NAMES = {
-    **{f"{of}_offsets": f"batch_offsets_{of}" for of in "qokv"},
-    "lse_offsets": "batch_offsets_stats",
-    "softmax_scale": "scale",
-    "output_scale": "v_scale",
-    "q_lens": "actual_seq_lens_q",
-    "kv_lens": "actual_seq_lens_kv",
-    "key_table": "block_tables",
-    "value_table": "block_tables",
-}
-
-
-def cudnn_sources(arguments: Arguments) -> Sources:
-    """The arguments that the kernel's operands lie in."""
-    q, k_cache, v_cache, q_lens, kv_lens, block_tables, *rest = arguments
-    *starts, lse_starts, scale, v_scale = rest[:7]
-    lengths, table = (q_lens, kv_lens), (block_tables, block_tables)
-    scales = (on_device(scale), on_device(v_scale))
-    return q, k_cache, v_cache, None, *starts, *lengths, *table, *scales, None, None, lse_starts, None, None
+CUDNN_PLACES = Places(
+    tensors=(
+        "q",
+        "k_cache",
+        "v_cache",
+        "actual_seq_lens_q",
+        "actual_seq_lens_kv",
+        "block_tables",
+        "batch_offsets_q",
+        "batch_offsets_o",
+        "batch_offsets_k",
+        "batch_offsets_v",
+        "batch_offsets_stats",
+        "scale",
+        "v_scale",
+    ),
+    operands={
+        "query": "q",
+        "key": "k_cache",
+        "value": "v_cache",
+        **{f"{of}_offsets": f"batch_offsets_{of}" for of in "qokv"},
+        "q_lens": "actual_seq_lens_q",
+        "kv_lens": "actual_seq_lens_kv",
+        "key_table": "block_tables",
+        "value_table": "block_tables",
+        "softmax_scale": "scale",
+        "output_scale": "v_scale",
+        "lse_offsets": "batch_offsets_stats",
+    },
+)

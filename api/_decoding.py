@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hopwell import _checks as checks
-from hopwell._launch import on_device
-from hopwell._repeat import Arguments, Sources
+from hopwell._repeat import Places
 from hopwell.kernels import support
 from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import LogSumExp, LseLayout, Shard, TokenOffsets
@@ -17,7 +16,6 @@ from hopwell.kernels.scratch import own_scratch
 from hopwell.kernels.splitting import scratch_bytes
 
 NATURAL_BASE = "basee"
-SOURCES_READ = 13  # arguments that decode_sources finds operands in
 LSE_BASES = (NATURAL_BASE, "base2")
 
 
@@ -132,36 +130,29 @@ def check_counter_buffer(value: Any) -> None:
         checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
 
 
-def decode_names(q_offsets: str, kv_lens: str = "seq_lens") -> dict[str, str]:
-    """Arguments by the operands that lie in them, where these two are called so."""
-    return {
-        "q_offsets": q_offsets,
-        "k_offsets": "causal_seqlens_kv_global",  # see launch.Addresses
-        "kv_lens": kv_lens,
-        "key_table": "block_tables",
-        "value_table": "block_tables",
-        "softmax_scale": "bmm1_scale",
-        "output_scale": "bmm2_scale",
-        "output_factor": "o_scale",
-    }
-
-
-def decode_sources(arguments: Arguments) -> Sources:
-    """The arguments that the kernel's operands lie in. Those of each entry for decode begin with the same ones.
-    The log-sum-exp is a result, which is found by itself."""
-    query, k, v, block_tables, seq_lens, bmm1_scale, bmm2_scale, sinks, o_scale, mask, *rest = arguments
-    workspace_buffer, q_starts, kv_global, *_ = rest
-    value = k if v is None else v
-    starts = (q_starts, None, kv_global, None)
-    scales = (on_device(bmm1_scale), on_device(bmm2_scale))
-    nothing = (None, None, None, None)  # lse, its offsets, statistics, skipped tiles
-    table = (block_tables, block_tables)
-    own = (on_device(o_scale), mask, workspace_buffer)
-    return query, k, value, None, *starts, None, seq_lens, *table, *scales, sinks, *nothing, *own
-
-
-def xqa_sources(arguments: Arguments) -> Sources:
-    """What :func:`decode_sources` finds, and block scales of the cache, which come next in the arguments."""
-    sources = decode_sources(arguments)
-    k_scales, v_scales = arguments[SOURCES_READ : SOURCES_READ + 2]
-    return *sources, k_scales, k_scales if v_scales is None else v_scales
+def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, has_scales: bool = True) -> Places:
+    """Where the operands of an entry for decode lie, where these two arguments are called so. The log-sum-exp is a
+    result, which is found by itself."""
+    shared = ("query", "k", "v", "block_tables", kv_lens, "bmm1_scale", "bmm2_scale", "sinks", "o_scale", "mask")
+    own = ("workspace_buffer", q_offsets, "causal_seqlens_kv_global")
+    scales: dict[str, str | tuple[str, ...]] = {"key_scales": "k_scales", "value_scales": ("v_scales", "k_scales")}
+    return Places(
+        tensors=(*shared, *own, "k_scales", "v_scales") if has_scales else (*shared, *own),
+        operands={
+            "query": "query",
+            "key": "k",
+            "value": ("v", "k"),
+            "q_offsets": q_offsets,
+            "k_offsets": "causal_seqlens_kv_global",  # see launch.Addresses
+            "kv_lens": kv_lens,
+            "key_table": "block_tables",
+            "value_table": "block_tables",
+            "softmax_scale": "bmm1_scale",
+            "output_scale": "bmm2_scale",
+            "sinks": "sinks",
+            "output_factor": "o_scale",
+            "draft_mask": "mask",
+            "scratch": "workspace_buffer",
+            **(scales if has_scales else {}),
+        },
+    )

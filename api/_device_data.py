@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from hopwell import _checks as checks
 from hopwell.kernels import settings
@@ -46,11 +46,11 @@ def is_enabled() -> bool:
     return settings.choice("HOPWELL_CHECK", ("0", "1"), "0") == "1"
 
 
-def check(problem: AttentionProblem, names: Mapping[str, str]) -> None:
-    """Raise what is wrong in the device data of a problem; ``names`` are the arguments that operands are given as."""
+def check(problem: AttentionProblem, name: Callable[[str], str]) -> None:
+    """Raise what is wrong in the device data of a problem; ``name`` tells the argument that an operand is given as."""
     device = problem.query.device
     if device.type == "cuda" and is_capturing():
         return
     fault = first_fault(problem)
     if fault is not None:
-        raise ValueError(fault.message(names.get(fault.operand, fault.operand)))
+        raise ValueError(fault.message(name(fault.operand)))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from hopwell import _checks as checks
 from hopwell import _features as features
 from hopwell._launch import halves
-from hopwell._repeat import Arguments, Sources
+from hopwell._repeat import Places
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
@@ -102,66 +102,78 @@ def _has_alibi(pos_encoding_mode: Any) -> bool:
     return checks.choice("pos_encoding_mode", mode, POSITION_ENCODINGS) == "alibi"
 
 
-def fmha_v2_problem(
-    qkv: torch.Tensor | tuple[torch.Tensor, ...],
-    input_layout: str,
-    workspace_buffer: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_q_len: int,
-    max_kv_len: int,
-    bmm1_scale: float,
-    bmm2_scale: float,
-    batch_size: int,
-    cum_seq_lens_q: torch.Tensor,
-    cum_seq_lens_kv: torch.Tensor,
-    block_tables: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    out_dtype: str | torch.dtype | None = None,
-    sinks: torch.Tensor | list[torch.Tensor] | None = None,
-    pos_encoding_mode: str | None = None,
-    logits_soft_cap_scale: float | None = None,
-    mask_mode: str = "causal",
-    window_left: int = -1,
-    chunked_attention_size: int = 0,
-    save_softmax_stats: bool = False,
-    skip_softmax_threshold_scale_factor: float = 0,
-) -> AttentionProblem:
+class FmhaV2Call(NamedTuple):
+    """The arguments of a call."""
+
+    qkv: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    input_layout: str
+    workspace_buffer: torch.Tensor
+    seq_lens: torch.Tensor
+    max_q_len: int
+    max_kv_len: int
+    bmm1_scale: float
+    bmm2_scale: float
+    batch_size: int
+    cum_seq_lens_q: torch.Tensor
+    cum_seq_lens_kv: torch.Tensor
+    block_tables: torch.Tensor | None
+    out: torch.Tensor | None
+    out_dtype: str | torch.dtype | None
+    sinks: torch.Tensor | list[torch.Tensor] | None
+    pos_encoding_mode: str | None
+    logits_soft_cap_scale: float | None
+    mask_mode: str
+    window_left: int
+    chunked_attention_size: int
+    save_softmax_stats: bool
+    skip_softmax_threshold_scale_factor: float
+
+
+def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
-    batch = checks.host_int("batch_size", batch_size)
-    inputs = _inputs(qkv, input_layout, batch, block_tables)
+    batch = checks.host_int("batch_size", call.batch_size)
+    inputs = _inputs(call.qkv, call.input_layout, batch, call.block_tables)
     query, key, value, table = inputs.query, inputs.key, inputs.value, inputs.page_table
     on = query.device
     tokens, heads, qk_dim = query.shape
     v_dim = value.shape[3]
-    checks.unread_tensor("workspace_buffer", workspace_buffer)
+    checks.unread_tensor("workspace_buffer", call.workspace_buffer)
 
-    checks.lengths("seq_lens", seq_lens, batch, on)
-    q_offsets = checks.cumulative("cum_seq_lens_q", cum_seq_lens_q, batch, on)
-    kv_offsets = checks.cumulative("cum_seq_lens_kv", cum_seq_lens_kv, batch, on)
-    max_q_len = checks.host_int("max_q_len", max_q_len)
-    max_kv_len = checks.host_int("max_kv_len", max_kv_len)
+    checks.lengths("seq_lens", call.seq_lens, batch, on)
+    q_offsets = checks.cumulative("cum_seq_lens_q", call.cum_seq_lens_q, batch, on)
+    kv_offsets = checks.cumulative("cum_seq_lens_kv", call.cum_seq_lens_kv, batch, on)
+    max_q_len = checks.host_int("max_q_len", call.max_q_len)
+    max_kv_len = checks.host_int("max_kv_len", call.max_kv_len)
 
-    softmax_scale = checks.host_float("bmm1_scale", bmm1_scale, minimum=0.0) or 1 / math.sqrt(qk_dim)
-    output_scale = checks.host_float("bmm2_scale", bmm2_scale)
-    sink_logits = checks.sinks(sinks, heads, on)
-    mask = _mask(mask_mode, window_left, chunked_attention_size)
-    alibi = _has_alibi(pos_encoding_mode)
-    soft_cap = checks.optional_float("logits_soft_cap_scale", logits_soft_cap_scale)
-    skip_softmax = checks.optional_float("skip_softmax_threshold_scale_factor", skip_softmax_threshold_scale_factor)
-    stats = checks.flag("save_softmax_stats", save_softmax_stats)
-    dtype = _out_dtype(out_dtype, out, query)
-    if out is not None:
-        checks.output("out", out, (tokens, heads, v_dim), dtype, on)
-        indices = (("cum_seq_lens_q", cum_seq_lens_q), ("cum_seq_lens_kv", cum_seq_lens_kv))
-        given = (("qkv", query), ("qkv", key), ("qkv", value), ("block_tables", block_tables), ("sinks", sink_logits))
-        checks.disjoint("out", out, (*given, *indices))
+    softmax_scale = checks.host_float("bmm1_scale", call.bmm1_scale, minimum=0.0) or 1 / math.sqrt(qk_dim)
+    output_scale = checks.host_float("bmm2_scale", call.bmm2_scale)
+    sink_logits = checks.sinks(call.sinks, heads, on)
+    mask = _mask(call.mask_mode, call.window_left, call.chunked_attention_size)
+    alibi = _has_alibi(call.pos_encoding_mode)
+    soft_cap = checks.optional_float("logits_soft_cap_scale", call.logits_soft_cap_scale)
+    skip_softmax = checks.optional_float(
+        "skip_softmax_threshold_scale_factor", call.skip_softmax_threshold_scale_factor
+    )
+    stats = checks.flag("save_softmax_stats", call.save_softmax_stats)
+    dtype = _out_dtype(call.out_dtype, call.out, query)
+    if call.out is not None:
+        checks.output("out", call.out, (tokens, heads, v_dim), dtype, on)
+        indices = (("cum_seq_lens_q", call.cum_seq_lens_q), ("cum_seq_lens_kv", call.cum_seq_lens_kv))
+        given = (
+            ("qkv", query),
+            ("qkv", key),
+            ("qkv", value),
+            ("block_tables", call.block_tables),
+            ("sinks", sink_logits),
+        )
+        checks.disjoint("out", call.out, (*given, *indices))
 
     arch = support.arch_of(on)
     needs = (
         (query.dtype == checks.FP8, "fp8", f"qkv.dtype={query.dtype}"),
         (dtype == checks.FP8, "fp8_out", f"out_dtype={dtype}"),
         (mask.chunk > 0, "chunked", f"chunked_attention_size={mask.chunk}"),
-        (alibi, "alibi", f"pos_encoding_mode={pos_encoding_mode!r}"),
+        (alibi, "alibi", f"pos_encoding_mode={call.pos_encoding_mode!r}"),
         (soft_cap > 0, "soft_cap", f"logits_soft_cap_scale={soft_cap}"),
         (alibi and soft_cap > 0, "alibi_soft_cap", f"logits_soft_cap_scale={soft_cap}"),
         (stats, "softmax_stats", "save_softmax_stats=True"),
@@ -173,7 +185,7 @@ def fmha_v2_problem(
         query=query,
         key=key,
         value=value,
-        out=checks.allocated(out, query, v_dim, dtype),
+        out=checks.allocated(call.out, query, v_dim, dtype),
         batch=batch,
         max_q_len=min(max(max_q_len, 1), tokens),  # a bound of 0 is wrong, and no reason to leave results unwritten
         max_kv_len=min(max_kv_len, capacity),
@@ -208,23 +220,18 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
     return qkv, None, None, None
 
 
-# Arguments by the operands that lie in them.
-FMHA_V2_NAMES = {
-    "q_offsets": "cum_seq_lens_q",
-    "k_offsets": "cum_seq_lens_kv",
-    "v_offsets": "cum_seq_lens_kv",
-    "key_table": "block_tables",
-    "value_table": "block_tables",
-}
-
-
-def fmha_v2_sources(arguments: Arguments) -> Sources:
-    """The arguments that the kernel's operands lie in."""
-    query, k, v, _, cum_seq_lens_q, cum_seq_lens_kv, block_tables, sinks, *_ = arguments
-    k = query if k is None else k
-    v = k if v is None else v
-    v_starts = cum_seq_lens_kv if block_tables is None else None
-    starts = (cum_seq_lens_q, None, cum_seq_lens_kv, v_starts)
-    lengths = scales = lse = statistics = (None, None)
-    table = (block_tables, block_tables)
-    return query, k, v, None, *starts, *lengths, *table, *scales, sinks, *lse, *statistics
+FMHA_V2_PLACES = Places(
+    # The fourth argument is no tensor: the distance of V from K in a pool.
+    tensors=("query", "k", "v", "pool", "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables", "sinks"),
+    operands={
+        "query": "query",
+        "key": ("k", "query"),
+        "value": ("v", "k", "query"),
+        "q_offsets": "cum_seq_lens_q",
+        "k_offsets": "cum_seq_lens_kv",
+        "v_offsets": "cum_seq_lens_kv",
+        "key_table": "block_tables",
+        "value_table": "block_tables",
+        "sinks": "sinks",
+    },
+)

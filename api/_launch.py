@@ -11,14 +11,14 @@ and over. So the latest calls are recognised without one, see :mod:`hopwell._rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from hopwell import _device_data
 from hopwell._checks import INT32_MAX
-from hopwell._repeat import Arguments, Checked, Launch, Repeat, Results, Sources, metadata
+from hopwell._repeat import Arguments, Checked, Launch, Places, Repeat, Results, metadata
 from hopwell.kernels import Plan
 from hopwell.kernels.problem import AttentionProblem
 
@@ -26,15 +26,18 @@ CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, a
 RECENT = 4  # calls recognised without a key: models alternate between few kinds of layers
 ANY_BOUND = object()  # stands for an upper bound among arguments
 
+_Record = TypeVar("_Record", bound=tuple[Any, ...])
+
 
 def halves(cache: Any) -> tuple[Any, Any]:
     """K and V of a pair; the tensor of both and None otherwise."""
     return tuple(cache) if isinstance(cache, (tuple, list)) and len(cache) == 2 else (cache, None)
 
 
-def on_device(scale: float | torch.Tensor) -> torch.Tensor | None:
-    """A scale that the kernel reads from memory, if it is one."""
-    return scale if isinstance(scale, torch.Tensor) else None
+def record(kind: type[_Record], given: Mapping[str, Any]) -> _Record:
+    """The arguments of a call by their names: a named tuple of what is ``given``, the local variables of an entry point
+    or another record's fields. Calls that need no checks go without one, which would take half as long as they do."""
+    return kind(**{name: given[name] for name in kind._fields if name in given})  # type: ignore[attr-defined]
 
 
 def single(sinks: Any) -> torch.Tensor | None:
@@ -57,12 +60,10 @@ def _key(arguments: Arguments) -> Hashable:
 
 
 class Calls:
-    """The checked calls of one entry point. ``sources`` finds the tensors that operands lie in, ``names`` are those of
-    arguments by the operands in :class:`hopwell.kernels.launch.Addresses` that are read from them."""
+    """The checked calls of one entry point, and in which of its arguments operands lie."""
 
-    def __init__(self, sources: Callable[[Arguments], Sources], names: Mapping[str, str]) -> None:
-        self.sources = sources
-        self.names = names
+    def __init__(self, places: Places) -> None:
+        self.places = places
         self._checked: dict[Hashable, Repeat] = {}
         self._recent: tuple[Launch, ...] = ()
         _device_data.on_switch(self._forget)
@@ -91,7 +92,7 @@ class Calls:
     def run_once(self, problem: AttentionProblem) -> torch.Tensor:
         """Launch a problem that has just been checked, without remembering it. Returns its output."""
         if _device_data.is_enabled():
-            _device_data.check(problem, self.names)
+            _device_data.check(problem, self.places.name)
         return Plan(problem).execute(problem)
 
     def run(
@@ -104,7 +105,7 @@ class Calls:
         """
         looks = _device_data.is_enabled()
         if looks:
-            _device_data.check(problem, self.names)
+            _device_data.check(problem, self.places.name)
         plan = Plan(problem)
         result = plan.execute(problem)
         if out is None:
@@ -115,5 +116,5 @@ class Calls:
         if plan.has_work and plan.repeatable and here and not looks:
             if len(self._checked) >= CAPACITY:
                 self._checked.clear()
-            self._checked[_key(arguments)] = Repeat(Checked(arguments, problem, plan, out, stats), self.sources)
+            self._checked[_key(arguments)] = Repeat(Checked(arguments, problem, plan, out, stats), self.places)
         return out, stats

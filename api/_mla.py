@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +23,16 @@ from hopwell._decoding import (
     workspace_bytes,
 )
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind, Shard
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    Family,
+    LogSumExp,
+    Mask,
+    MaskKind,
+    PageTable,
+    Shard,
+    TokenOffsets,
+)
 from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
@@ -34,49 +44,73 @@ CUTE_DSL_IMPLEMENTATIONS = ("auto", "modular", "monolithic")
 KV_SCALE_FORMATS = ("auto", "pow2_fp32", "arbitrary_fp32")
 
 
-class MlaOptions(NamedTuple):
-    """What the entry takes as plain values besides those of FlashInfer's documentation."""
+class MlaCall(NamedTuple):
+    """The arguments of a call. ``query`` is :func:`widened_query` of what the caller gave, whose dtype was
+    ``query_dtype``."""
 
-    skip_softmax_threshold_scale_factor: Any = None
-    is_var_seq: Any = True
-    uses_shared_paged_kv_idx: Any = True
-    cute_dsl_impl: Any = "auto"
-    kv_scale_format: Any = "auto"
-    enable_dcp: Any = False
-    cp_world: Any = 1
-    cp_rank: Any = 0
-    use_fp16_softmax: Any = None
+    query: torch.Tensor
+    query_dtype: torch.dtype | None
+    kv_cache: torch.Tensor
+    workspace_buffer: torch.Tensor
+    qk_nope_head_dim: int
+    kv_lora_rank: int
+    qk_rope_head_dim: int
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    sparse_mla_top_k: int
+    out: torch.Tensor | None
+    bmm1_scale: float | torch.Tensor
+    bmm2_scale: float | torch.Tensor
+    sinks: torch.Tensor | list[torch.Tensor] | None
+    enable_pdl: bool | None
+    backend: str
+    skip_softmax_threshold_scale_factor: float | None
+    is_var_seq: bool
+    uses_shared_paged_kv_idx: bool
+    lse: torch.Tensor | None
+    return_lse: bool
+    cute_dsl_impl: str
+    kv_scale_format: str
+    cum_seq_lens_q: torch.Tensor | None
+    max_q_len: int | None
+    multi_ctas_kv_counter_buffer: torch.Tensor | None
+    sparse_mla_top_k_lens: torch.Tensor | None
+    enable_dcp: bool
+    cp_world: int
+    cp_rank: int
+    causal_seqlens_kv_global: torch.Tensor | None
+    use_fp16_softmax: bool | None
+    return_lse_base: str | None
 
-    def check(self, on: torch.device) -> None:
-        """Refuse by name what would change a result."""
-        refuse_skip_softmax(support.MLA, self.skip_softmax_threshold_scale_factor, on)
-        checks.flag("is_var_seq", self.is_var_seq)
-        checks.flag("uses_shared_paged_kv_idx", self.uses_shared_paged_kv_idx)
-        checks.choice("cute_dsl_impl", self.cute_dsl_impl, CUTE_DSL_IMPLEMENTATIONS)
-        checks.choice("kv_scale_format", self.kv_scale_format, KV_SCALE_FORMATS)
-        if checks.optional_flag("use_fp16_softmax", self.use_fp16_softmax):
-            raise refused(support.MLA, "use_fp16_softmax=True", on)
 
-    def shard(self, kv_global: Any, batch: int, return_lse: bool, on: torch.device) -> Shard | None:
-        """What this rank has of all keys; ``kv_global`` is ``causal_seqlens_kv_global``."""
-        found = shard(kv_global, self.cp_world, self.cp_rank, batch, on)
-        if not checks.flag("enable_dcp", self.enable_dcp):
-            if found is not None or self.cp_world > 1:
-                raise ValueError(
-                    "cp_world must be 1 and causal_seqlens_kv_global None without enable_dcp, "
-                    f"got cp_world={self.cp_world} and {checks.describe(kv_global)}"
-                )
-        elif not return_lse:
-            raise ValueError("return_lse must be True with enable_dcp: ranks are merged by it")
-        elif found is None:
-            raise ValueError("causal_seqlens_kv_global must be given with enable_dcp, got None")
-        return found
+def _refuse_unserved(call: MlaCall) -> None:
+    """Refuse by name what would change a result."""
+    on = call.query.device
+    refuse_skip_softmax(support.MLA, call.skip_softmax_threshold_scale_factor, on)
+    checks.flag("is_var_seq", call.is_var_seq)
+    checks.flag("uses_shared_paged_kv_idx", call.uses_shared_paged_kv_idx)
+    checks.choice("cute_dsl_impl", call.cute_dsl_impl, CUTE_DSL_IMPLEMENTATIONS)
+    checks.choice("kv_scale_format", call.kv_scale_format, KV_SCALE_FORMATS)
+    if checks.optional_flag("use_fp16_softmax", call.use_fp16_softmax):
+        raise refused(support.MLA, "use_fp16_softmax=True", on)
 
 
-def _check_dims(rank: int, rope: int, top_k: int) -> None:
-    allowed = SPARSE_DIMS if top_k else DIMS
-    if (rank, rope) not in allowed:
-        raise ValueError(f"kv_lora_rank and qk_rope_head_dim must be one of {allowed}, got {(rank, rope)}")
+def _shard(call: MlaCall, batch: int) -> Shard | None:
+    """What this rank has of all keys."""
+    kv_global = call.causal_seqlens_kv_global
+    found = shard(kv_global, call.cp_world, call.cp_rank, batch, call.query.device)
+    if not checks.flag("enable_dcp", call.enable_dcp):
+        if found is not None or call.cp_world > 1:
+            raise ValueError(
+                "cp_world must be 1 and causal_seqlens_kv_global None without enable_dcp, "
+                f"got cp_world={call.cp_world} and {checks.describe(kv_global)}"
+            )
+    elif not call.return_lse:
+        raise ValueError("return_lse must be True with enable_dcp: ranks are merged by it")
+    elif found is None:
+        raise ValueError("causal_seqlens_kv_global must be given with enable_dcp, got None")
+    return found
 
 
 def widened_query(query: Any) -> Any:
@@ -182,117 +216,88 @@ def mla_workspace_bytes(
     return workspace_bytes(rows, 1, kv_lora_rank, max_seq_len, device, latent=True)
 
 
-def mla_problem(
-    query: torch.Tensor,
-    query_dtype: torch.dtype | None,
-    kv_cache: torch.Tensor,
-    workspace_buffer: torch.Tensor,
-    qk_nope_head_dim: int,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    sparse_mla_top_k: int = 0,
-    out: torch.Tensor | None = None,
-    bmm1_scale: float | torch.Tensor = 1.0,
-    bmm2_scale: float | torch.Tensor = 1.0,
-    sinks: torch.Tensor | list[torch.Tensor] | None = None,
-    enable_pdl: bool | None = None,
-    backend: str = "auto",
-    *,
-    options: MlaOptions = MlaOptions(),  # noqa: B008 - immutable
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    return_lse_base: str | None = None,
-    cum_seq_lens_q: torch.Tensor | None = None,
-    max_q_len: int | None = None,
-    sparse_mla_top_k_lens: torch.Tensor | None = None,
-    causal_seqlens_kv_global: torch.Tensor | None = None,
-    multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
-) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
+def _requests(call: MlaCall) -> tuple[int, int, TokenOffsets | None]:
+    """(requests, most new tokens of one, where each starts, where they may have different ones) of a checked query."""
+    if call.cum_seq_lens_q is not None:
+        batch, q_len, starts = ragged_starts(
+            "cum_seq_lens_q", call.cum_seq_lens_q, "max_q_len", call.max_q_len, call.query
+        )
+        # Scratch grows with it, and no request has more tokens than there are.
+        return batch, min(q_len, max(call.query.shape[0], 1)), starts
+    dense_tokens("query", call.query)
+    if call.max_q_len is not None:
+        most = checks.host_int("max_q_len", call.max_q_len)
+        raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {most}")
+    batch, q_len = call.query.shape[:2]
+    return batch, q_len, None
 
-    ``query`` is :func:`widened_query` of what the caller gave, whose dtype was ``query_dtype``."""
-    checks.main_tensor("query", query)
-    checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
-    is_ragged, on = cum_seq_lens_q is not None, query.device
+
+def _check_query(call: MlaCall) -> None:
+    checks.main_tensor("query", call.query)
+    checks.dtype("query", call.query, (*checks.SIXTEEN_BIT, checks.FP8))
+    is_ragged = call.cum_seq_lens_q is not None
     if is_ragged:
-        checks.tensor("cum_seq_lens_q", cum_seq_lens_q)
+        checks.tensor("cum_seq_lens_q", call.cum_seq_lens_q)
     sizes = (("tokens", None),) if is_ragged else (("batch", None), ("q_len", None))
-    checks.shape("query", query, *sizes, ("num_heads", None), ("head_dim", None))
-    checks.tma_readable("query", query)
-    heads, width = query.shape[-2:]
-    if is_ragged:
-        batch, q_len, starts = ragged_starts("cum_seq_lens_q", cum_seq_lens_q, "max_q_len", max_q_len, query)
-    else:
-        dense_tokens("query", query)
-        (batch, q_len), starts = query.shape[:2], None
-        if max_q_len is not None:
-            most = checks.host_int("max_q_len", max_q_len)
-            raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {most}")
-    flat_query = flat_tokens(query)
-    tokens = flat_query.shape[0]
-    if is_ragged:
-        q_len = min(q_len, max(tokens, 1))  # scratch grows with it, and no request has more tokens than there are
-    checks.flag("return_lse", return_lse)
-    check_counter_buffer(multi_ctas_kv_counter_buffer)
-    options.check(on)
-    part = options.shard(causal_seqlens_kv_global, batch, return_lse, on)
-    if heads < 1:
-        raise ValueError(f"query must have at least one head, got shape {tuple(query.shape)}")
+    checks.shape("query", call.query, *sizes, ("num_heads", None), ("head_dim", None))
+    checks.tma_readable("query", call.query)
 
-    checks.host_int("qk_nope_head_dim", qk_nope_head_dim, minimum=1)
-    rank = checks.host_int("kv_lora_rank", kv_lora_rank, minimum=1)
-    rope = checks.host_int("qk_rope_head_dim", qk_rope_head_dim)
-    top_k = checks.host_int("sparse_mla_top_k", sparse_mla_top_k)
+
+def _dims(call: MlaCall) -> tuple[int, int, int]:
+    """(kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k)."""
+    checks.host_int("qk_nope_head_dim", call.qk_nope_head_dim, minimum=1)
+    rank = checks.host_int("kv_lora_rank", call.kv_lora_rank, minimum=1)
+    rope = checks.host_int("qk_rope_head_dim", call.qk_rope_head_dim)
+    top_k = checks.host_int("sparse_mla_top_k", call.sparse_mla_top_k)
     if top_k % TOP_K_STEP:
         raise ValueError(f"sparse_mla_top_k must be a multiple of {TOP_K_STEP}, got {top_k}")
-    _check_dims(rank, rope, top_k)
-    cache = _checked_cache(query, query_dtype or query.dtype, kv_cache, rank, rope)
-    page_size = cache.key.shape[2]
-    if top_k > 0:
-        if not options.uses_shared_paged_kv_idx:
-            raise ValueError(f"uses_shared_paged_kv_idx must be True with sparse_mla_top_k={top_k}")
-        lists = _token_table(block_tables, query, top_k)
-        table, capacity = None, top_k
-    else:
-        table, lists = checks.page_table(block_tables, batch, on, shared=options.uses_shared_paged_kv_idx), None
-        capacity = checks.capacity(table, page_size)
-    kv_lens = _kv_lens(seq_lens, sparse_mla_top_k_lens, batch, tokens, top_k, on)
-    if part is not None and top_k > 0:
-        raise refused(support.MLA, f"enable_dcp=True with sparse_mla_top_k={top_k}", on)
-    if sparse_mla_top_k_lens is not None:  # Every token is a request of its own then, with its list as its keys.
-        batch, q_len, starts = tokens, 1, None
-    checks.host_int("max_seq_len", max_seq_len)
-    softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
-    output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
-    sink_logits = checks.sinks(sinks, heads, on)
-    if part is not None and sinks is not None:
-        raise ValueError("sinks must be None with enable_dcp: every rank would count them")
-    enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
-    checks.choice("backend", backend, BACKENDS)
-    _check_out(out, query, rank)
-    if return_lse_base is None and (backend == NATURAL_BACKEND or part is not None):
-        return_lse_base = NATURAL_BASE
-    log = log_sum_exp(lse, return_lse, return_lse_base, flat_query, tuple(query.shape[:-1]))
-    needed = mla_workspace_bytes(heads, capacity, q_len, rank, on)
-    inputs = (
-        ("query", query),
-        ("kv_cache", cache.key),
-        ("block_tables", block_tables),
-        ("seq_lens", seq_lens),
-        ("sinks", sink_logits),
-        ("cum_seq_lens_q", cum_seq_lens_q),
-        ("causal_seqlens_kv_global", causal_seqlens_kv_global),
-        ("sparse_mla_top_k_lens", sparse_mla_top_k_lens),
-    )
-    results = (("out", out), ("lse", None if log is None else log.tensor))
-    scratch = workspace(workspace_buffer, needed, results, inputs)
+    allowed = SPARSE_DIMS if top_k else DIMS
+    if (rank, rope) not in allowed:
+        raise ValueError(f"kv_lora_rank and qk_rope_head_dim must be one of {allowed}, got {(rank, rope)}")
+    return rank, rope, top_k
 
-    arch = support.arch_of(on)
-    dtypes = f"query.dtype={query_dtype}, kv_cache.dtype={kv_cache.dtype}"
-    has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in (softmax_scale, output_scale))
+
+def _tables(call: MlaCall, batch: int, top_k: int, page_size: int) -> tuple[PageTable | None, torch.Tensor | None, int]:
+    """The page table, or the lists of sparse attention, and the keys of a request that there is room for."""
+    shared = call.uses_shared_paged_kv_idx
+    if top_k > 0:
+        if not shared:
+            raise ValueError(f"uses_shared_paged_kv_idx must be True with sparse_mla_top_k={top_k}")
+        return None, _token_table(call.block_tables, call.query, top_k), top_k
+    table = checks.page_table(call.block_tables, batch, call.query.device, shared=shared)
+    return table, None, checks.capacity(table, page_size)
+
+
+def _log_sum_exp(call: MlaCall, query: torch.Tensor, part: Shard | None) -> LogSumExp | None:
+    """Where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes."""
+    base = call.return_lse_base
+    if base is None and (call.backend == NATURAL_BACKEND or part is not None):
+        base = NATURAL_BASE
+    return log_sum_exp(call.lse, call.return_lse, base, query, tuple(call.query.shape[:-1]))
+
+
+def _scratch(call: MlaCall, cache: KVViews, log: LogSumExp | None, needed: int) -> torch.Tensor:
+    """The workspace, apart from all inputs and results, and those from each other."""
+    inputs = (
+        ("query", call.query),
+        ("kv_cache", cache.key),
+        ("block_tables", call.block_tables),
+        ("seq_lens", call.seq_lens),
+        ("sinks", checks.sinks(call.sinks, call.query.shape[-2], call.query.device)),
+        ("cum_seq_lens_q", call.cum_seq_lens_q),
+        ("causal_seqlens_kv_global", call.causal_seqlens_kv_global),
+        ("sparse_mla_top_k_lens", call.sparse_mla_top_k_lens),
+    )
+    results = (("out", call.out), ("lse", None if log is None else log.tensor))
+    return workspace(call.workspace_buffer, needed, results, inputs)
+
+
+def _require(call: MlaCall, arch: str, page_size: int, q_len: int, scales: Sequence[float | torch.Tensor]) -> None:
+    """Refuse what no kernel serves on ``arch``."""
+    query, kv_cache, top_k = call.query, call.kv_cache, call.sparse_mla_top_k
+    dtypes = f"query.dtype={call.query_dtype}, kv_cache.dtype={kv_cache.dtype}"
+    has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in scales)
+    width, rank = query.shape[-1], call.kv_lora_rank
     known_dims = "head_dim" if (width, rank) in support.MLA_HEAD_DIMS else "sparse_head_dim"  # DIMS has no others
     needs = (
         (kv_cache.dtype == checks.FP8, "fp8", dtypes),
@@ -303,16 +308,54 @@ def mla_problem(
         (True, "page_size" if page_size <= support.MAX_PAGE_SIZE else "other_page_size", f"page_size={page_size}"),
         (True, "cache", f"kv_cache of shape {tuple(kv_cache.shape)}"),
         (q_len > 1, "multi_token", f"query with q_len={q_len}"),
-        (part is not None, "dcp", "enable_dcp=True"),
-        (sinks is not None, "sinks", "sinks given"),
+        (call.enable_dcp, "dcp", "enable_dcp=True"),
+        (call.sinks is not None, "sinks", "sinks given"),
         (has_tensor_scale, "tensor_scales", "scale given as a tensor"),
     )
     features.require_all(support.MLA, arch, needs)
+
+
+def mla_problem(call: MlaCall) -> AttentionProblem:
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    _check_query(call)
+    on, heads, query = call.query.device, call.query.shape[-2], flat_tokens(call.query)
+    tokens = query.shape[0]
+    batch, q_len, starts = _requests(call)
+    checks.flag("return_lse", call.return_lse)
+    check_counter_buffer(call.multi_ctas_kv_counter_buffer)
+    _refuse_unserved(call)
+    part = _shard(call, batch)
+    if heads < 1:
+        raise ValueError(f"query must have at least one head, got shape {tuple(call.query.shape)}")
+
+    rank, rope, top_k = _dims(call)
+    cache = _checked_cache(call.query, call.query_dtype or call.query.dtype, call.kv_cache, rank, rope)
+    page_size = cache.key.shape[2]
+    table, lists, capacity = _tables(call, batch, top_k, page_size)
+    kv_lens = _kv_lens(call.seq_lens, call.sparse_mla_top_k_lens, batch, tokens, top_k, on)
+    if part is not None and top_k > 0:
+        raise refused(support.MLA, f"enable_dcp=True with sparse_mla_top_k={top_k}", on)
+    if call.sparse_mla_top_k_lens is not None:  # Every token is a request of its own then, with its list as its keys.
+        batch, q_len, starts = tokens, 1, None
+    checks.host_int("max_seq_len", call.max_seq_len)
+    softmax_scale = checks.scale("bmm1_scale", call.bmm1_scale, on, minimum=0.0)
+    output_scale = checks.scale("bmm2_scale", call.bmm2_scale, on)
+    sinks = checks.sinks(call.sinks, heads, on)
+    if part is not None and sinks is not None:
+        raise ValueError("sinks must be None with enable_dcp: every rank would count them")
+    enable_pdl = checks.optional_flag("enable_pdl", call.enable_pdl)
+    checks.choice("backend", call.backend, BACKENDS)
+    _check_out(call.out, call.query, rank)
+    log = _log_sum_exp(call, query, part)
+    scratch = _scratch(call, cache, log, mla_workspace_bytes(heads, capacity, q_len, rank, on))
+
+    arch = support.arch_of(on)
+    _require(call, arch, page_size, q_len, (softmax_scale, output_scale))
     return AttentionProblem(
-        query=flat_query,
+        query=query,
         key=cache.key,
         value=cache.value,
-        out=flat_tokens(out),
+        out=flat_tokens(call.out),
         batch=batch,
         max_q_len=q_len,
         max_kv_len=capacity,
@@ -324,7 +367,7 @@ def mla_problem(
         page_table=table,
         token_table=lists,
         shard=part,
-        sinks=sink_logits,
+        sinks=sinks,
         lse=log,
         scratch=scratch,
         family=Family.MLA,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,8 +24,6 @@ from hopwell.kernels.scratch import own_scratch
 
 # An entry point's arguments in one row: tensors, and plain values that can be compared. None for what is not given.
 Arguments = tuple[Any, ...]
-# The arguments that operands lie in, in the order of launch.Addresses; those at the end may be left out.
-Sources = tuple[torch.Tensor | None, ...]
 # The output, and the log-sum-exp or the softmax statistics, or None where they are not asked for.
 Results = tuple[Any, Any]
 # Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
@@ -78,6 +76,33 @@ OUT_OVERLAPS = _overlaps("o", "qkv")
 MORE_OVERLAPS = {name: _overlaps(name, "qkvo") for name in "sw"}  # the results besides the output, the workspace
 
 
+class Places(NamedTuple):
+    """In which arguments of an entry point the operands of its kernels lie.
+
+    A call's arguments begin with those that ``tensors`` names, in this order. ``operands`` names for operands of
+    :data:`hopwell.kernels.launch.OPERANDS` which of them they lie in: the first one that is given.
+    """
+
+    tensors: tuple[str, ...]
+    operands: Mapping[str, str | tuple[str, ...]]
+
+    def find(self, operand: str, arguments: Arguments) -> int:
+        """The place among the arguments of the tensor that an operand lies in."""
+        for name in self._names(operand):
+            place = self.tensors.index(name)
+            if isinstance(arguments[place], torch.Tensor):
+                return place
+        raise AssertionError(f"operand {operand} of the kernel lies in no argument")
+
+    def name(self, operand: str) -> str:
+        """What an operand is called in messages."""
+        return next(iter(self._names(operand)), operand)
+
+    def _names(self, operand: str) -> tuple[str, ...]:
+        names = self.operands.get(operand, ())
+        return (names,) if isinstance(names, str) else names
+
+
 class Checked(NamedTuple):
     """A call that has been checked."""
 
@@ -93,7 +118,7 @@ class Repeat:
 
     __slots__ = ("_addresses", "_also_written", "_fills", "_inputs", "_plain", "_variables", "latest")
 
-    def __init__(self, call: Checked, sources: Callable[[Arguments], Sources]):
+    def __init__(self, call: Checked, places: Places):
         problem, plan, stats = call.problem, call.plan, call.stats
         views = operands(problem, call.out)
         self._variables: dict[str, Any] = dict(
@@ -111,7 +136,7 @@ class Repeat:
         for i, constant in enumerate(plan.constants(*host_scales(problem))):
             self._variables[f"constant{i}"] = constant
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
-        self._inputs, self._addresses = self._find(call.arguments, sources, views)
+        self._inputs, self._addresses = self._find(call.arguments, places, views)
         self._fills = problem.lse is not None and problem.lse.fills
         self._also_written = {} if stats is None else {"s": "address(stats)"}
         if problem.scratch is not None:
@@ -132,34 +157,32 @@ class Repeat:
         return results
 
     def _find(
-        self, arguments: Arguments, sources: Callable[[Arguments], Sources], views: Sources
+        self, arguments: Arguments, places: Places, views: Sequence[torch.Tensor | None]
     ) -> tuple[list[int], list[str]]:
         """The arguments that operands lie in, and the address of each operand as an expression."""
-        # Which argument is the source of an operand shows when every argument is an object of its own.
-        marks = tuple([torch.empty(0) if plain is TENSOR else plain for plain in self._plain])
-        number = {id(mark): i for i, mark in enumerate(marks)}
-        inputs, addresses = [], []
-        # Sources may end before the operands do, or go on to some that this kernel does not have.
-        found = itertools.islice(itertools.zip_longest(views, sources(arguments), sources(marks)), len(views))
-        for place, (view, source, mark) in enumerate(found):
-            if place == OUT or view is None:
+        inputs, addresses = set(), []
+        for operand, (name, view) in enumerate(zip(OPERANDS, views, strict=False)):
+            if operand == OUT or view is None:
                 addresses.append("0")
-            elif place in STATS:
+                continue
+            if operand in STATS:
                 addresses.append("s")
-            elif source is None:
-                raise AssertionError(f"operand {place} of the kernel lies in no argument")
-            elif place == SCRATCH and not _same_memory(view, source):
+                continue
+            place = places.find(name, arguments)
+            if not _same_memory(view, arguments[place]):
+                if operand != SCRATCH:
+                    raise AssertionError(f"operand {name} of the kernel does not lie in {places.tensors[place]}")
                 # Launches on another stream have other memory.
                 self._variables["own_scratch"] = functools.partial(own_scratch(view.device).address, view.numel())
                 addresses.append("own_scratch()")
-            else:
-                inputs.append(number[id(mark)])
-                addresses.append(f"p{inputs[-1]}")
-                offset = address_of(OPERANDS[place], view) - source.data_ptr()
-                if offset:
-                    self._variables[f"offset{place}"] = offset
-                    addresses[-1] += f" + offset{place}"
-        return sorted(set(inputs)), addresses
+                continue
+            inputs.add(place)
+            addresses.append(f"p{place}")
+            offset = address_of(name, view) - arguments[place].data_ptr()
+            if offset:
+                self._variables[f"offset{operand}"] = offset
+                addresses[-1] += f" + offset{operand}"
+        return sorted(inputs), addresses
 
     def _function(self, arguments: Arguments) -> Launch:
         """The function that recognises these arguments."""

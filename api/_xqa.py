@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell import _features as features
 from hopwell._decoding import (
+    check_counter_buffer,
     dense_tokens,
     flat_tokens,
     log_sum_exp,
@@ -20,14 +22,99 @@ from hopwell._decoding import (
     workspace,
     workspace_bytes,
 )
+from hopwell._launch import record
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind, Shard
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    BlockScales,
+    Family,
+    LogSumExp,
+    Mask,
+    MaskKind,
+    Shard,
+    TokenOffsets,
+)
 from hopwell.utils import FP4Tensor
 
 MAX_HEAD_DIM = 512
 HEAD_DIM_STEP = 16
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 MASK_BITS = 32  # a row of the speculative mask is a whole number of 32-bit words, seen as uint16
+
+
+class XqaCall(NamedTuple):
+    """The arguments of a call."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    workspace_buffer: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    bmm1_scale: float | torch.Tensor
+    bmm2_scale: float | torch.Tensor
+    window_left: int
+    out: torch.Tensor | None
+    sinks: torch.Tensor | None
+    kv_layout: str
+    enable_pdl: bool | None
+    q_len_per_req: int | None
+    o_scale: float | None
+    mask: torch.Tensor | None
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+    q_cu_seq_lens: torch.Tensor | None
+    lse: torch.Tensor | None
+    return_lse: bool
+    return_lse_base: str | None
+    # What other entries have besides:
+    entry: str = support.XQA  # whom refusals name; without a mask, several tokens are causal but in xqa
+    shared_pages: bool = True  # whether K and V share the ids of ``block_tables``, else [batch, 2, pages_per_request]
+    cp_world: int = 1
+    cp_rank: int = 0
+    causal_seqlens_kv_global: torch.Tensor | None = None
+
+
+class TrtllmDecodeCall(NamedTuple):
+    """The arguments of a call of ``trtllm_batch_decode_with_kv_cache``."""
+
+    query: torch.Tensor
+    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+    workspace_buffer: torch.Tensor
+    block_tables: torch.Tensor
+    seq_lens: torch.Tensor
+    max_seq_len: int
+    bmm1_scale: float | torch.Tensor
+    bmm2_scale: float | torch.Tensor
+    window_left: int
+    out: torch.Tensor | None
+    out_dtype: torch.dtype | str | None
+    o_sf_scale: float | None
+    o_sf_vec_size: int | None
+    sinks: torch.Tensor | list[torch.Tensor] | None
+    kv_layout: str
+    enable_pdl: bool | None
+    backend: str
+    q_len_per_req: int | None
+    o_scale: float | None
+    mask: torch.Tensor | None
+    max_q_len: int | None
+    cum_seq_lens_q: torch.Tensor | None
+    skip_softmax_threshold_scale_factor: float | None
+    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
+    uses_shared_paged_kv_idx: bool
+    lse: torch.Tensor | None
+    return_lse: bool
+    bmm1_scale_log2: torch.Tensor | None
+    multi_ctas_kv_counter_buffer: torch.Tensor | None
+    enable_block_sparse_attention: bool
+    cp_world: int
+    cp_rank: int
+    causal_seqlens_kv_global: torch.Tensor | None
+    bf16q_fp8kv_transform_mode: str | None
+    request_order: torch.Tensor | None
+    request_order_plan: object | None
+    return_lse_base: str | None
+    query_dtype: torch.dtype | None  # of the caller's query, where ``query`` has been widened
 
 
 def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on: torch.device) -> None:
@@ -95,18 +182,15 @@ def xqa_workspace_bytes(
     return workspace_bytes(rows, num_kv_heads, head_dim, max_seq_len, device)
 
 
+def _has_fp8_out(call: XqaCall) -> bool:
+    return call.out is not None and call.out.dtype == checks.FP8
+
+
 def _require(
-    entry: str,
-    arch: str,
-    query: torch.Tensor,
-    cache: _cache.PagedCache,
-    is_fp8_out: bool,
-    q_len: int,
-    window_left: int,
-    has_sinks: bool,
-    scales: tuple[float | torch.Tensor, ...],
+    call: XqaCall, arch: str, cache: _cache.PagedCache, q_len: int, scales: Sequence[float | torch.Tensor]
 ) -> None:
     """Refuse what no kernel serves on ``arch``."""
+    query = call.query
     head_dim, kv = query.shape[2], f"kv_cache.dtype={cache.key.dtype}"
     known_dim = "head_dim" if head_dim in support.DECODE_HEAD_DIMS else "other_head_dim"
     has_8bits = cache.key.dtype in (checks.FP8, torch.int8)
@@ -118,7 +202,7 @@ def _require(
         (cache.is_nvfp4, "nvfp4_kv", kv),
         (cache.key.dtype == torch.int8, "int8_kv", kv),
         (cache.key.dtype == checks.FP8, "fp8_kv", kv),
-        (is_fp8_out, "fp8_out", f"out.dtype={checks.FP8}"),
+        (_has_fp8_out(call), "fp8_out", f"out.dtype={checks.FP8}"),
         (True, "16bit", f"query.dtype={query.dtype}, {kv}"),
         (True, known_dim, f"head_dim={head_dim}"),
         (has_8bits, known_8bit_dim, f"head_dim={head_dim}, {kv}"),
@@ -126,137 +210,132 @@ def _require(
         (True, known_page, f"page_size={cache.page_size}"),
         (True, "cache", f"KV of shape {tuple(cache.key.shape)}"),
         (q_len > 1, "speculative", f"q_len_per_req={q_len}"),
-        (window_left >= 0, "window", f"window_left={window_left}"),
-        (has_sinks, "sinks", "sinks given"),
+        (call.window_left >= 0, "window", f"window_left={call.window_left}"),
+        (call.sinks is not None, "sinks", "sinks given"),
         (has_tensor_scale, "tensor_scales", "scale given as a tensor"),
+        (call.causal_seqlens_kv_global is not None, "dcp", "causal_seqlens_kv_global given"),
     )
-    features.require_all(entry, arch, needs)
+    features.require_all(call.entry, arch, needs)
 
 
-def xqa_problem(
-    query: torch.Tensor,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    workspace_buffer: torch.Tensor,
-    block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
-    max_seq_len: int,
-    bmm1_scale: float | torch.Tensor = 1.0,
-    bmm2_scale: float | torch.Tensor = 1.0,
-    window_left: int = -1,
-    out: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
-    kv_layout: str = "NHD",
-    enable_pdl: bool | None = None,
-    q_len_per_req: int | None = 1,
-    o_scale: float | None = 1.0,
-    mask: torch.Tensor | None = None,
-    kv_cache_sf: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
-    q_cu_seq_lens: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    return_lse: bool = False,
-    return_lse_base: str | None = None,
-    *,
-    entry: str = support.XQA,
-    shared_pages: bool = True,
-    cp_world: int = 1,
-    cp_rank: int = 0,
-    causal_seqlens_kv_global: torch.Tensor | None = None,
-) -> AttentionProblem:
-    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
-
-    ``entry`` is whom refusals name; several tokens per request without a mask are refused by xqa, else they are causal.
-    ``shared_pages``: K and V share the ids of ``block_tables``, else it is [batch, 2, pages_per_request]. Ranks share
-    keys where ``causal_seqlens_kv_global`` is given.
-    """
+def _check_query(query: Any) -> None:
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
     checks.shape("query", query, ("batch * q_len_per_req", None), ("num_heads", None), ("head_dim", None))
     checks.tma_readable("query", query)
-    on = query.device
-    tokens, heads, head_dim = query.shape
+    head_dim = query.shape[2]
     if head_dim % HEAD_DIM_STEP or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(
             f"query must have a head_dim that is a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got {head_dim}"
         )
-    kv_dtypes = (query.dtype, checks.FP8, torch.int8, torch.uint8)
-    cache = _cache.paged_cache(kv_cache, kv_layout, query, kv_dtypes)
+
+
+def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
+    """K and V, and their block scales."""
+    head_dim = call.query.shape[2]
+    kv_dtypes = (call.query.dtype, checks.FP8, torch.int8, torch.uint8)
+    cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes)
     if cache.v_dim != head_dim:
         raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
-    kv_scales = _cache.block_scales(
-        "kv_cache_sf", kv_cache_sf, cache, kv_layout, (checks.FP8, torch.uint8), dense_pages=False
+    scale_dtypes = (checks.FP8, torch.uint8)
+    scales = _cache.block_scales(
+        "kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout, scale_dtypes, dense_pages=False
     )
+    return cache, scales
 
-    if q_cu_seq_lens is None:
-        q_len = 1 if q_len_per_req is None else checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
-        if tokens % q_len:
-            raise ValueError(f"q_len_per_req must divide the {tokens} rows of query, got {q_len}")
-        batch, starts, ragged_tokens = tokens // q_len, None, None
-    else:
-        batch, q_len, starts = ragged_starts("q_cu_seq_lens", q_cu_seq_lens, "q_len_per_req", q_len_per_req, query)
-        ragged_tokens = tokens
-    if entry == support.XQA and q_len > 1 and mask is None:
+
+def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
+    """(requests, most new tokens of one, where each starts, where they may have different ones)."""
+    if call.q_cu_seq_lens is not None:
+        return ragged_starts("q_cu_seq_lens", call.q_cu_seq_lens, "q_len_per_req", call.q_len_per_req, call.query)
+    q_len = 1 if call.q_len_per_req is None else checks.host_int("q_len_per_req", call.q_len_per_req, minimum=1)
+    tokens = call.query.shape[0]
+    if tokens % q_len:
+        raise ValueError(f"q_len_per_req must divide the {tokens} rows of query, got {q_len}")
+    return tokens // q_len, q_len, None
+
+
+def _scratch(
+    call: XqaCall, cache: _cache.PagedCache, scales: BlockScales | None, log: LogSumExp | None, needed: int
+) -> torch.Tensor:
+    """The workspace, apart from all inputs and results, and those from each other."""
+    inputs = (
+        ("query", call.query),
+        ("kv_cache", cache.key),
+        ("kv_cache", cache.value),
+        ("block_tables", call.block_tables),
+        ("seq_lens", call.seq_lens),
+        ("sinks", checks.sinks(call.sinks, call.query.shape[1], call.query.device)),
+        ("mask", call.mask),
+        ("q_cu_seq_lens", call.q_cu_seq_lens),
+        ("causal_seqlens_kv_global", call.causal_seqlens_kv_global),
+        *(("kv_cache_sf", part) for part in ((scales.key, scales.value) if scales is not None else ())),
+    )
+    results = (("out", call.out), ("lse", None if log is None else log.tensor))
+    return workspace(call.workspace_buffer, needed, results, inputs)
+
+
+def _mask(call: XqaCall, q_len: int, part: Shard | None) -> Mask:
+    if part is not None:
+        return Mask(MaskKind.CYCLIC, call.window_left)
+    if q_len > 1:
+        return Mask(MaskKind.DRAFT, call.window_left)
+    return Mask(MaskKind.SLIDING_WINDOW if call.window_left >= 0 else MaskKind.FULL, call.window_left)
+
+
+def xqa_problem(call: XqaCall) -> AttentionProblem:
+    """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
+    query = call.query
+    _check_query(query)
+    on = query.device
+    tokens, heads, head_dim = query.shape
+    cache, kv_scales = _kv(call)
+    batch, q_len, starts = _requests(call)
+    if call.entry == support.XQA and q_len > 1 and call.mask is None:
         raise ValueError(f"mask must be given for q_len_per_req > 1, got None with q_len_per_req={q_len}")
-    table = checks.page_table(block_tables, batch, on, shared=shared_pages)
-    kv_lens = checks.lengths("seq_lens", seq_lens, batch, on)
-    checks.host_int("max_seq_len", max_seq_len)
-    softmax_scale = checks.scale("bmm1_scale", bmm1_scale, on, minimum=0.0)
-    output_scale = checks.scale("bmm2_scale", bmm2_scale, on)
-    output_factor = 1.0 if o_scale is None else checks.scale("o_scale", o_scale, on)
-    window_left = checks.host_int("window_left", window_left, minimum=-1)
-    sink_logits = checks.sinks(sinks, heads, on)
-    enable_pdl = checks.optional_flag("enable_pdl", enable_pdl)
-    _check_mask(mask, batch, q_len, ragged_tokens, on)
-    part = shard(causal_seqlens_kv_global, cp_world, cp_rank, batch, on)
-    _check_sharded(part, cp_world, return_lse, window_left, mask, sinks)
-    _check_out(out, query, cache, batch, q_len)
+    table = checks.page_table(call.block_tables, batch, on, shared=call.shared_pages)
+    kv_lens = checks.lengths("seq_lens", call.seq_lens, batch, on)
+    checks.host_int("max_seq_len", call.max_seq_len)
+    softmax_scale = checks.scale("bmm1_scale", call.bmm1_scale, on, minimum=0.0)
+    output_scale = checks.scale("bmm2_scale", call.bmm2_scale, on)
+    output_factor = 1.0 if call.o_scale is None else checks.scale("o_scale", call.o_scale, on)
+    call = call._replace(window_left=checks.host_int("window_left", call.window_left, minimum=-1))
+    sinks = checks.sinks(call.sinks, heads, on)
+    enable_pdl = checks.optional_flag("enable_pdl", call.enable_pdl)
+    ragged_tokens = None if starts is None else tokens
+    _check_mask(call.mask, batch, q_len, ragged_tokens, on)
+    part = shard(call.causal_seqlens_kv_global, call.cp_world, call.cp_rank, batch, on)
+    _check_sharded(call, part)
+    _check_out(call.out, query, cache, batch, q_len)
     if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
         q_len = min(q_len, max(ragged_tokens, 2))
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
-    log = log_sum_exp(lse, return_lse, return_lse_base, query, sizes)
+    log = log_sum_exp(call.lse, call.return_lse, call.return_lse_base, query, sizes)
     capacity = checks.capacity(table, cache.page_size)
     needed = xqa_workspace_bytes(heads, cache.key.shape[1], head_dim, capacity, q_len, on)
-    inputs = (
-        ("query", query),
-        ("kv_cache", cache.key),
-        ("kv_cache", cache.value),
-        ("block_tables", block_tables),
-        ("seq_lens", seq_lens),
-        ("sinks", sink_logits),
-        ("mask", mask),
-        ("q_cu_seq_lens", q_cu_seq_lens),
-        ("causal_seqlens_kv_global", causal_seqlens_kv_global),
-        *(("kv_cache_sf", part) for part in ((kv_scales.key, kv_scales.value) if kv_scales is not None else ())),
-    )
-    results = (("out", out), ("lse", None if log is None else log.tensor))
-    scratch = workspace(workspace_buffer, needed, results, inputs)
+    scratch = _scratch(call, cache, kv_scales, log, needed)
 
-    is_fp8_out = out is not None and out.dtype == checks.FP8
-    scales = (softmax_scale, output_scale, output_factor)
     arch = support.arch_of(on)
-    _require(entry, arch, query, cache, is_fp8_out, q_len, window_left, sinks is not None, scales)
-    if part is not None:
-        support.require(entry, "dcp", "causal_seqlens_kv_global given", arch)
-    kind = MaskKind.SLIDING_WINDOW if window_left >= 0 else MaskKind.FULL
-    kind = MaskKind.DRAFT if q_len > 1 else kind
+    _require(call, arch, cache, q_len, (softmax_scale, output_scale, output_factor))
     return AttentionProblem(
         query=query,
         key=cache.key,
         value=cache.value,
-        out=flat_tokens(out),
+        out=flat_tokens(call.out),
         batch=batch,
         max_q_len=q_len,
         max_kv_len=capacity,
         q_offsets=starts,
         kv_lens=kv_lens,
-        mask=Mask(kind if part is None else MaskKind.CYCLIC, window_left),
+        mask=_mask(call, q_len, part),
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         # An fp8 output is bmm2_scale * o, any other one bmm2_scale * o_scale * o.
-        output_factor=1.0 if is_fp8_out else output_factor,
+        output_factor=1.0 if _has_fp8_out(call) else output_factor,
         page_table=table,
-        sinks=sink_logits,
+        sinks=sinks,
         lse=log,
-        draft_mask=None if q_len == 1 else mask,
+        draft_mask=None if q_len == 1 else call.mask,
         shard=part,
         kv_scales=kv_scales,
         scratch=scratch,
@@ -265,88 +344,69 @@ def xqa_problem(
     )
 
 
-def _check_sharded(part: Shard | None, world: int, return_lse: Any, window_left: int, mask: Any, sinks: Any) -> None:
+def _check_sharded(call: XqaCall, part: Shard | None) -> None:
     """Ranks that share keys return what they are merged by. No mask but the causal one goes with them, and no sinks."""
     if part is None:
-        if world > 1:
-            raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {world}")
+        if call.cp_world > 1:
+            raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {call.cp_world}")
         return
-    if not return_lse:
+    if not call.return_lse:
         raise ValueError("return_lse must be True with causal_seqlens_kv_global: ranks are merged by it")
-    if window_left >= 0:
-        raise ValueError(f"window_left must be -1 with causal_seqlens_kv_global, got {window_left}")
-    if mask is not None:
-        raise ValueError(f"mask must be None with causal_seqlens_kv_global, got {checks.describe(mask)}")
-    if sinks is not None:
+    if call.window_left >= 0:
+        raise ValueError(f"window_left must be -1 with causal_seqlens_kv_global, got {call.window_left}")
+    if call.mask is not None:
+        raise ValueError(f"mask must be None with causal_seqlens_kv_global, got {checks.describe(call.mask)}")
+    if call.sinks is not None:
         raise ValueError("sinks must be None with causal_seqlens_kv_global: every rank would count them")
 
 
-def widened_query(query: Any, kv_cache: Any, out: Any, out_dtype: Any) -> Any:
+def widened_query(query: torch.Tensor, out: Any, out_dtype: Any) -> torch.Tensor:
     """e4m3 queries over an e4m3 cache in 16 bits, which hold all of their values and are what kernels multiply: float16
-    where the output has this dtype, else bfloat16. All other queries as they are."""
-    first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
-    tensors = isinstance(query, torch.Tensor) and isinstance(first, torch.Tensor)
-    if not tensors or query.dtype != checks.FP8 or first.dtype != checks.FP8:
-        return query
+    where the output has this dtype, else bfloat16."""
     checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
     dtype = getattr(out, "dtype", None) if out_dtype is None else out_dtype
     return query.to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
 
 
-def trtllm_decode_problem(
-    query: torch.Tensor,
-    query_dtype: torch.dtype | None,
-    kv_cache: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-    out: torch.Tensor | None,
-    out_dtype: torch.dtype | str | None,
-    backend: str,
-    q_len_per_req: int | None,
-    max_q_len: int | None,
-    cum_seq_lens_q: torch.Tensor | None,
-    uses_shared_paged_kv_idx: bool,
-    others: TrtllmOptions,
-    **same: Any,
-) -> AttentionProblem:
-    """The problem of ``trtllm_batch_decode_with_kv_cache``, as :func:`xqa_problem` makes it of ``same`` arguments.
-
-    ``query_dtype`` is that of the caller's query, where ``query`` has been widened.
-    """
+def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
+    """The problem of ``trtllm_batch_decode_with_kv_cache``, as :func:`xqa_problem` makes it of the same arguments."""
+    check_counter_buffer(call.multi_ctas_kv_counter_buffer)
+    query, q_len_per_req, max_q_len = call.query, call.q_len_per_req, call.max_q_len
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
-    others.check(query.device)
-    checks.choice("backend", backend, BACKENDS)
-    if backend == "trtllm-gen" and same["kv_cache_sf"] is not None:
+    _refuse_unserved(call)
+    checks.choice("backend", call.backend, BACKENDS)
+    if call.backend == "trtllm-gen" and call.kv_cache_sf is not None:
         # FlashInfer's kernels of this name take V scales interleaved by four tokens, those of xqa linear ones.
         raise refused(
             support.TRTLLM_DECODE, "backend='trtllm-gen' with kv_cache_sf (allowed: 'auto', 'xqa')", query.device
         )
-    checks.flag("uses_shared_paged_kv_idx", uses_shared_paged_kv_idx)
+    checks.flag("uses_shared_paged_kv_idx", call.uses_shared_paged_kv_idx)
     if max_q_len is not None:
         checks.host_int("max_q_len", max_q_len, minimum=1)
-    if cum_seq_lens_q is None:
+    if call.cum_seq_lens_q is None:
         if max_q_len is not None:
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {max_q_len}")
     else:
-        checks.tensor("cum_seq_lens_q", cum_seq_lens_q)
+        checks.tensor("cum_seq_lens_q", call.cum_seq_lens_q)
         if max_q_len is None:
             raise ValueError("max_q_len must be given with cum_seq_lens_q, whose values are not read on the host")
         if q_len_per_req is not None and checks.host_int("q_len_per_req", q_len_per_req) not in (1, max_q_len):
             raise ValueError(f"q_len_per_req must be None or max_q_len with cum_seq_lens_q, got {q_len_per_req}")
         q_len_per_req = max_q_len
-    return xqa_problem(
-        query,
-        kv_cache,
-        out=_out_of_type(out, out_dtype, query, query_dtype),
+    others = dict(
+        out=_out_of_type(call),
         q_len_per_req=q_len_per_req,
-        q_cu_seq_lens=cum_seq_lens_q,
+        q_cu_seq_lens=call.cum_seq_lens_q,
         entry=support.TRTLLM_DECODE,
-        shared_pages=uses_shared_paged_kv_idx,
-        **same,
+        shared_pages=call.uses_shared_paged_kv_idx,
     )
+    return xqa_problem(record(XqaCall, call._asdict() | others))
 
 
-def _out_of_type(out: Any, out_dtype: Any, query: torch.Tensor, query_dtype: torch.dtype | None) -> torch.Tensor | None:
+def _out_of_type(call: TrtllmDecodeCall) -> torch.Tensor | None:
     """``out``, or a new tensor where ``out_dtype`` is not what the launch allocates."""
+    query, out, out_dtype, query_dtype = call.query, call.out, call.out_dtype, call.query_dtype
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or isinstance(out, FP4Tensor):
         raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", query.device)
     if out_dtype is None:
@@ -367,34 +427,23 @@ _ONLY_NONE = {  # names and types of what is refused; the class of a plan is Fla
 }
 
 
-class TrtllmOptions(NamedTuple):
-    """What ``trtllm_batch_decode_with_kv_cache`` takes but does not act on: its defaults, and values like them."""
-
-    o_sf_scale: Any = None
-    o_sf_vec_size: Any = None
-    skip_softmax_threshold_scale_factor: Any = None
-    bmm1_scale_log2: Any = None
-    enable_block_sparse_attention: Any = False
-    bf16q_fp8kv_transform_mode: Any = None
-    request_order: Any = None
-    request_order_plan: Any = None
-
-    def check(self, on: torch.device) -> None:
-        """Refuse by name what would change a result."""
-        for name in ("o_sf_scale", "o_sf_vec_size"):
-            value = getattr(self, name)
-            if value is not None:
-                checks.host_float(name, value)
-                raise ValueError(f"{name} must be None without an nvfp4 output, got {value}")
-        refuse_skip_softmax(support.TRTLLM_DECODE, self.skip_softmax_threshold_scale_factor, on)
-        if self.bmm1_scale_log2 is not None:
-            checks.tensor("bmm1_scale_log2", self.bmm1_scale_log2)
-            raise refused(support.TRTLLM_DECODE, "bmm1_scale_log2 (bmm1_scale takes tensors)", on)
-        if checks.flag("enable_block_sparse_attention", self.enable_block_sparse_attention):
-            raise refused(support.TRTLLM_DECODE, "enable_block_sparse_attention=True", on)
-        for name, kind in _ONLY_NONE.items():
-            value = getattr(self, name)
-            if value is not None:
-                if not isinstance(value, kind):
-                    raise TypeError(f"{name} must be a {kind.__name__} or None, got {checks.describe(value)}")
-                raise refused(support.TRTLLM_DECODE, f"{name} (allowed: None)", on)
+def _refuse_unserved(call: TrtllmDecodeCall) -> None:
+    """Refuse by name what would change a result."""
+    on = call.query.device
+    for name in ("o_sf_scale", "o_sf_vec_size"):
+        value = getattr(call, name)
+        if value is not None:
+            checks.host_float(name, value)
+            raise ValueError(f"{name} must be None without an nvfp4 output, got {value}")
+    refuse_skip_softmax(support.TRTLLM_DECODE, call.skip_softmax_threshold_scale_factor, on)
+    if call.bmm1_scale_log2 is not None:
+        checks.tensor("bmm1_scale_log2", call.bmm1_scale_log2)
+        raise refused(support.TRTLLM_DECODE, "bmm1_scale_log2 (bmm1_scale takes tensors)", on)
+    if checks.flag("enable_block_sparse_attention", call.enable_block_sparse_attention):
+        raise refused(support.TRTLLM_DECODE, "enable_block_sparse_attention=True", on)
+    for name, kind in _ONLY_NONE.items():
+        value = getattr(call, name)
+        if value is not None:
+            if not isinstance(value, kind):
+                raise TypeError(f"{name} must be a {kind.__name__} or None, got {checks.describe(value)}")
+            raise refused(support.TRTLLM_DECODE, f"{name} (allowed: None)", on)

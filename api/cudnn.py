@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._cudnn import CUDNN_NAMES, cudnn_problem, cudnn_sources, scaled
+from hopwell._cudnn import CUDNN_PLACES, CudnnCall, cudnn_problem, scaled
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, upper_bound
+from hopwell._launch import Calls, record, upper_bound
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
-_CUDNN = Calls(cudnn_sources, CUDNN_NAMES)
+_CUDNN = Calls(CUDNN_PLACES)
 ELEMENTS = "elements"
 
 
@@ -151,33 +151,7 @@ def cudnn_batch_prefill_with_kv_cache(
     repeated = _CUDNN.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated
-    problem = cudnn_problem(
-        q,
-        k_cache,
-        v_cache,
-        scale,
-        workspace_buffer,
-        max_token_per_sequence=max_token_per_sequence,
-        max_sequence_kv=max_sequence_kv,
-        actual_seq_lens_q=actual_seq_lens_q,
-        actual_seq_lens_kv=actual_seq_lens_kv,
-        block_tables=block_tables,
-        causal=causal,
-        return_lse=return_lse,
-        batch_offsets_q=batch_offsets_q,
-        batch_offsets_o=batch_offsets_o,
-        batch_offsets_k=batch_offsets_k,
-        batch_offsets_v=batch_offsets_v,
-        batch_offsets_stats=batch_offsets_stats,
-        out=out,
-        lse=lse,
-        is_cuda_graph_compatible=is_cuda_graph_compatible,
-        backend=backend,
-        v_scale=output_scale,
-        batch_offsets_units=batch_offsets_units,
-        o_data_type=o_data_type,
-        lse_base=lse_base,
-    )
+    problem = cudnn_problem(record(CudnnCall, locals()))
     stats = None
     if problem.lse is not None:
         # A ragged log-sum-exp was viewed as rows for the kernel.

@@ -4,11 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._checks import FP8
-from hopwell._decoding import check_counter_buffer, decode_names, xqa_sources
+from hopwell._cache import has_dtype
+from hopwell._decoding import decode_places
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, halves, single, upper_bound
-from hopwell._xqa import TrtllmOptions, trtllm_decode_problem, widened_query, xqa_problem, xqa_workspace_bytes
+from hopwell._launch import Calls, halves, record, single, upper_bound
+from hopwell._xqa import (
+    TrtllmDecodeCall,
+    XqaCall,
+    trtllm_decode_problem,
+    widened_query,
+    xqa_problem,
+    xqa_workspace_bytes,
+)
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
 
 __all__ = [
@@ -18,8 +25,8 @@ __all__ = [
     "xqa_workspace_bytes",
 ]
 
-_XQA = Calls(xqa_sources, decode_names("q_cu_seq_lens"))
-_TRTLLM = Calls(xqa_sources, decode_names("cum_seq_lens_q"))
+_XQA = Calls(decode_places("q_cu_seq_lens"))
+_TRTLLM = Calls(decode_places("cum_seq_lens_q"))
 
 
 @opaque
@@ -148,29 +155,7 @@ def xqa_batch_decode_with_kv_cache(
     )
     done = _XQA.repeat(arguments, out, lse)
     if done is None:
-        problem = xqa_problem(
-            query,
-            kv_cache,
-            workspace_buffer,
-            block_tables,
-            seq_lens,
-            max_seq_len,
-            bmm1_scale,
-            bmm2_scale,
-            window_left,
-            out,
-            sinks,
-            kv_layout,
-            enable_pdl,
-            q_len_per_req,
-            o_scale,
-            mask,
-            kv_cache_sf,
-            q_cu_seq_lens,
-            lse,
-            return_lse,
-            return_lse_base,
-        )
+        problem = xqa_problem(record(XqaCall, locals()))
         is_nested = problem.max_q_len > 1 and q_cu_seq_lens is None
         rows = (problem.batch, problem.max_q_len) if is_nested else ()
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
@@ -287,8 +272,8 @@ def trtllm_batch_decode_with_kv_cache(
     """
     (k, v), (k_scales, v_scales) = halves(kv_cache), halves(kv_cache_sf)
     query_dtype = getattr(query, "dtype", None)
-    if query_dtype is FP8:
-        query = widened_query(query, kv_cache, out, out_dtype)
+    if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.float8_e4m3fn):
+        query = widened_query(query, out, out_dtype)
     arguments = (
         query,
         k,
@@ -332,48 +317,7 @@ def trtllm_batch_decode_with_kv_cache(
     )
     done = _TRTLLM.repeat(arguments, out, lse)
     if done is None:
-        check_counter_buffer(multi_ctas_kv_counter_buffer)
-        problem = trtllm_decode_problem(
-            query,
-            query_dtype,
-            kv_cache,
-            out,
-            out_dtype,
-            backend,
-            q_len_per_req,
-            max_q_len,
-            cum_seq_lens_q,
-            uses_shared_paged_kv_idx,
-            TrtllmOptions(
-                o_sf_scale,
-                o_sf_vec_size,
-                skip_softmax_threshold_scale_factor,
-                bmm1_scale_log2,
-                enable_block_sparse_attention,
-                bf16q_fp8kv_transform_mode,
-                request_order,
-                request_order_plan,
-            ),
-            cp_world=cp_world,
-            cp_rank=cp_rank,
-            causal_seqlens_kv_global=causal_seqlens_kv_global,
-            workspace_buffer=workspace_buffer,
-            block_tables=block_tables,
-            seq_lens=seq_lens,
-            max_seq_len=max_seq_len,
-            bmm1_scale=bmm1_scale,
-            bmm2_scale=bmm2_scale,
-            window_left=window_left,
-            sinks=sinks,
-            kv_layout=kv_layout,
-            enable_pdl=enable_pdl,
-            o_scale=o_scale,
-            mask=mask,
-            kv_cache_sf=kv_cache_sf,
-            lse=lse,
-            return_lse=return_lse,
-            return_lse_base=return_lse_base,
-        )
+        problem = trtllm_decode_problem(record(TrtllmDecodeCall, locals()))
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
         done = _TRTLLM.run(arguments, problem, out, stats)
     return done if return_lse else done[0]

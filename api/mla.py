@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import decode_names, decode_sources
+from hopwell._decoding import decode_places
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, single, upper_bound
-from hopwell._mla import MlaOptions, mla_problem, mla_workspace_bytes, widened_query
+from hopwell._launch import Calls, record, single, upper_bound
+from hopwell._mla import MlaCall, mla_problem, mla_workspace_bytes, widened_query
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
-_MLA = Calls(decode_sources, decode_names("cum_seq_lens_q", "seq_lens or sparse_mla_top_k_lens"))
+_MLA = Calls(decode_places("cum_seq_lens_q", "seq_lens or sparse_mla_top_k_lens", has_scales=False))
 
 
 @opaque
@@ -135,8 +135,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    query_dtype = query.dtype if isinstance(query, torch.Tensor) else None
-    query = widened_query(query)
+    query_dtype = getattr(query, "dtype", None)
+    if query_dtype is torch.float8_e4m3fn:
+        query = widened_query(query)
     arguments = (
         query,
         kv_cache,
@@ -178,44 +179,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     )
     done = _MLA.repeat(arguments, out, lse)
     if done is None:
-        problem = mla_problem(
-            query,
-            query_dtype,
-            kv_cache,
-            workspace_buffer,
-            qk_nope_head_dim,
-            kv_lora_rank,
-            qk_rope_head_dim,
-            block_tables,
-            seq_lens,
-            max_seq_len,
-            sparse_mla_top_k,
-            out,
-            bmm1_scale,
-            bmm2_scale,
-            sinks,
-            enable_pdl,
-            backend,
-            options=MlaOptions(
-                skip_softmax_threshold_scale_factor,
-                is_var_seq,
-                uses_shared_paged_kv_idx,
-                cute_dsl_impl,
-                kv_scale_format,
-                enable_dcp,
-                cp_world,
-                cp_rank,
-                use_fp16_softmax,
-            ),
-            lse=lse,
-            return_lse=return_lse,
-            return_lse_base=return_lse_base,
-            cum_seq_lens_q=cum_seq_lens_q,
-            max_q_len=max_q_len,
-            sparse_mla_top_k_lens=sparse_mla_top_k_lens,
-            causal_seqlens_kv_global=causal_seqlens_kv_global,
-            multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
-        )
+        problem = mla_problem(record(MlaCall, locals()))
         rows = query.shape[:2] if cum_seq_lens_q is None else ()
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
         done = _MLA.run(arguments, problem, out, stats, rows)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._checks import FP8
-from hopwell._context import CONTEXT_NAMES, context_problem, context_sources, widened_query
+from hopwell._cache import has_dtype
+from hopwell._context import CONTEXT_PLACES, ContextCall, context_problem, widened_query
 from hopwell._dynamo import opaque
-from hopwell._fmha_v2 import FMHA_V2_NAMES, fmha_v2_problem, fmha_v2_sources, leaves
-from hopwell._launch import Calls, halves, single, upper_bound
+from hopwell._fmha_v2 import FMHA_V2_PLACES, FmhaV2Call, fmha_v2_problem, leaves
+from hopwell._launch import Calls, halves, record, single, upper_bound
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
 
@@ -18,8 +18,8 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT = Calls(context_sources, CONTEXT_NAMES)
-_FMHA_V2 = Calls(fmha_v2_sources, FMHA_V2_NAMES)
+_CONTEXT = Calls(CONTEXT_PLACES)
+_FMHA_V2 = Calls(FMHA_V2_PLACES)
 
 
 @opaque
@@ -147,8 +147,8 @@ def trtllm_batch_context_with_kv_cache(
     given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
     k_scales, v_scales = (given_scales, None) if given_scales is None else halves(given_scales)
     query_dtype = getattr(query, "dtype", None)
-    if query_dtype is FP8:
-        query = widened_query(query, kv_cache)
+    if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
+        query = widened_query(query)
     arguments = (
         query,
         k,
@@ -190,41 +190,7 @@ def trtllm_batch_context_with_kv_cache(
     repeated = _CONTEXT.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated if return_lse else repeated[0]
-    problem = context_problem(
-        query,
-        kv_cache,
-        workspace_buffer,
-        block_tables,
-        seq_lens,
-        max_q_len,
-        max_kv_len,
-        bmm1_scale,
-        bmm2_scale,
-        batch_size,
-        cum_seq_lens_q,
-        cum_seq_lens_kv,
-        window_left,
-        out,
-        out_dtype,
-        o_sf_scale,
-        o_sf_vec_size,
-        kv_layout,
-        enable_pdl,
-        sinks,
-        kv_block_scales,
-        skip_softmax_threshold_scale_factor,
-        uses_shared_paged_kv_idx,
-        kv_cache_sf=kv_cache_sf,
-        causal=causal,
-        lse=lse,
-        return_lse=return_lse,
-        lse_base=lse_base,
-        multi_ctas_kv_counter_buffer=multi_ctas_kv_counter_buffer,
-        backend=backend,
-        use_fp16_softmax=use_fp16_softmax,
-        uses_spcompress=uses_spcompress,
-        query_dtype=query_dtype,
-    )
+    problem = context_problem(record(ContextCall, locals()))
     stats = None if problem.lse is None else problem.lse.tensor
     if problem.out_scales is not None:
         data = _CONTEXT.run_once(problem)
@@ -355,29 +321,6 @@ def trtllm_fmha_v2_prefill(
     repeated = _FMHA_V2.repeat(arguments, out)
     if repeated is not None:
         return repeated if save_softmax_stats else repeated[0]
-    problem = fmha_v2_problem(
-        qkv,
-        input_layout,
-        workspace_buffer,
-        seq_lens,
-        max_q_len,
-        max_kv_len,
-        bmm1_scale,
-        bmm2_scale,
-        batch_size,
-        cum_seq_lens_q,
-        cum_seq_lens_kv,
-        block_tables,
-        out,
-        out_dtype,
-        sinks,
-        pos_encoding_mode,
-        logits_soft_cap_scale,
-        mask_mode,
-        window_left,
-        chunked_attention_size,
-        save_softmax_stats,
-        skip_softmax_threshold_scale_factor,
-    )
+    problem = fmha_v2_problem(record(FmhaV2Call, locals()))
     results = _FMHA_V2.run(arguments, problem, out, problem.statistics)
     return results if save_softmax_stats else results[0]

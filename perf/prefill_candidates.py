@@ -6,6 +6,7 @@ A candidate raises where it cannot run a workload; the run records why.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 import hopwell
-from hopwell._fmha_v2 import fmha_v2_problem
+from hopwell._fmha_v2 import FmhaV2Call, fmha_v2_problem
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import resolve
 from hopwell.perf.family import Call, Candidate
@@ -125,7 +126,9 @@ def left_out(t: Tensors) -> str:
     if not t.work.skip_softmax:
         return ""
     call = hopwell_dense(t)
-    problem = fmha_v2_problem(*call.args, **call.keywords)
+    bound = inspect.signature(call.func).bind(*call.args, **call.keywords)
+    bound.apply_defaults()
+    problem = fmha_v2_problem(FmhaV2Call(**bound.arguments))
     count = torch.zeros(1, dtype=torch.int32, device=t.q.device)
     execute(replace(problem, skipped_tiles=count))
     keys = resolve(problem, support.arch_of(t.q.device)).tile.n

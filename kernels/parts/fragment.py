@@ -39,7 +39,9 @@ class Fragment(DeviceStruct):
 
 
 @dataclass
-class RowFragment(Fragment):
+class QuadFragment(Fragment):
+    """Rows that the four lanes of a quad share, whatever columns they hold of them."""
+
     rows = 2
     lanes_per_row = 4
     warp_rows = 16  # of a warp
@@ -50,15 +52,6 @@ class RowFragment(Fragment):
         return 4 * (c // 2) + 2 * r + c % 2
 
     @staticmethod
-    def column_offset(c: int) -> int:
-        """Tile column of ``c``, counted from the lane's first one."""
-        return 8 * (c // 2) + c % 2
-
-    @staticmethod
-    def first_column():
-        return 2 * (cute.arch.lane_idx() % 4)
-
-    @staticmethod
     def row_offset(r: int) -> int:
         """Tile row of ``r``, counted from the lane's first one."""
         return 8 * r
@@ -67,6 +60,23 @@ class RowFragment(Fragment):
     def first_row():
         """The lane's first row within the 16 rows of its warp."""
         return cute.arch.lane_idx() // 4
+
+    @staticmethod
+    def staged_chunk(staging, row, chunk):
+        """Where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
+        return copy.swizzled_chunk(staging, row, chunk)
+
+
+@dataclass
+class RowFragment(QuadFragment):
+    @staticmethod
+    def column_offset(c: int) -> int:
+        """Tile column of ``c``, counted from the lane's first one."""
+        return 8 * (c // 2) + c % 2
+
+    @staticmethod
+    def first_column():
+        return 2 * (cute.arch.lane_idx() % 4)
 
     def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
         """Write tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory in
@@ -92,27 +102,34 @@ class RowFragment(Fragment):
                 values = [self.get(r, first + c) * factors[r] for c in range(2)]
                 copy.store_shared(place + column % 4 * 4, values)
 
-    @staticmethod
-    def staged_chunk(staging, row, chunk):
-        """Where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
-        return copy.swizzled_chunk(staging, row, chunk)
-
 
 @dataclass
-class SplitRowFragment(RowFragment):
+class SplitRowFragment(QuadFragment):
     """Rows of which, within sixteens, the even columns come before the odd ones, as ``TransposingStream`` leaves V: of
     every sixteen a lane holds four neighbours. Or, in four ``parts``, within 32 columns those that are multiples of 4
     before those that follow one, and so on: then a lane holds eight."""
 
     parts: int = 2
 
+    @property
+    def _order(self) -> list[int]:
+        """Which of a lane's elements each of its neighbouring columns is."""
+        return [2 * (i % self.parts) + i // self.parts for i in range(2 * self.parts)]
+
+    def column_offset(self, c: int) -> int:
+        """Tile column of ``c``, counted from the lane's first one."""
+        held = 2 * self.parts
+        return 4 * held * (c // held) + self._order.index(c % held)
+
+    def first_column(self):
+        return 2 * self.parts * (cute.arch.lane_idx() % 4)
+
     def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
         held = 2 * self.parts  # neighbours
-        order = [2 * (i % self.parts) + i // self.parts for i in range(held)]
         for block in range(columns // (4 * held)):
             first = begin // self.lanes_per_row + held * block
             for r in range(self.rows):
-                values = [self.get(r, first + c) * factors[r] for c in order]
+                values = [self.get(r, first + c) * factors[r] for c in self._order]
                 for i in range(0, held, 4):
                     chunk = held * block + cute.arch.lane_idx() % 4 * (held // 4) + i // 4
                     place = self.staged_chunk(staging, self.first_row() + self.row_offset(r), chunk)

@@ -44,6 +44,20 @@ FLOAT_CASES = list(itertools.product((ConvertedRows, ByteRows), (RowFragment, Sp
 STAGING = 5 * STAGING_BYTES  # the warp's own, among those of others
 
 
+@pytest.mark.parametrize("fragment", [RowFragment, SplitRowFragment])
+def test_the_lanes_of_a_quad_hold_each_column_once(fragment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    columns = []
+    for lane in range(4):
+        monkeypatch.setattr(cute.arch, "lane_idx", lambda lane=lane: lane)
+        columns += [fragment.first_column() + fragment.column_offset(c) for c in range(8)]
+    assert sorted(columns) == list(range(32))
+
+
+def test_pairs_of_split_rows_cannot_be_staged() -> None:
+    """stmatrix would put them into the columns of other rows' fragments."""
+    assert not hasattr(SplitRowFragment, "stage")
+
+
 class Warp(Lanes):
     """Lanes that meet where the warp synchronises, and their staging.
 

@@ -1,0 +1,68 @@
+"""The arguments of a call have the names of the entry's parameters, and operands lie in those that they are said to."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import api_calls
+import pytest
+
+from hopwell import _context, _cudnn, _fmha_v2, _mla, _xqa, cudnn, decode, mla, prefill
+from hopwell._launch import record
+from hopwell._repeat import Places
+from hopwell.kernels.launch import OPERANDS
+
+RECORDS: list[tuple[Callable[..., Any], type, set[str], set[str]]] = [  # what parameters, and what fields, are besides
+    (prefill.trtllm_batch_context_with_kv_cache, _context.ContextCall, set(), {"query_dtype"}),
+    (prefill.trtllm_fmha_v2_prefill, _fmha_v2.FmhaV2Call, set(), set()),
+    (
+        cudnn.cudnn_batch_prefill_with_kv_cache,
+        _cudnn.CudnnCall,
+        {"q_scale", "k_scale", "v_scale"},
+        {"output_scale"},
+    ),
+    (decode.trtllm_batch_decode_with_kv_cache, _xqa.TrtllmDecodeCall, set(), {"query_dtype"}),
+    (mla.trtllm_batch_decode_with_kv_cache_mla, _mla.MlaCall, set(), set()),
+]
+
+
+@pytest.mark.parametrize(
+    ("entry", "kind", "parameters", "fields"), RECORDS, ids=lambda part: getattr(part, "__name__", "")
+)
+def test_a_record_has_a_field_for_each_parameter(
+    entry: Callable[..., Any], kind: Any, parameters: set[str], fields: set[str]
+) -> None:
+    assert set(inspect.signature(entry).parameters) - set(kind._fields) == parameters
+    assert set(kind._fields) - set(inspect.signature(entry).parameters) == fields
+    assert not kind._field_defaults
+
+
+def test_what_decode_adds_to_xqa_has_defaults() -> None:
+    others = set(_xqa.XqaCall._fields) - set(inspect.signature(decode.xqa_batch_decode_with_kv_cache).parameters)
+    assert others == set(_xqa.XqaCall._field_defaults)
+
+
+def test_a_record_lacks_nothing() -> None:
+    with pytest.raises(TypeError, match="qkv"):
+        record(_fmha_v2.FmhaV2Call, {"query": None})
+
+
+PLACES = (prefill._CONTEXT, prefill._FMHA_V2, cudnn._CUDNN, decode._XQA, decode._TRTLLM, mla._MLA)
+
+
+@pytest.mark.parametrize("calls", PLACES, ids=("context", "fmha_v2", "cudnn", "xqa", "trtllm", "mla"))
+def test_operands_lie_in_arguments(calls: Any) -> None:
+    for operand, names in calls.places.operands.items():
+        assert operand in OPERANDS
+        assert set([names] if isinstance(names, str) else names) <= set(calls.places.tensors)
+
+
+def test_an_argument_at_another_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    places = prefill._CONTEXT.places
+    swapped = [*places.tensors]
+    swapped[3], swapped[4] = swapped[4], swapped[3]
+    monkeypatch.setattr(prefill._CONTEXT, "places", Places(tuple(swapped), places.operands))
+    with pytest.raises(AssertionError, match="operand kv_lens of the kernel does not lie in seq_lens"):
+        prefill.trtllm_batch_context_with_kv_cache(**api_calls.form(api_calls.CONTEXT, "stacked-HND"))
