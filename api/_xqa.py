@@ -106,7 +106,7 @@ def _require(
 ) -> None:
     """Refuse what no kernel serves on ``arch``."""
     head_dim, kv = query.shape[2], f"kv_cache.dtype={cache.key.dtype}"
-    known_dim = "head_dim" if head_dim in support.DECODE_HEAD_DIMS else "other_head_dim"
+    known_dim = support.decode_head_dim(head_dim)
     has_8bits = cache.key.dtype in (checks.FP8, torch.int8)
     known_8bit_dim = "8bit_head_dim" if head_dim in support.DECODE_8BIT_HEAD_DIMS else "other_8bit_head_dim"
     known_page = "page_size" if cache.page_size <= support.MAX_PAGE_SIZE else "other_page_size"

@@ -39,6 +39,13 @@ def multiply(d, a, b, dtype=Float16, *, loc=None, ip=None) -> tuple:
     )
 
 
+def accumulate(registers, fragment: int, a, b, dtype=Float16) -> None:
+    """Add a b to the four registers of a fragment."""
+    d = [registers[4 * fragment + i] for i in range(4)]
+    for i, value in enumerate(multiply(d, a, b, dtype)):
+        registers[4 * fragment + i] = value
+
+
 @dsl_user_op
 def transposed(word, *, loc=None, ip=None):
     """An 8 x 8 matrix of 16-bit elements, of which this lane has elements 2 t and 2 t + 1 of row g."""

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Uint32, const_expr
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, tied, warp_in_group
 from hopwell.kernels.parts.epilogue import WARP_ROWS
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, MMA_DEPTH, multiply
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, MMA_DEPTH, accumulate
 from hopwell.kernels.skeleton import SharedTiles
 from hopwell.kernels.sm90.attend import RowOperands, Turns
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
@@ -99,7 +99,7 @@ class WarpOperands(RowOperands):
                 key, chunk = 16 * pair + lane // 16 * 8 + lane % 8, 2 * step + lane // 8 % 2
                 b = copy.load_matrix_x4(copy.tile_chunk(stage, key, chunk, self.tile_n, columns, columns_first))
                 for half in range(2):
-                    self._accumulate(self.s, 2 * pair + half, a, b[2 * half : 2 * half + 2])
+                    accumulate(self.s, 2 * pair + half, a, b[2 * half : 2 * half + 2], self.dtype)
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
@@ -112,12 +112,7 @@ class WarpOperands(RowOperands):
                 place = copy.tile_chunk(stage, key, chunk, self.tile_n, columns, columns_first)
                 b = copy.load_matrix_x4(place, transposes=True)
                 for half in range(2):
-                    self._accumulate(self.o, 2 * pair + half, a, b[2 * half : 2 * half + 2])
-
-    def _accumulate(self, registers, fragment: int, a, b) -> None:
-        d = [registers[4 * fragment + i] for i in range(4)]
-        for i, value in enumerate(multiply(d, a, b, self.dtype)):
-            registers[4 * fragment + i] = value
+                    accumulate(self.o, 2 * pair + half, a, b[2 * half : 2 * half + 2], self.dtype)
 
     def wait(self, pending: int) -> None:
         """Products are there when they have been issued."""

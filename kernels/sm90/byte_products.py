@@ -18,7 +18,7 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
 from hopwell.kernels.parts.fragment import ColumnFragment
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, multiply, place_in_warp
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
 from hopwell.kernels.parts.widen import widened
 
 BLOCK_BYTES = copy.SWIZZLE_ROW_BYTES
@@ -146,13 +146,6 @@ class ByteProducts(DeviceStruct):
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
         place = copy.block_row(eight * copy.GROUP_ROWS, block.index, n, columns, self.kernel.source.columns_first)
         return tile + stage * (n * columns * 2) + place * copy.SWIZZLE_ROW_BYTES
-
-
-def accumulate(registers, fragment: int, a, b) -> None:
-    """Add a b to the four registers of a fragment."""
-    d = [registers[4 * fragment + i] for i in range(4)]
-    for i, value in enumerate(multiply(d, a, b)):
-        registers[4 * fragment + i] = value
 
 
 def _pairs(values: list) -> list:
