@@ -54,13 +54,12 @@ class WarpProducts(DeviceStruct):
     def add_scores(self, tile: int, part: int, stage, q_stage, depth: int, q_first: int = 0) -> None:
         """Add K Q^T over ``depth`` columns of part 0 or 1 of the keys, and as many of Q from ``q_first`` on, to the
         scores of a tile."""
-        config, lane = self.kernel.config, cute.arch.lane_idx()
-        # The compiler would keep Q in registers that there are not.
-        q_tile = tied(self.q_tile + q_stage * (self.kernel.tile.m * config.q_columns * 2), stage)
+        config, lane = self.kernel.config, _lane(stage)
+        q_tile = self.q_tile + q_stage * (self.kernel.tile.m * config.q_columns * 2)
         keys = self._stage(part, stage)
         for step in range(depth // MMA_DEPTH):
             if step % 2 == 0:
-                rows = self._rows(q_tile, config.q_columns, q_first // MMA_DEPTH + step)
+                rows = self._rows(lane, q_tile, config.q_columns, q_first // MMA_DEPTH + step)
             key, chunk = warp_in_group() * WARP_COLUMNS + lane % 16, 2 * step + lane // 16
             a = copy.load_matrix_x4(self._chunk(keys, part, key, chunk))
             for product in range(self.products):
@@ -69,11 +68,11 @@ class WarpProducts(DeviceStruct):
     def add_values(self, tile: int, part: int, stage, columns: int, first: int = 0) -> None:
         """Add V^T P^T of the ``tile``-th tile of P, and of ``columns`` of part 0 or 1 of the keys, to O^T from column
         ``first`` on."""
-        lane, values = cute.arch.lane_idx(), self._stage(part, stage)
+        lane, values = _lane(stage), self._stage(part, stage)
         p_tile = self.p_tile + tile * (self.kernel.tile.m * LEAF_TILE * 2)
         for step in range(LEAF_TILE // MMA_DEPTH):
             if step % 2 == 0:
-                rows = self._rows(p_tile, LEAF_TILE, step)
+                rows = self._rows(lane, p_tile, LEAF_TILE, step)
             for block in range(columns // BLOCK_COLUMNS):
                 # Two eights of columns, of two eights of keys.
                 key = MMA_DEPTH * step + lane // 16 * 8 + lane % 8
@@ -90,13 +89,19 @@ class WarpProducts(DeviceStruct):
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
         return copy.tile_chunk(stage, key, chunk, n, columns, self.kernel.source.columns_first)
 
-    def _rows(self, tile, columns: int, step: int) -> list[list]:
+    def _rows(self, lane, tile, columns: int, step: int) -> list[list]:
         """All rows of Q or P, as B of the products of two steps: of each step two words for each product."""
         words = []
         for i in range(self.products):
-            matrix = 4 * i + cute.arch.lane_idx() // 8
-            row = matrix // 2 % self.products * MMA_COLUMNS + cute.arch.lane_idx() % 8
+            matrix = 4 * i + lane // 8
+            row = matrix // 2 % self.products * MMA_COLUMNS + lane % 8
             chunk = 2 * step + matrix // (2 * self.products) * 2 + matrix % 2
             words += copy.load_matrix_x4(copy.tile_chunk(tile, row, chunk, self.kernel.tile.m, columns, False))
         pairs = [words[i : i + 2] for i in range(0, len(words), 2)]
         return [pairs[: self.products], pairs[self.products :]]
+
+
+def _lane(stage):
+    """The lane's number, from which addresses in a stage follow. The compiler would keep these, and Q itself, in
+    registers while leaves are merged, and there are not enough."""
+    return tied(cute.arch.lane_idx(), stage)
