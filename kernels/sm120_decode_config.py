@@ -16,6 +16,8 @@ from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, leaf_tiles, node_bytes, tree_rows
 
 # 256 threads, each with as many registers as an instruction can name: only compiled for Hopper do roles trade them.
+# Where nodes are large, ptxas fills all of them while it merges, and spills up to 20 that live longer: addresses and
+# counters, which are read again once or twice a leaf, outside of the products. A leaf takes microseconds of memory.
 _TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=1, kv_stages=1, producer_registers=104, consumer_registers=240)
 _STAGE_BYTES = 32 << 10  # of K, and of V
 _OTHER_BYTES = 2 << 10  # of shared memory: what warps tell each other, the board, barriers
