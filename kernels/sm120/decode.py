@@ -28,8 +28,8 @@ class DecodeSm120(LaneReaders, FewRowsDecodeSm90):
 
 
 class ByteDecodeSm120(LaneReaders, ByteFewRowsDecodeSm90):
-    """The same over 8-bit caches, whose products are those of single warps on Hopper, too: here one CTA has a
-    multiprocessor, and its warps more registers."""
+    """Attention over 8-bit caches, whose products are those of single warps on Hopper, too. One CTA instead of two has a
+    multiprocessor, and its warps have more registers."""
 
 
 @dataclass
