@@ -28,8 +28,8 @@ class DecodeSm120(LaneReaders, FewRowsDecodeSm90):
 
 
 class ByteDecodeSm120(LaneReaders, ByteFewRowsDecodeSm90):
-    """Attention over 8-bit caches, whose products are those of single warps on Hopper, too. One CTA instead of two has a
-    multiprocessor, and its warps have more registers."""
+    """Attention over 8-bit caches, whose products are those of single warps on Hopper, too. A multiprocessor has one
+    CTA instead of two, with more registers for its warps."""
 
 
 @dataclass
@@ -43,13 +43,6 @@ class WarpLeafOperands(WarpProducts):
         fields = WarpProducts.fields(kernel, tiles, kernel.step_tiles)
         return WarpLeafOperands(**fields, leaf_tiles=kernel.step_tiles)
 
-    def begin(self, q_ring, work) -> None:
-        """Do nothing: Q of a part stays in shared memory."""
-
-    def end(self, q_ring, work) -> None:
-        """Give Q back, as the part's products are done."""
-        q_ring.release(work)
-
     def multiply_keys(self, ring, step, q_stage) -> None:
         """Compute S^T of a leaf, whose first tile is the ``step``-th, and give its tiles of K back."""
         self.s.fill(0.0)
@@ -57,9 +50,6 @@ class WarpLeafOperands(WarpProducts):
             ring.wait_full(step + i)
             self.add_scores(i, 0, ring.stage(step + i), q_stage, self.kernel.config.depth[0])
             ring.release(step + i)
-
-    def show_weights(self) -> None:
-        """Do nothing: the warps that read weights meet those that wrote them."""
 
     def multiply_values(self, ring, step) -> None:
         """Compute O^T of a leaf, and give its tiles of V back."""

@@ -63,13 +63,6 @@ class WarpLatentOperands(WarpProducts):
     def create(kernel, tiles: LeafTiles) -> "WarpLatentOperands":
         return WarpLatentOperands(**WarpProducts.fields(kernel, tiles, 1))
 
-    def begin(self, q_ring, work) -> None:
-        """Do nothing: Q of a part stays in shared memory."""
-
-    def end(self, q_ring, work) -> None:
-        """Give Q back, as the part's products are done."""
-        q_ring.release(work)
-
     def multiply_keys(self, rings, step, q_stage) -> None:
         """Compute S^T of tile ``step``, over both parts of its columns."""
         self.s.fill(0.0)
@@ -77,9 +70,6 @@ class WarpLatentOperands(WarpProducts):
             ring.wait_full(step)
             depths = self.kernel.config.kv_dims
             self.add_scores(0, part, ring.stage(step), q_stage, depths[part], part * depths[0])
-
-    def show_weights(self) -> None:
-        """Do nothing: the warps that read weights meet those that wrote them."""
 
     def multiply_values(self, rings, step) -> None:
         """Add V^T P^T of tile ``step`` to both halves of O^T, and give the tile's parts back."""

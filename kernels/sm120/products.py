@@ -44,6 +44,16 @@ class WarpProducts(DeviceStruct):
             kernel=kernel,
         )
 
+    def begin(self, q_ring, work) -> None:
+        """Do nothing: Q of a part stays in shared memory."""
+
+    def end(self, q_ring, work) -> None:
+        """Give Q back, as the part's products are done."""
+        q_ring.release(work)
+
+    def show_weights(self) -> None:
+        """Do nothing: the warps that read weights meet those that wrote them."""
+
     def scores(self, first: int = 0, tiles: int = 0) -> ColumnFragment:
         """The scores of so many tiles from the ``first`` on, by default of all."""
         size = 4 * self.products
