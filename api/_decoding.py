@@ -38,10 +38,9 @@ def workspace_bytes(
     rows: int, kv_heads: int, columns: int, max_seq_len: int, device: Any, *, latent: bool = False
 ) -> int:
     """Size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU without one."""
-    if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    sms = multiprocessors(torch.device(device))
-    return scratch_bytes(max(rows, 1), kv_heads, columns, max_seq_len, sms, latent)
+    on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tiled = support.arch_of(on) in support.SM120
+    return scratch_bytes(max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on), latent, tiled)
 
 
 def workspace(

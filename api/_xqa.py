@@ -192,7 +192,7 @@ def _require(
     """Refuse what no kernel serves on ``arch``."""
     query = call.query
     head_dim, kv = query.shape[2], f"kv_cache.dtype={cache.key.dtype}"
-    known_dim = "head_dim" if head_dim in support.DECODE_HEAD_DIMS else "other_head_dim"
+    known_dim = support.decode_head_dim(head_dim)
     has_8bits = cache.key.dtype in (checks.FP8, torch.int8)
     known_8bit_dim = "8bit_head_dim" if head_dim in support.DECODE_8BIT_HEAD_DIMS else "other_8bit_head_dim"
     known_nvfp4_dim = "nvfp4_head_dim" if head_dim in support.DECODE_NVFP4_HEAD_DIMS else "other_nvfp4_head_dim"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -29,7 +29,6 @@ from hopwell.kernels.splitting import (
     ROWS,
     chunk_tokens,
     leaf_tiles,
-    leaf_tokens,
     shared_levels,
     tree_rows,
 )
@@ -83,8 +82,16 @@ class DecodeConfig(KernelConfig):
 
     family: ClassVar[Family] = Family.DECODE
 
+    head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+    narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = NARROW_HEAD_DIMS
+
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS  # packed rows of a tile
+
+    @classmethod
+    def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
+        """Rows of a tile of the kernel for so many packed rows of a request."""
+        return tile_rows(rows, head_dim, kv_type)
 
     @property
     def has_tree(self) -> bool:
@@ -122,7 +129,7 @@ class DecodeConfig(KernelConfig):
     def chunk_tokens(self) -> int:
         """Keys of a unit of work, as long as requests are not very long, or of a leaf where there is a tree."""
         if self.has_tree:
-            return leaf_tokens(self.rows, self.head_dim_v, self.kv_bytes)
+            return LEAF_TILE * self.leaf_tiles
         return chunk_tokens(self.head_dim_v, element_bytes=self.kv_bytes)
 
     @property
@@ -161,24 +168,25 @@ class DecodeConfig(KernelConfig):
         return self._named(kind + [f"rows{self.rows}"] * (self.rows != ROWS))
 
 
-def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
-    """The decode kernel for ``problem`` on ``arch``.
+def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig] = DecodeConfig) -> DecodeConfig:
+    """The decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
     """
     head_dim = problem.query.shape[2]
-    if head_dim not in HEAD_DIMS or problem.v_dim != head_dim:
+    if head_dim not in kind.head_dims or problem.v_dim != head_dim:
         raise NotImplementedError(
             f"head dims (QK/V) {head_dim}/{problem.v_dim} have no decode kernel on {arch}; supported: equal "
-            f"ones, multiples of 16 up to {HEAD_DIMS[-2]}, and {HEAD_DIMS[-1]}"
+            f"ones, {', '.join(map(str, kind.head_dims))}"
         )
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
     kv_type = NARROW_TYPES.get(problem.key.dtype, KvType.WIDE)
-    if kv_type is not KvType.WIDE and head_dim not in NARROW_HEAD_DIMS[kv_type]:
+    narrow = kind.narrow_head_dims.get(kv_type, ())
+    if kv_type is not KvType.WIDE and head_dim not in narrow:
         raise NotImplementedError(
             f"head dim {head_dim} has no decode kernel on {arch} with a {problem.key.dtype} cache; supported: "
-            f"{', '.join(map(str, NARROW_HEAD_DIMS[kv_type]))}"
+            f"{', '.join(map(str, narrow)) or 'none'}"
         )
     if kv_type is KvType.WIDE:
         require_dtypes(problem, out_dtype, arch)
@@ -186,10 +194,10 @@ def resolve_decode(problem: AttentionProblem, arch: str) -> DecodeConfig:
     require_seen(problem, "decode kernel", (*MASKS, MaskKind.CYCLIC) if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
     common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
-    rows = tile_rows(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
-    unfetched = DecodeConfig(*common, *paged_fetches(1)[0], kv_type, rows)
+    rows = kind.rows_for(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
+    unfetched = kind(*common, *paged_fetches(1)[0], kv_type, rows)
     fetch = kv_fetch(problem, unfetched.tile.n)
-    return DecodeConfig(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
+    return kind(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
 
 
 def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:
@@ -222,13 +230,15 @@ def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") ->
     return min((m for m in tree_rows(head_dim, kv_type.element(dtype).unit_bytes) if m >= rows), default=ROWS)
 
 
-def shipped_decode_configs(arch: str = "sm_90a") -> Iterator[DecodeConfig]:
+def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = DecodeConfig) -> Iterator[DecodeConfig]:
     """The decode kernels that are compiled ahead."""
     for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_TYPES):
+        if head_dim not in kind.head_dims:
+            continue
         if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
             continue
         common = (arch, dtype, dtype, head_dim, head_dim, mask)
-        for rows in sorted({tile_rows(rows, head_dim, kv_type) for rows in (*FEW_ROWS, ROWS)}):
-            tile = DecodeConfig(*common, *paged_fetches(1)[0], kv_type, rows).tile
+        for rows in sorted({kind.rows_for(rows, head_dim, kv_type) for rows in (*FEW_ROWS, ROWS)}):
+            tile = kind(*common, *paged_fetches(1)[0], kv_type, rows).tile
             for fetch, box_rows in paged_fetches(tile.n):
-                yield DecodeConfig(*common, fetch, box_rows, kv_type, rows)
+                yield kind(*common, fetch, box_rows, kv_type, rows)

@@ -16,6 +16,7 @@ from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
+from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfig
 from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
 
 TITLES = {Family.PREFILL: "prefill", Family.DECODE: "decode", Family.MLA: "MLA decode", Family.APPEND: "append"}
@@ -99,6 +100,18 @@ def _build_mla(config: mla_config.MlaConfig) -> tuple[Any, tuple[Any, ...]]:
     return (mla_few_rows if config.has_tree else mla).build(config)
 
 
+def _build_sm120_decode(config: Sm120DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
+    from hopwell.kernels.sm120.decode import build
+
+    return build(config)
+
+
+def _build_sm120_mla(config: Sm120MlaConfig) -> tuple[Any, tuple[Any, ...]]:
+    from hopwell.kernels.sm120.mla import build
+
+    return build(config)
+
+
 def _build_append(config: append_config.AppendConfig) -> tuple[Any, tuple[Any, ...]]:
     from hopwell.kernels.append import build
 
@@ -111,10 +124,20 @@ def _prefill(kind: type[PrefillConfig], build: Callable[[Any], tuple[Any, tuple[
     return Implementation(kind, resolve_kind, shipped, build)
 
 
-_DECODE = Implementation(
-    decode_config.DecodeConfig, decode_config.resolve_decode, decode_config.shipped_decode_configs, _build_decode
-)
-_MLA = Implementation(mla_config.MlaConfig, mla_config.resolve_mla, mla_config.shipped_mla_configs, _build_mla)
+def _decode(
+    kind: type[decode_config.DecodeConfig], build: Callable[[Any], tuple[Any, tuple[Any, ...]]]
+) -> Implementation:
+    resolve_kind = functools.partial(decode_config.resolve_decode, kind=kind)
+    shipped = functools.partial(decode_config.shipped_decode_configs, kind=kind)
+    return Implementation(kind, resolve_kind, shipped, build)
+
+
+def _mla(kind: type[mla_config.MlaConfig], build: Callable[[Any], tuple[Any, tuple[Any, ...]]]) -> Implementation:
+    resolve_kind = functools.partial(mla_config.resolve_mla, kind=kind)
+    shipped = functools.partial(mla_config.shipped_mla_configs, kind=kind)
+    return Implementation(kind, resolve_kind, shipped, build)
+
+
 _APPEND = Implementation(
     append_config.AppendConfig, append_config.resolve_append, append_config.shipped_append_configs, _build_append
 )
@@ -123,8 +146,10 @@ IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
     **{(Family.PREFILL, arch): _prefill(PrefillConfig, _build_prefill) for arch in HOPPER},
     **{(Family.PREFILL, arch): _prefill(Sm100PrefillConfig, _build_sm100_prefill) for arch in BLACKWELL},
     **{(Family.PREFILL, arch): _prefill(Sm120PrefillConfig, _build_sm120_prefill) for arch in SM120},
-    **{(Family.DECODE, arch): _DECODE for arch in HOPPER},
-    **{(Family.MLA, arch): _MLA for arch in HOPPER},
+    **{(Family.DECODE, arch): _decode(decode_config.DecodeConfig, _build_decode) for arch in HOPPER},
+    **{(Family.DECODE, arch): _decode(Sm120DecodeConfig, _build_sm120_decode) for arch in SM120},
+    **{(Family.MLA, arch): _mla(mla_config.MlaConfig, _build_mla) for arch in HOPPER},
+    **{(Family.MLA, arch): _mla(Sm120MlaConfig, _build_sm120_mla) for arch in SM120},
     **{(Family.APPEND, arch): _APPEND for arch in ARCHS},
 }
 

@@ -63,6 +63,7 @@ class MlaConfig(DecodeConfig):
     """An MLA decode kernel. The first ``head_dim_v`` columns of a key are its value."""
 
     family: ClassVar[Family] = Family.MLA
+    most_rows: ClassVar[int] = ROWS  # of a tile
 
     @property
     def has_tree(self) -> bool:
@@ -139,8 +140,9 @@ class MlaConfig(DecodeConfig):
         return self._named(kind + [f"rows{self.rows}"] * (self.rows != ROWS))
 
 
-def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
-    """The MLA decode kernel for ``problem`` on ``arch``. ``max_q_len`` and the heads say whether rows are few.
+def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = MlaConfig) -> MlaConfig:
+    """The MLA decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``. ``max_q_len`` and the
+    heads say whether rows are few.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
@@ -164,17 +166,17 @@ def resolve_mla(problem: AttentionProblem, arch: str) -> MlaConfig:
         fetch = kv_fetch(problem, _TILE.n) if kv_type is KvType.WIDE else (KvFetch.PAGE_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
-    rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else ROWS
-    return MlaConfig(*common, kv_type, rows, uneven_pages=has_uneven_pages(problem))
+    rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else kind.most_rows
+    return kind(*common, kv_type, rows, uneven_pages=has_uneven_pages(problem))
 
 
-def shipped_mla_configs(arch: str = "sm_90a") -> Iterator[MlaConfig]:
+def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:
     """The MLA kernels that are compiled ahead."""
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.LISTED_ROWS, 0)])
-    for rows, (dims, fetch) in itertools.product((ROWS, LATENT_FEW_ROWS), kinds):
-        yield MlaConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
+    for rows, (dims, fetch) in itertools.product(sorted({kind.most_rows, LATENT_FEW_ROWS}, reverse=True), kinds):
+        yield kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
         if not fetch[1]:  # lanes copy rows of 8 bits
             for kv_type in KV_TYPES.values():
                 if kv_type is not KvType.FP8_DS_MLA or dims == support.FP8_DS_MLA_HEAD_DIMS:
-                    yield MlaConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
+                    yield kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)

@@ -293,8 +293,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
     grid = sms * config.ctas_per_sm
     kv_heads, columns, capacity = problem.key.shape[1], config.head_dim_v, problem.max_kv_len
     if config.has_tree:
-        assert row_tiles <= 1, "a tile of a kernel for few rows has room for all of a request"
-        slots = node_slots(config.tile.m, kv_heads, columns, grid, config.splitting_bytes)
+        slots = node_slots(config.tile.m, kv_heads * row_tiles, columns, grid, config.splitting_bytes)
     else:
         slots = slot_count(max(rows, 1), kv_heads, columns, capacity, sms, problem.is_latent)
     sizes = DecodeGeometry(

@@ -53,6 +53,7 @@ LEAF_TILE = 64  # keys of a tile in shared memory
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
 LATENT_NEAR_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that merges
+LEAST_NEAR_LEVELS = 1  # where rows are in tiles of few, however many there are
 MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
 # Bytes of K and V that a launch finds in the L2 cache (50 MB) if it comes right after one that has read the same. More
 # than that is the first to leave the cache. 1 x 8192 tokens, 34 MB, launch after launch: 13.1 us, and 16.3 where they
@@ -88,15 +89,15 @@ def tree_rows(columns: int, element_bytes: int = 2) -> tuple[int, ...]:
     return tuple(m for m in rows if m in BYTE_FEW_ROWS) if element_bytes == 1 else rows
 
 
-def leaf_tiles(rows: int, columns: int, element_bytes: int = 2) -> int:
-    """Tiles of a leaf, of kernels for so many rows."""
+def leaf_tiles(rows: int, columns: int, element_bytes: int = 2, tiled: bool = False) -> int:
+    """Tiles of a leaf, of kernels for so many rows; ``tiled`` as in :func:`scratch_bytes`."""
     small = element_bytes == 1 or _padded(columns) == BLOCK_COLUMNS
-    return MORE_LEAF_TILES if small or rows == FEW_ROWS[-1] else LEAF_TILES
+    return MORE_LEAF_TILES if small or (rows == FEW_ROWS[-1] and not tiled) else LEAF_TILES
 
 
-def leaf_tokens(rows: int, columns: int, element_bytes: int = 2) -> int:
+def leaf_tokens(rows: int, columns: int, element_bytes: int = 2, tiled: bool = False) -> int:
     """Keys of a leaf."""
-    return LEAF_TILE * leaf_tiles(rows, columns, element_bytes)
+    return LEAF_TILE * leaf_tiles(rows, columns, element_bytes, tiled)
 
 
 def _padded(columns: int) -> int:
@@ -131,17 +132,21 @@ def share_blocks(rows: int, columns: int, element_bytes: int = 2) -> int:
     return 1 << (blocks.bit_length() - 1)
 
 
-def node_slots(rows: int, kv_heads: int, columns: int, ctas: int, element_bytes: int = 2) -> int:
-    """Places for nodes that several CTAs merge: two for each block, and for where a head's blocks end."""
-    return 2 * ((share_blocks(rows, columns, element_bytes) + 1) * ctas + kv_heads)
+def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = 2) -> int:
+    """Places for nodes that several CTAs merge: two for each block, and for where the blocks end of each of
+    ``row_tiles``, those of all KV heads."""
+    return 2 * ((share_blocks(rows, columns, element_bytes) + 1) * ctas + row_tiles)
 
 
-def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, tiled: bool = False) -> int:
     """Bytes of scratch that a launch of ``rows`` or fewer rows needs for its tree, see :func:`scratch_bytes`."""
 
     def of(tile: int, width: int, size: int) -> int:
-        spilled = spilled_levels(leaf_tokens(tile, width, size), capacity, shared_levels(tile, width, size))
-        return _nodes_bytes(tile, kv_heads, width, sms * CTAS_PER_SM[size], spilled, size)
+        near = LEAST_NEAR_LEVELS if tiled else shared_levels(tile, width, size)
+        spilled, tiles = spilled_levels(leaf_tokens(tile, width, size, tiled), capacity, near), 1
+        if tiled:
+            tiles = -(-rows // tile)
+        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], spilled, size)
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
     widths = range(BLOCK_COLUMNS, min(_padded(columns), MOST_TREE_COLUMNS) + 1, BLOCK_COLUMNS)
@@ -149,16 +154,16 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int) 
     return max(of(*kind) for kind in kinds if kind[0] <= most)
 
 
-def latent_tree_bytes(kv_heads: int, columns: int, capacity: int, sms: int) -> int:
-    """Bytes of scratch that an MLA launch needs for its tree, with up to ``columns`` of output."""
+def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
+    """Bytes of scratch that an MLA launch needs for the trees of so many tiles, with up to ``columns`` of output."""
     spilled = spilled_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
-    return max(_nodes_bytes(LATENT_FEW_ROWS, kv_heads, width, sms, spilled) for width in widths)
+    return max(_nodes_bytes(LATENT_FEW_ROWS, row_tiles, width, sms, spilled) for width in widths)
 
 
-def _nodes_bytes(rows: int, kv_heads: int, columns: int, ctas: int, spilled: int, element_bytes: int = 2) -> int:
+def _nodes_bytes(rows: int, row_tiles: int, columns: int, ctas: int, spilled: int, element_bytes: int = 2) -> int:
     """Bytes of the nodes that several CTAs merge, and of the ``spilled`` levels that each CTA has in memory."""
-    return (node_slots(rows, kv_heads, columns, ctas, element_bytes) + spilled * ctas) * node_bytes(rows, columns)
+    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + spilled * ctas) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int) -> int:
@@ -195,16 +200,25 @@ def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, sms: in
     return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * sms
 
 
-def scratch_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False) -> int:
+def scratch_bytes(
+    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False, tiled: bool = False
+) -> int:
     """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
-    at most, on ``sms`` multiprocessors.
+    at most, on ``sms`` multiprocessors. ``tiled``: however many rows there are, they are in tiles of few, each with a
+    tree.
 
     What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
     """
+    sizes = (columns, capacity, sms)
+    if latent:
+        tree = latent_tree_bytes(kv_heads * -(-rows // LATENT_FEW_ROWS) if tiled else kv_heads, *sizes)
+    else:
+        tree = tree_bytes(rows, kv_heads, *sizes, tiled)
+    if tiled:
+        return tree + ALIGNMENT
     needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent)
     pieces = max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES)
-    sizes = (kv_heads, columns, capacity, sms)
-    return max(pieces, latent_tree_bytes(*sizes) if latent else tree_bytes(rows, *sizes)) + ALIGNMENT
+    return max(pieces, tree) + ALIGNMENT
 
 
 def counter_ints(slots: int) -> int:

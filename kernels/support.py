@@ -45,6 +45,7 @@ BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are mu
 NVFP4_HEAD_DIMS = tuple(
     dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
 )  # scales are read by fours
+SM120_DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # K and V of 512 columns do not fit into shared memory side by side
 SM120_HEAD_DIMS = (*COMMON_HEAD_DIMS, *(dims for dims in OTHER_HEAD_DIMS if dims[0] < 512))
 MAX_PAGE_SIZE = 1024
 
@@ -53,6 +54,7 @@ BLACKWELL = hardware.with_instruction("tcgen05")
 SM120 = hardware.with_instruction("mma.sync")
 _PREFILL = (*HOPPER, *BLACKWELL, *SM120)
 NARROW_ARCHS = (*HOPPER, *SM120)  # whose prefill takes operands of 8 and 4 bits
+_DECODE = (*HOPPER, *SM120)
 _NOWHERE: tuple[str, ...] = ()
 
 # A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
@@ -107,6 +109,12 @@ def prefill_head_dim(dims: tuple[int, int]) -> str:
     wide = ((512, 512),)
     known = {"head_dim": COMMON_HEAD_DIMS, "wide_head_dim": wide, "multiple_head_dim": OTHER_HEAD_DIMS}
     return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
+
+
+def decode_head_dim(dim: int) -> str:
+    """The key of the feature that a decode of this head dim needs."""
+    known = {"head_dim": SM120_DECODE_HEAD_DIMS, "wide_head_dim": DECODE_HEAD_DIMS}
+    return next((key for key, listed in known.items() if dim in listed), "other_head_dim")
 
 
 _OTHER_PAGE_SIZE = Feature("other_page_size", "page sizes", "other page sizes", _NOWHERE)
@@ -204,13 +212,14 @@ ENTRIES: dict[str, Entry] = {
     XQA: Entry(
         "hopwell.decode",
         (
-            Feature("16bit", "data types", "bf16 or fp16 query, KV and output", HOPPER),
-            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", HOPPER),
-            Feature("int8_kv", "data types", "int8 KV cache", HOPPER),
+            Feature("16bit", "data types", "bf16 or fp16 query, KV and output", _DECODE),
+            Feature("fp8_kv", "data types", "fp8 (e4m3) KV cache", _DECODE),
+            Feature("int8_kv", "data types", "int8 KV cache", _DECODE),
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", HOPPER),
-            Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 or NVFP4 KV cache", HOPPER),
-            Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256, and 512", HOPPER),
-            Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 256", HOPPER),
+            Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 or NVFP4 KV cache", _DECODE),
+            Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256", _DECODE),
+            Feature("wide_head_dim", "head dims", "head dim 512", HOPPER),
+            Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 256", _DECODE),
             Feature("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches", _NOWHERE),
             Feature(
                 "nvfp4_head_dim",
@@ -220,31 +229,31 @@ ENTRIES: dict[str, Entry] = {
             ),
             Feature("other_nvfp4_head_dim", "head dims", "other head dims with NVFP4 caches", _NOWHERE),
             _OTHER_HEAD_DIM,
-            *_page_sizes(HOPPER),
-            Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", HOPPER),
-            Feature("speculative", "masks", "several tokens per request with a mask", HOPPER),
-            Feature("dcp", "masks", "keys that ranks share (decode context parallel)", HOPPER),
-            _window(HOPPER),
-            _sinks(HOPPER),
-            _tensor_scales(HOPPER),
+            *_page_sizes(_DECODE),
+            Feature("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data", _DECODE),
+            Feature("speculative", "masks", "several tokens per request with a mask", _DECODE),
+            Feature("dcp", "masks", "keys that ranks share (decode context parallel)", _DECODE),
+            _window(_DECODE),
+            _sinks(_DECODE),
+            _tensor_scales(_DECODE),
         ),
     ),
     MLA: Entry(
         "hopwell.mla",
         (
-            Feature("16bit", "data types", "bf16 or fp16 query and cache", HOPPER),
-            Feature("fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", HOPPER),
-            Feature("fp8_ds_mla", "data types", "cache of 656-byte rows (fp8 with scales, bf16 rotary part)", HOPPER),
-            Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", HOPPER),
+            Feature("16bit", "data types", "bf16 or fp16 query and cache", _DECODE),
+            Feature("fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", _DECODE),
+            Feature("fp8_ds_mla", "data types", "cache of 656-byte rows (fp8 with scales, bf16 rotary part)", _DECODE),
+            Feature("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", _DECODE),
             _OTHER_HEAD_DIM,
-            Feature("sparse_head_dim", "head dims", "with sparse top-k head dim 512 as well", HOPPER),
-            *_page_sizes(HOPPER),
-            Feature("cache", "KV caches", "3-D and 4-D caches", HOPPER),
-            Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", HOPPER),
-            Feature("dcp", "masks", "keys that ranks share (decode context parallel)", HOPPER),
-            Feature("sparse", "masks", "sparse top-k", HOPPER),
-            _sinks(HOPPER),
-            _tensor_scales(HOPPER),
+            Feature("sparse_head_dim", "head dims", "with sparse top-k head dim 512 as well", _DECODE),
+            *_page_sizes(_DECODE),
+            Feature("cache", "KV caches", "3-D and 4-D caches", _DECODE),
+            Feature("multi_token", "masks", "several tokens per request (causal, bottom-right)", _DECODE),
+            Feature("dcp", "masks", "keys that ranks share (decode context parallel)", _DECODE),
+            Feature("sparse", "masks", "sparse top-k", _DECODE),
+            _sinks(_DECODE),
+            _tensor_scales(_DECODE),
         ),
     ),
     APPEND: Entry(

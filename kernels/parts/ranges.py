@@ -1,11 +1,12 @@
 """Which leaves of which request a CTA of decode with few rows works on next.
 
-A *line* is what one KV head's rows of a request, all in one tile, attend to, cut into leaves of so many keys, counted
-from right to left. The lines of a head, request after request, are a *column*. Columns are cut into ranges: one of its
-own for every CTA, and at the end short ones, as long as a block, for those that are done, handed out by tickets. Ranges
-of all heads that have the same leaves go to neighbouring CTAs at the same time, because their keys are neighbours in
-memory: with one list of all heads, one behind the other, 1 x 131072 tokens took 169 instead of 135 us (H200,
-2026-11-23). What a range has of a line is a *part*.
+A *line* is what one tile of a KV head's rows of a request attends to, cut into leaves of so many keys, counted from
+right to left. The lines of a head, request after request, are a *column*; where requests have more rows than a tile, a
+head has a column for each tile of them. Columns are cut into ranges: one of its own for every CTA, and at the end short
+ones, as long as a block, for those that are done, handed out by tickets. Ranges of all columns that have the same
+leaves go to neighbouring CTAs at the same time, because their keys are neighbours in memory, or the same: with one list
+of all heads, one behind the other, 1 x 131072 tokens took 169 instead of 135 us (H200, 2026-11-23). What a range has of
+a line is a *part*.
 
 What is computed of leaves is merged as a tree in which every leaf has its place, see ``tree.py``, so that it never
 changes a bit where ranges begin. So that few nodes are left, parts are whole blocks of 2^shift leaves of a line, but
@@ -136,17 +137,19 @@ class RangeSchedule(SplitSchedule):
 
     def _part(self, span: RequestSpan, column, line_start, begin, end, ranges: Ranges, policy) -> RangeTile:
         """Leaves [begin, end) of a request's line."""
-        request, tokens, first_row = span.request(), span.chunk_tokens, Int32(0)
-        # Leaves are counted from right to left.
+        request, tokens = span.request(), span.chunk_tokens
+        head, first_row = self._head(column)
+        # Leaves are counted from right to left, and are those of all rows: a tile has every leaf of its request, be it
+        # that none of its rows sees a key of it.
         first = span.first_chunk + span.chunks - end
-        keys = self._keys(request, first_row, first * tokens, (end - begin) * tokens)
+        keys = self._keys_of_tokens(request, Int32(0), request.q_len - 1, first * tokens, (end - begin) * tokens)
         numbers = (span.chunks, line_start, begin, end, ranges.shift, column * ranges.column_slots, policy)
-        return RangeTile(request, column, column, first_row, keys, *numbers)
+        return RangeTile(request, head, head, first_row, keys, *numbers)
 
     @cute.jit
     def publish(self, board) -> None:
         """Post every part that this CTA gets, then the end. Called by one warp."""
-        ctas, columns = Int32(self.geometry.grid), Int32(self.geometry.kv_heads)
+        ctas, columns = Int32(self.geometry.grid), self._units_of_chunk
         # Divisions take their time, and these need no lengths.
         own_rows = ctas // columns
         row, column = row_and_column(Int32(cute.arch.block_idx()[0]), columns)
@@ -156,7 +159,8 @@ class RangeSchedule(SplitSchedule):
         if self._requests_count > LANES:
             leaves += self._leaves(first + LANES)
         ranges = Ranges.of(columns, leaves, self._requests_count, ctas, own_rows, self.most_blocks)
-        policy = Int32(EVICT_NORMAL) if leaves * columns <= self.resident_leaves else Int32(EVICT_FIRST)
+        is_resident = leaves * Int32(self.geometry.kv_heads) <= self.resident_leaves
+        policy = Int32(EVICT_NORMAL) if is_resident else Int32(EVICT_FIRST)
         leaf, end = ranges.own_range(row)
         goes_on = (leaf < ranges.leaves) | ranges.has_tickets
         while goes_on:

@@ -174,9 +174,13 @@ class SplitSchedule(DeviceStruct):
     def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
         """The KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin`` on."""
         group = Int32(self.geometry.group)
+        last = cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1)
+        return self._keys_of_tokens(request, first_row // group, last, begin, tokens)
+
+    def _keys_of_tokens(self, request: Request, first_token, last_token, begin, tokens) -> TileRange:
+        """The KV tiles that these new tokens of a request visit in the chunk of ``tokens`` keys from ``begin`` on."""
         positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
-        first = positions.of(first_row // group)
-        last = positions.of(cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1))
+        first, last = positions.of(first_token), positions.of(last_token)
         keys = self.mask.tiles(first, last, request.kv_len, self.tile_n)
         end = cutlass.min(keys.end, begin // self.tile_n + tokens // self.tile_n)
         begin = cutlass.min(cutlass.max(keys.begin, begin // self.tile_n), end)

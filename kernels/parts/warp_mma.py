@@ -41,6 +41,13 @@ def multiply(d, a, b, dtype=Float16, *, loc=None, ip=None) -> tuple:
     )
 
 
+def accumulate(registers, fragment: int, a, b, dtype=Float16) -> None:
+    """Add a b to the four registers of a fragment."""
+    d = [registers[4 * fragment + i] for i in range(4)]
+    for i, value in enumerate(multiply(d, a, b, dtype)):
+        registers[4 * fragment + i] = value
+
+
 UNIT_SCALES = 0x7F7F7F7F  # four of ue8m0
 
 

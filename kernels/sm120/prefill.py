@@ -3,15 +3,14 @@
 from typing import Any
 
 from hopwell.kernels.config import KvType
-from hopwell.kernels.hardware import LANES
 from hopwell.kernels.sm90.prefill import PrefillSm90, with_arguments
 from hopwell.kernels.sm120.attend import SkippingWarpAttend, WarpAttend, WarpOperands
+from hopwell.kernels.sm120.kernel import LaneReaders
 from hopwell.kernels.sm120.narrow_operands import ByteOperands, DequantisedOperands, WidenedOperands
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
-from hopwell.kernels.support import FAMILY_BUILDS
 
 
-class PrefillSm120(PrefillSm90):
+class PrefillSm120(LaneReaders, PrefillSm90):
     """Attention over query tiles of ``tile.m`` rows, 16 of them for each warp, in steps of ``tile.n`` keys from right
     to left.
 
@@ -53,21 +52,6 @@ class PrefillSm120(PrefillSm90):
     @property
     def attend_types(self) -> tuple[type, type]:
         return WarpAttend, SkippingWarpAttend
-
-    def set_registers(self, wanted: int) -> None:
-        # ptxas gives threads of sm_120 no more registers than at launch, and as few as they need: in all there may be
-        # fewer than the roles would ask for, and such a kernel would hang.
-        if self.config.target not in FAMILY_BUILDS.values():
-            super().set_registers(wanted)
-
-    @property
-    def q_arrivals(self) -> dict[str, int]:
-        return dict(consumer_lanes=LANES)
-
-    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        # Lanes read tiles, and the zeros that load_v writes, with instructions of their own.
-        zeroes = dict(producer_lanes=LANES) if is_value else {}
-        return super().kv_arrivals(is_value) | zeroes | dict(consumer_lanes=LANES, consumer_fences=False)
 
 
 def build(config: Sm120PrefillConfig) -> Any:

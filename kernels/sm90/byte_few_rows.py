@@ -18,10 +18,10 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, warp_in_group
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, accumulate, place_in_warp
 from hopwell.kernels.parts.widen import of_two_keys
 from hopwell.kernels.skeleton import example_arguments
-from hopwell.kernels.sm90.byte_products import BLOCK_BYTES, ByteProducts, accumulate, padded
+from hopwell.kernels.sm90.byte_products import BLOCK_BYTES, ByteProducts, padded
 from hopwell.kernels.sm90.decode import argument_types
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafAttend, LeafTiles
 from hopwell.kernels.splitting import LEAF_TILE

@@ -21,7 +21,7 @@ from hopwell.kernels.parts.block_scales import SharedScales
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
 from hopwell.kernels.parts.e2m1 import scale_pair
 from hopwell.kernels.parts.fragment import ColumnFragment
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, multiply, place_in_warp
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
 from hopwell.kernels.parts.widen import widened
 
 BLOCK_BYTES = copy.SWIZZLE_ROW_BYTES
@@ -197,13 +197,6 @@ def _place(rows, row, part, part_bytes: int, first: int):
         per_chunk = copy.CHUNK_BYTES // part_bytes
         return copy.swizzled_chunk(rows, row, part // per_chunk) + part % per_chunk * part_bytes
     return copy.swizzled_chunk(rows, row, part * (part_bytes // copy.CHUNK_BYTES) + first // copy.CHUNK_BYTES)
-
-
-def accumulate(registers, fragment: int, a, b) -> None:
-    """Add a b to the four registers of a fragment."""
-    d = [registers[4 * fragment + i] for i in range(4)]
-    for i, value in enumerate(multiply(d, a, b)):
-        registers[4 * fragment + i] = value
 
 
 def _pairs(values: list) -> list:

@@ -146,14 +146,26 @@ class LatentLeafOperands(DeviceStruct):
             products=t.m // MMA_COLUMNS,
         )
 
-    def issue_qk(self, part: int, q_stage, stage) -> None:
-        """Issue S^T = K Q^T over the columns of the left part (0), or S^T += over those of the right part (1)."""
-        k, q = self.k[part][None, None, None, stage], self.q[None, None, None, q_stage]
-        issue_mma(self.qk_mma, self.s, k, q, self.depths[part], part > 0, (0, part * self.depths[0]))
+    def multiply_keys(self, rings, step, q_stage) -> None:
+        """Compute S^T of tile ``step``: over the columns of its left part (0), and then of its right part (1)."""
+        for part, ring in enumerate(rings):
+            ring.wait_full(step)
+            k, q = self.k[part][None, None, None, ring.stage(step)], self.q[None, None, None, q_stage]
+            issue_mma(self.qk_mma, self.s, k, q, self.depths[part], part > 0, (0, part * self.depths[0]))
+        warpgroup.wait_group(0)
 
-    def issue_pv(self, part: int, stage) -> None:
-        """Issue O^T += V^T P^T of the left (0) or right (1) half of the output."""
-        issue_mma(self.pv_mma, self.o_parts[part], self.v[part][None, None, None, stage], self.p, self.tile_n, True)
+    def show_weights(self) -> None:
+        """Make P, which has been written, visible to the tensor cores."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def multiply_values(self, rings, step) -> None:
+        """Add V^T P^T of tile ``step`` to the left (0) and right (1) half of O^T, and give the tile's parts back."""
+        for part, ring in enumerate(rings):
+            v = self.v[part][None, None, None, ring.stage(step)]
+            issue_mma(self.pv_mma, self.o_parts[part], v, self.p, self.tile_n, True)
+        for part, ring in enumerate(rings):
+            warpgroup.wait_group(1 - part)
+            ring.release(step)
 
     def scores(self) -> ColumnFragment:
         """The scores of a tile, of which a warp has 16 keys."""
@@ -185,8 +197,7 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
             row = self.logit_row(tile, 0, operands.scores())
             for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
                 masked = n < keys.full_begin or n >= keys.full_end
-                self.attend_leaf(operands, node, q_ring.stage(work), row, n, masked, step)
-                step += self.kernel.step_tiles
+                step = self.attend_leaf(operands, node, q_ring.stage(work), row, n, masked, step)
                 leaf_ring.wait_empty(leaf)
                 self.merge.hand_over(node)
                 cute.arch.mbarrier_arrive(leaf_ring.full_barrier(leaf))
@@ -196,9 +207,9 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
             tile = self.board.read(work)
 
     @cute.jit
-    def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step) -> None:
-        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Tile by tile: shared memory
-        has no room for all of them."""
+    def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
+        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's. Tile
+        by tile: shared memory has no room for all of them."""
         self.softmax.reset()
         operands.o.fill(0.0)
         tiles = self.kernel.step_tiles
@@ -207,6 +218,7 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
             self.attend_tile(operands, q_stage, row, (n + 1) * tiles - 1 - i, masked, step + i)
         for r in cutlass.range_constexpr(node.rows):
             node.reference[r], node.total[r] = self.softmax.partial(r, ColumnFragment.lanes_per_row)
+        return step + tiles
 
     @cute.jit
     def attend_tile(self, operands, q_stage, row, n, masked, step) -> None:
@@ -214,10 +226,7 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
         parts = (self.rings.k, self.rings.v)
         scores = operands.scores()
         row = row.of_tile(n * self.kernel.tile.n)
-        for i in cutlass.range_constexpr(2):
-            parts[i].wait_full(step)
-            operands.issue_qk(i, q_stage, parts[i].stage(step))
-        warpgroup.wait_group(0)
+        operands.multiply_keys(parts, step, q_stage)
         if row.needs_mask(masked):
             self.mask.apply(scores, n * self.kernel.tile.n + self.warp * ColumnFragment.warp_columns, row)
         largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
@@ -225,13 +234,9 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
             self.softmax.accumulate(scores, r, largest[r])
         self.write_weights(scores, 0)
         self.rescale(operands)
-        cute.arch.fence_proxy("async.shared", space="cta")
+        operands.show_weights()
         self.meet_group()
-        for i in cutlass.range_constexpr(2):
-            operands.issue_pv(i, parts[i].stage(step))
-        for i in cutlass.range_constexpr(2):
-            warpgroup.wait_group(1 - i)
-            parts[i].release(step)
+        operands.multiply_values(parts, step)
 
 
 @dataclass

@@ -11,7 +11,9 @@ from api_calls import FORMS, Form
 
 from hopwell import emulator
 from hopwell.kernels import support
+from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.families import prefill_type, shipped_configs
+from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
 
 
 def test_keys_are_unique_and_archs_known() -> None:
@@ -36,7 +38,7 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
         assert part in message
 
     with pytest.raises(NotImplementedError, match=r"on sm_120a.*architectures that support .*: sm_90a$"):
-        support.require(support.XQA, "16bit", "query.dtype=torch.bfloat16", "sm_120a")
+        support.require(support.XQA, "wide_head_dim", "head_dim=512", "sm_120a")
 
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
@@ -152,12 +154,7 @@ PREFILL = (support.CONTEXT, support.FMHA_V2, support.CUDNN)
 
 @pytest.mark.parametrize(
     ("form", "arch"),
-    [
-        (form, arch)
-        for arch in ("sm_100a", "sm_103a", "sm_120a")
-        for form in FORMS
-        if form.function.__name__ not in PREFILL
-    ],
+    [(form, arch) for arch in ("sm_100a", "sm_103a") for form in FORMS if form.function.__name__ not in PREFILL],
     ids=str,
 )
 def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyPatch, form: Form, arch: str) -> None:
@@ -178,6 +175,15 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
         for arch, keys in absent.items():
             there = "sm_90a" in feature.archs and feature.key not in keys
             assert (arch in feature.archs) == there, (feature.key, arch)
+
+
+@pytest.mark.parametrize("entry", [support.XQA, support.MLA])
+def test_sm120_decodes_what_hopper_does_but_the_widest_heads(entry: str) -> None:
+    for feature in support.ENTRIES[entry].features:
+        assert ("sm_120a" in feature.archs) == ("sm_90a" in feature.archs and feature.key != "wide_head_dim")
+    dims = range(8, 601, 8)
+    assert {dim for dim in dims if support.decode_head_dim(dim) == "head_dim"} == set(Sm120DecodeConfig.head_dims)
+    assert {dim for dim in dims if support.decode_head_dim(dim) != "other_head_dim"} == set(DecodeConfig.head_dims)
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:

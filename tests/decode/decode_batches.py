@@ -11,9 +11,8 @@ import torch
 from batches import Batch, Expected, starts
 
 from hopwell import layouts
-from hopwell.kernels.plan import multiprocessors
+from hopwell._decoding import workspace_bytes
 from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, Mask, MaskKind, PageTable, TokenOffsets
-from hopwell.kernels.splitting import scratch_bytes
 
 DRAFT = Mask(MaskKind.DRAFT)
 FULL = Mask(MaskKind.FULL)
@@ -127,7 +126,7 @@ class DecodeBatch(Batch):
     def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
         """Memory for partial results, full of NaN."""
         rows = self.heads // self.kv_heads * max(self.q_lens, default=0)
-        size = scratch_bytes(rows, self.kv_heads, self.v_head_dim, capacity, multiprocessors(key.device))
+        size = workspace_bytes(rows, self.kv_heads, self.v_head_dim, capacity, key.device)
         return torch.full((size // 4,), float("nan"), device=self.device)
 
     def expected_decode(

@@ -11,9 +11,9 @@ import torch
 from batches import Expected, starts
 from decode_batches import DecodeBatch
 
-from hopwell.kernels import Plan
+from hopwell.kernels import Plan, families
 from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, KvFetch, KvType
-from hopwell.kernels.decode_config import DTYPES, FP8, NARROW_TYPES, DecodeConfig, resolve_decode, tile_rows
+from hopwell.kernels.decode_config import DTYPES, FP8, NARROW_TYPES, DecodeConfig, tile_rows
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
 from hopwell.kernels.splitting import FEW_ROWS
 
@@ -116,7 +116,7 @@ def check_config(
     out_dtype = TORCH_DTYPES[config.out_dtype]
     options = dict(out=data.output().to(out_dtype), sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False))
     problem = data.decode(page_size, mask, ragged=case.ragged, **options, **scales)
-    assert resolve_decode(problem, config.arch) == config
+    assert families.resolve(problem, config.arch) == config
     expected = data.expected_decode(mask, sinks=sinks, out_dtype=out_dtype)
     check_problem(problem, data, expected, settings, factor=-0.75 if case.tensor_scales else 1.0)
 

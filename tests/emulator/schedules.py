@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 from decode_cases import Setting
 
 from hopwell import emulator
 
 
-def setting(schedule: str, seed: int = 0, **more: int) -> Setting:
-    return functools.partial(emulator.use, "sm_90a", schedule=schedule, seed=seed, race=True, proxy=True, **more)
+def setting(schedule: str, seed: int = 0, arch: str = "sm_90a", **more: int) -> Setting:
+    return functools.partial(emulator.use, arch, schedule=schedule, seed=seed, race=True, proxy=True, **more)
 
 
-def schedules(seed: int, adverse: int = 2, **more: int) -> Sequence[Setting]:
+def schedules(seed: int, adverse: int = 2, **more: Any) -> Sequence[Setting]:
     """The seed goes with the case, so that the cases together see many schedules."""
     drawn = [setting(("random", "priority")[(seed + i) % 2], seed + i, **more) for i in range(adverse)]
     return setting("eager", **more), *drawn

@@ -14,6 +14,7 @@ from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.prefill_config import TILES, PrefillConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
+from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfig
 from hopwell.kernels.splitting import FEW_ROWS
 
 # What models have, and what differs most: three consumer warpgroups with few registers each, two of them, different
@@ -220,6 +221,33 @@ def covering_mla_configs() -> list[MlaConfig]:
     ]
 
 
+def covering_sm120_decode_configs() -> list[DecodeConfig]:
+    """Decode and MLA decode kernels of sm_120 that stand for all: those of each size with most to keep in registers,
+    every mask, every way to fetch, and what is compiled on demand only."""
+    full, window, draft = MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT
+    chosen = [
+        ("bf16", 128, full, PAGES16, KvType.WIDE, 8),
+        ("bf16", 128, draft, PAGES16, KvType.WIDE, 32),
+        ("fp16", 64, window, ROWS, KvType.WIDE, 32),
+        ("bf16", 256, draft, PAGES64, KvType.WIDE, 16),
+        ("bf16", 80, full, PAGES16, KvType.WIDE, 16),
+        ("bf16", 128, draft, PAGES16, KvType.E4M3, 8),
+        ("bf16", 256, window, ROWS, KvType.INT8, 8),
+    ]
+    latent = [((576, 512), PAGES64), ((576, 512), LISTED), ((320, 256), ROWS), ((512, 512), LISTED)]
+    return [
+        *(
+            Sm120DecodeConfig("sm_120a", dtype, dtype, dim, dim, mask, *fetch, kv_type, rows)
+            for dtype, dim, mask, fetch, kv_type, rows in chosen
+        ),
+        *(
+            Sm120MlaConfig("sm_120a", "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=splitting.LATENT_FEW_ROWS)
+            for dims, fetch in latent
+        ),
+    ]
+
+
 COVERING_BYTES = covering_byte_configs()
 COVERING_DECODE = covering_decode_configs()
 COVERING_MLA = covering_mla_configs()
+COVERING_SM120_DECODE = covering_sm120_decode_configs()

@@ -58,6 +58,7 @@ pytestmark = pytest.mark.traced
 LEAF = 128  # tokens
 BLOCKS = 16
 RESIDENT_LEAVES = 40  # of all heads
+GROUP = 4  # query heads of a KV head
 
 
 @pytest.fixture
@@ -164,12 +165,16 @@ class Batch:
     kv_heads: int = 1
     window: int = -1
     ctas: int = 4
+    q_len: int = 1  # of every request, in as many tiles of 8 rows as it takes
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-GROUP * self.q_len // 8)
 
     def schedule(self, memory: Memory) -> RangeSchedule:
         a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(kv_lens=memory.put(self.kv_lens))
-        sizes = dict(kv_heads=self.kv_heads, batch=len(self.kv_lens), group=4, q_len=1, grid=self.ctas)
-        sizes["capacity"] = MAX_KEYS
-        sizes["tokens"] = MAX_KEYS
+        sizes = dict(batch=len(self.kv_lens), q_len=self.q_len, grid=self.ctas, capacity=MAX_KEYS, tokens=MAX_KEYS)
+        sizes |= dict(kv_heads=self.kv_heads, group=GROUP, row_tiles=self.row_tiles)
         g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
             **{name: Int64(size) for name, size in sizes.items()}
         )
@@ -241,6 +246,8 @@ BATCHES = [
     Batch([(i * 97) % 1500 for i in range(70)], kv_heads=3, ctas=8),
     ListBatch([0, 5, 100, 260, 9000], q_lens=[0, 3, 1, 3, 2]),
     ListBatch([1, 2, 700], q_lens=[3, 3, 3], listed=64),
+    Batch([0, 1, 128, 129, 257, 9000], kv_heads=2, q_len=5),
+    Batch([4000], q_len=33, ctas=8),
     ListBatch([900 + i for i in range(70)], q_lens=[i % 4 for i in range(70)], ctas=8, listed=512),
 ]
 
@@ -248,12 +255,14 @@ BATCHES = [
 @pytest.mark.parametrize("batch", BATCHES)
 def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every leaf of every line is in one part, and parts begin at blocks; blocks that are shared have places."""
-    found: dict[tuple[int, int], list[RangeTile]] = {}
+    found: dict[tuple[int, ...], list[RangeTile]] = {}
     for tile in published(batch, memory, monkeypatch):
-        found.setdefault((host(tile.request.index), host(tile.kv_head)), []).append(tile)
-    assert sorted(found) == [(line, h) for line in batch.lines for h in range(batch.kv_heads)]
+        place = (tile.request.index, tile.kv_head, tile.first_row)
+        found.setdefault(tuple(map(host, place)), []).append(tile)
+    rows = [8 * i for i in range(batch.row_tiles)]
+    assert sorted(found) == [*itertools.product(batch.lines, range(batch.kv_heads), rows)]
     places: list[int] = []
-    for (request, _), parts in found.items():
+    for (request, *_), parts in found.items():
         parts.sort(key=lambda part: host(part.first_leaf))
         leaves, ends = batch.leaves(request), [0]
         for part in parts:
@@ -270,7 +279,7 @@ def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytes
             blocks = ((len(leaves) - 1) >> host(parts[0].shift)) + 1
             places += [host(Tree._slot(tree, parts[0], Int32(block))) for block in range(blocks)]
     assert len(places) == len(set(places))
-    assert max(places, default=0) < node_slots(8, batch.kv_heads, 128, batch.ctas)
+    assert max(places, default=0) < node_slots(8, batch.kv_heads * batch.row_tiles, 128, batch.ctas)
 
 
 @pytest.mark.parametrize("more", [0, 1])

@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hopwell.kernels.families import shipped_configs as shipped
+from hopwell.kernels.problem import Family
 from hopwell.kernels.splitting import (
+    ALIGNMENT,
     CHUNK_ELEMENTS,
     COMFORTABLE_BYTES,
     DOUBLINGS,
@@ -23,9 +26,12 @@ from hopwell.kernels.splitting import (
     UNDER_WAY,
     chunk_tokens,
     counter_ints,
+    node_bytes,
+    node_slots,
     scratch_bytes,
     slot_bytes,
     slot_count,
+    spilled_levels,
 )
 
 CAPACITIES = (0, 1, 511, 512, 513, 5000, 255 * 512, 255 * 512 + 1, 256 * 512, 256 * 512 + 1, 1 << 20, 2**31 - 1)
@@ -98,6 +104,18 @@ def test_scratch_for_more_is_enough_for_less(sizes: tuple[tuple[int, int], ...],
     fewer = [size for size, _ in sizes]
     more = [size + additional for size, additional in sizes]
     assert scratch_bytes(*fewer, 132, latent) <= scratch_bytes(*more, 132, latent)
+
+
+@pytest.mark.parametrize("capacity", CAPACITIES)
+def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
+    """Nodes that several CTAs merge, and the levels of a CTA's tree that are not near, of the kernels of sm_120."""
+    configs = {config.name: config for family in (Family.DECODE, Family.MLA) for config in shipped("sm_120a", family)}
+    for config, kv_heads, tiles, sms in itertools.product(configs.values(), (1, 8), (1, 2, 17), (4, 188)):
+        rows, columns, latent = config.rows * tiles, config.head_dim_v, config.family is Family.MLA
+        slots = node_slots(config.rows, kv_heads * tiles, columns, sms * config.ctas_per_sm, config.kv_bytes)
+        levels = spilled_levels(config.chunk_tokens, capacity, config.near_levels) * sms * config.ctas_per_sm
+        found = scratch_bytes(rows, kv_heads, columns, capacity, sms, latent, tiled=True)
+        assert found >= (slots + levels) * node_bytes(config.rows, columns) + ALIGNMENT
 
 
 def test_counters() -> None:

@@ -12,8 +12,8 @@ import torch
 from decode_cases import PLAIN, Setting, check_problem
 from mla_batches import MlaBatch, listing
 
-from hopwell.kernels import execute
-from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels import execute, families
+from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
 from hopwell.kernels.problem import LogSumExp, LseLayout
 
 ARCH = "sm_90a"
@@ -167,6 +167,6 @@ def check_case(
         scales = {name: torch.tensor([value], device=device) for name, value in values.items()}
     options = dict(sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False))
     problem = data.decode(page_size, ragged=case.ragged, **options, **scales)
-    assert config in (None, resolve_mla(problem, ARCH))
+    assert config is None or families.resolve(problem, config.arch) == config
     expected = data.expected_mla(sinks=sinks)
     check_problem(problem, data, expected, settings, factor=OUTPUT_SCALE if case.tensor_scales else 1.0)

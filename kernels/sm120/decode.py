@@ -1,0 +1,77 @@
+"""sm_120 decode: Hopper's kernels for few rows with products of single warps, for any number of tiles of rows."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts.fragment import ColumnFragment
+from hopwell.kernels.skeleton import example_arguments
+from hopwell.kernels.sm90.byte_few_rows import ByteFewRowsDecodeSm90
+from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafAttend, LeafTiles
+from hopwell.kernels.sm120.kernel import LaneReaders
+from hopwell.kernels.sm120.products import WarpProducts
+from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
+
+
+class DecodeSm120(LaneReaders, FewRowsDecodeSm90):
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
+    :class:`FewRowsDecodeSm90`. Requests with more rows have several tiles of them.
+
+    Steady state: memory is the limit. A leaf is two tiles, A and B, or four, and so many stages have room for one.
+
+        memory         |    K of A'    |    K of B'    |         |    V of A'    |    V of B'     | ...
+        attend         | S(A)  | S(B)  | P of both     | O = P V (A) | O += P V (B) | nodes |   waits
+    """
+
+    def consumer(self, **parts: Any) -> "WarpLeafAttend":
+        return WarpLeafAttend(**parts)
+
+
+class ByteDecodeSm120(LaneReaders, ByteFewRowsDecodeSm90):
+    """Attention over 8-bit caches, whose products are those of single warps on Hopper, too. A multiprocessor has one
+    CTA instead of two, with more registers for its warps."""
+
+
+@dataclass
+class WarpLeafOperands(WarpProducts):
+    """Operands of single warps, used as LeafOperands are."""
+
+    leaf_tiles: int
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "WarpLeafOperands":
+        fields = WarpProducts.fields(kernel, tiles, kernel.step_tiles)
+        return WarpLeafOperands(**fields, leaf_tiles=kernel.step_tiles)
+
+    def multiply_keys(self, ring, step, q_stage) -> None:
+        """Compute S^T of a leaf, whose first tile is the ``step``-th, and give its tiles of K back."""
+        self.s.fill(0.0)
+        for i in range(self.leaf_tiles):
+            ring.wait_full(step + i)
+            self.add_scores(i, 0, ring.stage(step + i), q_stage, self.kernel.config.depth[0])
+            ring.release(step + i)
+
+    def multiply_values(self, ring, step) -> None:
+        """Compute O^T of a leaf, and give its tiles of V back."""
+        self.o.fill(0.0)
+        for i in range(self.leaf_tiles):
+            ring.wait_full(step + i)
+            self.add_values(i, 1, ring.stage(step + i), self.kernel.config.columns[1])
+            ring.release(step + i)
+
+    def finish_values(self, ring, step) -> None:
+        """Do nothing: O^T is complete when :meth:`multiply_values` returns."""
+
+    def tile_scores(self, i: int) -> ColumnFragment:
+        return self.scores(i, 1)
+
+
+@dataclass
+class WarpLeafAttend(LeafAttend):
+    operands_type: ClassVar[type] = WarpLeafOperands
+
+
+def build(config: Sm120DecodeConfig) -> Any:
+    """The traceable launch function of a config and example arguments to compile it with."""
+    kernel = (ByteDecodeSm120 if config.kv_bytes == 1 else DecodeSm120)(config)
+    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)

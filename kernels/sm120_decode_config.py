@@ -1,0 +1,76 @@
+"""Which decode and MLA decode kernels serve a problem on sm_120a: tiles and resources.
+
+Requests of any number of rows have as many tiles of few rows as they need. Each tile reads the keys again, which the
+L2 cache has then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from hopwell.kernels import support
+from hopwell.kernels.config import KvType, Tile
+from hopwell.kernels.decode_config import EIGHT_BIT_TYPES, DecodeConfig, tile_rows
+from hopwell.kernels.mla_config import MlaConfig
+from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, leaf_tiles, node_bytes, tree_rows
+
+# 256 threads, each with as many registers as an instruction can name: only compiled for Hopper do roles trade them.
+# Where nodes are large, ptxas fills all of them while it merges, and spills up to 20 that live longer: addresses and
+# counters, which are read again once or twice a leaf, of drafts with 32 rows two of them between products. A leaf takes
+# microseconds of memory.
+_TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=1, kv_stages=1, producer_registers=104, consumer_registers=240)
+_STAGE_BYTES = 32 << 10  # of K, and of V
+_OTHER_BYTES = 2 << 10  # of shared memory: what warps tell each other, the board, barriers
+
+
+@dataclass(frozen=True)
+class Sm120DecodeConfig(DecodeConfig):
+    """A decode kernel whose products are those of single warps."""
+
+    head_dims: ClassVar[tuple[int, ...]] = support.SM120_DECODE_HEAD_DIMS
+    narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = dict.fromkeys(
+        EIGHT_BIT_TYPES.values(), support.DECODE_8BIT_HEAD_DIMS
+    )
+
+    @classmethod
+    def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
+        most = tree_rows(head_dim, kv_type.element("bf16").bytes_of(1))[-1]
+        return min(tile_rows(rows, head_dim, kv_type), most)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 1
+
+    @property
+    def tile(self) -> Tile:
+        stages = _STAGE_BYTES // (LEAF_TILE * 2 * self.columns[0])
+        return replace(_TILE, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
+
+    @property
+    def leaf_tiles(self) -> int:
+        return leaf_tiles(self.rows, self.head_dim_v, self.kv_bytes, tiled=True)
+
+    @property
+    def near_levels(self) -> int:
+        """As many levels of the tree as there is room for beside K, V, Q and P."""
+        loaded = self.tile.kv_stages * LEAF_TILE * sum(self.columns) + self.rows * self.q_columns
+        used = 2 * (loaded + self.rows * LEAF_TILE * self.leaf_tiles) + _OTHER_BYTES
+        return (self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v)
+
+
+@dataclass(frozen=True)
+class Sm120MlaConfig(MlaConfig):
+    """An MLA decode kernel whose products are those of single warps. A key, Q and P fill shared memory; the warps that
+    attend merge, and have the first level of the tree in registers."""
+
+    most_rows: ClassVar[int] = LATENT_FEW_ROWS
+
+    @property
+    def has_merge_role(self) -> bool:
+        return False
+
+    @property
+    def tile(self) -> Tile:
+        return replace(_TILE, m=LATENT_FEW_ROWS, kv_stages=2 if self.head_dim_v <= 256 else 1)

@@ -1,0 +1,91 @@
+"""Decode and MLA decode of sm_120 on the emulator, against float64, in an ordinary and an adverse schedule.
+
+The detectors are on, as for Hopper's kernels. On a Hopper GPU, ``HOPWELL_KERNELS=sm_120a python -m pytest -m gpu`` runs
+the tests of decode and MLA on these kernels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import decode_cases
+import mla_cases
+import pytest
+import torch
+from batches import same
+from covering import COVERING_SM120_DECODE
+from decode_batches import DRAFT, DecodeBatch
+from mla_batches import MlaBatch
+from schedules import schedules
+
+from hopwell import emulator
+from hopwell.kernels import execute
+from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.mla_config import MlaConfig
+from hopwell.kernels.problem import Family, MaskKind
+
+pytestmark = pytest.mark.emulator
+
+ARCH = "sm_120a"
+DECODE = [config for config in COVERING_SM120_DECODE if config.family is Family.DECODE]
+MLA = [config for config in COVERING_SM120_DECODE if isinstance(config, MlaConfig)]
+
+
+@pytest.fixture(autouse=True)
+def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOPWELL_EMULATE", ARCH)
+
+
+@pytest.mark.parametrize("config", DECODE, ids=lambda config: config.name)
+def test_decode(config: DecodeConfig) -> None:
+    """No keys, the edges of leaves, and more rows than a tile has where it is the largest; drafts across tiles of rows
+    and leaves, and requests with fewer keys than tokens."""
+    leaf, page = config.chunk_tokens, config.box_rows or 4
+    most = config.rows_for(1000, config.head_dim_qk, config.kv_type)
+    group = 2 * config.rows - 3 if config.rows == most else config.rows
+    case = decode_cases.Case([1] * 4, [0, 1, leaf, leaf + 65], group, kv_heads=2)
+    if config.mask is MaskKind.SLIDING_WINDOW:
+        case = replace(case, window=leaf + 3)
+    if config.mask is MaskKind.DRAFT:
+        group = config.rows // 4
+        case = decode_cases.Case([7, 0, 3, 1], [leaf + 2, 40, 1, 70], group, drafts="tree", window=leaf, ragged=True)
+    decode_cases.check_config(config, case, page, "cpu", schedules(leaf, 1, arch=ARCH, strict=True))
+    assert "Sm120" in emulator.report().kernel
+    assert not emulator.report().warnings
+
+
+@pytest.mark.parametrize("config", MLA, ids=lambda config: config.name)
+def test_mla(config: MlaConfig) -> None:
+    """Lists with gaps, and dense keys in pages of one and of 64, in several tiles of rows. The first one's token does
+    not see the last key, which has a leaf to itself."""
+    dims, page = (config.head_dim_qk, config.head_dim_v), config.box_rows or 1
+    heads, top_k = (20, 132) if config.sparse else (17, 0)
+    case = mla_cases.Case([2, 1, 2, 0], [1, 129, config.chunk_tokens + 1, 3], heads, dims, top_k=top_k, ragged=True)
+    mla_cases.check_case(case, page, "cpu", schedules(heads, 1, arch=ARCH, strict=True), config)
+    assert "Sm120" in emulator.report().kernel
+    assert not emulator.report().warnings
+
+
+def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
+    """Bit for bit: requests of several CTAs' parts, and rows of two tiles, each alone and with others."""
+    data = DecodeBatch([5, 5, 5], [700, 3, 900], heads=16, kv_heads=2, head_dim=128, device="cpu")
+    out, other = execute(data.decode(16, DRAFT)), data.decode(16, DRAFT, order=7)
+    same(data.decode(16, DRAFT), key=other.key, value=other.value, page_table=other.page_table)
+    for index in range(data.size):
+        assert torch.equal(out[5 * index : 5 * index + 5], execute(data.request(index).decode(16, DRAFT)))
+
+
+def test_a_latent_batch_is_its_requests() -> None:
+    data = MlaBatch([1, 1], [1100, 70], heads=128, device="cpu")
+    out = execute(data.decode(64))
+    data.expected_mla().check(out)
+    for index in range(data.size):
+        assert torch.equal(out[index : index + 1], execute(data.request(index).decode(64)))
+
+
+def test_hopper_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = DecodeBatch([1, 1], [300, 70], heads=8, kv_heads=1, head_dim=128, device="cpu").decode(16)
+    out = execute(problem).clone()
+    monkeypatch.setenv("HOPWELL_EMULATE", "sm_90a")
+    monkeypatch.setenv("HOPWELL_KERNELS", ARCH)
+    assert torch.equal(execute(problem), out)
