@@ -29,6 +29,7 @@ class MlaSm120(LaneReaders, FewRowsMlaSm90):
         warps 4..7 attend  from Q K^T to a leaf's node, from nodes to the output
 
     Edges
+        loaded K, loaded V  load_keys -> widen  bytes of both parts, where keys have 8 bits; given back on K and V
         Q       load_q -> attend      released after the part's last leaf
         K, V    load_keys -> attend   released when the product with their half of the value has been added to O
         work    schedule -> all       released as soon as it has been read

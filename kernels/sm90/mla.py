@@ -58,6 +58,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     Edges
         Q       schedule -> attend    released when the unit's last products have been computed
+        loaded K, loaded V  load_keys -> widen  bytes of both parts, where keys have 8 bits; given back on K and V
         K       load_keys -> attend   left parts, tiles A and B by turns: released by left when its product has been
                                       added to O; by right, which needs B's for S only, of A when P of A is there
         V       load_keys -> attend   right parts: released by right when its product has been added to O; by left of A

@@ -46,6 +46,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
         warps 8..11 merge  from nodes to the output, see parts/tree.py
 
     Edges
+        loaded K, loaded V  load_keys -> widen  bytes of both parts, where keys have 8 bits; given back on K and V
         K, V    load_keys -> attend   released when the product with their half of the value has been added to O
         leaf    attend -> merge       a leaf's node; released when it is in registers
 

@@ -12,6 +12,7 @@ import torch
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes
+from hopwell.layouts import FP8_DS_MLA_BYTES
 from hopwell.mla import mla_workspace_bytes
 
 BF16, FP16, FP8, U8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8
@@ -270,6 +271,11 @@ def _xqa_forms() -> list[Form]:
     ]
 
 
+def packed_rows() -> torch.Tensor:
+    """A latent cache of 656-byte rows."""
+    return torch.zeros(PAGES, PAGE, FP8_DS_MLA_BYTES, dtype=torch.uint8)
+
+
 def _mla_forms() -> list[Form]:
     function = hopwell.trtllm_batch_decode_with_kv_cache_mla
 
@@ -292,8 +298,10 @@ def _mla_forms() -> list[Form]:
     return [
         Form("dense", function, lambda: mla(data(PAGES, PAGE, 576), ints(*TABLE))),
         Form("several-tokens", function, several_tokens),
-        Form("fp8", function, lambda: mla(data(PAGES, 1, PAGE, 576, dtype=FP8), ints(*TABLE)), runs=False),
+        Form("fp8", function, lambda: mla(data(PAGES, 1, PAGE, 576, dtype=FP8), ints(*TABLE)), copies=True),
+        Form("packed", function, lambda: {**mla(data(PAGES, PAGE, 576), ints(*TABLE)), "kv_cache": packed_rows()}),
         Form("sparse", function, sparse),
+        Form("large-pages", function, lambda: mla(data(PAGES, 2048, 576), ints(*TABLE)), runs=False),
         Form("ragged", function, ragged),
         Form("counted", function, counted),
     ]

@@ -24,7 +24,7 @@ RECORDS: list[tuple[Callable[..., Any], type, set[str], set[str]]] = [  # what p
         {"output_scale"},
     ),
     (decode.trtllm_batch_decode_with_kv_cache, _xqa.TrtllmDecodeCall, set(), {"query_dtype"}),
-    (mla.trtllm_batch_decode_with_kv_cache_mla, _mla.MlaCall, set(), set()),
+    (mla.trtllm_batch_decode_with_kv_cache_mla, _mla.MlaCall, set(), {"query_dtype"}),
 ]
 
 

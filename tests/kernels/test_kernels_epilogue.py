@@ -44,7 +44,9 @@ FLOAT_CASES = list(itertools.product((ConvertedRows, ByteRows), (RowFragment, Sp
 STAGING = 5 * STAGING_BYTES  # the warp's own, among those of others
 
 
-@pytest.mark.parametrize("fragment", [RowFragment, SplitRowFragment])
+@pytest.mark.parametrize(
+    "fragment", [RowFragment(None, 8), SplitRowFragment(None, 8), SplitRowFragment(None, 8, 4)], ids=["rows", "2", "4"]
+)
 def test_the_lanes_of_a_quad_hold_each_column_once(fragment: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     columns = []
     for lane in range(4):
