@@ -84,7 +84,7 @@ class Requests:
         a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(
             kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts) if self.ragged else Int64(0)
         )
-        sizes = dict(kv_heads=self.kv_heads, batch=len(self.q_lens), group=self.group, capacity=MAX_KEYS)
+        sizes = dict(kv_heads=self.kv_heads, batch=len(self.q_lens), group=self.group, capacity=2**31 - 1)
         sizes |= dict(q_len=max(self.q_lens), tokens=MAX_KEYS)
         g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
             **{name: Int64(size) for name, size in (sizes | dict(row_tiles=self.row_tiles)).items()}
