@@ -111,6 +111,11 @@ def fill_fp8_ds_mla_cache(
     Raises:
         TypeError: no tensors, or another dtype.
         ValueError: other shapes.
+
+    >>> cache = torch.zeros(4, 8, 656, dtype=torch.uint8)
+    >>> fill_fp8_ds_mla_cache(cache, torch.ones(1, 512), torch.ones(1, 64), torch.tensor([9]))
+    >>> bool(cache[1, 1].any()), bool(cache[0].any())
+    (True, False)
     """
     require_tensor(kv_cache, "kv_cache")
     require_dtype(kv_cache, (torch.uint8,), "kv_cache")

@@ -143,7 +143,8 @@ class DequantisedOperands(WidenedOperands):
 
     @classmethod
     def create(cls, kernel, tiles: SharedTiles, row_group, addresses, geometry) -> "DequantisedOperands":
-        k_scales, v_scales = ScaleRows.of(kernel.config, addresses, geometry)
+        k_scales = ScaleRows.key(kernel.config, addresses, geometry)
+        v_scales = ScaleRows.value(kernel.config, addresses, geometry, interleaves=True)
         rows = kernel.tile.n // LANES  # of a lane
         return cls(
             **cls.fields(kernel, tiles, row_group),

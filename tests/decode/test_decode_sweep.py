@@ -20,7 +20,7 @@ pytestmark = pytest.mark.gpu
 
 PAGE_SIZES = [1 << i for i in range(11)]
 FULL, WINDOW, DRAFT = MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT
-WIDE, E4M3, INT8, NVFP4 = KvType
+WIDE, E4M3, INT8, NVFP4 = KvType.WIDE, KvType.E4M3, KvType.INT8, KvType.NVFP4
 BYTE_DIMS = sorted({64, 128, 256} & set(DECODE_8BIT_HEAD_DIMS))
 
 

@@ -109,7 +109,7 @@ def test_rows_of_656_bytes(power_of_two: bool, heads: int, top_k: int, device: s
 @KINDS
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_long_requests(heads: int, top_k: int) -> None:
-    """Of many chunks and leaves, each request by itself as in the batch."""
+    """Requests have many chunks and leaves; by itself, each gives the bits that it has in the batch."""
     data = batch(MlaBatch, "cuda", 16 * TOP_K if top_k else 0, 2, kv_lens=[9000, 5, 40_000], heads=heads, kv_dtype=E4M3)
     problem = data.decode(64)
     out = mla(data, problem)
