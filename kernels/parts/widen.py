@@ -19,15 +19,14 @@ def widened(kind: KvType, word, factor=None):
 
 def widened_words(kind: KvType, dtype, word, scale=None) -> list:
     """Four 8-bit elements as two words of two of ``dtype``; times a float32 ``scale`` where one is given, in float32,
-    and rounded once. What e4m3 has as NaN counts as 480."""
-    words = _from_int8(word) if kind is KvType.INT8 else _shifted_e4m3(word, dtype)
-    if const_expr(kind is KvType.INT8 and dtype is BFloat16):
-        words = [copy.pack_x2(dtype, *copy.unpack_f16_x2(each)) for each in words]
-    if const_expr(scale is None):
+    and rounded once."""
+    words = widened(kind, word)
+    if const_expr(dtype is not BFloat16 and scale is None):
         return list(words)
-    unpack = copy.unpack_bf16_x2 if dtype is BFloat16 else copy.unpack_f16_x2
-    pairs = [unpack(each) for each in words]
-    return [copy.pack_x2(dtype, low * scale, high * scale) for low, high in pairs]
+    pairs = [copy.unpack_f16_x2(each) for each in words]
+    if const_expr(scale is not None):
+        pairs = [(low * scale, high * scale) for low, high in pairs]
+    return [copy.pack_x2(dtype, *pair) for pair in pairs]
 
 
 def of_two_keys(kind: KvType, word, factor=None):
@@ -76,30 +75,6 @@ def _from_e4m3(word, *, loc=None, ip=None) -> tuple:
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
         "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
-        write_only_types=[Uint32] * 2,
-        read_only_args=[word],
-        loc=loc,
-        ip=ip,
-    )
-
-
-@dsl_user_op
-def _shifted_e4m3(word, dtype, *, loc=None, ip=None) -> tuple:
-    """Four e4m3 as two words of two of ``dtype``, without conversions: those of a warp take as long as 14 other
-    instructions, and a key of 656 bytes as long as its products (H200, 2026-11-24).
-
-    A byte with its sign in front, shifted so that exponent and fraction are where ``dtype`` has them, is the number
-    times a power of two: what the exponents' biases differ by.
-    """
-    shift, mask, unit, kind = (
-        (7, 0xBF80BF80, 0x5C005C00, "f16x2") if dtype is Float16 else (4, 0x87F087F0, 0x7B807B80, "bf16x2")
-    )
-    lines = [".reg .b32 pair, unit;", f"mov.b32 unit, {unit:#x};"]
-    for half, select in enumerate(("0x9180", "0xB3A2")):
-        lines.append(f"prmt.b32 pair, {{$r0}}, 0, {select}; shl.b32 pair, pair, {shift};")
-        lines.append(f"and.b32 pair, pair, {mask:#x}; mul.rn.{kind} {{$w{half}}}, pair, unit;")
-    return cute.arch.inline_ptx(
-        "{ " + " ".join(lines) + " }",
         write_only_types=[Uint32] * 2,
         read_only_args=[word],
         loc=loc,
