@@ -26,7 +26,6 @@ class CacheType(NamedTuple):
     dtype: torch.dtype
     elements_a_byte: int = 1
     scale_of: Callable[[torch.Tensor], torch.Tensor | float] = lambda tokens: 1.0
-    has_decode: bool = True  # whether a decode kernel reads it; if not, steps take the entry for prompts
 
     @property
     def is_nvfp4(self):
@@ -36,7 +35,7 @@ class CacheType(NamedTuple):
 CACHES = {
     "bf16": CacheType(torch.bfloat16),
     "fp8": CacheType(torch.float8_e4m3fn, scale_of=layouts.fp8_scale),
-    "nvfp4": CacheType(torch.uint8, 2, layouts.nvfp4_global_scale, has_decode=False),
+    "nvfp4": CacheType(torch.uint8, 2, layouts.nvfp4_global_scale),
 }
 
 
@@ -104,12 +103,12 @@ class PagedBatch:
 
     def step(self):
         """Go on with one token of each request."""
-        if self.kind.has_decode and self.uses_context:
+        if self.uses_context:
             for cache in self.caches:
                 cache.begin_decode()
         self.longest = 1
         self.seq_lens += 1
-        self.place(torch.ones_like(self.seq_lens), uses_context=not self.kind.has_decode)
+        self.place(torch.ones_like(self.seq_lens), uses_context=False)
 
 
 def paged_attention(module, query, key, value, attention_mask, scaling, batch, **_):
