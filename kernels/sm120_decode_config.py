@@ -54,7 +54,7 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @property
     def near_levels(self) -> int:
-        """As many levels of the tree as there is room for beside K, V, Q and P."""
+        """The tree has as many levels as there is room for beside K, V, Q and P."""
         loaded = self.tile.kv_stages * LEAF_TILE * sum(self.columns) + self.rows * self.q_columns
         used = 2 * (loaded + self.rows * LEAF_TILE * self.leaf_tiles) + _OTHER_BYTES
         return (self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v)

@@ -44,7 +44,7 @@ class Append:
 
     @property
     def demand(self) -> dict[str, float]:
-        """As if bytes were written as fast as they are read."""
+        """Bytes count as if they were written as fast as they are read."""
         return {ceilings.READ: self.work}
 
     @property

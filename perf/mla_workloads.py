@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 
+from hopwell.layouts import FP8_DS_MLA_BYTES
 from hopwell.perf.decode_workloads import LENGTHS, MOST_TOKENS, Decode, DecodeTensors
 from hopwell.perf.quantized import BF16, E4M3, Stored, latent_rows
-
-PACKED_ROW_BYTES = 656
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ class Mla(Decode):
     def sizes(self) -> str:
         """Heads, dims and keys in words. Bytes of the keys are among them: few heads are limited by memory."""
         keys = f"{self.cache_bytes / 1e6:.0f} MB of keys" + (f", {self.top_k} listed" if self.top_k else "")
-        keys += f", rows of {PACKED_ROW_BYTES} bytes" * self.packed_rows + ", e4m3 query" * (self.q_dtype is E4M3)
+        keys += f", rows of {FP8_DS_MLA_BYTES} bytes" * self.packed_rows + ", e4m3 query" * (self.q_dtype is E4M3)
         return f"{self.heads} heads, d{self.head_dim}/{self.v_head_dim}, {keys}"
 
     @property
@@ -43,7 +42,7 @@ class Mla(Decode):
     @property
     def row_bytes(self) -> int:
         """Bytes of a key."""
-        return PACKED_ROW_BYTES if self.packed_rows else self.head_dim * self.kv_dtype.itemsize
+        return FP8_DS_MLA_BYTES if self.packed_rows else self.head_dim * self.kv_dtype.itemsize
 
     @property
     def q_dtype(self) -> torch.dtype:

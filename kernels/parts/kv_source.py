@@ -373,7 +373,8 @@ class PageRows(PagedSource):
     rows: int  # a multiple of its lanes
 
     @classmethod
-    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageRows":
+    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
+        """The rows of a work tile's request; ``more`` is what a kind of rows has besides."""
         chunks = operand.head_dim * 2 // copy.CHUNK_BYTES
         blocks = -(-operand.depth // BLOCK_COLUMNS)
         return cls(
@@ -386,6 +387,7 @@ class PageRows(PagedSource):
             tile_chunks=blocks * copy.CHUNKS_PER_ROW,
             first_row=0,
             rows=tile_n,
+            **more,
         )
 
     def share(self, warp, warps: int) -> "PageRows":

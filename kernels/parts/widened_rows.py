@@ -71,20 +71,8 @@ class WidenedPageRows(PageRows):
 
     @classmethod
     def create(cls, operand: WidenedOperand, tile, descriptor, shared, tile_n: int, box_rows: int):
-        """The rows of a work tile's request."""
-        row = operand.row_format
-        return cls(
-            **cls._common(operand, tile, descriptor, shared, tile_n),
-            **cls._paged(operand, tile),
-            head=operand.address + 2 * operand.head * tile.kv_head,
-            page_bytes=2 * operand.page,
-            row_bytes=2 * operand.row,
-            chunks=row.byte_blocks * LANES_PER_ROW,
-            tile_chunks=row.byte_blocks * LANES_PER_ROW,
-            first_row=0,
-            rows=tile_n,
-            row_format=row,
-        )
+        form = operand.row_format
+        return super().create(operand, tile, descriptor, shared, tile_n, box_rows, row_format=form)
 
     @property
     def lanes_per_row(self) -> int:

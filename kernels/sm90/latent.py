@@ -29,7 +29,7 @@ class LatentKeys:
     dtype: Any
     source: Any
     step_tiles: int
-    widening_warps = 0  # how many warps widen keys of 8 bits, where they have them
+    byte_widening_warps: int  # how many warps widen keys of 8 bits
     _kv_atom: Any
 
     @property
@@ -46,6 +46,11 @@ class LatentKeys:
         """Whether keys have 8 bits in memory, and warps of their own widen them in shared memory."""
         return self.config.kv_type is not KvType.WIDE
 
+    @property
+    def widening_warps(self) -> int:
+        """How many warps widen keys."""
+        return self.byte_widening_warps if self.widens else 0
+
     def kv_source(self) -> type[KvSource]:
         source = super().kv_source()
         return WIDENED[source] if self.widens else source
@@ -58,15 +63,15 @@ class LatentKeys:
         dims, columns = c.kv_dims, c.columns
         places = a.key, a.key + c.kv_bytes * dims[0]
         kind = dict(is_value=True, read_once=c.reads_kv_once)
-        left, right = (
+        parts = [
             (place, *strides, *table, dim, width, dim) for place, dim, width in zip(places, dims, columns, strict=True)
-        )
+        ]
         if self.widens:
             forms = LatentBytes.of_parts(c.kv_type, self.dtype, dims, c.head_dim_v)
-            parts = zip((left, right), forms, strict=True)
-            left, right = (WidenedOperand(*part, **kind, row_format=form) for part, form in parts)
-            return left, right
-        return KvOperand(*left, **kind), KvOperand(*right, **kind)
+            left, right = (WidenedOperand(*parts[i], **kind, row_format=forms[i]) for i in range(2))
+        else:
+            left, right = (KvOperand(*part, **kind) for part in parts)
+        return left, right
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
         left, right = self.config.kv_dims

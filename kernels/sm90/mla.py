@@ -79,7 +79,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     staging_bytes = WARP_STATE_BYTES
     step_tiles = 2
-    widening_warps = 2
+    byte_widening_warps = 2
     q_role = "schedule"
 
     @property
@@ -151,7 +151,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
     @property
     def warps_without_work(self) -> int:
         """How many producer warps merge, and so do not read the board."""
-        return SCHEDULE_WARP - self.loading_warps - (self.widening_warps if self.widens else 0)
+        return SCHEDULE_WARP - self.loading_warps - self.widening_warps
 
     def merging_warps(self, geometry: DecodeGeometry):
         """How many warps of all CTAs merge."""

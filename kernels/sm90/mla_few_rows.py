@@ -59,12 +59,12 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
     """
 
     p_tiles = 1
-    widening_warps = 1
+    byte_widening_warps = 1
 
     @property
     def warps_without_work(self) -> int:
         """How many loading warps have nothing to do: the second one, which copies rows, where TMA does the work."""
-        return LOADERS - self.loading_warps - (self.widening_warps if self.widens else 0)
+        return LOADERS - self.loading_warps - self.widening_warps
 
     @property
     def schedule_type(self) -> type[RangeSchedule]:

@@ -113,7 +113,7 @@ def test_several_tokens_without_a_mask_are_causal(ragged: bool, device: str) -> 
     ids=["one", "rows", "ragged-e4m3"],
 )
 def test_context_parallel_ranks(q_lens: list[int], heads: int, kv_dtype: torch.dtype | None, device: str) -> None:
-    """As in latent attention: ranks mask by where keys are among those of all, and are merged by log-sum-exps."""
+    """Ranks mask by where keys are among those of all, and are merged by log-sum-exps, as in latent attention."""
     data = batch(device, q_lens, heads=heads, kv_heads=1, kv_dtype=kv_dtype)
     options: dict[str, Any] = dict(cp_world=2, causal_seqlens_kv_global=data.ints(KV_LENS), return_lse=True)
     if len(set(q_lens)) > 1:

@@ -22,7 +22,7 @@ def batch(device: str, q_len: int = 1, **options: Any) -> DecodeBatch:
     return DecodeBatch([q_len] * len(KV_LENS), KV_LENS, device=device, drafts=bits, **options)
 
 
-def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, **more: Any) -> torch.Tensor:
+def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: str = "xqa", **more: Any) -> torch.Tensor:
     table, (kv_heads, page_size) = problem.page_table.key, problem.key.shape[1:3]
     size = xqa_workspace_bytes(data.heads, kv_heads, data.head_dim, table.shape[1] * page_size, q_len, data.device)
     arguments: dict[str, Any] = dict(
@@ -37,7 +37,7 @@ def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, **more: An
         q_len_per_req=q_len,
         mask=None if q_len == 1 else problem.draft_mask.view(data.size, q_len, -1),
     )
-    return repeated(hopwell.xqa_batch_decode_with_kv_cache, data, arguments | more)
+    return repeated(getattr(hopwell, f"{entry}_batch_decode_with_kv_cache"), data, arguments | more)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -8,13 +8,11 @@ import pytest
 import torch
 from decode_batches import NVFP4, DecodeBatch, nvfp4
 from decode_cases import draft_bits
-from entry_calls import cache_forms, repeated
+from entry_calls import cache_forms
+from test_decode_entry import KV_LENS, xqa
 
-import hopwell
-from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 
-KV_LENS = [70, 0, 3, 530, 17]
 FP8, U8 = torch.float8_e4m3fn, torch.uint8
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -24,23 +22,10 @@ def batch(device: str, q_len: int = 1, **options: Any) -> DecodeBatch:
     return DecodeBatch([q_len] * len(KV_LENS), KV_LENS, device=device, drafts=bits, kv_dtype=NVFP4, **options)
 
 
-def call(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: str = "xqa", **more: Any) -> torch.Tensor:
-    scales, capacity = problem.kv_scales, problem.max_kv_len
-    size = xqa_workspace_bytes(data.heads, data.kv_heads, data.head_dim, capacity, q_len, data.device)
-    arguments: dict[str, Any] = dict(
-        query=data.q,
-        kv_cache=(problem.key, problem.value),
-        kv_cache_sf=None if scales is None else (scales.key, scales.value),
-        workspace_buffer=torch.full((size,), 0xFF, dtype=U8, device=data.device),
-        block_tables=problem.page_table.key,
-        seq_lens=problem.kv_lens,
-        max_seq_len=max(KV_LENS),
-        bmm1_scale=data.scale,
-        kv_layout="HND",
-        q_len_per_req=q_len,
-        mask=None if q_len == 1 else problem.draft_mask.view(data.size, q_len, -1),
-    )
-    return repeated(getattr(hopwell, f"{entry}_batch_decode_with_kv_cache"), data, arguments | more)
+def call(data: DecodeBatch, problem: AttentionProblem, *arguments: Any, **more: Any) -> torch.Tensor:
+    scales = problem.kv_scales
+    pair = None if scales is None else (scales.key, scales.value)
+    return xqa(data, problem, *arguments, **(dict(kv_cache_sf=pair) | more))
 
 
 @pytest.mark.parametrize(
