@@ -106,6 +106,7 @@ def test_rows_of_656_bytes(power_of_two: bool, heads: int, top_k: int, device: s
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("batch_invariant")
 @KINDS
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_long_requests(heads: int, top_k: int) -> None:
@@ -119,6 +120,18 @@ def test_long_requests(heads: int, top_k: int) -> None:
         one = data.request(index)
         alone = mla(one, one.decode(64)).flatten(0, 1)
         assert torch.equal(out.flatten(0, 1)[begins[index] : begins[index + 1]], alone)
+
+
+@pytest.mark.parametrize(("heads", "top_k"), [(MANY, 0), (MANY, TOP_K), (FEW, 0)])
+def test_batch_invariance(heads: int, top_k: int, batch_invariant: None, device: str) -> None:
+    """Under the setting, a request gives the bits that it gives by itself, which it need not do without."""
+    data = batch(MlaBatch, device, top_k, 2, kv_lens=[1100, 5, 900], heads=heads)
+    out = mla(data, data.decode(64)).flatten(0, 1)
+    data.expected_mla().check(out)
+    begins = starts(data.q_lens)
+    for index in range(data.size):
+        one = data.request(index)
+        assert torch.equal(out[begins[index] : begins[index + 1]], mla(one, one.decode(64)).flatten(0, 1))
 
 
 def test_filling_a_cache_of_rows() -> None:
