@@ -5,7 +5,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr
+from cutlass import Float16, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses
@@ -108,12 +108,12 @@ class SharedScales(DeviceStruct):
         """Address of a row's scales."""
         return self.address + (stage * self.tile_n + row) * self.blocks
 
-    def part(self, stage, row, part, parts: int):
-        """A word whose lowest bytes are the scales of an equal part of a row, of four blocks at most."""
+    def of_part(self, stage, row, part, parts: int) -> list:
+        """The scales of an equal part of a row, of four blocks at most, as pairs of float16; a single one is in the
+        lower half."""
         count = self.blocks // parts
-        first = part * count
-        (word,) = copy.load_shared(self.row(stage, row) + first // TOKENS * TOKENS, 1)
-        return word >> (8 * (first % TOKENS)) if const_expr(count < TOKENS) else word
+        word = copy.load_bytes(self.row(stage, row) + part * count, count)
+        return [e2m1.widened_half(word, half, Float16) for half in range(-(-count // 2))]
 
     def of_two_rows(self, stage, row, block):
         """The scales of a block of this row and of the next one, as a pair of float16."""

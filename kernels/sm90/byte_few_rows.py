@@ -127,6 +127,9 @@ class ByteLeafOperands(ByteProducts):
             for j, each in enumerate(steps):
                 self._add_values(i + j, ring.stage(each))
             self._give_back(ring, steps)
+        if self.exponent != 0:
+            for i in range(cute.size(self.o)):
+                self.o[i] = self.o[i] * 2.0**-self.exponent
 
     def finish_values(self, ring, step) -> None:
         """Do nothing: O^T is complete when :meth:`multiply_values` returns."""
