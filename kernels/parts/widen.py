@@ -2,14 +2,13 @@
 ``factor``: float16, the scales of the blocks that they are of. They are times a power of two, see :func:`exponent`."""
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Uint32, const_expr
+from cutlass import BFloat16, Uint32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import KvType
 from hopwell.kernels.parts import copy, e2m1
+from hopwell.kernels.parts.block_scales import HALVES
 from hopwell.kernels.parts.device import prmt
-
-LOWER_AND_UPPER = 0x5410, 0x7632  # halves of two words, put together
 
 
 def exponent(kind: KvType) -> int:
@@ -23,7 +22,7 @@ def in_order(kind: KvType, words: list) -> list:
     if kind is not KvType.NVFP4:
         return words
     eights = [words[i : i + 4] for i in range(0, len(words), 4)]
-    return [prmt(e[i], e[i + 2], select) for e in eights for i in range(2) for select in LOWER_AND_UPPER]
+    return [prmt(e[i], e[i + 2], select) for e in eights for i in range(2) for select in HALVES]
 
 
 def widened(kind: KvType, word, factor=None):
@@ -53,7 +52,7 @@ def of_two_keys(kind: KvType, word, factor=None):
 def together(kind: KvType, first, second) -> tuple:
     """A word of each of two keys as two words for :func:`by_columns`, with half of the columns of both keys each."""
     if kind is KvType.NVFP4:
-        return tuple(prmt(first, second, select) for select in LOWER_AND_UPPER)
+        return tuple(prmt(first, second, select) for select in HALVES)
     return interleaved(first, second)
 
 
