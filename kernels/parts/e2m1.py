@@ -28,19 +28,20 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, *, loc=None, ip=None
     upper, lower = (F16_UPPER, None) if dtype is Float16 else (BF16_UPPER, BF16_LOWER)
     kind = "f16x2" if dtype is Float16 else "bf16x2"
     lines = [
-        ".reg .b32 index, sign, part, high, low, p0, p1, p2, p3, pair;",
-        "and.b32 index, {$r0}, 0x77777777; shr.b32 sign, {$r0}, 3; and.b32 sign, sign, 0x11111111;",
+        ".reg .b32 index, even, signs, high, low, p0, p1, p2, p3, pair;",
+        # Signs are the highest bits of bytes: of odd codes as they lie, of even ones where all is shifted.
+        "and.b32 index, {$r0}, 0x77777777; shl.b32 even, {$r0}, 4;",
     ]
-    for half in range(2):
+    for half, by_turns in enumerate(("0x5140", "0x7362")):
+        if half == 1:  # prmt looks at the lower half of its selector
+            lines.append("shr.b32 index, index, 16;")
         lines += [
             f"prmt.b32 high, {upper[0]:#x}, {upper[1]:#x}, index;",
-            "prmt.b32 part, 0x8000, 0, sign; or.b32 high, high, part;",
+            f"prmt.b32 signs, even, {{$r0}}, {by_turns}; lop3.b32 high, high, signs, {SIGNS:#x}, 0xF8;",
             f"prmt.b32 low, {lower[0]:#x}, {lower[1]:#x}, index;" if lower else "mov.b32 low, 0;",
             f"prmt.b32 p{2 * half}, low, high, 0x5140;",
             f"prmt.b32 p{2 * half + 1}, low, high, 0x7362;",
         ]
-        if half == 0:  # prmt looks at the lower half of its selector
-            lines.append("shr.b32 index, index, 16; shr.b32 sign, sign, 16;")
     for i in range(4):
         if pairs_halves:
             lines.append(f"prmt.b32 pair, p{i // 2}, p{2 + i // 2}, {'0x7632' if i % 2 else '0x5410'};")
