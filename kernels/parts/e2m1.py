@@ -1,4 +1,5 @@
-"""Elements of NVFP4, two in a byte, as 16-bit numbers: code by table, times the scale of its block.
+"""Elements of NVFP4, two in a byte, as 16-bit numbers: the code's number, by table or by its bits, times the scale of
+its block.
 
 Codes times scales of e4m3 have six significant bits at most and exponents that float16 and bfloat16 have, so that
 products are exact in both. The same on every arch.
