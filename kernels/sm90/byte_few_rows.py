@@ -122,6 +122,8 @@ class ByteLeafOperands(ByteProducts):
     def arrange_scales(self, ring, step) -> None:
         """Turn the scales of V of a leaf, where there are any; each warp has those of a tile."""
         if const_expr(self.v_scales is not None):
+            stages = self.kernel.tile.kv_stages
+            assert stages >= self.leaf_tiles, f"{self.leaf_tiles} tiles of V do not come to {stages} stages at once"
             for first in cutlass.range_constexpr(0, self.leaf_tiles, WARPS):
                 tile = first + warp_in_group()
                 if tile < self.leaf_tiles:
