@@ -151,11 +151,24 @@ def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def load_bytes(address, count: int, *, loc=None, ip=None):
+    """Load one, two or four bytes from shared memory, as the lowest ones of a word."""
+    return cute.arch.inline_ptx(
+        f"ld.shared.u{8 * count} {{$w0}}, [{{$r0}}];",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def store_shared(address, words, *, loc=None, ip=None) -> None:
-    """Store two or four words in shared memory."""
+    """Store one, two or four words in shared memory."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
+    vector, operands = (f".v{len(words)}", f"{{{operands}}}") if len(words) > 1 else ("", operands)
     cute.arch.inline_ptx(
-        f"st.shared.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
+        f"st.shared{vector}.b32 [{{$r0}}], {operands};", read_only_args=[address, *words], loc=loc, ip=ip
     )
 
 

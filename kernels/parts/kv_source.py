@@ -135,9 +135,11 @@ class KvSource(DeviceStruct):
         """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
         no zeros go round in a loop of their own: with them in one, each tile takes 17 instructions more."""
         if const_expr(self.one_loop or self.scales is not None):
+            pages = self.scale_pages(tile)
             for n in cutlass.range(tile, stop, -1, unroll=1):
                 location = self.claim(locate, n, ring, step)
-                partials = self.fill(location, n, ring, step, partial_barrier, partials)
+                partials = self.fill(location, n, ring, step, partial_barrier, partials, pages)
+                pages = self.scale_pages(n - 1)  # while the next stage is not free
                 step += 1
         else:
             while tile > stop:
@@ -160,14 +162,14 @@ class KvSource(DeviceStruct):
         return step, partials
 
     def claim(self, locate, tile, ring, step):
-        """Where a tile is, when its stage has become free and copies of its scales are on their way."""
+        """Where a tile is, when its stage has become free."""
         location = locate(tile)
-        pages = [] if self.scales is None else self.scales.locate(tile)
         ring.wait_empty(step)
-        if self.scales is not None:
-            self.scales.copy(pages, tile, ring.stage(step))
-            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         return location
+
+    def scale_pages(self, tile) -> list:
+        """The pages of a tile's scales, where there are any."""
+        return [] if self.scales is None else self.scales.locate(tile)
 
     def _is_partial(self, tile):
         """Whether some rows of ``tile`` have to be zeroed."""
@@ -175,8 +177,9 @@ class KvSource(DeviceStruct):
         return self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
 
     @cute.jit
-    def fill(self, location, tile, ring, step, partial_barrier, partials):
-        """Fill the ring's stage with ``tile``. Returns the count of partial tiles so far.
+    def fill(self, location, tile, ring, step, partial_barrier, partials, pages=()):
+        """Fill the ring's stage with ``tile``, and with its scales out of ``pages``. Returns the count of partial tiles
+        so far.
 
         A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
         before some of them are overwritten, and consumers must not see the tile before that.
@@ -186,6 +189,9 @@ class KvSource(DeviceStruct):
             barrier = partial_barrier
         self._expect(barrier)
         self.fetch(location, ring.stage(step), barrier)
+        if const_expr(self.scales is not None):
+            self.scales.copy(pages, tile, ring.stage(step))
+            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         if partial:
             cute.arch.mbarrier_wait(partial_barrier, partials & 1)
             partials += 1

@@ -166,7 +166,7 @@ class ByteOperands(ByteProducts):
     def columns(self, block: ColumnBlock, r: int) -> list:
         """This lane's part of a column block of row r of O."""
         first, output = block.first // (LANES // QUAD), self._output()
-        return [output.get(r, first + i) for i in range(block.value_part)]
+        return [output.get(r, first + i) * 2.0**-self.exponent for i in range(block.value_part)]
 
 
 @dataclass(frozen=True)
