@@ -114,6 +114,7 @@ class DecodeGeometry(NamedTuple):
     lse_natural: int  # 1: base e, 0: base 2
     slots: int  # for partial results
     slot_rows: int
+    portions: int  # of MLA: that the keys of all requests are cut into for a row tile
     spilled_levels: int  # of decode with few rows: of a CTA's tree, in memory
     shards: int  # ranks that share the keys
     shard: int  # this one

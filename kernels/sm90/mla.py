@@ -18,6 +18,7 @@ from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Slots
+from hopwell.kernels.parts.portions import ListPortionSchedule, PortionSchedule
 from hopwell.kernels.parts.shares import Shares
 from hopwell.kernels.parts.split import LatentSchedule, ListSchedule, SplitSchedule, UnitKeeper
 from hopwell.kernels.pipeline import Edge
@@ -91,7 +92,9 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def schedule_type(self) -> type[SplitSchedule]:
-        return ListSchedule if self.config.sparse else LatentSchedule
+        if self.config.batch_invariant:
+            return ListSchedule if self.config.sparse else LatentSchedule
+        return ListPortionSchedule if self.config.sparse else PortionSchedule
 
     @property
     def more_roles(self) -> dict[str, int]:
