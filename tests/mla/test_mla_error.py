@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_batches import MlaBatch
-from test_mla_bytes import E4M3, PackedBatch, batch
+from mla_batches import MlaBatch, PackedBatch
+from test_mla_bytes import E4M3, batch
 from test_mla_entry import mla
 
-from hopwell.layouts import dequantize_fp8_ds_mla
-from hopwell.layouts.mla_rows import FP8_DS_MLA_BYTES, LATENT, SCALE_COLUMNS
+from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla
+from hopwell.layouts.mla_rows import LATENT, SCALE_COLUMNS
 
 TILE = 64
 MOST = {"e4m3": 3e-3, "rows": 6e-3}  # relative, in the norm; it is a quarter less

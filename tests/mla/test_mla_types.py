@@ -9,9 +9,9 @@ import pytest
 import torch
 from batches import starts
 from entry_calls import repeated
-from mla_batches import MlaBatch, listing
+from mla_batches import MlaBatch, PackedBatch, listing
 from mla_cases import DIMS, FEW, MANY, SPARSE_DIMS
-from test_mla_bytes import E4M3, PackedBatch
+from test_mla_bytes import E4M3
 from test_mla_entry import TOP_K
 
 import hopwell
