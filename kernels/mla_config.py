@@ -116,9 +116,9 @@ class MlaConfig(DecodeConfig):
         return False
 
     @property
-    def merge_loads(self) -> tuple[int, int]:
+    def merge_loads(self) -> tuple[tuple[int, int], ...]:
         """Pieces, and items of each, that a producer warp that merges has under way."""
-        return (4, 1) if self.sparse else (4, 2)
+        return ((4, 1),) if self.sparse else ((4, 2), (8, 1))
 
     @property
     def kv_dims(self) -> tuple[int, int]:

@@ -221,6 +221,26 @@ def store_rounded(address, values, dtype) -> None:
             store_element("b32", address + 2 * i, pack_x2(dtype, values[i], values[i + 1]))
 
 
+QUAD = 4  # lanes that hold a row of accumulators
+EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
+
+
+@cute.jit
+def transpose_quad(words) -> list:
+    """Four words of each lane of a quad, of which lane q gets word q of every lane, in the order of the lanes."""
+    lane = cute.arch.lane_idx()
+    odd, upper = lane % 2 == 1, lane % QUAD >= 2
+    sent = [words[0] if odd else words[1], words[2] if odd else words[3]]
+    kept = [words[1] if odd else words[0], words[3] if odd else words[2]]
+    came = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in sent]
+    pairs = [(came[i] if odd else kept[i], kept[i] if odd else came[i]) for i in range(2)]
+    sent = [pairs[0][i] if upper else pairs[1][i] for i in range(2)]
+    kept = [pairs[1][i] if upper else pairs[0][i] for i in range(2)]
+    came = [cute.arch.shuffle_sync_bfly(word, offset=2) for word in sent]
+    first = [came[i] if upper else kept[i] for i in range(2)]
+    return [*first, *[kept[i] if upper else came[i] for i in range(2)]]
+
+
 @dsl_user_op
 def unpack_f16_x2(word, *, loc=None, ip=None):
     """(low, high) of a word of two float16 as float32."""

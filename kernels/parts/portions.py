@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, Uint32
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, running_sum, trailing_zeros
@@ -52,7 +52,8 @@ class PortionSpan(DeviceStruct):
     @cute.jit
     def begin(self, chunk, size):
         """The first step of a chunk; the number of all steps for the chunk after the last."""
-        inner = ((self.first_portion + chunk) * size - self.place + FRACTIONS // 2) // FRACTIONS
+        # What a request takes besides its steps is shared by its ends: so no half step is added to round.
+        inner = ((self.first_portion + chunk) * size - self.place) // FRACTIONS
         begin = cutlass.max(cutlass.min(inner, self.steps), 0)
         begin = Int32(0) if chunk == 0 else begin
         return self.steps if chunk == self.chunks else begin
@@ -148,9 +149,9 @@ class PortionSchedule(SplitSchedule):
             span, end, last_piece = self._portion_spans(first, place, size)
             portion = place_in_grid // row_tiles
             has_chunk = (span.first_portion <= portion) & (portion < span.first_portion + span.chunks)
-            lanes = cute.arch.vote_ballot_sync(has_chunk).to(Int32)
+            lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk))
             while lanes != 0:
-                lane = trailing_zeros(lanes)
+                lane = trailing_zeros(lanes.to(Int32))
                 mine = from_lane(span, lane)
                 before = pieces + cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, row_tiles)
                 row_tile = place_in_grid - portion * row_tiles

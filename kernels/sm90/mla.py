@@ -31,7 +31,10 @@ from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.splitting import LATENT_PIECE_BYTES
 
-ATTEND_LOADS = (8, 2)  # pieces, and items of each, that a warp of attend has under way when it merges
+# Pieces, and items of each, that a warp of attend has under way when it merges. With many pieces a share is one item:
+# 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
+ATTEND_LOADS = ((4, 4), (8, 2), (16, 1))
+LIST_ATTEND_LOADS = ((4, 4), (16, 1))  # with the third kind, ptxas spills
 WARP_STATE_BYTES = (WARP_ROWS + LANES * RowFragment.rows) * 4  # of a warp: references of its rows, sums of each lane's
 
 
@@ -112,9 +115,10 @@ class MlaSm90(LatentKeys, DecodeSm90):
     def consumer(self, **parts: Any) -> "MlaAttend":
         return MlaAttend(**parts)
 
-    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, at_once=ATTEND_LOADS) -> Shares:
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, loads=None) -> Shares:
         slots = Slots.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
-        return Shares(slots, Int32(geometry.row_tiles), *at_once)
+        loads = loads or (LIST_ATTEND_LOADS if self.config.sparse else ATTEND_LOADS)
+        return Shares(slots, Int32(geometry.row_tiles), loads, self.config.batch_invariant)
 
     def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "LatentUnits":
         descriptor = copy.tma_descriptor(q_atom)
@@ -136,7 +140,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         if warp < SCHEDULE_WARP - self.warps_without_work:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
         elif const_expr(self.warps_without_work > 0):
-            merge = self._merge(addresses, geometry, at_once=self.config.merge_loads)
+            merge = self._merge(addresses, geometry, loads=self.config.merge_loads)
             pieces = schedule.pieces()
             merge.run(pieces, Int32(geometry.grid), addresses, geometry, scale, self.out_dtype)
             merge.hand_back(self.merging_warps(geometry), pieces)
