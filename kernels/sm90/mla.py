@@ -20,6 +20,7 @@ from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Slots
 from hopwell.kernels.parts.portions import ListPortionSchedule, PortionSchedule
 from hopwell.kernels.parts.shares import Shares
+from hopwell.kernels.parts.softmax import SLACK
 from hopwell.kernels.parts.split import LatentSchedule, ListSchedule, SplitSchedule, UnitKeeper
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
@@ -272,7 +273,7 @@ class MlaAttend(LatentRows, DecodeAttend):
                         step += 1
                 else:
                     for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                        self.right_step(right, q_stage, row, step, n, n >= keys.full_end)
+                        self.right_step(right, q_stage, row, step, n, n >= keys.full_end, n == keys.end - 1)
                         step += 1
             q_ring.release(work)
             self.add_sums()
@@ -316,8 +317,13 @@ class MlaAttend(LatentRows, DecodeAttend):
         left.release(b)
 
     @cute.jit
-    def right_step(self, operands, q_stage, row, step, n, masked):
-        """Take the right warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA."""
+    def right_step(self, operands, q_stage, row, step, n, masked, is_first):
+        """Take the right warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA.
+
+        A weight of 1 is the only one that rounding to bfloat16 leaves alone. So in a unit's first step, which is all
+        that short lists have, B's reference is its own largest logit, unless that is so far below A's that it hardly
+        counts: the largest weights of both tiles are exact then.
+        """
         left, right, turns = self.rings.k, self.rings.v, self.rings.p
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile(2 * n * self.kernel.tile.n)
@@ -328,6 +334,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         if row.needs_mask(masked):
             self.to_logits(scores, 2 * n, row, True)
         largest = [self.softmax.maximum(scores, r) for r in range(scores.rows)]
+        slack = Float32(-SLACK) if is_first else Float32(SLACK)
         right.wait_full(a)
         turns.wait_full(step)
         left.release(a)
@@ -335,7 +342,8 @@ class MlaAttend(LatentRows, DecodeAttend):
         self.rescale(operands)
         operands.issue_other(right.stage(a), right.stage(a))
         for r in cutlass.range_constexpr(scores.rows):
-            self.softmax.accumulate(scores, r, largest[r])
+            self.softmax.choose_reference(r, largest[r], slack)
+            self.softmax.exponentials(scores, r)
         operands.round_scores()
         self.write_p(operands, self.tiles.p, 0, 0)
         turns.release(step)
