@@ -138,7 +138,7 @@ def _share(loop: Loop, one: Prediction) -> float:
 
 
 def hopper() -> str:
-    """The same loops as a Hopper GPU runs them, beside what one has measured."""
+    """Tabulate what a Hopper GPU has measured of these loops beside what the model says of them there."""
     headers = ["case", "limited by", "model", "measured", "measured / model", "cycles of a step unhidden"]
     return _table([*_measured_prefill(), *_measured_streams()], [*headers, *(card.name for card in CARDS)])
 
