@@ -4,11 +4,11 @@ No such card was at hand, and nothing here was measured on one. A step of the lo
 a multiprocessor. Assumptions:
 
 * Enough warps are resident that latencies, and waits for each other, are hidden; so the model says what is possible.
-* Every warp that multiplies runs the loop once a step; the warp that loads costs nothing.
+* Every warp that multiplies runs the loop once a step; warps that load or widen cost nothing.
 * The units are those of the CUDA programming guide, at the rates of compute capability 12.0, and run side by side.
 * ldmatrix, loads, stores and what TMA writes share one port of shared memory, without bank conflicts.
 * Conversions from e4m3 to 16 bits run at a quarter of the rate of others. A Hopper GPU has no product of e4m3 for one
-  warp and converts instead: it measures about what follows from that, and less than half of what would without it.
+  warp and converts instead, at less than half of the speed that the other rate allows; this one is chosen to fit that.
 * Numbers of multiprocessors, clocks and FLOP a cycle are assumed so that their products are the published TFLOP/s. How
   many multiprocessors and which clock make up a product does not matter: a step is counted in cycles of one
   multiprocessor, and only the bytes of memory that it gets in a cycle, bandwidth / (multiprocessors x clock), depend on
