@@ -7,14 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, MaskKind
-
-_MASK_FEATURES = {
-    MaskKind.FULL: "full",
-    MaskKind.CAUSAL: "causal",
-    MaskKind.SLIDING_WINDOW: "window",
-    MaskKind.CHUNKED: "chunked",
-}
+from hopwell.kernels.problem import AttentionProblem
 
 
 def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -> None:
@@ -29,7 +22,7 @@ def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -
 
 def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
     """Refuse a problem that ``entry`` cannot solve on ``arch``; features beyond AttentionProblem are the caller's."""
-    query, key = problem.query, problem.key
+    query, key, mask = problem.query, problem.key, problem.mask.kind.rule
     qk_dim, v_dim = query.shape[-1], problem.v_dim
     page_size = key.shape[2]
     paged = problem.page_table is not None
@@ -49,7 +42,7 @@ def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
             (has_bytes, known_byte_dim, f"{head_dims}, {dtypes}"),
             (paged, "page_size" if known_page else "other_page_size", f"page_size={page_size}"),
             (True, "cache", f"KV of shape {tuple(key.shape)}"),
-            (True, _MASK_FEATURES[problem.mask.kind], f"{problem.mask.kind.value} mask"),
+            (True, mask.feature, f"{mask.name} mask"),
             (problem.sinks is not None, "sinks", "sinks given"),
             (bool(scales) and entry != support.CUDNN, "tensor_scales", "scale given as a tensor"),
             (problem.lse is not None, "lse", "return_lse=True"),

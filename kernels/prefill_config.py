@@ -29,10 +29,11 @@ from hopwell.kernels.config import (
     require_page_size,
     rounded_up,
 )
-from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, ScoreKind
+from hopwell.kernels.masks import MaskKind, MaskKinds
+from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
 from hopwell.kernels.support import NARROW_ARCHS, OTHER_HOPPER_HEAD_DIMS
 
-MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
+MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill)
 
 # Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
 # what that adds up to: 168 * 384 for two consumer warpgroups, 128 * 512 for three. Ask for more and the kernel hangs.
@@ -156,7 +157,7 @@ class PrefillConfig(KernelConfig):
         )
 
     @classmethod
-    def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
+    def has_short_steps(cls, dims: tuple[int, int], mask: MaskKinds) -> bool:
         """Whether there are kernels with short steps besides those without."""
         return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
@@ -173,7 +174,7 @@ class PrefillConfig(KernelConfig):
         return dict(short_steps=short_steps, packs_heads=packs_heads)
 
     @classmethod
-    def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
+    def all_choices(cls, dims: tuple[int, int], mask: MaskKinds) -> list[dict[str, Any]]:
         """Return every combination of choices that a kernel for plain scores can have."""
         steps = (False, True) if cls.has_short_steps(dims, mask) else (False,)
         return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from hopwell.kernels.config import Tile
 from hopwell.kernels.hardware import ARCHITECTURES, with_instruction
+from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.prefill_config import PrefillConfig
-from hopwell.kernels.problem import AttentionProblem, MaskKind
+from hopwell.kernels.problem import AttentionProblem
 
 Q_TILES = 2  # of a CTA: the softmax of one runs under the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
@@ -46,7 +47,7 @@ class Sm100PrefillConfig(PrefillConfig):
         return {}
 
     @classmethod
-    def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
+    def all_choices(cls, dims: tuple[int, int], mask: MaskKinds) -> list[dict[str, Any]]:
         return [{}]
 
     @property

@@ -151,7 +151,7 @@ class DecodeSm90(AttentionSm90):
         output_factor: Float32,
     ):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
-        mask = self.mask_type(self.config.mask, Int32(geometry.window_left))
+        mask = self.mask_type(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (SCHEDULE_WARP, q_atom)), partial_barriers)
 

@@ -18,13 +18,13 @@ from test_kernels_mask import Scores
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.parts import mask as mask_module
 from hopwell.kernels.parts import partial, split
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
 from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
 from hopwell.kernels.parts.split import LatentSchedule, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
-from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.splitting import (
     GROUP_PIECES,
@@ -45,8 +45,8 @@ exact = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
 
 CHUNK = 512  # tokens
 MASKS = (
-    (MaskKind.FULL, MAX_WINDOW),
-    *itertools.product((MaskKind.SLIDING_WINDOW, MaskKind.DRAFT), (0, 700, MAX_WINDOW)),
+    (MaskKind.FULL, WIDEST),
+    *itertools.product((MaskKind.SLIDING_WINDOW, MaskKind.DRAFT), (0, 700, WIDEST)),
 )
 
 
@@ -70,7 +70,7 @@ class Requests:
     kv_heads: int = 1
     ragged: bool = False
     kind: MaskKind = MaskKind.FULL
-    window: int = MAX_WINDOW
+    window: int = WIDEST
     tile_n: int = 64
 
     @property
@@ -380,7 +380,7 @@ class TestDrafts:
         monkeypatch.setattr(cute.arch, "lane_idx", lambda: Int32(current["lane"]))
         return current
 
-    @pytest.mark.parametrize("window", [0, 3, 40, MAX_WINDOW])
+    @pytest.mark.parametrize("window", [0, 3, 40, WIDEST])
     @pytest.mark.parametrize("q_len", [1, 2, 16, 31, 32, 33, 63, 64, 65, 100])
     def test_bits(self, q_len: int, window: int, lane: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
         draw = random.Random(q_len)
@@ -415,7 +415,7 @@ class TestDrafts:
         self, q_len: int, lane: dict[str, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(DraftRow, "word", DraftRow.word.__wrapped__)
-        device = DraftMask(MaskKind.DRAFT, Int32(MAX_WINDOW))
+        device = DraftMask(MaskKind.DRAFT, Int32(WIDEST))
         for kv_len, token in itertools.product((q_len, q_len + 70, max(q_len - 3, 0)), (0, q_len // 2, q_len - 1)):
             position = kv_len - q_len + token
             row = DraftRow((Int32(position),) * 2, Int32(kv_len), 0.0, Int32(kv_len - q_len), Int32(q_len), (0, 0))
