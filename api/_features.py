@@ -1,4 +1,4 @@
-"""Refusal of well-formed calls that no kernel serves, by the table in ``hopwell.kernels.support``."""
+"""Refusal of well-formed calls that no kernel serves, by the table in ``hopwell.kernels.features``."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from hopwell.kernels import support
+from hopwell.kernels.features import require
 from hopwell.kernels.problem import AttentionProblem
 
 
@@ -17,7 +18,7 @@ def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -
     """
     for needed, feature, detail in needs:
         if needed:
-            support.require(entry, feature, detail, arch)
+            require(entry, feature, detail, arch)
 
 
 def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:

@@ -13,7 +13,7 @@ from oracles import check_attention
 
 from hopwell import _demo, emulator
 from hopwell.__main__ import main
-from hopwell.kernels.support import support_matrix
+from hopwell.kernels.features import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
