@@ -17,7 +17,8 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry, ScaledAddresses, S
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand, PageRows
+from hopwell.kernels.parts.kv_rows import PageRows
+from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import DraftMask, IntervalMask
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge, Slots
