@@ -322,7 +322,7 @@ def _has_slots(view: torch.Tensor) -> bool:
 
 
 def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
-    """Strides of a [pages, heads, rows, dim] view in elements. That of a dimension of size 1 is chosen to fit."""
+    """Strides of a [pages, heads, rows, dim] view in elements. The stride of a dimension of size 1 is chosen to fit."""
     pages, heads, rows, _ = view.shape
     page, head, row, _ = view.stride()
     if heads == 1:

@@ -14,8 +14,8 @@ import torch
 
 
 class Addresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent. Those of :data:`INDICES` and of sinks say by their lowest bit how
-    wide elements are, see :func:`address_of`."""
+    """Device addresses in bytes; 0 means absent. The addresses of :data:`INDICES` and of sinks say by their lowest bit
+    how wide elements are, see :func:`address_of`."""
 
     query: int
     key: int

@@ -145,8 +145,8 @@ class BlockScales:
 
 @dataclass(frozen=True)
 class OutputScales:
-    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order. Those of query token
-    t are in row ``first_row`` + t. ``factor`` multiplies the output before it is rounded."""
+    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order. The scales of query
+    token t are in row ``first_row`` + t. ``factor`` multiplies the output before it is rounded."""
 
     tensor: torch.Tensor
     first_row: int

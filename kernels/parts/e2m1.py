@@ -1,7 +1,7 @@
 """Elements of NVFP4, two in a byte, as 16-bit numbers: code by table, times the scale of its block.
 
 Codes times scales of e4m3 have six significant bits at most and exponents that float16 and bfloat16 have, so that
-products are exact in both. The same on every arch.
+products are exact in both. One source serves every arch.
 """
 
 import cutlass.cute as cute

@@ -81,7 +81,8 @@ class TestShipped:
             assert changed.name != base.name, field
 
     def test_names_are_unique_with_everything_that_can_be_asked_for(self) -> None:
-        """Also what is compiled only when asked for: other scores, skip-softmax, the other dtype as output."""
+        """What is compiled only when asked for has names of its own: other scores, skip-softmax, the other dtype as
+        output."""
         asked = [
             replace(config, out_dtype=out)
             for plain, out in itertools.product(SHIPPED, DTYPES.values())
@@ -346,13 +347,13 @@ class TestChoices:
 
     @staticmethod
     def of(tokens: int, group: int = 4, dims: tuple[int, int] = (128, 128), **changes: object) -> PrefillConfig:
-        """For 3 requests."""
+        """The config for 3 requests."""
         problem = paged(*cache("tuple-HND", 16, dims))
         return resolve(replace(problem, query=empty(tokens, 2 * group, dims[0]), **changes), ARCH)
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_heads_are_packed_where_tiles_would_be_half_empty(self, dims: tuple[int, int]) -> None:
-        """With a tile's rows for two requests, of all that there are on average half of the rows are queries."""
+        """Two requests with the rows of one tile leave half of the rows of their tiles empty on average."""
         m = min(TILES[dims].m, 128)
         for tokens, packed in ((0, True), (1, True), (3 * m // 2, True), (3 * m // 2 + 1, False), (9000, False)):
             config = self.of(tokens, dims=dims)

@@ -228,8 +228,8 @@ class TestBoxes:
     def test_rows_that_are_not_needed_become_zeros(
         self, case: Case, lanes: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In V only, and in that order: the boxes have arrived, zeros are written, consumers may read. As many lanes
-        arrive as the edge counts."""
+        """This happens in V only, and in this order: the boxes have arrived, zeros are written, consumers may read. As
+        many lanes arrive as the edge counts."""
         tile_n, step = case.tile_n, 3
         value = case._replace(is_value=True)
         after = ((tile_n - 1, 2 * tile_n), (tile_n + 5, 2 * tile_n))
@@ -317,7 +317,7 @@ def row_addresses(tile_n: int) -> list[int]:
 
 @pytest.mark.parametrize("head_dim", DECODE_8BIT_HEAD_DIMS)
 def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
-    """As 16-bit ones of half as many columns, with half the strides."""
+    """They are fetched as 16-bit ones of half as many columns, with half the strides."""
     of = ("sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_ROWS, 0)
     g = geometry(16)
     for make in (KvOperand.key, KvOperand.value):

@@ -167,7 +167,7 @@ class TestSpan:
         assert [span(schedule, index).chunks for index in (0, 1, 2, 31, 64)] == [1, 2, 0, 0, 0]
 
     def test_lengths_of_drafts(self, memory: Memory) -> None:
-        """From offsets where there are any, and the same for all where there are none."""
+        """Offsets say them where there are any; without offsets all have the same."""
         for ragged, starts in ((True, [0, 3, 3]), (False, [0, 7, 14])):
             schedule = Requests([3, 0, 7], [10, 20, 30], ragged=ragged).schedule(memory)
             spans = [span(schedule, index) for index in range(3)]
@@ -336,7 +336,7 @@ class TestSlots:
         return found
 
     def prepare(self, chunk: int, base: int = 2 * SLOTS, chunks: int = CHUNKS) -> None:
-        """For the piece of the second row tile in a request whose pieces begin at ``base``."""
+        """Prepare for the piece of the second row tile in a request whose pieces begin at ``base``."""
         slots = Slots(Int64(0), Int64(0), Int32(self.SLOTS), Int32(8), 64, 4)
         first = base + 1
         group = first + chunk // GROUP_PIECES * GROUP_PIECES * self.OF_CHUNK
