@@ -4,6 +4,8 @@ Codes times scales of e4m3 have six significant bits at most and exponents that 
 products are exact in both. One source serves every arch.
 """
 
+from typing import Any
+
 import cutlass.cute as cute
 from cutlass import Float16, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
@@ -14,6 +16,12 @@ from hopwell.kernels.parts.device import prmt
 # and both of bfloat16.
 F16_UPPER = (0x3E3C3800, 0x46444240)
 BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
+
+
+def _four_words(lines: list[str], *values: Any, **place: Any) -> list:
+    """What these lines of PTX make of the values: four words."""
+    text = "{ " + " ".join(lines) + " }"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=list(values), **place)
 
 
 @dsl_user_op
@@ -40,13 +48,7 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, *, loc=None, ip=None
         if pairs_halves:
             lines.append(f"prmt.b32 pair, p{i // 2}, p{2 + i // 2}, {'0x7632' if i % 2 else '0x5410'};")
         lines.append(f"mul.rn.{kind} {{$w{i}}}, {'pair' if pairs_halves else f'p{i}'}, {{$r1}};")
-    return cute.arch.inline_ptx(
-        "{ " + " ".join(lines) + " }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word, factor],
-        loc=loc,
-        ip=ip,
-    )
+    return _four_words(lines, word, factor, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -68,13 +70,7 @@ def of_two_rows(word, factors, *, loc=None, ip=None) -> list:
         lines.append(f"prmt.b32 part, first, second, {together};")
         for place, spread in enumerate(("0x1404", "0x3424")):  # byte 4 and the ones behind it are zero
             lines.append(f"prmt.b32 pair, part, 0, {spread}; mul.rn.f16x2 {{$w{2 * half + place}}}, pair, {{$r1}};")
-    return cute.arch.inline_ptx(
-        "{ " + " ".join(lines) + " }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word, factors],
-        loc=loc,
-        ip=ip,
-    )
+    return _four_words(lines, word, factors, loc=loc, ip=ip)
 
 
 @dsl_user_op
