@@ -14,8 +14,8 @@ import torch
 
 
 class Addresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent. Those of :data:`INDICES` and of sinks say by their lowest bit how
-    wide elements are, see :func:`address_of`."""
+    """Device addresses in bytes; 0 means absent. The addresses of :data:`INDICES` and of sinks say by their lowest bit
+    how wide elements are, see :func:`address_of`."""
 
     query: int
     key: int
@@ -106,7 +106,7 @@ class DecodeGeometry(NamedTuple):
     v_row: int
     key_table_row: int
     value_table_row: int
-    window_left: int
+    mask_size: int  # of an ``IntervalMask``
     draft_words: int  # of a token in the draft mask
     listed: int  # tokens in the list of a query token; 0 where there are no lists
     lse_row: int

@@ -196,8 +196,8 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
     """Slots for the pieces of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and at most
     ``capacity`` keys a request, on ``sms`` multiprocessors.
 
-    Those of one request and some for what is under way besides are a must. More of them save looking whether they are
-    free.
+    Slots for one request, and some for what is under way besides, are a must. More of them save looking whether they
+    are free.
     """
     needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent)
     return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns, latent))

@@ -1,4 +1,5 @@
-"""Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. The same on every arch that has TMA."""
+"""Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. They are one source for every arch that
+has TMA."""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint16, Uint32, const_expr

@@ -2,10 +2,11 @@
 its block.
 
 Codes times scales of e4m3 have six significant bits at most and exponents that float16 and bfloat16 have, so that
-products are exact in both. The same on every arch.
+products are exact in both. One source serves every arch.
 """
 
 import itertools
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float16, Uint32
@@ -20,6 +21,12 @@ BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
 # Bits of signs in words with one code in a byte, and of codes in the upper bytes of two float16.
 SIGNS, UPPER_BYTES = 0x80808080, 0x8E008E00
 BY_HALVES_EXPONENT = -14  # of the factor by which :func:`by_halves` is off
+
+
+def _four_words(lines: list[str], *values: Any, **place: Any) -> list:
+    """What these lines of PTX make of the values: four words."""
+    text = "{ " + " ".join(lines) + " }"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=list(values), **place)
 
 
 @dsl_user_op
@@ -47,13 +54,7 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, *, loc=None, ip=None
         if pairs_halves:
             lines.append(f"prmt.b32 pair, p{i // 2}, p{2 + i // 2}, {'0x7632' if i % 2 else '0x5410'};")
         lines.append(f"mul.rn.{kind} {{$w{i}}}, {'pair' if pairs_halves else f'p{i}'}, {{$r1}};")
-    return cute.arch.inline_ptx(
-        "{ " + " ".join(lines) + " }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word, factor],
-        loc=loc,
-        ip=ip,
-    )
+    return _four_words(lines, word, factor, loc=loc, ip=ip)
 
 
 @dsl_user_op
@@ -80,13 +81,7 @@ def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> li
         lines.append(f"shl.b32 code, {source}, 8; and.b32 code, code, {UPPER_BYTES:#x};" if shifted else "")
         lines.append("" if shifted else f"and.b32 code, {source}, {UPPER_BYTES:#x};")
         lines.append(f"mul.rn.f16x2 {{$w{i}}}, code, pair;")
-    return cute.arch.inline_ptx(
-        "{ " + " ".join(filter(None, lines)) + " }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word, factor],
-        loc=loc,
-        ip=ip,
-    )
+    return _four_words([*filter(None, lines)], word, factor, loc=loc, ip=ip)
 
 
 def _select(target: str, first: str, second: str, mask: int) -> str:

@@ -1,5 +1,5 @@
 """The consumer warps of decode of many rows over caches of 8 or 4 bits: each attends to keys of its own, widened in its
-registers. Of few rows see byte_few_rows.py."""
+registers. Those for few rows are in byte_few_rows.py."""
 
 from dataclasses import dataclass
 from typing import Any

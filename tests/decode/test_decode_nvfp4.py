@@ -50,7 +50,7 @@ def test_forms_of_the_cache(head_dim: int, group: int, page_size: int, dtype: to
 
 @pytest.mark.parametrize("group", [2, 20])
 def test_drafts_with_a_window_and_sinks(group: int, device: str) -> None:
-    """In e4m3; a request by itself gives the bits that it gives in the batch."""
+    """The output is in e4m3; a request by itself gives the bits that it gives in the batch."""
     q_len, mask = 4, Mask(MaskKind.DRAFT, 30)
     data = batch(device, q_len, heads=2 * group)
     sinks = torch.linspace(-1.0, 2.0, data.heads, device=device)

@@ -88,7 +88,7 @@ class MlaBatch(DecodeBatch):
         return self.workspace(capacity).view(torch.float32)
 
     def workspace(self, capacity: int) -> torch.Tensor:
-        """As callers hand it over, with NaN in it whatever is read from there."""
+        """A workspace as callers hand it over: whatever is read from there is NaN."""
         size = mla_workspace_bytes(self.heads, capacity, max(self.q_lens, default=1), self.v_head_dim, self.device)
         return torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)
 

@@ -123,7 +123,7 @@ def check_gaps(place: str, top_k: int, heads: int, dims: tuple[int, int] = DIMS[
 
 
 def check_one_gap_anywhere(top_k: int, heads: int, device: str = "cuda") -> None:
-    """As many new tokens as a list has entries, in each of which another one is negative."""
+    """There are as many new tokens as a list has entries, and in each list another one is negative."""
     listed = listing("distinct", top_k, 3 * top_k, top_k).fill_diagonal_(-1)
     check_counts(MlaBatch([top_k], [3 * top_k], heads, device=device, lists=[listed]))
 

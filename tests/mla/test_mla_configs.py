@@ -17,8 +17,8 @@ SHIPPED = list(shipped_mla_configs())
 
 
 def small_case(config: MlaConfig) -> None:
-    """From no keys to three chunks, which are merged; two tiles of rows where tiles are the largest and attention is
-    dense; sparse with lists of as many."""
+    """Requests have no keys to three chunks, which are merged; two tiles of rows where tiles are the largest and
+    attention is dense; lists of as many where it is sparse."""
     chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
     page_size, heads = config.box_rows or 4, 24 if config.rows == ROWS and not config.sparse else heads_of(config, 3)
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
