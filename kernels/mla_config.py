@@ -31,7 +31,6 @@ from hopwell.kernels.splitting import (
     LATENT_NEAR_LEVELS,
     LEAF_TILE,
     LISTED_CHUNK_TOKENS,
-    MOST_PORTION_TILES,
     ROWS,
     chunk_tokens,
 )
@@ -176,9 +175,8 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else kind.most_rows
-    cuts_by_itself = rows == ROWS and (invariance.is_on() or -(-together // ROWS) > MOST_PORTION_TILES)
     uneven = has_uneven_pages(problem)
-    return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=cuts_by_itself)
+    return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=rows == ROWS and invariance.is_on())
 
 
 def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:

@@ -311,7 +311,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
         lse_natural=int(lse is not None and lse.natural),
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
-        portions=portions(row_tiles, grid),
+        portions=portions(max(row_tiles, 1), grid),
         spilled_levels=spilled_levels(config.chunk_tokens, capacity, config.near_levels),
         shards=1 if problem.shard is None else problem.shard.count,
         shard=0 if problem.shard is None else problem.shard.index,

@@ -35,14 +35,13 @@ LATENT_UNDER_WAY = 3
 # Portions of MLA's keys, see parts/portions.py. Places are counted in fractions of a step, so that equal requests are
 # cut at equal places. A request takes about one step besides its own: Q, and results. Cuts are moved by up to
 # SNAP_STEPS to where a request begins or ends, and portions are larger by up to one part in UNEVEN where that cuts the
-# longest requests evenly. Of more than MOST_PORTION_TILES row tiles there are so few portions that some CTAs have none:
-# then chunks of one length keep them all busy.
+# longest requests evenly. CTAs have up to MOST_PORTION_ROUNDS portions where row tiles are many.
 FRACTIONS = 32
 REQUEST_STEPS = 1
 SNAP_STEPS = 2
 UNEVEN = 16
 LEAST_PORTION_STEPS = 1
-MOST_PORTION_TILES = 33
+MOST_PORTION_ROUNDS = 4
 # Bytes of an element of a piece of MLA: it is a float16, and each half row has a power of two of its own. Its error is
 # an eighth of that of a bfloat16 result, and half as many bytes are stored and merged.
 LATENT_PIECE_BYTES = 2
@@ -238,5 +237,9 @@ def counter_ints(slots: int) -> int:
 
 
 def portions(row_tiles: int, ctas: int) -> int:
-    """Portions that the keys of all requests are cut into for so many CTAs."""
-    return max(ctas // max(row_tiles, 1), 1)
+    """Portions that the keys of all requests are cut into, so that one for each row tile keeps as many of the CTAs
+    busy as can be, in one round or in more. A portion has two pieces at most, and all find a slot."""
+    slots = 2 * row_tiles + LATENT_UNDER_WAY * ctas  # what a launch has at least
+    rounds = [k for k in range(1, MOST_PORTION_ROUNDS + 1) if k == 1 or k * ctas // row_tiles * row_tiles * 2 <= slots]
+    best = max(rounds, key=lambda k: k * ctas // row_tiles * row_tiles / (k * ctas))
+    return max(best * ctas // row_tiles, 1)

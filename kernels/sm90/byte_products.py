@@ -108,7 +108,7 @@ class ByteProducts(DeviceStruct):
 
     @property
     def exponent(self) -> int:
-        """Of the power of two that K and V are times in products."""
+        """The exponent of the power of two that K and V are multiplied by in products."""
         return exponent(self.kernel.config.kv_type)
 
     def load_q(self, stage, first_row) -> None:

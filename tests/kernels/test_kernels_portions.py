@@ -17,11 +17,11 @@ from lane_threads import SchedulingWarp, host
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.parts import portions, split
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.portions import ListPortionSchedule, PortionSchedule, PortionSpan, portion_size
 from hopwell.kernels.parts.split import SplitTile, UnitKeeper
-from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.splitting import FRACTIONS, ROWS, SNAP_STEPS
 from hopwell.kernels.splitting import portions as count_portions
@@ -69,7 +69,7 @@ class Batch:
             **{name: Int64(size) for name, size in sizes.items()}
         )
         kind = ListPortionSchedule if self.listed else PortionSchedule
-        return kind(g, a, IntervalMask(MaskKind.FULL, Int32(MAX_WINDOW)), ROWS, STEP, 0, False, UnitKeeper())
+        return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, 0, False, UnitKeeper())
 
     def items(self) -> Iterator[tuple[int, int]]:
         """(index, keys) of every request with new tokens, or of every token with a list, in order."""

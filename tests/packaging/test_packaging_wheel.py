@@ -31,7 +31,7 @@ FOLDERS = {
     "perf": "hopwell/perf",
 }
 # Public functions that the support table does not list, because they launch no kernel of their own.
-WITHOUT_KERNELS = {"check_device_data", "get_batch_indices_positions", "get_seq_lens"}
+WITHOUT_KERNELS = {"batch_invariant", "check_device_data", "get_batch_indices_positions", "get_seq_lens"}
 SHIPPED_SUFFIXES = (".py", ".c", ".h", ".map", ".typed")
 
 # What a process in the new environment reports of its hopwell.
