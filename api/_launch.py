@@ -42,8 +42,6 @@ def record(kind: type[_Record], given: Mapping[str, Any]) -> _Record:
 
 def single(sinks: Any) -> torch.Tensor | None:
     """Sinks given as a tensor, as a list of one, or not at all. What else there may be in a list is for the checks."""
-    if sinks is None:  # first, because most calls have none
-        return None
     is_list = isinstance(sinks, (list, tuple)) and len(sinks) == 1 and isinstance(sinks[0], torch.Tensor)
     return sinks[0] if is_list else sinks
 
@@ -52,6 +50,11 @@ def upper_bound(value: Any) -> Any:
     """A bound of lengths that changes no result, among arguments: those that the checks accept are alike, because
     serving engines give another one in every step."""
     return ANY_BOUND if type(value) is int and 0 <= value <= INT32_MAX else value
+
+
+def _nothing(arguments: Arguments, out: Any, stats: Any) -> Results | None:
+    """The latest call where there has been none."""
+    return None
 
 
 def _key(arguments: Arguments) -> Hashable:
@@ -66,15 +69,17 @@ class Calls:
         self.places = places
         self._checked: dict[Hashable, Repeat] = {}
         self._recent: tuple[Launch, ...] = ()
+        self.latest: Launch = _nothing
         _device_data.on_switch(self._forget)
 
     def _forget(self) -> None:
-        self._checked, self._recent = {}, ()
+        self._checked, self._recent, self.latest = {}, (), _nothing
 
     def repeat(self, arguments: Arguments, out: Any, stats: Any = None) -> Results | None:
-        """Launch a call like one that has been checked; None where there was none like it, or where addresses have to
-        be checked. ``out`` and ``stats`` are results to write into, if given."""
-        for launch in self._recent:
+        """Launch a call like one that has been checked, which ``latest`` did not recognise; None where there was none
+        like it, or where addresses have to be checked. ``out`` and ``stats`` are results to write into, if given.
+        Entry points ask ``latest`` themselves, as a call of this function takes a twentieth of the whole."""
+        for launch in self._recent[1:]:
             results = launch(arguments, out, stats)
             if results is not None:
                 return results
@@ -87,6 +92,7 @@ class Calls:
         results = found.run(arguments, out, stats)
         if results is not None and found.latest is not None:
             self._recent = (found.latest, *self._recent[: RECENT - 1])
+            self.latest = found.latest
         return results
 
     def run_once(self, problem: AttentionProblem) -> torch.Tensor:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from hopwell._cache import has_dtype
-from hopwell._decoding import decode_places
+from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
 from hopwell._dynamo import opaque
 from hopwell._launch import Calls, halves, record, single, upper_bound
+from hopwell._repeat import Arguments
 from hopwell._xqa import (
     TrtllmDecodeCall,
     XqaCall,
@@ -126,7 +127,8 @@ def xqa_batch_decode_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    (k, v), (k_scales, v_scales) = halves(kv_cache), halves(kv_cache_sf)
+    k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
+    k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
     arguments = (
         query,
         k,
@@ -135,12 +137,12 @@ def xqa_batch_decode_with_kv_cache(
         seq_lens,
         bmm1_scale,
         bmm2_scale,
-        single(sinks),
-        o_scale,
-        mask,
+        None if sinks is None else single(sinks),
         workspace_buffer,
         q_cu_seq_lens,
         None,
+        o_scale,
+        mask,
         k_scales,
         v_scales,
         out,
@@ -153,7 +155,7 @@ def xqa_batch_decode_with_kv_cache(
         enable_pdl,
         q_len_per_req,
     )
-    done = _XQA.repeat(arguments, out, lse)
+    done = _XQA.latest(arguments, out, lse) or _XQA.repeat(arguments, out, lse)
     if done is None:
         problem = xqa_problem(record(XqaCall, locals()))
         is_nested = problem.max_q_len > 1 and q_cu_seq_lens is None
@@ -181,7 +183,7 @@ def trtllm_batch_decode_with_kv_cache(
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     kv_layout: str = "HND",
     enable_pdl: bool | None = None,
-    backend: str = "auto",
+    backend: str = AUTO,
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,
     mask: torch.Tensor | None = None,
@@ -270,11 +272,12 @@ def trtllm_batch_decode_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    (k, v), (k_scales, v_scales) = halves(kv_cache), halves(kv_cache_sf)
+    k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
+    k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
     query_dtype = getattr(query, "dtype", None)
     if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.float8_e4m3fn):
         query = widened_query(query, out, out_dtype)
-    arguments = (
+    arguments: Arguments = (
         query,
         k,
         v,
@@ -282,12 +285,12 @@ def trtllm_batch_decode_with_kv_cache(
         seq_lens,
         bmm1_scale,
         bmm2_scale,
-        single(sinks),
-        o_scale,
-        mask,
+        None if sinks is None else single(sinks),
         workspace_buffer,
         cum_seq_lens_q,
         causal_seqlens_kv_global,
+        o_scale,
+        mask,
         k_scales,
         v_scales,
         out,
@@ -300,22 +303,42 @@ def trtllm_batch_decode_with_kv_cache(
         enable_pdl,
         q_len_per_req,
         out_dtype,
-        backend,
-        max_q_len,
-        uses_shared_paged_kv_idx,
-        o_sf_scale,
-        o_sf_vec_size,
-        skip_softmax_threshold_scale_factor,
-        bmm1_scale_log2,
-        enable_block_sparse_attention,
-        cp_world,
-        cp_rank,
-        bf16q_fp8kv_transform_mode,
-        request_order,
-        request_order_plan,
         query_dtype,
     )
-    done = _TRTLLM.repeat(arguments, out, lse)
+    if not (
+        max_q_len is None
+        and uses_shared_paged_kv_idx is True
+        and backend is AUTO
+        and o_sf_scale is None
+        and o_sf_vec_size is None
+        and skip_softmax_threshold_scale_factor is None
+        and bmm1_scale_log2 is None
+        and multi_ctas_kv_counter_buffer is None
+        and enable_block_sparse_attention is False
+        and causal_seqlens_kv_global is None
+        and cp_world is ONE_RANK
+        and cp_rank is FIRST_RANK
+        and bf16q_fp8kv_transform_mode is None
+        and request_order is None
+        and request_order_plan is None
+    ):
+        arguments += (
+            max_q_len,
+            uses_shared_paged_kv_idx,
+            backend,
+            o_sf_scale,
+            o_sf_vec_size,
+            skip_softmax_threshold_scale_factor,
+            bmm1_scale_log2,
+            type(multi_ctas_kv_counter_buffer),
+            enable_block_sparse_attention,
+            cp_world,
+            cp_rank,
+            bf16q_fp8kv_transform_mode,
+            request_order,
+            request_order_plan,
+        )
+    done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
         problem = trtllm_decode_problem(record(TrtllmDecodeCall, locals()))
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
