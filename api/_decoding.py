@@ -136,20 +136,21 @@ def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, latent: bool = F
     """Where the operands of an entry for decode lie, where these two arguments are called so; ``latent``: there is one
     tensor of keys and values, and nothing that has to do with two. The log-sum-exp is a result, which is found by
     itself."""
-    cache, own = (("k",), ()) if latent else (("k", "v"), ("o_scale", "mask", "k_scales", "v_scales"))
+    pair = ("k", "v"), ("o_scale", "mask", "kv_cache_sf", "kv_cache_sf[1]")
+    cache, own = (("kv_cache",), ()) if latent else pair
     shared = ("block_tables", kv_lens, "bmm1_scale", "bmm2_scale", "sinks")
     of_pairs: dict[str, str | tuple[str, ...]] = {
         "output_factor": "o_scale",
         "draft_mask": "mask",
-        "key_scales": "k_scales",
-        "value_scales": ("v_scales", "k_scales"),
+        "key_scales": "kv_cache_sf",
+        "value_scales": ("kv_cache_sf[1]", "kv_cache_sf"),
     }
     return Places(
         tensors=("query", *cache, *shared, "workspace_buffer", q_offsets, "causal_seqlens_kv_global", *own),
         operands={
             "query": "query",
-            "key": "k",
-            "value": "k" if latent else ("v", "k"),
+            "key": cache[0],
+            "value": cache[::-1],
             "q_offsets": q_offsets,
             "k_offsets": "causal_seqlens_kv_global",  # see launch.Addresses
             "kv_lens": kv_lens,
