@@ -110,7 +110,8 @@ def xqa_batch_decode_with_kv_cache(
         q_cu_seq_lens: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with different
             ones. They stay on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim],
             ``q_len_per_req`` is an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 *
-            ceil(q_len_per_req / 32)]. Rows behind the last request's are neither read nor written.
+            ceil(q_len_per_req / 32)]. Of a request with more than that, the first ones are computed as if there were no
+            others, and the others are not written. Rows behind the last request's are neither read nor written.
         lse: float32 [batch * q_len_per_req, num_heads], contiguous, to write the log-sum-exp of the scaled scores and
             sinks into, whatever ``return_lse`` says. A row with no visible key has -inf.
         return_lse: whether to return the log-sum-exp.
@@ -241,7 +242,8 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: new tokens of each request; None means 1.
         o_scale: a second factor on a 16-bit output.
         mask: uint16 bits as there, for several new tokens; None for causal ones.
-        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
+        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``. Of a request with more,
+            the first ones are computed as if there were no others, and the others are not written.
         cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
             different ones.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.

@@ -112,7 +112,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             computation, as they are float32 either way and are multiplied as such.
         cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
             different ones. They stay on the device. Rows behind the last request's are neither read nor written.
-        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
+        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``. Of a request with more,
+            the first ones are computed as if there were no others, and the others are not written.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: how many entries of its list count, in
             place of what ``seq_lens`` says; sparse only.

@@ -92,8 +92,8 @@ def trtllm_batch_context_with_kv_cache(
             past the last page of a request are never read. The table may be narrower than ``max_kv_len`` tokens.
         seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included.
             One beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
-        max_q_len: upper bound of the new tokens of a request. It never changes a result.
-        max_kv_len: upper bound of ``seq_lens``. It never changes a result.
+        max_q_len: upper bound of the new tokens of a request. It never changes a result, even where it is too small.
+        max_kv_len: upper bound of ``seq_lens``, likewise.
         bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, 0 or more, or a one-element
             float32 tensor that the kernel reads, so that it may change under a CUDA graph. A tensor on the host is read
             during the call, which is slower. A negative one on the device makes the output NaN.
@@ -271,8 +271,8 @@ def trtllm_fmha_v2_prefill(
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         seq_lens: int32, uint32 or int64, ``batch_size`` elements. As in FlashInfer, KV lengths are the differences of
             ``cum_seq_lens_kv``; this is checked but not read.
-        max_q_len: upper bound of the queries of a request. It never changes a result.
-        max_kv_len: upper bound of the keys of a request. It never changes a result.
+        max_q_len: upper bound of the queries of a request. It never changes a result, even where it is too small.
+        max_kv_len: upper bound of the keys of a request, likewise.
         bmm1_scale: factor on q k^T, a float in natural units, not negative; 0 means 1 / sqrt(head_dim).
         bmm2_scale: factor on the output, a float.
         batch_size: number of requests.

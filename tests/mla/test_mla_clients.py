@@ -75,6 +75,17 @@ def test_uneven_new_tokens(top_k: int, device: str) -> None:
     assert (out[data.tokens :] == 7).all()
 
 
+def test_more_new_tokens_than_their_bound(device: str) -> None:
+    """Nothing is written behind the ones that there is room for, and other requests are what they are."""
+    data = batch(device, [3, 0, 2, 1])
+    out = torch.full((data.tokens, data.heads, 512), 7.0, dtype=data.dtype, device=device)
+    options: dict[str, Any] = dict(query=data.q, out=out, cum_seq_lens_q=data.ints(starts(data.q_lens)), max_q_len=2)
+    call(data, data.decode(64, ragged=True), **options)
+    assert (out[2] == 7).all()
+    expected = data.expected_mla()
+    type(expected)(*(part[3:] for part in vars(expected).values())).check(out[3:])
+
+
 def test_counts_of_lists(device: str) -> None:
     """Counts are those of each new token; what is said of all tokens of a request is not looked at."""
     data = batch(device, [2] * 4, 68)
