@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 import torch
 
 from hopwell import _device_data
-from hopwell._checks import INT32_MAX
 from hopwell._repeat import Arguments, Checked, Launch, Places, Repeat, Results, metadata
 from hopwell.kernels import Plan
 from hopwell.kernels.problem import AttentionProblem
 
 CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
 RECENT = 4  # calls recognised without a key: models alternate between few kinds of layers
-ANY_BOUND = object()  # stands for an upper bound among arguments
+# Stands among arguments for a bound of lengths that changes no result and that the checks accept, as serving engines
+# give another one in every step. Entry points write it out, because a function's call takes as long as ten comparisons.
+ANY_BOUND = object()
 
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
@@ -44,12 +45,6 @@ def single(sinks: Any) -> torch.Tensor | None:
     """Sinks given as a tensor, as a list of one, or not at all. What else there may be in a list is for the checks."""
     is_list = isinstance(sinks, (list, tuple)) and len(sinks) == 1 and isinstance(sinks[0], torch.Tensor)
     return sinks[0] if is_list else sinks
-
-
-def upper_bound(value: Any) -> Any:
-    """A bound of lengths that changes no result, among arguments: those that the checks accept are alike, because
-    serving engines give another one in every step."""
-    return ANY_BOUND if type(value) is int and 0 <= value <= INT32_MAX else value
 
 
 def _nothing(arguments: Arguments, out: Any, stats: Any) -> Results | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from hopwell._checks import INT32_MAX
 from hopwell._cudnn import CUDNN_PLACES, CudnnCall, cudnn_problem, scaled
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, record, upper_bound
+from hopwell._launch import ANY_BOUND, Calls, record
 from hopwell._repeat import Arguments
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
@@ -139,7 +140,7 @@ def cudnn_batch_prefill_with_kv_cache(
         out,
         lse,
         max_token_per_sequence,
-        upper_bound(max_sequence_kv),
+        ANY_BOUND if type(max_sequence_kv) is int and 0 <= max_sequence_kv <= INT32_MAX else max_sequence_kv,
         causal,
         return_lse,
         type(workspace_buffer),

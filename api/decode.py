@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from hopwell._cache import has_dtype
+from hopwell._checks import FP8, INT32_MAX
 from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, halves, record, single, upper_bound
+from hopwell._launch import ANY_BOUND, Calls, halves, record, single
 from hopwell._repeat import Arguments
 from hopwell._xqa import (
     TrtllmDecodeCall,
@@ -130,7 +131,7 @@ def xqa_batch_decode_with_kv_cache(
     """
     k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
     k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
-    arguments = (
+    arguments: Arguments = (
         query,
         k,
         v,
@@ -147,15 +148,14 @@ def xqa_batch_decode_with_kv_cache(
         k_scales,
         v_scales,
         out,
-        lse,
-        return_lse,
-        return_lse_base,
-        upper_bound(max_seq_len),
+        ANY_BOUND if type(max_seq_len) is int and 0 <= max_seq_len <= INT32_MAX else max_seq_len,
         window_left,
         kv_layout,
         enable_pdl,
         q_len_per_req,
     )
+    if not (lse is None and return_lse is False and return_lse_base is None):
+        arguments += (lse, return_lse, return_lse_base)
     done = _XQA.latest(arguments, out, lse) or _XQA.repeat(arguments, out, lse)
     if done is None:
         problem = xqa_problem(record(XqaCall, locals()))
@@ -277,7 +277,7 @@ def trtllm_batch_decode_with_kv_cache(
     k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
     k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
     query_dtype = getattr(query, "dtype", None)
-    if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.float8_e4m3fn):
+    if query_dtype is FP8 and has_dtype(kv_cache, FP8):
         query = widened_query(query, out, out_dtype)
     arguments: Arguments = (
         query,
@@ -296,10 +296,7 @@ def trtllm_batch_decode_with_kv_cache(
         k_scales,
         v_scales,
         out,
-        lse,
-        return_lse,
-        return_lse_base,
-        upper_bound(max_seq_len),
+        ANY_BOUND if type(max_seq_len) is int and 0 <= max_seq_len <= INT32_MAX else max_seq_len,
         window_left,
         kv_layout,
         enable_pdl,
@@ -308,7 +305,10 @@ def trtllm_batch_decode_with_kv_cache(
         query_dtype,
     )
     if not (
-        max_q_len is None
+        lse is None
+        and return_lse is False
+        and return_lse_base is None
+        and max_q_len is None
         and uses_shared_paged_kv_idx is True
         and backend is AUTO
         and o_sf_scale is None
@@ -325,6 +325,9 @@ def trtllm_batch_decode_with_kv_cache(
         and request_order_plan is None
     ):
         arguments += (
+            lse,
+            return_lse,
+            return_lse_base,
             max_q_len,
             uses_shared_paged_kv_idx,
             backend,

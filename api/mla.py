@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from hopwell._checks import FP8, INT32_MAX
 from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, record, single, upper_bound
+from hopwell._launch import ANY_BOUND, Calls, record, single
 from hopwell._mla import MlaCall, mla_problem, mla_workspace_bytes, widened_query
 from hopwell._repeat import Arguments
 
@@ -138,7 +139,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
     query_dtype = getattr(query, "dtype", None)
-    if query_dtype is torch.float8_e4m3fn:
+    if query_dtype is FP8:
         query = widened_query(query)
     arguments: Arguments = (
         query,
@@ -155,7 +156,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         qk_nope_head_dim,
         kv_lora_rank,
         qk_rope_head_dim,
-        upper_bound(max_seq_len),
+        ANY_BOUND if type(max_seq_len) is int and 0 <= max_seq_len <= INT32_MAX else max_seq_len,
         sparse_mla_top_k,
         enable_pdl,
         backend,

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from hopwell._cache import has_dtype
+from hopwell._checks import INT32_MAX
 from hopwell._context import CONTEXT_PLACES, ContextCall, context_problem, widened_query
 from hopwell._dynamo import opaque
 from hopwell._fmha_v2 import FMHA_V2_PLACES, FmhaV2Call, fmha_v2_problem, leaves
-from hopwell._launch import Calls, halves, record, single, upper_bound
+from hopwell._launch import ANY_BOUND, Calls, halves, record, single
 from hopwell._repeat import Arguments
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
@@ -169,7 +170,7 @@ def trtllm_batch_context_with_kv_cache(
         out,
         cum_seq_lens_kv,
         max_q_len,
-        upper_bound(max_kv_len),
+        ANY_BOUND if type(max_kv_len) is int and 0 <= max_kv_len <= INT32_MAX else max_kv_len,
         batch_size,
         window_left,
         type(workspace_buffer),
@@ -323,7 +324,7 @@ def trtllm_fmha_v2_prefill(
         out,
         seq_lens,
         max_q_len,
-        upper_bound(max_kv_len),
+        ANY_BOUND if type(max_kv_len) is int and 0 <= max_kv_len <= INT32_MAX else max_kv_len,
         batch_size,
         window_left,
         chunked_attention_size,
