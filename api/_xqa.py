@@ -353,7 +353,7 @@ def _check_sharded(call: XqaCall, part: Shard | None) -> None:
         if call.cp_world > 1:
             raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {call.cp_world}")
         return
-    if not call.return_lse:
+    if not checks.flag("return_lse", call.return_lse):
         raise ValueError("return_lse must be True with causal_seqlens_kv_global: ranks are merged by it")
     if call.window_left >= 0:
         raise ValueError(f"window_left must be -1 with causal_seqlens_kv_global, got {call.window_left}")
