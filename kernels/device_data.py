@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, MaskKind, PageTable, Shard, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, PageTable, Shard, TokenOffsets
 
 INTERLEAVED = 4  # tokens whose V scales stand beside each other in caches of prefill
 COLUMNS_OF_A_SCALE = 128  # in rows of 656 bytes, whose float32 scales follow what they scale
@@ -201,12 +201,8 @@ def _offsets(offsets: TokenOffsets | None, operand: str, extent: Extent, rows: i
 
 def _first_visible(p: AttentionProblem, queries: Extent, keys: Extent) -> torch.Tensor:
     """The first key of each request that any of its rows sees: the pages before it are not read."""
-    first = keys.lengths - queries.lengths
-    if p.mask.kind in (MaskKind.SLIDING_WINDOW, MaskKind.DRAFT) and p.mask.window_left >= 0:
-        return (first - p.mask.window_left).clamp(min=0)
-    if p.mask.kind is MaskKind.CHUNKED:
-        return (first.clamp(min=0) // p.mask.chunk) * p.mask.chunk
-    return torch.zeros_like(first)
+    position, bound = keys.lengths - queries.lengths, p.mask.kind.rule.first
+    return torch.zeros_like(position) if bound is None else bound(position, p.mask.size)
 
 
 def _used(p: AttentionProblem, count: int, step: int, queries: Extent, keys: Extent) -> torch.Tensor:
