@@ -206,7 +206,7 @@ def _first_visible(p: AttentionProblem, queries: Extent, keys: Extent) -> torch.
 
 
 def _used(p: AttentionProblem, count: int, step: int, queries: Extent, keys: Extent) -> torch.Tensor:
-    """[B, count]: which pieces of ``step`` keys of a request any of its rows sees."""
+    """Which pieces of ``step`` keys of a request any of its rows sees, as [B, count]."""
     pieces = torch.arange(count, device=keys.lengths.device)
     first = _first_visible(p, queries, keys) // step
     last = torch.where(queries.lengths > 0, (keys.lengths + step - 1) // step, 0)
@@ -245,7 +245,7 @@ def _shard(shard: Shard, queries: Extent, keys: Extent) -> Iterator[Rule]:
 
 
 def _read_rows(ids: torch.Tensor, used: torch.Tensor, rows: int) -> torch.Tensor:
-    """[rows]: which rows of a cache any of ``ids`` that are ``used`` names."""
+    """Which rows of a cache any of ``ids`` that are ``used`` names, as [rows]."""
     inside = used & (ids >= 0) & (ids < rows)
     # The last one stands for all that name none, so that the host need not wait for how many do.
     read = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
@@ -254,7 +254,7 @@ def _read_rows(ids: torch.Tensor, used: torch.Tensor, rows: int) -> torch.Tensor
 
 
 def _read_tokens(p: AttentionProblem, table: torch.Tensor, pages: int, queries: Extent, keys: Extent) -> torch.Tensor:
-    """[pages, page_size]: which tokens of the cache any row sees."""
+    """Which tokens of the cache any row sees, as [pages, page_size]."""
     page_size = p.key.shape[2]
     inside = torch.arange(page_size, device=table.device)
     ids = (table[: p.batch].long()[..., None] * page_size + inside).flatten(1)
