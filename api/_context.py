@@ -323,8 +323,8 @@ CONTEXT_PLACES = Places(
         "bmm1_scale",
         "bmm2_scale",
         "sinks",
-        "k_scales",
-        "v_scales",
+        "kv_block_scales",
+        "kv_block_scales[1]",
     ),
     operands={
         "query": "query",
@@ -337,7 +337,7 @@ CONTEXT_PLACES = Places(
         "softmax_scale": "bmm1_scale",
         "output_scale": "bmm2_scale",
         "sinks": "sinks",
-        "key_scales": "k_scales",
-        "value_scales": ("v_scales", "k_scales"),
+        "key_scales": "kv_block_scales",
+        "value_scales": ("kv_block_scales[1]", "kv_block_scales"),
     },
 )

@@ -17,6 +17,9 @@ from hopwell.kernels.splitting import scratch_bytes
 
 NATURAL_BASE = "basee"
 LSE_BASES = (NATURAL_BASE, "base2")
+# Defaults of arguments. Most calls leave them as they are, which shows by these very objects.
+AUTO = "auto"
+ONE_RANK, FIRST_RANK = 1, 0
 
 
 def flat_tokens(value: Any) -> Any:
@@ -129,18 +132,25 @@ def check_counter_buffer(value: Any) -> None:
         checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
 
 
-def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, has_scales: bool = True) -> Places:
-    """Where the operands of an entry for decode lie, where these two arguments are called so. The log-sum-exp is a
-    result, which is found by itself."""
-    shared = ("query", "k", "v", "block_tables", kv_lens, "bmm1_scale", "bmm2_scale", "sinks", "o_scale", "mask")
-    own = ("workspace_buffer", q_offsets, "causal_seqlens_kv_global")
-    scales: dict[str, str | tuple[str, ...]] = {"key_scales": "k_scales", "value_scales": ("v_scales", "k_scales")}
+def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, latent: bool = False) -> Places:
+    """Where the operands of an entry for decode lie, where these two arguments are called so; ``latent``: there is one
+    tensor of keys and values, and nothing that has to do with two. The log-sum-exp is a result, which is found by
+    itself."""
+    pair = ("k", "v"), ("o_scale", "mask", "kv_cache_sf", "kv_cache_sf[1]")
+    cache, own = (("kv_cache",), ()) if latent else pair
+    shared = ("block_tables", kv_lens, "bmm1_scale", "bmm2_scale", "sinks")
+    of_pairs: dict[str, str | tuple[str, ...]] = {
+        "output_factor": "o_scale",
+        "draft_mask": "mask",
+        "key_scales": "kv_cache_sf",
+        "value_scales": ("kv_cache_sf[1]", "kv_cache_sf"),
+    }
     return Places(
-        tensors=(*shared, *own, "k_scales", "v_scales") if has_scales else (*shared, *own),
+        tensors=("query", *cache, *shared, "workspace_buffer", q_offsets, "causal_seqlens_kv_global", *own),
         operands={
             "query": "query",
-            "key": "k",
-            "value": ("v", "k"),
+            "key": cache[0],
+            "value": cache[::-1],
             "q_offsets": q_offsets,
             "k_offsets": "causal_seqlens_kv_global",  # see launch.Addresses
             "kv_lens": kv_lens,
@@ -149,9 +159,7 @@ def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, has_scales: bool
             "softmax_scale": "bmm1_scale",
             "output_scale": "bmm2_scale",
             "sinks": "sinks",
-            "output_factor": "o_scale",
-            "draft_mask": "mask",
             "scratch": "workspace_buffer",
-            **(scales if has_scales else {}),
+            **({} if latent else of_pairs),
         },
     )

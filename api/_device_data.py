@@ -18,9 +18,10 @@ def check_device_data(enable: bool) -> None:
     """Look at the device data of every call before its launch, or stop doing so; in place of ``HOPWELL_CHECK``.
 
     Lengths, tables, offsets, lists of tokens and scales on the device are compared there with what the call's shapes
-    allow. The host waits once for the outcome, and a ValueError names the argument, the index and the value. It is the
-    first thing to try where a result looks wrong. While it is on, every call goes through all other checks as well;
-    while it is off, it costs nothing. Launches that a CUDA graph captures are not looked at, as nothing can wait there.
+    allow; of scales in a cache, those of tokens that are read. The host waits once for the outcome, and a ValueError
+    names the argument, the index and the value. It is the first thing to try where a result looks wrong. While it is
+    on, every call goes through all other checks as well; while it is off, it costs nothing. Launches that a CUDA graph
+    captures are not looked at, as nothing can wait there.
 
     Args:
         enable: whether to look.

@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 import torch
 
 from hopwell import _device_data, _switches
-from hopwell._checks import INT32_MAX
 from hopwell._repeat import Arguments, Checked, Launch, Places, Repeat, Results, metadata
 from hopwell.kernels import Plan
 from hopwell.kernels.problem import AttentionProblem
 
 CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
 RECENT = 4  # calls recognised without a key: models alternate between few kinds of layers
-ANY_BOUND = object()  # stands for an upper bound among arguments
+# Stands among arguments for a bound of lengths that changes no result and that the checks accept, as serving engines
+# give another one in every step. Entry points write it out, because a function's call takes as long as ten comparisons.
+ANY_BOUND = object()
 
 _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
@@ -42,16 +43,13 @@ def record(kind: type[_Record], given: Mapping[str, Any]) -> _Record:
 
 def single(sinks: Any) -> torch.Tensor | None:
     """Sinks given as a tensor, as a list of one, or not at all. What else there may be in a list is for the checks."""
-    if sinks is None:  # first, because most calls have none
-        return None
     is_list = isinstance(sinks, (list, tuple)) and len(sinks) == 1 and isinstance(sinks[0], torch.Tensor)
     return sinks[0] if is_list else sinks
 
 
-def upper_bound(value: Any) -> Any:
-    """A bound of lengths that changes no result, among arguments: those that the checks accept are alike, because
-    serving engines give another one in every step."""
-    return ANY_BOUND if type(value) is int and 0 <= value <= INT32_MAX else value
+def _nothing(arguments: Arguments, out: Any, stats: Any) -> Results | None:
+    """The latest call where there has been none."""
+    return None
 
 
 def _key(arguments: Arguments) -> Hashable:
@@ -66,15 +64,17 @@ class Calls:
         self.places = places
         self._checked: dict[Hashable, Repeat] = {}
         self._recent: tuple[Launch, ...] = ()
+        self.latest: Launch = _nothing
         _switches.on_switch(self._forget)
 
     def _forget(self) -> None:
-        self._checked, self._recent = {}, ()
+        self._checked, self._recent, self.latest = {}, (), _nothing
 
     def repeat(self, arguments: Arguments, out: Any, stats: Any = None) -> Results | None:
-        """Launch a call like one that has been checked; None where there was none like it, or where addresses have to
-        be checked. ``out`` and ``stats`` are results to write into, if given."""
-        for launch in self._recent:
+        """Launch a call like one that has been checked, which ``latest`` did not recognise; None where there was none
+        like it, or where addresses have to be checked. ``out`` and ``stats`` are results to write into, if given.
+        Entry points ask ``latest`` themselves, as a call of this function takes a twentieth of the whole."""
+        for launch in self._recent[1:]:
             results = launch(arguments, out, stats)
             if results is not None:
                 return results
@@ -87,6 +87,7 @@ class Calls:
         results = found.run(arguments, out, stats)
         if results is not None and found.latest is not None:
             self._recent = (found.latest, *self._recent[: RECENT - 1])
+            self.latest = found.latest
         return results
 
     def run_once(self, problem: AttentionProblem) -> torch.Tensor:

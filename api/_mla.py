@@ -126,12 +126,13 @@ def widened_query(query: Any) -> Any:
 def list_lengths(query: Any, seq_lens: Any, top_k: int) -> tuple[Any, torch.Tensor | None]:
     """``seq_lens`` and ``sparse_mla_top_k_lens`` of lists of ``top_k`` entries without the latter: FlashInfer's sparse
     back end takes it as ``seq_lens`` of each new token, and None for whole lists."""
-    if not isinstance(query, torch.Tensor) or query.dim() not in (3, 4) or top_k > checks.INT32_MAX:
+    # Neither tensor has been checked, and nested ones have no shapes.
+    if not isinstance(query, torch.Tensor) or query.is_nested or query.dim() not in (3, 4) or top_k > checks.INT32_MAX:
         return seq_lens, None
     tokens = query.shape[:-2]
     if seq_lens is None:
         return None, torch.full((tokens.numel(),), top_k, dtype=torch.int32, device=query.device)
-    if len(tokens) == 1 or tokens[1] == 1 or not isinstance(seq_lens, torch.Tensor):
+    if len(tokens) == 1 or tokens[1] == 1 or not isinstance(seq_lens, torch.Tensor) or seq_lens.is_nested:
         return seq_lens, None
     if tuple(seq_lens.shape) not in (tuple(tokens), (tokens.numel(),)):
         return seq_lens, None

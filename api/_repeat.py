@@ -31,7 +31,7 @@ Results = tuple[Any, Any]
 # values, output, statistics and workspace overlap. Tables, lengths and sinks are not looked at: they are a few bytes.
 # Nor does it launch where a tensor is of another kind, or has no memory. Whether one is nested is asked before torch's
 # guards look at it, which throw what ends the process at such a tensor. What is no tensor has no answer. It is asked
-# after all that costs less: calls of other forms come here as well, see launch.RECENT.
+# after all that costs less: calls of other forms come here as well, see launch.RECENT. They may have more arguments.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
@@ -47,23 +47,29 @@ MINUS_INFINITY = "-1e999"  # as source code: the log-sum-exp of a row without ke
 SOURCE = """
 def make({variables}):
     def launch(arguments, out, stats):
-        {arguments} = arguments
         try:
+            {arguments} = arguments
             if not ({conditions}):
                 return None
-        except AttributeError:
+        except (AttributeError, ValueError):
             return None
         if out is None:
             out = empty_like(output_like)
         stats = {stats}
         {pointers}
         q, k, v, o = {inputs}, address(out){more}
-        if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
-            return None
+        where = {where}
+        if not ({known}):
+            if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
+                return None
+            if len(known) >= {most_known}:
+                known.clear()
+            known.add(where)
         {fill}function(anchor, (q, k, v, o, {others}, ticket()), {constants})
         return out, stats
     return launch
 """
+MOST_KNOWN = 1024  # places in memory that are remembered; a model has one for each layer
 
 
 def _overlaps(written: str, others: str) -> list[str]:
@@ -194,8 +200,13 @@ class Repeat:
                 firsts.setdefault(id(argument), i)
         variables["check"] = _guard([arguments[i] for i in firsts.values()])
         conditions = _conditions(self._plain, [firsts.get(id(argument)) for argument in arguments], variables)
+        variables["known"] = set()
+        small = [f"p{i}" for i in self._inputs if f"p{i}" not in self._addresses[:OUT]]
         source = SOURCE.format(
             variables=", ".join(variables),
+            where=", ".join([*"qkvo", *self._also_written]),
+            known=" and ".join(["where in known", *small]),
+            most_known=MOST_KNOWN,
             arguments=", ".join(f"a{i}" for i in range(len(arguments))),
             conditions=" and ".join(conditions),
             stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",

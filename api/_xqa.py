@@ -247,7 +247,10 @@ def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
 def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
     """(requests, most new tokens of one, where each starts, where they may have different ones)."""
     if call.q_cu_seq_lens is not None:
-        return ragged_starts("q_cu_seq_lens", call.q_cu_seq_lens, "q_len_per_req", call.q_len_per_req, call.query)
+        starts, bound = (
+            ("q_cu_seq_lens", "q_len_per_req") if call.entry == support.XQA else ("cum_seq_lens_q", "max_q_len")
+        )
+        return ragged_starts(starts, call.q_cu_seq_lens, bound, call.q_len_per_req, call.query)
     q_len = 1 if call.q_len_per_req is None else checks.host_int("q_len_per_req", call.q_len_per_req, minimum=1)
     tokens = call.query.shape[0]
     if tokens % q_len:
@@ -350,7 +353,7 @@ def _check_sharded(call: XqaCall, part: Shard | None) -> None:
         if call.cp_world > 1:
             raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {call.cp_world}")
         return
-    if not call.return_lse:
+    if not checks.flag("return_lse", call.return_lse):
         raise ValueError("return_lse must be True with causal_seqlens_kv_global: ranks are merged by it")
     if call.window_left >= 0:
         raise ValueError(f"window_left must be -1 with causal_seqlens_kv_global, got {call.window_left}")

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
+from hopwell._checks import INT32_MAX
 from hopwell._cudnn import CUDNN_PLACES, CudnnCall, cudnn_problem, scaled
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, record, upper_bound
+from hopwell._launch import ANY_BOUND, Calls, record
+from hopwell._repeat import Arguments
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
 _CUDNN = Calls(CUDNN_PLACES)
-ELEMENTS = "elements"
+ELEMENTS, NATURAL = "elements", "ln"
 
 
 @opaque
@@ -43,7 +45,7 @@ def cudnn_batch_prefill_with_kv_cache(
     v_scale: torch.Tensor | None = None,
     batch_offsets_units: str = ELEMENTS,
     o_data_type: torch.dtype | None = None,
-    lse_base: str = "ln",
+    lse_base: str = NATURAL,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention over ragged or paged K and V, with the log-sum-exp where asked for.
 
@@ -121,7 +123,7 @@ def cudnn_batch_prefill_with_kv_cache(
         isinstance(scale, torch.Tensor) or not (q_scale is k_scale is v_scale is None)
     ):
         scale, output_scale = scaled(q, scale, q_scale, k_scale, v_scale)
-    arguments = (
+    arguments: Arguments = (
         q,
         k_cache,
         v_cache,
@@ -138,17 +140,15 @@ def cudnn_batch_prefill_with_kv_cache(
         out,
         lse,
         max_token_per_sequence,
-        upper_bound(max_sequence_kv),
+        ANY_BOUND if type(max_sequence_kv) is int and 0 <= max_sequence_kv <= INT32_MAX else max_sequence_kv,
         causal,
         return_lse,
         type(workspace_buffer),
         is_cuda_graph_compatible,
-        type(backend),
-        batch_offsets_units,
-        o_data_type,
-        lse_base,
     )
-    repeated = _CUDNN.repeat(arguments, out, lse)
+    if not (backend is None and batch_offsets_units is ELEMENTS and o_data_type is None and lse_base is NATURAL):
+        arguments += (type(backend), batch_offsets_units, o_data_type, lse_base)
+    repeated = _CUDNN.latest(arguments, out, lse) or _CUDNN.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated
     problem = cudnn_problem(record(CudnnCall, locals()))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 
 from hopwell._cache import has_dtype
-from hopwell._decoding import decode_places
+from hopwell._checks import FP8, INT32_MAX
+from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, halves, record, single, upper_bound
+from hopwell._launch import ANY_BOUND, Calls, halves, record, single
+from hopwell._repeat import Arguments
 from hopwell._xqa import (
     TrtllmDecodeCall,
     XqaCall,
@@ -109,7 +111,8 @@ def xqa_batch_decode_with_kv_cache(
         q_cu_seq_lens: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with different
             ones. They stay on the device. ``query`` and ``out`` are then [tokens, num_heads, head_dim],
             ``q_len_per_req`` is an upper bound of the new tokens of a request, and ``mask`` is [tokens, 2 *
-            ceil(q_len_per_req / 32)]. Rows behind the last request's are neither read nor written.
+            ceil(q_len_per_req / 32)]. Of a request with more than that, the first ones are computed as if there were no
+            others, and the others are not written. Rows behind the last request's are neither read nor written.
         lse: float32 [batch * q_len_per_req, num_heads], contiguous, to write the log-sum-exp of the scaled scores and
             sinks into, whatever ``return_lse`` says. A row with no visible key has -inf.
         return_lse: whether to return the log-sum-exp.
@@ -126,8 +129,9 @@ def xqa_batch_decode_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    (k, v), (k_scales, v_scales) = halves(kv_cache), halves(kv_cache_sf)
-    arguments = (
+    k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
+    k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
+    arguments: Arguments = (
         query,
         k,
         v,
@@ -135,25 +139,24 @@ def xqa_batch_decode_with_kv_cache(
         seq_lens,
         bmm1_scale,
         bmm2_scale,
-        single(sinks),
-        o_scale,
-        mask,
+        None if sinks is None else single(sinks),
         workspace_buffer,
         q_cu_seq_lens,
         None,
+        o_scale,
+        mask,
         k_scales,
         v_scales,
         out,
-        lse,
-        return_lse,
-        return_lse_base,
-        upper_bound(max_seq_len),
+        ANY_BOUND if type(max_seq_len) is int and 0 <= max_seq_len <= INT32_MAX else max_seq_len,
         window_left,
         kv_layout,
         enable_pdl,
         q_len_per_req,
     )
-    done = _XQA.repeat(arguments, out, lse)
+    if not (lse is None and return_lse is False and return_lse_base is None):
+        arguments += (lse, return_lse, return_lse_base)
+    done = _XQA.latest(arguments, out, lse) or _XQA.repeat(arguments, out, lse)
     if done is None:
         problem = xqa_problem(record(XqaCall, locals()))
         is_nested = problem.max_q_len > 1 and q_cu_seq_lens is None
@@ -181,7 +184,7 @@ def trtllm_batch_decode_with_kv_cache(
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     kv_layout: str = "HND",
     enable_pdl: bool | None = None,
-    backend: str = "auto",
+    backend: str = AUTO,
     q_len_per_req: int | None = 1,
     o_scale: float | None = 1.0,
     mask: torch.Tensor | None = None,
@@ -239,7 +242,8 @@ def trtllm_batch_decode_with_kv_cache(
         q_len_per_req: new tokens of each request; None means 1.
         o_scale: a second factor on a 16-bit output.
         mask: uint16 bits as there, for several new tokens; None for causal ones.
-        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
+        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``. Of a request with more,
+            the first ones are computed as if there were no others, and the others are not written.
         cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
             different ones.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
@@ -270,11 +274,12 @@ def trtllm_batch_decode_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    (k, v), (k_scales, v_scales) = halves(kv_cache), halves(kv_cache_sf)
+    k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
+    k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
     query_dtype = getattr(query, "dtype", None)
-    if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.float8_e4m3fn):
+    if query_dtype is FP8 and has_dtype(kv_cache, FP8):
         query = widened_query(query, out, out_dtype)
-    arguments = (
+    arguments: Arguments = (
         query,
         k,
         v,
@@ -282,40 +287,63 @@ def trtllm_batch_decode_with_kv_cache(
         seq_lens,
         bmm1_scale,
         bmm2_scale,
-        single(sinks),
-        o_scale,
-        mask,
+        None if sinks is None else single(sinks),
         workspace_buffer,
         cum_seq_lens_q,
         causal_seqlens_kv_global,
+        o_scale,
+        mask,
         k_scales,
         v_scales,
         out,
-        lse,
-        return_lse,
-        return_lse_base,
-        upper_bound(max_seq_len),
+        ANY_BOUND if type(max_seq_len) is int and 0 <= max_seq_len <= INT32_MAX else max_seq_len,
         window_left,
         kv_layout,
         enable_pdl,
         q_len_per_req,
         out_dtype,
-        backend,
-        max_q_len,
-        uses_shared_paged_kv_idx,
-        o_sf_scale,
-        o_sf_vec_size,
-        skip_softmax_threshold_scale_factor,
-        bmm1_scale_log2,
-        enable_block_sparse_attention,
-        cp_world,
-        cp_rank,
-        bf16q_fp8kv_transform_mode,
-        request_order,
-        request_order_plan,
         query_dtype,
     )
-    done = _TRTLLM.repeat(arguments, out, lse)
+    if not (
+        lse is None
+        and return_lse is False
+        and return_lse_base is None
+        and max_q_len is None
+        and uses_shared_paged_kv_idx is True
+        and backend is AUTO
+        and o_sf_scale is None
+        and o_sf_vec_size is None
+        and skip_softmax_threshold_scale_factor is None
+        and bmm1_scale_log2 is None
+        and multi_ctas_kv_counter_buffer is None
+        and enable_block_sparse_attention is False
+        and causal_seqlens_kv_global is None
+        and cp_world is ONE_RANK
+        and cp_rank is FIRST_RANK
+        and bf16q_fp8kv_transform_mode is None
+        and request_order is None
+        and request_order_plan is None
+    ):
+        arguments += (
+            lse,
+            return_lse,
+            return_lse_base,
+            max_q_len,
+            uses_shared_paged_kv_idx,
+            backend,
+            o_sf_scale,
+            o_sf_vec_size,
+            skip_softmax_threshold_scale_factor,
+            bmm1_scale_log2,
+            type(multi_ctas_kv_counter_buffer),
+            enable_block_sparse_attention,
+            cp_world,
+            cp_rank,
+            bf16q_fp8kv_transform_mode,
+            request_order,
+            request_order_plan,
+        )
+    done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
         problem = trtllm_decode_problem(record(TrtllmDecodeCall, locals()))
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._decoding import decode_places
+from hopwell._checks import FP8, INT32_MAX
+from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
 from hopwell._dynamo import opaque
-from hopwell._launch import Calls, record, single, upper_bound
+from hopwell._launch import ANY_BOUND, Calls, record, single
 from hopwell._mla import MlaCall, list_lengths, mla_problem, mla_workspace_bytes, widened_query
+from hopwell._repeat import Arguments
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
-_MLA = Calls(decode_places("cum_seq_lens_q", "seq_lens or sparse_mla_top_k_lens", has_scales=False))
+_MLA = Calls(decode_places("cum_seq_lens_q", "seq_lens or sparse_mla_top_k_lens", latent=True))
 
 
 @opaque
@@ -31,15 +33,15 @@ def trtllm_batch_decode_with_kv_cache_mla(
     bmm2_scale: float | torch.Tensor = 1.0,
     sinks: torch.Tensor | list[torch.Tensor] | None = None,
     enable_pdl: bool | None = None,
-    backend: str = "auto",
+    backend: str = AUTO,
     *,
     skip_softmax_threshold_scale_factor: float | None = None,
     is_var_seq: bool = True,
     uses_shared_paged_kv_idx: bool = True,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
-    cute_dsl_impl: str = "auto",
-    kv_scale_format: str = "auto",
+    cute_dsl_impl: str = AUTO,
+    kv_scale_format: str = AUTO,
     cum_seq_lens_q: torch.Tensor | None = None,
     max_q_len: int | None = None,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
@@ -114,7 +116,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
             computation, as they are float32 either way and are multiplied as such.
         cum_seq_lens_q: int32, uint32 or int64 [batch + 1], cumulative numbers of new tokens, for requests with
             different ones. They stay on the device. Rows behind the last request's are neither read nor written.
-        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
+        max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``. Of a request with more,
+            the first ones are computed as if there were no others, and the others are not written.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: how many entries of its list count, in
             place of what ``seq_lens`` says, which may be None then; sparse only.
@@ -139,50 +142,67 @@ def trtllm_batch_decode_with_kv_cache_mla(
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
     query_dtype = getattr(query, "dtype", None)
-    if query_dtype is torch.float8_e4m3fn:
+    if query_dtype is FP8:
         query = widened_query(query)
     if sparse_mla_top_k_lens is None and type(sparse_mla_top_k) is int and sparse_mla_top_k > 0:
         seq_lens, sparse_mla_top_k_lens = list_lengths(query, seq_lens, sparse_mla_top_k)
-    arguments = (
+    arguments: Arguments = (
         query,
         kv_cache,
-        None,
         block_tables,
         seq_lens if sparse_mla_top_k_lens is None else sparse_mla_top_k_lens,
         bmm1_scale,
         bmm2_scale,
-        single(sinks),
-        None,
-        None,
+        None if sinks is None else single(sinks),
         workspace_buffer,
         cum_seq_lens_q if sparse_mla_top_k_lens is None else None,
         causal_seqlens_kv_global,
         out,
-        lse,
-        return_lse,
-        return_lse_base,
-        max_q_len,
-        # What no kernel reads, but the checks do.
-        None if sparse_mla_top_k_lens is None else seq_lens,
-        None if sparse_mla_top_k_lens is None else cum_seq_lens_q,
-        skip_softmax_threshold_scale_factor,
-        is_var_seq,
-        uses_shared_paged_kv_idx,
-        cute_dsl_impl,
-        kv_scale_format,
-        enable_dcp,
-        cp_world,
-        cp_rank,
-        use_fp16_softmax,
         qk_nope_head_dim,
         kv_lora_rank,
         qk_rope_head_dim,
-        upper_bound(max_seq_len),
+        ANY_BOUND if type(max_seq_len) is int and 0 <= max_seq_len <= INT32_MAX else max_seq_len,
         sparse_mla_top_k,
         enable_pdl,
         backend,
     )
-    done = _MLA.repeat(arguments, out, lse)
+    if not (
+        lse is None
+        and return_lse is False
+        and return_lse_base is None
+        and max_q_len is None
+        and sparse_mla_top_k_lens is None
+        and skip_softmax_threshold_scale_factor is None
+        and is_var_seq is True
+        and uses_shared_paged_kv_idx is True
+        and multi_ctas_kv_counter_buffer is None
+        and cute_dsl_impl is AUTO
+        and kv_scale_format is AUTO
+        and enable_dcp is False
+        and cp_world is ONE_RANK
+        and cp_rank is FIRST_RANK
+        and use_fp16_softmax is None
+    ):
+        arguments += (
+            lse,
+            return_lse,
+            return_lse_base,
+            max_q_len,
+            # What no kernel reads, but the checks do.
+            None if sparse_mla_top_k_lens is None else seq_lens,
+            None if sparse_mla_top_k_lens is None else cum_seq_lens_q,
+            skip_softmax_threshold_scale_factor,
+            is_var_seq,
+            uses_shared_paged_kv_idx,
+            type(multi_ctas_kv_counter_buffer),
+            cute_dsl_impl,
+            kv_scale_format,
+            enable_dcp,
+            cp_world,
+            cp_rank,
+            use_fp16_softmax,
+        )
+    done = _MLA.latest(arguments, out, lse) or _MLA.repeat(arguments, out, lse)
     if done is None:
         problem = mla_problem(record(MlaCall, locals()))
         rows = query.shape[:2] if cum_seq_lens_q is None else ()

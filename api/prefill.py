@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 
 from hopwell._cache import has_dtype
+from hopwell._checks import INT32_MAX
 from hopwell._context import CONTEXT_PLACES, ContextCall, context_problem, widened_query
 from hopwell._dynamo import opaque
 from hopwell._fmha_v2 import FMHA_V2_PLACES, FmhaV2Call, fmha_v2_problem, leaves
-from hopwell._launch import Calls, halves, record, single, upper_bound
+from hopwell._launch import ANY_BOUND, Calls, halves, record, single
+from hopwell._repeat import Arguments
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
 
@@ -20,6 +22,7 @@ __all__ = [
 
 _CONTEXT = Calls(CONTEXT_PLACES)
 _FMHA_V2 = Calls(FMHA_V2_PLACES)
+LOG2 = "log2"
 
 
 @opaque
@@ -52,7 +55,7 @@ def trtllm_batch_context_with_kv_cache(
     causal: bool = True,
     lse: torch.Tensor | None = None,
     return_lse: bool = False,
-    lse_base: str = "log2",
+    lse_base: str = LOG2,
     multi_ctas_kv_counter_buffer: torch.Tensor | None = None,
     backend: str | None = None,
     use_fp16_softmax: bool | None = None,
@@ -90,8 +93,8 @@ def trtllm_batch_context_with_kv_cache(
             past the last page of a request are never read. The table may be narrower than ``max_kv_len`` tokens.
         seq_lens: int32, uint32 or int64, ``batch_size`` elements: keys of each request in tokens, new ones included.
             One beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
-        max_q_len: upper bound of the new tokens of a request. It never changes a result.
-        max_kv_len: upper bound of ``seq_lens``. It never changes a result.
+        max_q_len: upper bound of the new tokens of a request. It never changes a result, even where it is too small.
+        max_kv_len: upper bound of ``seq_lens``, likewise.
         bmm1_scale: factor on q k^T in natural units (not multiplied by log2(e)): a float, 0 or more, or a one-element
             float32 tensor that the kernel reads, so that it may change under a CUDA graph. A tensor on the host is read
             during the call, which is slower. A negative one on the device makes the output NaN.
@@ -145,11 +148,13 @@ def trtllm_batch_context_with_kv_cache(
     """
     k, v = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else halves(kv_cache)
     given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
-    k_scales, v_scales = (given_scales, None) if given_scales is None else halves(given_scales)
-    query_dtype = getattr(query, "dtype", None)
-    if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
-        query = widened_query(query)
-    arguments = (
+    k_scales = v_scales = query_dtype = None
+    if given_scales is not None:
+        k_scales, v_scales = halves(given_scales)
+        query_dtype = getattr(query, "dtype", None)
+        if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
+            query = widened_query(query)
+    arguments: Arguments = (
         query,
         k,
         v,
@@ -158,36 +163,52 @@ def trtllm_batch_context_with_kv_cache(
         cum_seq_lens_q,
         bmm1_scale,
         bmm2_scale,
-        single(sinks),
+        None if sinks is None else single(sinks),
         k_scales,
         v_scales,
         query_dtype,
         out,
         cum_seq_lens_kv,
         max_q_len,
-        upper_bound(max_kv_len),
+        ANY_BOUND if type(max_kv_len) is int and 0 <= max_kv_len <= INT32_MAX else max_kv_len,
         batch_size,
         window_left,
-        skip_softmax_threshold_scale_factor,
         type(workspace_buffer),
-        kv_block_scales is None,
-        o_sf_scale,
-        o_sf_vec_size,
         out_dtype,
         kv_layout,
         enable_pdl,
         uses_shared_paged_kv_idx,
-        kv_cache_sf is None,
-        causal,
-        lse,
-        return_lse,
-        lse_base,
-        type(multi_ctas_kv_counter_buffer),
-        type(backend),
-        use_fp16_softmax,
-        uses_spcompress,
     )
-    repeated = _CONTEXT.repeat(arguments, out, lse)
+    if not (
+        given_scales is None
+        and o_sf_scale is None
+        and o_sf_vec_size is None
+        and skip_softmax_threshold_scale_factor is None
+        and causal is True
+        and lse is None
+        and return_lse is False
+        and lse_base is LOG2
+        and multi_ctas_kv_counter_buffer is None
+        and backend is None
+        and use_fp16_softmax is None
+        and uses_spcompress is None
+    ):
+        arguments += (
+            kv_block_scales is None,
+            kv_cache_sf is None,
+            o_sf_scale,
+            o_sf_vec_size,
+            skip_softmax_threshold_scale_factor,
+            causal,
+            lse,
+            return_lse,
+            lse_base,
+            type(multi_ctas_kv_counter_buffer),
+            type(backend),
+            use_fp16_softmax,
+            uses_spcompress,
+        )
+    repeated = _CONTEXT.latest(arguments, out, lse) or _CONTEXT.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated if return_lse else repeated[0]
     problem = context_problem(record(ContextCall, locals()))
@@ -251,8 +272,8 @@ def trtllm_fmha_v2_prefill(
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         seq_lens: int32, uint32 or int64, ``batch_size`` elements. As in FlashInfer, KV lengths are the differences of
             ``cum_seq_lens_kv``; this is checked but not read.
-        max_q_len: upper bound of the queries of a request. It never changes a result.
-        max_kv_len: upper bound of the keys of a request. It never changes a result.
+        max_q_len: upper bound of the queries of a request. It never changes a result, even where it is too small.
+        max_kv_len: upper bound of the keys of a request, likewise.
         bmm1_scale: factor on q k^T, a float in natural units, not negative; 0 means 1 / sqrt(head_dim).
         bmm2_scale: factor on the output, a float.
         batch_size: number of requests.
@@ -299,11 +320,11 @@ def trtllm_fmha_v2_prefill(
         cum_seq_lens_q,
         cum_seq_lens_kv,
         block_tables,
-        single(sinks),
+        None if sinks is None else single(sinks),
         out,
         seq_lens,
         max_q_len,
-        upper_bound(max_kv_len),
+        ANY_BOUND if type(max_kv_len) is int and 0 <= max_kv_len <= INT32_MAX else max_kv_len,
         batch_size,
         window_left,
         chunked_attention_size,
@@ -318,7 +339,7 @@ def trtllm_fmha_v2_prefill(
         mask_mode,
         save_softmax_stats,
     )
-    repeated = _FMHA_V2.repeat(arguments, out)
+    repeated = _FMHA_V2.latest(arguments, out, None) or _FMHA_V2.repeat(arguments, out)
     if repeated is not None:
         return repeated if save_softmax_stats else repeated[0]
     problem = fmha_v2_problem(record(FmhaV2Call, locals()))

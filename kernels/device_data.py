@@ -11,7 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from hopwell.kernels.problem import AttentionProblem, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, PageTable, Shard, TokenOffsets
+
+INTERLEAVED = 4  # tokens whose V scales stand beside each other in caches of prefill
+COLUMNS_OF_A_SCALE = 128  # in rows of 656 bytes, whose float32 scales follow what they scale
 
 
 @dataclass(frozen=True)
@@ -82,8 +85,7 @@ def _rules(problem: AttentionProblem) -> Iterator[Rule]:
         yield from _units(p.lse.offsets, "lse_offsets", p.batch)
     yield from _lengths(keys)
     if p.shard is not None:
-        everywhere = _signed(p.shard.kv_lens)
-        yield Rule("k_offsets", everywhere, everywhere < 0, _always("0 or more"), is_defined=True)
+        yield from _shard(p.shard, queries, keys)
     if p.token_table is not None:
         yield from _lists(p, queries, keys)
     elif p.page_table is not None:
@@ -94,11 +96,15 @@ def _rules(problem: AttentionProblem) -> Iterator[Rule]:
             ("value_table", p.page_table.value, p.value.shape[0]),
         ):
             yield _pages(p, operand, table, pages, queries, keys)
+        if p.kv_scales is not None:
+            yield from _block_scales(p, p.kv_scales, p.page_table, queries, keys)
     else:
         yield from _offsets(p.k_offsets, "k_offsets", keys, p.key.shape[2])
         yield from _offsets(p.v_offsets, "v_offsets", keys, p.value.shape[2])
         if p.k_offsets is None:
             yield from _at_most(keys, p.key.shape[2], "the rows of the keys")
+    if p.family is Family.MLA and p.key.dtype == torch.uint8:
+        yield _scales_in_rows(p, queries, keys)
 
 
 def _extent(
@@ -199,12 +205,17 @@ def _first_visible(p: AttentionProblem, queries: Extent, keys: Extent) -> torch.
     return torch.zeros_like(position) if bound is None else bound(position, p.mask.size)
 
 
+def _used(p: AttentionProblem, count: int, step: int, queries: Extent, keys: Extent) -> torch.Tensor:
+    """Which pieces of ``step`` keys of a request any of its rows sees, as [B, count]."""
+    pieces = torch.arange(count, device=keys.lengths.device)
+    first = _first_visible(p, queries, keys) // step
+    last = torch.where(queries.lengths > 0, (keys.lengths + step - 1) // step, 0)
+    return (pieces >= first[:, None]) & (pieces < last[:, None])
+
+
 def _pages(p: AttentionProblem, operand: str, table: torch.Tensor, pages: int, queries: Extent, keys: Extent) -> Rule:
     page_size = p.key.shape[2]
-    entries = torch.arange(table.shape[1], device=table.device)
-    first = _first_visible(p, queries, keys) // page_size
-    last = torch.where(queries.lengths > 0, (keys.lengths + page_size - 1) // page_size, 0)
-    used = (entries >= first[:, None]) & (entries < last[:, None])
+    used = _used(p, table.shape[1], page_size, queries, keys)
     ids = table[: p.batch].long()
 
     def text(index: tuple[int, ...]) -> str:
@@ -217,10 +228,88 @@ def _pages(p: AttentionProblem, operand: str, table: torch.Tensor, pages: int, q
     return Rule(operand, ids, used & ((ids < 0) | (ids >= pages)), text)
 
 
+def _shard(shard: Shard, queries: Extent, keys: Extent) -> Iterator[Rule]:
+    """A rank has each ``count``-th key of all, from its own on."""
+    everywhere = _signed(shard.kv_lens)
+    yield Rule("k_offsets", everywhere, everywhere < 0, _always("0 or more"), is_defined=True)
+    here = (everywhere.clamp(min=0) - shard.index + shard.count - 1) // shard.count
+
+    def text(index: tuple[int, ...]) -> str:
+        return (
+            f"{here[index].item()}, because rank {shard.index} of {shard.count} has each {shard.count}-th of "
+            f"{everywhere[index].item()} keys"
+        )
+
+    wrong = (keys.lengths != here) & (queries.lengths > 0)
+    yield Rule(keys.length_operand, keys.lengths, wrong, text, is_defined=True)
+
+
+def _read_rows(ids: torch.Tensor, used: torch.Tensor, rows: int) -> torch.Tensor:
+    """Which rows of a cache any of ``ids`` that are ``used`` names, as [rows]."""
+    inside = used & (ids >= 0) & (ids < rows)
+    # The last one stands for all that name none, so that the host need not wait for how many do.
+    read = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
+    read[torch.where(inside, ids, rows).flatten()] = True
+    return read[:rows]
+
+
+def _read_tokens(p: AttentionProblem, table: torch.Tensor, pages: int, queries: Extent, keys: Extent) -> torch.Tensor:
+    """Which tokens of the cache any row sees, as [pages, page_size]."""
+    page_size = p.key.shape[2]
+    inside = torch.arange(page_size, device=table.device)
+    ids = (table[: p.batch].long()[..., None] * page_size + inside).flatten(1)
+    used = _used(p, ids.shape[1], 1, queries, keys)
+    return _read_rows(ids, used, pages * page_size).view(pages, page_size)
+
+
+def _block_scales(
+    p: AttentionProblem, scales: BlockScales, table: PageTable, queries: Extent, keys: Extent
+) -> Iterator[Rule]:
+    """Scales of tokens that are read are numbers."""
+    for operand, values, ids in (("key_scales", scales.key, table.key), ("value_scales", scales.value, table.value)):
+        read = _read_tokens(p, ids, values.shape[0], queries, keys)
+        if operand == "value_scales" and p.family is Family.PREFILL:
+            # They are interleaved by four tokens, of which some may not be read.
+            groups = read.unflatten(1, (-1, INTERLEAVED))
+            read = groups.all(-1, keepdim=True).expand_as(groups).flatten(1)
+        numbers = values.view(torch.float8_e4m3fn).float()
+        wrong = numbers.isnan() & read[:, None, :, None]
+        yield Rule(operand, numbers, wrong, _read_text, is_defined=True)
+
+
+def _read_text(index: tuple[int, ...]) -> str:
+    return f"a number, because token {index[2]} of page {index[0]} is read"
+
+
+def _scales_in_rows(p: AttentionProblem, queries: Extent, keys: Extent) -> Rule:
+    """Scales that lie in rows of the cache behind what they scale are finite."""
+    pages, _, page_size, _ = p.key.shape
+    if p.token_table is not None:
+        read = _read_rows(*_listed(p, p.token_table, queries, keys), pages * page_size).view(pages, page_size)
+    else:
+        assert p.page_table is not None
+        read = _read_tokens(p, p.page_table.key, pages, queries, keys)
+    end = p.v_dim + 4 * p.v_dim // COLUMNS_OF_A_SCALE
+    numbers = p.key[..., p.v_dim : end].contiguous().view(torch.float32)
+    wrong = ~numbers.isfinite() & read[:, None, :, None]
+    return Rule(
+        "key", numbers, wrong, lambda index: f"finite as a scale of its row: {_read_text(index)}", is_defined=True
+    )
+
+
 def _lists(p: AttentionProblem, queries: Extent, keys: Extent) -> Iterator[Rule]:
     """Entries that a token sees are tokens of the cache, or negative."""
-    lists, tokens = p.token_table, p.key.shape[0] * p.key.shape[2]
-    assert lists is not None
+    tokens = p.key.shape[0] * p.key.shape[2]
+    assert p.token_table is not None
+    ids, used = _listed(p, p.token_table, queries, keys)
+    text = f"negative, or a token of the cache in [0, {tokens})"
+    yield Rule("key_table", ids, used & (ids >= tokens), lambda index: text)
+
+
+def _listed(
+    p: AttentionProblem, lists: torch.Tensor, queries: Extent, keys: Extent
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The entries of lists as int64, and which of them a token sees."""
     ids = lists.view(torch.int32).long() if lists.dtype == torch.uint32 else lists.long()
     seen = torch.zeros(lists.shape[0], dtype=torch.int64, device=lists.device)
     rows = torch.arange(lists.shape[0], device=lists.device)
@@ -230,6 +319,4 @@ def _lists(p: AttentionProblem, queries: Extent, keys: Extent) -> Iterator[Rule]
         token = rows - queries.starts[request]
         inside = (token >= 0) & (token < queries.lengths[request])
         seen = torch.where(inside, keys.lengths[request] - queries.lengths[request] + token + 1, 0)
-    used = torch.arange(lists.shape[1], device=lists.device) < seen[:, None]
-    text = f"negative, or a token of the cache in [0, {tokens})"
-    yield Rule("key_table", ids, used & (ids >= tokens), lambda index: text)
+    return ids, torch.arange(lists.shape[1], device=lists.device) < seen[:, None]

@@ -7,6 +7,9 @@ from core_set import core
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--calls", type=int, default=1500, help="calls that tests/api/test_api_seeded_fuzz.py makes")
+    parser.addoption("--threads", type=int, default=4, help="threads of tests/emulator/test_threads.py")
+    parser.addoption("--rounds", type=int, default=1, help="how often each of them makes all calls")
+    parser.addoption("--seed", type=int, default=0, help="number of the first of these calls")
     parser.addoption("--core", action="store_true", help="run the core set of tests only, see core_set.py")
 
 

@@ -16,7 +16,7 @@ from hopwell.kernels.problem import TokenOffsets
 from hopwell.layouts import FP8_DS_MLA_BYTES
 from hopwell.mla import mla_workspace_bytes
 
-BF16, FP16, FP8, U8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.uint8
+BF16, FP16, F32, FP8, U8 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn, torch.uint8
 HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 64, 16, 11
 Q_LENS, KV_LENS = (3, 0, 5), (20, 1, 37)
 BATCH, TOKENS, KV_TOKENS = 3, 8, 58
@@ -293,6 +293,11 @@ def _mla_forms() -> list[Form]:
         lse = data(TOKENS, HEADS, dtype=torch.float32)
         return {**arguments, **more, "query": data(TOKENS, HEADS, 576), "lse": lse}
 
+    def ranks() -> dict[str, Any]:
+        more = dict(cp_world=2, cp_rank=1, causal_seqlens_kv_global=ints(*(2 * length for length in KV_LENS)))
+        arguments = mla(data(PAGES, PAGE, 576), ints(*TABLE))
+        return {**arguments, **more, "enable_dcp": True, "return_lse": True, "lse": data(BATCH, HEADS, dtype=F32)}
+
     def counted() -> dict[str, Any]:
         return {**sparse(), "sparse_mla_top_k_lens": torch.ones(BATCH, 2, dtype=torch.int32)}
 
@@ -305,6 +310,7 @@ def _mla_forms() -> list[Form]:
         Form("large-pages", function, lambda: mla(data(PAGES, 2048, 576), ints(*TABLE)), runs=False),
         Form("ragged", function, ragged),
         Form("counted", function, counted),
+        Form("ranks", function, ranks),
     ]
 
 
@@ -319,7 +325,20 @@ def _trtllm_decode_forms() -> list[Form]:
         cache = data(PAGES, *page_shape("HND")), data(PAGES, *page_shape("HND"))
         return {**xqa(cache, "HND"), "block_tables": tables, "uses_shared_paged_kv_idx": False}
 
+    def ranks() -> dict[str, Any]:
+        more = dict(cp_world=2, cp_rank=1, causal_seqlens_kv_global=ints(*(2 * length for length in KV_LENS)))
+        lse = data(BATCH, HEADS, dtype=F32)
+        return xqa(stacked("HND"), "HND", return_lse=True, lse=lse, **more)
+
+    def nvfp4() -> dict[str, Any]:
+        cache = data(PAGES, *page_shape("HND", DIM // 2), dtype=U8), data(PAGES, *page_shape("HND", DIM // 2), dtype=U8)
+        scales = tuple(data(PAGES, *page_shape("HND", DIM // 16), dtype=FP8) for _ in range(2))
+        more = dict(query=data(TOKENS, HEADS, DIM), cum_seq_lens_q=cumulative(Q_LENS), max_q_len=5, kv_cache_sf=scales)
+        return xqa(cache, "HND", **more)
+
     return [
+        Form("ranks", function, ranks),
+        Form("nvfp4", function, nvfp4),
         Form("causal", function, causal),
         Form("fp8-out", function, lambda: xqa(stacked("HND", FP8), "HND", out_dtype=FP8)),
         Form("separate-ids", function, separate_ids),

@@ -93,6 +93,12 @@ REFUSED_TRTLLM: list[tuple[type[Exception], str, dict[str, Any]]] = [
     (ValueError, "^cp_rank", dict(cp_rank=1)),
     (TypeError, "cp_rank", dict(cp_rank=0.5)),
     (ValueError, "^return_lse must be True with causal_seqlens_kv_global", GLOBAL),
+    (TypeError, "^return_lse must be True or False", dict(return_lse=torch.zeros(0), **GLOBAL)),
+    (
+        ValueError,
+        r"^cum_seq_lens_q must be on cpu",
+        dict(cum_seq_lens_q=torch.zeros(4, device="meta").int(), max_q_len=3),
+    ),
     (ValueError, "^window_left must be -1", dict(return_lse=True, window_left=3, **GLOBAL)),
     (ValueError, "^sinks must be None", dict(return_lse=True, sinks=torch.zeros(HEADS), **GLOBAL)),
     (ValueError, "^causal_seqlens_kv_global must have", dict(return_lse=True, **WRONG)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import api_calls
@@ -24,6 +25,7 @@ def changed(value: torch.Tensor, place: Any, to: float) -> torch.Tensor:
     return value
 
 
+NAN = math.nan
 BAD: list[tuple[str, str, str, Any, float, str]] = [
     (CONTEXT, "stacked-HND", "seq_lens", 1, -1, r"seq_lens\[1\] must be 0 or more, got -1"),
     (CONTEXT, "stacked-HND", "seq_lens", 1, 65, r"seq_lens\[1\] must be at most 64, .*, got 65"),
@@ -49,6 +51,24 @@ BAD: list[tuple[str, str, str, Any, float, str]] = [
     (XQA, "ragged", "q_cu_seq_lens", 3, 9, r"q_cu_seq_lens\[3\] must be"),
     (MLA, "dense", "seq_lens", 2, 1000, r"seq_lens or .*\[2\] must be at most 64"),
     (MLA, "sparse", "block_tables", (1, 0, 3), PAGES_TOKENS := 11 * 16, rf"block_tables\[2, 3\].*got {PAGES_TOKENS}"),
+    (MLA, "ranks", "seq_lens", 1, 0, r"seq_lens or .*\[1\] must be 1, because rank 1 of 2 .* 2 keys, got 0"),
+    (MLA, "ranks", "causal_seqlens_kv_global", 2, -1, r"causal_seqlens_kv_global\[2\] must be 0 or more, got -1"),
+    (CONTEXT, "nvfp4-NHD", "kv_block_scales", (5, 0, 15, 1, 3), NAN, r"kv_block_scales\[5, 1, 15, 3\].*page 5"),
+    (
+        CONTEXT,
+        "nvfp4-HND",
+        "kv_block_scales",
+        (9, 1, 0, 8, 2),
+        NAN,
+        r"kv_block_scales.*\[9, 0, 8, 2\] must be a number",
+    ),
+    (XQA, "nvfp4", "kv_cache_sf", (2, 1, 3, 1, 0), NAN, r"kv_cache_sf.*\[2, 1, 3, 0\] must be a number, .*page 2"),
+]
+NOT_READ = [
+    (CONTEXT, "nvfp4-NHD", "kv_block_scales", (3, 0, 5, 1, 3)),  # behind the last of 37 keys
+    (CONTEXT, "nvfp4-NHD", "kv_block_scales", (3, 1, 5, 1, 3)),
+    (CONTEXT, "nvfp4-HND", "kv_block_scales", (0, 0, 0, 0, 0)),  # of a request without new tokens
+    (XQA, "nvfp4", "kv_cache_sf", (2, 1, 4, 1, 0)),
 ]
 
 
@@ -66,6 +86,31 @@ def test_what_is_wrong_is_named(
     with pytest.raises(ValueError, match=f"^{text}"):
         found.function(**{**arguments, argument: changed(arguments[argument], place, value)})
     assert len(recorded.addresses) == launches
+
+
+@pytest.mark.parametrize(("entry", "name", "argument", "place"), NOT_READ)
+def test_scales_of_tokens_that_are_not_read(entry: str, name: str, argument: str, place: Any) -> None:
+    arguments = form(entry, name)
+    FUNCTIONS[entry](**{**arguments, argument: changed(arguments[argument], place, NAN)})
+
+
+@pytest.mark.parametrize("sparse", [False, True], ids=["dense", "sparse"])
+def test_scales_in_rows(sparse: bool) -> None:
+    """They are looked at in rows that are read, and the name says which."""
+    arguments = form(MLA, "packed")
+    if sparse:
+        lists = torch.full((api_calls.BATCH, 1, 8), -1, dtype=torch.int32)
+        lists[2, 0, 1] = 9 * api_calls.PAGE + 3
+        arguments |= dict(block_tables=lists, sparse_mla_top_k=8)
+    cache = arguments["kv_cache"]
+    scales = cache[..., 512:528].view(torch.float32)
+    scales[(9, 4, 2) if sparse else (10, 3, 2)] = math.inf
+    FUNCTIONS[MLA](**arguments)
+    scales[9, 3, 2] = math.inf
+    with pytest.raises(
+        ValueError, match=r"^kv_cache\[9, 0, 3, 2\] must be finite as a scale .*page 9 is read, got inf"
+    ):
+        FUNCTIONS[MLA](**arguments)
 
 
 @pytest.mark.parametrize("case", [case for case in FORMS if case.runs], ids=str)

@@ -66,7 +66,7 @@ def test_a_tensor_of_another_kind_is_refused(
         monkeypatch.setattr(_repeat, "_torch_guard", lambda *tensors: torch.no_such_guard)
     arguments = case.build()
     arguments["sinks"] = torch.zeros(arguments.get("query", torch.zeros(1, 4, 1)).shape[-2])
-    if "cudnn" in str(case):
+    if "cudnn" in str(case) or case.name == "ranks":  # they take none
         del arguments["sinks"]
     any_kind = ("workspace_buffer",) if case.function.__name__.startswith(ANY_KIND) else ()
     given = [name for name, value in arguments.items() if isinstance(value, torch.Tensor) and name not in any_kind]

@@ -19,12 +19,17 @@ from hopwell import _launch, _repeat
 RUNNING = [case for case in IN_PLACE if not case.function.__name__.startswith(CUDNN)]
 
 
+def output_of(results: Any) -> torch.Tensor:
+    """The output of a call, which may have a log-sum-exp beside it."""
+    return results[0] if isinstance(results, tuple) else results
+
+
 @pytest.mark.parametrize("case", RUNNING, ids=str)
 def test_a_warm_call_has_the_addresses_that_a_checked_call_has(case: Form, recorded: Any) -> None:
     case.function(**case.build())
     case.function(**case.build())
     arguments = copy.deepcopy(case.build())
-    arguments["out"] = case.function(**arguments)
+    arguments["out"] = output_of(case.function(**arguments))
     assert len(recorded.problems) == 1, "a later call went through the checks again"
     warm = recorded.addresses[-1]
     recorded.problems.clear()
@@ -58,7 +63,7 @@ def test_a_warm_call_makes_no_tensors_but_its_results(case: Form) -> None:
     arguments = case.build()
     results = case.function(**arguments)
     out, *stats = results if isinstance(results, tuple) else (results,)
-    of_stats = ["empty_like", "fill_"] if stats else []
+    of_stats = ["empty_like", "fill_"] if stats and "lse" not in arguments else []
     with Operations() as operations:
         assert operations.of_a_warm_call(case.function, arguments) == ["empty_like", *of_stats]
         assert operations.of_a_warm_call(case.function, {**arguments, "out": out}) == of_stats
@@ -66,7 +71,7 @@ def test_a_warm_call_makes_no_tensors_but_its_results(case: Form) -> None:
 
 @pytest.mark.parametrize("case", RUNNING, ids=str)
 def test_results_of_warm_calls_are_alike_and_apart(case: Form) -> None:
-    results = [case.function(**case.build()) for _ in range(4)]
+    results = [output_of(case.function(**case.build())) for _ in range(4)]
     assert len({(one.shape, one.stride(), one.dtype, one.device) for one in results}) == 1
     assert len({one.data_ptr() for one in results}) == len(results)
     assert all(one._base is None for one in results[1:])

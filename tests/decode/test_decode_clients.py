@@ -107,6 +107,60 @@ def test_several_tokens_without_a_mask_are_causal(ragged: bool, device: str) -> 
     expected.check_lse(lse, natural=False)
 
 
+def test_other_new_tokens_in_the_same_memory(device: str) -> None:
+    """On the GPU under a graph, which holds the bounds alone: how many new tokens there are is read on the device."""
+    batches = [batch(device, q_lens, heads=16, kv_heads=2) for q_lens in ([3, 0, 5, 1, 6], [6, 1, 0, 5, 3], [1] * 5)]
+    given: list[dict[str, Any]] = []
+    for data in batches:
+        room = 15 - data.tokens
+        options = dict(query=torch.cat((data.q, data.q.new_full((room, 16, 128), torch.nan))), q_len_per_req=None)
+        options |= dict(
+            max_q_len=6, cum_seq_lens_q=data.ints(starts(data.q_lens)), out=torch.empty_like(options["query"])
+        )
+        given.append(common(data, data.decode(16, DRAFT, ragged=True), **options))
+    arguments = given[0]
+
+    def run() -> None:
+        decode.trtllm_batch_decode_with_kv_cache(**arguments)
+
+    run()
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            run()
+        run = graph.replay
+    for data, new in zip(batches, given, strict=True):
+        for name in ("query", "block_tables", "seq_lens", "cum_seq_lens_q"):
+            arguments[name].copy_(new[name].clone())
+        for part, value in zip(arguments["kv_cache"], new["kv_cache"], strict=True):
+            part.copy_(value.clone())
+        arguments["out"].fill_(7)
+        run()
+        data.expected_decode(DRAFT).check(arguments["out"][: data.tokens])
+        assert (arguments["out"][data.tokens :] == 7).all()
+
+
+@pytest.mark.parametrize("heads", [4, 16])
+def test_more_new_tokens_than_their_bound(heads: int, device: str) -> None:
+    """A request with more is computed as if it had that many, and nothing is written behind them."""
+    bound, q_lens = 2, [3, 0, 5, 1, 6]
+    data = batch(device, q_lens, heads=heads, kv_heads=2)
+    problem, begins = data.decode(16, DRAFT, ragged=True), starts(q_lens)
+    out, lse = torch.full_like(data.q, 7.0), torch.full((data.tokens, heads), 7.0, device=device)
+    options: dict[str, Any] = dict(out=out, lse=lse, return_lse=True, max_q_len=bound, q_len_per_req=None)
+    decode.trtllm_batch_decode_with_kv_cache(**common(data, problem, cum_seq_lens_q=data.ints(begins), **options))
+    for request, (begin, q_len) in enumerate(zip(begins, q_lens, strict=False)):
+        end, computed = begin + q_len, begin + min(q_len, bound)
+        few = dict(query=data.q[begin:computed], block_tables=problem.page_table.key[request : request + 1])
+        few |= dict(seq_lens=problem.kv_lens[request : request + 1], q_len_per_req=bound if q_len > 1 else 1)
+        if q_len:
+            alone = decode.trtllm_batch_decode_with_kv_cache(**common(data, problem, **few))
+            assert torch.allclose(out[begin:computed].float(), alone.float(), atol=0.02)
+        assert (out[computed:end] == 7).all()
+        assert (lse[computed:end] == 7).all()
+
+
 @pytest.mark.parametrize(
     ("q_lens", "heads", "kv_dtype"),
     [([1] * 5, 4, None), ([3] * 5, 32, None), ([3, 0, 7, 1, 6], 4, torch.float8_e4m3fn)],

@@ -1,4 +1,5 @@
-"""Calls of several threads at once: each is as if it were alone, whatever the others run."""
+"""Calls of several threads at once: each is as if it were alone, whatever the others run. By hand, ``--threads 16
+--rounds 7`` makes more than 50 calls of each thread."""
 
 from __future__ import annotations
 
@@ -10,17 +11,14 @@ import entry_calls
 import pytest
 import torch
 from batches import Batch
-from decode_batches import DecodeBatch
+from mixed_calls import bits, mixed_calls
 from ptx_harness import empty, run_ptx
 
-import hopwell
 from hopwell import emulator
-from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels import plan
 
 pytestmark = pytest.mark.emulator
 
-THREADS, ROUNDS = 4, 6
 # Clusters that hand a value on, one after the other: the race detector has a clock of each for every other.
 RELAY = """
     mov.u32 %r1, %ctaid.x; setp.eq.u32 %p1, %tid, 0; @!%p1 bra DONE;
@@ -31,55 +29,27 @@ RELAY = """
 """
 
 
-def together(*work: Callable[[], torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Results of THREADS threads, each of which does all the work ROUNDS times, beginning at another place."""
-    begin = threading.Barrier(THREADS)
+def together(*work: Callable[[], torch.Tensor], threads: int = 4, rounds: int = 6) -> list[list[torch.Tensor]]:
+    """Results of threads, each of which does all the work ``rounds`` times, beginning at another place."""
+    begin = threading.Barrier(threads)
 
     def thread(number: int) -> list[torch.Tensor]:
         begin.wait(60)
-        places = [(number + step) % len(work) for step in range(ROUNDS * len(work))]
+        places = [(number + step) % len(work) for step in range(rounds * len(work))]
         done = [(place, work[place]()) for place in places]
         return [torch.stack([result for place, result in done if place == k]) for k in range(len(work))]
 
-    with ThreadPoolExecutor(THREADS) as pool:
-        return list(pool.map(thread, range(THREADS)))
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(thread, range(threads)))
 
 
-def prefill(data: Batch) -> Callable[[], torch.Tensor]:
-    key, value, table = data.pages(16)
-    return lambda: entry_calls.context(data, (key, value), table)
-
-
-def decode(data: DecodeBatch) -> Callable[[], torch.Tensor]:
-    problem = data.decode(16)
-    size = xqa_workspace_bytes(data.heads, data.kv_heads, data.head_dim, problem.max_kv_len, device="cpu")
-
-    def call() -> torch.Tensor:
-        workspace = torch.zeros(size, dtype=torch.uint8)
-        return hopwell.xqa_batch_decode_with_kv_cache(
-            data.q,
-            (problem.key, problem.value),
-            workspace,
-            problem.page_table.key,
-            problem.kv_lens,
-            problem.max_kv_len,
-            bmm1_scale=data.scale,
-            kv_layout="HND",
-        )
-
-    return call
-
-
-def test_results_are_those_of_one_thread_to_the_bit():
-    calls = (
-        prefill(Batch([3, 40], [40, 90], heads=2, kv_heads=1, device="cpu")),
-        prefill(Batch([9], [150], heads=2, kv_heads=1, device="cpu", seed=1)),
-        decode(DecodeBatch([1, 1], [70, 17], device="cpu")),
-    )
+def test_results_are_those_of_one_thread_to_the_bit(pytestconfig: pytest.Config) -> None:
+    calls = mixed_calls("cpu")
     alone = [call() for call in calls]
-    for results in together(*calls):
+    threads, rounds = (pytestconfig.getoption(name) for name in ("--threads", "--rounds"))
+    for results in together(*calls, threads=threads, rounds=rounds):
         for result, want in zip(results, alone, strict=True):
-            assert torch.equal(result.view(torch.int16), want.view(torch.int16).expand_as(result))
+            assert torch.equal(bits(result), bits(want).expand_as(bits(result)))
 
 
 def test_a_race_detector_in_each_thread():

@@ -9,6 +9,7 @@ import torch
 from batches import starts
 from entry_calls import repeated
 from mla_batches import MlaBatch, listing
+from test_mla_bytes import PackedBatch
 
 from hopwell import decode
 
@@ -73,6 +74,32 @@ def test_uneven_new_tokens(top_k: int, device: str) -> None:
     expected.check(out[: data.tokens])
     expected.check_lse(lse[: data.tokens], natural=False)
     assert (out[data.tokens :] == 7).all()
+
+
+def test_vllm_sparse_rows_of_656_bytes(device: str) -> None:
+    """What is listed counts per token, rows have scales of their own, and the log-sum-exp comes along."""
+    top_k = 68
+    lists = [listing("any", 1, n, top_k, seed) for seed, n in enumerate(KV_LENS)]
+    data = PackedBatch([1] * 4, KV_LENS, device=device, lists=lists, heads=8)
+    problem = data.decode(64)
+    counted = torch.cat([data.counted(i).sum(1) for i in range(data.size)]).to(torch.int32).to(device)
+    options: dict[str, Any] = dict(query=even(data), kv_cache=data.packed(64), kv_scale_format="arbitrary_fp32")
+    options |= dict(block_tables=problem.token_table[:, None], sparse_mla_top_k=top_k, sparse_mla_top_k_lens=counted)
+    out, lse = call(data, problem, return_lse=True, **options)
+    expected = data.expected_mla()
+    expected.check(out.flatten(0, 1))
+    expected.check_lse(lse, natural=False)
+
+
+def test_more_new_tokens_than_their_bound(device: str) -> None:
+    """Nothing is written behind the ones that there is room for, and other requests are what they are."""
+    data = batch(device, [3, 0, 2, 1])
+    out = torch.full((data.tokens, data.heads, 512), 7.0, dtype=data.dtype, device=device)
+    options: dict[str, Any] = dict(query=data.q, out=out, cum_seq_lens_q=data.ints(starts(data.q_lens)), max_q_len=2)
+    call(data, data.decode(64, ragged=True), **options)
+    assert (out[2] == 7).all()
+    expected = data.expected_mla()
+    type(expected)(*(part[3:] for part in vars(expected).values())).check(out[3:])
 
 
 def test_counts_of_lists(device: str) -> None:

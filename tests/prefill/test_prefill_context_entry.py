@@ -103,6 +103,14 @@ def test_lengths(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     data.expected().check(context(data, (key, value), table.view(dtype), seq_lens=lengths))
 
 
+def test_bounds_that_are_too_small(device: str) -> None:
+    """Work is handed out by the lengths themselves."""
+    data = batch(device)
+    key, value, table = data.pages(16)
+    for bounds in (dict(max_q_len=4, max_kv_len=5), dict(max_q_len=0, max_kv_len=0)):
+        data.expected().check(context(data, (key, value), table, **bounds))
+
+
 def test_strides_of_query_and_output(device: str) -> None:
     """The query is a part of packed QKV, or has its heads first; what lies between rows of the output stays."""
     data = batch(device)

@@ -214,3 +214,16 @@ def test_outputs(dtype: torch.dtype, other: str, device: str) -> None:
     out_dtype = getattr(torch, other)
     assert converted.dtype == out_dtype
     data.expected(out_dtype=out_dtype).check(converted)
+
+
+@pytest.mark.parametrize("layout", ["SEPARATE_Q_K_V", "Q_PAGED_KV_HND"])
+def test_bounds_that_are_too_small(layout: str, device: str) -> None:
+    """Work is handed out by the lengths themselves: every row is right, and rows of others are left alone."""
+    data = batch(layout, device)
+    room = torch.full((data.tokens + 64, 4, 128), 7.0, dtype=data.dtype, device=device)
+    out = room[: data.tokens]
+    for bounds in (dict(max_q_len=4, max_kv_len=5), dict(max_q_len=0, max_kv_len=0)):
+        room.fill_(7.0)
+        call(data, layout, out=out, **bounds)
+        data.expected().check(out)
+        assert (room[data.tokens :] == 7).all()
