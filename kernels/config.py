@@ -25,7 +25,7 @@ QUERY_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
 OUT_DTYPES = QUERY_DTYPES | {torch.uint8: "nvfp4"}  # of the tensor that has the elements
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
-OTHER_REGISTERS = 30  # that ptxas wants besides those of the sums of a matrix instruction: 158 for 64 rows x 256 columns
+OTHER_REGISTERS = 30  # that ptxas wants besides the sums of a matrix instruction: 158 for 64 rows x 256 columns
 MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time; a warp stores as many columns at least
 
 

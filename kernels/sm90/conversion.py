@@ -89,8 +89,8 @@ class WideningStream(Stream):
 
 @dataclass
 class WideningInPlace(Stream):
-    """Stages of 8-bit elements, filled through ``source_ring``, become 16-bit ones where they lie: what was loaded is in
-    the registers of the warpgroup before anything is written over it. Stages are given back on ``target_ring``.
+    """Stages of 8-bit elements, filled through ``source_ring``, become 16-bit ones where they lie: what was loaded is
+    in the registers of the warpgroup before anything is written over it. Stages are given back on ``target_ring``.
 
     A thread reads chunk c of 4 of a row that fill one column block when they are wide. Of 8 lanes, which have two rows,
     neither reads nor writes meet in a bank: rows differ in bits 0 and 2, which say where the swizzle puts chunks.

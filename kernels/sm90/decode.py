@@ -45,7 +45,7 @@ class DecodeSm90(AttentionSm90):
         warp 3 schedule    units of work: which rows, which chunk of which request's keys
         warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
                            piece of it. Over 8-bit caches eight warps by themselves, see byte_attend.py
-        widen              a warpgroup that widens K and V of 8 bits where heads are wide, see conversion.py
+        next four widen    where heads are wide and caches have 8 bits: K and V become 16-bit elements where they lie
         last four merge    gives units their slots and merges pieces, so that its atomics and reads cost attend nothing;
                            where two warpgroups share V's columns, they do it themselves
 
@@ -54,11 +54,12 @@ class DecodeSm90(AttentionSm90):
                                       it is in registers
         K       load_k -> attend      released when S has been computed; over 8-bit caches with V
         V       load_v -> attend      released when its product has been added to O
-        loaded K, loaded V  load_k, load_v -> widen  bytes, where they are widened in shared memory: K and V then come
-                              from widen, and what is released there is released here
         work    schedule -> all       released as soon as it has been read
         piece   attend -> merge       released once for each unit when its slot may be written, over 8-bit caches the
                                       exchange; full when it is
+        Bytes that are widened in shared memory come to
+        loaded K, loaded V  load_k, load_v -> widen   given back on
+        K, V                widen -> attend           released as above
 
     Steady state: memory is the limit, and all that attend does for a step of keys has to take less time than their
     loads. Between units, loads run ahead by as many tiles as there are stages.
