@@ -70,10 +70,14 @@ _BYTE_TILES = {
     240: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=184, merge_registers=104),
     256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
 }
-# Of more columns, O and Q of a warp take too many registers: a warpgroup widens K and V in the shared memory that they
-# come to lie in.
-MOST_COLUMNS_IN_REGISTERS = 256
-_WIDENED_TILES = {512: replace(_TILES[512], consumer_registers=192, converting_registers=88)}
+# Warps widen in registers what they multiply as long as they do not have to do it too often, or with too few of them:
+# a key is widened by each warp that has rows, of more than 32 by three or four, and of more columns O and Q take too
+# many registers. Otherwise a warpgroup widens K and V in the shared memory that they come to lie in, and tiles are
+# those of 16 bits. By count of instructions, of bfloat16 queries and 128 columns, a byte of K or V takes 0.063 with 16
+# rows, 0.126 with 32 and 0.252 with 64 where it is widened in registers, and 0.153 where it is widened in place.
+MOST_ROWS_IN_REGISTERS, MOST_COLUMNS_IN_REGISTERS = 32, 256
+_WIDENED_TILES = {columns: replace(tile, converting_registers=88) for columns, tile in _TILES.items()}
+_WIDENED_TILES[512] = replace(_WIDENED_TILES[512], consumer_registers=192)
 # Loaders that copy scales besides take more registers.
 _NVFP4_TILES = {
     columns: replace(_BYTE_TILES[columns], producer_registers=64, consumer_registers=176, merge_registers=96)
@@ -101,7 +105,7 @@ class DecodeConfig(KernelConfig):
     @property
     def has_tree(self) -> bool:
         """Whether leaves of keys are merged as a tree, see ``sm90/decode_few_rows.py``."""
-        return self.rows in FEW_ROWS
+        return self.rows in tree_rows(self.head_dim_qk, self.kv_bytes)
 
     @property
     def near_levels(self) -> int:
@@ -110,7 +114,7 @@ class DecodeConfig(KernelConfig):
 
     @property
     def widens_in_place(self) -> bool:
-        return self.kv_type in EIGHT_BIT_TYPES.values() and self.head_dim_qk > MOST_COLUMNS_IN_REGISTERS
+        return self.kv_type in EIGHT_BIT_TYPES.values() and self.rows == ROWS
 
     @property
     def widens_in_registers(self) -> bool:
@@ -139,7 +143,7 @@ class DecodeConfig(KernelConfig):
             return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
         byte_tiles = _WIDENED_TILES if self.widens_in_place else _BYTE_TILES
         tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, byte_tiles)
-        return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
+        return replace(tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)], m=self.rows)
 
     @property
     def chunk_tokens(self) -> int:
@@ -253,7 +257,10 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
     """Rows of a tile of the kernel for so many packed rows of a request; ``dtype`` is that of the queries."""
-    return min((m for m in tree_rows(head_dim, kv_type.element(dtype).unit_bytes) if m >= rows), default=ROWS)
+    few = tree_rows(head_dim, kv_type.element(dtype).unit_bytes)
+    if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
+        few = *few, MOST_ROWS_IN_REGISTERS
+    return min((m for m in few if m >= rows), default=ROWS)
 
 
 def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = DecodeConfig) -> Iterator[DecodeConfig]:

@@ -39,7 +39,7 @@ def test_page_sizes(dtype: str, head_dim: int, mask: MaskKind, page_size: int, g
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group, kv_heads=2, window=100), page_size)
 
 
-@pytest.mark.parametrize("group", [1, 4, 33])
+@pytest.mark.parametrize("group", [1, 4, 17, 33])
 @pytest.mark.parametrize("mask", [FULL, WINDOW, DRAFT], ids=lambda mask: mask.value)
 @pytest.mark.parametrize(
     ("kv_type", "head_dim", "page_size"),
@@ -60,7 +60,7 @@ def test_narrow_caches(kv_type: KvType, head_dim: int, mask: MaskKind, page_size
     ("head_dim", "kv_type", "group", "q_len"),
     [
         *((dim, WIDE, group, 1) for dim, group in product(ALL_HEAD_DIMS, (7, 33))),
-        *((dim, kv_type, group, 1) for dim, kv_type, group in product(ALL_HEAD_DIMS, (E4M3, INT8), (7, 33))),
+        *((dim, kv_type, group, 1) for dim, kv_type, group in product(ALL_HEAD_DIMS, (E4M3, INT8), (7, 17, 33))),
         # The larger trees, and one that has drafts.
         (208, WIDE, 16, 1),
         (112, WIDE, 32, 1),
@@ -150,7 +150,7 @@ def counts_match(data: DecodeBatch, mask: Mask, page_size: int) -> None:
         *product(HEAD_DIMS, [WIDE], [2, 33]),
         (128, WIDE, 32),
         *product([128], [E4M3], [2, 33]),
-        *product([256], [INT8], [2, 33]),
+        *product([256], [INT8], [2, 17, 33]),
         (512, E4M3, 33),
     ],
 )
@@ -172,7 +172,7 @@ def test_windows_are_exact(head_dim: int, kv_type: KvType, group: int, page_size
         *product(HEAD_DIMS, [WIDE], [2, 8, 31, 32, 33, 70]),
         *product([64, 128], [WIDE], [16]),
         *product([128], [E4M3], [2, 33, 70]),
-        *product([256], [INT8], [2, 33, 70]),
+        *product([256], [INT8], [2, 15, 33, 70]),
         (512, E4M3, 33),
     ],
 )
