@@ -90,12 +90,6 @@ class Calls:
             self.latest = found.latest
         return results
 
-    def run_once(self, problem: AttentionProblem) -> torch.Tensor:
-        """Launch a problem that has just been checked, without remembering it. Returns its output."""
-        if _device_data.is_enabled():
-            _device_data.check(problem, self.places.name)
-        return Plan(problem).execute(problem)
-
     def run(
         self, arguments: Arguments, problem: AttentionProblem, out: Any, stats: Any = None, rows: Sequence[int] = ()
     ) -> Results:

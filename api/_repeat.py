@@ -21,6 +21,7 @@ from hopwell.kernels.launch import OPERANDS, Addresses, address_of
 from hopwell.kernels.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.scratch import own_scratch
+from hopwell.utils import FP4Tensor
 
 # An entry point's arguments in one row: tensors, and plain values that can be compared. None for what is not given.
 Arguments = tuple[Any, ...]
@@ -28,7 +29,8 @@ Arguments = tuple[Any, ...]
 Results = tuple[Any, Any]
 # Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
 # arguments differ from the checked ones in more than addresses, where addresses are unaligned, and where queries, keys,
-# values, output, statistics and workspace overlap. Tables, lengths and sinks are not looked at: they are a few bytes.
+# values, output, its scales, statistics and workspace overlap. Tables, lengths and sinks are not looked at: they are a
+# few bytes.
 # Nor does it launch where a tensor is of another kind, or has no memory. Whether one is nested is asked before torch's
 # guards look at it, which throw what ends the process at such a tensor. What is no tensor has no answer. It is asked
 # after all that costs less: calls of other forms come here as well, see launch.RECENT. They may have more arguments.
@@ -37,10 +39,12 @@ Launch = Callable[[Arguments, Any, Any], Results | None]
 TENSOR = object()  # stands for a tensor among remembered arguments
 
 # Places of the results among the operands: they may be allocated in the call.
-OUT = Addresses._fields.index("out")
+OUT, OUT_SCALES = OPERANDS.index("out"), OPERANDS.index("out_scales")
 STATS = tuple(map(Addresses._fields.index, ("lse", "statistics")))  # no entry point gives both
 SCRATCH = Addresses._fields.index("scratch")  # the workspace
 ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
+
+PACKED = "packed(empty_like(output_like), empty_like(scales_like), 0, original_shape)"  # a new NVFP4 output
 
 MINUS_INFINITY = "-1e999"  # as source code: the log-sum-exp of a row without keys
 
@@ -54,10 +58,10 @@ def make({variables}):
         except (AttributeError, ValueError):
             return None
         if out is None:
-            out = empty_like(output_like)
+            out = {new_output}
         stats = {stats}
         {pointers}
-        q, k, v, o = {inputs}, address(out){more}
+        q, k, v, o = {inputs}, address({data}){more}
         where = {where}
         if not ({known}):
             if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
@@ -79,7 +83,14 @@ def _overlaps(written: str, others: str) -> list[str]:
 
 
 OUT_OVERLAPS = _overlaps("o", "qkv")
-MORE_OVERLAPS = {name: _overlaps(name, "qkvo") for name in "sw"}  # the results besides the output, the workspace
+# The results besides the output, the workspace, and the scales of an NVFP4 output.
+MORE_OVERLAPS = {name: _overlaps(name, "qkvo") for name in "swt"}
+
+
+def output_parts(out: Any) -> tuple[Any, Any, Any]:
+    """What there is to compare of an output that is given: its data, and of an NVFP4 one its scales and the row at
+    which they begin."""
+    return (out.data, out.scale, out.scale_start_index) if isinstance(out, FP4Tensor) else (out, None, None)
 
 
 class Places(NamedTuple):
@@ -115,28 +126,33 @@ class Checked(NamedTuple):
     arguments: Arguments
     problem: AttentionProblem
     plan: Plan
-    out: torch.Tensor  # this and the next as they are returned
+    out: torch.Tensor | FP4Tensor  # this and the next as they are returned
     stats: torch.Tensor | None
 
 
 class Repeat:
     """What it takes to repeat a checked call. ``latest`` is the function that the last repetition went through."""
 
-    __slots__ = ("_addresses", "_also_written", "_fills", "_inputs", "_plain", "_variables", "latest")
+    __slots__ = ("_addresses", "_also_written", "_fills", "_inputs", "_is_packed", "_plain", "_variables", "latest")
 
     def __init__(self, call: Checked, places: Places):
         problem, plan, stats = call.problem, call.plan, call.stats
-        views = operands(problem, call.out)
+        self._is_packed = isinstance(call.out, FP4Tensor)
+        data, scales, _ = output_parts(call.out)
+        views = operands(problem, data)
         self._variables: dict[str, Any] = dict(
             address=torch.Tensor.data_ptr,
             empty_like=torch.empty_like,
             function=plan.function,
             anchor=plan.anchor,
             ticket=plan.tickets.address,
-            output_like=_like(call.out),
+            output_like=_like(data),
             stats_like=None if stats is None else _like(stats),
         )
-        for name, view in (*zip("qkvo", views, strict=False), ("s", stats), ("w", problem.scratch)):
+        if isinstance(call.out, FP4Tensor):
+            self._variables.update(packed=FP4Tensor, scales_like=_like(scales), original_shape=call.out.original_shape)
+        others = ("s", stats), ("w", problem.scratch), ("t", scales)
+        for name, view in (*zip("qkvo", views, strict=False), *others):
             self._variables[f"{name}_bytes"] = extent_bytes(view)
             self._variables[f"{name}_before"] = -extent_bytes(view)
         for i, constant in enumerate(plan.constants(*host_scales(problem))):
@@ -145,6 +161,8 @@ class Repeat:
         self._inputs, self._addresses = self._find(call.arguments, places, views)
         self._fills = problem.lse is not None and problem.lse.fills
         self._also_written = {} if stats is None else {"s": "address(stats)"}
+        if self._is_packed:
+            self._also_written["t"] = "address(out.scale)"
         if problem.scratch is not None:
             self._also_written["w"] = self._addresses[SCRATCH]
             self._addresses[SCRATCH] = "w"
@@ -171,8 +189,8 @@ class Repeat:
             if operand == OUT or view is None:
                 addresses.append("0")
                 continue
-            if operand in STATS:
-                addresses.append("s")
+            if operand in STATS or operand == OUT_SCALES:
+                addresses.append("t" if operand == OUT_SCALES else "s")
                 continue
             place = places.find(name, arguments)
             if not _same_memory(view, arguments[place]):
@@ -209,6 +227,8 @@ class Repeat:
             most_known=MOST_KNOWN,
             arguments=", ".join(f"a{i}" for i in range(len(arguments))),
             conditions=" and ".join(conditions),
+            new_output=PACKED if self._is_packed else "empty_like(output_like)",
+            data="out.data" if self._is_packed else "out",
             stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
             pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
             inputs=", ".join(self._addresses[:OUT]),

@@ -193,8 +193,6 @@ def _require(
     query = call.query
     head_dim, kv = query.shape[2], f"kv_cache.dtype={cache.key.dtype}"
     known_dim = support.decode_head_dim(head_dim)
-    has_8bits = cache.key.dtype in (checks.FP8, torch.int8)
-    known_8bit_dim = "8bit_head_dim" if head_dim in support.DECODE_8BIT_HEAD_DIMS else "other_8bit_head_dim"
     known_nvfp4_dim = "nvfp4_head_dim" if head_dim in support.DECODE_NVFP4_HEAD_DIMS else "other_nvfp4_head_dim"
     known_page = "page_size" if cache.page_size <= support.MAX_PAGE_SIZE else "other_page_size"
     has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in scales)
@@ -205,7 +203,6 @@ def _require(
         (_has_fp8_out(call), "fp8_out", f"out.dtype={checks.FP8}"),
         (True, "16bit", f"query.dtype={query.dtype}, {kv}"),
         (True, known_dim, f"head_dim={head_dim}"),
-        (has_8bits, known_8bit_dim, f"head_dim={head_dim}, {kv}"),
         (cache.is_nvfp4, known_nvfp4_dim, f"head_dim={head_dim}, {kv}"),
         (True, known_page, f"page_size={cache.page_size}"),
         (True, "cache", f"KV of shape {tuple(cache.key.shape)}"),

@@ -72,13 +72,13 @@ def xqa_batch_decode_with_kv_cache(
 
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
-            multiple of 16 up to 256, or 512 without an 8-bit cache; 64, 128 or 256 with an NVFP4 cache.
+            multiple of 16 up to 256, or 512; 64, 128 or 256 with an NVFP4 cache.
         kv_cache: one tensor [pages, 2, *page], K at index 0 and V at index 1; or [pages, 1, *page], the same data for
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
             e2m1 values a byte, head_dim / 2 wide). page_size is 1 to 1024, num_heads a multiple of
-            num_kv_heads. 8-bit values, and NVFP4 ones times their block scales, are widened to float16 before they are
-            multiplied, which holds all of them: the result is at least as accurate as that of a 16-bit cache with the
+            num_kv_heads. 8-bit values, and NVFP4 ones times their block scales, are widened to 16 bits before they are
+            multiplied, which hold all of them: the result is at least as accurate as that of a 16-bit cache with the
             same values. Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``xqa_workspace_bytes`` bytes or
             more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one

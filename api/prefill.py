@@ -10,7 +10,7 @@ from hopwell._context import CONTEXT_PLACES, ContextCall, context_problem, widen
 from hopwell._dynamo import opaque
 from hopwell._fmha_v2 import FMHA_V2_PLACES, FmhaV2Call, fmha_v2_problem, leaves
 from hopwell._launch import ANY_BOUND, Calls, halves, record, single
-from hopwell._repeat import Arguments
+from hopwell._repeat import Arguments, output_parts
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
 
@@ -167,7 +167,7 @@ def trtllm_batch_context_with_kv_cache(
         k_scales,
         v_scales,
         query_dtype,
-        out,
+        *output_parts(out),
         cum_seq_lens_kv,
         max_q_len,
         ANY_BOUND if type(max_kv_len) is int and 0 <= max_kv_len <= INT32_MAX else max_kv_len,
@@ -213,12 +213,9 @@ def trtllm_batch_context_with_kv_cache(
         return repeated if return_lse else repeated[0]
     problem = context_problem(record(ContextCall, locals()))
     stats = None if problem.lse is None else problem.lse.tensor
-    if problem.out_scales is not None:
-        data = _CONTEXT.run_once(problem)
-        packed = out
-        if not isinstance(packed, FP4Tensor):
-            packed = FP4Tensor(data, problem.out_scales.tensor, original_shape=(*query.shape[:-1], problem.v_dim))
-        return (packed, stats) if return_lse and stats is not None else packed
+    if out is None and problem.out is not None and problem.out_scales is not None:
+        shape = (*query.shape[:-1], problem.v_dim)
+        out = FP4Tensor(problem.out, problem.out_scales.tensor, original_shape=shape)
     results = _CONTEXT.run(arguments, problem, out, stats)
     return results if return_lse else results[0]
 

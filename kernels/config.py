@@ -26,6 +26,7 @@ QUERY_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
 OUT_DTYPES = QUERY_DTYPES | {torch.uint8: "nvfp4"}  # of the tensor that has the elements
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
+OTHER_REGISTERS = 30  # that ptxas wants besides the sums of a matrix instruction: 158 for 64 rows x 256 columns
 MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time; a warp stores as many columns at least
 
 
@@ -208,14 +209,24 @@ class KernelConfig:
         return False
 
     @property
+    def widens_in_place(self) -> bool:
+        """Whether a warpgroup widens K and V where they have been loaded, so that no other memory is needed."""
+        return False
+
+    @property
     def converts(self) -> bool:
         """Whether a warpgroup stands between those that load K and V and those that multiply."""
-        return self.widens or self.transposes_v
+        return self.widens or self.widens_in_place or self.transposes_v
 
     @property
     def operand_columns(self) -> tuple[int, int]:
         """Columns of the tiles of K and V that are multiplied, in units of 16 bits."""
         return self.columns
+
+    @property
+    def stage_columns(self) -> tuple[int, int]:
+        """Columns of the stages that the two loading warps fill: those of what they load, or of what becomes of it."""
+        return self.operand_columns if self.widens_in_place else self.columns
 
     @property
     def loaded_depth(self) -> tuple[int, int]:
@@ -240,6 +251,14 @@ class KernelConfig:
         whole_blocks = columns > BLOCK_COLUMNS and not self.multiplies_bytes
         value = columns if whole_blocks else rounded_up(self.head_dim_v, MMA_DEPTH)
         return rounded_up(self.head_dim_qk, self.mma_depth), value // self.v_parts
+
+    @property
+    def product_columns(self) -> int:
+        """Columns of V that a matrix instruction multiplies at a time: all that a warpgroup has, but where there are so
+        few registers at launch that ptxas refuses an instruction with all of their sums."""
+        columns = self.depth[1]
+        fits = columns * 64 // WARPGROUP + OTHER_REGISTERS <= self.launch_registers
+        return columns if fits else columns // 2
 
     @property
     def ctas_per_sm(self) -> int:

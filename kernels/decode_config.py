@@ -11,6 +11,7 @@ import torch
 
 from hopwell.kernels import support
 from hopwell.kernels.config import (
+    BLOCK_COLUMNS,
     DTYPES,
     KernelConfig,
     KvType,
@@ -20,6 +21,7 @@ from hopwell.kernels.config import (
     paged_fetches,
     require_dtypes,
     require_page_size,
+    rounded_up,
 )
 from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, MaskKind, Score
 from hopwell.kernels.splitting import (
@@ -36,9 +38,8 @@ from hopwell.kernels.splitting import (
 FP8 = {torch.float8_e4m3fn: "e4m3"}
 EIGHT_BIT_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
 NARROW_TYPES = EIGHT_BIT_TYPES | {torch.uint8: KvType.NVFP4}
-# Head dims of caches that are widened in registers.
 NARROW_HEAD_DIMS = {
-    **dict.fromkeys(EIGHT_BIT_TYPES.values(), support.DECODE_8BIT_HEAD_DIMS),
+    **dict.fromkeys(EIGHT_BIT_TYPES.values(), support.DECODE_HEAD_DIMS),
     KvType.NVFP4: support.DECODE_NVFP4_HEAD_DIMS,
 }
 KV_TYPES = (KvType.WIDE, *EIGHT_BIT_TYPES.values())  # of kernels that are compiled ahead
@@ -69,6 +70,14 @@ _BYTE_TILES = {
     240: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=184, merge_registers=104),
     256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
 }
+# Warps widen in registers what they multiply as long as they do not have to do it too often, or with too few of them:
+# a key is widened by each warp that has rows, of more than 32 by three or four, and of more columns O and Q take too
+# many registers. Otherwise a warpgroup widens K and V in the shared memory that they come to lie in, and tiles are
+# those of 16 bits. By count of instructions, of bfloat16 queries and 128 columns, a byte of K or V takes 0.063 with 16
+# rows, 0.126 with 32 and 0.252 with 64 where it is widened in registers, and 0.153 where it is widened in place.
+MOST_ROWS_IN_REGISTERS, MOST_COLUMNS_IN_REGISTERS = 32, 256
+_WIDENED_TILES = {columns: replace(tile, converting_registers=88) for columns, tile in _TILES.items()}
+_WIDENED_TILES[512] = replace(_WIDENED_TILES[512], consumer_registers=192)
 # Loaders that copy scales besides take more registers.
 _NVFP4_TILES = {
     columns: replace(_BYTE_TILES[columns], producer_registers=56, consumer_registers=184, merge_registers=88)
@@ -96,17 +105,27 @@ class DecodeConfig(KernelConfig):
     @property
     def has_tree(self) -> bool:
         """Whether leaves of keys are merged as a tree, see ``sm90/decode_few_rows.py``."""
-        return self.rows in FEW_ROWS
+        return self.rows in tree_rows(self.head_dim_qk, self.kv_bytes)
 
     @property
     def near_levels(self) -> int:
         """Levels of the tree that are in shared memory."""
-        return shared_levels(self.rows, self.head_dim_v, self.kv_bytes)
+        return shared_levels(self.rows, self.head_dim_v, self.splitting_bytes)
+
+    @property
+    def widens_in_place(self) -> bool:
+        return self.kv_type in EIGHT_BIT_TYPES.values() and self.rows == ROWS
+
+    @property
+    def widens_in_registers(self) -> bool:
+        """Whether warps that multiply read K and V of 8 or 4 bits, and widen them themselves."""
+        return self.kv_bytes == 1 and not self.widens_in_place
 
     @property
     def splitting_bytes(self) -> int:
-        """Bytes of an element of K and V, as far as they say how keys are split among CTAs."""
-        return self.kv_bytes
+        """Bytes of an element of K and V, as far as they say how keys are split among CTAs: what is widened in place is
+        split as if it had been wide in memory, so that results have the same bits."""
+        return 1 if self.widens_in_registers else 2
 
     @property
     def ctas_per_sm(self) -> int:
@@ -114,7 +133,7 @@ class DecodeConfig(KernelConfig):
 
     @property
     def leaf_tiles(self) -> int:
-        return leaf_tiles(self.rows, self.head_dim_v, self.kv_bytes)
+        return leaf_tiles(self.rows, self.head_dim_v, self.splitting_bytes)
 
     @property
     def tile(self) -> Tile:
@@ -122,15 +141,16 @@ class DecodeConfig(KernelConfig):
             tile = _TREE_TILE if self.kv_type is KvType.WIDE else _BYTE_TREE_TILE
             stages = _STAGE_BYTES // self.ctas_per_sm // (LEAF_TILE * 2 * self.columns[0])
             return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
-        tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, _BYTE_TILES)
-        return tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)]
+        byte_tiles = _WIDENED_TILES if self.widens_in_place else _BYTE_TILES
+        tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, byte_tiles)
+        return replace(tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)], m=self.rows)
 
     @property
     def chunk_tokens(self) -> int:
         """Keys of a unit of work, as long as requests are not very long, or of a leaf where there is a tree."""
         if self.has_tree:
             return LEAF_TILE * self.leaf_tiles
-        return chunk_tokens(self.head_dim_v, element_bytes=self.kv_bytes)
+        return chunk_tokens(self.head_dim_v, element_bytes=self.splitting_bytes)
 
     @property
     def halves_chunks(self) -> bool:
@@ -148,7 +168,7 @@ class DecodeConfig(KernelConfig):
 
     @property
     def consumer_warpgroups(self) -> int:
-        return 1 if self.has_tree else 2 if self.kv_bytes == 1 else super().consumer_warpgroups
+        return 1 if self.has_tree else 2 if self.widens_in_registers else super().consumer_warpgroups
 
     @property
     def copies_scales(self) -> bool:
@@ -156,7 +176,17 @@ class DecodeConfig(KernelConfig):
 
     @property
     def depth(self) -> tuple[int, int]:
-        return self.kv_dims if self.kv_bytes == 1 else super().depth
+        return self.kv_dims if self.widens_in_registers else super().depth
+
+    @property
+    def loaded_depth(self) -> tuple[int, int]:
+        return self.kv_dims if self.widens_in_place else super().loaded_depth
+
+    @property
+    def operand_columns(self) -> tuple[int, int]:
+        if not self.widens_in_place:
+            return self.columns
+        return rounded_up(self.head_dim_qk, BLOCK_COLUMNS), rounded_up(self.head_dim_v, BLOCK_COLUMNS)
 
     @property
     def registers(self) -> tuple[int, ...]:
@@ -227,7 +257,10 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
     """Rows of a tile of the kernel for so many packed rows of a request; ``dtype`` is that of the queries."""
-    return min((m for m in tree_rows(head_dim, kv_type.element(dtype).unit_bytes) if m >= rows), default=ROWS)
+    few = tree_rows(head_dim, kv_type.element(dtype).unit_bytes)
+    if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
+        few = *few, MOST_ROWS_IN_REGISTERS
+    return min((m for m in few if m >= rows), default=ROWS)
 
 
 def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = DecodeConfig) -> Iterator[DecodeConfig]:
@@ -235,7 +268,7 @@ def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = Deco
     for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_TYPES):
         if head_dim not in kind.head_dims:
             continue
-        if kv_type is not KvType.WIDE and head_dim not in support.DECODE_8BIT_HEAD_DIMS:
+        if kv_type is not KvType.WIDE and head_dim not in kind.narrow_head_dims[kv_type]:
             continue
         common = (arch, dtype, dtype, head_dim, head_dim, mask)
         for rows in sorted({kind.rows_for(rows, head_dim, kv_type) for rows in (*FEW_ROWS, ROWS)}):

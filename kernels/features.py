@@ -242,14 +242,7 @@ ENTRIES: dict[str, Entry] = {
             _DECODE.row(
                 "head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)
             ),
-            _DECODE.row("wide_head_dim", "head dims", "head dim 512", dict(dim=512)),
-            _DECODE.row(
-                "8bit_head_dim",
-                "head dims",
-                "with 8-bit caches: multiples of 16 up to 256",
-                *itertools.chain(*(_over("dim", _DECODE_HEAD_DIMS, kv=kv) for kv in (FP8, INT8))),
-            ),
-            _DECODE.no_row("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches"),
+            _DECODE.row("wide_head_dim", "head dims", "head dim 512", *(dict(dim=512, kv=kv) for kv in (None, FP8, INT8))),
             _DECODE.row(
                 "nvfp4_head_dim",
                 "head dims",

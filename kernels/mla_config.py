@@ -83,6 +83,11 @@ class MlaConfig(DecodeConfig):
         return _LIST_TILE if self.sparse or self.kv_type is not KvType.WIDE else _TILE
 
     @property
+    def widens_in_place(self) -> bool:
+        """Whether a warpgroup does nothing but widen: never, as warps of the producers widen rows that they copy."""
+        return False
+
+    @property
     def splitting_bytes(self) -> int:
         """Keys of 8 bits are split as if they were widened in memory, so that results have the same bits."""
         return 2

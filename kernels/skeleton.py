@@ -119,7 +119,7 @@ class AttentionKernel:
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         """Return the edges of K and V, which ``warps`` warps of the role ``consumer`` read."""
         t, c = self.tile, self.config
-        sizes = [t.n * columns * 2 + scales for columns, scales in zip(c.columns, self.scale_bytes, strict=True)]
+        sizes = [t.n * columns * 2 + scales for columns, scales in zip(c.stage_columns, self.scale_bytes, strict=True)]
         return [
             Edge(name, loader, consumer, stages, 1, warps, size, **self.kv_arrivals(name == "V"))
             for name, loader, stages, size in zip("KV", ("load_k", "load_v"), t.loaded_stages, sizes, strict=True)
@@ -188,7 +188,7 @@ class AttentionKernel:
         layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns * per_word, t.q_stages)]
         layouts += [
             copy.swizzled_layout(self.dtype, t.n, columns * per_word, stages, columns_first=columns_first)
-            for columns, stages in zip(c.columns, t.loaded_stages, strict=True)
+            for columns, stages in zip(c.stage_columns, t.loaded_stages, strict=True)
         ]
         if const_expr(c.widens):
             layouts += [copy.swizzled_layout(self.dtype, t.n, columns, t.kv_stages) for columns in c.operand_columns]

@@ -31,7 +31,7 @@ class Sm120DecodeConfig(DecodeConfig):
 
     head_dims: ClassVar[tuple[int, ...]] = support.SM120_DECODE_HEAD_DIMS
     narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = dict.fromkeys(
-        EIGHT_BIT_TYPES.values(), support.DECODE_8BIT_HEAD_DIMS
+        EIGHT_BIT_TYPES.values(), support.SM120_DECODE_HEAD_DIMS
     )
 
     @classmethod

@@ -32,7 +32,6 @@ HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256
 OTHER_HOPPER_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS))
 OTHER_HEAD_DIMS = (*HOPPER_HEAD_DIMS, *OTHER_HOPPER_HEAD_DIMS)
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
-DECODE_8BIT_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # of 512 columns, O and Q of a warp take too many registers
 DECODE_NVFP4_HEAD_DIMS = (64, 128, 256)  # lanes have equal parts of rows that consist of whole blocks
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))

@@ -53,6 +53,7 @@ class KvOperand(DeviceStruct):
     read_once: bool  # so that work tiles say how soon it leaves the L2 cache
     scales: ScaleRows | None = None  # that are copied beside the tiles
     shared_scales: Any = None  # address of those of stage 0
+    stage_columns: int | None = None  # that a stage has room for; None: ``columns``
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
@@ -71,7 +72,8 @@ class KvOperand(DeviceStruct):
     @staticmethod
     def _of(part: int, config, places: tuple, scales: ScaleRows | None) -> "KvOperand":
         sizes = (config.kv_dims[part], config.columns[part], config.loaded_depth[part])
-        return KvOperand(*places, *sizes, is_value=part == 1, read_once=config.reads_kv_once, scales=scales)
+        kind = dict(is_value=part == 1, read_once=config.reads_kv_once)
+        return KvOperand(*places, *sizes, **kind, scales=scales, stage_columns=config.stage_columns[part])
 
 
 @dataclass
@@ -83,6 +85,7 @@ class KvSource(DeviceStruct):
     end_key: Int32  # the request's length
     tile_n: int
     columns: int
+    stage_columns: int  # columns that a stage has room for
     # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
     # may be NaN; not for K, whose scores are masked.
     zero_outside: bool
@@ -102,6 +105,7 @@ class KvSource(DeviceStruct):
             end_key=tile.request.kv_len,
             tile_n=tile_n,
             columns=operand.columns,
+            stage_columns=operand.stage_columns or operand.columns,
             zero_outside=operand.is_value,
             policy=tile.cache_policy if operand.read_once else None,
             scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales, tile_n),
@@ -112,7 +116,7 @@ class KvSource(DeviceStruct):
         return self.tile_n * self.columns * 2
 
     def stage_address(self, stage):
-        return self.shared + stage * self.tile_bytes
+        return self.shared + stage * (self.tile_n * self.stage_columns * 2)
 
     def chunk_address(self, stage, row, block, chunk):
         """Address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""

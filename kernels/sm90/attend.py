@@ -253,7 +253,7 @@ class Operands(RowOperands):
         depth_qk, depth_v = kernel.config.depth
         mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups // kernel.config.v_parts)
         qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
-        pv_mma = mma((WARPGROUP_ROWS, depth_v), a_source=source.RMEM, b_major=OperandMajorMode.MN)
+        pv_mma = mma((WARPGROUP_ROWS, kernel.config.product_columns), a_source=source.RMEM, b_major=OperandMajorMode.MN)
         qk, pv = qk_mma.get_slice(row_group * WARPGROUP), pv_mma.get_slice(row_group * WARPGROUP)
         v_transposed = cute.make_layout((depth_v, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
         return Operands(

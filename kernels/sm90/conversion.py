@@ -12,6 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
+from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.block_scales import ScaleRows
@@ -22,6 +23,9 @@ from hopwell.kernels.skeleton import SharedTiles
 
 CHUNK_ELEMENTS = copy.CHUNK_BYTES  # of 8 bits in a chunk, which becomes two chunks
 PACKED_ELEMENTS = 2 * copy.CHUNK_BYTES  # of 4 bits in a chunk, which becomes four chunks: two blocks
+BLOCK_CHUNKS = BLOCK_COLUMNS // CHUNK_ELEMENTS  # chunks of 8 bits that become a column block
+WIDENED_ROWS = WARPGROUP // BLOCK_CHUNKS  # rows that a warpgroup widens a column block of at a time
+WIDENING_BARRIER = 8  # named barrier of the warpgroup that widens in place
 PAIRED_KEYS = 32  # that a warp transposes at a time: two chunks of a row of the target
 
 
@@ -81,6 +85,55 @@ class WideningStream(Stream):
                 ]
                 copy.store_shared(place, wide[0] + wide[1])
         self.hand_over(step)
+
+
+@dataclass
+class WideningInPlace(Stream):
+    """Stages of 8-bit elements, filled through ``source_ring``, become 16-bit ones where they lie: what was loaded is
+    in the registers of the warpgroup before anything is written over it. Stages are given back on ``target_ring``.
+
+    A thread reads chunk c of 4 of a row that fill one column block when they are wide. Of 8 lanes, which have two rows,
+    neither reads nor writes meet in a bank: rows differ in bits 0 and 2, which say where the swizzle puts chunks.
+    """
+
+    kernel: Any  # configuration only
+    stages: Int32
+    source_ring: Any
+    target_ring: Any
+    operand: int  # 0 for K, 1 for V
+
+    @cute.jit
+    def convert(self, step, scales) -> None:
+        config, n = self.kernel.config, self.kernel.tile.n
+        loaded, columns = config.columns[self.operand], config.stage_columns[self.operand]
+        columns_first = self.kernel.source.columns_first
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        row, chunk = thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
+        row ^= (row & 1) * BLOCK_CHUNKS
+        stage = self.stages + self.target_ring.stage(step) * (2 * n * columns)
+        sources = [
+            copy.tile_chunk(stage, row, half * BLOCK_CHUNKS + chunk, n, loaded, columns_first) for half in range(2)
+        ]
+        targets = [copy.tile_chunk(stage, row, 2 * chunk + half, n, columns, columns_first) for half in range(2)]
+        items = [(first, block) for block in range(columns // BLOCK_COLUMNS) for first in range(0, n, WIDENED_ROWS)]
+        self.source_ring.wait_full(step)
+        words = [
+            copy.load_shared(sources[block % 2] + self._distance(first, block // 2, loaded), 4)
+            for first, block in items
+        ]
+        cute.arch.barrier(barrier_id=WIDENING_BARRIER, number_of_threads=WARPGROUP)
+        for (first, block), loaded_words in zip(items, words, strict=True):
+            wide = [w for word in loaded_words for w in widened_words(config.kv_type, self.kernel.dtype, word)]
+            for half in cutlass.range_constexpr(2):
+                place = targets[half] + self._distance(first, block, columns)
+                copy.store_shared(place, wide[4 * half : 4 * half + 4])
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
+
+    def _distance(self, row: int, block: int, columns: int) -> int:
+        """Bytes from a row of the first column block of a stage of so many columns to a later one."""
+        tile_n, columns_first = self.kernel.tile.n, self.kernel.source.columns_first
+        return copy.block_row(row, block, tile_n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
 
 
 @dataclass
@@ -193,6 +246,10 @@ class Conversion(DeviceStruct):
     def create(kernel, tiles: SharedTiles, rings, board: Board, addresses, geometry) -> "Conversion":
         """Return the streams of what is converted: K and V, or V alone."""
         sources = [shared_address(source.iterator) for source in tiles.loaded]
+        if kernel.config.widens_in_place:
+            rings = [(rings.loaded_k, rings.k), (rings.loaded_v, rings.v)]
+            streams = [WideningInPlace(kernel, sources[i], *rings[i], i) for i in range(2)]
+            return Conversion(tuple(streams), board)
         if kernel.config.transposes_v:
             target = shared_address(tiles.v.iterator)
             return Conversion((TransposingStream(kernel, sources[1], rings.v, target, rings.converted_v),), board)

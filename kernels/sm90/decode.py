@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.decode_config import DecodeConfig
-from hopwell.kernels.hardware import LANES, WARPGROUP
+from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry, ScaledAddresses, ScaledDecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
@@ -29,6 +29,7 @@ from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.byte_attend import ByteAttend, ByteMerge, Exchange
+from hopwell.kernels.sm90.conversion import Conversion
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
 
@@ -45,6 +46,7 @@ class DecodeSm90(AttentionSm90):
         warp 3 schedule    units of work: which rows, which chunk of which request's keys
         warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
                            piece of it. Over 8-bit caches eight warps by themselves, see byte_attend.py
+        next four widen    where heads are wide and caches have 8 bits: K and V become 16-bit elements where they lie
         last four merge    gives units their slots and merges pieces, so that its atomics and reads cost attend nothing;
                            where two warpgroups share V's columns, they do it themselves
 
@@ -56,6 +58,9 @@ class DecodeSm90(AttentionSm90):
         work    schedule -> all       released as soon as it has been read
         piece   attend -> merge       released once for each unit when its slot may be written, over 8-bit caches the
                                       exchange; full when it is
+        Bytes that are widened in shared memory come to
+        loaded K, loaded V  load_k, load_v -> widen   given back on
+        K, V                widen -> attend           released as above
 
     Steady state: memory is the limit, and all that attend does for a step of keys has to take less time than their
     loads. Between units, loads run ahead by as many tiles as there are stages.
@@ -81,25 +86,42 @@ class DecodeSm90(AttentionSm90):
 
     @property
     def q_arrivals(self) -> dict[str, int]:
-        return dict(producer_lanes=LANES, consumer_lanes=LANES if self.config.kv_bytes == 1 else 1)
+        return dict(producer_lanes=LANES, consumer_lanes=LANES if self.config.widens_in_registers else 1)
+
+    def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
+        edges = super()._kv_edges(consumer, warps)
+        if not self.config.widens_in_place:
+            return edges
+        wide = [replace(edge, producer="widen", producer_warps=WARPS) for edge in edges]
+        copies_rows = issubclass(self.source, PageRows)
+        # Lanes of load_v write zeros, which lanes read.
+        lanes = [LANES if copies_rows or edge.name == "V" else 1 for edge in edges]
+        loaded = [
+            Edge(f"loaded {edge.name}", edge.producer, "widen", edge.stages, 1, WARPS, 0, count)
+            for edge, count in zip(edges, lanes, strict=True)
+        ]
+        return [*wide, *loaded]
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
         """Lanes read the tiles of 8-bit caches, and write some themselves: copies of rows, or zeros into V."""
-        if self.config.kv_bytes == 1:
+        if self.config.widens_in_registers:
             copies_rows = issubclass(self.source, PageRows)
             lanes = LANES if is_value or copies_rows else 1
             # Copies of rows arrive with those of their scales.
             copying = LANES if self.config.copies_scales and not copies_rows else 0
             return dict(producer_lanes=lanes, consumer_lanes=max(lanes, copying), copying_lanes=copying)
+        if self.config.widens_in_place:
+            return dict(producer_lanes=LANES)
         return super().kv_arrivals(is_value)
 
     @property
     def staging_bytes(self) -> int:
-        return Exchange.warp_bytes(self.config.head_dim_v) if self.config.kv_bytes == 1 else 0
+        return Exchange.warp_bytes(self.config.head_dim_v) if self.config.widens_in_registers else 0
 
     @property
     def more_roles(self) -> dict[str, int]:
-        return {"merge": 4} if self.config.has_merge_role else {}
+        widening = {"widen": WARPS} if self.config.widens_in_place else {}
+        return {"merge": 4, **widening} if self.config.has_merge_role else widening
 
     def _more_edges(self) -> tuple[Edge, ...]:
         return (Edge("piece", "attend", "merge", 1, 4 * self.warpgroups, 4, 0),) if self.config.has_merge_role else ()
@@ -109,7 +131,7 @@ class DecodeSm90(AttentionSm90):
         first, warpgroups = (len(self.config.registers) - 1, 1) if self.config.has_merge_role else (1, self.warpgroups)
         threads = (first * WARPGROUP, warpgroups * WARPGROUP, MERGE_BARRIER)
         slots = Slots.create(addresses, geometry, self.config.head_dim_v)
-        if self.config.kv_bytes == 1:
+        if self.config.widens_in_registers:
             return ByteMerge(slots, *threads, Exchange.create(self, tiles), self)
         return Merge(slots, *threads)
 
@@ -173,26 +195,41 @@ class DecodeSm90(AttentionSm90):
                 scale = self._output_scale(addresses, output_scale, output_factor)
                 self.run_merge(tiles, rings, board, addresses, geometry, scale)
         else:
-            self.set_registers(self.tile.consumer_registers)
-            scale = load_scale(addresses.softmax_scale, softmax_scale)
-            score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
-            softmax = self.softmax(scale)
-            scale = self._output_scale(addresses, output_scale, output_factor)
-            merge = self._merge(addresses, geometry, tiles)
-            consumer = self.consumer(
-                kernel=self,
-                tiles=tiles,
-                rings=rings,
-                board=board,
-                mask=mask,
-                score=score,
-                softmax=softmax,
-                output_scale=scale,
-                merge=merge,
-                addresses=addresses,
-                geometry=geometry,
-            )
-            consumer.run(addresses, geometry)
+            numbers = (softmax_scale, output_scale, output_factor)
+            if const_expr(self.config.widens_in_place):
+                if warp >= 4 * (1 + self.config.consumer_warpgroups):
+                    self.set_registers(self.tile.converting_registers)
+                    Conversion.create(self, tiles, rings, board, addresses, geometry).run()
+                else:
+                    self.attend(tiles, rings, board, mask, addresses, geometry, *numbers)
+            else:
+                self.attend(tiles, rings, board, mask, addresses, geometry, *numbers)
+
+    @cute.jit
+    def attend(
+        self, tiles, rings, board, mask, addresses, geometry, softmax_scale, output_scale, output_factor
+    ) -> None:
+        """What the consumer warpgroups do."""
+        self.set_registers(self.tile.consumer_registers)
+        scale = load_scale(addresses.softmax_scale, softmax_scale)
+        score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
+        softmax = self.softmax(scale)
+        scale = self._output_scale(addresses, output_scale, output_factor)
+        merge = self._merge(addresses, geometry, tiles)
+        consumer = self.consumer(
+            kernel=self,
+            tiles=tiles,
+            rings=rings,
+            board=board,
+            mask=mask,
+            score=score,
+            softmax=softmax,
+            output_scale=scale,
+            merge=merge,
+            addresses=addresses,
+            geometry=geometry,
+        )
+        consumer.run(addresses, geometry)
 
     def run_merge(self, tiles, rings, board, addresses, geometry, scale) -> None:
         """What the warpgroup that merges does."""
@@ -205,7 +242,7 @@ class DecodeSm90(AttentionSm90):
 
     def consumer(self, **parts: Any) -> "DecodeAttend":
         """What the consumer warpgroups run."""
-        return (ByteAttend if self.config.kv_bytes == 1 else DecodeAttend)(**parts)
+        return (ByteAttend if self.config.widens_in_registers else DecodeAttend)(**parts)
 
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
         c = self.config
@@ -243,7 +280,11 @@ class DecodeSm90(AttentionSm90):
         shared, operand = shared_address((tiles.k, tiles.v)[part].iterator), operands[part]
         if const_expr(self.config.copies_scales):
             operand = replace(operand, shared_scales=shared_address(tiles.scales[part]))
-        self.load_kv(atoms[part], shared, (rings.k, rings.v)[part], partial_barriers + part, board, operand)
+        ring = (rings.k, rings.v)[part]
+        if const_expr(self.config.widens_in_place):
+            loaded = (rings.loaded_k, rings.loaded_v)[part]
+            ring = replace(ring, full=loaded.full, producer_lanes=loaded.producer_lanes)
+        self.load_kv(atoms[part], shared, ring, partial_barriers + part, board, operand)
 
     def _q_atom(self, addresses: Addresses, geometry: DecodeGeometry):
         """The TMA atom of Q; None where only lanes copy its rows."""

@@ -35,6 +35,7 @@ from api_calls import (
 )
 
 import hopwell
+from hopwell._repeat import OUT, OUT_SCALES
 
 FP4_ARGUMENTS = {"query": data(TOKENS, HEADS, DIM, dtype=FP8), "kv_cache": stacked("HND", FP8)}
 
@@ -145,6 +146,61 @@ def test_context_nvfp4_output_is_served(changes: dict[str, Any], launched: list[
         assert found is changes["out"]
     else:
         assert (found.scale.shape, found.original_shape) == ((128, HEADS * DIM // 16), (TOKENS, HEADS, DIM))
+
+
+@pytest.mark.parametrize("given", [None, fp4(256, start=100)], ids=["allocated", "given"])
+def test_warm_calls_with_nvfp4_outputs(given: hopwell.FP4Tensor | None, recorded: Any) -> None:
+    """After the first one they go unchecked to the kernel, with the data and the scales that they return."""
+    found = [served(out=given) for _ in range(4)]
+    assert len(recorded.problems) == 1
+    assert [(addresses[OUT], addresses[OUT_SCALES]) for addresses in recorded.addresses] == [
+        (one.data.data_ptr(), one.scale.data_ptr()) for one in found
+    ]
+    if given is not None:
+        assert all(one is given for one in found)
+        return
+    assert len({(one.data.shape, one.scale.shape, one.scale_start_index, one.original_shape) for one in found}) == 1
+    assert len({part.data_ptr() for one in found for part in (one.data, one.scale)}) == 2 * len(found)
+
+
+def test_another_nvfp4_output_is_another_call(recorded: Any) -> None:
+    """It may be another one, or the same after its attributes have been set."""
+    out = fp4(256, start=100)
+    others = [{"out": fp4(256, start=101)}, {"out": fp4(384, start=100)}, {"out": None}, {"o_sf_scale": 3.0}]
+    for count, change in enumerate(others, 2):
+        for _ in range(3):
+            served(out=out)
+        served(**{"out": out} | change)
+        assert len(recorded.problems) == count
+    assert [problem.out_scales.first_row for problem in recorded.problems] == [100, 101, 100, 0, 100]
+    out.scale_start_index = 7
+    served(out=out)
+    assert recorded.problems[-1].out_scales.first_row == 7
+    launches, out.scale_start_index = len(recorded.addresses), 250
+    with pytest.raises(ValueError, match="scale_start_index"):
+        served(out=out)
+    assert len(recorded.addresses) == launches
+
+
+def test_scales_of_warm_nvfp4_outputs_stay_apart(recorded: Any) -> None:
+    """From the queries and from the data of the output, wherever they lie in a call."""
+    size = TOKENS * HEADS * DIM
+    memory = torch.zeros(3 * size + 128 * HEADS * DIM // 16, dtype=FP8)
+    query, packed = memory[size : 2 * size], memory[2 * size : 2 * size + size // 2].view(U8)
+    tensors = query.view(TOKENS, HEADS, DIM), packed.view(TOKENS, HEADS, DIM // 2)
+
+    def call(first: int) -> None:
+        scale = memory[first : first + 128 * HEADS * DIM // 16].view(128, -1)
+        served(query=tensors[0], out=hopwell.FP4Tensor(tensors[1], scale))
+
+    behind = 2 * size + size // 2
+    for _ in range(3):
+        call(behind)
+    for first in (size - 16, size + 16, behind - 16):
+        with pytest.raises(ValueError, match=r"^out\.scale must not share memory"):
+            call(first)
+    call(behind)
+    assert (len(recorded.problems), len(recorded.addresses)) == (1, 4)
 
 
 def test_context_nvfp4_output_of_values_of_another_width() -> None:

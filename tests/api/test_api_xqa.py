@@ -36,7 +36,6 @@ from hopwell.kernels.decode_config import resolve_decode
 from hopwell.kernels.plan import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.kernels.splitting import ALIGNMENT, STATISTICS, node_bytes, scratch_bytes
-from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS
 
 Problems = list[AttentionProblem]
 
@@ -160,8 +159,7 @@ class TestWorkspace:
         """The slots of the largest table and any number of requests, wherever the buffer begins. On so many
         multiprocessors that few rows take more than the least there is."""
         monkeypatch.setattr(plan, "EMULATED_SMS", 132)
-        narrow = [FP8] if head_dim in DECODE_8BIT_HEAD_DIMS else []
-        kinds = itertools.product((1, 5, 33), (1, 100, 10_000), (1, 300), [BF16, *narrow])
+        kinds = itertools.product((1, 5, 33), (1, 100, 10_000), (1, 300), (BF16, FP8))
         for q_len, width, batch, kv_dtype in kinds:
             size = xqa_workspace_bytes(heads, kv_heads, head_dim, 64 * width, q_len, "cpu")
             workspace = torch.empty(size, dtype=U8)
@@ -204,11 +202,6 @@ class TestRefusals:
         for dim in (272, 320, 496):
             changes = dict(query=data(BATCH, HEADS, dim), kv_cache=data(PAGES, 2, PAGE, KV_HEADS, dim))
             refused(XQA, NotImplementedError, f"^{FUNCTIONS[XQA].__name__}: .*head_dim={dim}.*sm_90a", **changes)
-        for dtype in (FP8, torch.int8):
-            cache = data(PAGES, 2, PAGE, KV_HEADS, 512, dtype=dtype)
-            size = xqa_workspace_bytes(HEADS, KV_HEADS, 512, CAPACITY, device="cpu")
-            changes = dict(query=data(BATCH, HEADS, 512), kv_cache=cache, workspace_buffer=torch.empty(size, dtype=U8))
-            refused(XQA, NotImplementedError, f"head_dim=512, kv_cache.dtype={dtype}", **changes)
         halves = data(PAGES, PAGE, KV_HEADS, DIM), data(PAGES, PAGE, KV_HEADS, DIM // 2)
         text = f"^kv_cache must have the head_dim of query, {DIM}, for V as well, got {DIM // 2}$"
         refused(XQA, ValueError, text, kv_cache=halves)

@@ -12,6 +12,7 @@ from sanitizer import TOOLS, check_sanitized
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
 from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.splitting import ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -24,7 +25,7 @@ def small_case(config: DecodeConfig) -> None:
     chunk, group = config.chunk_tokens, min(fewest_rows(config) + 4, config.rows)
     case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group, kv_heads=2, window=chunk + 3)
     if config.mask is MaskKind.DRAFT:
-        most, group = (8, config.rows // 8) if config.has_tree else (33, 3)
+        most, group = (8, config.rows // 8) if config.rows < ROWS else (33, 3)
         case = Case([3, 0, most, 5], [1, 9, chunk + 20, 2 * chunk + 40], group, ragged=True)
     check_config(config, case, 4 if config.kv_fetch is KvFetch.PAGE_ROWS else config.box_rows)
 

@@ -154,6 +154,27 @@ def test_caches_of_8_bits_agree(dtype: torch.dtype, heads: int, device: str) -> 
     assert torch.equal(first, second)
 
 
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype", "page_size", "head_dim", "heads"),
+    [
+        (torch.float8_e4m3fn, torch.bfloat16, 16, 512, 6),
+        (torch.int8, torch.float16, 3, 512, 6),
+        (torch.float8_e4m3fn, torch.bfloat16, 4, 80, 80),
+    ],
+    ids=["e4m3", "int8", "many-rows"],
+)
+def test_wide_heads_and_many_rows_over_8_bits(
+    kv_dtype: torch.dtype, dtype: torch.dtype, page_size: int, head_dim: int, heads: int, device: str
+) -> None:
+    """The cache is widened in shared memory, so that the bits are those of a 16-bit cache with the same values."""
+    data = batch(device, kv_dtype=kv_dtype, dtype=dtype, heads=heads, head_dim=head_dim)
+    problem = data.decode(page_size)
+    out = xqa(data, problem)
+    data.expected_decode().check(out)
+    wide = tuple(pool.to(dtype) for pool in (problem.key, problem.value))
+    assert torch.equal(out, xqa(data, problem, kv_cache=wide))
+
+
 @both_kernels
 @pytest.mark.parametrize("magnitude", [2.0**-100, 2.0**18], ids=["small", "large"])
 def test_queries_beyond_float16_over_8_bits(magnitude: float, heads: int, device: str) -> None:

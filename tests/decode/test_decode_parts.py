@@ -48,10 +48,17 @@ class Kind:
 
 # Trees of few rows and of the most, and chunks; both over 8 bits.
 FEW, TREE, CHUNKS = (Kind(128, rows) for rows in (8, 32, 64))
-BYTES_FEW, BYTES_CHUNKS = Kind(128, 8, KvType.E4M3), Kind(256, 64, KvType.INT8)
+BYTES_FEW, BYTES_CHUNKS = Kind(128, 8, KvType.E4M3), Kind(256, 32, KvType.INT8)
+WIDENED = Kind(512, 64, KvType.E4M3)  # in place
 # Other widths, which are shared out and merged in other ways, another size of trees, and two tiles of rows.
 OTHER_SIZES = [(64, 8), (64, 100), (128, 16), (256, 8), (256, 16), (256, 64), (512, 64)]
-OTHERS = [*(Kind(*sizes) for sizes in OTHER_SIZES), Kind(256, 8, KvType.INT8), Kind(64, 100, KvType.E4M3)]
+OTHERS = [
+    *(Kind(*sizes) for sizes in OTHER_SIZES),
+    WIDENED,
+    Kind(256, 8, KvType.INT8),
+    Kind(64, 100, KvType.E4M3),
+    Kind(256, 64, KvType.INT8),
+]
 NVFP4_FEW, NVFP4_CHUNKS = Kind(128, 8, KvType.NVFP4), Kind(256, 64, KvType.NVFP4)
 
 
@@ -59,8 +66,8 @@ def of_kinds(*kinds: Kind) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind", kinds, ids=str)
 
 
-KINDS = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS)
-ALL_CACHES = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, NVFP4_FEW, NVFP4_CHUNKS)
+KINDS = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, WIDENED)
+ALL_CACHES = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, WIDENED, NVFP4_FEW, NVFP4_CHUNKS)
 EXPENSIVE_KINDS = of_kinds(FEW, CHUNKS, BYTES_FEW)
 MASKS = pytest.mark.parametrize("mask", [FULL, WINDOW, DRAFT], ids=lambda mask: mask.kind.value)
 

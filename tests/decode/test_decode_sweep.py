@@ -14,14 +14,12 @@ from hopwell.kernels.config import KvType
 from hopwell.kernels.decode_config import HEAD_DIMS as ALL_HEAD_DIMS
 from hopwell.kernels.problem import Mask, MaskKind
 from hopwell.kernels.splitting import LONG_TOKENS, MAX_CHUNKS
-from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS
 
 pytestmark = pytest.mark.gpu
 
 PAGE_SIZES = [1 << i for i in range(11)]
 FULL, WINDOW, DRAFT = MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT
 WIDE, E4M3, INT8, NVFP4 = KvType.WIDE, KvType.E4M3, KvType.INT8, KvType.NVFP4
-BYTE_DIMS = sorted({64, 128, 256} & set(DECODE_8BIT_HEAD_DIMS))
 
 
 def lengths(chunk: int, page: int) -> list[int]:
@@ -41,12 +39,16 @@ def test_page_sizes(dtype: str, head_dim: int, mask: MaskKind, page_size: int, g
     check_config(config, Case([q_len] * len(kv_lens), kv_lens, group, kv_heads=2, window=100), page_size)
 
 
-@pytest.mark.parametrize("group", [1, 4, 33])
+@pytest.mark.parametrize("group", [1, 4, 17, 33])
 @pytest.mark.parametrize("mask", [FULL, WINDOW, DRAFT], ids=lambda mask: mask.value)
 @pytest.mark.parametrize(
-    ("head_dim", "page_size"), [*product(BYTE_DIMS, [1, 8, 16, 64, 256]), (64, 2), (128, 32), (256, 1024)]
+    ("kv_type", "head_dim", "page_size"),
+    [
+        *product((E4M3, INT8, NVFP4), (64, 128, 256), [1, 8, 16, 64, 256]),
+        *product((E4M3, INT8), (512,), [1, 8, 16, 64, 256]),
+        *((kv_type, *sizes) for kv_type in (E4M3, INT8, NVFP4) for sizes in ((64, 2), (128, 32), (256, 1024))),
+    ],
 )
-@pytest.mark.parametrize("kv_type", [E4M3, INT8, NVFP4], ids=lambda kv_type: kv_type.value)
 def test_narrow_caches(kv_type: KvType, head_dim: int, mask: MaskKind, page_size: int, group: int) -> None:
     q_len = 5 if mask is DRAFT else 1
     config = config_for(head_dim, mask, page_size, kv_type=kv_type, rows=group * q_len)
@@ -58,7 +60,7 @@ def test_narrow_caches(kv_type: KvType, head_dim: int, mask: MaskKind, page_size
     ("head_dim", "kv_type", "group", "q_len"),
     [
         *((dim, WIDE, group, 1) for dim, group in product(ALL_HEAD_DIMS, (7, 33))),
-        *((dim, kv_type, group, 1) for dim, kv_type, group in product(DECODE_8BIT_HEAD_DIMS, (E4M3, INT8), (7, 33))),
+        *((dim, kv_type, group, 1) for dim, kv_type, group in product(ALL_HEAD_DIMS, (E4M3, INT8), (7, 17, 33))),
         # The larger trees, and one that has drafts.
         (208, WIDE, 16, 1),
         (112, WIDE, 32, 1),
@@ -72,7 +74,8 @@ def test_other_head_dims(head_dim: int, kv_type: KvType, group: int, q_len: int)
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "kv_type"), [*((dim, WIDE) for dim in HEAD_DIMS), (128, E4M3), (256, E4M3), (128, NVFP4)]
+    ("head_dim", "kv_type"),
+    [*((dim, WIDE) for dim in HEAD_DIMS), *((dim, E4M3) for dim in (128, 256, 512)), (128, NVFP4)],
 )
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 6, 7, 8, 12, 16, 31, 32, 63, 64])
 def test_groups(group: int, head_dim: int, kv_type: KvType) -> None:
@@ -83,7 +86,7 @@ def test_groups(group: int, head_dim: int, kv_type: KvType) -> None:
 
 # (head dim, cache, group, window)
 WIDE_DRAFTS = [(64, WIDE, 1, -1), (128, WIDE, 5, 40), (256, WIDE, 16, 0), (512, WIDE, 2, 1000)]
-BYTE_DRAFTS = [(128, E4M3, 1, 40), (256, INT8, 5, 3), (64, NVFP4, 2, 40), (256, NVFP4, 3, -1)]
+BYTE_DRAFTS = [(128, E4M3, 1, 40), (256, INT8, 5, 3), (512, E4M3, 2, 1000), (64, NVFP4, 2, 40), (256, NVFP4, 3, -1)]
 
 
 @pytest.mark.parametrize("drafts", ["tree", "linear", "full", "any", "none"])
@@ -147,7 +150,8 @@ def counts_match(data: DecodeBatch, mask: Mask, page_size: int) -> None:
         *product(HEAD_DIMS, [WIDE], [2, 33]),
         (128, WIDE, 32),
         *product([128], [E4M3], [2, 33]),
-        *product([256], [INT8], [2, 33]),
+        *product([256], [INT8], [2, 17, 33]),
+        (512, E4M3, 33),
     ],
 )
 def test_windows_are_exact(head_dim: int, kv_type: KvType, group: int, page_size: int) -> None:
@@ -168,7 +172,8 @@ def test_windows_are_exact(head_dim: int, kv_type: KvType, group: int, page_size
         *product(HEAD_DIMS, [WIDE], [2, 8, 31, 32, 33, 70]),
         *product([64, 128], [WIDE], [16]),
         *product([128], [E4M3], [2, 33, 70]),
-        *product([256], [INT8], [2, 33, 70]),
+        *product([256], [INT8], [2, 15, 33, 70]),
+        (512, E4M3, 33),
     ],
 )
 def test_drafts_are_exact(head_dim: int, kv_type: KvType, q_len: int, page_size: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from hopwell.kernels import splitting, support
 from hopwell.kernels.config import KvFetch, KvType, Tile
-from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.decode_config import MOST_ROWS_IN_REGISTERS, DecodeConfig, shipped_decode_configs
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.prefill_config import TILES, PrefillConfig
@@ -170,6 +170,9 @@ def covering_decode_configs() -> list[DecodeConfig]:
         plain = c.mask is MaskKind.DRAFT, (c.kv_fetch, c.box_rows) == PAGES16
         # How values are widened goes by both types; masks and fetches know the width alone.
         stands = any(plain) if c.dtype == "bf16" and c.kv_type is not KvType.INT8 else all(plain)
+        if c.widens_in_place and c.head_dim_qk < 512:
+            # Loads, masks and products are those of other kernels; what widens knows the sizes.
+            return c.dtype == "bf16" and c.kv_type is KvType.E4M3 and all(plain)
         if not c.has_tree:
             return stands
         # Rows and columns are in all that merges nodes; masks, fetches and dtypes are in what comes before.
@@ -178,7 +181,8 @@ def covering_decode_configs() -> list[DecodeConfig]:
 
     # Padded columns, in both ways to fetch: boxes, and rows that are filled up. And an output of 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
-    kinds = list(itertools.product((KvType.WIDE, KvType.E4M3), (splitting.ROWS, FEW_ROWS[0])))
+    rows = {KvType.WIDE: splitting.ROWS, KvType.E4M3: MOST_ROWS_IN_REGISTERS}
+    kinds = [(kind, count) for kind, most in rows.items() for count in (most, FEW_ROWS[0])]
     narrow = ("sm_90a", "bf16", "e4m3")
     # Compiled on demand only: every head dim with few rows and with many, boxes and rows, and each mask.
     nvfp4: list[tuple[int, MaskKind, tuple[KvFetch, int], int, tuple[str, str]]] = [
@@ -195,7 +199,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
         *(DecodeConfig(*padded, *fetch, *kind) for fetch in (PAGES16, ROWS) for kind in kinds),
         *(
             DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3, rows)
-            for dim, rows in itertools.product((64, 128, 256), (splitting.ROWS, FEW_ROWS[0]))
+            for dim, rows in itertools.product((64, 128, 256), (MOST_ROWS_IN_REGISTERS, FEW_ROWS[0]))
         ),
         *(
             DecodeConfig("sm_90a", *types, dim, dim, mask, *fetch, KvType.NVFP4, rows)

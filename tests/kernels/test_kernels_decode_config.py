@@ -19,6 +19,8 @@ from hopwell.kernels.decode_config import (
     HEAD_DIMS,
     KV_TYPES,
     MASKS,
+    MOST_COLUMNS_IN_REGISTERS,
+    MOST_ROWS_IN_REGISTERS,
     DecodeConfig,
     resolve_decode,
     shipped_decode_configs,
@@ -40,7 +42,7 @@ from hopwell.kernels.problem import (
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
 from hopwell.kernels.splitting import FEW_ROWS, ROWS
-from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS, MAX_PAGE_SIZE
+from hopwell.kernels.support import MAX_PAGE_SIZE
 
 SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
@@ -71,10 +73,6 @@ UNSEEN: dict[str, dict[str, Any]] = {
 }
 
 
-def dims_of(kv_type: KvType) -> tuple[int, ...]:
-    return HEAD_DIMS if kv_type is KvType.WIDE else DECODE_8BIT_HEAD_DIMS
-
-
 def rows_of(dim: int, kv_type: KvType) -> list[int]:
     """Rows of the tiles of a head dim."""
     return sorted({tile_rows(rows, dim, kv_type) for rows in (*FEW_ROWS, ROWS)})
@@ -96,7 +94,7 @@ def kernel_of(config: DecodeConfig) -> DecodeSm90:
     return (FewRowsDecodeSm90 if config.has_tree else DecodeSm90)(config)
 
 
-EVERY_DIM = [(dim, kv_type) for kv_type in KV_TYPES for dim in dims_of(kv_type)]
+EVERY_DIM = [(dim, kv_type) for kv_type in KV_TYPES for dim in HEAD_DIMS]
 
 
 class TestShipped:
@@ -135,10 +133,7 @@ class TestShipped:
         found = {(c.dtype, c.mask, c.head_dim_qk, c.kv_type, c.rows) for c in SHIPPED}
         combinations = itertools.product(DTYPES.values(), MASKS, COMPILED_HEAD_DIMS, KV_TYPES)
         assert found == {
-            (*rest, dim, kv_type, rows)
-            for *rest, dim, kv_type in combinations
-            if dim in dims_of(kv_type)
-            for rows in rows_of(dim, kv_type)
+            (*rest, dim, kv_type, rows) for *rest, dim, kv_type in combinations for rows in rows_of(dim, kv_type)
         }
         assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
 
@@ -166,15 +161,15 @@ class TestResources:
             assert kernel_of(config).shared_bytes * config.ctas_per_sm <= SHARED_BYTES
             assert config.tile.m == config.rows
             assert WARPGROUP * sum(config.registers) * config.ctas_per_sm <= REGISTERS
-            assert len(config.registers) == 1 + config.consumer_warpgroups + config.has_merge_role
+            assert len(config.registers) == 1 + config.consumer_warpgroups + config.converts + config.has_merge_role
             assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in config.registers)
 
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
     def test_enough_is_under_way(self, dim: int) -> None:
-        """Memory is kept busy by 128 KiB of K and V for each SM."""
-        for config in (config for kv_type in KV_TYPES if dim in dims_of(kv_type) for config in of_dim(dim, kv_type)):
+        """Memory is kept busy by 128 KiB of K and V for each SM, or of what becomes of them in place."""
+        for config in (config for kv_type in KV_TYPES for config in of_dim(dim, kv_type)):
             stages = config.tile.kv_stages * config.ctas_per_sm
-            assert stages * config.tile.n * sum(config.columns) * 2 >= 128 << 10
+            assert stages * config.tile.n * sum(config.stage_columns) * 2 >= 128 << 10
 
     @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
     def test_chunks_are_whole_tiles(self, dim: int, kv_type: KvType) -> None:
@@ -226,9 +221,9 @@ class TestResolve:
         for group, q_len in {(rows, 1), (1, rows)}:
             shape = dict(page_size=16, dim=dim, query=empty(60, 2 * group, dim), max_q_len=q_len)
             assert resolve_decode(problem(**shape), ARCH).rows == want
-            if dim in DECODE_8BIT_HEAD_DIMS:
-                found = resolve_decode(problem(**shape, dtype=torch.int8), ARCH).rows
-                assert found == (want if want == FEW_ROWS[0] else ROWS)
+            found = resolve_decode(problem(**shape, dtype=torch.int8), ARCH).rows
+            in_registers = rows <= MOST_ROWS_IN_REGISTERS and dim <= MOST_COLUMNS_IN_REGISTERS
+            assert found == (want if want == FEW_ROWS[0] else MOST_ROWS_IN_REGISTERS if in_registers else ROWS)
 
     @pytest.mark.parametrize("q_lens", [(3, 1), (20, 17)], ids=["few-rows", "many-rows"])
     def test_run_time_facts_do_not_make_other_kernels(self, q_lens: tuple[int, int]) -> None:
@@ -254,7 +249,7 @@ class TestResolve:
     @pytest.mark.parametrize("kv_type", [KvType.E4M3, KvType.INT8])
     def test_caches_of_8_bits(self, kv_type: KvType) -> None:
         dtype = {KvType.E4M3: torch.float8_e4m3fn, KvType.INT8: torch.int8}[kv_type]
-        for dim, page_size, out in itertools.product(DECODE_8BIT_HEAD_DIMS, PAGE_SIZES, (None, torch.float8_e4m3fn)):
+        for dim, page_size, out in itertools.product(HEAD_DIMS, PAGE_SIZES, (None, torch.float8_e4m3fn)):
             query = empty(60, 4, dim)
             given = None if out is None else empty(60, 4, dim, dtype=out)
             config = resolve_decode(problem(page_size=page_size, dim=dim, dtype=dtype, query=query, out=given), ARCH)
@@ -282,11 +277,6 @@ class TestRefusals:
     @pytest.mark.parametrize("dim", [8, 24, 40, 272, 320, 496, 528, 1024])
     def test_other_head_dims(self, dim: int) -> None:
         assert f"{dim}/{dim} have no decode kernel on sm_90a; supported: " in self.refusal(problem(dim=dim))
-
-    @pytest.mark.parametrize("dim", sorted(set(HEAD_DIMS) - set(DECODE_8BIT_HEAD_DIMS)))
-    def test_other_head_dims_of_8_bits(self, dim: int) -> None:
-        message = self.refusal(problem(dim=dim, dtype=torch.int8, query=empty(60, 4, dim)))
-        assert f"head dim {dim} has no decode kernel on sm_90a with a torch.int8 cache; supported: 16, 32" in message
 
     def test_v_of_another_width(self) -> None:
         key, value = cache("tuple-HND", 16, (192, 128))

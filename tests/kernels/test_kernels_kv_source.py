@@ -42,7 +42,9 @@ from hopwell.kernels.parts import copy, kv_rows
 from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
 from hopwell.kernels.parts.kv_source import GROUP_ROWS, ContiguousBoxes, KvOperand, PageBoxes, PageColumnBoxes
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS
+from hopwell.kernels.sm90.decode import DecodeSm90
+from hopwell.kernels.sm90.prefill import PrefillSm90
+from hopwell.kernels.support import DECODE_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
 
@@ -315,7 +317,7 @@ def row_addresses(tile_n: int) -> list[int]:
     return [0 if row % 5 == 2 else (1 << 40) + 4096 * row for row in range(tile_n)]
 
 
-@pytest.mark.parametrize("head_dim", DECODE_8BIT_HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", DECODE_HEAD_DIMS)
 def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
     """They are fetched as 16-bit ones of half as many columns, with half the strides."""
     of = ("sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_ROWS, 0)

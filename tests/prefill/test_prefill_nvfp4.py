@@ -132,6 +132,11 @@ def test_nvfp4_output(device: str, dims: tuple[int, int], few: bool) -> None:
     rows = torch.arange(384, device=device)
     others = layouts.unswizzle_128x4(out.scale, 384, blocks)[(rows < first) | (rows >= first + data.tokens)]
     assert (others.float() == 7.0).all()
+    # Like calls before, but for where it writes.
+    other = FP4Tensor(torch.zeros_like(codes), torch.full_like(scales.float(), 7.0).to(E4M3), first, data.q.shape)
+    context(data, (key, value), table, out=other, o_sf_scale=factor, **given)
+    assert torch.equal(other.data, out.data)
+    assert torch.equal(other.scale.float(), out.scale.float())
     fresh, _ = context(data, (key, value), table, out_dtype="nvfp4", o_sf_scale=factor, **given)
     assert torch.equal(fresh.data, out.data)
     again = layouts.unswizzle_128x4(fresh.scale, data.tokens, blocks)
