@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.byte_few_rows import ByteFewRowsDecodeSm90
+from hopwell.kernels.sm90.decode import argument_types
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafAttend, LeafTiles
 from hopwell.kernels.sm120.kernel import LaneReaders
 from hopwell.kernels.sm120.products import WarpProducts
@@ -28,8 +28,8 @@ class DecodeSm120(LaneReaders, FewRowsDecodeSm90):
 
 
 class ByteDecodeSm120(LaneReaders, ByteFewRowsDecodeSm90):
-    """Attention over 8-bit caches, whose products are those of single warps on Hopper, too. A multiprocessor has one
-    CTA instead of two, with more registers for its warps."""
+    """Attention over caches of 8 and 4 bits, whose products are those of single warps on Hopper, too. A multiprocessor
+    has one CTA instead of two, with more registers for its warps."""
 
 
 @dataclass
@@ -74,4 +74,4 @@ class WarpLeafAttend(LeafAttend):
 def build(config: Sm120DecodeConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
     kernel = (ByteDecodeSm120 if config.kv_bytes == 1 else DecodeSm120)(config)
-    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)
+    return kernel, example_arguments(argument_types(config), floats=3)
