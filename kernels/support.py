@@ -45,7 +45,6 @@ BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are mu
 NVFP4_HEAD_DIMS = tuple(
     dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
 )  # scales are read by fours
-SM120_DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # K and V of 512 columns do not fit into shared memory side by side
 SM120_HEAD_DIMS = (*COMMON_HEAD_DIMS, *(dims for dims in OTHER_HEAD_DIMS if dims[0] < 512))
 MAX_PAGE_SIZE = 1024
 
@@ -113,7 +112,7 @@ def prefill_head_dim(dims: tuple[int, int]) -> str:
 
 def decode_head_dim(dim: int) -> str:
     """The key of the feature that a decode of this head dim needs."""
-    known = {"head_dim": SM120_DECODE_HEAD_DIMS, "wide_head_dim": DECODE_HEAD_DIMS}
+    known = {"head_dim": DECODE_HEAD_DIMS[:-1], "wide_head_dim": DECODE_HEAD_DIMS}
     return next((key for key, listed in known.items() if dim in listed), "other_head_dim")
 
 
@@ -218,7 +217,7 @@ ENTRIES: dict[str, Entry] = {
             Feature("nvfp4_kv", "data types", "NVFP4 KV cache", _DECODE),
             Feature("fp8_out", "data types", "fp8 (e4m3) output with an fp8 or NVFP4 KV cache", _DECODE),
             Feature("head_dim", "head dims", "head dim: multiples of 16 up to 256", _DECODE),
-            Feature("wide_head_dim", "head dims", "head dim 512", HOPPER),
+            Feature("wide_head_dim", "head dims", "head dim 512", _DECODE),
             Feature("8bit_head_dim", "head dims", "with 8-bit caches: multiples of 16 up to 256", _DECODE),
             Feature("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches", _NOWHERE),
             Feature(

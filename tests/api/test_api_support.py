@@ -37,8 +37,8 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     for part in (support.CONTEXT, "softmax in fp16", "use_fp16_softmax=True", "sm_90a", "attention sinks"):
         assert part in message
 
-    with pytest.raises(NotImplementedError, match=r"on sm_120a.*architectures that support .*: sm_90a$"):
-        support.require(support.XQA, "wide_head_dim", "head_dim=512", "sm_120a")
+    with pytest.raises(NotImplementedError, match=r"on sm_100a.*architectures that support .*: sm_90a, sm_120a$"):
+        support.require(support.XQA, "wide_head_dim", "head_dim=512", "sm_100a")
 
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
@@ -178,13 +178,11 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
 
 
 @pytest.mark.parametrize("entry", [support.XQA, support.MLA])
-def test_sm120_decodes_what_hopper_does_but_the_widest_heads(entry: str) -> None:
+def test_sm120_decodes_what_hopper_does(entry: str) -> None:
     for feature in support.ENTRIES[entry].features:
-        there = "sm_90a" in feature.archs and feature.key != "wide_head_dim"
-        assert ("sm_120a" in feature.archs) == there, feature.key
-    dims = range(8, 601, 8)
-    assert {dim for dim in dims if support.decode_head_dim(dim) == "head_dim"} == set(Sm120DecodeConfig.head_dims)
-    assert {dim for dim in dims if support.decode_head_dim(dim) != "other_head_dim"} == set(DecodeConfig.head_dims)
+        assert ("sm_120a" in feature.archs) == ("sm_90a" in feature.archs), feature.key
+    dims = {dim for dim in range(8, 601, 8) if support.decode_head_dim(dim) != "other_head_dim"}
+    assert dims == set(DecodeConfig.head_dims) == set(Sm120DecodeConfig.head_dims)
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
