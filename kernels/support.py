@@ -45,7 +45,6 @@ BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are mu
 NVFP4_HEAD_DIMS = tuple(
     dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
 )  # scales are read by fours
-SM120_HEAD_DIMS = (*COMMON_HEAD_DIMS, *(dims for dims in OTHER_HEAD_DIMS if dims[0] < 512))
 MAX_PAGE_SIZE = 1024
 
 HOPPER = hardware.with_instruction("wgmma")
@@ -96,7 +95,7 @@ _OTHER_HEAD_DIM = Feature("other_head_dim", "head dims", "other head dims", _NOW
 _PREFILL_HEAD_DIMS = (
     Feature("head_dim", "head dims", f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)", _PREFILL),
     Feature("multiple_head_dim", "head dims", "head dim: other multiples of 8 up to 256", (*HOPPER, *SM120)),
-    Feature("wide_head_dim", "head dims", "head dim 512", HOPPER),
+    Feature("wide_head_dim", "head dims", "head dim 512", (*HOPPER, *SM120)),
     _OTHER_HEAD_DIM,
     Feature("8bit_head_dim", "head dims", f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}", NARROW_ARCHS),
     Feature("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV", _NOWHERE),

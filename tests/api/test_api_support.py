@@ -168,7 +168,7 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
     narrow = ("8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
     absent = {
         "sm_100a": (*narrow, "multiple_head_dim", "wide_head_dim", "alibi_soft_cap"),
-        "sm_120a": ("wide_head_dim",),
+        "sm_120a": (),
     }
     absent["sm_103a"] = absent["sm_100a"]
     for feature in support.ENTRIES[entry].features:
