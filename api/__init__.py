@@ -6,6 +6,7 @@ from hopwell._toolchain import check_toolchain
 check_toolchain()
 
 from hopwell._device_data import check_device_data  # noqa: E402
+from hopwell._switches import batch_invariant  # noqa: E402
 from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache  # noqa: E402
 from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla  # noqa: E402
 from hopwell.page import (  # noqa: E402
@@ -26,6 +27,7 @@ __all__ = [
     "FP4Tensor",
     "__version__",
     "append_paged_kv_cache",
+    "batch_invariant",
     "check_device_data",
     "cudnn_batch_prefill_with_kv_cache",
     "get_batch_indices_positions",

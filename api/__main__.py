@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from hopwell.kernels import shipped, support
+from hopwell.kernels import features, shipped, support
 
 MAX_JOBS = 1024  # processes; each takes hundreds of megabytes
 
@@ -90,7 +90,7 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _support(options: argparse.Namespace) -> int:
-    print(support.support_matrix(), end="")
+    print(features.support_matrix(), end="")
     return 0
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hopwell import _checks as checks
+from hopwell._switches import forget_calls
 from hopwell.kernels import settings
 from hopwell.kernels.device_data import first_fault
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.tickets import is_capturing
 
 _switched: bool | None = None  # None: as HOPWELL_CHECK says
-_forgetful: list[Callable[[], None]] = []  # what forgets the calls that would be repeated without a look
 
 
 def check_device_data(enable: bool) -> None:
@@ -30,13 +30,7 @@ def check_device_data(enable: bool) -> None:
     """
     global _switched
     _switched = checks.flag("enable", enable)
-    for forget in _forgetful:
-        forget()
-
-
-def on_switch(forget: Callable[[], None]) -> None:
-    """Have ``forget`` called whenever :func:`check_device_data` is."""
-    _forgetful.append(forget)
+    forget_calls()
 
 
 def is_enabled() -> bool:

@@ -1,4 +1,4 @@
-"""Refusal of well-formed calls that no kernel serves, by the table in ``hopwell.kernels.support``."""
+"""Refusal of well-formed calls that no kernel serves, by the table in ``hopwell.kernels.features``."""
 
 from __future__ import annotations
 
@@ -7,14 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from hopwell.kernels import support
-from hopwell.kernels.problem import AttentionProblem, MaskKind
-
-_MASK_FEATURES = {
-    MaskKind.FULL: "full",
-    MaskKind.CAUSAL: "causal",
-    MaskKind.SLIDING_WINDOW: "window",
-    MaskKind.CHUNKED: "chunked",
-}
+from hopwell.kernels.features import require
+from hopwell.kernels.problem import AttentionProblem
 
 
 def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -> None:
@@ -24,12 +18,12 @@ def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -
     """
     for needed, feature, detail in needs:
         if needed:
-            support.require(entry, feature, detail, arch)
+            require(entry, feature, detail, arch)
 
 
 def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
     """Refuse a problem that ``entry`` cannot solve on ``arch``; features beyond AttentionProblem are the caller's."""
-    query, key = problem.query, problem.key
+    query, key, mask = problem.query, problem.key, problem.mask.kind.rule
     qk_dim, v_dim = query.shape[-1], problem.v_dim
     page_size = key.shape[2]
     paged = problem.page_table is not None
@@ -49,7 +43,7 @@ def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
             (has_bytes, known_byte_dim, f"{head_dims}, {dtypes}"),
             (paged, "page_size" if known_page else "other_page_size", f"page_size={page_size}"),
             (True, "cache", f"KV of shape {tuple(key.shape)}"),
-            (True, _MASK_FEATURES[problem.mask.kind], f"{problem.mask.kind.value} mask"),
+            (True, mask.feature, f"{mask.name} mask"),
             (problem.sinks is not None, "sinks", "sinks given"),
             (bool(scales) and entry != support.CUDNN, "tensor_scales", "scale given as a tensor"),
             (problem.lse is not None, "lse", "return_lse=True"),

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from hopwell import _device_data
+from hopwell import _device_data, _switches
 from hopwell._checks import INT32_MAX
 from hopwell._repeat import Arguments, Checked, Launch, Places, Repeat, Results, metadata
 from hopwell.kernels import Plan
@@ -66,7 +66,7 @@ class Calls:
         self.places = places
         self._checked: dict[Hashable, Repeat] = {}
         self._recent: tuple[Launch, ...] = ()
-        _device_data.on_switch(self._forget)
+        _switches.on_switch(self._forget)
 
     def _forget(self) -> None:
         self._checked, self._recent = {}, ()

@@ -35,7 +35,8 @@ from hopwell.kernels.problem import (
 )
 from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, low_words, mla_kv_views
 
-BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl")
+BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")
+SPARSE_BACKEND = "sparse"  # which serves lists alone
 NATURAL_BACKEND = "cute-dsl"  # whose log-sum-exps are natural, also in the calls that merge ranks
 DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
 SPARSE_DIMS = (*DIMS, (512, 0))
@@ -46,7 +47,7 @@ KV_SCALE_FORMATS = ("auto", "pow2_fp32", "arbitrary_fp32")
 
 class MlaCall(NamedTuple):
     """The arguments of a call. ``query`` is :func:`widened_query` of what the caller gave, whose dtype was
-    ``query_dtype``."""
+    ``query_dtype``, and ``seq_lens`` and ``sparse_mla_top_k_lens`` are what :func:`list_lengths` makes of them."""
 
     query: torch.Tensor
     query_dtype: torch.dtype | None
@@ -56,7 +57,7 @@ class MlaCall(NamedTuple):
     kv_lora_rank: int
     qk_rope_head_dim: int
     block_tables: torch.Tensor
-    seq_lens: torch.Tensor
+    seq_lens: torch.Tensor | None
     max_seq_len: int
     sparse_mla_top_k: int
     out: torch.Tensor | None
@@ -122,6 +123,21 @@ def widened_query(query: Any) -> Any:
     return query.to(torch.bfloat16)
 
 
+def list_lengths(query: Any, seq_lens: Any, top_k: int) -> tuple[Any, torch.Tensor | None]:
+    """``seq_lens`` and ``sparse_mla_top_k_lens`` of lists of ``top_k`` entries without the latter: FlashInfer's sparse
+    back end takes it as ``seq_lens`` of each new token, and None for whole lists."""
+    if not isinstance(query, torch.Tensor) or query.dim() not in (3, 4) or top_k > checks.INT32_MAX:
+        return seq_lens, None
+    tokens = query.shape[:-2]
+    if seq_lens is None:
+        return None, torch.full((tokens.numel(),), top_k, dtype=torch.int32, device=query.device)
+    if len(tokens) == 1 or tokens[1] == 1 or not isinstance(seq_lens, torch.Tensor):
+        return seq_lens, None
+    if tuple(seq_lens.shape) not in (tuple(tokens), (tokens.numel(),)):
+        return seq_lens, None
+    return None, checks.lengths("seq_lens", seq_lens, tokens.numel(), query.device)
+
+
 def _checked_cache(
     query: torch.Tensor, query_dtype: torch.dtype, kv_cache: Any, kv_lora_rank: int, qk_rope_head_dim: int
 ) -> KVViews:
@@ -180,9 +196,10 @@ def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
 
 def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: int, on: torch.device) -> torch.Tensor:
     """Lengths of the requests, or of the lists of all ``tokens`` where they are given."""
-    lens = checks.lengths("seq_lens", seq_lens, batch, on)
     if sparse_lens is None:
-        return lens
+        return checks.lengths("seq_lens", seq_lens, batch, on)
+    if seq_lens is not None:
+        checks.lengths("seq_lens", seq_lens, batch, on)
     checks.tensor("sparse_mla_top_k_lens", sparse_lens)
     if top_k == 0:
         raise ValueError("sparse_mla_top_k_lens must be None for dense attention (sparse_mla_top_k=0)")
@@ -344,7 +361,8 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
     if part is not None and sinks is not None:
         raise ValueError("sinks must be None with enable_dcp: every rank would count them")
     enable_pdl = checks.optional_flag("enable_pdl", call.enable_pdl)
-    checks.choice("backend", call.backend, BACKENDS)
+    if checks.choice("backend", call.backend, BACKENDS) == SPARSE_BACKEND and top_k == 0:
+        raise ValueError(f"backend must not be {SPARSE_BACKEND!r} for dense attention (sparse_mla_top_k=0)")
     _check_out(call.out, call.query, rank)
     log = _log_sum_exp(call, query, part)
     scratch = _scratch(call, cache, log, mla_workspace_bytes(heads, capacity, q_len, rank, on))

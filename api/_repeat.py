@@ -77,7 +77,7 @@ MORE_OVERLAPS = {name: _overlaps(name, "qkvo") for name in "sw"}  # the results 
 
 
 class Places(NamedTuple):
-    """In which arguments of an entry point the operands of its kernels lie.
+    """Which arguments of an entry point the operands of its kernels lie in.
 
     A call's arguments begin with those that ``tensors`` names, in this order. ``operands`` names for operands of
     :data:`hopwell.kernels.launch.OPERANDS` which of them they lie in: the first one that is given.

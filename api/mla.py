@@ -7,7 +7,7 @@ import torch
 from hopwell._decoding import decode_places
 from hopwell._dynamo import opaque
 from hopwell._launch import Calls, record, single, upper_bound
-from hopwell._mla import MlaCall, mla_problem, mla_workspace_bytes, widened_query
+from hopwell._mla import MlaCall, list_lengths, mla_problem, mla_workspace_bytes, widened_query
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
@@ -23,7 +23,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     kv_lora_rank: int,
     qk_rope_head_dim: int,
     block_tables: torch.Tensor,
-    seq_lens: torch.Tensor,
+    seq_lens: torch.Tensor | None,
     max_seq_len: int,
     sparse_mla_top_k: int = 0,
     out: torch.Tensor | None = None,
@@ -86,7 +86,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
             indices page * page_size + offset, -1 where there is none; with ``cum_seq_lens_q`` [tokens,
             sparse_mla_top_k].
         seq_lens: int32, uint32 or int64, one element per request: its keys in tokens, new ones included. One
-            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0.
+            beyond what ``block_tables`` has room for counts as that, one that is negative as int32 as 0. Sparse also
+            [batch, q_len] or [batch * q_len] with more than one new token, which is ``sparse_mla_top_k_lens`` under
+            this name, or None: all entries of lists count that are not negative. None costs a launch that fills
+            lengths.
         max_seq_len: upper bound of ``seq_lens``. It never changes a result.
         sparse_mla_top_k: 0 for dense attention, else the number of tokens each row attends to, a multiple of 4.
         out: [batch, q_len, num_heads, kv_lora_rank] to write into, in the dtype of query, bfloat16 for fp8 inputs,
@@ -97,8 +100,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
         enable_pdl: programmatic dependent launch; None means where the device has it.
-        backend: "auto", "xqa", "trtllm-gen" or "cute-dsl". FlashInfer's implementations; they differ here in the base
-            of the log-sum-exp alone.
+        backend: "auto", "xqa", "trtllm-gen", "cute-dsl" or, with lists, "sparse". FlashInfer's implementations; they
+            differ here in the base of the log-sum-exp alone.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
         is_var_seq: not used: lengths may always differ.
         uses_shared_paged_kv_idx: False for page ids [batch, 2, pages_per_request]. A page holds keys and values at
@@ -114,7 +117,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         max_q_len: upper bound of the new tokens of a request, required with ``cum_seq_lens_q``.
         multi_ctas_kv_counter_buffer: not used, as the kernels have counters of their own.
         sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: how many entries of its list count, in
-            place of what ``seq_lens`` says; sparse only.
+            place of what ``seq_lens`` says, which may be None then; sparse only.
         enable_dcp: whether ranks share the keys of each request (decode context parallel): ``kv_cache`` and
             ``seq_lens`` are this rank's. Needs ``return_lse``, as ranks are merged by it; refused with lists and sinks.
         cp_world: number of ranks.
@@ -138,6 +141,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     query_dtype = getattr(query, "dtype", None)
     if query_dtype is torch.float8_e4m3fn:
         query = widened_query(query)
+    if sparse_mla_top_k_lens is None and type(sparse_mla_top_k) is int and sparse_mla_top_k > 0:
+        seq_lens, sparse_mla_top_k_lens = list_lengths(query, seq_lens, sparse_mla_top_k)
     arguments = (
         query,
         kv_cache,

@@ -141,7 +141,7 @@ def trtllm_batch_context_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value, or arguments that exclude each other; the
             message names the argument.
         NotImplementedError: a combination without a kernel on the device's architecture, see
-            :func:`hopwell.kernels.support.support_matrix`.
+            :func:`hopwell.kernels.features.support_matrix`.
     """
     k, v = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else halves(kv_cache)
     given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
@@ -263,7 +263,7 @@ def trtllm_fmha_v2_prefill(
             rows count pages from K's first.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates.
         out_dtype: a torch.dtype or the name of one such as "bfloat16": that of Q, float16 or bfloat16, see
-            :func:`hopwell.kernels.support.support_matrix`; None means that of ``out``, or of Q. Values that
+            :func:`hopwell.kernels.features.support_matrix`; None means that of ``out``, or of Q. Values that
             float8_e4m3fn cannot hold become the largest that it can.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
@@ -292,7 +292,7 @@ def trtllm_fmha_v2_prefill(
         ValueError: a wrong dtype, shape, stride, alignment, device or value, or a window together with chunks; the
             message names the argument.
         NotImplementedError: a combination without a kernel on the device's architecture, see
-            :func:`hopwell.kernels.support.support_matrix`.
+            :func:`hopwell.kernels.features.support_matrix`.
     """
     arguments = (
         *leaves(qkv),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 
-from hopwell.kernels.support import support_matrix
+from hopwell.kernels.features import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"

@@ -1,4 +1,4 @@
-"""New keys and values into the pages of a cache, quantized on the way. The same on every arch.
+"""New keys and values into the pages of a cache, quantized on the way. One source serves every arch.
 
 A CTA has one token, of K or of V: all of its threads look up the same page, and then take elements that are neighbours
 in memory, 16 bytes at a time. K and V of a token are apart, so that all threads have work where heads are few.

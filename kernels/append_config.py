@@ -67,6 +67,8 @@ class AppendProblem:
     kind: CacheType
     programmatic_launch: bool
 
+    family: ClassVar[Family] = Family.APPEND
+
 
 class AppendAddresses(NamedTuple):
     """Device addresses in bytes; 0 means absent."""
@@ -144,7 +146,17 @@ def _config(arch: str, dtype: str, kind: CacheType) -> AppendConfig:
 
 
 def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
-    """The kernel that serves ``problem`` on ``arch``."""
+    """The kernel that serves ``problem`` on ``arch``.
+
+    Raises:
+        NotImplementedError: there is none; the message says what is supported.
+    """
+    page_size = problem.key_cache.shape[2]
+    if support.append_page_size(page_size) != "page_size":
+        raise NotImplementedError(
+            f"page size {page_size} has no append kernel on {arch}; supported: powers of two up to "
+            f"{support.MAX_PAGE_SIZE}"
+        )
     return _config(arch, DTYPES[problem.key.dtype], problem.kind)
 
 

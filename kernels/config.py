@@ -18,7 +18,8 @@ import torch
 from hopwell.kernels import support
 from hopwell.kernels.elements import ELEMENTS, Element
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
-from hopwell.kernels.problem import AttentionProblem, Family, MaskKind
+from hopwell.kernels.masks import MaskKinds
+from hopwell.kernels.problem import AttentionProblem, Family
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 QUERY_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
@@ -99,7 +100,7 @@ class KernelConfig:
     out_dtype: str
     head_dim_qk: int
     head_dim_v: int
-    mask: MaskKind
+    mask: MaskKinds
     kv_fetch: KvFetch
     box_rows: int
     uneven_pages: bool = field(default=False, kw_only=True)  # of a size that is not a power of two
@@ -321,7 +322,7 @@ def _has_slots(view: torch.Tensor) -> bool:
 
 
 def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
-    """Strides of a [pages, heads, rows, dim] view in elements. That of a dimension of size 1 is chosen to fit."""
+    """Strides of a [pages, heads, rows, dim] view in elements. The stride of a dimension of size 1 is chosen to fit."""
     pages, heads, rows, _ = view.shape
     page, head, row, _ = view.stride()
     if heads == 1:

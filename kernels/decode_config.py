@@ -71,7 +71,7 @@ _BYTE_TILES = {
 }
 # Loaders that copy scales besides take more registers.
 _NVFP4_TILES = {
-    columns: replace(_BYTE_TILES[columns], producer_registers=64, consumer_registers=176, merge_registers=96)
+    columns: replace(_BYTE_TILES[columns], producer_registers=56, consumer_registers=184, merge_registers=88)
     for columns in (128, 256)
 }
 

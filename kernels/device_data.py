@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hopwell.kernels.problem import AttentionProblem, MaskKind, TokenOffsets
+from hopwell.kernels.problem import AttentionProblem, TokenOffsets
 
 
 @dataclass(frozen=True)
@@ -195,12 +195,8 @@ def _offsets(offsets: TokenOffsets | None, operand: str, extent: Extent, rows: i
 
 def _first_visible(p: AttentionProblem, queries: Extent, keys: Extent) -> torch.Tensor:
     """The first key of each request that any of its rows sees: the pages before it are not read."""
-    first = keys.lengths - queries.lengths
-    if p.mask.kind in (MaskKind.SLIDING_WINDOW, MaskKind.DRAFT) and p.mask.window_left >= 0:
-        return (first - p.mask.window_left).clamp(min=0)
-    if p.mask.kind is MaskKind.CHUNKED:
-        return (first.clamp(min=0) // p.mask.chunk) * p.mask.chunk
-    return torch.zeros_like(first)
+    position, bound = keys.lengths - queries.lengths, p.mask.kind.rule.first
+    return torch.zeros_like(position) if bound is None else bound(position, p.mask.size)
 
 
 def _pages(p: AttentionProblem, operand: str, table: torch.Tensor, pages: int, queries: Extent, keys: Extent) -> Rule:

@@ -14,8 +14,8 @@ import torch
 
 
 class Addresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent. Those of :data:`INDICES` and of sinks say by their lowest bit how
-    wide elements are, see :func:`address_of`."""
+    """Device addresses in bytes; 0 means absent. The addresses of :data:`INDICES` and of sinks say by their lowest bit
+    how wide elements are, see :func:`address_of`."""
 
     query: int
     key: int
@@ -106,7 +106,7 @@ class DecodeGeometry(NamedTuple):
     v_row: int
     key_table_row: int
     value_table_row: int
-    window_left: int
+    mask_size: int  # of an ``IntervalMask``
     draft_words: int  # of a token in the draft mask
     listed: int  # tokens in the list of a query token; 0 where there are no lists
     lse_row: int
@@ -114,6 +114,7 @@ class DecodeGeometry(NamedTuple):
     lse_natural: int  # 1: base e, 0: base 2
     slots: int  # for partial results
     slot_rows: int
+    portions: int  # of MLA: that the keys of all requests are cut into for a row tile
     spilled_levels: int  # of decode with few rows: of a CTA's tree, in memory
     shards: int  # ranks that share the keys
     shard: int  # this one

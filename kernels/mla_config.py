@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from hopwell.kernels import support
+from hopwell.kernels import invariance, support
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
     DTYPES,
@@ -31,6 +31,7 @@ from hopwell.kernels.splitting import (
     LATENT_NEAR_LEVELS,
     LEAF_TILE,
     LISTED_CHUNK_TOKENS,
+    MOST_PORTION_TILES,
     ROWS,
     chunk_tokens,
 )
@@ -60,7 +61,14 @@ QUERIES = dict.fromkeys(KvType, DTYPES) | {KvType.FP8_DS_MLA: {torch.bfloat16: "
 
 @dataclass(frozen=True)
 class MlaConfig(DecodeConfig):
-    """An MLA decode kernel. The first ``head_dim_v`` columns of a key are its value."""
+    """An MLA decode kernel. The first ``head_dim_v`` columns of a key are its value.
+
+    Attributes:
+        batch_invariant: whether requests are cut by their own lengths alone, where other kernels of as many rows cut
+            the keys of all requests into equal portions. Kernels of few rows have trees that are batch invariant.
+    """
+
+    batch_invariant: bool = False
 
     family: ClassVar[Family] = Family.MLA
     most_rows: ClassVar[int] = ROWS  # of a tile
@@ -108,9 +116,9 @@ class MlaConfig(DecodeConfig):
         return False
 
     @property
-    def merge_loads(self) -> tuple[int, int]:
+    def merge_loads(self) -> tuple[tuple[int, int], ...]:
         """Pieces, and items of each, that a producer warp that merges has under way."""
-        return (4, 1) if self.sparse else (4, 2)
+        return ((4, 1),) if self.sparse else ((4, 2), (8, 1))
 
     @property
     def kv_dims(self) -> tuple[int, int]:
@@ -137,7 +145,8 @@ class MlaConfig(DecodeConfig):
     @property
     def name(self) -> str:
         kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
-        return self._named(kind + [f"rows{self.rows}"] * (self.rows != ROWS))
+        kind += [f"rows{self.rows}"] * (self.rows != ROWS) + ["invariant"] * self.batch_invariant
+        return self._named(kind)
 
 
 def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = MlaConfig) -> MlaConfig:
@@ -167,7 +176,9 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else kind.most_rows
-    return kind(*common, kv_type, rows, uneven_pages=has_uneven_pages(problem))
+    cuts_by_itself = rows == ROWS and (invariance.is_on() or -(-together // ROWS) > MOST_PORTION_TILES)
+    uneven = has_uneven_pages(problem)
+    return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=cuts_by_itself)
 
 
 def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:

@@ -129,7 +129,7 @@ class Ring(DeviceStruct):
                 cute.arch.mbarrier_arrive(self.full_barrier(step), arrive_count=self.producer_lanes - 1)
 
     def wait_released(self, step) -> None:
-        """For a ring whose stages are not the producer's at first: every step waits for a release of its own."""
+        """Wait for this step's own release, in a ring whose stages are not the producer's at first."""
         self.wait_empty(step + self.stages)
 
     @cute.jit

@@ -34,6 +34,7 @@ from hopwell.kernels.splitting import (
     TICKETS,
     counter_ints,
     node_slots,
+    portions,
     slot_count,
     slot_rows,
     spilled_levels,
@@ -41,8 +42,6 @@ from hopwell.kernels.splitting import (
 )
 from hopwell.kernels.tickets import tickets
 
-# Rows in front of the first key have negative positions, and position - window must fit 32 bits.
-MAX_WINDOW = MAX_KEYS
 MAX_INT = 2**31 - 1  # of a size that kernels compare with lengths
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
@@ -252,7 +251,7 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...
         o_unit=_unit(problem.o_offsets),
         k_unit=_unit(problem.k_offsets),
         v_unit=_unit(problem.v_offsets),
-        mask_size=min(max(problem.mask.window_left, problem.mask.chunk, 0), MAX_WINDOW),
+        mask_size=problem.mask.size,
         section=section_heads(heads, kv_heads, ctas) // tile.heads,
         **_lse_geometry(problem),
         tile_heads=tile.heads,
@@ -284,7 +283,7 @@ def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
 
 def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[int, ...]:
     """The run-time sizes and strides of a decode problem, whose scratch has ``splitting.scratch_bytes`` or more."""
-    query, lse, left = problem.query, problem.lse, problem.mask.window_left
+    query, lse = problem.query, problem.lse
     group = query.shape[1] // problem.key.shape[1]
     rows = group * problem.max_q_len
     # Rows of different tokens have different keys where each has a list.
@@ -304,7 +303,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
         row_tiles=row_tiles,
         grid=grid,
         **_strides(problem),
-        window_left=min(left, MAX_WINDOW) if left >= 0 else MAX_WINDOW,
+        mask_size=problem.mask.size,
         draft_words=0 if problem.draft_mask is None else problem.draft_mask.shape[-1] // 2,
         listed=0 if problem.token_table is None else problem.token_table.shape[1],
         lse_row=0 if lse is None else lse.tensor.stride(0),
@@ -312,6 +311,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
         lse_natural=int(lse is not None and lse.natural),
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
+        portions=portions(row_tiles, grid),
         spilled_levels=spilled_levels(config.chunk_tokens, capacity, config.near_levels),
         shards=1 if problem.shard is None else problem.shard.count,
         shard=0 if problem.shard is None else problem.shard.index,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -29,10 +29,11 @@ from hopwell.kernels.config import (
     require_page_size,
     rounded_up,
 )
-from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, ScoreKind
-from hopwell.kernels.support import NARROW_ARCHS, OTHER_HOPPER_HEAD_DIMS
+from hopwell.kernels.masks import MaskKind, MaskKinds
+from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
+from hopwell.kernels.support import OTHER_HOPPER_HEAD_DIMS
 
-MASKS = (MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED)  # of prefill
+MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill)
 
 # Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
 # what that adds up to: 168 * 384 for two consumer warpgroups, 128 * 512 for three. Ask for more and the kernel hangs.
@@ -105,6 +106,8 @@ class PrefillConfig(KernelConfig):
     family: ClassVar[Family] = Family.PREFILL
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
+    scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind)
+    takes_narrow: ClassVar[bool] = True  # operands of 8 and 4 bits
 
     @classmethod
     def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
@@ -156,7 +159,7 @@ class PrefillConfig(KernelConfig):
         )
 
     @classmethod
-    def has_short_steps(cls, dims: tuple[int, int], mask: MaskKind) -> bool:
+    def has_short_steps(cls, dims: tuple[int, int], mask: MaskKinds) -> bool:
         """Whether there are kernels with short steps besides those without."""
         return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
@@ -173,7 +176,7 @@ class PrefillConfig(KernelConfig):
         return dict(short_steps=short_steps, packs_heads=packs_heads)
 
     @classmethod
-    def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
+    def all_choices(cls, dims: tuple[int, int], mask: MaskKinds) -> list[dict[str, Any]]:
         """Return every combination of choices that a kernel for plain scores can have."""
         steps = (False, True) if cls.has_short_steps(dims, mask) else (False,)
         return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]
@@ -242,10 +245,15 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    kv_type = prefill_kv_type(problem, dims, arch)
-    queries = QUERY_DTYPES if arch in NARROW_ARCHS else DTYPES
-    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=_output_dtypes(problem, arch))
+    kv_type = prefill_kv_type(problem, dims, arch) if kind.takes_narrow else KvType.WIDE
+    queries, outputs = (QUERY_DTYPES, _output_dtypes(problem)) if kind.takes_narrow else (DTYPES, DTYPES)
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
     require_page_size(problem, arch)
+    if problem.score.kind not in kind.scores:
+        raise NotImplementedError(
+            f"scores of kind {problem.score.kind.value} have no kernel on {arch}; supported: "
+            f"{', '.join(score.value for score in ScoreKind if score in kind.scores)}"
+        )
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
         features |= dict(kv_type=kv_type)
@@ -265,15 +273,15 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
     return replace(config, kv_fetch=fetch, box_rows=box_rows)
 
 
-def _output_dtypes(problem: AttentionProblem, arch: str) -> Iterable[torch.dtype]:
+def _output_dtypes(problem: AttentionProblem) -> Mapping[torch.dtype, str]:
     """Types of the output: narrow ones are for queries of e4m3, which an NVFP4 cache has widened."""
-    if arch not in NARROW_ARCHS or (problem.query.dtype in DTYPES and problem.kv_scales is None):
+    if problem.query.dtype in DTYPES and problem.kv_scales is None:
         return DTYPES
     return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
 
 
 def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str) -> KvType:
-    """The type of K and V: WIDE where no kernel of ``arch`` converts them, whatever they are.
+    """The type of K and V: WIDE where they are not converted.
 
     Raises:
         NotImplementedError: operands have 8 or 4 bits, and there is no kernel for these head dims that takes them.
@@ -281,7 +289,7 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str)
     fp8 = torch.float8_e4m3fn
     types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
     packed = problem.kv_scales is not None
-    if arch not in NARROW_ARCHS or not (packed or fp8 in types):
+    if not packed and fp8 not in types:
         return KvType.WIDE
     served = support.NVFP4_HEAD_DIMS if packed else support.BYTE_HEAD_DIMS
     if dims not in served:

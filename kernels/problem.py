@@ -14,8 +14,10 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
+from hopwell.kernels.masks import Mask as Mask
+from hopwell.kernels.masks import MaskKind as MaskKind
 
+MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
 
 # The fast tanh rounds to 2^-23 of the cap, which under larger ones is more than bfloat16 makes of common logits.
 NARROW_CAP = 512.0
@@ -30,29 +32,6 @@ class Family(enum.Enum):
     DECODE = "decode"
     MLA = "mla"  # decode whose value is part of the key
     APPEND = "append"  # new tokens into a cache, see append_config.py
-
-
-class MaskKind(enum.Enum):
-    """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
-
-    FULL = "full"  # every key of the request
-    CAUSAL = "causal"  # keys 0..p (bottom-right aligned)
-    SLIDING_WINDOW = "sliding_window"  # keys p - window_left..p
-    CHUNKED = "chunked"  # keys (p // chunk) * chunk..p
-    DRAFT = "draft"  # keys p - window_left.., of the request's queries those of draft_mask, without one up to p
-    CYCLIC = "cyclic"  # of every n-th key of the request, which is what one rank has: see Shard
-
-
-@dataclass(frozen=True)
-class Mask:
-    """A mask kind with its parameters.
-
-    ``window_left`` counts keys to the left of the row's own position; ``chunk`` is a power of two.
-    """
-
-    kind: MaskKind
-    window_left: int = -1
-    chunk: int = 0
 
 
 class ScoreKind(enum.Enum):
@@ -166,8 +145,8 @@ class BlockScales:
 
 @dataclass(frozen=True)
 class OutputScales:
-    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order. Those of query token
-    t are in row ``first_row`` + t. ``factor`` multiplies the output before it is rounded."""
+    """Scales of blocks of 16 elements of an NVFP4 output: e4m3 [rows, columns] in the 128x4 order. The scales of query
+    token t are in row ``first_row`` + t. ``factor`` multiplies the output before it is rounded."""
 
     tensor: torch.Tensor
     first_row: int

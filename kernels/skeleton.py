@@ -16,15 +16,8 @@ from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, global_pointer, shared_address
-from hopwell.kernels.parts.kv_source import (
-    ContiguousBoxes,
-    KvOperand,
-    KvSource,
-    ListedRows,
-    PageBoxes,
-    PageColumnBoxes,
-    PageRows,
-)
+from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
+from hopwell.kernels.parts.kv_source import ContiguousBoxes, KvOperand, KvSource, PageBoxes, PageColumnBoxes
 from hopwell.kernels.parts.scheduler import Board, WorkTile
 from hopwell.kernels.pipeline import Edge, barrier_count, create_rings
 

@@ -8,8 +8,9 @@ from typing import Any, ClassVar
 
 from hopwell.kernels.config import Tile
 from hopwell.kernels.hardware import ARCHITECTURES, with_instruction
+from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.prefill_config import PrefillConfig
-from hopwell.kernels.problem import AttentionProblem, MaskKind
+from hopwell.kernels.problem import AttentionProblem, ScoreKind
 
 Q_TILES = 2  # of a CTA: the softmax of one runs under the products of the other
 Q_TILE_ROWS = 128  # lanes of tensor memory
@@ -36,6 +37,9 @@ class Sm100PrefillConfig(PrefillConfig):
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {}
+    # Under a cap and slopes a kernel of 128 columns spills 8 bytes.
+    scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
+    takes_narrow: ClassVar[bool] = False
 
     @classmethod
     def tile_of(cls, dims: tuple[int, int], *features: Any, **more_features: Any) -> Tile:
@@ -46,7 +50,7 @@ class Sm100PrefillConfig(PrefillConfig):
         return {}
 
     @classmethod
-    def all_choices(cls, dims: tuple[int, int], mask: MaskKind) -> list[dict[str, Any]]:
+    def all_choices(cls, dims: tuple[int, int], mask: MaskKinds) -> list[dict[str, Any]]:
         return [{}]
 
     @property

@@ -32,6 +32,17 @@ LATENT_UNITS = 128
 # 187 (H200, 2026-11-22).
 LISTED_CHUNK_TOKENS = 2048
 LATENT_UNDER_WAY = 3
+# Portions of MLA's keys, see parts/portions.py. Places are counted in fractions of a step, so that equal requests are
+# cut at equal places. A request takes about one step besides its own: Q, and results. Cuts are moved by up to
+# SNAP_STEPS to where a request begins or ends, and portions are larger by up to one part in UNEVEN where that cuts the
+# longest requests evenly. Of more than MOST_PORTION_TILES row tiles there are so few portions that some CTAs have none:
+# then chunks of one length keep them all busy.
+FRACTIONS = 32
+REQUEST_STEPS = 1
+SNAP_STEPS = 2
+UNEVEN = 16
+LEAST_PORTION_STEPS = 1
+MOST_PORTION_TILES = 33
 # Bytes of an element of a piece of MLA: it is a float16, and each half row has a power of two of its own. Its error is
 # an eighth of that of a bfloat16 result, and half as many bytes are stored and merged.
 LATENT_PIECE_BYTES = 2
@@ -193,8 +204,8 @@ def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
     """Slots for the pieces of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and at most
     ``capacity`` keys a request, on ``sms`` multiprocessors.
 
-    Those of one request and some for what is under way besides are a must. More of them save looking whether they are
-    free.
+    Slots for one request, and some for what is under way besides, are a must. More of them save looking whether they
+    are free.
     """
     needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent)
     return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns, latent))
@@ -232,3 +243,8 @@ def scratch_bytes(
 def counter_ints(slots: int) -> int:
     """Counters of a launch, all zero before and after it."""
     return TICKETS + SLOT_COUNTERS * slots
+
+
+def portions(row_tiles: int, ctas: int) -> int:
+    """Portions that the keys of all requests are cut into for so many CTAs."""
+    return max(ctas // max(row_tiles, 1), 1)

@@ -92,15 +92,32 @@ def model(
 
 @app.command()
 def warp_model(
-    cubin: Annotated[Path, typer.Argument(help="kernel.cubin of a kernel in the cache")],
-    warps: Annotated[int, typer.Option(min=1, help="warps of a multiprocessor that multiply")],
-    loaded_bytes: Annotated[int, typer.Option(min=0, help="of K and V that a step of them loads")],
+    cubin: Annotated[Path | None, typer.Argument(help="kernel.cubin; all shipped loops if left out")] = None,
+    warps: Annotated[int, typer.Option(min=1, help="warps of a multiprocessor that multiply")] = 8,
+    loaded_bytes: Annotated[int, typer.Option(min=0, help="of K and V that a step of them loads")] = 0,
     streams: Annotated[bool, typer.Option(help="K and V come from memory, as in decode")] = False,
+    document: Annotated[Path | None, typer.Option(help="Markdown file whose tables to write anew")] = None,
 ) -> None:
-    """Predict what a kernel of mma.sync reaches on cards of sm_120 from its machine code; needs no GPU."""
+    """Predict what kernels of mma.sync reach on cards of sm_120 from their machine code; needs no GPU."""
+    from hopwell.perf import warp_report
     from hopwell.perf.warp_model import Shape, report
 
-    typer.echo(report(cubin, Shape(warps, loaded_bytes, streams)))
+    text = warp_report.report() if cubin is None else report(cubin, Shape(warps, loaded_bytes, streams))
+    if document is None:
+        typer.echo(text)
+    else:
+        warp_report.write_into(document, text)
+
+
+@app.command()
+def resources(
+    arch: Annotated[str, typer.Option(help="architecture whose kernels are meant")] = "sm_120a",
+    kernels: Annotated[str, typer.Option(help="glob of their names")] = "*",
+) -> None:
+    """List registers, spills and shared memory of shipped kernels; needs no GPU. Compiles what is not in the cache."""
+    from hopwell.perf.resources import shipped, table
+
+    typer.echo(table(shipped(arch, kernels)))
 
 
 def _families() -> Sequence[Family]:

@@ -21,7 +21,7 @@ PEER_COLORS = {
     "torch indexing": "#c4c4c4",
 }
 OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # of candidates without a colour of their own
-MOST = 9  # candidates in a figure
+MOST = 10  # candidates in a figure
 
 Rates = Mapping[str, Sequence["float | None"]]
 

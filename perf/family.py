@@ -34,8 +34,8 @@ class Case(Protocol):
 
     @property
     def demand(self) -> Mapping[str, float]:
-        """By ceiling what no candidate can do without: FLOP of the products, bytes of inputs and outputs. A ceiling of
-        the family that is missing here does not bound the case."""
+        """What no candidate can do without, for each ceiling: FLOP of the products, bytes of inputs and outputs. A
+        ceiling of the family that is missing here does not bound the case."""
         ...
 
     @property

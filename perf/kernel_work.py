@@ -63,7 +63,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Work:
-    """A kernel's steady-state loops. Those of softmax and correction are one warp's, for one query tile."""
+    """A kernel's steady-state loops. What softmax and correction do is one warp's, for one query tile."""
 
     softmax: Stretch
     masked_softmax: Stretch

@@ -103,7 +103,7 @@ def host_microseconds(
 
 
 def first_call_milliseconds(calls: Callable[[], Mapping[str, Callable[[], object]]], name: str) -> float:
-    """From the first call of a process to its result, with the kernel compiled and on disk; the median of several
+    """Time from the first call of a process to its result, with the kernel compiled and on disk: the median of several
     processes. ``calls`` is a function of a module and makes the call by this name."""
     command = [sys.executable, "-c", FIRST_CALL, calls.__module__, calls.__name__, name]
     outputs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(FIRST_CALLS)]

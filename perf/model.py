@@ -84,7 +84,7 @@ class Rates:
 
     @property
     def timings(self) -> dict[str, Timing]:
-        """By opcode, of a warp alone on its sub-partition."""
+        """How long each opcode takes a warp that is alone on its sub-partition."""
         return {
             "MUFU": Timing(self.mufu_latency, LANES * self.issue / self.mufu),
             "LDTM": Timing(self.tensor_load_latency, LANES * LANES * 4 * self.issue / self.tensor_load),
@@ -132,7 +132,7 @@ class KernelModel:
 
 
 def kernel_model(does: Work, config: Sm100PrefillConfig, rates: Rates) -> KernelModel:
-    """From what a kernel does to how long it takes."""
+    """How long a kernel takes that does this work."""
     steady, masked = (_step(does, stretch, config, rates) for stretch in (does.softmax, does.masked_softmax))
     drain = softmax_times(does.masked_softmax.code, rates).early + _handshakes(rates)
     score, value = _score_and_value(does, rates)
@@ -158,7 +158,7 @@ def _score_and_value(does: Work, rates: Rates) -> tuple[float, float]:
 
 
 def _handshakes(rates: Rates) -> float:
-    """From the products to the softmax and back."""
+    """Cycles from the products to the softmax and back."""
     return 2 * rates.signal + rates.mma_latency
 
 
@@ -226,8 +226,8 @@ class WorkTile:
 
 
 def work_tiles(case: Prefill, rows: int, keys: int, section: int) -> Iterator[WorkTile]:
-    """In the order of the list that CTAs take them from (kernels/parts/scheduler.py): all tiles of ``section`` heads of
-    a request before those of its next ones."""
+    """The work tiles in the order of the list that CTAs take them from (kernels/parts/scheduler.py): all tiles of
+    ``section`` heads of a request before the tiles of its next heads."""
     if case.window_left >= 0:
         raise ValueError(f"{case.name}: windows are not modelled")
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):

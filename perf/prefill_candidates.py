@@ -218,7 +218,7 @@ def sdpa(backend: str) -> Candidate:
         options: dict[str, Any] = dict(is_causal=work.causal, enable_gqa=group > 1)
 
         def call() -> torch.Tensor:
-            with sdpa_kernel(SDPBackend[backend]):
+            with sdpa_kernel(getattr(SDPBackend, backend)):
                 out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
             return out.transpose(1, 2).reshape(work.tokens, work.heads, work.v_head_dim)
 
@@ -267,10 +267,12 @@ def flashinfer_cudnn(page_size: int | None = None) -> Candidate:
     return prepare
 
 
-def flashinfer_fa3(page_size: int | None = None) -> Candidate:
-    """FlashInfer's fa3 backend, planned once as its wrappers ask for."""
+def flashinfer_planned(page_size: int | None = None, *, backend: str) -> Candidate:
+    """A backend of FlashInfer, planned once as its wrappers ask for: fa3 for Hopper, fa2 with mma.sync for others."""
 
     def prepare(t: Tensors) -> Call:
+        if backend == "fa2":
+            _only_bf16(t)
         _only_one_dtype(t)
         peer, work, out = flashinfer(), t.work, t.output()
         if work.sinks:
@@ -289,11 +291,11 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
         counts = (work.heads, work.kv_heads, work.kv_heads) if t.dtype is not BF16 else ()
         scales = [torch.ones(count, device=t.device) for count in counts]
         if page_size is None:
-            ragged = peer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend="fa3")
+            ragged = peer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD", backend=backend)
             ragged.plan(t.q_starts, t.kv_starts, *sizes, head_dim_vo=work.v_head_dim, **options)
             return lambda: ragged.run(t.q, t.k, t.v, *scales, out=out)
         key, value, _, used, _ = t.pages(page_size)
-        paged = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend="fa3")
+        paged = peer.BatchPrefillWithPagedKVCacheWrapper(workspace, "NHD", backend=backend)
         starts, in_last = page_starts(t.kv_lens, page_size)
         paged.plan(
             t.q_starts,
@@ -310,6 +312,8 @@ def flashinfer_fa3(page_size: int | None = None) -> Candidate:
     return prepare
 
 
+flashinfer_fa2, flashinfer_fa3 = (partial(flashinfer_planned, backend=backend) for backend in ("fa2", "fa3"))
+
 PREFILL: dict[str, Candidate] = {
     "hopwell": hopwell_dense,
     **for_pages("hopwell", hopwell_paged, 16, 64, 128, 1),
@@ -319,6 +323,8 @@ PREFILL: dict[str, Candidate] = {
     **for_pages("FlashAttention 4", fa4, 128),  # loaded with TMA up to head dim 128
     "FlashInfer fa3": flashinfer_fa3(),
     **for_pages("FlashInfer fa3", flashinfer_fa3, 16, 64),
+    "FlashInfer fa2": flashinfer_fa2(),
+    **for_pages("FlashInfer fa2", flashinfer_fa2, 16, 64),
     "FlashInfer FMHAv2": flashinfer_fmha_v2(),
     **for_pages("FlashInfer FMHAv2", flashinfer_fmha_v2, 16, 64),
     "FlashInfer cuDNN": flashinfer_cudnn(),

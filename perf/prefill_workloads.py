@@ -210,7 +210,7 @@ class Tensors:
         self._pages: dict[int, CachePages] = {}
 
     def output(self) -> torch.Tensor:
-        """In bfloat16, whatever the inputs are in."""
+        """An output in bfloat16, whatever the inputs are in."""
         return torch.empty(self.work.tokens, self.work.heads, self.work.v_head_dim, dtype=BF16, device=self.device)
 
     def pages(self, page_size: int) -> CachePages:

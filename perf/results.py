@@ -122,7 +122,7 @@ class Run:
 
     @property
     def _measured(self) -> list[str]:
-        """In the order of the rows, which is that of the candidates: not each is measured in the first case."""
+        """The measured candidates, in the order of the rows: not each is measured in the first case."""
         measured = {row.candidate for row in self.rows if row.rate}
         return list(dict.fromkeys(row.candidate for row in self.rows if row.candidate in measured))
 
@@ -190,11 +190,12 @@ class Run:
         return _table("us", times, headers, digits=1)
 
     def _rates(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
-        """By candidate."""
+        """Each candidate's rates of the workloads."""
         return {name: [self.rate(workload, name) for workload in workloads] for name in self.candidates}
 
     def _rooflines(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
-        """By title; nothing without ceilings. One alone has its own name: it may not be the one that decides."""
+        """Each ceiling's rates of the workloads, by title; nothing without ceilings. One alone has its own name: it may
+        not be the one that decides."""
         titles = self.ceilings if len(self.ceilings) < 2 else [ROOFLINE]
         return {title: [self.roofline(workload) for workload in workloads] for title in titles}
 

@@ -4,9 +4,11 @@ No such card was at hand, and nothing here was measured on one. A step of the lo
 a multiprocessor. Assumptions:
 
 * Enough warps are resident that latencies, and waits for each other, are hidden; so the model says what is possible.
-* Every warp that multiplies runs the loop once a step; the warp that loads costs nothing.
+* Every warp that multiplies runs the loop once a step; warps that load or widen cost nothing.
 * The units are those of the CUDA programming guide, at the rates of compute capability 12.0, and run side by side.
 * ldmatrix, loads, stores and what TMA writes share one port of shared memory, without bank conflicts.
+* Conversions from e4m3 to 16 bits run at a quarter of the rate of others. A Hopper GPU has no product of e4m3 for one
+  warp and converts instead, at less than half of the speed that the other rate allows; this one is chosen to fit that.
 * Numbers of multiprocessors, clocks and FLOP a cycle are assumed so that their products are the published TFLOP/s. How
   many multiprocessors and which clock make up a product does not matter: a step is counted in cycles of one
   multiprocessor, and only the bytes of memory that it gets in a cycle, bandwidth / (multiprocessors x clock), depend on
@@ -34,9 +36,10 @@ from hopwell.perf.model import ISSUE, MMA, SHARED, Step
 from hopwell.perf.sass import Sass, disassemble, sass_loops
 
 MEMORY = "memory"
+UNPACKING = "unpacking of e4m3"
 PLAIN_16, PLAIN_8, SCALED_8, SCALED_4 = "16-bit", "8-bit", "block-scaled 8-bit", "block-scaled 4-bit"
 SHARED_BYTES = 128  # a cycle
-LANE_RATES = {MUFU: 16, FMA: 128, ALU: 64, CONVERSION: 64}  # a cycle
+LANE_RATES = {MUFU: 16, FMA: 128, ALU: 64, CONVERSION: 64, UNPACKING: 16}  # a cycle
 ISSUE_RATE = 4  # instructions a cycle
 
 _PRODUCT = re.compile(r"(?P<kind>[HQO]MMA)(?P<scaled>\.SF)?\.168(?P<depth>\d+)")
@@ -63,18 +66,32 @@ class Card:
 CARDS = (
     Card(
         "RTX PRO 6000", 188, 2.617e9, 1792e9, _FULL | _SCALED,
-        "1792 GB/s; 504, 1008 and 2015 TFLOP/s of 16, 8 and 4 bits without sparsity",
+        "24064 CUDA cores, 1792 GB/s, 4000 TFLOP/s of 4 bits with sparsity "
+        "(https://gpu.name/posts/nvidia-unveils-rtx-pro-6000-blackwell-gpu-with-24-064-cores-and-96gb-memory, "
+        "https://www.topcpu.net/es/news/nvidia-launches-96gb-rtx-5090-model-with-a-whopping-price-tag-of-10000); "
+        "1024 FLOP of 16 bits a cycle and multiprocessor (NVIDIA/cudnn-frontend, in its benchmarks of attention). "
+        "Assumed: the clock that gives 504 TFLOP/s of 16 bits",
     ),
     Card(
         "RTX 5090", 170, 2.407e9, 1792e9, _HALVED | _SCALED,
-        "1792 GB/s; 209.5 and 419 TFLOP/s of 16 and 8 bits accumulated in float32, 1676 of 4 bits; "
-        "microbenchmarks in which block-scaled 8-bit products are twice as fast as plain ones",
+        "170 multiprocessors, 2.407 GHz, 1792 GB/s "
+        "(https://pocketmags.com/linux-format-magazine/may-2025/articles/nvidia-geforce-rtx-5090), which is 209.5 "
+        "TFLOP/s of 16 bits accumulated in float32; on a smaller GeForce card, measured, 51, 102 and 202 TFLOP/s of 16 "
+        "bits, 8 bits and block-scaled 8 bits (https://github.com/flashinfer-ai/flashinfer/issues/3628); 4096 FLOP of "
+        "block-scaled 4 bits a cycle, measured (https://github.com/Neroued/ninfer/pull/160)",
     ),
     Card(
         "DGX Spark", 48, 2.5e9, 273e9, _FULL | _SCALED,
-        "273 GB/s; 1000 TFLOP/s of 4 bits with sparsity; 95 TFLOP/s of 16 bits, measured, which is more than half of "
-        "the rate, so that products are assumed not to be halved",
+        "6144 CUDA cores, 273 GB/s, 1000 TFLOP/s of 4 bits with sparsity (https://ai-infrastructure.net/dgx-spark/). "
+        "92 TFLOP/s of 16 bits and 218 GB/s are measured (https://github.com/huggingface/kernels/pull/283): more than "
+        "half of the rate, so products are assumed not to be halved, and less than the bandwidth that is published",
     ),
+)  # fmt: skip
+
+# The same loops, compiled for Hopper: what the model says of them can be measured.
+HOPPER_CARD = Card(
+    "H200", 132, 1.98e9, 4800e9, {PLAIN_16: 2048},
+    "4800 GB/s and 1.98 GHz. Assumed: mma.sync has half of the rate of a warpgroup's products",
 )  # fmt: skip
 
 
@@ -130,7 +147,12 @@ def loop_work(code: Sequence[Sass]) -> LoopWork:
     flop: Counter[str] = Counter()
     for kind, amount in filter(None, map(product_of, instructions)):
         flop[kind] += amount
-    return LoopWork(flop, sass_results(instructions), sum(map(shared_bytes_of, instructions)), len(instructions))
+    results = sass_results(instructions)
+    unpacked = sum(one.root == "F2FP" and "UNPACK" in one.op for one in instructions)
+    if unpacked:
+        results.subtract({CONVERSION: unpacked})
+        results[UNPACKING] = unpacked
+    return LoopWork(flop, results, sum(map(shared_bytes_of, instructions)), len(instructions))
 
 
 @dataclass(frozen=True)
@@ -161,8 +183,9 @@ class Prediction:
     @property
     def next_limiter(self) -> tuple[str, float]:
         """The second busiest unit, and the share of a step that it is busy."""
-        name, cycles = sorted(self.step.units.items(), key=lambda unit: unit[1])[-2]
-        return name, cycles / self.step.cycles
+        others = {unit: cycles for unit, cycles in self.step.units.items() if unit != self.step.limiter}
+        name = max(others, key=others.__getitem__)
+        return name, others[name] / self.step.cycles
 
 
 def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:

@@ -393,7 +393,7 @@ class Machine:
 
     # ------------------------------------------------------------------ several processes
     def become_worker(self, pending: deque, number: int) -> None:
-        """In a forked child: start on these clusters with all counts at zero. The parent goes on with its own
+        """Start on these clusters with all counts at zero, in a forked child. The parent goes on with its own
         clusters."""
         self.active, self.pending, self.workers = [], pending, None
         self.queues.clear()

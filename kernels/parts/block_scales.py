@@ -5,15 +5,18 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, Uint8, Uint16, Uint32, const_expr
+from cutlass import Float16, Int32, Int64, Uint8, Uint16, Uint32, const_expr
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy, e2m1
-from hopwell.kernels.parts.device import DeviceStruct, global_array, load_index
+from hopwell.kernels.parts.device import DeviceStruct, global_array, load_index, prmt
 from hopwell.kernels.parts.page_size import page_size
+from hopwell.kernels.parts.warp_mma import QUAD
 
 TOKENS = 4  # whose scales of a block are neighbours where they are interleaved, and scales in a word
+# How two words are put together: the bytes of lower halves by turns, and of upper ones; lower halves, and upper ones.
+INTERLEAVED, HALVES = (0x5140, 0x7362), (0x5410, 0x7632)
 
 
 @dataclass
@@ -108,18 +111,47 @@ class SharedScales(DeviceStruct):
         """Address of a row's scales."""
         return self.address + (stage * self.tile_n + row) * self.blocks
 
-    def part(self, stage, row, part, parts: int):
-        """A word whose lowest bytes are the scales of an equal part of a row, of four blocks at most."""
+    def of_part(self, stage, row, part, parts: int) -> list:
+        """The scales of an equal part of a row, of four blocks at most, as pairs of float16; a single one is in the
+        lower half."""
         count = self.blocks // parts
-        first = part * count
-        (word,) = copy.load_shared(self.row(stage, row) + first // TOKENS * TOKENS, 1)
-        return word >> (8 * (first % TOKENS)) if const_expr(count < TOKENS) else word
+        word = copy.load_bytes(self.row(stage, row) + part * count, count)
+        return [e2m1.widened_half(word, half, Float16) for half in range(-(-count // 2))]
 
     def of_two_rows(self, stage, row, block):
         """The scales of a block of this row and of the next one, as a pair of float16."""
         first = self.row(stage, row) + block // TOKENS * TOKENS
         words = [copy.load_shared(first + self.blocks * i, 1)[0] for i in range(2)]
         return e2m1.scales_of_two(*words, block % TOKENS)
+
+    def arrange(self, stage) -> None:
+        """Turn a stage's rows by blocks into blocks by keys, as :meth:`of_eights` reads them; by a whole warp. A lane
+        has two neighbouring keys of each group of 8: of a block, those of all groups come to lie side by side."""
+        first, words, lane = self.row(stage, 0), self.blocks // TOKENS, cute.arch.lane_idx()
+        units = self.tile_n // TOKENS * words  # of four keys by four blocks
+        loaded = []
+        for i in range(0, units, LANES):
+            unit = (lane + i) % units
+            quad, word = unit // words, unit % words
+            t, pair = quad % QUAD, quad // QUAD
+            key = 2 * copy.GROUP_ROWS * pair + 2 * t
+            rows = [first + (key + more) * self.blocks for more in (0, 1, copy.GROUP_ROWS, copy.GROUP_ROWS + 1)]
+            four = [copy.load_shared(row + word * TOKENS, 1)[0] for row in rows]
+            loaded.append((self._place(first, word * TOKENS, t) + pair * TOKENS, four))
+        cute.arch.sync_warp()
+        for place, (a, b, c, d) in loaded:
+            pairs = [(prmt(a, b, select), prmt(c, d, select)) for select in INTERLEAVED]
+            for block in range(TOKENS):
+                copy.store_shared(place + block * self.tile_n, [prmt(*pairs[block // 2], HALVES[block % 2])])
+
+    def _place(self, first, block, t):
+        """Address of the scales of a block of one lane's keys, once they are arranged."""
+        return first + block * self.tile_n + t * (self.tile_n // QUAD)
+
+    def of_eights(self, stage, eight, t, block) -> list:
+        """The scales of a block of a lane's two keys in four groups of 8, as pairs of float16. They are arranged."""
+        words = copy.load_shared(self._place(self.row(stage, 0), block, t) + 2 * eight, 2)
+        return [e2m1.widened_half(word, half, Float16) for word in words for half in range(2)]
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. The same on every arch that has TMA."""
+"""Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. They are one source for every arch that
+has TMA."""
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint16, Uint32, const_expr
@@ -151,11 +152,24 @@ def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def load_bytes(address, count: int, *, loc=None, ip=None):
+    """Load one, two or four bytes from shared memory, as the lowest ones of a word."""
+    return cute.arch.inline_ptx(
+        f"ld.shared.u{8 * count} {{$w0}}, [{{$r0}}];",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def store_shared(address, words, *, loc=None, ip=None) -> None:
-    """Store two or four words in shared memory."""
+    """Store one, two or four words in shared memory."""
     operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
+    vector, operands = (f".v{len(words)}", f"{{{operands}}}") if len(words) > 1 else ("", operands)
     cute.arch.inline_ptx(
-        f"st.shared.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
+        f"st.shared{vector}.b32 [{{$r0}}], {operands};", read_only_args=[address, *words], loc=loc, ip=ip
     )
 
 
@@ -219,6 +233,26 @@ def store_rounded(address, values, dtype) -> None:
             store_element("b16", address + i, pack_e4m3_x2(values[i], values[i + 1]))
         else:
             store_element("b32", address + 2 * i, pack_x2(dtype, values[i], values[i + 1]))
+
+
+QUAD = 4  # lanes that hold a row of accumulators
+EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
+
+
+@cute.jit
+def transpose_quad(words) -> list:
+    """Four words of each lane of a quad, of which lane q gets word q of every lane, in the order of the lanes."""
+    lane = cute.arch.lane_idx()
+    odd, upper = lane % 2 == 1, lane % QUAD >= 2
+    sent = [words[0] if odd else words[1], words[2] if odd else words[3]]
+    kept = [words[1] if odd else words[0], words[3] if odd else words[2]]
+    came = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in sent]
+    pairs = [(came[i] if odd else kept[i], kept[i] if odd else came[i]) for i in range(2)]
+    sent = [pairs[0][i] if upper else pairs[1][i] for i in range(2)]
+    kept = [pairs[1][i] if upper else pairs[0][i] for i in range(2)]
+    came = [cute.arch.shuffle_sync_bfly(word, offset=2) for word in sent]
+    first = [came[i] if upper else kept[i] for i in range(2)]
+    return [*first, *[kept[i] if upper else came[i] for i in range(2)]]
 
 
 @dsl_user_op

@@ -1,8 +1,12 @@
-"""Elements of NVFP4, two in a byte, as 16-bit numbers: code by table, times the scale of its block.
+"""Elements of NVFP4, two in a byte, as 16-bit numbers: the code's number, by table or by its bits, times the scale of
+its block.
 
 Codes times scales of e4m3 have six significant bits at most and exponents that float16 and bfloat16 have, so that
-products are exact in both. The same on every arch.
+products are exact in both. One source serves every arch.
 """
+
+import itertools
+from typing import Any
 
 import cutlass.cute as cute
 from cutlass import Float16, Uint32
@@ -14,6 +18,15 @@ from hopwell.kernels.parts.device import prmt
 # and both of bfloat16.
 F16_UPPER = (0x3E3C3800, 0x46444240)
 BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
+# Bits of signs in words with one code in a byte, and of codes in the upper bytes of two float16.
+SIGNS, UPPER_BYTES = 0x80808080, 0x8E008E00
+BY_HALVES_EXPONENT = -14  # of the factor by which :func:`by_halves` is off
+
+
+def _four_words(lines: list[str], *values: Any, **place: Any) -> list:
+    """What these lines of PTX make of the values: four words."""
+    text = "{ " + " ".join(lines) + " }"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=list(values), **place)
 
 
 @dsl_user_op
@@ -22,17 +35,18 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, *, loc=None, ip=None
     where it ``pairs_halves``, of codes that have the same place in the lower and in the upper half of ``word``."""
     upper, lower = (F16_UPPER, None) if dtype is Float16 else (BF16_UPPER, BF16_LOWER)
     kind = "f16x2" if dtype is Float16 else "bf16x2"
-    lines = [".reg .b32 codes, index, high, low, sign, p0, p1, p2, p3, pair;"]
-    for half in range(2):
+    lines = [
+        ".reg .b32 index, even, signs, high, low, p0, p1, p2, p3, pair;",
+        # Signs are the highest bits of bytes: of odd codes as they lie, of even ones where all is shifted.
+        "and.b32 index, {$r0}, 0x77777777; shl.b32 even, {$r0}, 4;",
+    ]
+    for half, by_turns in enumerate(("0x5140", "0x7362")):
+        if half == 1:  # prmt looks at the lower half of its selector
+            lines.append("shr.b32 index, index, 16;")
         lines += [
-            f"shr.b32 codes, {{$r0}}, {16 * half};",
-            "and.b32 index, codes, 0x7777;",
             f"prmt.b32 high, {upper[0]:#x}, {upper[1]:#x}, index;",
-            "shr.b32 sign, codes, 3; and.b32 sign, sign, 0x1111;",
-            "prmt.b32 sign, 0x8000, 0, sign; or.b32 high, high, sign;",
+            f"prmt.b32 signs, even, {{$r0}}, {by_turns}; lop3.b32 high, high, signs, {SIGNS:#x}, 0xF8;",
             f"prmt.b32 low, {lower[0]:#x}, {lower[1]:#x}, index;" if lower else "mov.b32 low, 0;",
-        ]
-        lines += [
             f"prmt.b32 p{2 * half}, low, high, 0x5140;",
             f"prmt.b32 p{2 * half + 1}, low, high, 0x7362;",
         ]
@@ -40,41 +54,39 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, *, loc=None, ip=None
         if pairs_halves:
             lines.append(f"prmt.b32 pair, p{i // 2}, p{2 + i // 2}, {'0x7632' if i % 2 else '0x5410'};")
         lines.append(f"mul.rn.{kind} {{$w{i}}}, {'pair' if pairs_halves else f'p{i}'}, {{$r1}};")
-    return cute.arch.inline_ptx(
-        "{ " + " ".join(lines) + " }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word, factor],
-        loc=loc,
-        ip=ip,
-    )
+    return _four_words(lines, word, factor, loc=loc, ip=ip)
 
 
 @dsl_user_op
-def of_two_rows(word, factors, *, loc=None, ip=None) -> list:
-    """Four codes of one row and four of another, times the factors of both, as four words of two float16: a column of
-    both rows each."""
+def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> list:
+    """Codes of the lower and of the upper half of ``word`` that have the same place there, as four words of two
+    float16: times 2^-14, and times ``factor``, which is a pair, or a number in a ``half`` of it.
+
+    The bits of a code become a float16's sign, the lower half of its exponent and its first bit of mantissa, without a
+    table. That is 2^-14 times the number, where 0.5 has no exponent and is no normal number either. Whole words are
+    shifted by constants, which more than one unit can do; the sign is three places away from the rest of its code, so
+    that two words have signs in place: E of even codes and O of odd ones.
+    """
+    pair = "mov.b32 pair, {$r1};"
+    if half is not None:
+        number = ("low", "high")[half]
+        pair = f".reg .b16 low, high; mov.b32 {{low, high}}, {{$r1}}; mov.b32 pair, {{{number}, {number}}};"
     lines = [
-        ".reg .b32 index, sign, part, first, second, pair;",
-        "and.b32 index, {$r0}, 0x77777777; shr.b32 sign, {$r0}, 3; and.b32 sign, sign, 0x11111111;",
+        ".reg .b32 sign, rest, e, o, code, pair;",
+        pair,
+        "shl.b32 sign, {$r0}, 4; shl.b32 rest, {$r0}, 1; " + _select("e", "sign", "rest", SIGNS),
+        "shr.b32 rest, {$r0}, 3; " + _select("o", "{$r0}", "rest", SIGNS),
     ]
-    for row in ("first", "second"):
-        lines += [
-            f"prmt.b32 {row}, {F16_UPPER[0]:#x}, {F16_UPPER[1]:#x}, index;",
-            f"prmt.b32 part, 0x8000, 0, sign; or.b32 {row}, {row}, part;",
-        ]
-        if row == "first":
-            lines.append("shr.b32 index, index, 16; shr.b32 sign, sign, 16;")
-    for half, together in enumerate(("0x5140", "0x7362")):
-        lines.append(f"prmt.b32 part, first, second, {together};")
-        for place, spread in enumerate(("0x1404", "0x3424")):  # byte 4 and the ones behind it are zero
-            lines.append(f"prmt.b32 pair, part, 0, {spread}; mul.rn.f16x2 {{$w{2 * half + place}}}, pair, {{$r1}};")
-    return cute.arch.inline_ptx(
-        "{ " + " ".join(lines) + " }",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[word, factors],
-        loc=loc,
-        ip=ip,
-    )
+    for i, (shifted, source) in enumerate(itertools.product((True, False), ("e", "o"))):
+        lines.append(f"shl.b32 code, {source}, 8; and.b32 code, code, {UPPER_BYTES:#x};" if shifted else "")
+        lines.append("" if shifted else f"and.b32 code, {source}, {UPPER_BYTES:#x};")
+        lines.append(f"mul.rn.f16x2 {{$w{i}}}, code, pair;")
+    return _four_words([*filter(None, lines)], word, factor, loc=loc, ip=ip)
+
+
+def _select(target: str, first: str, second: str, mask: int) -> str:
+    """An instruction that takes the bits of ``mask`` from ``first``, the others from ``second``."""
+    return f"lop3.b32 {target}, {first}, {second}, {mask:#x}, 0xE4;"
 
 
 @dsl_user_op

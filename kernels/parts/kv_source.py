@@ -5,7 +5,7 @@ the tokens are (the address stream) and what fetches them (the issue):
 
     ContiguousBoxes   one run of tokens        TMA boxes of tile_n tokens x 64 columns
     PageBoxes         pages of 8 tokens up     TMA boxes of whole pages, or of 64 tokens or fewer of one
-    PageRows          any other pages          16-byte cp.async by all lanes of the warp
+    PageRows          any other pages          16-byte cp.async by all lanes of the warp, see kv_rows.py
     ListedRows        a list of tokens         the same
 
 Elements of 8 bits are fetched two by two, as if they were 16-bit ones of half as many columns.
@@ -16,8 +16,7 @@ barrier by themselves, so that as many tiles are under way as there are stages. 
 barrier means that the tile is there.
 """
 
-import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -135,9 +134,11 @@ class KvSource(DeviceStruct):
         """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
         no zeros go round in a loop of their own: with them in one, each tile takes 17 instructions more."""
         if const_expr(self.one_loop or self.scales is not None):
+            pages = self.scale_pages(tile)
             for n in cutlass.range(tile, stop, -1, unroll=1):
                 location = self.claim(locate, n, ring, step)
-                partials = self.fill(location, n, ring, step, partial_barrier, partials)
+                partials = self.fill(location, n, ring, step, partial_barrier, partials, pages)
+                pages = self.scale_pages(n - 1)  # while the next stage is not free
                 step += 1
         else:
             while tile > stop:
@@ -160,14 +161,14 @@ class KvSource(DeviceStruct):
         return step, partials
 
     def claim(self, locate, tile, ring, step):
-        """Where a tile is, when its stage has become free and copies of its scales are on their way."""
+        """Where a tile is, when its stage has become free."""
         location = locate(tile)
-        pages = [] if self.scales is None else self.scales.locate(tile)
         ring.wait_empty(step)
-        if self.scales is not None:
-            self.scales.copy(pages, tile, ring.stage(step))
-            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         return location
+
+    def scale_pages(self, tile) -> list:
+        """The pages of a tile's scales, where there are any."""
+        return [] if self.scales is None else self.scales.locate(tile)
 
     def _is_partial(self, tile):
         """Whether some rows of ``tile`` have to be zeroed."""
@@ -175,8 +176,9 @@ class KvSource(DeviceStruct):
         return self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
 
     @cute.jit
-    def fill(self, location, tile, ring, step, partial_barrier, partials):
-        """Fill the ring's stage with ``tile``. Returns the count of partial tiles so far.
+    def fill(self, location, tile, ring, step, partial_barrier, partials, pages=()):
+        """Fill the ring's stage with ``tile``, and with its scales out of ``pages``. Returns the count of partial tiles
+        so far.
 
         A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
         before some of them are overwritten, and consumers must not see the tile before that.
@@ -186,6 +188,9 @@ class KvSource(DeviceStruct):
             barrier = partial_barrier
         self._expect(barrier)
         self.fetch(location, ring.stage(step), barrier)
+        if const_expr(self.scales is not None):
+            self.scales.copy(pages, tile, ring.stage(step))
+            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         if partial:
             cute.arch.mbarrier_wait(partial_barrier, partials & 1)
             partials += 1
@@ -354,141 +359,3 @@ class PageColumnBoxes(PageBoxes):
             destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
             coordinates = (block * BLOCK_COLUMNS, group * GROUP_ROWS, slot)
             copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)
-
-
-@dataclass
-class PageRows(PagedSource):
-    """Eight lanes copy 128 bytes of a row side by side, and then those of its other column blocks, whose addresses
-    differ by constants: all that is computed is computed once a row.
-
-    Rows that are not needed, and the chunks that a row does not have, become zeros by copies like any others.
-    """
-
-    head: Int64  # address of the head's elements in page 0
-    page_bytes: Int64
-    row_bytes: Int64
-    chunks: int  # in a row
-    tile_chunks: int  # in a row of the tile: whole column blocks
-    first_row: Any  # of those of a tile that this warp copies
-    rows: int  # a multiple of its lanes
-
-    @classmethod
-    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
-        """The rows of a work tile's request; ``more`` is what a kind of rows has besides."""
-        chunks = operand.head_dim * 2 // copy.CHUNK_BYTES
-        blocks = -(-operand.depth // BLOCK_COLUMNS)
-        return cls(
-            **cls._common(operand, tile, descriptor, shared, tile_n),
-            **cls._paged(operand, tile),
-            head=operand.address + 2 * operand.head * tile.kv_head,
-            page_bytes=2 * operand.page,
-            row_bytes=2 * operand.row,
-            chunks=chunks,
-            tile_chunks=blocks * copy.CHUNKS_PER_ROW,
-            first_row=0,
-            rows=tile_n,
-            **more,
-        )
-
-    def share(self, warp, warps: int) -> "PageRows":
-        """What one of ``warps`` that copy each tile together does of it."""
-        rows = self.rows // warps
-        assert rows % LANES == 0, f"{warps} warps cannot share {self.rows} rows: each looks up one a lane"
-        return replace(self, first_row=warp * rows, rows=rows)
-
-    @property
-    def lanes_per_row(self) -> int:
-        return math.gcd(copy.CHUNKS_PER_ROW, self.tile_chunks)
-
-    @cute.jit
-    def load(self, first, end, ring, step, partial_barrier, partials):
-        # The table is read a tile ahead: what it says comes while the copies of the tile before are issued.
-        entries = self.read_table(end - 1)
-        for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
-            addresses, pages = self.locate(n, entries), entries
-            entries = self.read_table(n - 1)
-            ring.wait_empty(step)
-            if const_expr(self.scales is not None):
-                self.scales.copy(pages, n, ring.stage(step))
-            self.copy_rows(addresses, ring.stage(step), ring.full_barrier(step))
-            step += 1
-        return step, partials
-
-    def _keys(self, tile) -> list:
-        """Row 32 * i + lane of this warp's, for each i."""
-        first = tile * self.tile_n + self.first_row + cute.arch.lane_idx()
-        return [first + i for i in range(0, self.rows, LANES)]
-
-    def read_table(self, tile) -> list:
-        """The table's entries for :meth:`_keys`; -1 where the row is not needed."""
-        return [self._entry(key) for key in self._keys(tile)]
-
-    @cute.jit
-    def _entry(self, key):
-        entry = Int32(-1)
-        if key >= self.first_key and key < self.end_key:
-            entry = load_index(self.table, self._index(key))
-        return entry
-
-    def _index(self, key):
-        """Where the table says where a token is."""
-        return self.pages.split(key)[0]
-
-    def locate(self, tile, entries) -> list:
-        """Addresses of the rows of :meth:`_keys`; 0 where the row is not needed."""
-        return [self._address(entry, key) for entry, key in zip(entries, self._keys(tile), strict=True)]
-
-    @cute.jit
-    def _address(self, entry, key):
-        address = Int64(0)
-        if entry >= 0:
-            page, row = self._place(entry, key)
-            address = self.head + page * self.page_bytes + row * self.row_bytes
-        return address
-
-    def _place(self, entry, key):
-        """(page, row within it) of a token."""
-        return entry, self.pages.split(key)[1]
-
-    @cute.jit
-    def copy_rows(self, addresses, stage, barrier) -> None:
-        """Fill a stage; ``barrier`` hears of it from every lane once its copies are there."""
-        rows_at_once = LANES // self.lanes_per_row
-        lane_row, chunk = cute.arch.lane_idx() // self.lanes_per_row, cute.arch.lane_idx() % self.lanes_per_row
-        # The swizzle repeats after GROUP_ROWS: whatever lies that many rows further on lies at a constant distance.
-        first_row = self.first_row + lane_row
-        targets = [self._target(stage, first + first_row, chunk) for first in range(0, GROUP_ROWS, rows_at_once)]
-        stride = len(targets) * rows_at_once
-        for i in cutlass.range_constexpr(len(addresses)):
-            for first in cutlass.range(0, LANES, stride, unroll=2):
-                offset = self.chunk_place(0, LANES * i + first, 0, 0)
-                for k in cutlass.range_constexpr(len(targets)):
-                    row = cute.arch.shuffle_sync(addresses[i], first + k * rows_at_once + lane_row)
-                    self._copy_row(row, targets[k] + offset, chunk)
-        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
-
-    def _target(self, stage, row, chunk):
-        """Where a chunk of a row's first column block goes."""
-        return self.chunk_address(stage, row, 0, chunk ^ (row % GROUP_ROWS))
-
-    @cute.jit
-    def _copy_row(self, row, target, chunk) -> None:
-        """Chunks ``chunk``, ``chunk + lanes_per_row``... of the row at address ``row``."""
-        source = row + chunk * copy.CHUNK_BYTES
-        for c in cutlass.range_constexpr(0, self.tile_chunks, self.lanes_per_row):
-            wanted = row != 0
-            if const_expr(c + self.lanes_per_row > self.chunks):
-                wanted = wanted and chunk < self.chunks - c
-            offset = self.chunk_place(0, 0, c // copy.CHUNKS_PER_ROW, c % copy.CHUNKS_PER_ROW)
-            copy.async_copy_or_zero(target + offset, source + c * copy.CHUNK_BYTES, wanted)
-
-
-@dataclass
-class ListedRows(PageRows):
-    """The table holds tokens instead of pages. A negative one is none."""
-
-    def _index(self, key):
-        return key
-
-    def _place(self, entry, key):
-        return self.pages.split(entry)

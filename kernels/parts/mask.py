@@ -1,8 +1,8 @@
-"""Masks: which keys a query row sees, and from that which KV tiles a query tile visits.
+"""Masks in kernels: which keys a query row sees, and from that which KV tiles a query tile visits.
 
-Every mask here is an interval: the row at position ``p`` sees keys ``lo <= j < hi``. ``keys`` is the only function that
-differs from mask to mask; tile ranges and the per-element predicate follow from it. ``lo`` and ``hi`` never decrease
-with ``p``, so the first and the last row of a tile bound all others.
+Every mask here is an interval: the row at position ``p`` sees keys ``lo <= j < hi``. The bounds are those of its rule
+in ``masks.py``; tile ranges and the per-element predicate follow from them. ``lo`` and ``hi`` never decrease with
+``p``, so the first and the last row of a tile bound all others.
 """
 
 from dataclasses import dataclass, replace
@@ -12,9 +12,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint16, Uint32, Uint64, const_expr
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.masks import MaskKind, MaskKinds
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_index
 from hopwell.kernels.parts.sequence import Request
-from hopwell.kernels.problem import MaskKind
 
 
 @dataclass
@@ -73,26 +73,24 @@ class TokenPositions(DeviceStruct):
 
 @dataclass
 class IntervalMask(DeviceStruct):
-    kind: MaskKind
-    size: Int32  # keys of a window to the left of a row, or of a chunk: then a power of two
+    kind: MaskKinds
+    size: Int32  # what bounds depend on, see ``Mask.size``
 
     @property
     def has_left_edge(self) -> bool:
-        return self.kind in (MaskKind.SLIDING_WINDOW, MaskKind.CHUNKED, MaskKind.DRAFT)
+        return self.kind.rule.first is not None
 
     @property
     def has_diagonal(self) -> bool:
-        return self.kind is not MaskKind.FULL
+        return self.kind.rule.depends_on_position
 
     def keys(self, position, kv_len):
         """The visible keys [lo, hi) of the row at ``position``; empty when hi <= lo."""
-        lo, hi = Int32(0), kv_len
-        if const_expr(self.kind not in (MaskKind.FULL, MaskKind.DRAFT)):
-            hi = cutlass.min(kv_len, position + 1)
-        if const_expr(self.kind in (MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)):
-            lo = cutlass.max(position - self.size, 0)
-        if const_expr(self.kind is MaskKind.CHUNKED):
-            lo = cutlass.max(position, 0) & -self.size
+        rule, lo, hi = self.kind.rule, Int32(0), kv_len
+        if const_expr(rule.end is not None):
+            hi = cutlass.min(kv_len, rule.end(position, self.size))
+        if const_expr(rule.first is not None):
+            lo = rule.first(position, self.size)
         return lo, hi
 
     def tiles(self, first_position, last_position, kv_len, tile_n: int) -> TileRange:

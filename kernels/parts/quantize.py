@@ -1,4 +1,4 @@
-"""Rounding to e4m3 and NVFP4, to the bit as the quantizers of ``hopwell.layouts`` do it. The same on every arch.
+"""Rounding to e4m3 and NVFP4, to the bit as the quantizers of ``hopwell.layouts`` do it. One source serves every arch.
 
 Blackwell has an instruction that rounds to e2m1; Hopper has not, so that codes are computed here.
 """

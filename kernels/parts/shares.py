@@ -17,7 +17,7 @@ the next rows, and a piece for a slot of rows that come before its own, because 
 one request and of one round of all CTAs: those of the last round wait for shares that are merged beside units.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
@@ -27,6 +27,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.copy import EIGHT
 from hopwell.kernels.parts.device import DeviceStruct, fma, global_array, global_pointer, load_relaxed, store_release
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
@@ -34,7 +35,6 @@ from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECE
 from hopwell.kernels.parts.softmax import largest_of_lane, merged
 from hopwell.kernels.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
-EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
 ITEM_BYTES, ITEM_COLUMNS = LANES * copy.CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
 READY = SHARE[0]
 NO_SHARE = (1 << 31) - 1
@@ -48,8 +48,8 @@ class Shares(DeviceStruct):
 
     slots: Slots
     of_chunk: Int32  # from a piece to that of the next chunk
-    pieces_at_once: int  # whose loads a lane has under way, for each of
-    items_at_once: int  # where there are more pieces than that, for one item of so many times more pieces
+    loads: tuple[tuple[int, int], ...]  # pieces, and items of each, that a lane has under way: few pieces, more, many
+    units_have_tickets: bool  # whether CTAs take tickets for units
 
     @cute.jit
     def wait_free(self, tile) -> None:
@@ -146,17 +146,10 @@ class Shares(DeviceStruct):
         items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_line)
         shares = chunks * SHARES
         begin, end = (items * (chunk * SHARES + part + i) // shares for i in range(2))
-        # With many pieces a share is one item: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
-        many = replace(self, pieces_at_once=self.pieces_at_once * self.items_at_once, items_at_once=1)
         for line in cutlass.range(begin // of_line, (end + (of_line - 1)) // of_line, unroll=1):
             low, high = cutlass.max(begin, line * of_line), cutlass.min(end, (line + 1) * of_line)
             own = (low - line * of_line, high - line * of_line)
-            if const_expr(self.items_at_once == 1):
-                self._merge_line(line, *own, first, chunks, rows, dtype)
-            elif chunks > self.pieces_at_once:
-                many._merge_line(line, *own, first, chunks, rows, dtype)
-            else:
-                self._merge_line(line, *own, first, chunks, rows, dtype)
+            self._merge_line_of(self.loads, line, own, first, chunks, rows, dtype)
         # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
         if first + slots.slots < pieces:
             cute.arch.sync_warp()  # all lanes have read
@@ -166,23 +159,48 @@ class Shares(DeviceStruct):
                     store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)
 
     @cute.jit
-    def _merge_line(self, line, begin, end, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+    def _merge_line_of(
+        self, loads: cutlass.Constexpr, line, items, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr
+    ) -> None:
+        """Merge items of a line with the first of these ``loads`` that take all pieces at once, or with the last."""
+        (pieces_at_once, items_at_once), *rest = loads
+        if const_expr(len(rest) > 0):
+            if chunks > pieces_at_once:
+                self._merge_line_of(tuple(rest), line, items, first, chunks, rows, dtype)
+            else:
+                self._merge_line(pieces_at_once, items_at_once, line, *items, first, chunks, rows, dtype)
+        else:
+            self._merge_line(pieces_at_once, items_at_once, line, *items, first, chunks, rows, dtype)
+
+    @cute.jit
+    def _merge_line(
+        self,
+        pieces_at_once: cutlass.Constexpr[int],
+        items_at_once: cutlass.Constexpr[int],
+        line,
+        begin,
+        end,
+        first,
+        chunks,
+        rows: PackedRows,
+        dtype: cutlass.Constexpr,
+    ) -> None:
         """Merge items [begin, end) of a line. A line is 8 rows of half of the columns, an item 32 columns of it: a row
         for four lanes, two columns each of four accumulator blocks for a lane."""
         slots, lane, lanes = self.slots, cute.arch.lane_idx(), RowFragment.lanes_per_row
         half, r, warp = line % 2, line // 2 % RowFragment.rows, line // (2 * RowFragment.rows)
         row = warp * WARP_ROWS + RowFragment.row_offset(r) + RowFragment.first_row()
         mine_in_line = line * (self._items_of_line * ITEM_BYTES) + lane * copy.CHUNK_BYTES
-        for item in cutlass.range(begin, end, self.items_at_once, unroll=1):
-            items = [cutlass.min(item + k, end - 1) for k in range(self.items_at_once)]
+        for item in cutlass.range(begin, end, items_at_once, unroll=1):
+            items = [cutlass.min(item + k, end - 1) for k in range(items_at_once)]
             values = [[Float32(0.0)] * EIGHT for _ in items]
             reference, total = -Float32.inf, Float32(0.0)  # the sum over this lane's pieces
-            for chunk in cutlass.range(0, chunks, self.pieces_at_once, unroll=1):
+            for chunk in cutlass.range(0, chunks, pieces_at_once, unroll=1):
                 # Each of the lanes of a row knows some of the pieces. Past the last that again, which counts nothing.
-                mine = [chunk + lane % lanes + i for i in range(0, self.pieces_at_once, lanes)]
+                mine = [chunk + lane % lanes + i for i in range(0, pieces_at_once, lanes)]
                 places = [slots.place(first + cutlass.min(each, chunks - 1) * self.of_chunk) for each in mine]
                 loaded = []
-                for i in cutlass.range_constexpr(self.pieces_at_once):
+                for i in cutlass.range_constexpr(pieces_at_once):
                     piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_line
                     loaded.append([copy.load_global(piece + each * ITEM_BYTES, 4, Int32) for each in items])
                 found = [copy.load_global(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
@@ -197,11 +215,11 @@ class Shares(DeviceStruct):
                         kept, _, weight = weights
                         total = fma(weight, its_total, total * kept)
                         weight = weight * (scales[0] if half == 0 else scales[1])
-                        for k in cutlass.range_constexpr(self.items_at_once):
+                        for k in cutlass.range_constexpr(items_at_once):
                             values[k] = [value * kept for value in values[k]]
                         for i in cutlass.range_constexpr(lanes):
                             its_weight = cute.arch.shuffle_sync(weight, lane // lanes * lanes + i)
-                            for k in cutlass.range_constexpr(self.items_at_once):
+                            for k in cutlass.range_constexpr(items_at_once):
                                 for c in cutlass.range_constexpr(EIGHT // 2):
                                     low, high = copy.unpack_f16_x2(loaded[group * lanes + i][k][c])
                                     values[k][2 * c] = fma(its_weight, low, values[k][2 * c])
@@ -209,7 +227,7 @@ class Shares(DeviceStruct):
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if row < rows.count:
                 factor = rows.finish(row, reference, total, line % 2 == 0 and item == 0 and lane % lanes == 0)
-                for k in cutlass.range_constexpr(self.items_at_once):
+                for k in cutlass.range_constexpr(items_at_once):
                     if item + k < end:
                         column = half * (slots.columns // 2) + items[k] * ITEM_COLUMNS + RowFragment.first_column()
                         for c in cutlass.range_constexpr(0, EIGHT, 2):
@@ -231,9 +249,9 @@ class Shares(DeviceStruct):
     @cute.jit
     def hand_back(self, warps, pieces) -> None:
         """The last of all ``warps`` that merge leaves every counter at zero, as the next launch wants to find it. There
-        were so many ``pieces``."""
+        were so many ``pieces``; without any, and without tickets for units, no counter was touched."""
         last = Int32(0)
-        if cute.arch.lane_idx() == 0:
+        if cute.arch.lane_idx() == 0 and (pieces > 0 or const_expr(self.units_have_tickets)):
             last = count_one(self.slots.tickets + WARPS_TICKET, warps)
         cute.arch.sync_warp()
         if cute.arch.shuffle_sync(last, 0) != 0:

@@ -77,12 +77,13 @@ class OnlineSoftmax(DeviceStruct):
         self.exponentials(scores, r)
 
     @cute.jit
-    def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
-        """Move the reference of row r, if it has to, before scores up to ``row_max``."""
+    def choose_reference(self, r: cutlass.Constexpr[int], row_max, slack=SLACK) -> None:
+        """Move the reference of row r before scores up to ``row_max``, if that is more than ``slack`` powers of two
+        above it."""
         before = self.reference[r]
         self.largest[r] = cute.arch.fmax(self.largest[r], row_max)
         # A row that has seen no key yet has the reference -inf, which any logit exceeds.
-        reference = row_max if row_max * self.scale > before * self.scale + SLACK else before
+        reference = row_max if row_max * self.scale > before * self.scale + slack else before
         self.reference[r] = reference
         self.rescale[r] = cute.math.exp2((before - self._safe(reference)) * self.scale, fastmath=True)
         self.row_sum[r] = self.row_sum[r] * self.rescale[r]

@@ -112,10 +112,9 @@ class SplitSchedule(DeviceStruct):
         """How many chunks a request of ``q_len`` new tokens has at most."""
         return Int32(MAX_CHUNKS)
 
-    @cute.jit
-    def _span(self, index):
+    def _lengths(self, index):
+        """(first token, new tokens, keys) of a request, of the last one where there is none of that index."""
         g, a = self.geometry, self.addresses
-        chunks = Int32(0)
         safe = cutlass.min(index, Int32(g.batch) - 1)
         q_start = load_int(a.q_offsets, safe, safe * Int32(g.q_len))
         q_end = load_int(a.q_offsets, safe + 1, q_start + Int32(g.q_len))
@@ -123,6 +122,12 @@ class SplitSchedule(DeviceStruct):
         q_len = cutlass.min(cutlass.min(q_end - q_start, Int32(g.q_len)), Int32(g.tokens) - q_start)
         # A negative length, which is no length, would wrap around in differences. Behind a table's end are no pages.
         kv_len = cutlass.max(cutlass.min(load_int(a.kv_lens, safe, 0), Int32(g.capacity)), 0)
+        return q_start, q_len, kv_len
+
+    @cute.jit
+    def _span(self, index):
+        chunks = Int32(0)
+        q_start, q_len, kv_len = self._lengths(index)
         seen = self._seen(kv_len)
         begin = Int32(0)
         if const_expr(self.mask.has_left_edge):
@@ -130,7 +135,7 @@ class SplitSchedule(DeviceStruct):
             begin = cutlass.max(cutlass.min(begin, seen - 1), 0)
         shift = self._shift(begin, seen, q_len)
         first = begin >> shift
-        if index < Int32(g.batch):
+        if index < Int32(self.geometry.batch):
             chunks = cutlass.max(((seen - 1) >> shift) + 1 - first, 1)
         return RequestSpan(index, q_start, q_len, kv_len, Int32(1) << shift, first, chunks)
 

@@ -1,19 +1,34 @@
 """Keys and values of 8 or 4 bits in 16 bits, which hold all of their values exactly. Those of 4 bits come with a
-``factor``: a pair of float16, the scales of the blocks that they are of."""
+``factor``: float16, the scales of the blocks that they are of. They are times a power of two, see :func:`exponent`."""
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Uint32, const_expr
+from cutlass import BFloat16, Uint32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import KvType
 from hopwell.kernels.parts import copy, e2m1
+from hopwell.kernels.parts.block_scales import HALVES
 from hopwell.kernels.parts.device import prmt
 
 
+def exponent(kind: KvType) -> int:
+    """The exponent of the power of two that widened numbers are times."""
+    return e2m1.BY_HALVES_EXPONENT if kind is KvType.NVFP4 else 0
+
+
+def in_order(kind: KvType, words: list) -> list:
+    """Words of 16-bit elements, two by two, with neighbours in the order in which :func:`widened` has them: of eight
+    elements of 4 bits, the first and the fifth one and so on."""
+    if kind is not KvType.NVFP4:
+        return words
+    eights = [words[i : i + 4] for i in range(0, len(words), 4)]
+    return [prmt(e[i], e[i + 2], select) for e in eights for i in range(2) for select in HALVES]
+
+
 def widened(kind: KvType, word, factor=None):
-    """The elements of a word as float16, two by two."""
+    """The elements of a word as float16, two by two; the ``factor`` of 4 bits is (a pair, which half of it)."""
     if kind is KvType.NVFP4:
-        return e2m1.scaled(word, factor, Float16)
+        return e2m1.by_halves(word, *factor)
     return _from_int8(word) if kind is KvType.INT8 else _from_e4m3(word)
 
 
@@ -30,14 +45,14 @@ def widened_words(kind: KvType, dtype, word, scale=None) -> list:
 
 
 def of_two_keys(kind: KvType, word, factor=None):
-    """16 bits of each of two keys: for each column the elements of both."""
-    return e2m1.of_two_rows(word, factor) if kind is KvType.NVFP4 else widened(kind, adjacent(word))
+    """16 bits of each of two keys: for each column the elements of both; the ``factor`` of 4 bits is that of both."""
+    return e2m1.by_halves(word, factor) if kind is KvType.NVFP4 else widened(kind, adjacent(word))
 
 
 def together(kind: KvType, first, second) -> tuple:
     """A word of each of two keys as two words for :func:`by_columns`, with half of the columns of both keys each."""
     if kind is KvType.NVFP4:
-        return prmt(first, second, 0x5410), prmt(first, second, 0x7632)
+        return tuple(prmt(first, second, select) for select in HALVES)
     return interleaved(first, second)
 
 

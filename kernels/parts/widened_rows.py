@@ -15,7 +15,8 @@ from cutlass import Float32, const_expr
 from hopwell.kernels.config import BLOCK_COLUMNS, KvType
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
-from hopwell.kernels.parts.kv_source import KvOperand, ListedRows, PageRows
+from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
+from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.widen import widened_words
 
 LANES_PER_ROW = BLOCK_COLUMNS // copy.CHUNK_BYTES  # of which each copies 16 bytes of a column block

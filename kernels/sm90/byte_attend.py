@@ -1,5 +1,5 @@
 """The consumer warps of decode of many rows over caches of 8 or 4 bits: each attends to keys of its own, widened in its
-registers. Of few rows see byte_few_rows.py."""
+registers. Those for few rows are in byte_few_rows.py."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -166,7 +166,7 @@ class ByteOperands(ByteProducts):
     def columns(self, block: ColumnBlock, r: int) -> list:
         """This lane's part of a column block of row r of O."""
         first, output = block.first // (LANES // QUAD), self._output()
-        return [output.get(r, first + i) for i in range(block.value_part)]
+        return [output.get(r, first + i) * 2.0**-self.exponent for i in range(block.value_part)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32
+from cutlass import Float16, Float32, Int32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.decode_config import DecodeConfig
@@ -118,6 +118,18 @@ class ByteLeafOperands(ByteProducts):
     def show_weights(self) -> None:
         """Do nothing: the warps that read weights meet those that wrote them."""
 
+    @cute.jit
+    def arrange_scales(self, ring, step) -> None:
+        """Turn the scales of V of a leaf, where there are any; each warp has those of a tile."""
+        if const_expr(self.v_scales is not None):
+            stages = self.kernel.tile.kv_stages
+            assert stages >= self.leaf_tiles, f"{self.leaf_tiles} tiles of V do not come to {stages} stages at once"
+            for first in cutlass.range_constexpr(0, self.leaf_tiles, WARPS):
+                tile = first + warp_in_group()
+                if tile < self.leaf_tiles:
+                    ring.wait_full(step + tile)
+                    self.v_scales.arrange(ring.stage(step + tile))
+
     def multiply_values(self, ring, step) -> None:
         self.o.fill(0.0)
         for i in range(0, self.leaf_tiles, self.at_once):
@@ -127,6 +139,9 @@ class ByteLeafOperands(ByteProducts):
             for j, each in enumerate(steps):
                 self._add_values(i + j, ring.stage(each))
             self._give_back(ring, steps)
+        if self.exponent != 0:
+            for i in range(cute.size(self.o)):
+                self.o[i] = self.o[i] * 2.0**-self.exponent
 
     def finish_values(self, ring, step) -> None:
         """Do nothing: O^T is complete when :meth:`multiply_values` returns."""
@@ -152,15 +167,14 @@ class ByteLeafOperands(ByteProducts):
     def _columns(self, stage, first: int, chunk: int) -> list:
         """Columns of V of four groups of 8 keys, two adjacent keys of this lane's in each word."""
         columns, (g, t) = self.columns, place_in_warp()
-        found = []
+        found, scales = [], [None] * (LANES // copy.GROUP_ROWS)
+        if self.v_scales is not None:
+            block = (columns.chunk(chunk) * columns.per_chunk + columns.of_lane(g)) // self.element.block
+            scales = self.v_scales.of_eights(stage, first // copy.GROUP_ROWS, t, block)
         for i, word in enumerate(self._values(stage, first, chunk)):
             if columns.sharing > 1:
                 word = word >> (columns.share() * (2 * self.element.bits))
-            scales = None
-            if self.v_scales is not None:
-                block = (columns.chunk(chunk) * columns.per_chunk + columns.of_lane(g)) // self.element.block
-                scales = self.v_scales.of_two_rows(stage, first + copy.GROUP_ROWS * i + 2 * t, block)
-            found.append(of_two_keys(self.kernel.config.kv_type, word, scales))
+            found.append(of_two_keys(self.kernel.config.kv_type, word, scales[i]))
         return found
 
     def _weights(self, i: int, product: int, first: int) -> list:
@@ -224,6 +238,9 @@ class WarpColumns:
 @dataclass
 class ByteLeafAttend(LeafAttend):
     operands_type: ClassVar[type] = ByteLeafOperands
+
+    def prepare_values(self, operands, step) -> None:
+        operands.arrange_scales(self.rings.v, step)
 
     @cute.jit
     def store_columns(self, output, statistics, rows: PackedRows) -> None:

@@ -19,13 +19,13 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.block_scales import SharedScales
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
-from hopwell.kernels.parts.e2m1 import scale_pair
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
-from hopwell.kernels.parts.widen import widened
+from hopwell.kernels.parts.widen import exponent, in_order, widened
 
 BLOCK_BYTES = copy.SWIZZLE_ROW_BYTES
 LEAST_COLUMNS = 64  # of a block
+Q_EXPONENT = 7  # of the largest element of a row of Q in float16
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,11 @@ class ByteProducts(DeviceStruct):
     def element(self) -> Element:
         return self.kernel.config.kv_element
 
+    @property
+    def exponent(self) -> int:
+        """Of the power of two that K and V are times in products."""
+        return exponent(self.kernel.config.kv_type)
+
     def load_q(self, stage, first_row) -> None:
         """Load Q of the warp's rows as float16. Each row gets those of bf16's exponents that it needs."""
         g, t = place_in_warp()
@@ -119,10 +124,13 @@ class ByteProducts(DeviceStruct):
                     column_block = tile + chunk // copy.CHUNKS_PER_ROW * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
                     row = first_row + product * MMA_COLUMNS + g
                     words += copy.load_shared(copy.swizzled_chunk(column_block, row, chunk % copy.CHUNKS_PER_ROW), 4)
+            words = in_order(self.kernel.config.kv_type, words)
             if self.kernel.dtype is BFloat16:
                 words = self._to_float16(words, product)
             for i, word in enumerate(words):
                 self.q[i // 2 * (2 * self.products) + 2 * product + i % 2] = word
+        if self.kernel.dtype is not BFloat16:
+            self.unit.fill(2.0**-self.exponent)
 
     def _to_float16(self, words: list, product: int) -> list:
         """Row g of a product, times a power of two of its own."""
@@ -130,7 +138,9 @@ class ByteProducts(DeviceStruct):
         largest = Float32(0.0)
         for value in values:
             largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
-        factor, unit = power_of_two(cute.arch.warp_reduction_max(largest, threads_in_group=QUAD))
+        # Factors of the keys make room for larger queries, with units as before.
+        largest = cute.arch.warp_reduction_max(largest, threads_in_group=QUAD)
+        factor, unit = power_of_two(largest, Q_EXPONENT if self.exponent == 0 else -self.exponent, self.exponent)
         for c in range(2):
             lane = (ColumnFragment.first_row() + c) * QUAD
             self.unit[2 * product + c] = cute.arch.shuffle_sync(unit, lane)
@@ -157,7 +167,7 @@ class ByteProducts(DeviceStruct):
                         halves = [words[2 * step : 2 * step + 2] for words in wide]
                         self._multiply(scores, halves, depth)
                         depth += 1
-        if self.kernel.dtype is BFloat16:
+        if self.kernel.dtype is BFloat16 or self.exponent != 0:
             for r in range(scores.rows):
                 for c in range(scores.columns):
                     scores.set(r, c, scores.get(r, c) * self.unit[r])
@@ -171,18 +181,18 @@ class ByteProducts(DeviceStruct):
                 accumulate(scores.registers, i // 2 * self.products + product, a, b[product])
 
     def _key_scales(self, eights: list[tuple]) -> list:
-        """A word of scales of this lane's part of its key in some groups of 8; None where there are no scales."""
+        """Scales of this lane's part of its key in some groups of 8; None where there are no scales."""
         if self.k_scales is None:
             return [None] * len(eights)
         g, t = place_in_warp()
-        return [self.k_scales.part(stage, eight * copy.GROUP_ROWS + g, t, QUAD) for stage, eight in eights]
+        return [self.k_scales.of_part(stage, eight * copy.GROUP_ROWS + g, t, QUAD) for stage, eight in eights]
 
     def _factors(self, scales: list, word: int) -> list:
-        """The scales of a word of a lane's part, out of words of them."""
+        """The scales of a word of a lane's part, out of pairs of them."""
         if self.k_scales is None:
             return scales
         block = word * (32 // self.element.bits) // self.element.block
-        return [scale_pair(one, block, Float16) for one in scales]
+        return [(pairs[block // 2], block % 2) for pairs in scales]
 
     def rows(self, tile, part: int, stage, eight, block: ColumnBlock):
         """Address of a column block of 8 keys of a stage of K (0) or V (1)."""
@@ -204,12 +214,12 @@ def _pairs(values: list) -> list:
 
 
 @dsl_user_op
-def power_of_two(largest, *, loc=None, ip=None) -> tuple:
-    """A power of two that brings a positive number into [128, 256), and its inverse."""
+def power_of_two(largest, exponent: int, others: int = 0, *, loc=None, ip=None) -> tuple:
+    """A power of two that brings a positive number to this exponent, and the inverse of both it and 2^``others``."""
     return cute.arch.inline_ptx(
-        "{ .reg .b32 e, f; mov.b32 e, {$r0}; shr.u32 e, e, 23; max.u32 e, e, 8; "
-        "sub.u32 f, 261, e; shl.b32 f, f, 23; mov.b32 {$w0}, f; "
-        "sub.u32 f, e, 7; shl.b32 f, f, 23; mov.b32 {$w1}, f; }",
+        f"{{ .reg .b32 e, f; mov.b32 e, {{$r0}}; shr.u32 e, e, 23; max.u32 e, e, {exponent + 1}; "
+        f"sub.u32 f, {254 + exponent}, e; shl.b32 f, f, 23; mov.b32 {{$w0}}, f; "
+        f"sub.u32 f, e, {exponent + others}; shl.b32 f, f, 23; mov.b32 {{$w1}}, f; }}",
         write_only_types=[Float32] * 2,
         read_only_args=[largest],
         loc=loc,

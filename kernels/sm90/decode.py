@@ -17,7 +17,8 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry, ScaledAddresses, S
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand, PageRows
+from hopwell.kernels.parts.kv_rows import PageRows
+from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import DraftMask, IntervalMask
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge, Slots
@@ -151,7 +152,7 @@ class DecodeSm90(AttentionSm90):
         output_factor: Float32,
     ):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
-        mask = self.mask_type(self.config.mask, Int32(geometry.window_left))
+        mask = self.mask_type(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (SCHEDULE_WARP, q_atom)), partial_barriers)
 

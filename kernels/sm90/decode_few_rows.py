@@ -256,13 +256,17 @@ class LeafAttend(LeafTree, DecodeConsumer):
             self.softmax.exponentials(scores, r)
         for i in cutlass.range_constexpr(tiles):
             self.write_weights(operands.tile_scores(i), i)
-        operands.show_weights()
+        self.prepare_values(operands, step)
         self.meet_group()
         operands.multiply_values(v_ring, step)
         for r in cutlass.range_constexpr(scores.rows):
             node.reference[r], node.total[r] = self.softmax.partial(r, scores.lanes_per_row)
         operands.finish_values(v_ring, step)
         return step + self.kernel.step_tiles
+
+    def prepare_values(self, operands, step) -> None:
+        """What the warps do for the products with V of a leaf before they meet, besides writing P."""
+        operands.show_weights()
 
 
 def build(config: DecodeConfig) -> Any:

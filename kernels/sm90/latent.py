@@ -14,7 +14,8 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.kv_source import KvOperand, KvSource, PageRows
+from hopwell.kernels.parts.kv_rows import PageRows
+from hopwell.kernels.parts.kv_source import KvOperand, KvSource
 from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions
 from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.parts.widened_rows import WIDENED, LatentBytes, WidenedOperand

@@ -18,7 +18,9 @@ from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Slots
+from hopwell.kernels.parts.portions import ListPortionSchedule, PortionSchedule
 from hopwell.kernels.parts.shares import Shares
+from hopwell.kernels.parts.softmax import SLACK
 from hopwell.kernels.parts.split import LatentSchedule, ListSchedule, SplitSchedule, UnitKeeper
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
@@ -30,7 +32,10 @@ from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.splitting import LATENT_PIECE_BYTES
 
-ATTEND_LOADS = (8, 2)  # pieces, and items of each, that a warp of attend has under way when it merges
+# Pieces, and items of each, that a warp of attend has under way when it merges. With many pieces a share is one item:
+# 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
+ATTEND_LOADS = ((4, 4), (8, 2), (16, 1))
+LIST_ATTEND_LOADS = ((4, 4), (16, 1))  # with the third kind, ptxas spills
 WARP_STATE_BYTES = (WARP_ROWS + LANES * RowFragment.rows) * 4  # of a warp: references of its rows, sums of each lane's
 
 
@@ -91,7 +96,9 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def schedule_type(self) -> type[SplitSchedule]:
-        return ListSchedule if self.config.sparse else LatentSchedule
+        if self.config.batch_invariant:
+            return ListSchedule if self.config.sparse else LatentSchedule
+        return ListPortionSchedule if self.config.sparse else PortionSchedule
 
     @property
     def more_roles(self) -> dict[str, int]:
@@ -109,9 +116,10 @@ class MlaSm90(LatentKeys, DecodeSm90):
     def consumer(self, **parts: Any) -> "MlaAttend":
         return MlaAttend(**parts)
 
-    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, at_once=ATTEND_LOADS) -> Shares:
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, loads=None) -> Shares:
         slots = Slots.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
-        return Shares(slots, Int32(geometry.row_tiles), *at_once)
+        loads = loads or (LIST_ATTEND_LOADS if self.config.sparse else ATTEND_LOADS)
+        return Shares(slots, Int32(geometry.row_tiles), loads, self.config.batch_invariant)
 
     def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "LatentUnits":
         descriptor = copy.tma_descriptor(q_atom)
@@ -133,7 +141,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         if warp < SCHEDULE_WARP - self.warps_without_work:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
         elif const_expr(self.warps_without_work > 0):
-            merge = self._merge(addresses, geometry, at_once=self.config.merge_loads)
+            merge = self._merge(addresses, geometry, loads=self.config.merge_loads)
             pieces = schedule.pieces()
             merge.run(pieces, Int32(geometry.grid), addresses, geometry, scale, self.out_dtype)
             merge.hand_back(self.merging_warps(geometry), pieces)
@@ -265,7 +273,7 @@ class MlaAttend(LatentRows, DecodeAttend):
                         step += 1
                 else:
                     for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                        self.right_step(right, q_stage, row, step, n, n >= keys.full_end)
+                        self.right_step(right, q_stage, row, step, n, n >= keys.full_end, n == keys.end - 1)
                         step += 1
             q_ring.release(work)
             self.add_sums()
@@ -309,8 +317,13 @@ class MlaAttend(LatentRows, DecodeAttend):
         left.release(b)
 
     @cute.jit
-    def right_step(self, operands, q_stage, row, step, n, masked):
-        """Take the right warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA."""
+    def right_step(self, operands, q_stage, row, step, n, masked, is_first):
+        """Take the right warpgroup through tiles A and B of step ``n`` of the unit, the ``step``-th of this CTA.
+
+        A weight of 1 is the only one that rounding to bfloat16 leaves alone. So in a unit's first step, which is all
+        that short lists have, B's reference is its own largest logit, unless that is so far below A's that it hardly
+        counts: the largest weights of both tiles are exact then.
+        """
         left, right, turns = self.rings.k, self.rings.v, self.rings.p
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile(2 * n * self.kernel.tile.n)
@@ -321,6 +334,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         if row.needs_mask(masked):
             self.to_logits(scores, 2 * n, row, True)
         largest = [self.softmax.maximum(scores, r) for r in range(scores.rows)]
+        slack = Float32(-SLACK) if is_first else Float32(SLACK)
         right.wait_full(a)
         turns.wait_full(step)
         left.release(a)
@@ -328,7 +342,8 @@ class MlaAttend(LatentRows, DecodeAttend):
         self.rescale(operands)
         operands.issue_other(right.stage(a), right.stage(a))
         for r in cutlass.range_constexpr(scores.rows):
-            self.softmax.accumulate(scores, r, largest[r])
+            self.softmax.choose_reference(r, largest[r], slack)
+            self.softmax.exponentials(scores, r)
         operands.round_scores()
         self.write_p(operands, self.tiles.p, 0, 0)
         turns.release(step)

@@ -12,6 +12,7 @@ import torch
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes
+from hopwell.kernels.problem import TokenOffsets
 from hopwell.layouts import FP8_DS_MLA_BYTES
 from hopwell.mla import mla_workspace_bytes
 
@@ -361,3 +362,13 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
 def odd_stride(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Rows of a multiple of 4 bytes that is no multiple of 16."""
     return data(*shape[:-1], shape[-1] + 2, dtype=dtype)[..., : shape[-1]]
+
+
+def call_cudnn(name: str = "ragged", **changes: Any) -> Any:
+    """Call the cuDNN entry with the arguments of a form and changes."""
+    return hopwell.cudnn_batch_prefill_with_kv_cache(**{**form("cudnn", name), **changes})
+
+
+def starts(offsets: TokenOffsets | None) -> list[int]:
+    """The tokens at which requests start."""
+    return [0] * BATCH if offsets is None else [int(value) // offsets.unit for value in offsets.tensor[:BATCH]]

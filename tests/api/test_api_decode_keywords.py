@@ -66,6 +66,9 @@ REFUSED_MLA: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
     ("dense", ValueError, "^max_q_len must be None", dict(max_q_len=1)),
     ("ragged", ValueError, "^max_q_len must be given", dict(max_q_len=None)),
     ("dense", ValueError, "^sparse_mla_top_k_lens must be None", dict(sparse_mla_top_k_lens=ints(*[1] * BATCH))),
+    ("dense", ValueError, "^backend must not be 'sparse'", dict(backend="sparse")),
+    ("sparse", ValueError, "^seq_lens must be torch.int32", dict(seq_lens=torch.ones(BATCH, 2))),
+    ("sparse", ValueError, "^seq_lens must have", dict(seq_lens=ints(*[1] * (BATCH + 1)))),
     ("sparse", ValueError, "^uses_shared_paged_kv_idx", dict(uses_shared_paged_kv_idx=False)),
     ("dense", ValueError, "^return_lse_base must be one of", dict(return_lse_base="natural")),
     ("dense", ValueError, "^lse must have shape", dict(lse=torch.zeros(BATCH))),
@@ -132,6 +135,15 @@ def test_log_sum_exp_of_warm_calls(recorded: Any) -> None:
         assert isinstance(call(entry, "dense", lse=given), torch.Tensor)
         assert recorded.addresses[-1][15] == given.data_ptr()
         assert call(entry, "dense", lse=given, return_lse=True)[1] is given
+
+
+def test_lists_without_lengths_in_warm_calls(recorded: Any) -> None:
+    """Each call has lengths of its own, which say that all entries count."""
+    for _ in range(4):
+        call(FUNCTIONS[MLA].__name__, "sparse", seq_lens=None)
+    (problem,) = recorded.problems
+    assert problem.kv_lens.tolist() == [8] * 2 * BATCH
+    assert (problem.batch, problem.max_q_len) == (2 * BATCH, 1)
 
 
 def test_base_of_log_sum_exps(launched: Problems) -> None:

@@ -24,25 +24,23 @@ from api_calls import (
     TABLE,
     TOKENS,
     Form,
-    cudnn_paged,
-    cudnn_ragged,
+    call_cudnn,
     cumulative,
     data,
     form,
     ints,
+    starts,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hopwell
-from hopwell import _checks, _cudnn
+from hopwell import _checks
 from hopwell.kernels.problem import (
     AttentionProblem,
-    LseLayout,
     Mask,
     MaskKind,
     Score,
     ScoreKind,
-    TokenOffsets,
 )
 
 Problems = list[AttentionProblem]
@@ -69,14 +67,6 @@ def context(**changes: Any) -> Any:
 
 def fmha_v2(name: str = "contiguous", **changes: Any) -> Any:
     return hopwell.trtllm_fmha_v2_prefill(**{**form("trtllm_fmha", name), **changes})
-
-
-def cudnn(name: str = "ragged", **changes: Any) -> Any:
-    return hopwell.cudnn_batch_prefill_with_kv_cache(**{**form("cudnn", name), **changes})
-
-
-def starts(offsets: TokenOffsets | None) -> list[int]:
-    return [0] * BATCH if offsets is None else [int(value) // offsets.unit for value in offsets.tensor[:BATCH]]
 
 
 def addresses(problem: AttentionProblem, which: str, request: int, kv_len: int) -> list[list[int]]:
@@ -259,7 +249,7 @@ def test_fmha_v2_mask_precedence(launched: Problems, changes: dict[str, Any], ma
 
 @pytest.mark.parametrize(("causal", "kind"), [(True, MaskKind.CAUSAL), (False, MaskKind.FULL)])
 def test_cudnn_mask(launched: Problems, causal: bool, kind: MaskKind) -> None:
-    cudnn(causal=causal)
+    call_cudnn(causal=causal)
     assert launched[0].mask == Mask(kind)
 
 
@@ -316,7 +306,7 @@ def test_integers_of_other_types(launched: Problems, number: Any) -> None:
 def test_bounds_never_exceed_what_the_tensors_hold(launched: Problems) -> None:
     context(max_q_len=10**6, max_kv_len=10**6)
     fmha_v2(max_q_len=10**6, max_kv_len=10**6)
-    cudnn(max_token_per_sequence=10**3, max_sequence_kv=10**6)
+    call_cudnn(max_token_per_sequence=10**3, max_sequence_kv=10**6)
     assert [(p.max_q_len, p.max_kv_len) for p in launched] == [(TOKENS, 4 * PAGE), (TOKENS, 58), (TOKENS, 58)]
 
 
@@ -326,7 +316,7 @@ def test_out_is_written_in_place_whatever_its_strides(launched: Problems) -> Non
     fmha_out = data(TOKENS, HEADS, 3 * DIM)[..., DIM : 2 * DIM]
     assert fmha_v2(out=fmha_out) is fmha_out
     cudnn_out = data(TOKENS, HEADS, 128)
-    assert cudnn(out=cudnn_out)[0] is cudnn_out
+    assert call_cudnn(out=cudnn_out)[0] is cudnn_out
     assert [problem.out for problem in launched] == [context_out, fmha_out, cudnn_out]
 
 
@@ -388,96 +378,6 @@ def test_fmha_v2_statistics(launched: Problems) -> None:
     assert stats.dtype == torch.float32
 
 
-def test_cudnn_offsets_count_elements(launched: Problems) -> None:
-    cudnn()
-    problem = launched[0]
-    units = [o.unit for o in (problem.q_offsets, problem.o_offsets, problem.k_offsets, problem.v_offsets)]
-    assert units == [HEADS * 192, HEADS * 128, KV_HEADS * 192, KV_HEADS * 128]
-    for offsets in (problem.q_offsets, problem.o_offsets):
-        assert starts(offsets) == [0, 3, 3]
-    for offsets in (problem.k_offsets, problem.v_offsets):
-        assert starts(offsets) == [0, 20, 21]
-
-
-def test_cudnn_offsets_of_any_shape_with_or_without_the_last(launched: Problems) -> None:
-    for change in (lambda t: t.view(-1, 1, 1, 1), lambda t: t[:BATCH]):
-        arguments = form("cudnn", "ragged")
-        arguments |= {name: change(value) for name, value in arguments.items() if name.startswith("batch_offsets")}
-        arguments |= {
-            name: arguments[name].view(BATCH, 1, 1, 1) for name in ("actual_seq_lens_q", "actual_seq_lens_kv")
-        }
-        cudnn(**arguments)
-        problem = launched.pop()
-        assert starts(problem.q_offsets) == ([0] * BATCH if problem.q_offsets is None else [0, 3, 3])
-        assert problem.q_lens.shape == problem.kv_lens.shape == (BATCH,)
-
-
-def test_cudnn_single_request_needs_no_offsets(launched: Problems) -> None:
-    arguments = {name: value for name, value in cudnn_ragged().items() if not name.startswith("batch_offsets")}
-    out, lse = hopwell.cudnn_batch_prefill_with_kv_cache(
-        **{**arguments, "actual_seq_lens_q": ints(8), "actual_seq_lens_kv": ints(58)}
-    )
-    problem = launched[0]
-    assert problem.q_offsets is problem.o_offsets is problem.k_offsets is problem.v_offsets is None
-    assert out.shape == (TOKENS, HEADS, 128)
-    assert lse.shape == (1, 5, HEADS)
-
-
-def test_cudnn_paged_strides_are_kept(launched: Problems) -> None:
-    arguments = cudnn_paged()
-    hopwell.cudnn_batch_prefill_with_kv_cache(**arguments)
-    assert launched[0].key is arguments["k_cache"]
-    assert launched[0].key.stride() == (2 * PAGE * KV_HEADS * 128, 128, KV_HEADS * 128, 1)
-
-
-def test_cudnn_lse(launched: Problems) -> None:
-    _, lse = cudnn(return_lse=False)
-    assert lse is None
-    assert launched.pop().lse is None
-
-    _, lse = cudnn(return_lse=True)
-    problem = launched.pop()
-    assert (lse.shape, lse.dtype) == ((BATCH, 5, HEADS), torch.float32)
-    assert problem.lse.tensor.data_ptr() == lse.data_ptr()
-    assert problem.lse.layout is LseLayout.PADDED
-    assert problem.lse.natural
-    assert problem.lse.offsets is None
-
-    given = torch.zeros(BATCH, 5, HEADS)
-    assert cudnn(lse=given)[1] is given
-    assert launched.pop().lse.tensor is given
-    assert cudnn(lse=given, return_lse=False)[1] is None
-    assert launched.pop().lse is None
-
-
-@pytest.mark.parametrize("given", [None, torch.zeros(BATCH, 5, HEADS)])
-def test_cudnn_ragged_lse(launched: Problems, given: torch.Tensor | None) -> None:
-    _, lse = cudnn(lse=given, batch_offsets_stats=cumulative(Q_LENS, HEADS))
-    problem = launched[0]
-    assert lse.shape == (BATCH, 5, HEADS)
-    assert given is None or lse is given
-    assert problem.lse.tensor.data_ptr() == lse.data_ptr()
-    assert problem.lse.tensor.shape == (BATCH * 5, HEADS)
-    assert problem.lse.layout is LseLayout.OFFSETS
-    assert problem.lse.offsets.unit == HEADS
-    assert starts(problem.lse.offsets) == [0, 3, 3]
-
-
-def test_cudnn_host_lengths_are_copied_outside_graphs_only() -> None:
-    device = torch.device("meta")  # stands for a GPU
-    copied = _cudnn._lengths("actual_seq_lens_q", ints(1, 2).view(2, 1), 2, device, graphs=False)
-    assert copied.device == device
-    assert copied.shape == (2,)
-    with pytest.raises(ValueError, match=r"actual_seq_lens_q.*is_cuda_graph_compatible"):
-        _cudnn._lengths("actual_seq_lens_q", ints(1, 2), 2, device, graphs=True)
-
-
-def test_cudnn_accepts_any_backend_name(launched: Problems) -> None:
-    for backend in (None, "cubin", "cudnn", "anything"):
-        cudnn(backend=backend, is_cuda_graph_compatible=True)
-    assert len({problem.mask for problem in launched}) == 1
-
-
 @pytest.mark.parametrize("batch", [0, 2])
 def test_no_tokens(launched: Problems, batch: int) -> None:
     table = torch.zeros(batch, 4, dtype=torch.int32)
@@ -488,7 +388,7 @@ def test_no_tokens(launched: Problems, batch: int) -> None:
     fmha_v2(qkv=(data(0, HEADS, DIM), data(0, 2, KV_HEADS, DIM)), **sizes)
     fmha_v2(qkv=data(0, 3, HEADS, DIM), input_layout="PACKED_QKV", **sizes)
     names = ("batch_offsets_q", "batch_offsets_o", "batch_offsets_k", "batch_offsets_v")
-    _, lse = cudnn(
+    _, lse = call_cudnn(
         q=data(0, HEADS, 192),
         k_cache=data(0, KV_HEADS, 192),
         v_cache=data(0, KV_HEADS, 128),

@@ -272,7 +272,7 @@ def test_top_level_names() -> None:
 
 
 def test_latent_attention_is_found_beside_decode() -> None:
-    """Where FlashInfer had it at first, and engines still import it from."""
+    """FlashInfer had it there at first, and engines still import it from there."""
     decode, mla = (importlib.import_module(f"hopwell.{name}") for name in ("decode", "mla"))
     assert decode.trtllm_batch_decode_with_kv_cache_mla is mla.trtllm_batch_decode_with_kv_cache_mla
 

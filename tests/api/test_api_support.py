@@ -10,41 +10,54 @@ import torch
 from api_calls import FORMS, Form
 
 from hopwell import emulator
-from hopwell.kernels import support
+from hopwell.kernels import features, support
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.families import prefill_type, shipped_configs
 from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
 
 
 def test_keys_are_unique_and_archs_known() -> None:
-    for name, entry in support.ENTRIES.items():
+    for name, entry in features.ENTRIES.items():
         keys = [feature.key for feature in entry.features]
         assert len(set(keys)) == len(keys), name
         assert all(set(feature.archs) <= set(support.ARCHS) for feature in entry.features)
 
 
 def test_require_passes_what_is_supported() -> None:
-    for name, entry in support.ENTRIES.items():
+    for name, entry in features.ENTRIES.items():
         for feature in entry.features:
             for arch in feature.archs:
-                support.require(name, feature.key, "x=1", arch)
+                features.require(name, feature.key, "x=1", arch)
 
 
 def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     with pytest.raises(NotImplementedError) as caught:
-        support.require(support.CONTEXT, "fp16_softmax", "use_fp16_softmax=True", "sm_90a")
+        features.require(support.CONTEXT, "fp16_softmax", "use_fp16_softmax=True", "sm_90a")
     message = str(caught.value)
     for part in (support.CONTEXT, "softmax in fp16", "use_fp16_softmax=True", "sm_90a", "attention sinks"):
         assert part in message
 
     with pytest.raises(NotImplementedError, match=r"on sm_100a.*architectures that support .*: sm_90a, sm_120a$"):
-        support.require(support.XQA, "wide_head_dim", "head_dim=512", "sm_100a")
+        features.require(support.XQA, "wide_head_dim", "head_dim=512", "sm_100a")
+
+
+def test_a_row_has_what_its_implementations_do_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = features.ENTRIES[support.XQA].feature("16bit")
+    assert replace(row).archs == (*support.HOPPER, *support.SM120)
+    monkeypatch.setattr(Sm120DecodeConfig, "head_dims", (64,))
+    assert replace(row).archs == support.HOPPER
+
+
+@pytest.mark.parametrize("entry", features.ENTRIES)
+def test_a_row_without_cases_names_the_rest(entry: str) -> None:
+    rest = [row.key for row in features.ENTRIES[entry].features if not row.cases]
+    assert all(key.startswith("other_") for key in rest if key not in ("fp16_softmax", "spcompress"))
 
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
-    text = support.support_matrix()
+    text = features.support_matrix()
     kernels = {arch: "yes" if arch in support.RUN_ON_HARDWARE else "emulator-verified" for arch in support.ARCHS}
-    for name, entry in support.ENTRIES.items():
+    for name, entry in features.ENTRIES.items():
         assert f"`{entry.module}.{name}`" in text
         for feature in entry.features:
             cells = " | ".join(kernels[arch] if arch in feature.archs else "-" for arch in support.ARCHS)
@@ -171,7 +184,7 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
         "sm_120a": (),
     }
     absent["sm_103a"] = absent["sm_100a"]
-    for feature in support.ENTRIES[entry].features:
+    for feature in features.ENTRIES[entry].features:
         for arch, keys in absent.items():
             there = "sm_90a" in feature.archs and feature.key not in keys
             assert (arch in feature.archs) == there, (feature.key, arch)
@@ -179,14 +192,14 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
 
 @pytest.mark.parametrize("entry", [support.XQA, support.MLA])
 def test_sm120_decodes_what_hopper_does(entry: str) -> None:
-    for feature in support.ENTRIES[entry].features:
+    for feature in features.ENTRIES[entry].features:
         assert ("sm_120a" in feature.archs) == ("sm_90a" in feature.archs), feature.key
     dims = {dim for dim in range(8, 601, 8) if support.decode_head_dim(dim) != "other_head_dim"}
     assert dims == set(DecodeConfig.head_dims) == set(Sm120DecodeConfig.head_dims)
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
-    context = support.ENTRIES[support.CONTEXT]
+    context = features.ENTRIES[support.CONTEXT]
     for arch in support.ARCHS:
         dims = itertools.product(range(8, 601, 8), repeat=2)
         served = {one for one in dims if arch in context.feature(support.prefill_head_dim(one)).archs}
@@ -200,7 +213,7 @@ def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
         for form in FORMS
         if form.runs
         for name in [form.function.__name__]
-        for feature in support.ENTRIES[support.SAME_AS.get(name, name)].features
+        for feature in features.table_of(name).features
         if feature.key in ("16bit", "head_dim", "cache")
     ],
     ids=str,
@@ -208,8 +221,8 @@ def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
 def test_the_table_decides(monkeypatch: pytest.MonkeyPatch, form: Form, feature: str) -> None:
     name = form.function.__name__
     table = support.SAME_AS.get(name, name)
-    entry = support.ENTRIES[table]
-    rows = tuple(replace(row, archs=()) if row.key == feature else row for row in entry.features)
-    monkeypatch.setitem(support.ENTRIES, table, replace(entry, features=rows))
+    entry = features.table_of(name)
+    rows = tuple(replace(row, cases=()) if row.key == feature else row for row in entry.features)
+    monkeypatch.setitem(features.ENTRIES, table, replace(entry, features=rows))
     with pytest.raises(NotImplementedError, match=name):
         form.function(**form.build())

@@ -110,7 +110,7 @@ def test_warm_statistics(recorded: Any) -> None:
 
 
 def test_warm_calls_say_how_wide_indices_are(recorded: Any) -> None:
-    """By an odd address, in the checked call and in those that repeat it with other tensors."""
+    """An odd address says it, in the checked call and in those that repeat it with other tensors."""
     arguments = form(XQA, "stacked-NHD")
     for width in (torch.int64, torch.int32, torch.int64):
         for _ in range(3):
@@ -334,7 +334,7 @@ def test_a_log_sum_exp_over_an_operand_is_refused_in_a_warm_call_too(name: str) 
 @pytest.mark.parametrize("entry", [XQA, MLA])
 @pytest.mark.parametrize("name", ["query", "kv_cache", "out"])
 def test_a_workspace_over_an_operand_is_refused_in_a_warm_call_too(entry: str, name: str, recorded: Any) -> None:
-    """Also where only their ends lie in each other."""
+    """A call is also refused where only their ends lie in each other."""
     arguments = form(entry, api_calls.DEFAULT[entry])
     results = FUNCTIONS[entry](**arguments)
     arguments["out"] = torch.empty_like(results)

@@ -92,7 +92,7 @@ def test_sglang_decode(device: str) -> None:
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["even", "ragged"])
 def test_several_tokens_without_a_mask_are_causal(ragged: bool, device: str) -> None:
-    """As in trtllm-gen, with a log-sum-exp to base 2. Beyond 32 tokens there is more than a word of bits."""
+    """They are in trtllm-gen too; the log-sum-exp is to base 2. Beyond 32 tokens there is more than a word of bits."""
     q_lens = [3, 0, 40, 1, 6] if ragged else [3] * 5
     data = batch(device, q_lens)
     problem = data.decode(16, DRAFT, ragged=True)

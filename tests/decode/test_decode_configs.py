@@ -19,7 +19,8 @@ SHIPPED = list(shipped_decode_configs())
 
 
 def small_case(config: DecodeConfig) -> None:
-    """From no keys to three chunks or leaves, which are merged; with drafts all rows of a tile, or two tiles."""
+    """Requests have no keys to three chunks or leaves, which are merged; drafts have all rows of a tile, or two
+    tiles."""
     chunk, group = config.chunk_tokens, min(fewest_rows(config) + 4, config.rows)
     case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group, kv_heads=2, window=chunk + 3)
     if config.mask is MaskKind.DRAFT:

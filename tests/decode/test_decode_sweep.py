@@ -107,7 +107,7 @@ def test_new_tokens(q_len: int, kernels: list[tuple[int, KvType, int, int]], dra
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-3, 8.0])
 def test_magnitudes(magnitude: float, head_dim: int, group: int) -> None:
-    """From uniform attention to rows that see few keys."""
+    """Attention goes from uniform to rows that see few keys."""
     config = config_for(head_dim, FULL, 16, rows=group)
     kv_lens = lengths(config.chunk_tokens, 16)[-4:]
     check_config(config, Case([1] * 4, kv_lens, group, magnitude=magnitude, sinks=False), 16)

@@ -86,7 +86,7 @@ def test_counts_of_keys_are_those_of_hopper(mask: Mask, page_size: int | None) -
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
 @pytest.mark.parametrize("key", [4, 9])
 def test_a_key_that_is_not_a_number_shows(arch: str, key: int) -> None:
-    """In all rows that see it and in no other, whether its exponential comes from the function unit or not."""
+    """It shows in all rows that see it and in no other, whether its exponential comes from the function unit or not."""
     data = Batch([130], [130], heads=1, kv_heads=1, device="cpu")
     data.k[0][key, 0, 3] = float("nan")
     with emulator.use(arch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import campaign_blackwell
 import campaign_prefill
+import campaign_sm120
 import pytest
 import torch
 from ptx_harness import empty, run_ptx
@@ -99,4 +100,15 @@ def test_blackwell_kernel():
         )
     assert set(outcomes(campaign)) == set(kinds)
     assert len(campaign.effective()) > 15
+    assert campaign.rate == 1, "\n".join(summary(campaign))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("case", "effective"), [(campaign_sm120.case, 24), (campaign_sm120.decode, 28)])
+def test_sm120_kernels(case, effective: int) -> None:
+    """Faults in how lanes wait for what they read themselves; docs/kernels/sm120.md has the result of all kinds."""
+    kinds = ["drop mbarrier wait", "drop fence.proxy.async", "drop cp.async wait", "drop bar.sync"]
+    with emulator.use("sm_120a"):
+        campaign = run_campaign(case, kinds=kinds, say=lambda _: None, equivalent=campaign_sm120.equivalent)
+    assert len(campaign.effective()) > effective
     assert campaign.rate == 1, "\n".join(summary(campaign))

@@ -116,7 +116,7 @@ def test_widths_of_8_bits_with_a_second_block_of_columns(kv_type: KvType, head_d
     ("group", "kv_type"), [(1, KvType.WIDE), (5, KvType.WIDE), (33, KvType.WIDE), (3, KvType.INT8)]
 )
 def test_more_requests_than_lanes(group: int, kv_type: KvType) -> None:
-    """And more work than CTAs: units of many requests are found in the right order."""
+    """There is also more work than CTAs: units of many requests are found in the right order."""
     config = config_for(64, MaskKind.FULL, 16, kv_type=kv_type, rows=group)
     kv_lens = [(0, 3, 40, config.chunk_tokens + 1)[i * i % 7 % 4] for i in range(75)]
     case = Case([1] * len(kv_lens), kv_lens, group=group, sinks=False)
@@ -167,7 +167,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 17, 1), (128, 2, 3, 30), (512, 1, 9, 1)])
 def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: int) -> None:
-    """By pieces of requests of one group of pieces and of two."""
+    """Requests with one group of pieces and with two use them."""
     config = config_for(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL, 16, rows=group * q_len)
     chunks = [18, 2, 3, 1, 17, 2, 2, 5, 18, 4] if q_len == 1 else [4, 2, 3, 1, 2, 4, 2]
     case = Case([q_len] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group, kv_heads, sinks=False)

@@ -70,7 +70,7 @@ def test_requests_of_prefill_end_with_the_table(arch: str) -> None:
 @pytest.mark.parametrize("kind", [DecodeBatch, MlaBatch])
 @pytest.mark.usefixtures("unchecked")
 def test_requests_of_decode_end_with_the_table(kind: type[DecodeBatch], heads: int) -> None:
-    """As in prefill. What is kept in scratch is sized by the table as well."""
+    """Requests of prefill do as well. What is kept in scratch is sized by the table as well."""
     data = kind([1] * 3, [48, 33, 48], heads=heads, kv_heads=1, device="cpu")
     problem = data.decode(16)
     table = problem.page_table.key[:, :3].contiguous()

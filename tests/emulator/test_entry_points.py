@@ -96,7 +96,7 @@ def test_settings_nest_and_end():
 @pytest.mark.parametrize("bad_page", [-1, 10**6, 2**31 - 1])
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_a_page_number_out_of_range(batch, page_size, bad_page):
-    """Where TMA fetches pages, it would read zeros. Entries behind a request's last page may hold anything."""
+    """TMA, where it fetches pages, would read zeros. Entries behind a request's last page may hold anything."""
     text = rf"key_table\[2, 1\] must be a page id in \[0, \d+\), because request 2 has 150 keys, .* {page_size} on, got"
     with pytest.raises(emulator.MemoryFault, match=f"{text} {bad_page}$"):
         context(batch, page_size, bad_page)

@@ -51,7 +51,7 @@ def copy(shape: str, column: int, lbo: int, sbo: int, width: int = 16, lane: int
 @pytest.mark.parametrize("pair", [False, True], ids=["one", "pair"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_copy_shapes(shape, pair):
-    """With a pair, each CTA copies from its own shared into its own tensor memory."""
+    """Each CTA of a pair copies from its own shared into its own tensor memory."""
     rows, bits, _ = SHAPES[shape]
     ctas = 2 if pair else 1
     before = noise(ctas, LANES, COLUMNS)

@@ -339,3 +339,49 @@ def test_chains_have_the_bits_of_hopper(kind: str) -> None:
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a Hopper GPU")
     np.testing.assert_array_equal(chains(kind, devices.Emulated("sm_90a")), chains(kind, devices.Gpu()))
+
+
+# ------------------------------------------------------------------ moves, against a GPU
+MOVED = 13  # words of a lane
+
+
+def moves_text() -> str:
+    """A kernel of one warp that moves matrices between lanes in every way that Hopper has as well."""
+    groups = ["{" + ", ".join(f"%r{r}" for r in range(first, first + 4)) + "}" for first in (2, 10, 14, 20)]
+    read, plain, transposed, stored = groups
+    body = "mul.lo.u32 %r1, %thread, 16; cvt.u64.u32 %d0, %r1; add.u64 %d0, %a0, %d0;\n"
+    body += f"ld.global.v4.b32 {read}, [%d0]; mov.u32 %r6, smem; add.u32 %r7, %r6, %r1;\n"
+    body += f"st.shared.v4.b32 [%r7], {read}; bar.warp.sync -1;\n"
+    body += f"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {plain}, [%r7];\n"
+    body += f"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {transposed}, [%r7];\n"
+    body += "movmatrix.sync.aligned.m8n8.trans.b16 %r18, %r10; bar.warp.sync -1;\n"
+    body += f"stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%r7], {plain}; bar.warp.sync -1;\n"
+    body += f"ld.shared.v4.b32 {stored}, [%r7];\n"
+    body += f"mul.lo.u32 %r1, %thread, {4 * MOVED}; cvt.u64.u32 %d1, %r1; add.u64 %d1, %a1, %d1;\n"
+    words = [*range(10, 19), *range(20, 24)]
+    body += "".join(f"st.global.b32 [%d1+{4 * k}], %r{r};\n" for k, r in enumerate(words))
+    return devices.module_text("sm_90a", devices.entry("k", "u64 u64", body), shared=True)
+
+
+def moved(device: devices.Device) -> np.ndarray:
+    words = torch.from_numpy(noise(32).view(np.int32).reshape(-1)).to(device.torch_device)
+    out = torch.zeros(32 * MOVED, dtype=torch.int32, device=device.torch_device)
+    device.launch(moves_text(), 1, 32, 512, [words, out])
+    return out.cpu().numpy().reshape(32, MOVED)
+
+
+def test_moves_lose_nothing() -> None:
+    """Each group of words is all that was read, in another order."""
+    found, halves = moved(devices.Emulated("sm_90a")), np.sort(noise(32).view(np.uint16).reshape(-1))
+    for words in (slice(0, 4), slice(4, 8), slice(9, 13)):
+        np.testing.assert_array_equal(
+            np.sort(np.ascontiguousarray(found[:, words]).view(np.uint16).reshape(-1)), halves
+        )
+    np.testing.assert_array_equal(found[:, 8], found[:, 4])  # which movmatrix and ldmatrix transpose alike
+
+
+@pytest.mark.gpu
+def test_moves_have_the_bits_of_hopper() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU")
+    np.testing.assert_array_equal(moved(devices.Emulated("sm_90a")), moved(devices.Gpu()))

@@ -48,7 +48,7 @@ def reciprocal(value: Any) -> float:
 
 
 def add_packed(a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[float, float]:
-    """In float32: that rounding makes integers is what some sums are for."""
+    """Sums are in float32: that rounding makes integers is what some of them are for."""
     return fma_packed(a, (1.0, 1.0), b)
 
 

@@ -260,7 +260,8 @@ def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> Non
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: config.name)
 def test_touches_no_memory_before_the_grid_in_front_is_done(config: KernelConfig) -> None:
-    """With programmatic dependent launch that grid may still be writing this one's operands, or reading its output."""
+    """Under programmatic dependent launch the grid in front may still be writing this one's operands, or reading its
+    output."""
     before, *after = artifact(config).ptx.read_text().split("griddepcontrol.wait")
     assert len(after) == 1
     assert "mbarrier.init" in before, "nothing overlaps"

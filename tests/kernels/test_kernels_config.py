@@ -12,7 +12,6 @@ import torch
 from covering import MAIN_DIMS, covering_configs, every_tile, stands_for_masks, with_features
 from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
-from hopwell._features import require_problem
 from hopwell.kernels.config import (
     DTYPES,
     MAX_BOX_ROWS,
@@ -20,15 +19,11 @@ from hopwell.kernels.config import (
     WORK_STAGES,
     KvFetch,
     KvType,
-    kv_fetch,
-    page_and_head_stride,
 )
 from hopwell.kernels.families import resolve, shipped_configs
 from hopwell.kernels.hardware import REGISTERS, WARPGROUP
 from hopwell.kernels.prefill_config import SHORT_STEP, SHORT_WINDOW, TILES, PrefillConfig, packed_shape
 from hopwell.kernels.problem import (
-    AttentionProblem,
-    BlockScales,
     LogSumExp,
     LseLayout,
     Mask,
@@ -36,7 +31,7 @@ from hopwell.kernels.problem import (
     Score,
     ScoreKind,
 )
-from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
+from hopwell.kernels.support import COMMON_HEAD_DIMS, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
 
 ARCH = "sm_90a"
 HEAD_DIMS = (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS)
@@ -86,7 +81,8 @@ class TestShipped:
             assert changed.name != base.name, field
 
     def test_names_are_unique_with_everything_that_can_be_asked_for(self) -> None:
-        """Also what is compiled only when asked for: other scores, skip-softmax, the other dtype as output."""
+        """What is compiled only when asked for has names of its own: other scores, skip-softmax, the other dtype as
+        output."""
         asked = [
             replace(config, out_dtype=out)
             for plain, out in itertools.product(SHIPPED, DTYPES.values())
@@ -351,13 +347,13 @@ class TestChoices:
 
     @staticmethod
     def of(tokens: int, group: int = 4, dims: tuple[int, int] = (128, 128), **changes: object) -> PrefillConfig:
-        """For 3 requests."""
+        """The config for 3 requests."""
         problem = paged(*cache("tuple-HND", 16, dims))
         return resolve(replace(problem, query=empty(tokens, 2 * group, dims[0]), **changes), ARCH)
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_heads_are_packed_where_tiles_would_be_half_empty(self, dims: tuple[int, int]) -> None:
-        """With a tile's rows for two requests, of all that there are on average half of the rows are queries."""
+        """Two requests with the rows of one tile leave half of the rows of their tiles empty on average."""
         m = min(TILES[dims].m, 128)
         for tokens, packed in ((0, True), (1, True), (3 * m // 2, True), (3 * m // 2 + 1, False), (9000, False)):
             config = self.of(tokens, dims=dims)
@@ -413,184 +409,6 @@ class TestChoices:
             assert few.tile.n == many.tile.n
             assert few.tile.splits_v == many.tile.splits_v
             assert replace(few, packs_heads=False) == many
-
-
-class TestRefusals:
-    """A problem without a kernel: NotImplementedError that names what was asked for and what there is."""
-
-    @staticmethod
-    def refusal(problem: AttentionProblem, arch: str = ARCH) -> str:
-        with pytest.raises(NotImplementedError) as caught:
-            resolve(problem, arch)
-        return str(caught.value)
-
-    @pytest.mark.parametrize("arch", ["sm_80", "sm_120", "sm_90", "sm_100"])
-    def test_other_archs(self, arch: str) -> None:
-        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128))), arch)
-        assert arch in message
-        assert "supported: sm_90a, sm_100a, sm_103a, sm_120a" in message
-
-    @pytest.mark.parametrize(
-        "dims",
-        [
-            *((dim, dim) for dim in (4, 12, 100, 264, 1024)),
-            # Widths that there are, but not together.
-            *((64, 32), (32, 64), (128, 64), (128, 192), (192, 64), (256, 128), (576, 512)),
-        ],
-        ids=str,
-    )
-    def test_other_head_dims(self, dims: tuple[int, int]) -> None:
-        message = self.refusal(paged(*cache("tuple-HND", 16, dims)))
-        assert f"{dims[0]}/{dims[1]}" in message
-        for qk, v in HEAD_DIMS:
-            assert f"{qk}/{v}" in message
-
-    @pytest.mark.parametrize(
-        ("role", "dtype"),
-        [
-            *(("query", dtype) for dtype in (torch.float32, torch.float8_e5m2, torch.uint8)),
-            *(("out", dtype) for dtype in (torch.float32, torch.float8_e4m3fn, torch.uint8)),
-        ],
-        ids=str,
-    )
-    def test_other_dtypes(self, role: str, dtype: torch.dtype) -> None:
-        operand = {role: empty(600, 4, 128, dtype=dtype)}
-        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), **operand))
-        assert f"{'output' if role == 'out' else role} dtype {dtype}" in message
-        assert "torch.bfloat16, torch.float16" in message
-
-    def test_queries_of_8_bits_over_nvfp4(self) -> None:
-        """Entries widen them: e4m3 does not hold what elements times their scales are."""
-        scales = BlockScales(*(empty(5, 2, 16, 8, dtype=torch.float8_e4m3fn) for _ in "kv"))
-        query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
-        key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)
-        message = self.refusal(paged(key, value, query=query, kv_scales=scales))
-        assert "query dtype torch.float8_e4m3fn has no kernel" in message
-        assert "with NVFP4 K and V; supported: torch.bfloat16, torch.float16" in message
-
-    def test_queries_of_8_bits_beside_wider_keys(self) -> None:
-        query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
-        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), query=query))
-        assert "key dtype torch.bfloat16" in message
-        assert "with query dtype torch.float8_e4m3fn; supported: torch.float8_e4m3fn" in message
-
-    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
-    @pytest.mark.parametrize("dims", PrefillConfig.all_tiles(), ids=str)
-    def test_head_dims_with_operands_of_8_bits(self, dims: tuple[int, int], dtype: torch.dtype) -> None:
-        """The table refuses those without a kernel, with the entry's name, before one is looked for."""
-        views = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
-        problem = paged(*views, query=empty(600, 4, dims[0], dtype=dtype))
-        if dims in BYTE_HEAD_DIMS:
-            require_problem(CONTEXT, problem, "sm_90a")
-            assert resolve(problem, "sm_90a").kv_bytes == 1
-        else:
-            with pytest.raises(NotImplementedError, match=f"^{CONTEXT}: other head dims with fp8 query or KV"):
-                require_problem(CONTEXT, problem, "sm_90a")
-            assert f"{dims[0]}/{dims[1]} have no prefill kernel" in self.refusal(problem)
-
-    @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str)
-    @pytest.mark.parametrize("role", ["key", "value"])
-    def test_keys_and_values_of_another_dtype(self, role: str, dtype: torch.dtype) -> None:
-        """The kernels read the cache as what the query is: another dtype would be computed with, wrongly."""
-        problem = paged(*cache("tuple-HND", 16, (128, 128)))
-        message = self.refusal(replace(problem, **{role: getattr(problem, role).to(dtype)}))
-        assert f"{role} dtype {dtype}" in message
-        assert "torch.bfloat16" in message
-
-    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
-    def test_other_page_sizes(self, page_size: int) -> None:
-        message = self.refusal(paged(*cache("tuple-HND", page_size, (128, 128))))
-        assert f"page size {page_size}" in message
-        assert f"1 to {MAX_PAGE_SIZE}" in message
-
-    def test_contiguous_keys_of_any_number(self) -> None:
-        """Contiguous K is one page of all tokens, which is no page size."""
-        for tokens in (3, 24, 5000):
-            key, value = (empty(tokens, 2, 128).transpose(0, 1)[None] for _ in range(2))
-            assert resolve(contiguous(key, value), ARCH).kv_fetch is KvFetch.CONTIGUOUS
-
-
-class TestKvFetch:
-    @pytest.mark.parametrize(("page_size", "box_rows"), [(3, 0), (12, 0), (24, 8), (48, 16), (96, 32), (960, 64)])
-    def test_pages_of_other_sizes_are_divided(self, page_size: int, box_rows: int) -> None:
-        """Boxes have as many rows as divide a page and a tile, and kernels for powers of two keep their shifts."""
-        config = resolve(paged(*cache("tuple-HND", page_size, (128, 128))), ARCH)
-        assert config.uneven_pages
-        assert config.name.endswith("_uneven")
-        assert config.box_rows == box_rows
-
-    @pytest.mark.parametrize("form", CACHES)
-    @pytest.mark.parametrize("page_size", PAGE_SIZES)
-    def test_pages_of_8_tokens_and_more_are_boxes(self, page_size: int, form: str) -> None:
-        for dims, tile in TILES.items():
-            fetch, rows = kv_fetch(paged(*cache(form, page_size, dims)), tile.n)
-            if page_size < 8:
-                assert (fetch, rows) == (KvFetch.PAGE_ROWS, 0)
-            else:
-                assert fetch is KvFetch.PAGE_BOXES
-                fitting = [n for n in (8, 16, 32, 64) if page_size % n == 0 and tile.n % n == 0]
-                assert rows == max(fitting)
-
-    def test_contiguous(self) -> None:
-        key, value = (empty(640, 2, 128).transpose(0, 1)[None] for _ in range(2))
-        assert kv_fetch(contiguous(key, value), 128) == (KvFetch.CONTIGUOUS, 0)
-
-    @pytest.mark.parametrize("odd", ["key", "value"])
-    @pytest.mark.parametrize(
-        ("form", "boxes"),
-        [
-            ("heads outside pages", False),  # pages start a fraction of a head stride apart
-            ("padded pages", False),
-            ("pages padded to heads", True),
-            ("padded heads", True),
-            ("rows with room between them", True),
-            ("one head seen as two", False),  # head stride 0
-            ("one page seen as five", False),  # page stride 0: no number of slots describes it
-        ],
-    )
-    def test_strides_of_one_operand(self, form: str, boxes: bool, odd: str) -> None:
-        """Boxes need pages whole head strides apart, in K and in V."""
-        pages, heads, rows, dim = 5, 2, 16, 128
-        head = rows * dim
-        strides = {
-            "heads outside pages": (head, pages * head, dim, 1),
-            "padded pages": (heads * head + dim, head, dim, 1),
-            "pages padded to heads": ((heads + 1) * head, head, dim, 1),
-            "padded heads": (heads * (head + 8), head + 8, dim, 1),
-            "rows with room between them": (heads * rows * (dim + 8), rows * (dim + 8), dim + 8, 1),
-            "one head seen as two": (head, 0, dim, 1),
-            "one page seen as five": (0, head, dim, 1),
-        }[form]
-        view = torch.empty_strided((pages, heads, rows, dim), strides, dtype=torch.bfloat16, device="meta")
-        problem = replace(paged(*cache("tuple-HND", rows, (dim, dim))), **{odd: view})
-        want = (KvFetch.PAGE_BOXES, 16) if boxes else (KvFetch.PAGE_ROWS, 0)
-        assert kv_fetch(problem, 128) == want
-
-    def test_strides_of_single_heads_and_pages_do_not_count(self) -> None:
-        """A dimension of size 1 may have any stride: torch does not keep it meaningful."""
-        for shape, strides in (
-            ((5, 1, 16, 128), (2048, 3, 128, 1)),
-            ((5, 1, 16, 128), (2048, 0, 128, 1)),
-            ((1, 2, 16, 128), (1, 2048, 128, 1)),
-            ((1, 2, 16, 128), (0, 2048, 128, 1)),
-            ((1, 1, 16, 128), (7, 5, 128, 1)),
-            ((1, 1, 16, 128), (0, 0, 128, 1)),
-        ):
-            view = torch.empty_strided(shape, strides, dtype=torch.bfloat16, device="meta")
-            assert kv_fetch(paged(view, view), 128) == (KvFetch.PAGE_BOXES, 16), (shape, strides)
-
-    @pytest.mark.parametrize("form", CACHES)
-    @pytest.mark.parametrize("pages", [1, 5])
-    @pytest.mark.parametrize("heads", [1, 3])
-    def test_strides_reach_every_element(self, heads: int, pages: int, form: str) -> None:
-        """The strides that kernels get address the same elements as the view, also where they were replaced."""
-        for view in cache(form, 16, (128, 128), pages=pages, heads=heads):
-            page, head = page_and_head_stride(view)
-            for p, h in itertools.product(range(pages), range(heads)):
-                assert p * page + h * head == p * view.stride(0) + h * view.stride(1)
-            # What a TMA box addresses: slots one head stride apart.
-            assert head > 0
-            assert page % head == 0
 
 
 def test_a_config_is_a_key() -> None:

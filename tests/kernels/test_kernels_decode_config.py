@@ -171,7 +171,7 @@ class TestResources:
 
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
     def test_enough_is_under_way(self, dim: int) -> None:
-        """To keep memory busy: 128 KiB of K and V for each SM."""
+        """Memory is kept busy by 128 KiB of K and V for each SM."""
         for config in (config for kv_type in KV_TYPES if dim in dims_of(kv_type) for config in of_dim(dim, kv_type)):
             stages = config.tile.kv_stages * config.ctas_per_sm
             assert stages * config.tile.n * sum(config.columns) * 2 >= 128 << 10

@@ -233,8 +233,8 @@ def test_rows_are_written_once(
 def test_rows_staged_as_floats_are_written_once(
     rows_out: Any, kind: Any, columns: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As above, for fragments whose neighbours are not a lane's pairs, and for output of 8 bits: then 8 bytes go out at
-    a time. Two rows' stores may share banks."""
+    """The test above, for fragments whose neighbours are not a lane's pairs, and for output of 8 bits: then 8 bytes go
+    out at a time. Two rows' stores may share banks."""
     warp.most_in_a_bank = 2
     stored: list[tuple[int, list[tuple[float, ...]]]] = []
     monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernel_problems import cache, empty, paged
 
-from hopwell.kernels import support
+from hopwell.kernels import features, support
 from hopwell.kernels.families import IMPLEMENTATIONS, architectures, build, refuse, resolve, shipped_configs
 from hopwell.kernels.problem import AttentionProblem, Family
 
@@ -31,7 +31,7 @@ def test_architectures_are_those_of_the_support_matrix() -> None:
     assert architectures(Family.APPEND) == support.ARCHS
     entries = {Family.PREFILL: support.CONTEXT, Family.DECODE: support.XQA, Family.MLA: support.MLA}
     for family, entry in entries.items():
-        assert architectures(family) == support.ENTRIES[entry].feature("16bit").archs
+        assert architectures(family) == features.ENTRIES[entry].feature("16bit").archs
 
 
 @pytest.mark.parametrize("family", Family)

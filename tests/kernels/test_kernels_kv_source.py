@@ -6,217 +6,54 @@ emulator and the GPU.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import cutlass
-import cutlass.cute as cute
 import pytest
 from cutlass import Int32
-
-from hopwell.kernels import pipeline
-from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS, KernelConfig, KvFetch, KvType
-from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.launch import Addresses, Geometry, page_divisor
-from hopwell.kernels.mla_config import shipped_mla_configs
-from hopwell.kernels.parts import copy, kv_source
-from hopwell.kernels.parts.kv_source import (
-    GROUP_ROWS,
-    ContiguousBoxes,
-    KvOperand,
-    KvSource,
-    ListedRows,
-    PageBoxes,
-    PageColumnBoxes,
-    PageRows,
+from kv_cases import (
+    ADDRESSES,
+    CASES,
+    HEADS,
+    K_START,
+    KV_HEAD,
+    REQUEST,
+    SHARED,
+    STRIDES,
+    V_START,
+    Case,
+    Ring,
+    Warp,
+    cases,
+    geometry,
+    host,
+    host_warp,
+    one_for_each,
+    put_table,
 )
+
+from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS, KvFetch, KvType
+from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.mla_config import shipped_mla_configs
+from hopwell.kernels.parts import copy, kv_rows
+from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
+from hopwell.kernels.parts.kv_source import GROUP_ROWS, ContiguousBoxes, KvOperand, PageBoxes, PageColumnBoxes
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.sm90.decode import DecodeSm90
-from hopwell.kernels.sm90.prefill import PrefillSm90
 from hopwell.kernels.support import DECODE_8BIT_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
 
-KV_HEAD, HEADS, REQUEST = 1, 3, 2
-SHARED = 1 << 14  # address of stage 0
-K_START, V_START = 1000, 2000  # of the request, in contiguous K and V
-ADDRESSES = Addresses(*range(1 << 40, (1 << 40) + len(Addresses._fields)))
-STRIDES = dict(k_page=3 << 20, k_head=1 << 20, k_row=1 << 10, v_page=3 << 21, v_head=1 << 21, v_row=1 << 11)
-
-
-def geometry(page_size: int) -> Geometry:
-    tables = dict(key_table_row=50, value_table_row=60)
-    sizes = dict(page_divisor=page_divisor(page_size), k_rows=page_size, v_rows=page_size)
-    return Geometry(*[0] * len(Geometry._fields))._replace(**STRIDES, **tables, **sizes)
-
-
-class Case(NamedTuple):
-    """A source of a shipped kernel with one of its operands. What has the same numbers has the same code."""
-
-    kind: type[KvSource]
-    tile_n: int
-    box_rows: int
-    head_dim: int
-    columns: int
-    depth: int
-    read_once: bool
-    config: KernelConfig
-    is_value: bool
-
-    def operand(self, page_size: int = 16) -> KvOperand:
-        make = KvOperand.value if self.is_value else KvOperand.key
-        return make(ADDRESSES, geometry(page_size), self.config)
-
-    def source(self, first_key: int = 0, end_key: int = 1, page_size: int = 16, *, device: bool = False) -> Any:
-        """The source for a request whose keys of interest are [first_key, end_key). ``device``: in device integers."""
-        integer: Callable[[int], Any] = Int32 if device else int
-        request = SimpleNamespace(index=REQUEST, kv_len=integer(end_key), k_start=K_START, v_start=V_START)
-        keys = SimpleNamespace(first_key=integer(first_key))
-        tile = SimpleNamespace(kv_head=integer(KV_HEAD), keys=keys, request=request, cache_policy="policy")
-        return self.kind.create(self.operand(page_size), tile, "descriptor", SHARED, self.tile_n, self.box_rows)
-
-    def __str__(self) -> str:
-        boxes = str(self.box_rows) if self.box_rows else ""
-        return (
-            f"{self.kind.__name__}{boxes}-{self.tile_n}x{self.head_dim}-{'v' if self.is_value else 'k'}{self.depth}"
-            + "-once" * self.read_once
-        )
-
-
-def all_cases() -> list[Case]:
-    found: dict[tuple[Any, ...], Case] = {}
-    decode = (config for config in shipped_decode_configs() if config.kv_type is KvType.WIDE)
-    # Heads that share tiles have the same keys, and short steps are a size like others: two head dims stand for all.
-    prefill = (
-        config
-        for config in shipped_configs()
-        if not config.packs_heads and (not config.short_steps or config.head_dim_qk in (64, 128))
-    )
-    for config, is_value in itertools.product(itertools.chain(prefill, decode), (False, True)):
-        kernel = DecodeSm90 if isinstance(config, DecodeConfig) else PrefillSm90
-        operand = (KvOperand.value if is_value else KvOperand.key)(ADDRESSES, geometry(16), config)
-        key = (
-            kernel(config).source,
-            config.tile.n,
-            config.box_rows,
-            operand.head_dim,
-            operand.columns,
-            operand.depth,
-            operand.read_once,
-        )
-        found.setdefault(key, Case(*key, config, is_value))
-    return list(found.values())
-
-
-CASES = all_cases()
-
-
-def cases(*kinds: type[KvSource]) -> Any:
-    return pytest.mark.parametrize("case", [case for case in CASES if case.kind in kinds], ids=str)
-
-
-def host(value: Any) -> int:
-    return int(getattr(value, "value", value))
-
-
-class Table:
-    """Page ids of a request, which may only be read at entries that hold tokens of interest."""
-
-    def __init__(self, pages: int, valid: range):
-        self.ids = [(7 * page + 3) % 64 for page in range(pages)]
-        self.valid = valid
-
-    def __getitem__(self, index: Any) -> Any:
-        assert host(index) in self.valid, f"entry {host(index)} is read, valid are {self.valid}"
-        return type(index)(self.ids[host(index)])
-
-
-class Warp:
-    """What a warp does to shared memory, in order: one lane at a time runs the whole code."""
-
-    def __init__(self) -> None:
-        self.lane: Any = 0
-        self.events: list[tuple[Any, ...]] = []
-
-    def note(self, name: str) -> Callable[..., None]:
-        return lambda *values, arrive_count=1, **options: self.events.extend([(name, *values)] * arrive_count)
-
-    def named(self, name: str) -> list[tuple[Any, ...]]:
-        return [event[1:] for event in self.events if event[0] == name]
-
-    @property
-    def order(self) -> list[str]:
-        """Names of the events, repeated ones once."""
-        return [name for name, _ in itertools.groupby(event[0] for event in self.events)]
-
-
-class Ring:
-    """Stages and barriers by step; ``waits`` are the steps that waited for an empty stage."""
-
-    def __init__(self, producer_lanes: int = 1) -> None:
-        self.waits: list[int] = []
-        self.producer_lanes = producer_lanes
-
-    @staticmethod
-    def stage(step: int) -> int:
-        return step % 2
-
-    @staticmethod
-    def full_barrier(step: int) -> str:
-        return f"full {step % 2}"
-
-    def wait_empty(self, step: int) -> None:
-        self.waits.append(step)
-
-    fill_rest = pipeline.Ring.fill_rest.__wrapped__  # type: ignore[attr-defined]
-
 
 @pytest.fixture
 def warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
-    """Device code on the host: Python's loops, integers and branches in the place of traced ones."""
-    warp = Warp()
-    monkeypatch.setattr(cute.arch, "lane_idx", lambda: warp.lane)
-    monkeypatch.setattr(cute.arch, "shuffle_sync", lambda of_lanes, lane: of_lanes[lane])
-    monkeypatch.setattr(cute.arch, "elect_one", contextlib.nullcontext)
-    for name, event in (
-        ("fence_proxy", "fence"),
-        ("sync_warp", "sync"),
-        ("cp_async_mbarrier_arrive_noinc", "arrive when copied"),
-        ("mbarrier_arrive", "arrive"),
-        ("mbarrier_arrive_and_expect_tx", "expect"),
-        ("mbarrier_wait", "wait"),
-    ):
-        monkeypatch.setattr(cute.arch, name, warp.note(event))
-    for name, event in (("tma_load", "box"), ("async_copy_or_zero", "copy"), ("store_shared_zero", "zero")):
-        monkeypatch.setattr(copy, name, warp.note(event))
-    for name in ("range", "range_constexpr"):
-        monkeypatch.setattr(cutlass, name, lambda *bounds, **unrolled: range(*bounds))
-    for kind in (KvSource, ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows):
-        loops = ("load", "fill_down", "fill", "fetch", "zero_rows")
-        for name in (*loops, "_entry", "_address", "copy_rows", "_copy_row"):
-            if name in vars(kind):
-                monkeypatch.setattr(kind, name, vars(kind)[name].__wrapped__)
-    return warp
+    return host_warp(monkeypatch)
 
 
 # First and last key of interest: whole requests, parts of pages and tiles, and what a window leaves.
 RANGES = [(0, 1), (0, 7), (0, 8), (0, 129), (0, 300), (5, 6), (64, 300), (127, 129), (200, 300), (255, 300)]
-
-
-def put_table(monkeypatch: pytest.MonkeyPatch, page_size: int, first: int, end: int) -> Table:
-    table = Table(-(-end // page_size) + 2, range(first // page_size, (end - 1) // page_size + 1))
-    monkeypatch.setattr(kv_source, "load_index", lambda address, index: table[index])
-    return table
-
-
-def one_for_each(kind: type[KvSource]) -> list[Case]:
-    """Cases that differ in what decides where tokens are: columns do not."""
-    return list({(case.tile_n, case.box_rows): case for case in CASES if issubclass(case.kind, kind)}.values())
 
 
 class TestLocate:
@@ -272,7 +109,7 @@ class TestLocate:
         tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request, cache_policy=None)
         source = ListedRows.create(operand, tile, None, SHARED, config.tile.n, 0)
         tokens = [-1 if i % 7 == 3 else 97 * i % 200 for i in range(70)]
-        monkeypatch.setattr(kv_source, "load_index", lambda address, index: tokens[index])
+        monkeypatch.setattr(kv_rows, "load_index", lambda address, index: tokens[index])
         found = {}
         for n, warp.lane in itertools.product(range(2), range(32)):
             for i, address in enumerate(source.locate(n, source.read_table(n))):
@@ -391,8 +228,8 @@ class TestBoxes:
     def test_rows_that_are_not_needed_become_zeros(
         self, case: Case, lanes: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In V only, and in that order: the boxes have arrived, zeros are written, consumers may read. As many lanes
-        arrive as the edge counts."""
+        """This happens in V only, and in this order: the boxes have arrived, zeros are written, consumers may read. As
+        many lanes arrive as the edge counts."""
         tile_n, step = case.tile_n, 3
         value = case._replace(is_value=True)
         after = ((tile_n - 1, 2 * tile_n), (tile_n + 5, 2 * tile_n))
@@ -480,7 +317,7 @@ def row_addresses(tile_n: int) -> list[int]:
 
 @pytest.mark.parametrize("head_dim", DECODE_8BIT_HEAD_DIMS)
 def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
-    """As 16-bit ones of half as many columns, with half the strides."""
+    """They are fetched as 16-bit ones of half as many columns, with half the strides."""
     of = ("sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_ROWS, 0)
     g = geometry(16)
     for make in (KvOperand.key, KvOperand.value):

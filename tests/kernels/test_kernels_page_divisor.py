@@ -7,7 +7,8 @@ from hopwell.kernels.support import MAX_PAGE_SIZE
 
 
 def test_division() -> None:
-    """As ``parts/page_size.py`` computes it, at the ends of pages, where a rounded multiplier would show first."""
+    """It is computed like ``parts/page_size.py`` does, at the ends of pages, where a rounded multiplier would show
+    first."""
     for size in (size for size in range(1, MAX_PAGE_SIZE + 1) if size & (size - 1)):
         multiplier, shift = divmod(page_divisor(size), 1 << DIVISOR_BITS)
         assert multiplier < 1 << 32

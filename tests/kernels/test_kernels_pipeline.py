@@ -16,7 +16,8 @@ from hopwell.kernels.config import WORK_STAGES, KvFetch
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows
+from hopwell.kernels.parts.kv_rows import PageRows
+from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
 from hopwell.kernels.prefill_config import TILES

@@ -14,7 +14,8 @@ from kernel_problems import cache, contiguous, empty, paged
 from hopwell.kernels import plan
 from hopwell.kernels.families import resolve
 from hopwell.kernels.launch import OPERANDS, Addresses, Geometry, ScaledAddresses, ScaledGeometry
-from hopwell.kernels.plan import MAX_WINDOW, Plan, geometry, host_scales, operands
+from hopwell.kernels.masks import WIDEST
+from hopwell.kernels.plan import Plan, geometry, host_scales, operands
 from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -146,11 +147,11 @@ class TestGeometry:
             (Mask(MaskKind.CAUSAL), 0),
             (Mask(MaskKind.SLIDING_WINDOW, 0), 0),
             (Mask(MaskKind.SLIDING_WINDOW, 127), 127),
-            (Mask(MaskKind.SLIDING_WINDOW, 2**31 - 1), MAX_WINDOW),
+            (Mask(MaskKind.SLIDING_WINDOW, 2**31 - 1), WIDEST),
             (Mask(MaskKind.CHUNKED, chunk=1), 1),
             (Mask(MaskKind.CHUNKED, chunk=8192), 8192),
             (Mask(MaskKind.CHUNKED, chunk=2**30), 2**30),
-            (Mask(MaskKind.CHUNKED, chunk=2**31 - 1), MAX_WINDOW),
+            (Mask(MaskKind.CHUNKED, chunk=2**31 - 1), WIDEST),
         ],
         ids=str,
     )

@@ -21,6 +21,7 @@ from hopwell.kernels.config import KvType
 from hopwell.kernels.decode_config import shipped_decode_configs
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.mla_config import shipped_mla_configs
 from hopwell.kernels.parts import ranges as ranges_module
 from hopwell.kernels.parts import split
@@ -31,7 +32,6 @@ from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedul
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.split import SplitSchedule, UnitKeeper
 from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
-from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.sm90 import leaf_tree as leaf_tree_module
 from hopwell.kernels.sm90.byte_few_rows import ByteFewRowsDecodeSm90
@@ -179,7 +179,7 @@ class Batch:
             **{name: Int64(size) for name, size in sizes.items()}
         )
         kind = MaskKind.FULL if self.window < 0 else MaskKind.SLIDING_WINDOW
-        mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else MAX_WINDOW))
+        mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else WIDEST))
         return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), BLOCKS, RESIDENT_LEAVES)
 
     @property

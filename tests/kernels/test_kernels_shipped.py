@@ -64,7 +64,7 @@ def test_every_kernel_once() -> None:
 
 
 def test_types_are_asked_for() -> None:
-    """Without a word those of one 16-bit dtype, with all other families, as ever."""
+    """If nothing is asked for, they are those of one 16-bit dtype and all other families."""
     for arch in ("sm_90a", "sm_100a", "sm_103a"):
         assert list(kernels_to_ship(arch)) == [config for family in Family for config in shipped_configs(arch, family)]
     assert list(kernels_to_ship("sm_100a", (BYTE_CACHE, BYTES))) == []

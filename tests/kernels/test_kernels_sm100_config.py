@@ -83,10 +83,13 @@ class TestResolve:
         """No feature changes a tile, so boxes stay too."""
         problem = paged(*cache("tuple-HND", 16, (128, 128)))
         plain = resolve(problem, arch)
-        for mask, score, skip in itertools.product(MASKS, ScoreKind, (0.0, 500.0)):
+        served = [score for score in ScoreKind if score is not ScoreKind.CAPPED_ALIBI]
+        for mask, score, skip in itertools.product(MASKS, served, (0.0, 500.0)):
             found = resolve(replace(problem, mask=MASKS[mask], score=SCORES[score], skip_softmax=skip), arch)
             assert found == replace(plain, mask=mask, score=score, skip_softmax=skip > 0)
             assert found.tile == plain.tile
+        with pytest.raises(NotImplementedError, match=f"capped_alibi have no kernel on {arch}; supported: scaled, "):
+            resolve(replace(problem, score=SCORES[ScoreKind.CAPPED_ALIBI]), arch)
 
     @pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 192), (256, 256), (512, 512), (128, 64)], ids=str)
     def test_other_head_dims_are_refused(self, dims: tuple[int, int], arch: str) -> None:

@@ -40,7 +40,7 @@ def on_host(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def add_exponent(power: float, integer: float) -> float:
-    """On the bits of float32, in 32-bit integers."""
+    """Add to the bits of float32, in 32-bit integers."""
     one, other = (np.array(value, np.float32).view(np.int32) for value in (power, integer))
     with np.errstate(over="ignore"):
         return float((one + (other << 23)).view(np.float32))
@@ -208,7 +208,7 @@ class TestTileSoftmax:
 
     @pytest.mark.parametrize("scale", [0.0, 1e-38, 1e-3, 1.0, 1e4])
     def test_tiles_that_a_row_does_not_see(self, scale: float) -> None:
-        """In front, between others, and at the end: weights are zeros, and sums stay what they are."""
+        """They are in front, between others, and at the end: weights are zeros, and sums stay what they are."""
         tiles = masked(scores(tiles=6), lambda row, key: key // TILE in (1, 4))
         state = tile_softmax(scale)
         for n, tile in enumerate(tiles):
@@ -248,7 +248,7 @@ class TestPolynomials:
         assert self.powers([-INF, -127.0, -127.5, -128.0, -1e30, -150.0]).tolist() == [0.0] * 6
 
     def test_they_grow(self) -> None:
-        """Also where the nearest integer changes."""
+        """They grow where the nearest integer changes, too."""
         powers = self.powers(np.linspace(-20, 10, 6000, dtype=np.float32))
         assert (np.diff(powers) > 0).all()
 
@@ -259,7 +259,7 @@ class TestPolynomials:
 
     @pytest.mark.parametrize("eighths", range(9))
     def test_as_many_as_asked_for(self, eighths: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """And never more of a kind in a row than there have to be."""
+        """There are never more of a kind in a row than there have to be."""
         monkeypatch.setattr(packed_module, "polynomial_powers", lambda exponents: "polynomial")
         state = packed_softmax(1.0, eighths)
         kinds = [state._powers((0.0, 0.0), pair) == "polynomial" for pair in range(16)]
@@ -306,7 +306,7 @@ def score_map(kind: ScoreKind, scale: float = 0.25, cap: float = 30.0, heads: in
 
 
 def paper_slopes(heads: int) -> list[float]:
-    """As in the code of Press et al., "Train Short, Test Long"."""
+    """Slopes computed like Press et al. do in the code of "Train Short, Test Long"."""
     power = 2 ** math.floor(math.log2(heads))
     first = 2 ** (-(2 ** -(math.log2(power) - 3)))
     slopes = [first ** (i + 1) for i in range(power)]
@@ -432,7 +432,7 @@ class TestSkipRule:
     def test_rows_are_reported_once(
         self, groups: int, address: int, reports: bool, adds: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """By one thread, in groups of 64 rows, where there is a counter."""
+        """One thread reports them, in groups of 64 rows, where there is a counter."""
         added: list[tuple[Any, Any]] = []
         monkeypatch.setattr(cute.arch, "atomic_add", lambda pointer, value: added.append((pointer, value)))
         monkeypatch.setattr(skip_module, "global_pointer", lambda dtype, address: (dtype, address))

@@ -18,13 +18,13 @@ from test_kernels_mask import Scores
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.parts import mask as mask_module
 from hopwell.kernels.parts import partial, split
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
 from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
 from hopwell.kernels.parts.split import LatentSchedule, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
-from hopwell.kernels.plan import MAX_WINDOW
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.splitting import (
     GROUP_PIECES,
@@ -45,8 +45,8 @@ exact = pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")
 
 CHUNK = 512  # tokens
 MASKS = (
-    (MaskKind.FULL, MAX_WINDOW),
-    *itertools.product((MaskKind.SLIDING_WINDOW, MaskKind.DRAFT), (0, 700, MAX_WINDOW)),
+    (MaskKind.FULL, WIDEST),
+    *itertools.product((MaskKind.SLIDING_WINDOW, MaskKind.DRAFT), (0, 700, WIDEST)),
 )
 
 
@@ -70,7 +70,7 @@ class Requests:
     kv_heads: int = 1
     ragged: bool = False
     kind: MaskKind = MaskKind.FULL
-    window: int = MAX_WINDOW
+    window: int = WIDEST
     tile_n: int = 64
 
     @property
@@ -167,7 +167,7 @@ class TestSpan:
         assert [span(schedule, index).chunks for index in (0, 1, 2, 31, 64)] == [1, 2, 0, 0, 0]
 
     def test_lengths_of_drafts(self, memory: Memory) -> None:
-        """From offsets where there are any, and the same for all where there are none."""
+        """Offsets say them where there are any; without offsets all have the same."""
         for ragged, starts in ((True, [0, 3, 3]), (False, [0, 7, 14])):
             schedule = Requests([3, 0, 7], [10, 20, 30], ragged=ragged).schedule(memory)
             spans = [span(schedule, index) for index in range(3)]
@@ -336,7 +336,7 @@ class TestSlots:
         return found
 
     def prepare(self, chunk: int, base: int = 2 * SLOTS, chunks: int = CHUNKS) -> None:
-        """For the piece of the second row tile in a request whose pieces begin at ``base``."""
+        """Prepare for the piece of the second row tile in a request whose pieces begin at ``base``."""
         slots = Slots(Int64(0), Int64(0), Int32(self.SLOTS), Int32(8), 64, 4)
         first = base + 1
         group = first + chunk // GROUP_PIECES * GROUP_PIECES * self.OF_CHUNK
@@ -380,7 +380,7 @@ class TestDrafts:
         monkeypatch.setattr(cute.arch, "lane_idx", lambda: Int32(current["lane"]))
         return current
 
-    @pytest.mark.parametrize("window", [0, 3, 40, MAX_WINDOW])
+    @pytest.mark.parametrize("window", [0, 3, 40, WIDEST])
     @pytest.mark.parametrize("q_len", [1, 2, 16, 31, 32, 33, 63, 64, 65, 100])
     def test_bits(self, q_len: int, window: int, lane: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
         draw = random.Random(q_len)
@@ -415,7 +415,7 @@ class TestDrafts:
         self, q_len: int, lane: dict[str, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(DraftRow, "word", DraftRow.word.__wrapped__)
-        device = DraftMask(MaskKind.DRAFT, Int32(MAX_WINDOW))
+        device = DraftMask(MaskKind.DRAFT, Int32(WIDEST))
         for kv_len, token in itertools.product((q_len, q_len + 70, max(q_len - 3, 0)), (0, q_len // 2, q_len - 1)):
             position = kv_len - q_len + token
             row = DraftRow((Int32(position),) * 2, Int32(kv_len), 0.0, Int32(kv_len - q_len), Int32(q_len), (0, 0))

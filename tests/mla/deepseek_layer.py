@@ -6,24 +6,30 @@ values. A head's logit is q_nope . (W_k latent) + q_rope . k_rope, which is also
 k_rope: with W_k absorbed into the query, the row itself is the key. And the weighted sum of values W_v latent is W_v
 times the weighted sum of latents: the row's first 512 numbers are the value, and W_v comes after attention. What is in
 between is ``trtllm_batch_decode_with_kv_cache_mla``.
+
+The cache may be narrower: rows in e4m3 with one scale for all of them, or ``fp8_ds_mla`` rows of 656 bytes. And, as in
+DeepSeek-V3.2, each new token may attend to the ``top_k`` tokens alone that an index of small keys finds.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 from torch.nn.functional import rms_norm
 
 import hopwell
+from hopwell import layouts
 from hopwell.mla import mla_workspace_bytes
+
+CACHE_TYPES = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "fp8_ds_mla": torch.uint8}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of DeepSeek-V3."""
+    """The sizes of DeepSeek-V3. With a ``top_k``, 2048 in DeepSeek-V3.2, each new token attends to that many tokens."""
 
     hidden: int = 7168
     heads: int = 128
@@ -32,6 +38,9 @@ class Sizes:
     nope: int = 128  # columns of a head's query and key without a position
     rope: int = 64  # rotated ones
     v: int = 128
+    index_heads: int = 64
+    index_dim: int = 128
+    top_k: int = 0
 
     @property
     def scale(self) -> float:
@@ -39,12 +48,18 @@ class Sizes:
 
 
 class LatentCache:
-    """Pages of latent rows, which lie anywhere in the pool, with room for ``capacity`` tokens of each request."""
+    """Pages of latent rows, which lie anywhere in the pool, with room for ``capacity`` tokens of each request.
 
-    def __init__(self, requests: int, capacity: int, sizes: Sizes, page_size: int, device: str):
-        self.page_size, self.width = page_size, math.ceil(capacity / page_size)
+    Rows in e4m3 have one scale, which the first tokens decide.
+    """
+
+    def __init__(self, kind: str, requests: int, capacity: int, sizes: Sizes, page_size: int, device: str):
+        self.kind, self.page_size, self.width = kind, page_size, math.ceil(capacity / page_size)
         pages, columns = requests * self.width, sizes.kv_lora + sizes.rope
-        self.pool = torch.empty(pages, page_size, columns, dtype=torch.bfloat16, device=device)
+        row = layouts.FP8_DS_MLA_BYTES if kind == "fp8_ds_mla" else columns
+        self.pool = torch.empty(pages, page_size, row, dtype=CACHE_TYPES[kind], device=device)
+        self.scale: torch.Tensor | None = None
+        self.index_keys = torch.empty(pages * page_size, sizes.index_dim, dtype=torch.bfloat16, device=device)
         ids = torch.randperm(pages, dtype=torch.int32, device=device)
         self.block_tables = ids.view(requests, self.width)
         self.seq_lens = torch.zeros(requests, dtype=torch.int32, device=device)
@@ -53,10 +68,22 @@ class LatentCache:
     def capacity(self) -> int:
         return self.page_size * self.width
 
-    def append(self, rows: torch.Tensor, request: torch.Tensor, position: torch.Tensor) -> None:
-        """Put each of ``rows`` where the token at ``position`` of ``request`` belongs."""
-        page = self.block_tables[request, position // self.page_size]
-        self.pool[page, position % self.page_size] = rows
+    def slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """Where in the pool the tokens at ``position`` of ``request`` are."""
+        return self.block_tables[request, position // self.page_size] * self.page_size + position % self.page_size
+
+    def append(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        if self.kind == "fp8_ds_mla":
+            layouts.fill_fp8_ds_mla_cache(self.pool, *rows.split([512, 64], -1), slots)
+            return
+        if self.kind == "e4m3":
+            self.scale = layouts.fp8_scale(rows) if self.scale is None else self.scale
+            rows = layouts.quantize_fp8(rows, self.scale)
+        self.pool.view(-1, self.pool.shape[-1])[slots.long()] = rows
+
+    def scaled(self, factor: float) -> float | torch.Tensor:
+        """What products with rows, ``factor`` times as large, are multiplied by."""
+        return factor if self.scale is None else (factor * self.scale).view(1)
 
 
 def rotated(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -84,12 +111,17 @@ class LatentAttention(nn.Module):
         self.kv_down = weight(s.kv_lora + s.rope, s.hidden)
         self.kv_up = weight(s.heads * (s.nope + s.v), s.kv_lora)
         self.project = weight(s.hidden, s.heads * s.v)
+        self.index_q = weight(s.index_heads * s.index_dim, s.q_lora)
+        self.index_k = weight(s.index_dim, s.hidden)
+        self.index_weights = weight(s.index_heads, s.hidden)
+
+    def query_latent(self, hidden: torch.Tensor) -> torch.Tensor:
+        return rms_norm(hidden @ self.q_down.T, (self.sizes.q_lora,))
 
     def queries(self, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[tokens, heads, nope] and [tokens, heads, rope]."""
         s = self.sizes
-        latent = rms_norm(hidden @ self.q_down.T, (s.q_lora,))
-        nope, rope = (latent @ self.q_up.T).unflatten(-1, (s.heads, -1)).split([s.nope, s.rope], -1)
+        nope, rope = (self.query_latent(hidden) @ self.q_up.T).unflatten(-1, (s.heads, -1)).split([s.nope, s.rope], -1)
         return nope, rotated(rope, position)
 
     def latent_rows(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
@@ -101,15 +133,41 @@ class LatentAttention(nn.Module):
         """W_k [heads, nope, kv_lora] and W_v [heads, v, kv_lora]."""
         return self.kv_up.unflatten(0, (self.sizes.heads, -1)).split([self.sizes.nope, self.sizes.v], 1)
 
+    def put(self, hidden: torch.Tensor, cache: LatentCache, request: torch.Tensor, position: torch.Tensor) -> None:
+        """Put tokens [tokens, hidden] into the cache."""
+        slots = cache.slots(request, position)
+        cache.append(self.latent_rows(hidden, position), slots)
+        cache.index_keys[slots.long()] = (hidden @ self.index_k.T).to(cache.index_keys.dtype)
+
+    def choose(
+        self, hidden: torch.Tensor, cache: LatentCache, request: torch.Tensor, position: torch.Tensor
+    ) -> torch.Tensor:
+        """Positions [tokens, top_k] that each new token attends to, the most important ones in front of it and itself;
+        -1 behind them, where there are fewer."""
+        s, every = self.sizes, torch.arange(cache.capacity, device=hidden.device)
+        keys = cache.index_keys[cache.slots(request[:, None], every).long()]
+        query = (self.query_latent(hidden) @ self.index_q.T).unflatten(-1, (s.index_heads, s.index_dim))
+        agreement = torch.einsum("thd,tkd->thk", query, keys).relu()
+        scores = torch.einsum("th,thk->tk", hidden @ self.index_weights.T, agreement).float()
+        scores.masked_fill_(every > position[:, None], -torch.inf)
+        best = scores.topk(min(s.top_k, cache.capacity))
+        found = torch.where(best.values > -torch.inf, best.indices, -1)
+        return torch.nn.functional.pad(found, (0, s.top_k - found.shape[1]), value=-1)
+
     def decode(self, hidden: torch.Tensor, cache: LatentCache, workspace: torch.Tensor) -> torch.Tensor:
         """The layer's output for new tokens [batch, q_len, hidden], which go into the cache."""
         s, (batch, q_len, _) = self.sizes, hidden.shape
         position = (cache.seq_lens[:, None] + torch.arange(q_len, device=hidden.device)).flatten()
         request = torch.arange(batch, device=hidden.device).repeat_interleave(q_len)
         hidden = hidden.flatten(0, 1)
-        cache.append(self.latent_rows(hidden, position), request, position)
+        self.put(hidden, cache, request, position)
         cache.seq_lens += q_len
 
+        tables = cache.block_tables
+        if s.top_k:
+            chosen = self.choose(hidden, cache, request, position)
+            slots = cache.slots(request[:, None], chosen.clamp(min=0))
+            tables = torch.where(chosen < 0, -1, slots).to(torch.int32).unflatten(0, (batch, q_len))
         w_k, w_v = self.up_projections()
         nope, rope = self.queries(hidden, position)
         absorbed = torch.einsum("thn,hnl->thl", nope, w_k)
@@ -120,43 +178,50 @@ class LatentAttention(nn.Module):
             qk_nope_head_dim=s.nope,
             kv_lora_rank=s.kv_lora,
             qk_rope_head_dim=s.rope,
-            block_tables=cache.block_tables,
+            block_tables=tables,
             seq_lens=cache.seq_lens,
             max_seq_len=cache.capacity,
-            bmm1_scale=s.scale,
+            sparse_mla_top_k=s.top_k,
+            bmm1_scale=cache.scaled(s.scale),
+            bmm2_scale=cache.scaled(1.0),
         )
         values = torch.einsum("bqhl,hvl->bqhv", summed, w_v)
         return values.flatten(2) @ self.project.T
 
 
 def generate(
-    layer: LatentAttention, prompts: list[torch.Tensor], steps: torch.Tensor, page_size: int = 64
-) -> list[torch.Tensor]:
-    """Outputs [batch, q_len, hidden] of each of ``steps`` [steps, batch, q_len, hidden], which follow the prompts."""
+    layer: LatentAttention, prompts: list[torch.Tensor], steps: torch.Tensor, page_size: int = 64, kind: str = "bf16"
+) -> tuple[list[torch.Tensor], LatentCache]:
+    """Outputs [batch, q_len, hidden] of each of ``steps`` [steps, batch, q_len, hidden], which follow the prompts, and
+    the cache that they leave."""
     count, batch, q_len, _ = steps.shape
     device, longest = steps.device.type, max(len(prompt) for prompt in prompts)
-    cache = LatentCache(batch, longest + count * q_len, layer.sizes, page_size, device)
+    cache = LatentCache(kind, batch, longest + count * q_len, layer.sizes, page_size, device)
     for request, prompt in enumerate(prompts):
         position = torch.arange(len(prompt), device=device)
-        cache.append(layer.latent_rows(prompt, position), torch.full_like(position, request), position)
+        layer.put(prompt, cache, torch.full_like(position, request), position)
         cache.seq_lens[request] = len(prompt)
-    size = mla_workspace_bytes(layer.sizes.heads, cache.capacity, q_len, device=device)
+    most_keys = layer.sizes.top_k or cache.capacity
+    size = mla_workspace_bytes(layer.sizes.heads, most_keys, q_len, device=device)
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    return [layer.decode(hidden, cache, workspace) for hidden in steps]
+    return [layer.decode(hidden, cache, workspace) for hidden in steps], cache
 
 
 def main() -> None:
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    sizes = Sizes() if on_gpu else Sizes(hidden=256, heads=8, q_lora=128)  # the emulator takes its time
-    lengths, count = ([1000, 1, 4096, 317], 64) if on_gpu else ([100, 1], 4)
-    torch.manual_seed(0)
-    layer = LatentAttention(sizes, device).bfloat16()
-    prompts = [torch.randn(n, sizes.hidden, device=device).bfloat16() for n in lengths]
-    steps = torch.randn(count, len(lengths), 1, sizes.hidden, device=device).bfloat16()
-    outputs = generate(layer, prompts, steps)
-    print(f"{len(outputs)} steps of {len(lengths)} requests, {sizes.heads} heads")
-    print(f"output of a token: {list(outputs[-1][0, 0].shape)}, of size {outputs[-1].float().std():.3f}")
+    full = Sizes() if on_gpu else Sizes(hidden=256, heads=8, q_lora=128, index_heads=4)  # the emulator takes its time
+    sparse = replace(full, top_k=256 if on_gpu else 64)
+    lengths, count = ([1000, 1, 4096, 317], 64) if on_gpu else ([100, 1], 2)
+    for kind, sizes in (("bf16", full), ("e4m3", full), ("fp8_ds_mla", sparse)):
+        torch.manual_seed(0)
+        layer = LatentAttention(sizes, device).bfloat16()
+        prompts = [torch.randn(n, sizes.hidden, device=device).bfloat16() for n in lengths]
+        steps = torch.randn(count, len(lengths), 1, sizes.hidden, device=device).bfloat16()
+        outputs, _ = generate(layer, prompts, steps, kind=kind)
+        seen = f"{sizes.top_k} tokens of" if sizes.top_k else "all of"
+        print(f"{len(outputs)} steps of {len(lengths)} requests, {sizes.heads} heads, {seen} a cache of {kind}")
+        print(f"output of a token: {list(outputs[-1][0, 0].shape)}, of size {outputs[-1].float().std():.3f}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,11 @@ from batches import CAUSAL, Expected, starts
 from decode_batches import DecodeBatch
 
 from hopwell.kernels.problem import AttentionProblem, Family, Mask
+from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla, mla_kv_views, quantize_fp8_ds_mla
+from hopwell.layouts.mla_rows import LATENT
 from hopwell.mla import mla_workspace_bytes
+
+NAN_BYTE = 0xFF  # in each of the types of a row of 656 bytes
 
 
 @dataclass
@@ -84,7 +88,7 @@ class MlaBatch(DecodeBatch):
         return self.workspace(capacity).view(torch.float32)
 
     def workspace(self, capacity: int) -> torch.Tensor:
-        """As callers hand it over, with NaN in it whatever is read from there."""
+        """A workspace as callers hand it over: whatever is read from there is NaN."""
         size = mla_workspace_bytes(self.heads, capacity, max(self.q_lens, default=1), self.v_head_dim, self.device)
         return torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)
 
@@ -115,6 +119,37 @@ class MlaBatch(DecodeBatch):
         rounded, _ = reference.attention(*arguments, rounded=self.dtype)
         shape = (q_len, self.heads)
         return out.view(*shape, -1), rounded.view(*shape, -1), lse.view(shape)
+
+
+@dataclass
+class PackedBatch(MlaBatch):
+    """Keys have the values that rows of 656 bytes give, which are what the cache has."""
+
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        scaled = (k * torch.rand(k.shape[0], 1, 1, device=k.device).add(0.1) for k in self.k)
+        self.rows = [
+            quantize_fp8_ds_mla(k[..., :LATENT], k[..., LATENT:], power_of_two=self.power_of_two) for k in scaled
+        ]
+        self.k = [dequantize_fp8_ds_mla(row) for row in self.rows]
+        self.v = [k[..., : self.v_head_dim] for k in self.k]
+
+    def packed(self, page_size: int) -> torch.Tensor:
+        """The cache: uint8 [pages, 1, page_size, 656]."""
+        _, _, table = self.pages(page_size)
+        shape = int(table.max()) + 4, page_size, FP8_DS_MLA_BYTES
+        pool = torch.full(shape, NAN_BYTE, dtype=torch.uint8, device=self.device)
+        for request, rows in enumerate(self.rows):
+            token = torch.arange(len(rows), device=self.device)
+            pool[table[request, token // page_size].long(), token % page_size] = rows[:, 0]
+        return pool.unsqueeze(1)
+
+    def over_bytes(self, problem: AttentionProblem) -> AttentionProblem:
+        """A problem of this batch, over the cache of bytes."""
+        key, value = mla_kv_views(self.packed(problem.key.shape[2]), self.v_head_dim)
+        return replace(problem, key=key, value=value)
 
 
 def listing(kind: str, q_len: int, kv_len: int, top_k: int, seed: int = 0) -> torch.Tensor:

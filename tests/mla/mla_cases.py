@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from decode_cases import PLAIN, Setting, check_problem
-from mla_batches import MlaBatch, listing
+from mla_batches import MlaBatch, PackedBatch, listing
 
 from hopwell.kernels import execute, families
+from hopwell.kernels.config import KvType
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
 from hopwell.kernels.problem import LogSumExp, LseLayout
 
@@ -54,6 +55,7 @@ class Case:
     sinks: bool = True
     tensor_scales: bool = False
     magnitude: float = 1.0
+    kv_type: KvType = KvType.WIDE
 
 
 def chunk_tokens(dims: tuple[int, int], sparse: bool = False) -> int:
@@ -121,7 +123,7 @@ def check_gaps(place: str, top_k: int, heads: int, dims: tuple[int, int] = DIMS[
 
 
 def check_one_gap_anywhere(top_k: int, heads: int, device: str = "cuda") -> None:
-    """As many new tokens as a list has entries, in each of which another one is negative."""
+    """There are as many new tokens as a list has entries, and in each list another one is negative."""
     listed = listing("distinct", top_k, 3 * top_k, top_k).fill_diagonal_(-1)
     check_counts(MlaBatch([top_k], [3 * top_k], heads, device=device, lists=[listed]))
 
@@ -135,7 +137,8 @@ def lengths(chunk: int, page: int) -> list[int]:
 def batch_of(case: Case, device: str) -> MlaBatch:
     requests = enumerate(zip(case.q_lens, case.kv_lens, strict=True))
     lists = [listing(case.listing, *sizes, case.top_k, seed) for seed, sizes in requests] if case.top_k else None
-    return MlaBatch(
+    kind = PackedBatch if case.kv_type is KvType.FP8_DS_MLA else MlaBatch
+    return kind(
         case.q_lens,
         case.kv_lens,
         heads=case.heads,
@@ -143,6 +146,7 @@ def batch_of(case: Case, device: str) -> MlaBatch:
         v_head_dim=case.dims[1],
         device=device,
         magnitude=case.magnitude,
+        kv_dtype=torch.float8_e4m3fn if case.kv_type is KvType.E4M3 else None,
         lists=lists,
     )
 
@@ -167,6 +171,8 @@ def check_case(
         scales = {name: torch.tensor([value], device=device) for name, value in values.items()}
     options = dict(sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False))
     problem = data.decode(page_size, ragged=case.ragged, **options, **scales)
+    if isinstance(data, PackedBatch):
+        problem = data.over_bytes(problem)
     assert config is None or families.resolve(problem, config.arch) == config
     expected = data.expected_mla(sinks=sinks)
     check_problem(problem, data, expected, settings, factor=OUTPUT_SCALE if case.tensor_scales else 1.0)

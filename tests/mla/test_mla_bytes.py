@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from batches import starts
-from mla_batches import MlaBatch, listing
+from mla_batches import MlaBatch, PackedBatch, listing
 from mla_cases import FEW, MANY
 from test_mla_entry import KINDS, TOP_K, arguments, mla, refused
 
 import hopwell
-from hopwell.layouts import dequantize_fp8_ds_mla, fill_fp8_ds_mla_cache, quantize_fp8_ds_mla
-from hopwell.layouts.mla_rows import FP8_DS_MLA_BYTES, LATENT
+from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla, fill_fp8_ds_mla_cache, quantize_fp8_ds_mla
 
 E4M3 = torch.float8_e4m3fn
 KV_LENS = [70, 0, 3, 150]
-NAN_BYTE = 0xFF  # in each of the types of a row
-
-
-@dataclass
-class PackedBatch(MlaBatch):
-    """Keys have the values that rows of 656 bytes give, in which the cache has them."""
-
-    power_of_two: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        scaled = (k * torch.rand(k.shape[0], 1, 1, device=k.device).add(0.1) for k in self.k)
-        self.rows = [
-            quantize_fp8_ds_mla(k[..., :LATENT], k[..., LATENT:], power_of_two=self.power_of_two) for k in scaled
-        ]
-        self.k = [dequantize_fp8_ds_mla(row) for row in self.rows]
-        self.v = [k[..., : self.v_head_dim] for k in self.k]
-
-    def packed(self, page_size: int) -> torch.Tensor:
-        """The cache: uint8 [pages, 1, page_size, 656]."""
-        _, _, table = self.pages(page_size)
-        pool = torch.full((int(table.max()) + 4, page_size, FP8_DS_MLA_BYTES), NAN_BYTE, dtype=torch.uint8)
-        pool = pool.to(self.device)
-        for request, rows in enumerate(self.rows):
-            for token, row in enumerate(rows):
-                pool[table[request, token // page_size], token % page_size] = row[0]
-        return pool.unsqueeze(1)
 
 
 def batch(kind: type[MlaBatch], device: str, top_k: int = 0, q_len: int = 1, **options: Any) -> Any:
@@ -106,6 +78,7 @@ def test_rows_of_656_bytes(power_of_two: bool, heads: int, top_k: int, device: s
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("batch_invariant")
 @KINDS
 @pytest.mark.parametrize("heads", [16, 64, 128])
 def test_long_requests(heads: int, top_k: int) -> None:
@@ -119,6 +92,18 @@ def test_long_requests(heads: int, top_k: int) -> None:
         one = data.request(index)
         alone = mla(one, one.decode(64)).flatten(0, 1)
         assert torch.equal(out.flatten(0, 1)[begins[index] : begins[index + 1]], alone)
+
+
+@pytest.mark.parametrize(("heads", "top_k"), [(MANY, 0), (MANY, TOP_K), (FEW, 0)])
+def test_batch_invariance(heads: int, top_k: int, batch_invariant: None, device: str) -> None:
+    """Under the setting, a request gives the bits that it gives by itself, which it need not do without."""
+    data = batch(MlaBatch, device, top_k, 2, kv_lens=[1100, 5, 900], heads=heads)
+    out = mla(data, data.decode(64)).flatten(0, 1)
+    data.expected_mla().check(out)
+    begins = starts(data.q_lens)
+    for index in range(data.size):
+        one = data.request(index)
+        assert torch.equal(out[begins[index] : begins[index + 1]], mla(one, one.decode(64)).flatten(0, 1))
 
 
 def test_filling_a_cache_of_rows() -> None:

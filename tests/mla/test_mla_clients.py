@@ -86,6 +86,35 @@ def test_counts_of_lists(device: str) -> None:
     data.expected_mla().check(out.flatten(0, 1))
 
 
+@pytest.mark.parametrize("q_lens", [[1] * 4, [2] * 4, [3, 0, 2, 1]], ids=["one", "two", "ragged"])
+def test_whole_lists(q_lens: list[int], device: str) -> None:
+    """FlashInfer's sparse back end takes no lengths: lists say by themselves which tokens count."""
+    data = batch(device, q_lens, 68)
+    is_ragged = len(set(q_lens)) > 1
+    problem = data.decode(16, ragged=is_ragged)
+    counted = torch.cat([data.counted(i) for i in range(data.size)]).to(device)
+    table = torch.where(counted, problem.token_table, -1)
+    options: dict[str, Any] = dict(query=data.q if is_ragged else even(data), sparse_mla_top_k=68, backend="sparse")
+    options["block_tables"] = table if is_ragged else table.view(data.size, -1, 68)
+    if is_ragged:
+        options |= dict(cum_seq_lens_q=data.ints(starts(q_lens)), max_q_len=3)
+    out = call(data, problem, seq_lens=None, max_seq_len=68, **options)
+    data.expected_mla().check(out.view(-1, data.heads, 512))
+    lens = torch.full((data.tokens,), 68, dtype=torch.int32, device=device)
+    assert torch.equal(out, call(data, problem, seq_lens=None, sparse_mla_top_k_lens=lens, **options))
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (8,)], ids=str)
+def test_lengths_of_lists_as_seq_lens(shape: tuple[int, ...], device: str) -> None:
+    """FlashInfer's sparse back end takes lengths of lists in place of those of requests."""
+    data = batch(device, [2] * 4, 68)
+    problem = data.decode(16)
+    counted = torch.cat([data.counted(i).sum(1) for i in range(data.size)]).to(torch.int32).to(device)
+    options = dict(query=even(data), block_tables=problem.token_table.view(data.size, 2, -1), sparse_mla_top_k=68)
+    out = call(data, problem, seq_lens=counted.view(shape), backend="sparse", **options)
+    data.expected_mla().check(out.flatten(0, 1))
+
+
 @pytest.mark.parametrize(
     ("q_lens", "heads", "world"),
     [([1] * 4, 8, 2), ([5] * 4, 2, 3), ([5] * 4, 16, 4), ([3, 0, 7, 1], 16, 2)],

@@ -17,13 +17,14 @@ SHIPPED = list(shipped_mla_configs())
 
 
 def small_case(config: MlaConfig) -> None:
-    """From no keys to three chunks, which are merged; two tiles of rows where tiles are the largest and attention is
-    dense; sparse with lists of as many."""
+    """Requests have no keys to three chunks, which are merged; two tiles of rows where tiles are the largest and
+    attention is dense; lists of as many where it is sparse."""
     chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
     page_size, heads = config.box_rows or 4, 24 if config.rows == ROWS and not config.sparse else heads_of(config, 3)
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
         sizes = [3, 0, 3, 1, 2], [1, 9, chunk + 5, 0, 2 * chunk + 70]
-        check_case(Case(*sizes, heads=heads, dims=dims, top_k=top_k, ragged=True), page_size, config=config)
+        case = Case(*sizes, heads=heads, dims=dims, top_k=top_k, ragged=True, kv_type=config.kv_type)
+        check_case(case, page_size, config=config)
 
 
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)

@@ -1,42 +1,92 @@
-"""A DeepSeek-V3 layer that decodes from its latent cache computes what attention with all keys and values computes."""
+"""A DeepSeek-V3 layer that decodes from its latent cache computes what attention with all keys and values computes, of
+the tokens that the cache has: those of a narrow cache are dequantised."""
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 
 import deepseek_layer
 import pytest
 import torch
-from deepseek_layer import LatentAttention, Sizes, generate
+from deepseek_layer import LatentAttention, LatentCache, Sizes, generate
+
+from hopwell import layouts
+
+SMALL = Sizes(hidden=256, heads=8, q_lora=128, index_heads=4)
+ROUNDING = {"bf16": 0.01, "e4m3": 0.04, "fp8_ds_mla": 0.04}  # of a cache's rows, relative
+KINDS = [("bf16", 0), ("e4m3", 0), ("fp8_ds_mla", 0), ("fp8_ds_mla", 48)]
 
 
-def unabsorbed(layer: LatentAttention, hidden: torch.Tensor, new: int) -> torch.Tensor:
-    """The outputs of the last ``new`` tokens of a request [tokens, hidden], with every head's keys and values."""
-    s, total = layer.sizes, len(hidden)
-    position = torch.arange(total, device=hidden.device)
-    latent, k_rope = layer.latent_rows(hidden, position).split([s.kv_lora, s.rope], -1)
+class RecordedLayer(LatentAttention):
+    """It keeps which tokens were chosen in each step."""
+
+    def __init__(self, sizes: Sizes, device: str):
+        super().__init__(sizes, device)
+        self.chosen: list[torch.Tensor] = []
+
+    def choose(self, *arguments: torch.Tensor) -> torch.Tensor:
+        self.chosen.append(super().choose(*arguments))
+        return self.chosen[-1]
+
+
+def latent_rows(cache: LatentCache, request: int) -> torch.Tensor:
+    """The values [tokens, 576] that the cache has of a request, in float32."""
+    position = torch.arange(int(cache.seq_lens[request]), device=cache.pool.device)
+    rows = cache.pool.view(-1, cache.pool.shape[-1])[cache.slots(torch.full_like(position, request), position).long()]
+    if cache.kind == "fp8_ds_mla":
+        return layouts.dequantize_fp8_ds_mla(rows, torch.float32)
+    return rows.float() if cache.scale is None else layouts.dequantize_fp8(rows, cache.scale)
+
+
+def unabsorbed(layer: LatentAttention, hidden: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+    """The outputs of the last tokens of a request [tokens, hidden], with every head's keys and values, made of the
+    cache's ``rows``. ``seen`` [tokens, keys] says which of them count."""
+    s, new = layer.sizes, len(seen)
+    position = torch.arange(len(hidden), device=hidden.device)
+    latent, k_rope = rows.to(hidden.dtype).split([s.kv_lora, s.rope], -1)
     w_k, w_v = layer.up_projections()
     k_nope, value = (torch.einsum("tl,hnl->htn", latent, weight) for weight in (w_k, w_v))
     key = torch.cat([k_nope, k_rope.expand(s.heads, -1, -1)], -1)
     query = torch.cat(layer.queries(hidden[-new:], position[-new:]), -1).transpose(0, 1)
-    seen = torch.ones(new, total, dtype=torch.bool, device=hidden.device).tril(total - new)
-    logits = (query @ key.mT).float() * s.scale
+    logits = (query @ key.mT).to(torch.promote_types(hidden.dtype, torch.float32)) * s.scale
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype)
     return (weights @ value).transpose(0, 1).flatten(1) @ layer.project.T
 
 
-def check_layer(sizes: Sizes, device: str, lengths: list[int], count: int, q_len: int, page_size: int = 64) -> None:
-    """The latent cache is no further from float32 than keys and values in bf16 are."""
+def visible(layer: RecordedLayer, request: int, new: int, total: int, q_len: int) -> torch.Tensor:
+    """[new, total]: the keys in front of each new token and its own, or those of them that were chosen."""
+    device = layer.project.device
+    causal = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
+    if not layer.sizes.top_k:
+        return causal
+    chosen = torch.stack([step.unflatten(0, (-1, q_len))[request] for step in layer.chosen]).flatten(0, 1)
+    counts = torch.zeros(new, total + 1, dtype=torch.int64, device=device)
+    counts.scatter_add_(1, torch.where(chosen < 0, total, chosen), torch.ones_like(chosen))
+    seen = counts[:, :total] > 0
+    assert not (seen & ~causal).any()
+    assert torch.equal(seen.sum(1), causal.sum(1).clamp(max=layer.sizes.top_k)), "each is chosen once"
+    return seen
+
+
+def check_layer(
+    sizes: Sizes, device: str, lengths: list[int], count: int, q_len: int, page_size: int = 64, kind: str = "bf16"
+) -> None:
+    """The latent cache is no further from float64 than keys and values in bf16 are, of the same cache."""
     torch.manual_seed(0)
-    layer = LatentAttention(sizes, device).bfloat16()
+    layer = RecordedLayer(sizes, device).bfloat16()
     prompts = [torch.randn(n, sizes.hidden, device=device).bfloat16() for n in lengths]
     steps = torch.randn(count, len(lengths), q_len, sizes.hidden, device=device).bfloat16()
-    ours = torch.cat(generate(layer, prompts, steps, page_size), 1).float()
-    exact_layer = copy.deepcopy(layer).float()
+    outputs, cache = generate(layer, prompts, steps, page_size, kind)
+    ours, new = torch.cat(outputs, 1).double(), count * q_len
+    exact_layer = copy.deepcopy(layer).double()
     for request, prompt in enumerate(prompts):
         hidden = torch.cat([prompt, steps[:, request].flatten(0, 1)])
-        theirs = unabsorbed(layer, hidden, count * q_len).float()
-        exact = unabsorbed(exact_layer, hidden.float(), count * q_len)
+        rows, seen = latent_rows(cache, request), visible(layer, request, new, len(hidden), q_len)
+        wanted = exact_layer.latent_rows(hidden.double(), torch.arange(len(hidden), device=device))
+        assert (rows - wanted).norm() < ROUNDING[kind] * wanted.norm()
+        theirs = unabsorbed(layer, hidden, rows, seen).double()
+        exact = unabsorbed(exact_layer, hidden.double(), rows.double(), seen)
         noise = (theirs - exact).norm(dim=1)
         error = (ours[request] - exact).norm(dim=1)
         print(
@@ -45,30 +95,33 @@ def check_layer(sizes: Sizes, device: str, lengths: list[int], count: int, q_len
             float((error / noise).max()),
             float(noise.norm() / exact.norm()),
         )
-        assert error.norm() < 1.2 * noise.norm(), "further from float32 than the same layer in bf16"
+        assert error.norm() < 1.2 * noise.norm(), "further from float64 than the same layer in bf16"
         assert (error < 1.5 * noise).all(), "so is one of the steps"
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("count", "q_len"), [(64, 1), (16, 4)])
-def test_layer(count: int, q_len: int) -> None:
+@pytest.mark.parametrize(("kind", "top_k"), [*KINDS[:3], ("fp8_ds_mla", 256), ("bf16", 256)])
+def test_layer(kind: str, top_k: int, count: int, q_len: int) -> None:
     """64 new tokens, one at a time and as drafts that are all accepted, across the edges of pages."""
-    check_layer(Sizes(), "cuda", [1000, 1, 4096, 317, 63, 30], count, q_len)
+    check_layer(Sizes(top_k=top_k), "cuda", [1000, 1, 4096, 317, 63, 30], count, q_len, kind=kind)
 
 
 @pytest.mark.emulator
-def test_small_layer_on_the_emulator() -> None:
-    check_layer(Sizes(hidden=256, heads=8, q_lora=128), "cpu", [60, 1], 3, 2, page_size=16)
+@pytest.mark.parametrize(("kind", "top_k"), KINDS)
+def test_small_layer_on_the_emulator(kind: str, top_k: int) -> None:
+    count = 3 if kind == "bf16" else 2
+    check_layer(replace(SMALL, top_k=top_k), "cpu", [60, 1], count, 2, page_size=16, kind=kind)
 
 
 @pytest.mark.gpu
 def test_example(capsys: pytest.CaptureFixture[str]) -> None:
     deepseek_layer.main()
-    assert "64 steps" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("64 steps") == 3
 
 
 @pytest.mark.emulator
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the example uses the GPU where there is one")
 def test_example_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     deepseek_layer.main()
-    assert "4 steps" in capsys.readouterr().out
+    assert capsys.readouterr().out.count("2 steps") == 3

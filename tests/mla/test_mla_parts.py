@@ -32,6 +32,7 @@ def batch(top_k: int = 0, q_len: int = 2, kv_lens: list[int] = KV_LENS, **option
     return MlaBatch([q_len] * len(kv_lens), kv_lens, lists=lists, **options)
 
 
+@pytest.mark.usefixtures("batch_invariant")
 @KINDS
 @pytest.mark.parametrize("heads", [8, 128])
 @pytest.mark.parametrize("dims", [(576, 512), (320, 256)])
@@ -44,6 +45,7 @@ def test_batch_is_its_requests_one_by_one(dims: tuple[int, int], heads: int, top
         assert torch.equal(out[begins[index] : begins[index + 1]], alone)
 
 
+@pytest.mark.usefixtures("batch_invariant")
 @KINDS
 @BOTH_ROWS
 def test_more_of_the_same_requests(heads: int, top_k: int) -> None:

@@ -85,7 +85,7 @@ def test_columns_of_all_sizes(q_len: int, heads: int, largest: float) -> None:
 @pytest.mark.parametrize("heads", [7, 40])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 def test_magnitudes(dims: tuple[int, int], heads: int, magnitude: float, top_k: int) -> None:
-    """From uniform attention to rows that see few keys."""
+    """Attention goes from uniform to rows that see few keys."""
     kv_lens = lengths(chunk_tokens(dims, top_k > 0), 64)[-4:]
     check_case(Case([2] * 4, kv_lens, heads, dims, top_k=top_k, magnitude=magnitude, sinks=False), 64)
 
@@ -122,7 +122,7 @@ def test_sinks_far_from_the_logits(sink: float, top_k: int, heads: int) -> None:
 @pytest.mark.parametrize("page_size", [1, 32, 64])
 @pytest.mark.parametrize("dims", SPARSE_DIMS, ids=name)
 def test_listed_tokens(dims: tuple[int, int], page_size: int, top_k: int) -> None:
-    """With more keys than a list has room for, as many, and fewer."""
+    """Requests have more keys than a list has room for, as many, and fewer."""
     kv_lens = [0, 1, top_k // 2, top_k - 1, top_k, top_k + 1, 3 * top_k + 5, 9000]
     for kind in LISTINGS:
         check_case(Case([2] * len(kv_lens), kv_lens, 64, dims, top_k, kind), page_size)

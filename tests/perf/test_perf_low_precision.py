@@ -56,6 +56,18 @@ def test_cases_that_the_tables_need() -> None:
     assert CASES["M1-fp8"].max_error == MAX_BYTE_ERROR > MAX_ERROR == CASES["D1-nvfp4"].max_error
 
 
+def test_peers_that_multiply_as_sm_120_does() -> None:
+    """Torch's flash back end, which a CPU has too, and FlashInfer's fa2 are peers of dense prefill."""
+    t = Tensors(Prefill("small", "2 requests", (20, 20), (20, 20), 4, 2, 64, 64), "cpu")
+    out = PREFILL.candidates["FlashAttention 2"](t)()
+    assert t.error(out) < MAX_ERROR
+    assert {"FlashInfer fa2", "FlashInfer fa2, pages of 64"} <= set(PREFILL.candidates)
+    narrow = Tensors(replace(PROMPTS, q_dtype=E4M3, kv_dtype=E4M3), "cpu")
+    for name in ("FlashAttention 2", "FlashInfer fa2"):
+        with pytest.raises(NotImplementedError, match="bf16 only"):
+            PREFILL.candidates[name](narrow)()
+
+
 @pytest.mark.parametrize(("q_dtype", "kv_dtype"), TYPES)
 def test_demand_of_prefill_is_that_of_the_tensors(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
     t = Tensors(replace(PROMPTS, q_dtype=q_dtype, kv_dtype=kv_dtype), "cpu")

@@ -8,18 +8,21 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from hopwell.kernels.config import KvType
 from hopwell.perf import __main__ as command
-from hopwell.perf import warp_model
-from hopwell.perf.kernel_work import ALU, MUFU
+from hopwell.perf import warp_model, warp_report
+from hopwell.perf.kernel_work import ALU, CONVERSION, MUFU
 from hopwell.perf.model import ISSUE, MMA, SHARED
 from hopwell.perf.sass import Sass
 from hopwell.perf.warp_model import (
     CARDS,
+    HOPPER_CARD,
     MEMORY,
     PLAIN_8,
     PLAIN_16,
     SCALED_4,
     SCALED_8,
+    UNPACKING,
     LoopWork,
     Shape,
     loop_work,
@@ -111,6 +114,61 @@ def test_decode_that_another_unit_limits() -> None:
         assert found.step.limiter == limiter
         assert found.memory_share == pytest.approx(memory / max(memory, (warps + 1) * 128))
         assert found.next_limiter == (then, pytest.approx(min(memory, (warps + 1) * 128) / found.step.cycles))
+
+
+def test_units_that_are_as_busy_as_each_other() -> None:
+    found = predict(LoopWork({PLAIN_16: 4096}, {}, 0, 16), Shape(1, 0), PRO)
+    assert (found.step.limiter, found.next_limiter) == (MMA, (ISSUE, 1))
+
+
+def test_unpacking_of_e4m3_is_a_conversion_of_its_own() -> None:
+    code = loop("HMMA.16816.F32 R0, R4, R2, R0", "F2FP.F16.E4M3.UNPACK_B R1, R2", "F2FP.BF16.F32.PACK_AB R1, R2, R3")
+    does = loop_work(code)
+    assert (does.results[UNPACKING], does.results[CONVERSION]) == (1, 1)
+    units = predict(does, Shape(4, 0), PRO).step.units
+    assert (units[UNPACKING], units[CONVERSION]) == (8, 2)
+
+
+def test_loops_know_their_keys_and_bytes() -> None:
+    """A step of 64 keys of 576 and 512 columns, 16 rows and four warps; and one of prefill."""
+    latent, first = warp_report.mla("MLA"), warp_report.prefill("prefill", (128, 128))
+    does = LoopWork({PLAIN_16: 2 * 16 * 64 * (576 + 512) // 4}, {}, 0, 1)
+    assert (latent.keys(does), latent.key_bytes, latent.streams) == (64, 1152, True)
+    memory = latent.predict(does, PRO).step.units[MEMORY]
+    assert memory == pytest.approx(64 * 1152 / (1792e9 / 2.617e9 / 188))
+    assert (first.warps, first.rows, first.key_bytes, first.streams) == (8, 128, 512, False)
+    narrow = warp_report.prefill("prefill", (128, 128), kv_type=KvType.NVFP4)
+    assert narrow.key_bytes == 256 * 9 / 16
+
+
+def test_what_stays_unhidden_counts_on_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of 2048 cycles there, and of 4096 on a card of half of the rate; a quarter of the time is unexplained."""
+    does = LoopWork({PLAIN_16: 4096 * 128}, {}, 0, 1)
+    monkeypatch.setattr(warp_report, "work_of", lambda loop: does)
+    one = warp_report.prefill("prefill", (128, 128))
+    *_, ratio, unhidden, pro, geforce, spark = warp_report._row(
+        one, "P1", one.predict(does, HOPPER_CARD), (400, 300), "TFLOP/s"
+    )
+    assert (ratio, unhidden) == ("0.75", "683 of 2731")
+    assert (pro, geforce, spark) == ("86%", "92%", "86%")
+
+
+def test_measured_rates_of_hopper_are_those_of_the_run() -> None:
+    assert warp_report.rates("decode")["D2", "memory read"] > warp_report.rates("decode")["D2", warp_report.CANDIDATE]
+    assert {("P1", warp_report.CANDIDATE), ("P1-fp8", warp_report.CANDIDATE)} <= set(warp_report.rates("prefill"))
+    assert ("H16", warp_report.CANDIDATE) in warp_report.rates("mla")
+
+
+def test_tables_are_written_into_their_place(tmp_path: Path) -> None:
+    document = tmp_path / "page.md"
+    document.write_text(f"before\n{warp_report.BEGIN}\nold\n{warp_report.END}\nafter\n")
+    warp_report.write_into(document, "new\n")
+    assert document.read_text() == f"before\n{warp_report.BEGIN}\nnew\n{warp_report.END}\nafter\n"
+    document.write_text("nothing")
+    with pytest.raises(ValueError, match="must have"):
+        warp_report.write_into(document, "new\n")
+    text = (Path(__file__).parents[2] / "docs" / "kernels" / "sm120.md").read_text()
+    assert all(loop.name in text.partition(warp_report.BEGIN)[2] for loop in warp_report.loops())
 
 
 def test_only_the_product_of_multiprocessors_and_clock_matters() -> None:

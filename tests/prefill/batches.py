@@ -190,7 +190,7 @@ class Batch:
         return torch.cat([reference.statistics(q, k, scale, seen, score) for q, k, _, seen in self.requests(mask)])
 
     def requests(self, mask: Mask) -> Iterator[tuple[torch.Tensor, ...]]:
-        """For each request q, k and v, and which keys its rows see."""
+        """Yield q, k and v of each request, and which keys its rows see."""
         for request, begin in enumerate(starts(self.q_lens)[:-1]):
             q_len, kv_len = self.q_lens[request], self.kv_lens[request]
             seen = reference.visible(q_len, kv_len, mask, self.q.device)

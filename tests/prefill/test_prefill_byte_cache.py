@@ -1,5 +1,5 @@
 """Prefill over 8-bit keys and values: to the bit what the same values give in 16 bits, where products have columns in
-the same order. Those of sm_120 have not."""
+the same order. Products of sm_120 have not."""
 
 from __future__ import annotations
 

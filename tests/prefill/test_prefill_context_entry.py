@@ -153,7 +153,7 @@ def test_scales(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize(("page_size", "left", "mask"), [(2, -1, CAUSAL), (16, -1, CAUSAL), (16, 400, window(400))])
 def test_skip_softmax(page_size: int, left: int, mask: Mask, device: str) -> None:
-    """As many tiles are left out as in the problem, which its own tests count; and none with a tiny factor."""
+    """The entry leaves out as many tiles as its problem does, whose tests count them; and none with a tiny factor."""
     data = Batch([130], [700], heads=2, kv_heads=1, magnitude=3.0, device=device)
     data.k[0][:-100] *= 0.02
     key, value, table = data.pages(page_size)

@@ -133,7 +133,7 @@ FEATURES: list[tuple[dict[str, Any], Mask, Score]] = [
 @pytest.mark.parametrize("layout", ["CONTIGUOUS_Q_KV", "Q_PAGED_KV_HND"])
 @pytest.mark.parametrize(("options", "mask", "score"), named(FEATURES))
 def test_scores(options: dict[str, Any], mask: Mask, score: Score, layout: str, device: str) -> None:
-    """With sinks, which the statistics leave out, and with statistics; both change nothing else."""
+    """Sinks, which the statistics leave out, and statistics change nothing else."""
     data, scale = batch(layout, device, magnitude=2.0), 0.11
     sinks = torch.linspace(-3, 3, 4, device=device)
     plain = call(data, layout, bmm1_scale=scale, **options)
@@ -175,7 +175,7 @@ SKIPS: list[tuple[dict[str, Any], Mask, Score]] = [
 @pytest.mark.parametrize("layout", ["SEPARATE_Q_K_V", "Q_PAGED_KV_NHD"])
 @pytest.mark.parametrize(("options", "mask", "score"), named(SKIPS))
 def test_skip_softmax(options: dict[str, Any], mask: Mask, score: Score, layout: str, device: str) -> None:
-    """As many tiles are left out as in the problem, which its own tests count; and none with a tiny factor."""
+    """The entry leaves out as many tiles as its problem does, whose tests count them; and none with a tiny factor."""
     data = Batch([130], [700], heads=2, kv_heads=1, magnitude=3.0, device=device)
     data.k[0][:-100] *= 0.02
     factor, count = 20.0, torch.zeros(1, dtype=torch.int32, device=device)

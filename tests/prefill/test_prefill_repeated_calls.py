@@ -86,7 +86,7 @@ def test_an_output_next_to_an_input_and_over_it(form_of: Callable[[Batch], Form]
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 @pytest.mark.parametrize("form_of", FORMS, ids=lambda form_of: form_of.__name__)
 def test_another_device_than_the_current_one(form_of: Callable[[Batch], Form]) -> None:
-    """By turns with calls like it on the current device."""
+    """Calls like it on the current device take turns with it."""
     batches = [Batch(Q_LENS, KV_LENS, device=f"cuda:{index}", seed=index) for index in range(2)]
     forms = [form_of(data) for data in batches]
     for _ in range(3):

@@ -105,7 +105,7 @@ def test_heads_that_share_keys(group: int, dims: tuple[int, int], page_size: int
 @pytest.mark.parametrize("dims", DIMS, ids=name)
 @pytest.mark.parametrize("magnitude", [0.0, 1e-3, 8.0, 60.0])
 def test_magnitudes(magnitude: float, dims: tuple[int, int], mask: Mask, page_size: int | None) -> None:
-    """From uniform attention to logits of tens of thousands, where each row sees only its largest key."""
+    """Attention goes from uniform to logits of tens of thousands, where each row sees only its largest key."""
     batch = Batch([129, 200], [513, 200], head_dim=dims[0], v_head_dim=dims[1], magnitude=magnitude)
     problem = batch.problem(page_size, mask, lse=batch.ragged_lse())
     out = execute(problem)

@@ -13,7 +13,7 @@ from oracles import check_attention
 
 from hopwell import _demo, emulator
 from hopwell.__main__ import main
-from hopwell.kernels.support import support_matrix
+from hopwell.kernels.features import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -84,7 +84,7 @@ def test_demo_says_what_has_no_kernel(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_demo_rates() -> None:
-    """In a nanosecond."""
+    """A call takes a nanosecond here."""
     prefill = _demo.Prefill("cpu", [37, 300], 4, 2, q_lens=[5, 130])  # whose tokens see 33 to 37 and 171 to 300 keys
     visible = sum(range(33, 38)) + sum(range(171, 301))
     assert prefill.rate(1e-6) == f"{2 * 4 * (128 + 128) * visible / 1e3:.0f} TFLOP/s"

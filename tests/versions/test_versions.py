@@ -58,7 +58,7 @@ def test_orcjit_is_not_installable_beside_engines() -> None:
 @pytest.mark.compile
 @pytest.mark.parametrize("orcjit", [True, False])
 def test_compiled_kernels_are_loaded(orcjit: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By either loader, and neither needs a GPU."""
+    """Either loader loads them, and neither needs a GPU."""
     if orcjit and importlib.util.find_spec("tvm_ffi_orcjit") is None:
         pytest.skip("apache-tvm-ffi-orcjit is not installed")
     monkeypatch.setattr(toolchain, "_has_orcjit", lambda: orcjit)

@@ -1,0 +1,378 @@
+"""What each entry point can do on each architecture: one table, read by the argument checks and by the README.
+
+A row is a title and problems that stand for it, see ``probes.py``. An architecture has what its implementation in
+``families.py`` does not refuse, so that nothing here names an architecture. An entry asks :func:`require` for every
+feature that a call needs once its arguments are known to be well formed, so that anything without a kernel is refused
+by name before a launch. :func:`support_matrix` prints the same table.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hopwell.kernels import families, probes
+from hopwell.kernels.append_config import CacheType
+from hopwell.kernels.masks import MaskKind
+from hopwell.kernels.probes import BYTES, FP8, INT8
+from hopwell.kernels.support import (
+    APPEND,
+    ARCHS,
+    BYTE_HEAD_DIMS,
+    COMMON_HEAD_DIMS,
+    CONTEXT,
+    CUDNN,
+    DECODE_NVFP4_HEAD_DIMS,
+    FMHA_V2,
+    MAX_PAGE_SIZE,
+    MLA,
+    MLA_HEAD_DIMS,
+    OTHER_HEAD_DIMS,
+    RUN_ON_HARDWARE,
+    SAME_AS,
+    XQA,
+)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table. Features of the same ``kind`` are what a refusal offers instead of each other.
+
+    Attributes:
+        key: what the row is asked for by.
+        kind: "data types", "masks" and so on.
+        title: what the row and refusals say.
+        probe: the problem that calls with the feature become, of a case.
+        cases: arguments of ``probe``, for all of which there have to be kernels. A row without cases says that what
+            other rows do not name has none.
+    """
+
+    key: str
+    kind: str
+    title: str
+    probe: Callable[..., Any]
+    cases: tuple[dict[str, Any], ...]
+
+    @functools.cached_property
+    def archs(self) -> tuple[str, ...]:
+        """The architectures that have kernels for all cases."""
+        problems = [self.probe(**case) for case in self.cases]
+        return tuple(arch for arch in ARCHS if problems and not any(families.refuse(one, arch) for one in problems))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry point: where it lives and what it can do."""
+
+    module: str
+    features: tuple[Feature, ...]
+
+    def feature(self, key: str) -> Feature:
+        """The feature called ``key``."""
+        return next(feature for feature in self.features if feature.key == key)
+
+
+def _listed(dims: tuple[tuple[int, int], ...]) -> str:
+    return "head dim " + ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in dims)
+
+
+def _over(name: str, values: Any, **others: Any) -> list[dict[str, Any]]:
+    """A case for each of the values of an argument."""
+    return [{name: value, **others} for value in values]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a family of kernels, whose problems ``probe`` makes."""
+
+    probe: Callable[..., Any]
+
+    def row(self, key: str, kind: str, title: str, *cases: dict[str, Any]) -> Feature:
+        """A row of some cases, or the plain one."""
+        return Feature(key, kind, title, self.probe, cases or ({},))
+
+    def no_row(self, key: str, kind: str, title: str) -> Feature:
+        """A row of what no architecture has."""
+        return Feature(key, kind, title, self.probe, ())
+
+    def mask(self, mask: MaskKind, note: str = "", **case: Any) -> Feature:
+        """A mask's row, with a note how an entry is asked for it."""
+        rule = mask.rule
+        return self.row(rule.feature, "masks", rule.title + note, dict(mask=mask, **case))
+
+    @property
+    def page_sizes(self) -> tuple[Feature, ...]:
+        """Rows of page sizes."""
+        return (
+            self.row("page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", *_over("page_size", _PAGE_SIZES)),
+            self.no_row("other_page_size", "page sizes", "other page sizes"),
+        )
+
+    @property
+    def sinks(self) -> Feature:
+        """A row of sinks."""
+        return self.row("sinks", "extras", "attention sinks", dict(sinks=probes.SINKS))
+
+    @property
+    def tensor_scales(self) -> Feature:
+        """A row of scales that the device has."""
+        return self.row("tensor_scales", "extras", "scales as device tensors", dict(tensor_scales=True))
+
+    @property
+    def other_head_dim(self) -> Feature:
+        """A row of what rows of head dims leave."""
+        return self.no_row("other_head_dim", "head dims", "other head dims")
+
+
+_PAGE_SIZES = (1, 3, 16, MAX_PAGE_SIZE)  # of either way to fetch, and the largest
+_PREFILL, _DECODE, _MLA, _APPEND = (
+    _Rows(probe) for probe in (probes.prefill, probes.decode, probes.mla, probes.append)
+)
+_BYTES_IN: dict[str, Any] = dict(query=FP8, kv=FP8)  # 8-bit operands of prefill
+
+_16BIT = _PREFILL.row("16bit", "data types", "bf16 or fp16 query, KV and output")
+_FP8 = _PREFILL.row("fp8", "data types", "fp8 (e4m3) query and KV", _BYTES_IN)
+_FP8_OUT = _PREFILL.row("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", dict(out=FP8, **_BYTES_IN))
+_SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "extras", "skip-softmax", dict(skip_softmax=1.0))
+_PREFILL_HEAD_DIMS = (
+    _PREFILL.row(
+        "head_dim",
+        "head dims",
+        f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)",
+        *_over("dims", COMMON_HEAD_DIMS),
+    ),
+    _PREFILL.row(
+        "multiple_head_dim",
+        "head dims",
+        "head dim: other multiples of 8 up to 256",
+        *_over("dims", (dims for dims in OTHER_HEAD_DIMS if max(dims) <= 256)),
+    ),
+    _PREFILL.row("wide_head_dim", "head dims", "head dim 512", dict(dims=(512, 512))),
+    _PREFILL.other_head_dim,
+    _PREFILL.row(
+        "8bit_head_dim",
+        "head dims",
+        f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}",
+        *_over("dims", BYTE_HEAD_DIMS, **_BYTES_IN),
+        *_over("dims", BYTE_HEAD_DIMS, kv=FP8),
+    ),
+    _PREFILL.no_row("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV"),
+)
+_DECODE_HEAD_DIMS = range(16, 257, 16)
+
+ENTRIES: dict[str, Entry] = {
+    CONTEXT: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            _PREFILL.row("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", dict(kv=FP8)),
+            _FP8,
+            _PREFILL.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=BYTES)),
+            _FP8_OUT,
+            _PREFILL.row("nvfp4_out", "data types", "NVFP4 output of an fp8 query", dict(out=BYTES, **_BYTES_IN)),
+            *_PREFILL_HEAD_DIMS,
+            *_PREFILL.page_sizes,
+            # Views of the same problem: kernels know strides and tables, not layouts.
+            _PREFILL.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
+            _PREFILL.mask(MaskKind.CAUSAL),
+            _PREFILL.mask(MaskKind.FULL, " (`causal=False`)"),
+            _PREFILL.mask(MaskKind.SLIDING_WINDOW),
+            _PREFILL.sinks,
+            _PREFILL.tensor_scales,
+            _SKIP_SOFTMAX,
+            _PREFILL.row("lse", "extras", "log-sum-exp, base 2 or e", dict(lse=True)),
+            # No problem can ask for these two.
+            _PREFILL.no_row("fp16_softmax", "extras", "softmax in fp16 (`use_fp16_softmax`)"),
+            _PREFILL.no_row("spcompress", "extras", "`uses_spcompress`"),
+        ),
+    ),
+    FMHA_V2: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            _FP8,
+            _FP8_OUT,
+            *_PREFILL_HEAD_DIMS,
+            *_PREFILL.page_sizes,
+            _PREFILL.row("cache", "KV caches", "all five input layouts"),
+            _PREFILL.mask(MaskKind.CAUSAL),
+            _PREFILL.mask(MaskKind.FULL, " (`padding`)"),
+            _PREFILL.mask(MaskKind.SLIDING_WINDOW),
+            _PREFILL.mask(MaskKind.CHUNKED),
+            _PREFILL.sinks,
+            _PREFILL.row("alibi", "extras", "ALiBi", dict(alibi=True)),
+            _PREFILL.row("alibi_soft_cap", "extras", "ALiBi together with a soft cap", dict(alibi=True, soft_cap=30.0)),
+            _PREFILL.row("soft_cap", "extras", "logits soft cap", *_over("soft_cap", (30.0, 1e6))),
+            _PREFILL.row("softmax_stats", "extras", "softmax statistics", dict(statistics=True)),
+            _SKIP_SOFTMAX,
+        ),
+    ),
+    CUDNN: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            _FP8,
+            *_PREFILL_HEAD_DIMS,
+            *_PREFILL.page_sizes,
+            _PREFILL.row("cache", "KV caches", "paged and ragged KV, element offsets"),
+            _PREFILL.mask(MaskKind.CAUSAL),
+            _PREFILL.mask(MaskKind.FULL),
+            _PREFILL.row("lse", "extras", "log-sum-exp, padded or ragged, base 2 or e", dict(lse=True)),
+            _PREFILL.row(
+                "fp8_scales",
+                "extras",
+                "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)",
+                dict(tensor_scales=True, **_BYTES_IN),
+            ),
+        ),
+    ),
+    XQA: Entry(
+        "hopwell.decode",
+        (
+            _DECODE.row("16bit", "data types", "bf16 or fp16 query, KV and output"),
+            _DECODE.row("fp8_kv", "data types", "fp8 (e4m3) KV cache", dict(kv=FP8)),
+            _DECODE.row("int8_kv", "data types", "int8 KV cache", dict(kv=INT8)),
+            _DECODE.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=BYTES)),
+            _DECODE.row(
+                "fp8_out", "data types", "fp8 (e4m3) output with an fp8 or NVFP4 KV cache", dict(kv=FP8, out=FP8)
+            ),
+            _DECODE.row(
+                "head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)
+            ),
+            _DECODE.row("wide_head_dim", "head dims", "head dim 512", dict(dim=512)),
+            _DECODE.row(
+                "8bit_head_dim",
+                "head dims",
+                "with 8-bit caches: multiples of 16 up to 256",
+                *itertools.chain(*(_over("dim", _DECODE_HEAD_DIMS, kv=kv) for kv in (FP8, INT8))),
+            ),
+            _DECODE.no_row("other_8bit_head_dim", "head dims", "other head dims with 8-bit caches"),
+            _DECODE.row(
+                "nvfp4_head_dim",
+                "head dims",
+                f"with NVFP4 caches: {_listed(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
+                *_over("dim", DECODE_NVFP4_HEAD_DIMS, kv=BYTES),
+            ),
+            _DECODE.no_row("other_nvfp4_head_dim", "head dims", "other head dims with NVFP4 caches"),
+            _DECODE.other_head_dim,
+            *_DECODE.page_sizes,
+            _DECODE.row("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data"),
+            _DECODE.mask(MaskKind.DRAFT, q_len=2),
+            _DECODE.mask(MaskKind.CYCLIC),
+            _DECODE.mask(MaskKind.SLIDING_WINDOW),
+            _DECODE.sinks,
+            _DECODE.tensor_scales,
+        ),
+    ),
+    MLA: Entry(
+        "hopwell.mla",
+        (
+            _MLA.row("16bit", "data types", "bf16 or fp16 query and cache"),
+            # Queries of e4m3 are widened before there is a problem.
+            _MLA.row("fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", dict(kv=FP8)),
+            _MLA.row(
+                "fp8_ds_mla",
+                "data types",
+                "cache of 656-byte rows (fp8 with scales, bf16 rotary part)",
+                dict(kv=BYTES, row=656),
+            ),
+            _MLA.row("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS)),
+            _MLA.other_head_dim,
+            _MLA.row(
+                "sparse_head_dim",
+                "head dims",
+                "with sparse top-k head dim 512 as well",
+                dict(dims=(512, 512), sparse=True),
+            ),
+            *_MLA.page_sizes,
+            _MLA.row("cache", "KV caches", "3-D and 4-D caches"),
+            _MLA.row(
+                "multi_token", "masks", "several tokens per request (causal, bottom-right)", *_over("q_len", (2, 32))
+            ),
+            _MLA.mask(MaskKind.CYCLIC),
+            _MLA.row("sparse", "masks", "sparse top-k", dict(sparse=True)),
+            _MLA.sinks,
+            _MLA.tensor_scales,
+        ),
+    ),
+    APPEND: Entry(
+        "hopwell.page",
+        (
+            _APPEND.row("16bit", "data types", "bf16 or fp16 new tokens, and a cache of their type"),
+            _APPEND.row("fp8_kv", "data types", "fp8 (e4m3) cache", dict(kind=CacheType.E4M3)),
+            _APPEND.row(
+                "nvfp4_kv",
+                "data types",
+                "NVFP4 cache, V scales linear or interleaved",
+                *_over("kind", (CacheType.NVFP4, CacheType.NVFP4_INTERLEAVED)),
+            ),
+            _APPEND.row(
+                "page_size",
+                "page sizes",
+                f"page size: powers of two up to {MAX_PAGE_SIZE}",
+                *_over("page_size", (1, 16, MAX_PAGE_SIZE)),
+            ),
+            _APPEND.no_row("other_page_size", "page sizes", "other page sizes"),
+            _APPEND.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
+            _APPEND.tensor_scales,
+        ),
+    ),
+}
+
+
+def table_of(entry: str) -> Entry:
+    """The table of an entry point, by its name."""
+    return ENTRIES[SAME_AS.get(entry, entry)]
+
+
+def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedError:
+    """The error for a call of ``entry`` that needs a ``feature`` without a kernel on ``arch``.
+
+    Args:
+        entry: name of the entry point.
+        feature: key of the feature in the table.
+        detail: the argument and value that ask for it, for example ``"out_dtype='nvfp4'"``.
+        arch: architecture of the call.
+    """
+    table = table_of(entry)
+    row = table.feature(feature)
+    here = [other.title for other in table.features if other.kind == row.kind and arch in other.archs]
+    return NotImplementedError(
+        f"{entry}: {row.title} ({detail}) is not supported on {arch}; "
+        f"{row.kind} supported on {arch}: {'; '.join(here) or 'none yet'}; "
+        f"architectures that support {row.title}: {', '.join(row.archs) or 'none yet'}"
+    )
+
+
+def require(entry: str, feature: str, detail: str, arch: str) -> None:
+    """Raise :func:`refusal`'s error unless ``entry`` has ``feature`` on ``arch``."""
+    if arch not in table_of(entry).feature(feature).archs:
+        raise refusal(entry, feature, detail, arch)
+
+
+def _mark(row: Feature, arch: str) -> str:
+    if arch not in row.archs:
+        return "-"
+    return "yes" if arch in RUN_ON_HARDWARE else "emulator-verified"
+
+
+def support_matrix() -> str:
+    """The table in Markdown: for each entry its features as rows and the architectures as columns.
+
+    "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator.
+    """
+    sections = []
+    for name, entry in ENTRIES.items():
+        names = [name, *(other for other, table in SAME_AS.items() if table == name)]
+        lines = [
+            ", ".join(f"`{entry.module}.{one}`" for one in names),
+            "",
+            "| | " + " | ".join(ARCHS) + " |",
+            "|---|" + ":---:|" * len(ARCHS),
+        ]
+        lines += [f"| {row.title} | " + " | ".join(_mark(row, arch) for arch in ARCHS) + " |" for row in entry.features]
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"

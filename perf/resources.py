@@ -1,0 +1,64 @@
+"""Registers, stack and spills of compiled kernels, in Markdown."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from tabulate import tabulate
+
+from hopwell.kernels.config import KernelConfig
+from hopwell.kernels.families import IMPLEMENTATIONS, build
+from hopwell.kernels.problem import Family
+from hopwell.kernels.toolchain import artifact
+from hopwell.perf.loops import innermost
+from hopwell.perf.sass import cuda_tool, disassemble, sass_loops
+from hopwell.perf.warp_model import product_of
+
+HEADERS = ["kernel", "registers", "stack, bytes", "spills", "of them in a step", "shared memory, bytes"]
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What the assembler has given a kernel. Spills count instructions that store or load a register; those of a step
+    are in a loop that multiplies, in the one with most."""
+
+    registers: int
+    stack: int
+    spills: int
+    step_spills: int
+
+    @staticmethod
+    def of(cubin: Path) -> Resources:
+        command = [cuda_tool("cuobjdump"), "-res-usage", str(cubin)]
+        said = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        [(registers, stack)] = re.findall(r"REG:(\d+) STACK:(\d+)", said)
+        code = disassemble(cubin)
+        spills = {i for i, one in enumerate(code) if one.root in ("LDL", "STL")}
+        steps = innermost(sass_loops(code), lambda loop: any(product_of(code[i]) for i in loop.path))
+        in_steps = max((len(spills & set(loop.path)) for loop in steps), default=0)
+        return Resources(int(registers), int(stack), len(spills), in_steps)
+
+
+def shipped(arch: str, pattern: str = "*") -> Iterator[KernelConfig]:
+    """The attention kernels that are compiled ahead for ``arch``, by a glob of their names."""
+    for (family, of_arch), implementation in IMPLEMENTATIONS.items():
+        if of_arch == arch and family is not Family.APPEND:
+            for config in implementation.shipped(arch):
+                if fnmatchcase(config.name, pattern):
+                    assert isinstance(config, KernelConfig)
+                    yield config
+
+
+def table(configs: Iterable[KernelConfig]) -> str:
+    """A row for each kernel, which is compiled if it has not been yet."""
+    rows = []
+    for config in configs:
+        has, (kernel, _) = Resources.of(artifact(config).cubin), build(config)
+        numbers = (has.registers, has.stack, has.spills, has.step_spills, kernel.shared_bytes)
+        rows.append([config.name, *map(str, numbers)])
+    return tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)

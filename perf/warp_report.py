@@ -1,0 +1,206 @@
+"""What the model of mma.sync kernels says of the loops that are shipped for sm_120, in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+from hopwell.kernels.config import KernelConfig, KvFetch, KvType
+from hopwell.kernels.problem import Family, MaskKind
+from hopwell.kernels.sm120_config import Sm120PrefillConfig
+from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfig
+from hopwell.kernels.splitting import LATENT_FEW_ROWS
+from hopwell.kernels.toolchain import artifact
+from hopwell.perf import resources
+from hopwell.perf.decode_workloads import DECODE
+from hopwell.perf.mla_workloads import MLA
+from hopwell.perf.model import work_tiles
+from hopwell.perf.prefill_workloads import PREFILL
+from hopwell.perf.results import Run
+from hopwell.perf.sass import disassemble
+from hopwell.perf.warp_model import CARDS, HOPPER_CARD, Card, LoopWork, Prediction, Shape, loop_work, predict
+
+ARCH, HOPPER = "sm_120a", "sm_90a"
+CANDIDATE = "hopwell, pages of 64"
+BEGIN, END = "<!-- predictions -->", "<!-- end of predictions -->"
+BOXES32, BOXES64 = (KvFetch.PAGE_BOXES, 32), (KvFetch.PAGE_BOXES, 64)  # what pages of 64 tokens are to tiles
+PAGE_ROWS = (KvFetch.PAGE_ROWS, 0)
+RESULTS = Path(__file__).parent / "results" / "h200" / "sm120"
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A kernel's loop."""
+
+    name: str
+    config: KernelConfig
+    rows: int  # of queries that a multiprocessor multiplies with a key
+    warps: int  # that multiply them
+    key_bytes: float  # of memory that a key takes, with its value
+
+    @property
+    def streams(self) -> bool:
+        """Whether keys come from memory and not from the L2 cache."""
+        return self.config.family is not Family.PREFILL
+
+    def keys(self, does: LoopWork) -> int:
+        """How many keys a step has."""
+        of_a_key = 2 * self.rows * (self.config.head_dim_qk + self.config.head_dim_v)
+        return round(self.warps * sum(does.flop.values()) / of_a_key)
+
+    def predict(self, does: LoopWork, card: Card) -> Prediction:
+        loaded = round(self.keys(does) * self.key_bytes)
+        return predict(does, Shape(self.warps, loaded, self.streams), card)
+
+
+def prefill(name: str, dims: tuple[int, int], dtype: str = "bf16", **options: Any) -> Loop:
+    config = Sm120PrefillConfig(ARCH, dtype, "bf16", *dims, MaskKind.CAUSAL, *BOXES32, **options)
+    return Loop(name, config, config.tile.m, config.tile.m // 16, bytes_of(config, sum(dims)))
+
+
+def decode(name: str, dim: int, rows: int, kv_type: KvType = KvType.WIDE) -> Loop:
+    config = Sm120DecodeConfig(ARCH, "bf16", "bf16", dim, dim, MaskKind.FULL, *BOXES64, kv_type, rows)
+    return Loop(name, config, rows, 4, bytes_of(config, 2 * dim))
+
+
+def mla(name: str, kv_type: KvType = KvType.WIDE) -> Loop:
+    pages, rows = BOXES64 if kv_type is KvType.WIDE else PAGE_ROWS, LATENT_FEW_ROWS
+    config = Sm120MlaConfig(ARCH, "bf16", "bf16", 576, 512, MaskKind.CAUSAL, *pages, kv_type, rows)
+    return Loop(name, config, rows, 4, bytes_of(config, 576))
+
+
+def bytes_of(config: KernelConfig, elements: int) -> float:
+    """Bytes of so many elements of K or V, with the scales of their blocks."""
+    element = config.kv_element
+    return elements * element.bits / 8 + (elements / element.block if element.block else 0)
+
+
+def loops() -> list[Loop]:
+    """The loops that the tables have, by the head dims and types that models have."""
+    return [
+        *(prefill(f"prefill bf16 d{dim}", (dim, dim)) for dim in (64, 128, 256)),
+        prefill("prefill bf16 d192/128", (192, 128)),
+        prefill("prefill e4m3 d128, plain", (128, 128), "e4m3"),
+        prefill("prefill e4m3 d128, block-scaled", (128, 128), "e4m3", block_scaled=True),
+        prefill("prefill bf16 over e4m3 d128", (128, 128), kv_type=KvType.E4M3),
+        prefill("prefill bf16 over NVFP4 d128", (128, 128), kv_type=KvType.NVFP4),
+        *(decode(f"decode bf16 d{dim}, 8 rows", dim, 8) for dim in (64, 128, 256)),
+        decode("decode bf16 d128, 32 rows", 128, 32),
+        decode("decode over e4m3 d128, 8 rows", 128, 8, KvType.E4M3),
+        decode("decode over int8 d128, 8 rows", 128, 8, KvType.INT8),
+        mla("MLA bf16 576/512, 16 rows"),
+        mla("MLA over e4m3 576/512, 16 rows", KvType.E4M3),
+    ]
+
+
+def work_of(loop: Loop, compiled_for: str = "") -> LoopWork:
+    """What the compiled loop does; ``compiled_for`` another architecture where that is said."""
+    config = replace(loop.config, compiled_for=compiled_for) if compiled_for else loop.config
+    return loop_work(disassemble(artifact(config).cubin))
+
+
+INTRODUCTION = """Each cell has the share of the products' rate that a loop of prefill can reach, or of the bandwidth in
+decode and MLA; the unit that limits it; and the next busiest one with the share of a step that it is busy.
+"""
+UNHIDDEN = """What a Hopper GPU has measured of the same loops, compiled for it, beside what the model says of them. The
+last columns are the shares above if steps leave as many cycles unhidden as there.
+"""
+RESOURCES = """What the assembler has given these kernels. Spills are instructions that store or load a register.
+"""
+
+
+def report() -> str:
+    """All tables."""
+    known = [(loop, work_of(loop)) for loop in loops()]
+    published = "\n".join(f"- {card.name}: {card.published}." for card in (*CARDS, HOPPER_CARD))
+    used = resources.table(loop.config for loop in loops())
+    return "\n".join([INTRODUCTION, table(known), "", UNHIDDEN, hopper(), "", published, "", RESOURCES, used]) + "\n"
+
+
+def table(known: Iterable[tuple[Loop, LoopWork]]) -> str:
+    """A row for each loop."""
+    rows = []
+    for loop, does in known:
+        cells = []
+        for one in (loop.predict(does, card) for card in CARDS):
+            name, busy = one.next_limiter
+            cells.append(f"{_share(loop, one):.0%}, {one.step.limiter}; {name} {busy:.0%}")
+        rows.append([loop.name, str(loop.keys(does)), str(does.instructions), *cells])
+    return _table(rows, ["loop", "keys of a step", "instructions of a warp", *(card.name for card in CARDS)])
+
+
+def _share(loop: Loop, one: Prediction) -> float:
+    return one.memory_share if loop.streams else one.product_share
+
+
+def hopper() -> str:
+    """Tabulate what a Hopper GPU has measured of these loops beside what the model says of them there."""
+    headers = ["case", "limited by", "model", "measured", "measured / model", "cycles of a step unhidden"]
+    return _table([*_measured_prefill(), *_measured_streams()], [*headers, *(card.name for card in CARDS)])
+
+
+def _measured_prefill() -> Iterator[list[str]]:
+    measured = rates("prefill")
+    by_name = {case.name: case for case in PREFILL}
+    for name, dtype in (("P1", "bf16"), ("P1-fp8", "e4m3")):
+        loop, case = prefill("", (128, 128), dtype), by_name[name]
+        does = work_of(loop, HOPPER)
+        one, keys = loop.predict(does, HOPPER_CARD), loop.keys(does)
+        steps = sum(tile.masked + tile.full for tile in work_tiles(case, loop.rows, keys, 1))
+        seconds = steps * one.step.cycles / HOPPER_CARD.clock / HOPPER_CARD.sms
+        figures = case.work / seconds / 1e12, measured[name, CANDIDATE]
+        yield _row(loop, case.title, one, figures, "TFLOP/s")
+
+
+def _measured_streams() -> Iterator[list[str]]:
+    """Decode, whose bandwidth is what that run could read."""
+    chosen: Mapping[str, tuple[Loop, Sequence]] = {
+        "decode": (decode("", 128, 8), [case for case in DECODE if case.name in ("D1", "D2", "D3", "D4")]),
+        "mla": (mla(""), [case for case in MLA if case.name == "H16"]),
+    }
+    for family, (loop, cases) in chosen.items():
+        measured, one = rates(family), loop.predict(work_of(loop, HOPPER), HOPPER_CARD)
+        for case in cases:
+            figures = one.memory_share * measured[case.name, "memory read"], measured[case.name, CANDIDATE]
+            yield _row(loop, case.title, one, figures, "GB/s" if family == "decode" else "TFLOP/s")
+
+
+def _row(loop: Loop, title: str, one: Prediction, figures: tuple[float, float], unit: str) -> list[str]:
+    model, found = figures
+    unhidden = one.step.cycles * (model / found - 1)
+    cells = [title, one.step.limiter, f"{model:.0f} {unit}", f"{found:.0f} {unit}", f"{found / model:.2f}"]
+    cells.append(f"{unhidden:.0f} of {one.step.cycles + unhidden:.0f}")
+    if loop.config.multiplies_bytes:
+        return [*cells, *["-"] * len(CARDS)]  # which Hopper computes in another way
+    does = work_of(loop)
+    for card in CARDS:
+        there = loop.predict(does, card)
+        cells.append(f"{_share(loop, there) * there.step.cycles / (there.step.cycles + unhidden):.0%}")
+    return cells
+
+
+def rates(family: str) -> dict[tuple[str, str], float]:
+    """What has been measured of a family, by case and candidate."""
+    run = Run.load(RESULTS / f"{family}.json")
+    return {(row.workload.partition(":")[0], row.candidate): row.rate for row in run.rows if row.rate}
+
+
+def _table(rows: Sequence[Sequence[str]], headers: Sequence[str]) -> str:
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def write_into(document: Path, text: str) -> None:
+    """Put ``text`` between the comments of a Markdown file that say where.
+
+    Raises:
+        ValueError: the file has no such place.
+    """
+    before, found, after = document.read_text().partition(BEGIN)
+    _, ends, after = after.partition(END)
+    if not (found and ends):
+        raise ValueError(f"{document} must have {BEGIN} and {END}, got neither or one of them")
+    document.write_text(f"{before}{BEGIN}\n{text}{END}{after}")

@@ -1,0 +1,56 @@
+"""The setting that makes every entry batch invariant: how it is given, and what it changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from api_calls import FUNCTIONS, MLA, form
+
+import hopwell
+from hopwell import _switches
+from hopwell.kernels import families, invariance
+
+
+@pytest.fixture(autouse=True)
+def unswitched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(invariance, "_switched", None)
+    monkeypatch.delenv("HOPWELL_BATCH_INVARIANT", raising=False)
+
+
+def many_rows() -> dict[str, Any]:
+    """A call of more than 16 rows: those of fewer are batch invariant by themselves."""
+    arguments = form(MLA, "dense")
+    return {**arguments, "query": arguments["query"].repeat(1, 1, 17, 1)}
+
+
+def kernel(recorded: Any) -> str:
+    return str(families.resolve(recorded.problems[-1], "sm_90a").name)
+
+
+def test_switching(recorded: Any) -> None:
+    """Later calls take the other kernel, also those that are known."""
+    arguments = many_rows()
+    names = []
+    for enable in (None, True, False):
+        if enable is not None:
+            hopwell.batch_invariant(enable)
+        before = len(recorded.problems)
+        for _ in range(2):
+            FUNCTIONS[MLA](**arguments)
+        assert len(recorded.problems) == before + 1, "the second call is known"
+        names.append(kernel(recorded))
+    assert names == [names[0], names[0].replace("causal", "causal_invariant"), names[0]]
+    with pytest.raises(TypeError, match="enable"):
+        hopwell.batch_invariant(1)  # type: ignore[arg-type]
+
+
+def test_environment(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = many_rows()
+    monkeypatch.setenv("HOPWELL_BATCH_INVARIANT", "1")
+    _switches.forget_calls()
+    FUNCTIONS[MLA](**arguments)
+    assert "_invariant" in kernel(recorded)
+    monkeypatch.setenv("HOPWELL_BATCH_INVARIANT", "yes")
+    with pytest.raises(ValueError, match="HOPWELL_BATCH_INVARIANT must be one of 0, 1"):
+        kernel(recorded)

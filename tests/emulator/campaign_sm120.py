@@ -1,0 +1,63 @@
+"""Kernels of sm_120 for ``python -m hopwell.emulator campaign --arch sm_120a``, and why some faults cannot change what
+they do."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+import sys
+from unittest import mock
+
+import torch
+
+sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "prefill", "decode")]
+
+import campaign_prefill
+from batches import Batch
+from campaign_prefill import next_warp_barrier
+from decode_batches import DecodeBatch
+
+from hopwell.emulator.ptx import Kernel
+from hopwell.emulator.tools.faults import Fault
+from hopwell.kernels import execute, plan
+
+
+def case() -> None:
+    """Prefill: two query tiles, none to three tiles of keys, for one CTA, which uses every stage again."""
+    data = Batch([140, 3, 70, 2], [170, 300, 100, 0], heads=1, kv_heads=1, device="cpu")
+    with mock.patch.object(plan, "EMULATED_SMS", 1):
+        execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
+
+
+def decode() -> None:
+    """Decode: requests of none to seven leaves, the longest of which two CTAs share."""
+    data = DecodeBatch([1, 1, 2, 1], [800, 0, 140, 70], heads=4, kv_heads=1, head_dim=128, device="cpu")
+    with mock.patch.object(plan, "EMULATED_SMS", 2):
+        execute(data.decode(16, sinks=torch.linspace(-1, 1, 4)))
+
+
+def equivalent(fault: Fault, kernel: Kernel) -> str:
+    """Why an undetected fault changes nothing, or ""."""
+    if fault.kind == "drop bar.sync" and re.match(r"bar\.sync %r\d+, 128", fault.text):
+        return "only tells the compiler that a warpgroup has converged: its warps have nothing in common"
+    return campaign_prefill.equivalent(fault, kernel) or _own_reason(fault, kernel)
+
+
+def _own_reason(fault: Fault, kernel: Kernel) -> str:
+    pc, before = fault.sites[0], kernel.instrs[: fault.sites[0]]
+    if fault.kind == "wrong barrier number" and not _names(kernel, int(fault.text.split()[1].rstrip(",")) + 1):
+        return "all that meet do so here, and nobody uses the other barrier"
+    if fault.kind == "drop fence.proxy.async" and before[-1].op.startswith("cp.async.wait"):
+        return "lanes read Q themselves, through the proxy through which lanes have copied it"
+    if fault.kind == "drop bar.warp.sync":
+        products = [i.pc for i in kernel.instrs if i.op.startswith("mma.")]
+        if "PrefillSm120" in kernel.name and pc == next_warp_barrier(kernel, products[-1]):
+            return "the words of Q that lanes have read went into products of the whole warp"
+        if "DecodeSm120" in kernel.name and any(re.match(r"st\.\w+\.v4", i.op) for i in before[-4:]):
+            return "a node is read in another leaf, or when it has been counted: the warps meet in between"
+    return ""
+
+
+def _names(kernel: Kernel, barrier: int) -> bool:
+    """Whether an instruction has the barrier of this number."""
+    return any(re.match(rf"bar\.\w+ {barrier}\b", i.text) for i in kernel.instrs)

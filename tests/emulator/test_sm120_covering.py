@@ -1,0 +1,152 @@
+"""Every kind of operands, of mask and of pages of sm_120 runs with each of the others on the emulator: what other tests
+leave out runs here, in an ordinary and an adverse schedule. ``-m slow_emulator`` runs all combinations of the three."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import decode_cases
+import pytest
+import test_mla_bytes as mla_bytes
+import test_prefill_byte_cache as byte_cache
+import test_prefill_fp8 as e4m3
+import test_prefill_nvfp4 as nvfp4
+import test_prefill_sm120 as prefill
+import torch
+from batches import CAUSAL, FULL, Batch, chunked, window
+from covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
+from covering_sm120 import BF16, Cell, every_cell, filling, missing
+from entry_calls import context
+from mla_batches import MlaBatch
+from schedules import schedules
+from test_decode_clients import test_context_parallel_ranks as ranks_of_decode
+from test_mla_clients import test_context_parallel_ranks as ranks_of_mla
+from test_mla_entry import TOP_K, mla
+
+from hopwell import emulator
+from hopwell.kernels import execute, families
+from hopwell.kernels.config import KvFetch, KvType
+from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
+from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
+
+ARCH = "sm_120a"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.bfloat16}  # of references' operands
+MASKS = {mask.kind: mask for mask in (FULL, CAUSAL, window(70), chunked(64))}
+PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, LISTED: 16}
+SIZES = dict(q_lens=[70, 3], kv_lens=[130, 80])
+
+
+def pages(size: int | None) -> tuple[KvFetch, int]:
+    return CONTIGUOUS if size is None else ROWS if size < 8 else PAGES16 if size <= 16 else PAGES64
+
+
+def covered_elsewhere() -> Iterator[Cell]:
+    """What the tests of prefill and decode on sm_120 run."""
+    yield from map(Cell.of, COVERING_SM120_DECODE)
+    cases = [(BF16, case) for case in prefill.CASES]
+    for types, module in ((("e4m3", KvType.WIDE), e4m3), (("bf16", KvType.E4M3), byte_cache)):
+        cases += [(types, case) for arch, case in module.EMULATED if arch == ARCH]
+    names = {dtype: name for name, dtype in DTYPES.items() if name != "e4m3"}
+    cases += [((names[case[3]], KvType.NVFP4), case) for arch, case in nvfp4.EMULATED if arch == ARCH]
+    for types, (_, size, mask, *_) in cases:
+        yield Cell(Family.PREFILL, types, mask.kind, pages(size))
+
+
+def in_schedules(launch: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """The output, the same in an ordinary and an adverse schedule under all detectors."""
+    first = None
+    for setting in schedules(4, 1, arch=ARCH, strict=True):
+        with setting():
+            out = launch().clone()
+        first = out if first is None else first
+        assert torch.equal(out.view(torch.uint8), first.view(torch.uint8))
+        assert "Sm120" in emulator.report().kernel
+        assert not emulator.report().warnings
+    assert first is not None
+    return first
+
+
+def run_prefill(cell: Cell) -> None:
+    mask, size, (dtype, kv_type) = MASKS[cell.mask], PAGE_SIZES[cell.pages], cell.types
+    if kv_type is KvType.NVFP4:
+        run_nvfp4(mask, size)
+    elif dtype == "e4m3":
+        data = e4m3.batch((64, 64), "cpu", **SIZES)
+        data.check_bytes(in_schedules(served(cell, data.in_bytes(size, mask, torch.bfloat16))), mask)
+    elif kv_type is KvType.E4M3:
+        data = byte_cache.batch((64, 64), "cpu", DTYPES[dtype], **SIZES)
+        data.expected(mask).check(in_schedules(served(cell, byte_cache.quantised(data.problem(size, mask)))))
+    else:
+        data = Batch(head_dim=64, device="cpu", dtype=DTYPES[dtype], **SIZES)
+        data.expected(mask).check(in_schedules(served(cell, data.problem(size, mask))))
+
+
+def served(cell: Cell, problem: AttentionProblem) -> Callable[[], torch.Tensor]:
+    """The launch of a problem, whose kernel is the cell's."""
+    assert Cell.of(families.resolve(problem, ARCH)) == cell
+    return lambda: execute(problem)
+
+
+def run_nvfp4(mask: Mask, size: int | None) -> None:
+    data = nvfp4.batch((64, 64), "cpu", **SIZES)
+    key, value, table = data.pages(size)
+    given = nvfp4.options(data, mask) | dict(kv_block_scales=data.block_scales(size, "interleaved"))
+    out = in_schedules(lambda: context(data, (key, value), table, out_dtype=torch.bfloat16, **given))
+    data.expected_low(mask).check(out)
+
+
+def run_decode(cell: Cell) -> None:
+    dtype, kv_type = cell.types
+    config = Sm120DecodeConfig(ARCH, dtype, dtype, 64, 64, cell.mask, *cell.pages, kv_type, 8)
+    case = decode_cases.Case([1, 1], [config.chunk_tokens + 65, 3], 4)
+    if cell.mask is MaskKind.SLIDING_WINDOW:
+        case = decode_cases.Case([1, 1], [config.chunk_tokens + 65, 3], 4, window=70)
+    if cell.mask is MaskKind.DRAFT:
+        case = decode_cases.Case([2, 1], [config.chunk_tokens + 1, 3], 4, ragged=True)
+    decode_cases.check_config(config, case, PAGE_SIZES[cell.pages] or 0, "cpu", schedules(4, 1, arch=ARCH, strict=True))
+
+
+def run_mla(cell: Cell) -> None:
+    size, (dtype, kv_type) = PAGE_SIZES[cell.pages] or 0, cell.types
+    kind, options = MlaBatch, dict(heads=5, dtype=DTYPES[dtype], kv_lens=[70, 3])
+    if kv_type is KvType.FP8_DS_MLA:
+        kind = mla_bytes.PackedBatch
+    elif kv_type is KvType.E4M3:
+        options |= dict(kv_dtype=torch.float8_e4m3fn)
+    data = mla_bytes.batch(kind, "cpu", TOP_K if cell.pages == LISTED else 0, **options)
+    cache = {}
+    if kv_type is KvType.FP8_DS_MLA:
+        cache = dict(kv_cache=data.packed(size), kv_scale_format="arbitrary_fp32")
+    out = in_schedules(lambda: mla(data, data.decode(size), **cache))
+    data.expected_mla().check(out.flatten(0, 1))
+
+
+def run(cell: Cell) -> None:
+    {Family.PREFILL: run_prefill, Family.DECODE: run_decode, Family.MLA: run_mla}[cell.family](cell)
+
+
+FILLING = filling(covered_elsewhere())
+
+
+def test_nothing_is_missing() -> None:
+    assert not missing([*covered_elsewhere(), *FILLING])
+    assert len(FILLING) < 28, "other tests cover less than they did"
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("cell", FILLING, ids=str)
+def test_cells_that_others_leave_out(cell: Cell) -> None:
+    run(cell)
+
+
+@pytest.mark.slow_emulator
+@pytest.mark.parametrize("cell", every_cell(), ids=str)
+def test_every_cell(cell: Cell) -> None:
+    run(cell)
+
+
+@pytest.mark.emulator
+def test_ranks_that_share_keys() -> None:
+    with emulator.use(ARCH):
+        ranks_of_decode([1] * 5, 4, None, "cpu")
+        ranks_of_mla([5] * 4, 2, 3, "cpu")

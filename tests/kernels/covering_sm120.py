@@ -1,0 +1,84 @@
+"""What the emulated tests of sm_120 have to run: kinds of operands, masks and pages, each with each of the others."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from covering import CONTIGUOUS, LISTED, PAGES16, PAGES64, ROWS
+
+from hopwell.kernels.config import KernelConfig, KvFetch, KvType
+from hopwell.kernels.prefill_config import MASKS
+from hopwell.kernels.problem import Family, MaskKind
+
+
+class Cell(NamedTuple):
+    """A kind of launch. ``types`` are those of queries and of K and V; boxes count as of 16 tokens or of 64."""
+
+    family: Family
+    types: tuple[str, KvType]
+    mask: MaskKind
+    pages: tuple[KvFetch, int]
+
+    @staticmethod
+    def of(config: KernelConfig) -> Cell:
+        pages = PAGES64 if config.box_rows > 16 else PAGES16 if config.box_rows else (config.kv_fetch, 0)
+        return Cell(config.family, (config.dtype, config.kv_type), config.mask, pages)
+
+    @property
+    def exists(self) -> bool:
+        """Whether there are such launches: lanes copy 8-bit keys of MLA, NVFP4 caches have pages, and the entry that
+        takes them has no chunks. Of MLA in fp16, which takes long to compile, pages of 64 stand for others."""
+        if self.family is Family.MLA:
+            kept = {BF16: PAGES[Family.MLA], FP16: (PAGES64,)}
+            return self.pages in kept.get(self.types, (ROWS, LISTED))
+        return not (self.types[1] is KvType.NVFP4 and (self.pages == CONTIGUOUS or self.mask is MaskKind.CHUNKED))
+
+    def pairs(self) -> Iterator[tuple]:
+        """What is run together with what."""
+        yield from ((self.family, *pair) for pair in itertools.combinations(self[1:], 2))
+
+    def __str__(self) -> str:
+        dtype, kv_type = self.types
+        kinds = (self.family.value, dtype, kv_type.value, self.mask.value, self.pages[0].value)
+        return "-".join(kinds) + (str(self.pages[1]) if self.pages[1] else "")
+
+
+WIDE, E4M3, INT8, NVFP4, DS_MLA = KvType.WIDE, KvType.E4M3, KvType.INT8, KvType.NVFP4, KvType.FP8_DS_MLA
+DECODE_MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)
+BF16, FP16 = ("bf16", WIDE), ("fp16", WIDE)
+CHOICES = {
+    Family.PREFILL: ((BF16, FP16, ("e4m3", WIDE), ("bf16", E4M3), ("bf16", NVFP4)), MASKS),
+    Family.DECODE: ((BF16, FP16, ("bf16", E4M3), ("bf16", INT8)), DECODE_MASKS),
+    Family.MLA: ((BF16, FP16, ("bf16", E4M3), ("bf16", DS_MLA)), (MaskKind.CAUSAL,)),
+}
+PAGES = {Family.PREFILL: (CONTIGUOUS, ROWS, PAGES16, PAGES64), Family.DECODE: (ROWS, PAGES16, PAGES64)}
+PAGES[Family.MLA] = (*PAGES[Family.DECODE], LISTED)
+
+
+def every_cell() -> list[Cell]:
+    """All kinds of launches. Masks of ranks that share keys have tests of their own."""
+    cells = (
+        Cell(family, *choice)
+        for family, choices in CHOICES.items()
+        for choice in itertools.product(*choices, PAGES[family])
+    )
+    return [cell for cell in cells if cell.exists]
+
+
+def missing(covered: Iterable[Cell]) -> set[tuple]:
+    """Pairs of choices that no cell has run together. A type decides what multiplies, a mask which loops there are, and
+    pages what producers do: what all three would decide together is nothing."""
+    wanted, run = ({pair for cell in cells for pair in cell.pairs()} for cells in (every_cell(), covered))
+    return wanted - run
+
+
+def filling(covered: Iterable[Cell]) -> list[Cell]:
+    """Few cells that run what these do not: the one with most of it first."""
+    found: list[Cell] = []
+    left = missing(covered)
+    while left:
+        found.append(max(every_cell(), key=lambda cell: len(left & set(cell.pairs()))))
+        left -= set(found[-1].pairs())
+    return found

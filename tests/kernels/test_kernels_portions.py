@@ -1,0 +1,195 @@
+"""How the keys of all requests are cut into equal portions for the CTAs of MLA: device code, on the host."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+import pytest
+from cutlass import Int32, Int64
+from lane_threads import SchedulingWarp, host
+from test_kernels_scheduler import Memory
+
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.parts import portions, split
+from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.portions import ListPortionSchedule, PortionSchedule, PortionSpan, portion_size
+from hopwell.kernels.parts.split import SplitTile, UnitKeeper
+from hopwell.kernels.plan import MAX_WINDOW
+from hopwell.kernels.problem import MAX_KEYS, MaskKind
+from hopwell.kernels.splitting import FRACTIONS, ROWS, SNAP_STEPS
+from hopwell.kernels.splitting import portions as count_portions
+
+pytestmark = pytest.mark.traced
+
+STEP = 128  # keys
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr(split, "load_int", memory.load_int)
+    monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
+    monkeypatch.setattr(portions, "portion_size", portion_size.__wrapped__)
+    monkeypatch.setattr(PortionSpan, "begin", PortionSpan.begin.__wrapped__)
+    for name in ("_portion_size", "_portion_spans"):
+        monkeypatch.setattr(PortionSchedule, name, getattr(PortionSchedule, name).__wrapped__)
+    return memory
+
+
+@dataclass
+class Batch:
+    """A batch as the host sees it, and the multiprocessors that it runs on."""
+
+    kv_lens: list[int]
+    q_lens: list[int]
+    group: int = 128
+    ctas: int = 132
+    listed: int = 0
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.group * (1 if self.listed else max(self.q_lens)) // ROWS)
+
+    def schedule(self, memory: Memory) -> PortionSchedule:
+        starts = list(itertools.accumulate(self.q_lens, initial=0))
+        a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(
+            kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts)
+        )
+        sizes = dict(kv_heads=1, batch=len(self.kv_lens), group=self.group, capacity=2**31 - 1, tokens=MAX_KEYS)
+        sizes |= dict(q_len=max(self.q_lens), row_tiles=self.row_tiles, listed=self.listed, grid=self.ctas)
+        sizes |= dict(portions=count_portions(self.row_tiles, self.ctas))
+        g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
+            **{name: Int64(size) for name, size in sizes.items()}
+        )
+        kind = ListPortionSchedule if self.listed else PortionSchedule
+        return kind(g, a, IntervalMask(MaskKind.FULL, Int32(MAX_WINDOW)), ROWS, STEP, 0, False, UnitKeeper())
+
+    def items(self) -> Iterator[tuple[int, int]]:
+        """(index, keys) of every request with new tokens, or of every token with a list, in order."""
+        starts = list(itertools.accumulate(self.q_lens, initial=0))
+        for request, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
+            if not self.listed:
+                yield from [(request, kv_len)] * (q_len > 0)
+            else:
+                for token in range(q_len):
+                    yield starts[request] + token, max(min(kv_len - q_len + token + 1, self.listed), 0)
+
+
+class PortionWarp(SchedulingWarp):
+    """A scheduling warp whose lanes also reduce, and look for set bits."""
+
+    def use(self, monkeypatch: pytest.MonkeyPatch, module: Any) -> None:
+        monkeypatch.setattr(module, "draw_ticket", None, raising=False)
+        super().use(monkeypatch, module)
+
+        for name, function in (
+            ("warp_reduction_sum", lambda value: Int32(sum(map(host, self.exchange(value))))),
+            ("warp_reduction_max", lambda value: Int32(max(map(host, self.exchange(value))))),
+        ):
+            monkeypatch.setattr(cute.arch, name, function)
+        monkeypatch.setattr(module, "trailing_zeros", lambda v: Int32((host(v) & -host(v)).bit_length() - 1))
+
+
+def posted(schedule: PortionSchedule, cta: int, monkeypatch: pytest.MonkeyPatch) -> list[SplitTile]:
+    """The units of a CTA."""
+    warp = PortionWarp([])
+    with monkeypatch.context() as patches:
+        warp.use(patches, portions)
+        patches.setattr(cute.arch, "block_idx", lambda: (Int32(cta), 0, 0))
+        warp.run(lambda: PortionSchedule.publish.__wrapped__(schedule, warp))
+    return warp.posted
+
+
+def pieces(schedule: PortionSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many pieces there are, as every lane counts them."""
+    warp, counts = PortionWarp([]), []
+    with monkeypatch.context() as patches:
+        warp.use(patches, portions)
+        warp.run(lambda: counts.append(host(PortionSchedule.pieces.__wrapped__(schedule))))
+    (count,) = set(counts)
+    return count
+
+
+def ragged(seed: int, batch: int, most: int) -> Batch:
+    draw = random.Random(seed)
+    return Batch(
+        [draw.choice((0, 1, 127, 128, 129, draw.randint(1, most))) for _ in range(batch)], [1] * batch, ctas=12
+    )
+
+
+BATCHES = {
+    "one": Batch([1024], [1], ctas=20),
+    "empty": Batch([0, 0], [1, 0], ctas=8),
+    "equal": Batch([8192] * 8, [1] * 8, ctas=34),
+    "whole": Batch([512] * 16, [1] * 16, ctas=34),
+    "ragged": ragged(0, 37, 3000),
+    "long among short": Batch([100_000, *[200] * 6], [1] * 7, ctas=26),
+    "new tokens": Batch([900, 3000, 7, 0, 640], [3, 1, 0, 2, 4], ctas=35),
+    "few CTAs": Batch([900, 3000], [5, 1], ctas=4),
+    "lists": Batch([900, 9000, 5, 3000], [2, 3, 1, 0], ctas=16, listed=640),
+}
+
+
+@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
+def test_every_step_is_in_one_unit(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units hold every step of every request once for each row tile, in order; pieces are numbered without gaps."""
+    schedule = batch.schedule(memory)
+    units = [unit for cta in range(batch.ctas) for unit in posted(schedule, cta, monkeypatch)]
+    found: dict[tuple[int, int], list[SplitTile]] = {}
+    for unit in units:
+        found.setdefault((host(unit.request.index), host(unit.first_row) // ROWS), []).append(unit)
+    numbered, of_chunk = [], batch.row_tiles
+    for (index, keys), row_tile in itertools.product(batch.items(), range(of_chunk)):
+        chunks = sorted(found.pop((index, row_tile)), key=lambda unit: host(unit.chunk))
+        assert [host(unit.chunk) for unit in chunks] == list(range(len(chunks)))
+        assert {host(unit.chunks) for unit in chunks} == {len(chunks)}
+        assert {host(unit.request.kv_len) for unit in chunks} == {keys}
+        assert [n for unit in chunks for n in range(host(unit.keys.begin), host(unit.keys.end))] == [
+            *range(-(-keys // STEP))
+        ]
+        if len(chunks) > 1:
+            first = host(chunks[0].first_piece)
+            assert [host(unit.piece) for unit in chunks] == [first + i * of_chunk for i in range(len(chunks))]
+            numbered += [host(unit.piece) for unit in chunks]
+    assert not found
+    assert sorted(numbered) == list(range(len(numbered)))
+    assert pieces(schedule, monkeypatch) == len(numbered) <= 2 * max(batch.ctas, batch.row_tiles)
+
+
+def test_portions_are_equal(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No CTA has more than a portion and what cuts are moved by, however requests differ."""
+    batch = ragged(1, 50, 6000)
+    schedule, total = batch.schedule(memory), sum(max(-(-keys // STEP), 1) + 1 for keys in batch.kv_lens)
+    limit = -(-total // (batch.ctas // batch.row_tiles)) * 17 / 16 + 2 * SNAP_STEPS + 1
+    for cta in range(batch.ctas):
+        units = posted(schedule, cta, monkeypatch)
+        assert sum(host(unit.keys.end) - host(unit.keys.begin) for unit in units) <= limit
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [("equal", {32: 32}), ("whole", {4: 32}), ("one", {1: 16})], ids=["halves", "whole", "steps"]
+)
+def test_equal_requests_are_cut_evenly(
+    name: str, steps: dict[int, int], memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests of one length are cut into chunks of one length, or not at all, where CTAs get little more by that."""
+    batch = BATCHES[name]
+    schedule = batch.schedule(memory)
+    units = [unit for cta in range(batch.ctas) for unit in posted(schedule, cta, monkeypatch)]
+    assert Counter(host(unit.keys.end) - host(unit.keys.begin) for unit in units) == steps
+
+
+def test_size_of_a_portion() -> None:
+    size = portion_size.__wrapped__
+    assert size(100 * FRACTIONS, 100 * FRACTIONS, 10) == 10 * FRACTIONS
+    assert size(97 * FRACTIONS, 100 * FRACTIONS, 10) == 10 * FRACTIONS, "a tenth of the longest"
+    assert size(220 * FRACTIONS, 30 * FRACTIONS, 10) == 22 * FRACTIONS, "a whole one is much larger"
+    assert size(60 * FRACTIONS, 6 * FRACTIONS, 10) == size(59 * FRACTIONS, 6 * FRACTIONS, 10) == 6 * FRACTIONS
+    assert size(3 * FRACTIONS, 3 * FRACTIONS, 66) == FRACTIONS, "a step at least"

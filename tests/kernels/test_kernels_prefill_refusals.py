@@ -1,0 +1,119 @@
+"""What no prefill kernel of Hopper serves is refused with a reason."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_problems import cache, contiguous, empty, paged
+
+from hopwell._features import require_problem
+from hopwell.kernels.config import (
+    KvFetch,
+)
+from hopwell.kernels.families import resolve
+from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.problem import (
+    AttentionProblem,
+    BlockScales,
+)
+from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
+
+ARCH = "sm_90a"
+HEAD_DIMS = (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS)
+
+
+class TestRefusals:
+    """A problem without a kernel: NotImplementedError that names what was asked for and what there is."""
+
+    @staticmethod
+    def refusal(problem: AttentionProblem, arch: str = ARCH) -> str:
+        with pytest.raises(NotImplementedError) as caught:
+            resolve(problem, arch)
+        return str(caught.value)
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_120", "sm_90", "sm_100"])
+    def test_other_archs(self, arch: str) -> None:
+        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128))), arch)
+        assert arch in message
+        assert "supported: sm_90a, sm_100a, sm_103a, sm_120a" in message
+
+    @pytest.mark.parametrize(
+        "dims",
+        [
+            *((dim, dim) for dim in (4, 12, 100, 264, 1024)),
+            # Widths that there are, but not together.
+            *((64, 32), (32, 64), (128, 64), (128, 192), (192, 64), (256, 128), (576, 512)),
+        ],
+        ids=str,
+    )
+    def test_other_head_dims(self, dims: tuple[int, int]) -> None:
+        message = self.refusal(paged(*cache("tuple-HND", 16, dims)))
+        assert f"{dims[0]}/{dims[1]}" in message
+        for qk, v in HEAD_DIMS:
+            assert f"{qk}/{v}" in message
+
+    @pytest.mark.parametrize(
+        ("role", "dtype"),
+        [
+            *(("query", dtype) for dtype in (torch.float32, torch.float8_e5m2, torch.uint8)),
+            *(("out", dtype) for dtype in (torch.float32, torch.float8_e4m3fn, torch.uint8)),
+        ],
+        ids=str,
+    )
+    def test_other_dtypes(self, role: str, dtype: torch.dtype) -> None:
+        operand = {role: empty(600, 4, 128, dtype=dtype)}
+        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), **operand))
+        assert f"{'output' if role == 'out' else role} dtype {dtype}" in message
+        assert "torch.bfloat16, torch.float16" in message
+
+    def test_queries_of_8_bits_over_nvfp4(self) -> None:
+        """Entries widen them: e4m3 does not hold what elements times their scales are."""
+        scales = BlockScales(*(empty(5, 2, 16, 8, dtype=torch.float8_e4m3fn) for _ in "kv"))
+        query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
+        key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)
+        message = self.refusal(paged(key, value, query=query, kv_scales=scales))
+        assert "query dtype torch.float8_e4m3fn has no kernel" in message
+        assert "with NVFP4 K and V; supported: torch.bfloat16, torch.float16" in message
+
+    def test_queries_of_8_bits_beside_wider_keys(self) -> None:
+        query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
+        message = self.refusal(paged(*cache("tuple-HND", 16, (128, 128)), query=query))
+        assert "key dtype torch.bfloat16" in message
+        assert "with query dtype torch.float8_e4m3fn; supported: torch.float8_e4m3fn" in message
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn], ids=str)
+    @pytest.mark.parametrize("dims", PrefillConfig.all_tiles(), ids=str)
+    def test_head_dims_with_operands_of_8_bits(self, dims: tuple[int, int], dtype: torch.dtype) -> None:
+        """The table refuses those without a kernel, with the entry's name, before one is looked for."""
+        views = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
+        problem = paged(*views, query=empty(600, 4, dims[0], dtype=dtype))
+        if dims in BYTE_HEAD_DIMS:
+            require_problem(CONTEXT, problem, "sm_90a")
+            assert resolve(problem, "sm_90a").kv_bytes == 1
+        else:
+            with pytest.raises(NotImplementedError, match=f"^{CONTEXT}: other head dims with fp8 query or KV"):
+                require_problem(CONTEXT, problem, "sm_90a")
+            assert f"{dims[0]}/{dims[1]} have no prefill kernel" in self.refusal(problem)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.float8_e4m3fn, torch.uint8], ids=str)
+    @pytest.mark.parametrize("role", ["key", "value"])
+    def test_keys_and_values_of_another_dtype(self, role: str, dtype: torch.dtype) -> None:
+        """The kernels read the cache as what the query is: another dtype would be computed with, wrongly."""
+        problem = paged(*cache("tuple-HND", 16, (128, 128)))
+        message = self.refusal(replace(problem, **{role: getattr(problem, role).to(dtype)}))
+        assert f"{role} dtype {dtype}" in message
+        assert "torch.bfloat16" in message
+
+    @pytest.mark.parametrize("page_size", [MAX_PAGE_SIZE + 1, 2 * MAX_PAGE_SIZE])
+    def test_other_page_sizes(self, page_size: int) -> None:
+        message = self.refusal(paged(*cache("tuple-HND", page_size, (128, 128))))
+        assert f"page size {page_size}" in message
+        assert f"1 to {MAX_PAGE_SIZE}" in message
+
+    def test_contiguous_keys_of_any_number(self) -> None:
+        """Contiguous K is one page of all tokens, which is no page size."""
+        for tokens in (3, 24, 5000):
+            key, value = (empty(tokens, 2, 128).transpose(0, 1)[None] for _ in range(2))
+            assert resolve(contiguous(key, value), ARCH).kv_fetch is KvFetch.CONTIGUOUS

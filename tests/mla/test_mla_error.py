@@ -1,0 +1,125 @@
+"""How far latent attention over caches of 8 bits is from float64 on what the cache holds, and how far FlashMLA's
+arithmetic is on the same inputs. The latter is a model in torch of what its Hopper kernels round, not a run of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from mla_batches import MlaBatch, PackedBatch
+from test_mla_bytes import E4M3, batch
+from test_mla_entry import mla
+
+from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla
+from hopwell.layouts.mla_rows import LATENT, SCALE_COLUMNS
+
+TILE = 64
+MOST = {"e4m3": 3e-3, "rows": 6e-3}  # relative, in the norm; it is a quarter less
+
+
+def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def attention_by_tiles(
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, weight_type: torch.dtype
+) -> torch.Tensor:
+    """Output [heads, columns] in bfloat16 of products in float32 with tiles of weights in ``weight_type``, none of
+    which exceeds 1: they are relative to the largest logit so far. Sums are of weights before they are rounded."""
+    logits = q.float() @ keys.float().T * scale
+    largest = logits.new_full((len(q), 1), -torch.inf)
+    total, out = torch.zeros_like(largest), logits.new_zeros(len(q), values.shape[1])
+    for tile, tile_values in zip(logits.split(TILE, 1), values.float().split(TILE), strict=True):
+        before, largest = largest, torch.maximum(largest, tile.amax(1, keepdim=True))
+        weights, moved = (tile - largest).exp(), (before - largest).exp()
+        total = total * moved + weights.sum(1, keepdim=True)
+        out = out * moved + weights.to(weight_type).float() @ tile_values
+    return (out / total).bfloat16()
+
+
+def flashmla_rows(rows: torch.Tensor) -> torch.Tensor:
+    """Keys [tokens, 576] as its sparse kernel widens rows of 656 bytes: scales are rounded to bfloat16 first."""
+    assert rows.shape[1] == FP8_DS_MLA_BYTES
+    latent, scales, rotary = rows.split([LATENT, LATENT // SCALE_COLUMNS * 4, FP8_DS_MLA_BYTES - LATENT - 16], 1)
+    scales = scales.contiguous().view(torch.float32).bfloat16().float().repeat_interleave(SCALE_COLUMNS, 1)
+    widened = (latent.contiguous().view(E4M3).float() * scales).bfloat16()
+    return torch.cat([widened, rotary.contiguous().view(torch.bfloat16)], 1)
+
+
+def modelled(data: MlaBatch, request: int) -> torch.Tensor:
+    """[heads, 512] of a request with one new token."""
+    q = data.q[request]
+    if isinstance(data, PackedBatch):
+        keys = flashmla_rows(data.rows[request][:, 0])
+        return attention_by_tiles(q, keys, keys[:, : data.v_head_dim], data.scale, torch.bfloat16)
+    return attention_by_tiles(q, data.k[request][:, 0], data.v[request][:, 0], data.scale, E4M3)
+
+
+def check_error(kind: str, device: str, kv_lens: list[int], heads: int) -> None:
+    torch.manual_seed(0)
+    packed = kind == "rows"
+    data = batch(PackedBatch if packed else MlaBatch, device, kv_lens=kv_lens, heads=heads, kv_dtype=E4M3)
+    if not packed:
+        data.q = data.q.to(E4M3).to(data.q.dtype)  # as its kernel multiplies them
+    problem = data.decode(64)
+    given = dict(kv_cache=data.packed(64)) if packed else dict(query=data.q.to(E4M3).unsqueeze(1))
+    out = mla(data, problem, **given).flatten(0, 1)
+    if packed:  # what the cache holds, not rounded to bfloat16
+        data.k = [dequantize_fp8_ds_mla(rows, torch.float32) for rows in data.rows]
+        data.v = [k[..., :LATENT] for k in data.k]
+    exact = data.expected_mla().out
+    theirs = torch.stack([modelled(data, request) for request in range(data.size)])
+    errors = relative(out, exact), relative(theirs, exact)
+    print(f"{kind}, {kv_lens} keys: {errors[0]:.2e}, FlashMLA's arithmetic {errors[1]:.2e}")
+    assert errors[0] < MOST[kind]
+    assert errors[0] < errors[1]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("kind", ["e4m3", "rows"])
+def test_error(kind: str) -> None:
+    check_error(kind, "cpu", [700], heads=40)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["e4m3", "rows"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_error_of_long_requests(kind: str, heads: int) -> None:
+    check_error(kind, "cuda", [8192, 2048], heads)
+
+
+def over_allowed(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Errors over what FlashInfer's test of sparse attention allows."""
+    return (out - exact).abs() / (8e-4 + 2e-2 * exact.abs())
+
+
+def test_outliers_of_short_lists_are_of_rounded_weights() -> None:
+    """A model of what the kernels round, in the sizes and values of FlashInfer's test: lists of 128 tokens. Neither
+    float16 pieces nor the output come near what is allowed; weights do, less often where tiles have own references."""
+    generator = torch.Generator().manual_seed(1)
+    errors: dict[str, list[torch.Tensor]] = {"output": [], "pieces": [], "weights": [], "weights of own references": []}
+    for _ in range(16):
+        q, keys = (torch.randn(128, 576, generator=generator).clamp(-1, 1).bfloat16().float() for _ in range(2))
+        values, logits = keys[:, :LATENT].double(), (q @ keys.T).double() * 192**-0.5
+        tiles = logits.split(TILE, 1)  # B, and A, which comes first
+        total = logits.exp().sum(1, keepdim=True)
+        exact = logits.exp() @ values / total
+        first, own = [tiles[1].amax(1, keepdim=True)] * 2, [tile.amax(1, keepdim=True) for tile in tiles]
+
+        def rounded(references: list[torch.Tensor], *, tiles: Any = tiles, values: Any = values) -> torch.Tensor:
+            weights = [(s - r).exp().bfloat16().double() * r.exp() for s, r in zip(tiles, references, strict=True)]
+            return torch.cat(weights, 1) @ values
+
+        pieces = [s.exp() @ v for s, v in zip(tiles, values.split(TILE), strict=True)]
+        sizes = [piece.abs().amax(1, keepdim=True) for piece in pieces]
+        narrow = sum((piece / size).half().double() * size for piece, size in zip(pieces, sizes, strict=True))
+        found = {"output": exact.bfloat16().double(), "pieces": narrow / total}
+        found |= {"weights": rounded(first) / total, "weights of own references": rounded(own) / total}
+        for name, out in found.items():
+            errors[name].append(over_allowed(out, exact).flatten())
+    found = {name: torch.cat(each) for name, each in errors.items()}
+    print({name: (float(each.max()), int((each > 0.6).sum())) for name, each in found.items()})
+    assert max(found[name].max() for name in ("output", "pieces")) < 0.25
+    assert found["weights"].max() < 1
+    assert (found["weights"] > 0.6).sum() > 2 * (found["weights of own references"] > 0.6).sum()
