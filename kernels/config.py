@@ -73,7 +73,7 @@ class Tile:
     kv_stages: int
     producer_registers: int
     consumer_registers: int
-    splits_v: bool = False  # two consumer warpgroups share 64 rows, each for half of V's columns
+    splits_v: bool = False  # two consumer warpgroups, or two pairs of warps, share rows, each for half of V's columns
     merge_registers: int = 88  # where a warpgroup of decode merges
     source_stages: tuple[int, int] | None = None  # of K and of V as they are loaded, where they are converted
     converting_registers: int = 0  # of the warpgroup that converts them
@@ -283,7 +283,7 @@ class KernelConfig:
 
     @property
     def consumer_warpgroups(self) -> int:
-        return self.tile.m // 64 * self.v_parts
+        return self.tile.m * self.v_parts // 64
 
     @property
     def v_parts(self) -> int:

@@ -35,7 +35,7 @@ class Addresses(NamedTuple):
     lse: int = 0
     lse_offsets: int = 0
     statistics: int = 0  # two float32 for each output row and head
-    skipped: int = 0  # one int32 that counts skipped (64 rows, KV tile) pairs
+    skipped: int = 0  # one int32 that counts skipped pairs of 64 rows, or a tile of fewer, and a KV tile
     output_factor: int = 0  # a second scale of the output; 0: passed by value
     draft_mask: int = 0  # uint32 words of each query token
     scratch: int = 0  # memory for partial results

@@ -12,12 +12,12 @@ from hopwell.kernels import support
 from hopwell.kernels.config import Tile, rounded_up
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem
-from hopwell.kernels.support import SM120_HEAD_DIMS
 
+HEAD_DIMS = (*support.COMMON_HEAD_DIMS, *support.OTHER_HEAD_DIMS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 
 
-def _tile(m: int, n: int, kv_stages: int) -> Tile:
+def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
     return Tile(
         m,
         n,
@@ -25,6 +25,7 @@ def _tile(m: int, n: int, kv_stages: int) -> Tile:
         kv_stages=kv_stages,
         producer_registers=PRODUCER_REGISTERS,
         consumer_registers=CONSUMER_REGISTERS,
+        splits_v=splits_v,
     )
 
 
@@ -34,7 +35,14 @@ def _tile(m: int, n: int, kv_stages: int) -> Tile:
 # steps of 32 spill up to 10 once a work tile, outside of it. K and V of 8 or 4 bits keep the keys of a step. Over NVFP4
 # caches, 192 and 256 columns spill up to 9 registers in a step, 256 up to 30 in one with a mask. Such steps have from
 # 1600 to 3200 instructions, and smaller tiles would convert as many elements for fewer rows.
-_OF_COLUMNS = {64: _tile(128, 64, 4), 128: _tile(128, 32, 4), 192: _tile(128, 32, 2), 256: _tile(64, 32, 2)}
+# Of 512 columns two warps share 16 rows, each for half of O.
+_OF_COLUMNS = {
+    64: _tile(128, 64, 4),
+    128: _tile(128, 32, 4),
+    192: _tile(128, 32, 2),
+    256: _tile(64, 32, 2),
+    512: _tile(32, 32, 1, splits_v=True),
+}
 
 # Operands of 8 bits: half of the registers for Q and P leaves room for steps of 64 keys at 128 columns.
 _BYTES_OF_COLUMNS = {128: _tile(128, 64, 4), 192: _tile(128, 32, 4), 256: _tile(64, 64, 2)}
@@ -51,10 +59,10 @@ class Sm120PrefillConfig(PrefillConfig):
     block_scaled: bool = False  # products of 8-bit operands are those of the instruction that scales blocks
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {
-        dims: _of(dims) for dims in SM120_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
+        dims: _of(dims) for dims in HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
     }
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {
-        dims: _of(dims) for dims in SM120_HEAD_DIMS if dims[0] % 64 or dims[1] % 64
+        dims: _of(dims) for dims in HEAD_DIMS if dims[0] % 64 or dims[1] % 64
     }
 
     @classmethod

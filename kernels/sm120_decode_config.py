@@ -6,13 +6,11 @@ L2 cache has then.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hopwell.kernels import support
 from hopwell.kernels.config import KvType, Tile
-from hopwell.kernels.decode_config import EIGHT_BIT_TYPES, DecodeConfig, tile_rows
+from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, leaf_tiles, node_bytes, tree_rows
 
@@ -29,15 +27,18 @@ _OTHER_BYTES = 2 << 10  # of shared memory: what warps tell each other, the boar
 class Sm120DecodeConfig(DecodeConfig):
     """A decode kernel whose products are those of single warps."""
 
-    head_dims: ClassVar[tuple[int, ...]] = support.SM120_DECODE_HEAD_DIMS
-    narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = dict.fromkeys(
-        EIGHT_BIT_TYPES.values(), support.SM120_DECODE_HEAD_DIMS
-    )
+    @property
+    def has_tree(self) -> bool:
+        return True
+
+    @property
+    def widens_in_place(self) -> bool:
+        return False
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
-        most = tree_rows(head_dim, kv_type.element("bf16").bytes_of(1))[-1]
-        return min(tile_rows(rows, head_dim, kv_type), most)
+        *fewer, most = tree_rows(head_dim, kv_type.element("bf16").unit_bytes, tiled=True)
+        return min((m for m in fewer if m >= rows), default=most)
 
     @property
     def ctas_per_sm(self) -> int:
@@ -45,8 +46,10 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @property
     def tile(self) -> Tile:
-        stages = _STAGE_BYTES // (LEAF_TILE * 2 * self.columns[0])
-        return replace(_TILE, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
+        # The widest tiles are loaded by halves of their keys.
+        keys = min(LEAF_TILE, _STAGE_BYTES // (2 * self.columns[0]))
+        stages = _STAGE_BYTES // (keys * 2 * self.columns[0])
+        return replace(_TILE, m=self.rows, n=keys, kv_stages=1 << (stages.bit_length() - 1))
 
     @property
     def leaf_tiles(self) -> int:
@@ -54,9 +57,10 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @property
     def near_levels(self) -> int:
-        """The tree has as many levels as there is room for beside K, V, Q and P."""
-        loaded = self.tile.kv_stages * LEAF_TILE * sum(self.columns) + self.rows * self.q_columns
-        used = 2 * (loaded + self.rows * LEAF_TILE * self.leaf_tiles) + _OTHER_BYTES
+        """The tree has as many levels as there is room for beside K, V, their scales, Q and P."""
+        key = 2 * sum(self.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
+        used = self.tile.kv_stages * self.tile.n * key + _OTHER_BYTES
+        used += 2 * self.rows * (self.q_columns + LEAF_TILE * self.leaf_tiles)
         return (self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v)
 
 

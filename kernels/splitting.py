@@ -52,6 +52,7 @@ STATISTICS = 4
 # binary tree, see parts/tree.py.
 FEW_ROWS = (8, 16, 32)  # of a tile
 MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
+MOST_TILED_COLUMNS = 512  # of head dims where rows are in tiles of few, however many there are
 BYTE_FEW_ROWS = FEW_ROWS[:1]  # over 8-bit caches: what there are registers for
 LATENT_FEW_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
@@ -78,6 +79,7 @@ OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are
 WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
 # Blocks of leaves in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
 MOST_BLOCKS, BLOCKS_BYTES = 16, 16 * 8704
+MOST_WIDE_BLOCKS = 4  # of wide nodes, whose bundles are small: see TIERS
 BUNDLE_BITS, WIDE_BUNDLE_BITS = 4, 2  # log2 of the nodes in memory that are merged at a time: fewer wide ones
 TIERS = 5  # of bundles: 4^5 are more than the blocks of all CTAs
 TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out
@@ -93,9 +95,14 @@ def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = 2) -> 
     return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS) * 2 // element_bytes
 
 
-def tree_rows(columns: int, element_bytes: int = 2) -> tuple[int, ...]:
-    """Rows of tiles for which there are kernels."""
-    rows = tuple(m for m in FEW_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= MOST_TREE_COLUMNS else ()
+def tree_columns(tiled: bool) -> int:
+    """The widest head dim of kernels with a tree; ``tiled`` as in :func:`scratch_bytes`."""
+    return MOST_TILED_COLUMNS if tiled else MOST_TREE_COLUMNS
+
+
+def tree_rows(columns: int, element_bytes: int = 2, tiled: bool = False) -> tuple[int, ...]:
+    """Rows of tiles for which there are kernels; ``tiled`` as in :func:`scratch_bytes`."""
+    rows = tuple(m for m in FEW_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= tree_columns(tiled) else ()
     return tuple(m for m in rows if m in BYTE_FEW_ROWS) if element_bytes == 1 else rows
 
 
@@ -138,7 +145,8 @@ def spilled_levels(leaf: int, capacity: int, near: int) -> int:
 
 def share_blocks(rows: int, columns: int, element_bytes: int = 2) -> int:
     """Blocks in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
-    blocks = min(BLOCKS_BYTES // node_bytes(rows, columns), MOST_BLOCKS) // CTAS_PER_SM[element_bytes]
+    most = MOST_BLOCKS if columns <= MOST_TREE_COLUMNS else MOST_WIDE_BLOCKS
+    blocks = min(BLOCKS_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
     return 1 << (blocks.bit_length() - 1)
 
 
@@ -159,8 +167,8 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
         return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], spilled, size)
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
-    widths = range(BLOCK_COLUMNS, min(_padded(columns), MOST_TREE_COLUMNS) + 1, BLOCK_COLUMNS)
-    kinds = [(m, width, size) for width in widths for size in (1, 2) for m in tree_rows(width, size)]
+    widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled)) + 1, BLOCK_COLUMNS)
+    kinds = [(m, width, size) for width in widths for size in (1, 2) for m in tree_rows(width, size, tiled)]
     return max(of(*kind) for kind in kinds if kind[0] <= most)
 
 

@@ -42,8 +42,6 @@ BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are mu
 NVFP4_HEAD_DIMS = tuple(
     dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
 )  # scales are read by fours
-SM120_DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]  # K and V of 512 columns do not fit into shared memory side by side
-SM120_HEAD_DIMS = (*COMMON_HEAD_DIMS, *(dims for dims in OTHER_HEAD_DIMS if dims[0] < 512))
 MAX_PAGE_SIZE = 1024
 
 HOPPER = hardware.with_instruction("wgmma")
@@ -69,7 +67,7 @@ def prefill_head_dim(dims: tuple[int, int]) -> str:
 
 def decode_head_dim(dim: int) -> str:
     """The key of the feature that a decode of this head dim needs."""
-    known = {"head_dim": SM120_DECODE_HEAD_DIMS, "wide_head_dim": DECODE_HEAD_DIMS}
+    known = {"head_dim": DECODE_HEAD_DIMS[:-1], "wide_head_dim": DECODE_HEAD_DIMS}
     return next((key for key, listed in known.items() if dim in listed), "other_head_dim")
 
 

@@ -20,7 +20,7 @@ class SkipRule(DeviceStruct):
     factor: Float32
     scale: Float32  # of the softmax, to base-2 logits
     pending: Any  # whether the latest tile has a product with V to come
-    skipped: Any  # tiles left out by this warpgroup, once for each 64 rows
+    skipped: Any  # tiles left out by this warpgroup, once for each 64 rows, or for a tile of fewer
 
     @staticmethod
     def create(factor, scale) -> "SkipRule":

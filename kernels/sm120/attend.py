@@ -6,13 +6,15 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
+from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, tied, warp_in_group
 from hopwell.kernels.parts.epilogue import WARP_ROWS, OutputRows, output_rows
+from hopwell.kernels.parts.mask import TileRange
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, MMA_DEPTH, multiply
 from hopwell.kernels.skeleton import SharedTiles
-from hopwell.kernels.sm90.attend import RowOperands, Turns
-from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
+from hopwell.kernels.sm90.attend import GROUP_BARRIER, RowOperands, Turns
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 from hopwell.kernels.sm90.skip import SkippingAttend
 
@@ -24,17 +26,37 @@ class WarpAttend(PrefillAttend):
     stages_in_q = True
 
     def operands(self, row_group, column_group, addresses, geometry) -> "WarpOperands":
-        return self.kernel.operands_type.create(self.kernel, self.tiles, row_group, addresses, geometry)
+        place = self.warp_row(row_group), column_group
+        return self.kernel.operands_type.create(self.kernel, self.tiles, place, addresses, geometry)
+
+    @property
+    def _row_warps(self) -> int:
+        """Warps of a warpgroup that have rows of their own; the others have the same rows and other columns."""
+        return WARPS // self.kernel.config.v_parts
+
+    def share(self, group) -> tuple:
+        return group, warp_in_group() // self._row_warps
+
+    def warp_row(self, row_group):
+        return (row_group * self._row_warps + warp_in_group() % self._row_warps) * WARP_ROWS
+
+    def own_keys(self, tile, row) -> TileRange:
+        # Where warps share rows, one warpgroup has all of the tile.
+        return super().own_keys(tile, row) if self.kernel.config.v_parts == 1 else tile.keys
 
     def turns(self, group) -> Turns:
         return Turns(group, 1)
 
     def staging(self, consumer_warp):
-        """This warp's own rows of the first column block of Q."""
+        """This warp's own rows of a column block of Q: of the first one, where no other warp has the same rows."""
         return shared_address(self.tiles.q.iterator) + consumer_warp * (WARP_ROWS * copy.SWIZZLE_ROW_BYTES)
 
     def store(self, *arguments) -> None:
-        cute.arch.sync_warp()  # lanes may have read rows of Q that others now write to
+        # Lanes may have read rows of Q that others now write to.
+        if const_expr(self.kernel.config.v_parts > 1):
+            cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=WARPGROUP)
+        else:
+            cute.arch.sync_warp()
         super().store(*arguments)
 
     def output_rows(self) -> type[OutputRows]:
@@ -61,15 +83,18 @@ class WarpOperands(RowOperands):
     most_q_words = 32  # that a lane keeps; wider rows of Q are read anew
 
     @classmethod
-    def create(cls, kernel, tiles: SharedTiles, row_group, addresses, geometry) -> "WarpOperands":
-        return cls(**cls.fields(kernel, tiles, row_group))
+    def create(cls, kernel, tiles: SharedTiles, place, addresses, geometry) -> "WarpOperands":
+        """``place`` is the first of the warp's rows in the tile, and its part of V's columns."""
+        return cls(**cls.fields(kernel, tiles, *place))
 
     @classmethod
-    def fields(cls, kernel, tiles: SharedTiles, row_group) -> dict[str, Any]:
+    def fields(cls, kernel, tiles: SharedTiles, first_row, column_group) -> dict[str, Any]:
         """Return the values of the fields above, and of those of the base, by their names."""
         tile_n = kernel.tile.n
         depth_qk, depth_v = kernel.config.depth
-        first_row = row_group * WARPGROUP_ROWS + warp_in_group() * WARP_ROWS
+        columns = kernel.config.operand_columns[1]
+        first_block = column_group * (columns // (BLOCK_COLUMNS * kernel.config.v_parts))
+        v_row = copy.block_row(0, first_block, tile_n, columns, kernel.source.columns_first)
         words = cls.q_words(kernel.config)
         return dict(
             s=cute.make_rmem_tensor(tile_n // 2, Float32),
@@ -82,7 +107,7 @@ class WarpOperands(RowOperands):
             q=cute.make_rmem_tensor(words if words <= cls.most_q_words else 4, Uint32),
             q_tile=shared_address(tiles.q.iterator) + first_row * copy.SWIZZLE_ROW_BYTES,
             k_tile=shared_address(tiles.k.iterator),
-            v_tile=shared_address(tiles.v.iterator),
+            v_tile=shared_address(tiles.v.iterator) + v_row * copy.SWIZZLE_ROW_BYTES,
             kernel=kernel,
         )
 

@@ -3,14 +3,20 @@
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from hopwell.kernels.launch import Addresses, DecodeGeometry
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from hopwell.kernels.parts.device import warp_in_group
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.byte_few_rows import ByteFewRowsDecodeSm90
+from hopwell.kernels.sm90.decode import argument_types
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafAttend, LeafTiles
 from hopwell.kernels.sm120.kernel import LaneReaders
-from hopwell.kernels.sm120.products import WarpProducts
+from hopwell.kernels.sm120.products import WARP_COLUMNS, WarpProducts
 from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
+from hopwell.kernels.splitting import LEAF_TILE
 
 
 class DecodeSm120(LaneReaders, FewRowsDecodeSm90):
@@ -21,6 +27,8 @@ class DecodeSm120(LaneReaders, FewRowsDecodeSm90):
 
         memory         |    K of A'    |    K of B'    |         |    V of A'    |    V of B'     | ...
         attend         | S(A)  | S(B)  | P of both     | O = P V (A) | O += P V (B) | nodes |   waits
+
+    Of 512 columns a stage has half of the keys of a tile: those of two warps, which multiply them by Q.
     """
 
     def consumer(self, **parts: Any) -> "WarpLeafAttend":
@@ -28,8 +36,8 @@ class DecodeSm120(LaneReaders, FewRowsDecodeSm90):
 
 
 class ByteDecodeSm120(LaneReaders, ByteFewRowsDecodeSm90):
-    """Attention over 8-bit caches, whose products are those of single warps on Hopper, too. A multiprocessor has one
-    CTA instead of two, with more registers for its warps."""
+    """Attention over caches of 8 and 4 bits, whose products are those of single warps on Hopper, too. A multiprocessor
+    has one CTA instead of two, with more registers for its warps."""
 
 
 @dataclass
@@ -40,23 +48,42 @@ class WarpLeafOperands(WarpProducts):
 
     @staticmethod
     def create(kernel, tiles: LeafTiles) -> "WarpLeafOperands":
-        fields = WarpProducts.fields(kernel, tiles, kernel.step_tiles)
-        return WarpLeafOperands(**fields, leaf_tiles=kernel.step_tiles)
+        fields = WarpProducts.fields(kernel, tiles, kernel.config.leaf_tiles)
+        return WarpLeafOperands(**fields, leaf_tiles=kernel.config.leaf_tiles)
+
+    def loaded(self, i: int) -> tuple[int, int]:
+        """Which tile of the leaf the i-th load of its keys is for, and the first of them there. Loads come from right
+        to left."""
+        keys = self.kernel.tile.n
+        tile, part = divmod(i, LEAF_TILE // keys)
+        return tile, LEAF_TILE - (part + 1) * keys
 
     def multiply_keys(self, ring, step, q_stage) -> None:
         """Compute S^T of a leaf, whose first tile is the ``step``-th, and give its tiles of K back."""
         self.s.fill(0.0)
-        for i in range(self.leaf_tiles):
+        for i in range(self.kernel.step_tiles):
             ring.wait_full(step + i)
-            self.add_scores(i, 0, ring.stage(step + i), q_stage, self.kernel.config.depth[0])
+            self._add_own_scores(*self.loaded(i), ring.stage(step + i), q_stage)
             ring.release(step + i)
+
+    @cute.jit
+    def _add_own_scores(self, tile: cutlass.Constexpr[int], first: cutlass.Constexpr[int], stage, q_stage) -> None:
+        """Multiply the warp's keys, where they are among those from ``first`` of the tile on that were loaded."""
+        keys, depth = self.kernel.tile.n, self.kernel.config.depth[0]
+        if const_expr(keys == LEAF_TILE):
+            self.add_scores(tile, 0, stage, q_stage, depth)
+        else:
+            if warp_in_group() * WARP_COLUMNS // keys == first // keys:
+                self.add_scores(tile, 0, stage, q_stage, depth)
+            cute.arch.sync_warp()
 
     def multiply_values(self, ring, step) -> None:
         """Compute O^T of a leaf, and give its tiles of V back."""
         self.o.fill(0.0)
-        for i in range(self.leaf_tiles):
+        for i in range(self.kernel.step_tiles):
             ring.wait_full(step + i)
-            self.add_values(i, 1, ring.stage(step + i), self.kernel.config.columns[1])
+            tile, first_key = self.loaded(i)
+            self.add_values(tile, 1, ring.stage(step + i), self.kernel.config.columns[1], first_key=first_key)
             ring.release(step + i)
 
     def finish_values(self, ring, step) -> None:
@@ -74,4 +101,4 @@ class WarpLeafAttend(LeafAttend):
 def build(config: Sm120DecodeConfig) -> Any:
     """The traceable launch function of a config and example arguments to compile it with."""
     kernel = (ByteDecodeSm120 if config.kv_bytes == 1 else DecodeSm120)(config)
-    return kernel, example_arguments((Addresses, DecodeGeometry), floats=3)
+    return kernel, example_arguments(argument_types(config), floats=3)

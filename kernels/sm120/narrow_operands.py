@@ -142,12 +142,12 @@ class DequantisedOperands(WidenedOperands):
     v_parts = 4
 
     @classmethod
-    def create(cls, kernel, tiles: SharedTiles, row_group, addresses, geometry) -> "DequantisedOperands":
+    def create(cls, kernel, tiles: SharedTiles, place, addresses, geometry) -> "DequantisedOperands":
         k_scales = ScaleRows.key(kernel.config, addresses, geometry)
         v_scales = ScaleRows.value(kernel.config, addresses, geometry, interleaves=True)
         rows = kernel.tile.n // LANES  # of a lane
         return cls(
-            **cls.fields(kernel, tiles, row_group),
+            **cls.fields(kernel, tiles, *place),
             k_scales=k_scales,
             v_scales=v_scales,
             tile=cute.make_rmem_tensor(WorkTile.INTS + 1, Int32),

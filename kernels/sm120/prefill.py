@@ -19,7 +19,8 @@ class PrefillSm120(LaneReaders, PrefillSm90):
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      Q tiles
         warp 3 schedule    work tiles: which query rows, which keys, where they are
-        warps 4.. attend   16 query rows each, from Q K^T to the output
+        warps 4.. attend   16 query rows each, from Q K^T to the output; at head dim 512 two warps have the same rows,
+                           each for half of V's columns
 
     Edges (``PrefillSm120(config).edges``, printed by ``pipeline.describe``)
         Q       load_q -> attend      released when the output has been written, which is staged in its place

@@ -65,24 +65,25 @@ class WarpProducts(DeviceStruct):
         """Add K Q^T over ``depth`` columns of part 0 or 1 of the keys, and as many of Q from ``q_first`` on, to the
         scores of a tile."""
         config, lane = self.kernel.config, _lane(stage)
+        own = warp_in_group() * WARP_COLUMNS % self.kernel.tile.n  # the first of the warp's keys in the stage
         q_tile = self.q_tile + q_stage * (self.kernel.tile.m * config.q_columns * 2)
         keys = self._stage(part, stage)
         for step in range(depth // MMA_DEPTH):
             if step % 2 == 0:
                 rows = self._rows(lane, q_tile, config.q_columns, q_first // MMA_DEPTH + step)
-            key, chunk = warp_in_group() * WARP_COLUMNS + lane % 16, 2 * step + lane // 16
+            key, chunk = own + lane % 16, 2 * step + lane // 16
             a = copy.load_matrix_x4(self._chunk(keys, part, key, chunk))
             for product in range(self.products):
                 accumulate(self.s, tile * self.products + product, a, rows[step % 2][product], self.kernel.dtype)
 
-    def add_values(self, tile: int, part: int, stage, columns: int, first: int = 0) -> None:
-        """Add V^T P^T of the ``tile``-th tile of P, and of ``columns`` of part 0 or 1 of the keys, to O^T from column
-        ``first`` on."""
+    def add_values(self, tile: int, part: int, stage, columns: int, first: int = 0, first_key: int = 0) -> None:
+        """Add V^T P^T to O^T from column ``first`` on: ``columns`` of part 0 or 1 of the keys of a stage, which the
+        ``tile``-th tile of P has from ``first_key`` on."""
         lane, values = _lane(stage), self._stage(part, stage)
         p_tile = self.p_tile + tile * (self.kernel.tile.m * LEAF_TILE * 2)
-        for step in range(LEAF_TILE // MMA_DEPTH):
+        for step in range(self.kernel.tile.n // MMA_DEPTH):
             if step % 2 == 0:
-                rows = self._rows(lane, p_tile, LEAF_TILE, step)
+                rows = self._rows(lane, p_tile, LEAF_TILE, first_key // MMA_DEPTH + step)
             for block in range(columns // BLOCK_COLUMNS):
                 # Two eights of columns, of two eights of keys.
                 key = MMA_DEPTH * step + lane // 16 * 8 + lane % 8

@@ -60,6 +60,15 @@ class Attend(Consumer):
         """The operands of one warpgroup."""
         return Operands.create(self.kernel, self.tiles, row_group, column_group)
 
+    def share(self, group) -> tuple:
+        """Which group of rows this warp of consumer warpgroup ``group`` has, and which part of V's columns."""
+        parts = self.kernel.config.v_parts
+        return group // parts, group % parts
+
+    def warp_row(self, row_group):
+        """The first of this warp's rows in the tile."""
+        return row_group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
+
     def turns(self, group) -> "Turns":
         """The turns of consumer warpgroup ``group``."""
         return Turns(group, self.kernel.warpgroups)
@@ -76,12 +85,11 @@ class Attend(Consumer):
     def run(self, addresses: Addresses, geometry: Geometry):
         q_ring = self.rings.q
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
-        parts = self.kernel.config.v_parts
-        row_group, column_group = group // parts, group % parts
+        row_group, column_group = self.share(group)
         operands = self.operands(row_group, column_group, addresses, geometry)
         turns = self.turns(group)
         turns.begin()
-        warp_row = row_group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
+        warp_row = self.warp_row(row_group)
         kv_step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:

@@ -78,7 +78,7 @@ class ByteLeafOperands(ByteProducts):
             s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
             o=cute.make_rmem_tensor(4 * products * parts, Float32),
             leaf_tiles=kernel.step_tiles,
-            at_once=min(kernel.tile.kv_stages // 2, max(MOST_COLUMNS // padded(kernel.config.head_dim_qk), 1)),
+            at_once=max(min(kernel.tile.kv_stages // 2, MOST_COLUMNS // padded(kernel.config.head_dim_qk)), 1),
             columns=WarpColumns.of(kernel.config),
         )
 

@@ -13,6 +13,7 @@ from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp, transposed
 from hopwell.kernels.sm90.attend import GROUP_BARRIER
+from hopwell.kernels.splitting import LEAF_TILE
 
 # Behind the nodes in shared memory: what Tree.results says, and a float32 of each row for all warps: of one warpgroup,
 # or of two with up to 16 rows.
@@ -62,8 +63,7 @@ class ColumnRows:
     def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
         """Write P of a tile of keys as the tensor cores read it: it becomes the ``tile``-th in shared memory."""
         g, t = place_in_warp()
-        m, n = self.kernel.tile.m, self.kernel.tile.n
-        base = shared_address(self.tiles.p.iterator) + tile * (m * n * 2)
+        base = shared_address(self.tiles.p.iterator) + tile * (self.kernel.tile.m * LEAF_TILE * 2)
         for product in cutlass.range_constexpr(scores.products):
             for c in cutlass.range_constexpr(scores.columns):
                 pair = scores.get(2 * product, c), scores.get(2 * product + 1, c)

@@ -32,7 +32,7 @@ from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeConsumer
 from hopwell.kernels.sm90.leaf_tree import LeafTree
 from hopwell.kernels.sm90.mma import issue_mma, make_transposed_mmas
-from hopwell.kernels.splitting import RESIDENT_BYTES, node_bytes, share_blocks
+from hopwell.kernels.splitting import LEAF_TILE, RESIDENT_BYTES, node_bytes, share_blocks
 
 
 class FewRowsDecodeSm90(DecodeSm90):
@@ -73,17 +73,17 @@ class FewRowsDecodeSm90(DecodeSm90):
 
     @property
     def step_tiles(self) -> int:
-        return self.config.leaf_tiles
+        return self.config.chunk_tokens // self.tile.n
 
     @property
     def shared_bytes(self) -> int:
         """Shared memory of a CTA in bytes, which P is a part of."""
-        return super().shared_bytes + self.tile.m * self.tile.n * 2 * self.p_tiles
+        return super().shared_bytes + self.tile.m * LEAF_TILE * 2 * self.p_tiles
 
     @property
     def p_tiles(self) -> int:
         """How many tiles of P are in shared memory: those of a leaf."""
-        return self.step_tiles
+        return self.config.leaf_tiles
 
     def softmax(self, scale) -> ColumnSoftmax:
         return ColumnSoftmax.create(scale, self.tile.m // QUAD)
@@ -108,14 +108,14 @@ class FewRowsDecodeSm90(DecodeSm90):
         return self.schedule_type(geometry, addresses, mask, *sizes, blocks, resident)
 
     def _allocate_tiles(self, smem) -> "LeafTiles":
-        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, self.p_tiles)
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, LEAF_TILE, self.p_tiles)
         p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
         return LeafTiles(**vars(super()._allocate_tiles(smem)), p=p)
 
 
 @dataclass
 class LeafTiles(SharedTiles):
-    p: Any  # [rows, tile.n, p_tiles]
+    p: Any  # [rows, LEAF_TILE, p_tiles]
 
 
 @dataclass
@@ -243,12 +243,12 @@ class LeafAttend(LeafTree, DecodeConsumer):
     def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
         """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's."""
         k_ring, v_ring = self.rings.k, self.rings.v
-        tiles, scores = self.kernel.step_tiles, operands.scores()
+        tiles, scores = self.kernel.config.leaf_tiles, operands.scores()
         operands.multiply_keys(k_ring, step, q_stage)
         if masked:
             for i in cutlass.range_constexpr(tiles):
                 # Tiles come from right to left.
-                first = ((n + 1) * tiles - 1 - i) * self.kernel.tile.n + self.warp * ColumnFragment.warp_columns
+                first = ((n + 1) * tiles - 1 - i) * LEAF_TILE + self.warp * ColumnFragment.warp_columns
                 self.mask.apply(operands.tile_scores(i), first, row)
         largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
         for r in cutlass.range_constexpr(scores.rows):
@@ -262,7 +262,7 @@ class LeafAttend(LeafTree, DecodeConsumer):
         for r in cutlass.range_constexpr(scores.rows):
             node.reference[r], node.total[r] = self.softmax.partial(r, scores.lanes_per_row)
         operands.finish_values(v_ring, step)
-        return step + tiles
+        return step + self.kernel.step_tiles
 
     def prepare_values(self, operands, step) -> None:
         """What the warps do for the products with V of a leaf before they meet, besides writing P."""

@@ -37,15 +37,15 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     for part in (support.CONTEXT, "softmax in fp16", "use_fp16_softmax=True", "sm_90a", "attention sinks"):
         assert part in message
 
-    with pytest.raises(NotImplementedError, match=r"on sm_120a.*architectures that support .*: sm_90a$"):
-        features.require(support.XQA, "wide_head_dim", "head_dim=512", "sm_120a")
+    with pytest.raises(NotImplementedError, match=r"on sm_100a.*architectures that support .*: sm_90a, sm_120a$"):
+        features.require(support.XQA, "wide_head_dim", "head_dim=512", "sm_100a")
 
 
 def test_a_row_has_what_its_implementations_do_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     row = features.ENTRIES[support.XQA].feature("16bit")
     assert replace(row).archs == (*support.HOPPER, *support.SM120)
-    monkeypatch.setattr(DecodeConfig, "head_dims", (64,))
-    assert replace(row).archs == support.SM120
+    monkeypatch.setattr(Sm120DecodeConfig, "head_dims", (64,))
+    assert replace(row).archs == support.HOPPER
 
 
 @pytest.mark.parametrize("entry", features.ENTRIES)
@@ -181,7 +181,7 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
     narrow = ("8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
     absent = {
         "sm_100a": (*narrow, "multiple_head_dim", "wide_head_dim", "alibi_soft_cap"),
-        "sm_120a": ("wide_head_dim",),
+        "sm_120a": (),
     }
     absent["sm_103a"] = absent["sm_100a"]
     for feature in features.ENTRIES[entry].features:
@@ -191,13 +191,11 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
 
 
 @pytest.mark.parametrize("entry", [support.XQA, support.MLA])
-def test_sm120_decodes_what_hopper_does_but_the_widest_heads_and_nvfp4(entry: str) -> None:
-    absent = {"wide_head_dim", "nvfp4_kv", "nvfp4_head_dim"}
+def test_sm120_decodes_what_hopper_does(entry: str) -> None:
     for feature in features.ENTRIES[entry].features:
-        assert ("sm_120a" in feature.archs) == ("sm_90a" in feature.archs and feature.key not in absent), feature.key
-    dims = range(8, 601, 8)
-    assert {dim for dim in dims if support.decode_head_dim(dim) == "head_dim"} == set(Sm120DecodeConfig.head_dims)
-    assert {dim for dim in dims if support.decode_head_dim(dim) != "other_head_dim"} == set(DecodeConfig.head_dims)
+        assert ("sm_120a" in feature.archs) == ("sm_90a" in feature.archs), feature.key
+    dims = {dim for dim in range(8, 601, 8) if support.decode_head_dim(dim) != "other_head_dim"}
+    assert dims == set(DecodeConfig.head_dims) == set(Sm120DecodeConfig.head_dims)
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 import decode_cases
 import mla_cases
 import pytest
+import test_decode_nvfp4 as nvfp4
 import torch
 from batches import same
 from covering import COVERING_SM120_DECODE
@@ -73,6 +74,15 @@ def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
     same(data.decode(16, DRAFT), key=other.key, value=other.value, page_table=other.page_table)
     for index in range(data.size):
         assert torch.equal(out[5 * index : 5 * index + 5], execute(data.request(index).decode(16, DRAFT)))
+
+
+def test_drafts_over_nvfp4_caches() -> None:
+    """In several tiles of rows, through the entry: a request by itself gives the bits that it gives in the batch."""
+    nvfp4.test_drafts_with_a_window_and_sinks(group=20, device="cpu")
+
+
+def test_nvfp4_gives_the_bits_of_e4m3() -> None:
+    nvfp4.test_bits_are_those_of_e4m3(head_dim=128, group=3, device="cpu")
 
 
 def test_a_latent_batch_is_its_requests() -> None:

@@ -237,6 +237,12 @@ def covering_sm120_decode_configs() -> list[DecodeConfig]:
         ("bf16", 80, full, PAGES16, KvType.WIDE, 16),
         ("bf16", 128, draft, PAGES16, KvType.E4M3, 8),
         ("bf16", 256, window, ROWS, KvType.INT8, 8),
+        ("bf16", 512, full, PAGES16, KvType.WIDE, 8),
+        ("fp16", 512, draft, ROWS, KvType.WIDE, 8),
+        ("bf16", 512, full, PAGES16, KvType.E4M3, 8),
+        ("bf16", 64, full, ROWS, KvType.NVFP4, 8),
+        ("fp16", 128, window, PAGES16, KvType.NVFP4, 8),
+        ("bf16", 256, draft, PAGES64, KvType.NVFP4, 8),
     ]
     latent = [((576, 512), PAGES64), ((576, 512), LISTED), ((320, 256), ROWS), ((512, 512), LISTED)]
     return [

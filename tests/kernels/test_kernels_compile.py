@@ -81,6 +81,8 @@ SM120 = [
         ("bf16", (192, 128), MaskKind.CAUSAL, PAGES16, {}),
         ("bf16", (192, 192), MaskKind.CAUSAL, (KvFetch.CONTIGUOUS, 0), {}),
         ("bf16", (256, 256), MaskKind.CHUNKED, PAGES16, {}),
+        ("bf16", (512, 512), MaskKind.CAUSAL, PAGES16, {}),
+        ("fp16", (512, 512), MaskKind.SLIDING_WINDOW, ROWS, dict(packs_heads=True)),
     )
 ]
 SM120 += [

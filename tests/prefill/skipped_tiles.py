@@ -21,7 +21,11 @@ class Rows(NamedTuple):
     visiting: int
 
 
-ROWS = {"sm_90a": Rows(64, 64), "sm_100a": Rows(128, 256)}
+def rows_of(dims: tuple[int, int], arch: str) -> Rows:
+    if arch == "sm_100a":
+        return Rows(128, 256)
+    rows = min(prefill_type(arch).tile_of(dims).m, 64)
+    return Rows(rows, rows)
 
 
 def tile_n(dims: tuple[int, int], score: Score = reference.PLAIN, arch: str = "sm_90a") -> int:
@@ -37,9 +41,10 @@ def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torc
 def attention_with_skips(
     data: Batch, factor: float, mask: Mask, score: Score, arch: str = "sm_90a", n_keys: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """The output, and how many pairs of 64 rows and a tile of keys are left out. Each row has to see a key. ``n_keys``
-    is those of a tile, 0 for what 16-bit kernels have."""
-    rows, n_keys = ROWS[arch], n_keys or tile_n((data.head_dim, data.v_head_dim), score, arch)
+    """The output, and how many pairs of 64 rows, or fewer that decide, and a tile of keys are left out. Each row has to
+    see a key. ``n_keys`` is those of a tile, 0 for what 16-bit kernels have."""
+    dims = (data.head_dim, data.v_head_dim)
+    rows, n_keys = rows_of(dims, arch), n_keys or tile_n(dims, score, arch)
     outs, skipped = [], 0
     for q, k, v, seen in data.requests(mask):
         logits = reference.logits(q, k, data.scale, score).masked_fill(~seen, -math.inf)

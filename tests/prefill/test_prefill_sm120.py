@@ -14,6 +14,7 @@ import torch
 from batches import CAUSAL, FULL, Batch, chunked, window
 from entry_calls import context
 from low_precision import BF16, LowPrecisionBatch, at_tile_edges
+from skipped_tiles import check_left_out
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import implementation
@@ -55,6 +56,25 @@ def check(data: Batch, page_size: int | None, mask: Mask, **options: Any) -> Non
 def test_attention(case: tuple) -> None:
     dims, page_size, mask, options = case
     check(batch(dims), page_size, mask, **options)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("page_size", "mask", "heads"), [(16, CAUSAL, 1), (4, window(70), 4)], ids=str)
+def test_warps_share_the_rows_of_the_widest_heads(page_size: int, mask: Mask, heads: int) -> None:
+    """A row's halves are of two warps, in tiles of 32 rows: of one head, and of several that share a tile."""
+    dtype, q_len = (torch.bfloat16, 70) if heads == 1 else (torch.float16, 9)
+    # One step is all that the third one takes: nothing but their meeting keeps a warp's output from another one's Q.
+    lengths = dict(q_lens=[q_len, 0, 5, 3], kv_lens=[105, 3, 20, 0], heads=heads, kv_heads=1)
+    check(batch((512, 512), dtype, **lengths), page_size, mask)
+
+
+@pytest.mark.emulator
+def test_the_widest_heads_leave_tiles_out_by_32_rows() -> None:
+    from hopwell import emulator
+
+    data = Batch([64], [500], 1, 1, 512, magnitude=1.5, device="cpu")
+    with emulator.use("sm_120a"):
+        check_left_out(data, 50.0, None, CAUSAL, Score(), "sm_120a")
 
 
 @pytest.mark.emulator
