@@ -9,7 +9,6 @@ by name before a launch. :func:`support_matrix` prints the same table.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -242,7 +241,9 @@ ENTRIES: dict[str, Entry] = {
             _DECODE.row(
                 "head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)
             ),
-            _DECODE.row("wide_head_dim", "head dims", "head dim 512", *(dict(dim=512, kv=kv) for kv in (None, FP8, INT8))),
+            _DECODE.row(
+                "wide_head_dim", "head dims", "head dim 512", dict(dim=512), *_over("kv", (FP8, INT8), dim=512)
+            ),
             _DECODE.row(
                 "nvfp4_head_dim",
                 "head dims",

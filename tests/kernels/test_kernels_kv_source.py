@@ -42,8 +42,6 @@ from hopwell.kernels.parts import copy, kv_rows
 from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
 from hopwell.kernels.parts.kv_source import GROUP_ROWS, ContiguousBoxes, KvOperand, PageBoxes, PageColumnBoxes
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.sm90.decode import DecodeSm90
-from hopwell.kernels.sm90.prefill import PrefillSm90
 from hopwell.kernels.support import DECODE_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
