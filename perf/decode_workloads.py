@@ -144,8 +144,8 @@ DECODE = (
     _uniform("even", len(UNEVEN), sum(UNEVEN) // len(UNEVEN)),
     # Caches of 8 bits with more rows: widened in registers, and in place.
     *(_with_fp8_cache(_uniform(f"D2-q{new}", 32, 8192, q_len=new)) for new in (2, 4, 8)),
-    _with_fp8_cache(_uniform("d512", 32, 4096, heads=32, kv_heads=4, head_dim=512)),
-    _uniform("d512", 32, 4096, heads=32, kv_heads=4, head_dim=512),
+    _with_fp8_cache(_uniform("D-d512", 32, 4096, heads=32, kv_heads=4, head_dim=512)),
+    _uniform("D-d512", 32, 4096, heads=32, kv_heads=4, head_dim=512),
     _uniform("D2-q8", 32, 8192, q_len=8),
     _uniform("L1", 1, 1024),
     _uniform("L8", 8, 4096),

@@ -45,8 +45,9 @@ def test_model(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     names = run("model", device, monkeypatch, "--caches", "bf16", "fp8", "nvfp4")
     assert len(names["tokens"]) == 1 + (64 if device == "cuda" else 4)
-    # What rounding keys and values leaves of the logits: a wrong scale or order of scales gives several times as much.
-    most = {"fp8": (0.06, 5e-3), "nvfp4": (0.2, 5e-2)}
+    # What rounding keys and values does to the logits of two layers, on a GPU of four (0.07 for fp8): a wrong scale,
+    # or a wrong order of scales, gives several times as much.
+    most = {"fp8": (0.1, 5e-3), "nvfp4": (0.3, 5e-2)}
     assert [(row["cache"], row["part"]) for row in names["figures"]] == list(itertools.product(most, PARTS))
     for row in names["figures"]:
         relative, excess = most[row["cache"]]
