@@ -185,12 +185,15 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
 
 
 def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:
-    """The MLA kernels that are compiled ahead."""
+    """The MLA kernels that are compiled ahead: batch invariant ones where that is asked for."""
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.LISTED_ROWS, 0)])
     for rows, (dims, fetch) in itertools.product(sorted({kind.most_rows, LATENT_FEW_ROWS}, reverse=True), kinds):
-        yield kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
+        kv_types = [KvType.WIDE]
         if not fetch[1]:  # lanes copy rows of 8 bits
-            for kv_type in KV_TYPES.values():
-                if kv_type is not KvType.FP8_DS_MLA or dims == support.FP8_DS_MLA_HEAD_DIMS:
-                    yield kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
+            kv_types += [
+                t for t in KV_TYPES.values() if t is not KvType.FP8_DS_MLA or dims == support.FP8_DS_MLA_HEAD_DIMS
+            ]
+        for kv_type in kv_types:
+            config = kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
+            yield replace(config, batch_invariant=rows == ROWS and invariance.is_on())

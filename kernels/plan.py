@@ -28,6 +28,7 @@ from hopwell.kernels.launch import (
     addresses_of,
     page_divisor,
 )
+from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.prefill_config import PrefillConfig, packed_shape
 from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayout, PageTable, TokenOffsets
 from hopwell.kernels.splitting import (
@@ -294,7 +295,8 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
     if config.has_tree:
         slots = node_slots(config.tile.m, kv_heads * row_tiles, columns, grid, config.splitting_bytes)
     else:
-        slots = slot_count(max(rows, 1), kv_heads, columns, capacity, sms, problem.is_latent)
+        by_portions = isinstance(config, MlaConfig) and not config.batch_invariant
+        slots = slot_count(max(rows, 1), kv_heads, columns, capacity, sms, problem.is_latent, by_portions)
     sizes = DecodeGeometry(
         tokens=query.shape[0],
         batch=problem.batch,

@@ -199,31 +199,46 @@ def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
     return rows * (columns * (LATENT_PIECE_BYTES if latent else 4) + 4 * STATISTICS)
 
 
-def slot_count(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False) -> int:
+def slot_count(
+    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False, by_portions: bool = False
+) -> int:
     """Slots for the pieces of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and at most
-    ``capacity`` keys a request, on ``sms`` multiprocessors.
+    ``capacity`` keys a request, on ``sms`` multiprocessors. ``by_portions``: keys are cut into portions, not into
+    chunks by each request's own length.
 
     Slots for one request, and some for what is under way besides, are a must. More of them save looking whether they
     are free.
     """
-    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent)
+    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_portions)
     return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns, latent))
 
 
-def _needed_slots(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool) -> int:
+def _needed_slots(
+    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool, by_portions: bool
+) -> int:
+    row_tiles = kv_heads * -(-rows // ROWS)
+    if by_portions:
+        return portion_slots(row_tiles, sms)
     # Chunks of 16-bit keys are the shortest.
     least = chunk_tokens(columns, latent) // (1 if latent else 2)
     # Requests with fewer new tokens than others have as many units, some of which are empty.
     chunks = min(-(-max(capacity, 1) // least) + 1, LATENT_UNITS if latent else MAX_CHUNKS)
-    return chunks * kv_heads * -(-rows // ROWS) + (LATENT_UNDER_WAY if latent else UNDER_WAY) * sms
+    return chunks * row_tiles + (LATENT_UNDER_WAY if latent else UNDER_WAY) * sms
 
 
 def scratch_bytes(
-    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False, tiled: bool = False
+    rows: int,
+    kv_heads: int,
+    columns: int,
+    capacity: int,
+    sms: int,
+    latent: bool = False,
+    tiled: bool = False,
+    by_portions: bool = False,
 ) -> int:
     """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
     at most, on ``sms`` multiprocessors. ``tiled``: however many rows there are, they are in tiles of few, each with a
-    tree.
+    tree. ``by_portions`` as in :func:`slot_count`.
 
     What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
     """
@@ -234,7 +249,7 @@ def scratch_bytes(
         tree = tree_bytes(rows, kv_heads, *sizes, tiled)
     if tiled:
         return tree + ALIGNMENT
-    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent)
+    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_portions)
     pieces = max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES)
     return max(pieces, tree) + ALIGNMENT
 
@@ -244,10 +259,16 @@ def counter_ints(slots: int) -> int:
     return TICKETS + SLOT_COUNTERS * slots
 
 
+def portion_slots(row_tiles: int, ctas: int) -> int:
+    """Slots of a launch that cuts keys into portions: more than there are pieces, and few enough for 128 heads and
+    eight new tokens to need 30 MB."""
+    return 2 * row_tiles + LATENT_UNDER_WAY * ctas
+
+
 def portions(row_tiles: int, ctas: int) -> int:
     """Portions that the keys of all requests are cut into, so that one for each row tile keeps as many of the CTAs
     busy as can be, in one round or in more. A portion has two pieces at most, and all find a slot."""
-    slots = 2 * row_tiles + LATENT_UNDER_WAY * ctas  # what a launch has at least
+    slots = portion_slots(row_tiles, ctas)
     rounds = [k for k in range(1, MOST_PORTION_ROUNDS + 1) if k == 1 or k * ctas // row_tiles * row_tiles * 2 <= slots]
     best = max(rounds, key=lambda k: k * ctas // row_tiles * row_tiles / (k * ctas))
     return max(best * ctas // row_tiles, 1)

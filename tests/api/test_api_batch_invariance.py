@@ -10,6 +10,7 @@ from api_calls import FUNCTIONS, MLA, form
 import hopwell
 from hopwell import _switches
 from hopwell.kernels import families, invariance
+from hopwell.kernels.mla_config import shipped_mla_configs
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +55,12 @@ def test_environment(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOPWELL_BATCH_INVARIANT", "yes")
     with pytest.raises(ValueError, match="HOPWELL_BATCH_INVARIANT must be one of 0, 1"):
         kernel(recorded)
+
+
+def test_what_is_compiled_ahead() -> None:
+    """A deployment that may not compile sets the variable for its compiling ahead as well."""
+    usual = [config.name for config in shipped_mla_configs()]
+    hopwell.batch_invariant(True)
+    invariant = [config.name for config in shipped_mla_configs()]
+    assert [name.replace("_invariant", "") for name in invariant] == usual
+    assert {"_invariant" in name for name in invariant if "rows16" not in name} == {True}

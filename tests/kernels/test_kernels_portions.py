@@ -23,7 +23,7 @@ from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.portions import ListPortionSchedule, PortionSchedule, PortionSpan, portion_size
 from hopwell.kernels.parts.split import SplitTile, UnitKeeper
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
-from hopwell.kernels.splitting import FRACTIONS, ROWS, SNAP_STEPS
+from hopwell.kernels.splitting import FRACTIONS, ROWS, SNAP_STEPS, slot_count
 from hopwell.kernels.splitting import portions as count_portions
 
 pytestmark = pytest.mark.traced
@@ -184,6 +184,15 @@ def test_equal_requests_are_cut_evenly(
     schedule = batch.schedule(memory)
     units = [unit for cta in range(batch.ctas) for unit in posted(schedule, cta, monkeypatch)]
     assert Counter(host(unit.keys.end) - host(unit.keys.begin) for unit in units) == steps
+
+
+@pytest.mark.parametrize("ctas", [1, 4, 78, 132, 148])
+def test_every_piece_has_a_slot(ctas: int) -> None:
+    """Nobody waits for a slot, and most CTAs have work, however many row tiles there are."""
+    for row_tiles in range(1, 4 * ctas):
+        places = count_portions(row_tiles, ctas) * row_tiles
+        assert places == row_tiles or 2 * places <= slot_count(row_tiles * ROWS, 1, 512, 1, ctas, True, True)
+        assert places >= 0.49 * -(-places // ctas) * ctas
 
 
 def test_size_of_a_portion() -> None:
