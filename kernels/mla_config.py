@@ -31,6 +31,7 @@ from hopwell.kernels.splitting import (
     LATENT_NEAR_LEVELS,
     LEAF_TILE,
     LISTED_CHUNK_TOKENS,
+    MOST_PORTION_KEYS,
     ROWS,
     chunk_tokens,
 )
@@ -181,7 +182,21 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else kind.most_rows
     uneven = has_uneven_pages(problem)
-    return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=rows == ROWS and invariance.is_on())
+    invariant = rows == ROWS and invariance.is_on()
+    if rows == ROWS and not invariant and most_keys(problem) > MOST_PORTION_KEYS:
+        raise NotImplementedError(
+            f"MLA decode cuts up to {MOST_PORTION_KEYS} keys into equal portions, and the tables or lists "
+            f"have room for {most_keys(problem)}; hopwell.batch_invariant(True) serves them"
+        )
+    return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=invariant)
+
+
+def most_keys(problem: AttentionProblem) -> int:
+    """The most keys that all requests can have together, each as often as it is listed where there are lists."""
+    if problem.token_table is not None:
+        return problem.token_table.numel()
+    assert problem.page_table is not None
+    return problem.page_table.key.numel() * problem.key.shape[2]
 
 
 def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:

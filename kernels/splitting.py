@@ -41,6 +41,7 @@ REQUEST_STEPS = 1
 SNAP_STEPS = 2
 UNEVEN = 16
 LEAST_PORTION_STEPS = 1
+MOST_PORTION_KEYS = 1 << 32  # of all requests: fractions of their steps have to fit 32 bits
 MOST_PORTION_ROUNDS = 4
 # Bytes of an element of a piece of MLA: it is a float16, and each half row has a power of two of its own. Its error is
 # an eighth of that of a bfloat16 result, and half as many bytes are stored and merged.

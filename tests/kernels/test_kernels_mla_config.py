@@ -11,6 +11,7 @@ import torch
 from covering import COVERING_MLA
 from kernel_problems import empty, paged
 
+from hopwell.kernels import invariance, mla_config
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import build, resolve, shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES
@@ -135,3 +136,16 @@ def test_lists_of_tokens_have_a_kernel(dims: tuple[int, int]) -> None:
 
 def test_only_lists_go_without_a_rotary_part() -> None:
     assert "(QK/V) 512/512 have no MLA kernel" in refusal(problem((512, 512)))
+
+
+def test_so_many_keys_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fractions of all steps have to fit 32 bits, where requests are not cut by their own lengths alone."""
+    base = problem(query=empty(60, 128, 576))
+    table = base.page_table
+    assert table is not None
+    monkeypatch.setattr(mla_config, "MOST_PORTION_KEYS", table.key.numel() * base.key.shape[2])
+    assert not resolve_mla(base, ARCH).batch_invariant
+    monkeypatch.setattr(mla_config, "MOST_PORTION_KEYS", table.key.numel() * base.key.shape[2] - 1)
+    assert "hopwell.batch_invariant(True)" in refusal(base)
+    monkeypatch.setattr(invariance, "_switched", True)
+    assert resolve_mla(base, ARCH).batch_invariant
