@@ -77,6 +77,8 @@ _BYTE_TILES = {
 # rows, 0.126 with 32 and 0.252 with 64 where it is widened in registers, and 0.153 where it is widened in place.
 MOST_ROWS_IN_REGISTERS, MOST_COLUMNS_IN_REGISTERS = 32, 256
 _WIDENED_TILES = {columns: replace(tile, converting_registers=88) for columns, tile in _TILES.items()}
+# Of drafts of float16 over e4m3, attend has two values in memory, read once for each chunk. Eight registers more
+# for it would have the warps that load or widen spill in every step.
 _WIDENED_TILES[512] = replace(_WIDENED_TILES[512], consumer_registers=192)
 # Loaders that copy scales besides take more registers.
 _NVFP4_TILES = {

