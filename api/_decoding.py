@@ -9,7 +9,7 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell._repeat import Places
-from hopwell.kernels import invariance, support
+from hopwell.kernels import settings, support
 from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import LogSumExp, LseLayout, Shard, TokenOffsets
 from hopwell.kernels.scratch import own_scratch
@@ -43,7 +43,7 @@ def workspace_bytes(
     """Size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU without one."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tiled = support.arch_of(on) in support.SM120
-    by_portions = latent and not invariance.is_on()
+    by_portions = latent and not settings.BATCH_INVARIANT.is_on
     return scratch_bytes(max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on), latent, tiled, by_portions)
 
 

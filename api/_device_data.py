@@ -11,8 +11,6 @@ from hopwell.kernels.device_data import first_fault
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.tickets import is_capturing
 
-_switched: bool | None = None  # None: as HOPWELL_CHECK says
-
 
 def check_device_data(enable: bool) -> None:
     """Look at the device data of every call before its launch, or stop doing so; in place of ``HOPWELL_CHECK``.
@@ -29,16 +27,13 @@ def check_device_data(enable: bool) -> None:
     Raises:
         TypeError: ``enable`` is no bool.
     """
-    global _switched
-    _switched = checks.flag("enable", enable)
+    settings.CHECK.set(checks.flag("enable", enable))
     forget_calls()
 
 
 def is_enabled() -> bool:
     """Whether device data is looked at."""
-    if _switched is not None:
-        return _switched
-    return settings.choice("HOPWELL_CHECK", ("0", "1"), "0") == "1"
+    return settings.CHECK.is_on
 
 
 def check(problem: AttentionProblem, name: Callable[[str], str]) -> None:

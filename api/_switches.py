@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hopwell import _checks as checks
-from hopwell.kernels import invariance
+from hopwell.kernels import settings
 
 _forgetful: list[Callable[[], None]] = []  # what forgets the calls that would be repeated as they were
 
@@ -37,5 +37,5 @@ def batch_invariant(enable: bool) -> None:
     Raises:
         TypeError: ``enable`` is no bool.
     """
-    invariance.switch(checks.flag("enable", enable))
+    settings.BATCH_INVARIANT.set(checks.flag("enable", enable))
     forget_calls()

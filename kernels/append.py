@@ -13,12 +13,12 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from hopwell.kernels.append_config import AppendAddresses, AppendConfig, AppendGeometry, CacheType
+from hopwell.kernels.elements import INTERLEAVED_TOKENS
 from hopwell.kernels.parts import copy, quantize
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_scale
 from hopwell.kernels.skeleton import example_arguments
 
 THREADS = 128
-INTERLEAVED = 4  # tokens whose scales of a block are neighbours
 UNPACK = {"bf16": copy.unpack_bf16_x2, "fp16": copy.unpack_f16_x2}
 
 
@@ -59,9 +59,9 @@ class Destination(DeviceStruct):
         """Write the scale factor of a block of 16 elements."""
         column = block
         if const_expr(self.interleaves):
-            quarter = blocks // INTERLEAVED
-            column = block % quarter * INTERLEAVED + row % INTERLEAVED
-            row = row // INTERLEAVED * INTERLEAVED + block // quarter
+            quarter = blocks // INTERLEAVED_TOKENS
+            column = block % quarter * INTERLEAVED_TOKENS + row % INTERLEAVED_TOKENS
+            row = row // INTERLEAVED_TOKENS * INTERLEAVED_TOKENS + block // quarter
         place = page * self.scale_page + head * self.scale_head + row * self.scale_row + column
         copy.store_element("b8", self.scales + place, factor)
 

@@ -11,10 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from hopwell.kernels.elements import INTERLEAVED_TOKENS, SCALE_COLUMNS
 from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, PageTable, Shard, TokenOffsets
-
-INTERLEAVED = 4  # tokens whose V scales stand beside each other in caches of prefill
-COLUMNS_OF_A_SCALE = 128  # in rows of 656 bytes, whose float32 scales follow what they scale
 
 
 @dataclass(frozen=True)
@@ -270,7 +268,7 @@ def _block_scales(
         read = _read_tokens(p, ids, values.shape[0], queries, keys)
         if operand == "value_scales" and p.family is Family.PREFILL:
             # They are interleaved by four tokens, of which some may not be read.
-            groups = read.unflatten(1, (-1, INTERLEAVED))
+            groups = read.unflatten(1, (-1, INTERLEAVED_TOKENS))
             read = groups.all(-1, keepdim=True).expand_as(groups).flatten(1)
         numbers = values.view(torch.float8_e4m3fn).float()
         wrong = numbers.isnan() & read[:, None, :, None]
@@ -289,7 +287,7 @@ def _scales_in_rows(p: AttentionProblem, queries: Extent, keys: Extent) -> Rule:
     else:
         assert p.page_table is not None
         read = _read_tokens(p, p.page_table.key, pages, queries, keys)
-    end = p.v_dim + 4 * p.v_dim // COLUMNS_OF_A_SCALE
+    end = p.v_dim + 4 * p.v_dim // SCALE_COLUMNS
     numbers = p.key[..., p.v_dim : end].contiguous().view(torch.float32)
     wrong = ~numbers.isfinite() & read[:, None, :, None]
     return Rule(

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+INTERLEAVED_TOKENS = 4  # tokens whose V scales are neighbours in NVFP4 caches of prefill
+SCALE_COLUMNS = 128  # e4m3 elements of a row of 656 bytes that share one of the float32 scales behind them
+
 
 @dataclass(frozen=True)
 class Element:

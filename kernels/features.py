@@ -24,6 +24,7 @@ from hopwell.kernels.support import (
     COMMON_HEAD_DIMS,
     CONTEXT,
     CUDNN,
+    DECODE_HEAD_DIMS,
     DECODE_NVFP4_HEAD_DIMS,
     FMHA_V2,
     MAX_PAGE_SIZE,
@@ -160,7 +161,7 @@ _PREFILL_HEAD_DIMS = (
     ),
     _PREFILL.no_row("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV"),
 )
-_DECODE_HEAD_DIMS = range(16, 257, 16)
+_DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]
 
 ENTRIES: dict[str, Entry] = {
     CONTEXT: Entry(

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from hopwell.kernels import invariance, support
+from hopwell.kernels import settings, support
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
     DTYPES,
@@ -182,7 +182,7 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else kind.most_rows
     uneven = has_uneven_pages(problem)
-    invariant = rows == ROWS and invariance.is_on()
+    invariant = rows == ROWS and settings.BATCH_INVARIANT.is_on
     if rows == ROWS and not invariant and most_keys(problem) > MOST_PORTION_KEYS:
         raise NotImplementedError(
             f"MLA decode cuts up to {MOST_PORTION_KEYS} keys into equal portions, and the tables or lists "
@@ -211,4 +211,4 @@ def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig)
             ]
         for kv_type in kv_types:
             config = kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
-            yield replace(config, batch_invariant=rows == ROWS and invariance.is_on())
+            yield replace(config, batch_invariant=rows == ROWS and settings.BATCH_INVARIANT.is_on)

@@ -31,3 +31,28 @@ def count(name: str, default: int = 0) -> int:
     if not (value.isascii() and value.isdecimal()) or int(value) >= 2**64:
         raise ValueError(f"{name} must be an integer of at least 0 and below 2^64, or unset; got {value!r}")
     return int(value)
+
+
+class Switch:
+    """A setting that is on or off: as variable ``name`` says, until :meth:`set` says otherwise."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self.given: bool | None = None  # None: as the variable says
+
+    def set(self, enable: bool) -> None:
+        """Turn it on or off, whatever the variable says."""
+        self.given = enable
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it is on."""
+        if self.given is not None:
+            return self.given
+        return choice(self._name, ("0", "1"), "0") == "1"
+
+
+# Whether results may not depend on what else is in a batch: MLA's last bits do, unless this is on.
+BATCH_INVARIANT = Switch("HOPWELL_BATCH_INVARIANT")
+# Whether launches look at device data first.
+CHECK = Switch("HOPWELL_CHECK")

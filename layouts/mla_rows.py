@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import torch
 
+from hopwell.kernels.elements import SCALE_COLUMNS
 from hopwell.layouts._checks import WIDE_TYPES, require_dtype, require_tensor
 from hopwell.layouts.fp8 import E4M3_MAX, saturate_e4m3
 
-LATENT, ROTARY, SCALE_COLUMNS = 512, 64, 128
+LATENT, ROTARY = 512, 64
 SCALES = LATENT // SCALE_COLUMNS
 FP8_DS_MLA_BYTES = LATENT + 4 * SCALES + 2 * ROTARY
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from hopwell.kernels.elements import INTERLEAVED_TOKENS as _GROUP
 from hopwell.layouts._checks import (
     SCALE_TYPES,
     require_dtype,
@@ -29,7 +30,6 @@ from hopwell.layouts.kv_cache import KVLayout, KVViews, canonical_view, paged_kv
 from hopwell.layouts.tma import tma_violation
 
 NVFP4_BLOCK = 16  # elements that share a scale factor
-_GROUP = 4  # tokens interleaved together
 _TMA_ROW = 16  # bytes, the narrowest TMA box
 
 

@@ -18,12 +18,10 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from hopwell.kernels.hardware import LANES
-from hopwell.kernels.parts.device import DeviceStruct, from_lane, running_sum, trailing_zeros
-from hopwell.kernels.parts.sequence import Request
-from hopwell.kernels.parts.split import SplitSchedule, SplitTile, split_units
+from hopwell.kernels.parts.device import from_lane, running_sum, trailing_zeros
+from hopwell.kernels.parts.split import Span, SplitSchedule, SplitTile, split_units
 from hopwell.kernels.splitting import (
     FRACTIONS,
-    GROUP_PIECES,
     LEAST_PORTION_STEPS,
     REQUEST_STEPS,
     SNAP_STEPS,
@@ -32,22 +30,14 @@ from hopwell.kernels.splitting import (
 
 
 @dataclass
-class PortionSpan(DeviceStruct):
-    """A request, or a query token that has a list, in the list of all steps: what a lane knows of it. Places in the
-    list are counted in fractions of a step."""
+class PortionSpan(Span):
+    """A request, or a query token that has a list, in the list of all steps. Places in the list are counted in
+    fractions of a step."""
 
-    index: Int32
-    q_start: Int32
-    q_len: Int32
-    kv_len: Int32
     steps: Int32  # 0 where there is no request
     place: Int32  # of its first step
     first_portion: Int32  # that has a chunk of it
     chunks: Int32
-
-    def request(self) -> Request:
-        start, zero = self.q_start, Int32(0)
-        return Request(self.index, start, start, zero, zero, start, self.q_len, self.kv_len)
 
     @cute.jit
     def begin(self, chunk, size):
@@ -129,14 +119,10 @@ class PortionSchedule(SplitSchedule):
 
     def _portion_tile(self, span: PortionSpan, chunk, size, pieces, row_tile) -> SplitTile:
         """The unit of a request; ``pieces`` are those of all requests before."""
-        of_chunk, first_row, zero = self._units_of_chunk, row_tile * self.tile_m, Int32(0)
+        first_row, request = row_tile * self.tile_m, span.request()
         begin, end = span.begin(chunk, size), span.begin(chunk + 1, size)
-        request = span.request()
         keys = self._keys(request, first_row, begin * self.tile_n, (end - begin) * self.tile_n)
-        first_piece = pieces + row_tile
-        group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
-        numbers = (chunk, span.chunks, first_piece + chunk * of_chunk, first_piece, group_piece, of_chunk)
-        return SplitTile(request, zero, zero, first_row, keys, *numbers)
+        return self._unit(request, Int32(0), first_row, keys, chunk, span.chunks, pieces + row_tile)
 
     @cute.jit
     def publish(self, board) -> None:

@@ -60,20 +60,26 @@ class SplitTile(PackedTile):
 
 
 @dataclass
-class RequestSpan(DeviceStruct):
-    """A request's keys in chunks: what a lane knows of its request."""
+class Span(DeviceStruct):
+    """What a lane knows of its request, however its keys are cut."""
 
     index: Int32
     q_start: Int32
     q_len: Int32
     kv_len: Int32
-    chunk_tokens: Int32
-    first_chunk: Int32  # chunks before this one hold no key that a row sees
-    chunks: Int32  # 0 where there is no request
 
     def request(self) -> Request:
         start, zero = self.q_start, Int32(0)
         return Request(self.index, start, start, zero, zero, start, self.q_len, self.kv_len)
+
+
+@dataclass
+class RequestSpan(Span):
+    """A request's keys in chunks."""
+
+    chunk_tokens: Int32
+    first_chunk: Int32  # chunks before this one hold no key that a row sees
+    chunks: Int32  # 0 where there is no request
 
 
 @dataclass
@@ -155,9 +161,13 @@ class SplitSchedule(DeviceStruct):
         of_chunk = self._units_of_chunk
         chunk, kv_head, first_row, request = self._rows(span, unit)
         keys = self._keys(request, first_row, (span.first_chunk + chunk) * span.chunk_tokens, span.chunk_tokens)
-        first_piece = pieces + unit - chunk * of_chunk
+        return self._unit(request, kv_head, first_row, keys, chunk, span.chunks, pieces + unit - chunk * of_chunk)
+
+    def _unit(self, request: Request, kv_head, first_row, keys: TileRange, chunk, chunks, first_piece) -> SplitTile:
+        """A chunk of a request as a unit, whose rows' ``first_piece`` is that of the first chunk."""
+        of_chunk = self._units_of_chunk
         group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
-        numbers = (chunk, span.chunks, pieces + unit, first_piece, group_piece, of_chunk)
+        numbers = (chunk, chunks, first_piece + chunk * of_chunk, first_piece, group_piece, of_chunk)
         return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
 
     def _rows(self, span: RequestSpan, unit):

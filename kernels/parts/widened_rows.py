@@ -13,6 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS, KvType
+from hopwell.kernels.elements import SCALE_COLUMNS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
@@ -20,7 +21,6 @@ from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.widen import widened_words
 
 LANES_PER_ROW = BLOCK_COLUMNS // copy.CHUNK_BYTES  # of which each copies 16 bytes of a column block
-SCALE_COLUMNS = 128  # that share a scale in rows of KvType.FP8_DS_MLA
 
 
 @dataclass(frozen=True)

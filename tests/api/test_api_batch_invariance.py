@@ -9,13 +9,13 @@ from api_calls import FUNCTIONS, MLA, form
 
 import hopwell
 from hopwell import _switches
-from hopwell.kernels import families, invariance
+from hopwell.kernels import families, settings
 from hopwell.kernels.mla_config import shipped_mla_configs
 
 
 @pytest.fixture(autouse=True)
 def unswitched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(invariance, "_switched", None)
+    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", None)
     monkeypatch.delenv("HOPWELL_BATCH_INVARIANT", raising=False)
 
 

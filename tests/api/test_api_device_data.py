@@ -11,7 +11,7 @@ import torch
 from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, XQA, Form, form
 
 import hopwell
-from hopwell import _device_data
+from hopwell.kernels import settings
 
 
 @pytest.fixture(autouse=True)
@@ -142,7 +142,7 @@ def test_pages_that_no_row_sees_are_not_looked_at() -> None:
 def test_switching(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Off, later calls skip all checks; on, none does, also of calls that are known."""
     monkeypatch.delenv("HOPWELL_CHECK")
-    monkeypatch.setattr(_device_data, "_switched", None)
+    monkeypatch.setattr(settings.CHECK, "given", None)
     arguments = form(CONTEXT, "stacked-HND")
     bad = {**arguments, "seq_lens": changed(arguments["seq_lens"], 0, -5)}
     for _ in range(3):
@@ -155,7 +155,7 @@ def test_switching(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     FUNCTIONS[CONTEXT](**bad)
     with pytest.raises(TypeError, match="enable"):
         hopwell.check_device_data(1)  # type: ignore[arg-type]
-    monkeypatch.setattr(_device_data, "_switched", None)
+    monkeypatch.setattr(settings.CHECK, "given", None)
     monkeypatch.setenv("HOPWELL_CHECK", "yes")
     with pytest.raises(ValueError, match="HOPWELL_CHECK must be one of 0, 1"):
         FUNCTIONS[CONTEXT](**{**arguments, "window_left": 3})

@@ -15,7 +15,7 @@ from api_calls import FORMS, Form, misaligned
 from test_api_tensor_kinds import KINDS
 
 import hopwell
-from hopwell import _device_data
+from hopwell.kernels import settings
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ERRORS = (TypeError, ValueError, NotImplementedError)
@@ -91,7 +91,7 @@ def failure(form: Form, arguments: dict[str, Any]) -> str | None:
 
 
 def test_only_documented_errors(pytestconfig: pytest.Config, recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_device_data, "_switched", None)
+    monkeypatch.setattr(settings.CHECK, "given", None)
     failures = []
     first = pytestconfig.getoption("--seed")
     for number in range(first, first + pytestconfig.getoption("--calls")):

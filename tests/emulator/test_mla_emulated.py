@@ -31,7 +31,7 @@ from mla_cases import (
 from schedules import schedules, setting
 
 from hopwell import emulator
-from hopwell.kernels import execute, invariance, plan, splitting
+from hopwell.kernels import execute, plan, settings, splitting
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import LogSumExp, LseLayout
 
@@ -190,7 +190,7 @@ def test_scales_on_the_device(top_k: int) -> None:
 def test_whoever_merges_finds_the_same(monkeypatch: pytest.MonkeyPatch, chunks: int, heads: int) -> None:
     """Alone a request's pieces are merged by the warps that attend; in a batch by others as well, some of them beside
     units, who have to agree about what is whose."""
-    monkeypatch.setattr(invariance, "_switched", True)
+    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
     kv_lens = [*[2 * chunk_tokens(MAIN)] * 5, chunks * chunk_tokens(MAIN) - 100]
     data, found = MlaBatch([1] * 6, kv_lens, heads=heads, device="cpu"), []
     for ctas, batch in ((4, data), (16, data.request(5))):

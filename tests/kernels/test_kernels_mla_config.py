@@ -11,7 +11,7 @@ import torch
 from covering import COVERING_MLA
 from kernel_problems import empty, paged
 
-from hopwell.kernels import invariance, mla_config
+from hopwell.kernels import mla_config, settings
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import build, resolve, shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES
@@ -147,5 +147,5 @@ def test_so_many_keys_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not resolve_mla(base, ARCH).batch_invariant
     monkeypatch.setattr(mla_config, "MOST_PORTION_KEYS", table.key.numel() * base.key.shape[2] - 1)
     assert "hopwell.batch_invariant(True)" in refusal(base)
-    monkeypatch.setattr(invariance, "_switched", True)
+    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
     assert resolve_mla(base, ARCH).batch_invariant

@@ -15,9 +15,9 @@ def batch_invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests are cut by their own lengths alone."""
     import hopwell
     from hopwell import _switches
-    from hopwell.kernels import invariance
+    from hopwell.kernels import settings
 
-    monkeypatch.setattr(invariance, "_switched", None)
+    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", None)
     hopwell.batch_invariant(True)
     yield
     _switches.forget_calls()
