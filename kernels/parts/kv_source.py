@@ -115,6 +115,11 @@ class KvSource(DeviceStruct):
     def tile_bytes(self) -> int:
         return self.tile_n * self.columns * 2
 
+    @property
+    def shared_row(self) -> int:
+        """Bytes of a row of a column block in shared memory."""
+        return copy.row_bytes(self.columns)
+
     def stage_address(self, stage):
         return self.shared + stage * (self.tile_n * self.stage_columns * 2)
 
@@ -125,7 +130,7 @@ class KvSource(DeviceStruct):
     def chunk_place(self, base, row, block, chunk):
         """Address of chunk ``chunk`` as :meth:`chunk_address` has it, in the stage that begins at ``base``."""
         row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
-        return base + row_address * copy.SWIZZLE_ROW_BYTES + chunk * copy.CHUNK_BYTES
+        return base + row_address * self.shared_row + chunk * copy.CHUNK_BYTES
 
     @cute.jit
     def load(self, first, end, ring, step, partial_barrier, partials):
@@ -215,11 +220,10 @@ class KvSource(DeviceStruct):
     @cute.jit
     def zero_rows(self, stage, begin, end):
         """Zero rows [begin, end) of a stage, visibly to the tensor cores. Called by a whole warp."""
-        for i in cutlass.range(
-            begin * copy.CHUNKS_PER_ROW + cute.arch.lane_idx(), end * copy.CHUNKS_PER_ROW, LANES, unroll=1
-        ):
-            for block in cutlass.range_constexpr(self.columns // BLOCK_COLUMNS):
-                row, chunk = i // copy.CHUNKS_PER_ROW, i % copy.CHUNKS_PER_ROW
+        chunks = self.shared_row // copy.CHUNK_BYTES
+        for i in cutlass.range(begin * chunks + cute.arch.lane_idx(), end * chunks, LANES, unroll=1):
+            for block in cutlass.range_constexpr(copy.column_blocks(self.columns)):
+                row, chunk = i // chunks, i % chunks
                 copy.store_shared_zero(self.chunk_address(stage, row, block, chunk))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
@@ -343,7 +347,7 @@ class PageBoxes(PagedSource):
         return isinstance(self.pages, EvenPages) and self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
 
     def load_box(self, box, slot, group, barrier) -> None:
-        corner = (0, 0) if self.columns == BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a group, all columns
+        corner = (0, 0) if self.columns <= BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a group, all columns
         copy.tma_load(self.descriptor, box, barrier, (*corner, group, slot), self.policy)
 
 

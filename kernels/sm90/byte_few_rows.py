@@ -190,7 +190,7 @@ class ByteLeafOperands(ByteProducts):
         eight = first // copy.GROUP_ROWS + lane // copy.GROUP_ROWS
         rows = self.rows(self.v_tile, 1, stage, eight, self.blocks[before // BLOCK_BYTES])
         chunk = before % BLOCK_BYTES // copy.CHUNK_BYTES + self.columns.chunk(0)
-        return copy.load_matrix_x4(copy.swizzled_chunk(rows, lane % copy.GROUP_ROWS, chunk), transposes=True)
+        return copy.load_matrix_x4(self.chunk(1, rows, lane % copy.GROUP_ROWS, chunk), transposes=True)
 
 
 @dataclass(frozen=True)
