@@ -111,7 +111,7 @@ def async_word_or_zero(destination, source, wanted, *, loc=None, ip=None) -> Non
     """cp.async of 4 bytes from global to shared memory, or of 4 zeros."""
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
-        read_only_args=[destination, source, wanted.to(Int32) * 4],
+        read_only_args=[destination, source, 4 if wanted is True else wanted.to(Int32) * 4],
         loc=loc,
         ip=ip,
     )

@@ -179,6 +179,10 @@ class KvSource(DeviceStruct):
         """The pages of a tile's scales, where there are any."""
         return [] if self.scales is None else self.scales.locate(tile)
 
+    def copy_scales(self, location, pages, tile, stage) -> None:
+        """Issue the copies of a tile's scales, whose pages are ``pages``."""
+        self.scales.copy(pages, tile, stage)
+
     def _is_partial(self, tile):
         """Whether some rows of ``tile`` have to be zeroed."""
         begin = tile * self.tile_n
@@ -198,7 +202,7 @@ class KvSource(DeviceStruct):
         self._expect(barrier)
         self.fetch(location, ring.stage(step), barrier)
         if const_expr(self.scales is not None):
-            self.scales.copy(pages, tile, ring.stage(step))
+            self.copy_scales(location, pages, tile, ring.stage(step))
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         if partial:
             cute.arch.mbarrier_wait(partial_barrier, partials & 1)
@@ -299,19 +303,20 @@ class PageBoxes(PagedSource):
         # instructions less for a tile made steps 1 % shorter (H200, 2026-11-22).
         tiles = LANES // self.boxes
         for last in cutlass.range(end - 1, first - 1, -tiles, unroll=1):
-            slots, groups = self.locate(last - (tiles - 1))
+            slots, groups, scales = self.locate(last - (tiles - 1))
 
-            def locate(n, last=last, slots=slots, groups=groups):
-                lane = cute.arch.lane_idx() + (n - last + (tiles - 1)) * self.boxes
-                return cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane)
+            def locate(n, last=last, slots=slots, groups=groups, scales=scales):
+                first = (n - last + (tiles - 1)) * self.boxes
+                lane = cute.arch.lane_idx() + first
+                return cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane), scales, first
 
             stop = cutlass.max(last - tiles, first - 1)
             step, partials = self.fill_down(locate, last, stop, ring, step, partial_barrier, partials)
         return step, partials
 
     def locate(self, tile):
-        """Return to lane i the (slot, row group) of box i, counted from the tile's first, past its last those of the
-        next tile.
+        """Return to lane i the (slot, row group, address of the scales) of box i, counted from the tile's first, past
+        its last those of the next tile.
 
         Outside the needed tokens a needed page is fetched again: every tile then has the same number of bytes, and no
         other table entry is read.
@@ -319,7 +324,17 @@ class PageBoxes(PagedSource):
         key = tile * self.tile_n + cute.arch.lane_idx() * self.box_rows
         first_box = self.first_key // self.box_rows * self.box_rows
         page, row = self.lookup(cutlass.max(cutlass.min(key, self.end_key - 1), first_box))
-        return page * self.slots_per_page + self.kv_head, row // GROUP_ROWS
+        scales = None
+        if const_expr(self.scales is not None):
+            scales = self.scales.of_box(page, row // self.box_rows * self.box_rows)
+        return page * self.slots_per_page + self.kv_head, row // GROUP_ROWS, scales
+
+    def scale_pages(self, tile) -> list:
+        return []
+
+    def copy_scales(self, location, pages, tile, stage) -> None:
+        *_, boxes, first = location
+        self.scales.copy_boxes(boxes, first, self.box_rows, tile, stage, self.zero_outside)
 
     @property
     def box_bytes(self) -> int:
@@ -328,7 +343,7 @@ class PageBoxes(PagedSource):
 
     @cute.jit
     def fetch(self, location, stage, barrier):
-        slots, groups = location
+        slots, groups, *_ = location
         base = self.stage_address(stage)
         for first in cutlass.range_constexpr(0, self.boxes, BOXES_AT_ONCE):
             boxes = range(first, min(first + BOXES_AT_ONCE, self.boxes))
