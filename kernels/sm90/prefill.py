@@ -17,7 +17,7 @@ from hopwell.kernels.parts.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import IntervalMask
-from hopwell.kernels.parts.scheduler import TileSchedule
+from hopwell.kernels.parts.scheduler import AlternatingSchedule, TileSchedule
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import OnlineSoftmax, TileSoftmax
@@ -95,7 +95,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, rings.q, board, self.tile_shape(geometry).tokens)
             if warp == SCHEDULE_WARP:
-                TileSchedule(geometry, addresses, mask, self.tile.n, self.tile_shape(geometry)).publish(board)
+                schedule = AlternatingSchedule if self.config.packs_heads else TileSchedule
+                schedule(geometry, addresses, mask, self.tile.n, self.tile_shape(geometry)).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         else:
             numbers = (addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax)
