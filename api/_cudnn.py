@@ -305,7 +305,7 @@ def _padded_rows(sizes: tuple[int, int, int], tokens: int, on: torch.device) -> 
 
 def _log_sum_exp(lse: torch.Tensor, starts: TokenOffsets | None, natural: bool) -> LogSumExp:
     if starts is None:
-        return LogSumExp(lse, LseLayout.PADDED, natural=natural, fills=True)
+        return LogSumExp(lse, LseLayout.PADDED, natural=natural)
     return LogSumExp(lse.view(-1, lse.shape[-1]), LseLayout.OFFSETS, natural=natural, offsets=starts)
 
 

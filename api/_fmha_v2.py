@@ -214,9 +214,12 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
         if len(qkv) == 3:
             return *qkv, None
         if len(qkv) == 2:
-            k, v = halves(qkv[1])
+            query, cache = qkv
+            if type(cache) is torch.Tensor:
+                return query, cache, None, None
+            k, v = halves(cache)
             pair = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-            return qkv[0], k, v, v.data_ptr() - k.data_ptr() if pair else None
+            return query, k, v, v.data_ptr() - k.data_ptr() if pair else None
     return qkv, None, None, None
 
 

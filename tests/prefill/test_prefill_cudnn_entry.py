@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -143,6 +144,25 @@ def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
     without, none = cudnn(data, key, value, block_tables=table, return_lse=False)
     assert none is None
     assert torch.equal(out, without)
+
+
+@pytest.mark.parametrize("lens_dtype", [torch.int32, torch.int64], ids=str)
+def test_padding_of_the_log_sum_exp(lens_dtype: torch.dtype, device: str) -> None:
+    """There may be more rows than tokens, and fewer requests than multiprocessors, or more: all rows that no query has
+    become -inf, and those of tokens past the bound stay away from them."""
+    for q_lens, rows in (([3, 0, 17], 33), ([2, 0, 1, 1, 0, 2, 0, 0, 1], 3), ([0, 40], 7)):
+        data = Batch(q_lens, [9] * len(q_lens), 4, 2, device=device)
+        key, value, table = data.pages(16)
+        lse = torch.full((data.size, rows, 4), math.nan, device=device)
+        lengths = torch.tensor(q_lens, dtype=lens_dtype, device=device)
+        more = dict(max_token_per_sequence=rows, actual_seq_lens_q=lengths, lse=lse)
+        out, _ = cudnn(data, key, value, block_tables=table, **more)
+        expected = data.expected()
+        expected.check(out)
+        for i, (begin, length) in enumerate(zip(starts(q_lens), q_lens, strict=False)):
+            there = min(length, rows)
+            assert (lse[i, there:] == -math.inf).all()
+            replace(expected, lse=expected.lse[begin : begin + there]).check_lse(lse[i, :there])
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
