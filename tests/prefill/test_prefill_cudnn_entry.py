@@ -261,25 +261,3 @@ def test_offsets_in_tokens(device: str) -> None:
     assert torch.equal(out, without[0])
     converted, _ = cudnn(data, key, value, **wrapper, batch_offsets_o=None, o_data_type=FP16)
     data.expected(out_dtype=FP16).check(converted)
-
-
-def test_padding_requests(device: str) -> None:
-    """The call of SGLang's vision encoders: a batch is padded with requests of length 0, all of which start behind the
-    last token, and offsets are of shape [batch + 1, 1, 1, 1]."""
-    lengths = [70, 130]
-    data = Batch(lengths, lengths, 4, 4, 80, device=device)
-    ends = [*starts(lengths), *[data.tokens] * 3]
-    offsets = elements(data, ends, 4 * 80).view(-1, 1, 1, 1)
-    padded = data.ints([*lengths, *[0] * 3]).view(-1, 1, 1, 1)
-    out, none = cudnn(
-        data,
-        torch.cat(data.k),
-        torch.cat(data.v),
-        causal=False,
-        return_lse=False,
-        actual_seq_lens_q=padded,
-        actual_seq_lens_kv=padded,
-        **{f"batch_offsets_{name}": offsets for name in "qkvo"},
-    )
-    assert none is None
-    data.expected(FULL).check(out)
