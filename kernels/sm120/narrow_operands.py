@@ -35,7 +35,7 @@ class NarrowOperands(WarpOperands):
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
-        columns, columns_first = config.operand_columns[1], self.kernel.source.columns_first
+        columns, columns_first = config.operand_columns[1], self.columns_first
         stage = self.v_tile + v_stage * (self.tile_n * columns * 2)
         words_of_p = LANES * self.p_bits // 64
         for part in range(self.tile_n // LANES):

@@ -1,10 +1,13 @@
 """sm_120 prefill: TMA, specialised warps, mma.sync; the roles, schedules and parts of Hopper's kernel."""
 
+from dataclasses import replace
 from typing import Any
 
 from hopwell.kernels.config import KvType
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.sm90.prefill import PrefillSm90, with_arguments
-from hopwell.kernels.sm120.attend import SkippingWarpAttend, WarpAttend, WarpOperands
+from hopwell.kernels.sm120.attend import ConvertedOperands, SkippingWarpAttend, WarpAttend, WarpOperands
 from hopwell.kernels.sm120.kernel import LaneReaders
 from hopwell.kernels.sm120.narrow_operands import ByteOperands, DequantisedOperands, WidenedOperands
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
@@ -46,9 +49,14 @@ class PrefillSm120(LaneReaders, PrefillSm90):
         """What warps multiply."""
         if self.config.multiplies_bytes:
             return ByteOperands
+        if self.config.widens:
+            return ConvertedOperands
         return {KvType.WIDE: WarpOperands, KvType.E4M3: WidenedOperands, KvType.NVFP4: DequantisedOperands}[
             self.config.kv_type
         ]
+
+    def _more_edges(self) -> tuple[Edge, ...]:
+        return tuple(replace(edge, consumer_lanes=LANES, consumer_fences=False) for edge in super()._more_edges())
 
     @property
     def attend_types(self) -> tuple[type, type]:
