@@ -200,4 +200,4 @@ class ConvertedOperands(WarpOperands):
     """K and V come from a warpgroup that has widened them. For its sake threads have fewer registers."""
 
     most_q_words = 16
-    columns_first = False
+    columns_first = False  # however what was loaded lies
