@@ -27,8 +27,8 @@ def full_page() -> str:
     return (
         "# What each entry can do on each architecture\n\n"
         '"yes" is what has run on GPUs of that architecture. "emulator-verified" has not: its kernels compile for it,\n'
-        "and the emulator has executed the same PTX, checked it against float64 and looked for races. Where it says so,\n"
-        "the same source has run on a Hopper GPU besides, compiled for it.\n\n" + support_matrix()
+        "and the emulator has executed the same PTX, checked it against float64 and looked for races. Where it says\n"
+        "so, the same source has run on a Hopper GPU besides, compiled for it.\n\n" + support_matrix()
     )
 
 

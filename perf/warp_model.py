@@ -70,15 +70,18 @@ CARDS = (
         "24064 CUDA cores, 1792 GB/s, 4000 TFLOP/s of 4 bits with sparsity "
         "(https://gpu.name/posts/nvidia-unveils-rtx-pro-6000-blackwell-gpu-with-24-064-cores-and-96gb-memory, "
         "https://www.topcpu.net/es/news/nvidia-launches-96gb-rtx-5090-model-with-a-whopping-price-tag-of-10000); "
-        "1024 FLOP of 16 bits a cycle and multiprocessor (NVIDIA/cudnn-frontend, in its benchmarks of attention). "
-        "Assumed: the clock that gives 504 TFLOP/s of 16 bits",
+        "2.617 GHz and 504 TFLOP/s of 16 bits accumulated in float32 or float16 "
+        "(https://hmc-tech.com/gpu/nvidia-rtx-pro-6000-blackwell-vs-amd-radeon-pro-duo-polaris); 1024 FLOP of 16 bits "
+        "a cycle and multiprocessor (NVIDIA/cudnn-frontend, in its benchmarks of attention), which goes with that",
     ),
     Card(
         "RTX 5090", 170, 2.407e9, 1792e9, _HALVED | _SCALED,
         "170 multiprocessors, 2.407 GHz, 1792 GB/s "
         "(https://pocketmags.com/linux-format-magazine/may-2025/articles/nvidia-geforce-rtx-5090), which is 209.5 "
         "TFLOP/s of 16 bits accumulated in float32; on a smaller GeForce card, measured, 51, 102 and 202 TFLOP/s of 16 "
-        "bits, 8 bits and block-scaled 8 bits (https://github.com/flashinfer-ai/flashinfer/issues/3628); 4096 FLOP of "
+        "bits, 8 bits and block-scaled 8 bits (https://github.com/flashinfer-ai/flashinfer/issues/3628), and on an RTX "
+        "5060 Ti of 36 multiprocessors at 2.57 GHz 47 TFLOP/s of bfloat16, which is 508 FLOP a cycle and multiprocessor, "
+        "185 of e4m3 and 342 of NVFP4 in cuBLAS (https://github.com/QuantumDrizzy/BLACKWALL); 4096 FLOP of "
         "block-scaled 4 bits a cycle, measured (https://github.com/Neroued/ninfer/pull/160)",
     ),
     Card(
