@@ -45,12 +45,16 @@ class Stream(DeviceStruct):
         """Convert the tile of ``step``; called by the whole warpgroup."""
         raise NotImplementedError
 
-    def hand_over(self, step) -> None:
-        """Give the converted tile of ``step`` to those that multiply, and the loaded one back."""
+    def show(self, step) -> None:
+        """Give the converted tile of ``step`` to those that multiply."""
         if const_expr(self.kernel.products_read_shared):
             # The tensor cores read what was written here through another proxy.
             cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
+
+    def hand_over(self, step) -> None:
+        """Give the converted tile of ``step`` to those that multiply, and the loaded one back."""
+        self.show(step)
         self.source_ring.release(step)
 
 
@@ -128,8 +132,7 @@ class WideningInPlace(Stream):
             for half in cutlass.range_constexpr(2):
                 place = targets[half] + self._distance(first, block, columns)
                 copy.store_shared(place, wide[4 * half : 4 * half + 4])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
+        self.show(step)
 
     def _distance(self, row: int, block: int, columns: int) -> int:
         """Bytes from a row of the first column block of a stage of so many columns to a later one."""
