@@ -81,8 +81,8 @@ CARDS = (
         "TFLOP/s of 16 bits accumulated in float32; on a smaller GeForce card, measured, 51, 102 and 202 TFLOP/s of 16 "
         "bits, 8 bits and block-scaled 8 bits (https://github.com/flashinfer-ai/flashinfer/issues/3628), and on an RTX "
         "5060 Ti of 36 multiprocessors at 2.57 GHz 47 TFLOP/s of bfloat16, which is 508 FLOP a cycle and "
-        "multiprocessor, 185 of e4m3 and 342 of NVFP4 in cuBLAS (https://github.com/QuantumDrizzy/BLACKWALL); 4096 FLOP "
-        "of block-scaled 4 bits a cycle, measured (https://github.com/Neroued/ninfer/pull/160)",
+        "multiprocessor, 185 of e4m3 and 342 of NVFP4 in cuBLAS (https://github.com/QuantumDrizzy/BLACKWALL); 4096 "
+        "FLOP of block-scaled 4 bits a cycle, measured (https://github.com/Neroued/ninfer/pull/160)",
     ),
     Card(
         "DGX Spark", 48, 2.5e9, 273e9, _FULL | _SCALED,
