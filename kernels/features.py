@@ -32,6 +32,7 @@ from hopwell.kernels.support import (
     MLA_HEAD_DIMS,
     OTHER_HEAD_DIMS,
     RUN_ON_HARDWARE,
+    RUN_ON_HOPPER,
     SAME_AS,
     XQA,
 )
@@ -348,16 +349,22 @@ def require(entry: str, feature: str, detail: str, arch: str) -> None:
         raise refusal(entry, feature, detail, arch)
 
 
+EMULATED, ON_HOPPER = "emulator-verified", ", run on Hopper"
+
+
 def _mark(row: Feature, arch: str) -> str:
     if arch not in row.archs:
         return "-"
-    return "yes" if arch in RUN_ON_HARDWARE else "emulator-verified"
+    if arch in RUN_ON_HARDWARE:
+        return "yes"
+    return EMULATED + ON_HOPPER * (arch in RUN_ON_HOPPER)
 
 
 def support_matrix() -> str:
     """The table in Markdown: for each entry its features as rows and the architectures as columns.
 
-    "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator.
+    "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator, and where it says so
+    on a Hopper GPU, compiled for it.
     """
     sections = []
     for name, entry in ENTRIES.items():

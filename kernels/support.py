@@ -54,8 +54,10 @@ FAMILY_BUILDS = {"sm_120a": "sm_120f"}
 # load with TMA, which the others have as well; what needs the block-scaled instructions is refused when it compiles.
 ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
-# Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator only.
+# Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator, and those of
+# RUN_ON_HOPPER on a Hopper GPU besides, compiled for it.
 RUN_ON_HARDWARE = HOPPER
+RUN_ON_HOPPER = SM120
 
 
 def prefill_head_dim(dims: tuple[int, int]) -> str:
