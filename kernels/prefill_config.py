@@ -188,6 +188,11 @@ class PrefillConfig(KernelConfig):
         return self.tile_of(dims, *choices, self.kv_type, self.multiplies_bytes)
 
     @property
+    def reads_kv_once(self) -> bool:
+        """Whether some requests' keys are, see ``WorkTile.cache_policy``."""
+        return self.packs_heads
+
+    @property
     def widens(self) -> bool:
         return self.kv_type is not KvType.WIDE
 

@@ -24,7 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS
-from hopwell.kernels.hardware import LANES
+from hopwell.kernels.hardware import LANES, LINE_BYTES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.block_scales import ScaleCopies, ScaleRows
@@ -54,6 +54,22 @@ class KvOperand(DeviceStruct):
     scales: ScaleRows | None = None  # that are copied beside the tiles
     shared_scales: Any = None  # address of those of stage 0
     stage_columns: int | None = None  # that a stage has room for; None: ``columns``
+    page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
+
+    @cute.jit
+    def cache_policy(self, tile):
+        """How soon a work tile's rows leave the L2 cache. Rows narrower than a line share it with other heads' where
+        these lie side by side, and memory gives lines as a whole: a row that left first would take its neighbours along
+        before others have read them. 32 x 8192 tokens of 4 bits took 160 instead of 124 us (H100, 2026-11-25)."""
+        policy = Int32(tile.cache_policy)
+        if const_expr(2 * self.head_dim < LINE_BYTES):
+            if self.head < self.row:
+                policy = Int32(copy.EVICT_NORMAL)
+        return policy
+
+    def slots_of_page(self):
+        """How many heads of a page lie one head stride apart, with all that is between them."""
+        return Int32(self.page // self.head)
 
     @staticmethod
     def key(a: Addresses, g: Geometry, config) -> "KvOperand":
@@ -107,7 +123,7 @@ class KvSource(DeviceStruct):
             columns=operand.columns,
             stage_columns=operand.stage_columns or operand.columns,
             zero_outside=operand.is_value,
-            policy=tile.cache_policy if operand.read_once else None,
+            policy=operand.cache_policy(tile) if operand.read_once else None,
             scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales, tile_n),
         )
 
@@ -289,7 +305,7 @@ class PageBoxes(PagedSource):
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
-            slots_per_page=Int32(operand.page // operand.head),
+            slots_per_page=operand.slots_of_page() if operand.page_slots is None else operand.page_slots,
             box_rows=box_rows,
         )
 

@@ -27,6 +27,7 @@ from hopwell.kernels.parts import ranges as ranges_module
 from hopwell.kernels.parts import split
 from hopwell.kernels.parts import tree as tree_module
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.parts.device import Divisor
 from hopwell.kernels.parts.mask import IntervalMask, ListMask, TileRange
 from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile, row_and_column
 from hopwell.kernels.parts.scheduler import WorkTile
@@ -78,12 +79,13 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
 
 
 def of(columns: int, leaves: int, requests: int, ctas: int, most_blocks: int = BLOCKS) -> Ranges:
-    return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Int32(ctas), Int32(ctas // columns), most_blocks)
+    rows = Divisor(Int32(ctas // columns), Divisor.of(Int32(max(ctas // columns, 1))).reciprocal)
+    return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Divisor.of(Int32(ctas)), rows, most_blocks)
 
 
 def range_of(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
     """(column, first leaf, end) of a CTA, or of a ticket."""
-    row, column = row_and_column(Int32(number), Int32(columns))
+    row, column = row_and_column(Int32(number), Divisor.of(Int32(columns)))
     first, end = ranges_of(row)
     return host(column), host(first), host(end)
 
