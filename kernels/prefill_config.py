@@ -189,7 +189,7 @@ class PrefillConfig(KernelConfig):
 
     @property
     def reads_kv_once(self) -> bool:
-        """Whether some requests' keys are, see ``WorkTile.cache_policy``."""
+        """Whether some requests' keys are, see ``WorkTile.kv_policy``."""
         return self.packs_heads
 
     @property

@@ -109,6 +109,9 @@ class RangeTile(PackedTile):
     first_slot: Int32  # of the column
     cache_policy: Int32  # of K and V, see copy.tma_load
 
+    def kv_policy(self):
+        return self.cache_policy
+
 
 @dataclass
 class RangeSchedule(SplitSchedule):

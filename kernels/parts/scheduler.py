@@ -38,8 +38,7 @@ class WorkTile(DeviceStruct):
     first_row: Int32  # the first token of the tile, within the request
     keys: TileRange
 
-    @property
-    def cache_policy(self):
+    def kv_policy(self):
         """How soon K and V leave the L2 cache where heads share tiles, see copy.tma_load. The keys of a request of few
         tokens are read once, those of others by one tile after the other, and should be there still."""
         is_short = self.request.q_len <= GROUP_ROWS
