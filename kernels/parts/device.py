@@ -216,7 +216,9 @@ class Divisor(DeviceStruct):
 
     @staticmethod
     def of(value) -> "Divisor":
-        return Divisor(value, Uint32(0xFFFFFFFF) // value.to(Uint32))
+        reciprocal = Uint32(0xFFFFFFFF) // value.to(Uint32)
+        # Else the compiler moves the division to where its result is needed.
+        return Divisor(value, tied(reciprocal.to(Int32), value).to(Uint32))
 
     def divide(self, number):
         """Return the quotient of an Int32 that is not negative. The product's upper half is the quotient or one less,
