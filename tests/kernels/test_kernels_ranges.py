@@ -23,9 +23,8 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.mla_config import shipped_mla_configs
-from hopwell.kernels.parts import device
+from hopwell.kernels.parts import device, split
 from hopwell.kernels.parts import ranges as ranges_module
-from hopwell.kernels.parts import split
 from hopwell.kernels.parts import tree as tree_module
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.device import Divisor

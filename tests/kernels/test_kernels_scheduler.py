@@ -16,8 +16,8 @@ from lane_threads import SchedulingWarp, host
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import scheduler, sequence
-from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.query_rows import request_shape
 from hopwell.kernels.parts.scheduler import AlternatingSchedule, Board, TileSchedule, WorkTile
 from hopwell.kernels.parts.sequence import Request, load_request
