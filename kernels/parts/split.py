@@ -53,7 +53,7 @@ class SplitTile(PackedTile):
     units_of_chunk: Int32  # of a chunk: from a piece to that of the next chunk
 
     def kv_policy(self):
-        return Int32(EVICT_FIRST)
+        return EVICT_FIRST
 
     @classmethod
     def nothing(cls) -> "SplitTile":

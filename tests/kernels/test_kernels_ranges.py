@@ -91,19 +91,6 @@ def range_of(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[
     return host(column), host(first), host(end)
 
 
-@pytest.mark.usefixtures("memory")
-def test_a_divisor_known_before_its_numbers_divides_exactly() -> None:
-    draw = random.Random(0)
-    values = [*range(1, 40), 127, 128, 132, 264, 65535, 65536, (1 << 30) + 1, (1 << 31) - 1]
-    for value in values:
-        divisor = Divisor.of(Int32(value))
-        multiples = [value * draw.randrange((1 << 31) // value) for _ in range(20)]
-        near = [multiple + step for multiple in multiples for step in (-1, 0, 1)]
-        for number in (0, (1 << 31) - 1, *near, *[draw.randrange(1 << 31) for _ in range(20)]):
-            if 0 <= number < 1 << 31:
-                assert host(divisor.divide(Int32(number))) == number // value, (number, value)
-
-
 SIZES = [
     (columns, leaves, requests, ctas)
     for columns, ctas in ((1, 132), (8, 132), (8, 4), (3, 4), (5, 4), (96, 132), (200, 132))
