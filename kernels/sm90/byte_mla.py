@@ -262,6 +262,7 @@ class ByteMlaAttend(MlaAttend):
             self.softmax.choose_reference(r, self.softmax.maximum(operands.scores(), r))
         reference.wait_empty(step)
         self._tell_references(0)
+        cute.arch.sync_warp()
         cute.arch.mbarrier_arrive(reference.full_barrier(step))
         self._weights(operands, self.rings.p_of_a, step, 0)
         self._add(operands, 0, self.rings.p_of_a, step, 0)
@@ -320,6 +321,8 @@ class ByteMlaAttend(MlaAttend):
         sums = self._sums(0)
         for r in cutlass.range_constexpr(RowFragment.rows):
             sums[r] = self.softmax.row_sum[r]
+        # Some lanes alone have written factors, and nothing else brings a warp together before its next product.
+        cute.arch.sync_warp()
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(ring.full_barrier(step))
 
