@@ -274,9 +274,7 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.mla",
         (
             _MLA.row("16bit", "data types", "bf16 or fp16 query and cache"),
-            _MLA.row(
-                "fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", dict(kv=FP8), _BYTES_IN
-            ),
+            _MLA.row("fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", dict(kv=FP8), _BYTES_IN),
             _MLA.row(
                 "fp8_ds_mla",
                 "data types",

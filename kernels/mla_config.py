@@ -80,7 +80,7 @@ class MlaConfig(DecodeConfig):
 
     family: ClassVar[Family] = Family.MLA
     most_rows: ClassVar[int] = ROWS  # of a tile
-    takes_bytes: ClassVar[bool] = True  # whether products of e4m3 queries are of 8 bits; else queries are widened before
+    takes_bytes: ClassVar[bool] = True  # whether e4m3 queries are multiplied as they are; else they are widened before
 
     @property
     def has_tree(self) -> bool:
@@ -97,6 +97,11 @@ class MlaConfig(DecodeConfig):
     @property
     def widens_in_place(self) -> bool:
         """Whether a warpgroup does nothing but widen: never, as warps of the producers widen rows that they copy."""
+        return False
+
+    @property
+    def widens_in_registers(self) -> bool:
+        """Whether warps that multiply widen what they read: never, as above."""
         return False
 
     @property

@@ -68,10 +68,6 @@ class ByteMlaSm90(MlaSm90):
     def q_arrivals(self) -> dict[str, int]:
         return {**super().q_arrivals, "consumer_lanes": LANES}
 
-    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Lanes read values with ldmatrix."""
-        return {**super().kv_arrivals(is_value), "consumer_lanes": LANES}
-
     def _p_edges(self) -> tuple[Edge, ...]:
         attend, lanes = 4 * self.warpgroups, (LANES, LANES)
         weights = self.tile.m * self.tile.n
@@ -328,7 +324,7 @@ class ByteMlaAttend(MlaAttend):
 
     @cute.jit
     def _add(self, operands, part: cutlass.Constexpr[int], p_ring, step, which: cutlass.Constexpr[int]) -> None:
-        """Add tile A (0) or B (1) to O, with the values of the keys' left (0) or right (1) part; then give them back."""
+        """Add tile A (0) or B (1) to O, with the values of the keys' left (0) or right (1) part. Then give it back."""
         tile, ring = (self.tiles.k, self.tiles.v)[part], (self.rings.k, self.rings.v)[part]
         tile_step = 2 * step + which
         p_ring.wait_full(step)
