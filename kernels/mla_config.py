@@ -80,7 +80,7 @@ class MlaConfig(DecodeConfig):
 
     family: ClassVar[Family] = Family.MLA
     most_rows: ClassVar[int] = ROWS  # of a tile
-    takes_bytes: ClassVar[bool] = True  # whether e4m3 queries are multiplied as they are; else they are widened before
+    takes_bytes: ClassVar[bool] = True  # whether products of e4m3 queries are of 8 bits; else these are widened before
 
     @property
     def has_tree(self) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.hardware import WARPGROUP, WARPS
@@ -47,8 +47,9 @@ class Stream(DeviceStruct):
 
     def show(self, step) -> None:
         """Give the converted tile of ``step`` to those that multiply."""
-        # The tensor cores read what was written here through another proxy.
-        cute.arch.fence_proxy("async.shared", space="cta")
+        if const_expr(self.kernel.products_read_shared):
+            # The tensor cores read what was written here through another proxy.
+            cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
 
     def hand_over(self, step) -> None:
