@@ -64,11 +64,12 @@ class Feature:
     def archs(self) -> tuple[str, ...]:
         """The architectures that have kernels for all cases."""
         problems = [self.probe(**case) for case in self.cases]
-        return tuple(arch for arch in ARCHS if problems and not any(_refuse(one, arch) for one in problems))
+        return tuple(arch for arch in ARCHS if problems and not any(refuse(one, arch) for one in problems))
 
 
-def _refuse(problem: Any, arch: str) -> str | None:
-    """Why no kernel serves ``problem``. Entries widen e4m3 queries of MLA where kernels do not multiply bytes."""
+def refuse(problem: Any, arch: str) -> str | None:
+    """Why an entry finds no kernel for ``problem``, or None. It widens e4m3 queries of MLA where kernels do not take
+    them."""
     if problem.family is Family.MLA and problem.query.dtype == FP8 and not families.takes_bytes(arch):
         problem = replace(problem, query=problem.query.to(BF16))
     return families.refuse(problem, arch)

@@ -216,7 +216,7 @@ def test_problems_need_the_rows_that_they_stand_for(entry: str) -> None:
             assert row.is_asked(problem), (row.key, case)
             for arch in support.ARCHS:
                 lacks = features.lacking(entry, problem, arch) is not None
-                assert lacks == (families.refuse(problem, arch) is not None), (row.key, case, arch)
+                assert lacks == (features.refuse(problem, arch) is not None), (row.key, case, arch)
 
 
 @pytest.mark.parametrize(
