@@ -10,7 +10,7 @@ import torch
 from api_calls import FORMS, Form
 
 from hopwell import emulator
-from hopwell.kernels import families, features, probes, support
+from hopwell.kernels import features, probes, support
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.families import prefill_type, shipped_configs
 from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
