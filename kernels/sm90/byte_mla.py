@@ -64,10 +64,6 @@ class ByteMlaSm90(MlaSm90):
     def q_arrivals(self) -> dict[str, int]:
         return {**super().q_arrivals, "consumer_lanes": LANES}
 
-    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Lanes read values with ldmatrix."""
-        return {**super().kv_arrivals(is_value), "consumer_lanes": LANES}
-
     def _p_edges(self) -> tuple[Edge, ...]:
         """Return no edges: the warpgroups meet instead."""
         return ()
