@@ -78,7 +78,7 @@ OTHER_TILES = {
 SHORT_WINDOW, SHORT_STEP = 512, 64
 # Where K and V are converted there is one more warpgroup, for which the others leave registers, and there are stages of
 # what was loaded beside those of what is multiplied. Widened and beyond head dim 128, shared memory has one of either.
-_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=40, consumer_registers=208, converting_registers=56)
+_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_registers=208, converting_registers=64)
 # Where V is transposed, loaders and the converting warpgroup do with fewer registers, and 8 more for the consumers gave
 # 1 to 2 %. Steps of 160 keys at head dim 128: 778 and 700 TFLOP/s at 1 x 16384 and 4 x 4096 tokens, 742 and 670 with
 # 128, 729 and 654 with 96 (H200, 2026-11-24).

@@ -10,7 +10,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.hardware import WARPGROUP, WARPS
@@ -26,6 +26,9 @@ PACKED_ELEMENTS = 2 * copy.CHUNK_BYTES  # of 4 bits in a chunk, which becomes fo
 BLOCK_CHUNKS = BLOCK_COLUMNS // CHUNK_ELEMENTS  # chunks of 8 bits that become a column block
 WIDENED_ROWS = WARPGROUP // BLOCK_CHUNKS  # rows that a warpgroup widens a column block of at a time
 WIDENING_BARRIER = 8  # named barrier of the warpgroup that widens in place
+CHUNKS_UNDER_WAY = 8  # that a thread has read from shared memory and not widened yet
+PACKED_UNDER_WAY = 2  # of 4 bits
+SCALES_APART = 8  # registers of a thread for scales that are not neighbours
 PAIRED_KEYS = 32  # that a warp transposes at a time: two chunks of a row of the target
 
 
@@ -66,25 +69,75 @@ class WideningStream(Stream):
 
     @cute.jit
     def convert(self, step, scales) -> None:
+        """A thread reads chunk c of 4 of a row that fill one column block when they are wide, and so on in steps of 32
+        rows. Of 8 lanes, which have two rows, neither reads nor writes meet in a bank: rows differ in bits 0 and 2,
+        which say where the swizzle puts chunks.
+
+        Reads wait for the tensor cores, which read shared memory most of the time. So as many as there are registers
+        for are under way at a time: one after the other, each before what becomes of it, they took longer than all
+        that is computed.
+        """
         config, n = self.kernel.config, self.kernel.tile.n
-        loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
+        columns = config.operand_columns[self.operand]
         chunks = config.depth[self.operand] // CHUNK_ELEMENTS  # of a row
-        columns_first = self.kernel.source.columns_first
-        self.source_ring.wait_full(step)
-        self.target_ring.wait_empty(step)
-        source = self.source + self.source_ring.stage(step) * (2 * n * loaded)
-        target = self.target + self.target_ring.stage(step) * (2 * n * columns)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        for i in cutlass.range(thread, n * chunks, WARPGROUP, unroll=4):
-            row, chunk = i // chunks, i % chunks
-            words = copy.load_shared(copy.tile_chunk(source, row, chunk, n, loaded, columns_first), 4)
-            for half in cutlass.range_constexpr(2):
-                place = copy.tile_chunk(target, row, 2 * chunk + half, n, columns, False)
-                wide = [
-                    widened_words(config.kv_type, self.kernel.dtype, word) for word in words[2 * half : 2 * half + 2]
-                ]
-                copy.store_shared(place, wide[0] + wide[1])
+        row, chunk = thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
+        row ^= (row & 1) * BLOCK_CHUNKS
+        blocks = range(-(-chunks // BLOCK_CHUNKS))
+        items = [(first, block) for first in range(0, n, WIDENED_ROWS) for block in blocks]
+        self.source_ring.wait_full(step)
+        sources = self._sources(step, row, chunk)
+        words = [self._load(sources, chunk, *item) for item in items[:CHUNKS_UNDER_WAY]]
+        if const_expr(len(items) <= CHUNKS_UNDER_WAY):
+            self.source_ring.release(step)
+        self.target_ring.wait_empty(step)
+        target = self.target + self.target_ring.stage(step) * (2 * n * columns)
+        targets = [copy.tile_chunk(target, row, 2 * chunk + half, n, columns, False) for half in range(2)]
+        for i in cutlass.range_constexpr(len(items)):
+            self._store(targets, chunk, *items[i], words[i])
+            if const_expr(i + CHUNKS_UNDER_WAY < len(items)):
+                words.append(self._load(sources, chunk, *items[i + CHUNKS_UNDER_WAY]))
+                if const_expr(i + CHUNKS_UNDER_WAY + 1 == len(items)):
+                    self.source_ring.release(step)
         self.hand_over(step)
+
+    def _sources(self, step, row, chunk) -> list:
+        """Where a thread's chunks of the two halves of a row of a loaded column block are in a stage."""
+        config, n = self.kernel.config, self.kernel.tile.n
+        loaded = config.columns[self.operand]
+        stage = self.source + self.source_ring.stage(step) * (2 * n * loaded)
+        return [
+            copy.tile_chunk(stage, row, half * BLOCK_CHUNKS + chunk, n, loaded, self.kernel.source.columns_first)
+            for half in range(2)
+        ]
+
+    def _chunks_of(self, block: int) -> int:
+        """Chunks of a loaded row that become a column block: fewer than a block has where the last one is partial."""
+        return min(self.kernel.config.depth[self.operand] // CHUNK_ELEMENTS - block * BLOCK_CHUNKS, BLOCK_CHUNKS)
+
+    @cute.jit
+    def _load(self, sources, chunk, first: cutlass.Constexpr, block: cutlass.Constexpr) -> list:
+        """A thread's chunk of a column block, as it is loaded, of the row that is ``first`` after its first one."""
+        config, n = self.kernel.config, self.kernel.tile.n
+        loaded, columns_first = config.columns[self.operand], self.kernel.source.columns_first
+        distance = copy.block_row(first, block // 2, n, loaded, columns_first) * copy.SWIZZLE_ROW_BYTES
+        return copy.load_shared(sources[block % 2] + distance, 4)
+
+    @cute.jit
+    def _store(self, targets, chunk, first: cutlass.Constexpr, block: cutlass.Constexpr, words) -> None:
+        """Widen the chunk of :meth:`_load` and write it where the tensor cores read it."""
+        config, n = self.kernel.config, self.kernel.tile.n
+        columns = config.operand_columns[self.operand]
+        distance = copy.block_row(first, block, n, columns, False) * copy.SWIZZLE_ROW_BYTES
+        wide = [w for word in words for w in widened_words(config.kv_type, self.kernel.dtype, word)]
+        if const_expr(self._chunks_of(block) == BLOCK_CHUNKS) or chunk < self._chunks_of(block):
+            for half in cutlass.range_constexpr(2):
+                copy.store_shared(targets[half] + distance, wide[4 * half : 4 * half + 4])
+
+    def hand_over(self, step) -> None:
+        """Give the converted tile of ``step`` to those that multiply. The loaded one has been given back."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
 
 
 @dataclass
@@ -142,11 +195,21 @@ class DequantisingStream(WideningStream):
     of its blocks from global memory."""
 
     scales: ScaleRows
+    table: tuple  # of the numbers of codes
 
     @property
     def row_parts(self) -> int:
         """Threads that share a row."""
         return WARPGROUP // self.kernel.tile.n
+
+    @property
+    def apart(self) -> bool:
+        """Whether scales that are not neighbours are in a register each, where there are as many."""
+        return self.scales.blocks // self.row_parts <= SCALES_APART
+
+    def _factors(self, scales: list, pair: int):
+        """The scales of two neighbouring blocks of a thread."""
+        return self.scales.factors(scales, pair, self.kernel.dtype, apart=self.apart)
 
     def _place(self) -> tuple:
         """A thread's row of a tile and its part of the row."""
@@ -158,7 +221,7 @@ class DequantisingStream(WideningStream):
 
     def read(self, tile, n, entry: list) -> list:
         row, part = self._place()
-        return self.scales.read(tile, n * self.kernel.tile.n + row, entry[0], part, self.row_parts)
+        return self.scales.read(tile, n * self.kernel.tile.n + row, entry[0], part, self.row_parts, apart=self.apart)
 
     @cute.jit
     def convert(self, step, scales) -> None:
@@ -167,22 +230,35 @@ class DequantisingStream(WideningStream):
         chunks = config.depth[self.operand] // PACKED_ELEMENTS // self.row_parts  # of a thread
         cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
         self.source_ring.wait_full(step)
-        self.target_ring.wait_empty(step)
         source = self.source + self.source_ring.stage(step) * (2 * n * loaded)
-        target = self.target + self.target_ring.stage(step) * (2 * n * columns)
         row, part = self._place()
-        if row < n:
-            for i in cutlass.range_constexpr(chunks):
-                chunk = part * chunks + i
-                words = copy.load_shared(
-                    copy.tile_chunk(source, row, chunk, n, loaded, self.kernel.source.columns_first), 4
-                )
-                for j in cutlass.range_constexpr(4):
-                    block = 2 * i + j // 2
-                    factor = e2m1.scale_pair(scales[block // 4], block % 4, dtype)
-                    wide = e2m1.scaled(words[j], factor, dtype)
-                    copy.store_shared(copy.tile_chunk(target, row, 4 * chunk + j, n, columns, False), wide)
+        # Lanes of 96 keys that have no row read another one's.
+        place = cutlass.min(row, n - 1) if const_expr(n % WARPGROUP and self.row_parts == 1) else row
+        places = [
+            copy.tile_chunk(source, place, part * chunks + i, n, loaded, self.kernel.source.columns_first)
+            for i in range(chunks)
+        ]
+        words = [copy.load_shared(place, 4) for place in places[:PACKED_UNDER_WAY]]
+        if const_expr(chunks <= PACKED_UNDER_WAY):
+            self.source_ring.release(step)
+        self.target_ring.wait_empty(step)
+        target = self.target + self.target_ring.stage(step) * (2 * n * columns)
+        for i in cutlass.range_constexpr(chunks):
+            self._store_packed(target, row, 4 * (part * chunks + i), words[i], self._factors(scales, i))
+            if const_expr(i + PACKED_UNDER_WAY < chunks):
+                words.append(copy.load_shared(places[i + PACKED_UNDER_WAY], 4))
+                if const_expr(i + PACKED_UNDER_WAY + 1 == chunks):
+                    self.source_ring.release(step)
         self.hand_over(step)
+
+    @cute.jit
+    def _store_packed(self, target, row, chunk, words, factors) -> None:
+        """Widen a chunk of codes and write it as chunks from ``chunk`` on of a row."""
+        n, dtype, columns = self.kernel.tile.n, self.kernel.dtype, self.kernel.config.operand_columns[self.operand]
+        for j in cutlass.range_constexpr(4):
+            wide = e2m1.scaled(words[j], factors, dtype, half=j // 2, table=self.table)
+            if row < n:
+                copy.store_shared(copy.tile_chunk(target, row, chunk + j, n, columns, False), wide)
 
 
 # How bytes of two words are interleaved: the even ones of both, and the odd ones.
@@ -261,8 +337,9 @@ class Conversion(DeviceStruct):
                 ScaleRows.key(kernel.config, addresses, geometry),
                 ScaleRows.value(kernel.config, addresses, geometry, interleaves=True),
             )
+            table = e2m1.table_words(kernel.dtype, sources[0] + cute.arch.thread_idx()[0] * copy.CHUNK_BYTES)
             return Conversion(
-                tuple(DequantisingStream(*place, each) for place, each in zip(places, scales, strict=True)), board
+                tuple(DequantisingStream(*place, each, table) for place, each in zip(places, scales, strict=True)), board
             )
         return Conversion(tuple(WideningStream(*place) for place in places), board)
 
