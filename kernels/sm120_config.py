@@ -90,6 +90,10 @@ class Sm120PrefillConfig(PrefillConfig):
         return False  # no warpgroup does: those that multiply do so in registers
 
     @property
+    def widens_in_place(self) -> bool:
+        return False  # as above
+
+    @property
     def transposes_v(self) -> bool:
         return False  # as above
 

@@ -5,6 +5,7 @@ have the bits that K and V of 16 bits with the same values would give. Where the
 transposes V: products of 8-bit operands take keys along the rows of shared memory.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,7 +59,18 @@ class Stream(DeviceStruct):
 
 @dataclass
 class WideningStream(Stream):
-    """Stages of ``source``, filled through ``source_ring``, become stages of ``target`` in 16 bits."""
+    """Stages of ``source``, filled through ``source_ring``, become stages of ``target`` in 16 bits. Where there is no
+    other memory for these they lie in the same place: what was loaded is in the registers of the warpgroup before
+    anything is written over it, and stages are given back on ``target_ring``.
+
+    A thread reads chunk c of 4 of a row that fill one column block when they are wide, and so on in steps of 32 rows.
+    Of 8 lanes, which have two rows, neither reads nor writes meet in a bank: rows differ in bits 0 and 2, which say
+    where the swizzle puts chunks.
+
+    Reads wait for the tensor cores, which read shared memory most of the time. So as many as there are registers for
+    are under way at a time. One after the other, each before what became of it, they took longer than all that is
+    computed.
+    """
 
     kernel: Any  # configuration only
     source: Int32
@@ -67,126 +79,87 @@ class WideningStream(Stream):
     target_ring: Any
     operand: int  # 0 for K, 1 for V
 
-    @cute.jit
-    def convert(self, step, scales) -> None:
-        """A thread reads chunk c of 4 of a row that fill one column block when they are wide, and so on in steps of 32
-        rows. Of 8 lanes, which have two rows, neither reads nor writes meet in a bank: rows differ in bits 0 and 2,
-        which say where the swizzle puts chunks.
+    @property
+    def in_place(self) -> bool:
+        return self.kernel.config.widens_in_place
 
-        Reads wait for the tensor cores, which read shared memory most of the time. So as many as there are registers
-        for are under way at a time: one after the other, each before what becomes of it, they took longer than all
-        that is computed.
-        """
-        config, n = self.kernel.config, self.kernel.tile.n
-        columns = config.operand_columns[self.operand]
-        chunks = config.depth[self.operand] // CHUNK_ELEMENTS  # of a row
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        row, chunk = thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
-        row ^= (row & 1) * BLOCK_CHUNKS
-        blocks = range(-(-chunks // BLOCK_CHUNKS))
-        items = [(first, block) for first in range(0, n, WIDENED_ROWS) for block in blocks]
+    @property
+    def columns_first(self) -> bool:
+        """How the target is laid out."""
+        return self.in_place and self.kernel.source.columns_first
+
+    def source_stage(self, step):
+        """Address of the loaded tile of ``step``, once it is there."""
         self.source_ring.wait_full(step)
-        sources = self._sources(step, row, chunk)
-        words = [self._load(sources, chunk, *item) for item in items[:CHUNKS_UNDER_WAY]]
-        if const_expr(len(items) <= CHUNKS_UNDER_WAY):
+        columns = self.kernel.config.stage_columns[self.operand]
+        return self.source + self.source_ring.stage(step) * (2 * self.kernel.tile.n * columns)
+
+    def give_back(self, step) -> None:
+        """All that was loaded has been read."""
+        if self.in_place:
+            cute.arch.barrier(barrier_id=WIDENING_BARRIER, number_of_threads=WARPGROUP)
+        else:
             self.source_ring.release(step)
-        self.target_ring.wait_empty(step)
-        target = self.target + self.target_ring.stage(step) * (2 * n * columns)
-        targets = [copy.tile_chunk(target, row, 2 * chunk + half, n, columns, False) for half in range(2)]
-        for i in cutlass.range_constexpr(len(items)):
-            self._store(targets, chunk, *items[i], words[i])
-            if const_expr(i + CHUNKS_UNDER_WAY < len(items)):
-                words.append(self._load(sources, chunk, *items[i + CHUNKS_UNDER_WAY]))
-                if const_expr(i + CHUNKS_UNDER_WAY + 1 == len(items)):
-                    self.source_ring.release(step)
-        self.hand_over(step)
 
-    def _sources(self, step, row, chunk) -> list:
-        """Where a thread's chunks of the two halves of a row of a loaded column block are in a stage."""
-        config, n = self.kernel.config, self.kernel.tile.n
-        loaded = config.columns[self.operand]
-        stage = self.source + self.source_ring.stage(step) * (2 * n * loaded)
-        return [
-            copy.tile_chunk(stage, row, half * BLOCK_CHUNKS + chunk, n, loaded, self.kernel.source.columns_first)
-            for half in range(2)
-        ]
-
-    def _chunks_of(self, block: int) -> int:
-        """Chunks of a loaded row that become a column block: fewer than a block has where the last one is partial."""
-        return min(self.kernel.config.depth[self.operand] // CHUNK_ELEMENTS - block * BLOCK_CHUNKS, BLOCK_CHUNKS)
-
-    @cute.jit
-    def _load(self, sources, chunk, first: cutlass.Constexpr, block: cutlass.Constexpr) -> list:
-        """A thread's chunk of a column block, as it is loaded, of the row that is ``first`` after its first one."""
-        config, n = self.kernel.config, self.kernel.tile.n
-        loaded, columns_first = config.columns[self.operand], self.kernel.source.columns_first
-        distance = copy.block_row(first, block // 2, n, loaded, columns_first) * copy.SWIZZLE_ROW_BYTES
-        return copy.load_shared(sources[block % 2] + distance, 4)
-
-    @cute.jit
-    def _store(self, targets, chunk, first: cutlass.Constexpr, block: cutlass.Constexpr, words) -> None:
-        """Widen the chunk of :meth:`_load` and write it where the tensor cores read it."""
-        config, n = self.kernel.config, self.kernel.tile.n
-        columns = config.operand_columns[self.operand]
-        distance = copy.block_row(first, block, n, columns, False) * copy.SWIZZLE_ROW_BYTES
-        wide = [w for word in words for w in widened_words(config.kv_type, self.kernel.dtype, word)]
-        if const_expr(self._chunks_of(block) == BLOCK_CHUNKS) or chunk < self._chunks_of(block):
-            for half in cutlass.range_constexpr(2):
-                copy.store_shared(targets[half] + distance, wide[4 * half : 4 * half + 4])
+    def target_stage(self, step):
+        """Address of the widened tile of ``step``, once its place is free."""
+        if not self.in_place:
+            self.target_ring.wait_empty(step)
+        columns = self.kernel.config.operand_columns[self.operand]
+        return self.target + self.target_ring.stage(step) * (2 * self.kernel.tile.n * columns)
 
     def hand_over(self, step) -> None:
-        """Give the converted tile of ``step`` to those that multiply. The loaded one has been given back."""
+        """Give the converted tile of ``step`` to those that multiply."""
+        # The tensor cores read what was written here through another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
 
-
-@dataclass
-class WideningInPlace(Stream):
-    """Stages of 8-bit elements, filled through ``source_ring``, become 16-bit ones where they lie: what was loaded is
-    in the registers of the warpgroup before anything is written over it. Stages are given back on ``target_ring``.
-
-    A thread reads chunk c of 4 of a row that fill one column block when they are wide. Of 8 lanes, which have two rows,
-    neither reads nor writes meet in a bank: rows differ in bits 0 and 2, which say where the swizzle puts chunks.
-    """
-
-    kernel: Any  # configuration only
-    stages: Int32
-    source_ring: Any
-    target_ring: Any
-    operand: int  # 0 for K, 1 for V
+    def read_ahead(self, step, read: Callable, count: int, under_way: int) -> Iterator:
+        """Yield the place of the widened tile, and then the results of ``read`` for items 0 to ``count`` - 1, of which
+        ``under_way`` have begun by then, or all where they are to be written over."""
+        under_way = count if self.in_place else min(count, under_way)
+        results = [read(i) for i in range(under_way)]
+        if under_way == count:
+            self.give_back(step)
+        yield self.target_stage(step)
+        for i in range(count):
+            yield results[i]
+            if len(results) < count:
+                results.append(read(len(results)))
+                if len(results) == count:
+                    self.give_back(step)
 
     @cute.jit
     def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
-        loaded, columns = config.columns[self.operand], config.stage_columns[self.operand]
-        columns_first = self.kernel.source.columns_first
+        loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row, chunk = thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
         row ^= (row & 1) * BLOCK_CHUNKS
-        stage = self.stages + self.target_ring.stage(step) * (2 * n * columns)
+        items = [(first, block) for first in range(0, n, WIDENED_ROWS) for block in range(columns // BLOCK_COLUMNS)]
+        stage, columns_first = self.source_stage(step), self.kernel.source.columns_first
         sources = [
             copy.tile_chunk(stage, row, half * BLOCK_CHUNKS + chunk, n, loaded, columns_first) for half in range(2)
         ]
-        targets = [copy.tile_chunk(stage, row, 2 * chunk + half, n, columns, columns_first) for half in range(2)]
-        items = [(first, block) for block in range(columns // BLOCK_COLUMNS) for first in range(0, n, WIDENED_ROWS)]
-        self.source_ring.wait_full(step)
-        words = [
-            copy.load_shared(sources[block % 2] + self._distance(first, block // 2, loaded), 4)
-            for first, block in items
-        ]
-        cute.arch.barrier(barrier_id=WIDENING_BARRIER, number_of_threads=WARPGROUP)
-        for (first, block), loaded_words in zip(items, words, strict=True):
-            wide = [w for word in loaded_words for w in widened_words(config.kv_type, self.kernel.dtype, word)]
-            for half in cutlass.range_constexpr(2):
-                place = targets[half] + self._distance(first, block, columns)
-                copy.store_shared(place, wide[4 * half : 4 * half + 4])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
 
-    def _distance(self, row: int, block: int, columns: int) -> int:
+        def read(i: int) -> list:
+            first, block = items[i]
+            place = sources[block % 2] + self._distance(first, block // 2, loaded, columns_first)
+            return copy.load_shared(place, 4)
+
+        chunks = self.read_ahead(step, read, len(items), CHUNKS_UNDER_WAY)
+        stage = next(chunks)
+        targets = [copy.tile_chunk(stage, row, 2 * chunk + half, n, columns, self.columns_first) for half in range(2)]
+        for (first, block), words in zip(items, chunks, strict=True):
+            wide = [w for word in words for w in widened_words(config.kv_type, self.kernel.dtype, word)]
+            for half in cutlass.range_constexpr(2):
+                place = targets[half] + self._distance(first, block, columns, self.columns_first)
+                copy.store_shared(place, wide[4 * half : 4 * half + 4])
+        self.hand_over(step)
+
+    def _distance(self, row: int, block: int, columns: int, columns_first: bool) -> int:
         """Bytes from a row of the first column block of a stage of so many columns to a later one."""
-        tile_n, columns_first = self.kernel.tile.n, self.kernel.source.columns_first
-        return copy.block_row(row, block, tile_n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
+        return copy.block_row(row, block, self.kernel.tile.n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
 
 
 @dataclass
@@ -225,30 +198,23 @@ class DequantisingStream(WideningStream):
 
     @cute.jit
     def convert(self, step, scales) -> None:
-        config, n, dtype = self.kernel.config, self.kernel.tile.n, self.kernel.dtype
-        loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
+        config, n = self.kernel.config, self.kernel.tile.n
+        loaded, columns_first = config.columns[self.operand], self.kernel.source.columns_first
         chunks = config.depth[self.operand] // PACKED_ELEMENTS // self.row_parts  # of a thread
         cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
-        self.source_ring.wait_full(step)
-        source = self.source + self.source_ring.stage(step) * (2 * n * loaded)
         row, part = self._place()
         # Lanes of 96 keys that have no row read another one's.
-        place = cutlass.min(row, n - 1) if const_expr(n % WARPGROUP and self.row_parts == 1) else row
-        places = [
-            copy.tile_chunk(source, place, part * chunks + i, n, loaded, self.kernel.source.columns_first)
-            for i in range(chunks)
-        ]
-        words = [copy.load_shared(place, 4) for place in places[:PACKED_UNDER_WAY]]
-        if const_expr(chunks <= PACKED_UNDER_WAY):
-            self.source_ring.release(step)
-        self.target_ring.wait_empty(step)
-        target = self.target + self.target_ring.stage(step) * (2 * n * columns)
-        for i in cutlass.range_constexpr(chunks):
-            self._store_packed(target, row, 4 * (part * chunks + i), words[i], self._factors(scales, i))
-            if const_expr(i + PACKED_UNDER_WAY < chunks):
-                words.append(copy.load_shared(places[i + PACKED_UNDER_WAY], 4))
-                if const_expr(i + PACKED_UNDER_WAY + 1 == chunks):
-                    self.source_ring.release(step)
+        loaded_row = cutlass.min(row, n - 1) if const_expr(n % WARPGROUP and self.row_parts == 1) else row
+        stage = self.source_stage(step)
+
+        def read(i: int) -> list:
+            place = copy.tile_chunk(stage, loaded_row, part * chunks + i, n, loaded, columns_first)
+            return copy.load_shared(place, 4)
+
+        packed = self.read_ahead(step, read, chunks, PACKED_UNDER_WAY)
+        target = next(packed)
+        for i, words in enumerate(packed):
+            self._store_packed(target, row, 4 * (part * chunks + i), words, self._factors(scales, i))
         self.hand_over(step)
 
     @cute.jit
@@ -258,7 +224,7 @@ class DequantisingStream(WideningStream):
         for j in cutlass.range_constexpr(4):
             wide = e2m1.scaled(words[j], factors, dtype, half=j // 2, table=self.table)
             if row < n:
-                copy.store_shared(copy.tile_chunk(target, row, chunk + j, n, columns, False), wide)
+                copy.store_shared(copy.tile_chunk(target, row, chunk + j, n, columns, self.columns_first), wide)
 
 
 # How bytes of two words are interleaved: the even ones of both, and the odd ones.
@@ -322,15 +288,14 @@ class Conversion(DeviceStruct):
     def create(kernel, tiles: SharedTiles, rings, board: Board, addresses, geometry) -> "Conversion":
         """Return the streams of what is converted: K and V, or V alone."""
         sources = [shared_address(source.iterator) for source in tiles.loaded]
-        if kernel.config.widens_in_place:
-            rings = [(rings.loaded_k, rings.k), (rings.loaded_v, rings.v)]
-            streams = [WideningInPlace(kernel, sources[i], *rings[i], i) for i in range(2)]
-            return Conversion(tuple(streams), board)
         if kernel.config.transposes_v:
             target = shared_address(tiles.v.iterator)
             return Conversion((TransposingStream(kernel, sources[1], rings.v, target, rings.converted_v),), board)
         targets = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
-        loaded, converted = (rings.k, rings.v), (rings.converted_k, rings.converted_v)
+        if kernel.config.widens_in_place:
+            loaded, converted = (rings.loaded_k, rings.loaded_v), (rings.k, rings.v)
+        else:
+            loaded, converted = (rings.k, rings.v), (rings.converted_k, rings.converted_v)
         places = [(kernel, sources[i], loaded[i], targets[i], converted[i], i) for i in range(2)]
         if kernel.config.kv_element.block:
             scales = (
@@ -348,19 +313,17 @@ class Conversion(DeviceStruct):
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
-            # Scales are read from global memory: page ids two steps before their tile, scales one step.
+            # Scales are read from global memory: page ids two steps before their tile, scales one step. They take the
+            # registers of those that have just been used.
             n = tile.keys.end - 1
             entries = [stream.look_up(tile, n) for stream in self.streams]
             scales = [stream.read(tile, n, entry) for stream, entry in zip(self.streams, entries, strict=True)]
             entries = [stream.look_up(tile, n - 1) for stream in self.streams]
             for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
-                following = [
-                    stream.read(tile, n - 1, entry) for stream, entry in zip(self.streams, entries, strict=True)
-                ]
-                entries = [stream.look_up(tile, n - 2) for stream in self.streams]
-                for stream, each in zip(self.streams, scales, strict=True):
-                    stream.convert(step, each)
-                scales = following
+                for i in cutlass.range_constexpr(len(self.streams)):
+                    self.streams[i].convert(step, scales[i])
+                    scales[i] = self.streams[i].read(tile, n - 1, entries[i])
+                    entries[i] = self.streams[i].look_up(tile, n - 2)
                 step += 1
             work += 1
             tile = self.board.read(work)
