@@ -22,7 +22,7 @@ from hopwell._decoding import (
     workspace,
     workspace_bytes,
 )
-from hopwell.kernels import support
+from hopwell.kernels import families, support
 from hopwell.kernels.problem import (
     AttentionProblem,
     Family,
@@ -115,10 +115,13 @@ def _shard(call: MlaCall, batch: int) -> Shard | None:
 
 
 def widened_query(query: Any) -> Any:
-    """e4m3 queries as bfloat16, which holds all of their values and is what kernels multiply. Others as they are."""
+    """e4m3 queries as bfloat16, which holds all of their values, where that is what kernels multiply. Others as they
+    are."""
     if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8):
         return query
     checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
+    if families.takes_bytes(support.arch_of(query.device)):
+        return query
     checks.tma_readable("query", query)
     return query.to(torch.bfloat16)
 
@@ -192,7 +195,8 @@ def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
         checks.shape("out", out, *zip(names, query.shape[:3], strict=True), ("kv_lora_rank", rank))
         dense_tokens("out", out)
     tokens, heads, _ = flat_tokens(query).shape
-    checks.output("out", flat_tokens(out), (tokens, heads, rank), query.dtype, query.device)
+    dtype = torch.bfloat16 if query.dtype == checks.FP8 else query.dtype
+    checks.output("out", flat_tokens(out), (tokens, heads, rank), dtype, query.device)
 
 
 def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: int, on: torch.device) -> torch.Tensor:
@@ -370,11 +374,14 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
 
     arch = support.arch_of(on)
     _require(call, arch, page_size, q_len, (softmax_scale, output_scale))
+    out = call.out
+    if out is None and query.dtype == checks.FP8:
+        out = torch.empty((tokens, heads, rank), dtype=torch.bfloat16, device=on)
     return AttentionProblem(
         query=query,
         key=cache.key,
         value=cache.value,
-        out=flat_tokens(call.out),
+        out=flat_tokens(out),
         batch=batch,
         max_q_len=q_len,
         max_kv_len=capacity,

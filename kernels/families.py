@@ -95,8 +95,10 @@ def _build_decode(config: decode_config.DecodeConfig) -> tuple[Any, tuple[Any, .
 
 
 def _build_mla(config: mla_config.MlaConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm90 import mla, mla_few_rows
+    from hopwell.kernels.sm90 import byte_mla, mla, mla_few_rows
 
+    if config.multiplies_bytes:
+        return byte_mla.build(config)
     return (mla_few_rows if config.has_tree else mla).build(config)
 
 
@@ -182,6 +184,12 @@ def prefill_type(arch: str) -> type[PrefillConfig]:
     kind = implementation(Family.PREFILL, arch).config
     assert issubclass(kind, PrefillConfig)
     return kind
+
+
+def takes_bytes(arch: str) -> bool:
+    """Whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
+    found = IMPLEMENTATIONS.get((Family.MLA, arch))
+    return found is not None and issubclass(found.config, mla_config.MlaConfig) and found.config.takes_bytes
 
 
 def resolve(problem: AttentionProblem, arch: str) -> Any:

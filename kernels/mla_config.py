@@ -21,6 +21,7 @@ from hopwell.kernels.config import (
     paged_fetches,
     require_dtypes,
     require_page_size,
+    rounded_up,
 )
 from hopwell.kernels.decode_config import DecodeConfig, require_seen
 from hopwell.kernels.problem import AttentionProblem, Family, MaskKind
@@ -41,6 +42,7 @@ from hopwell.kernels.splitting import (
 # with keys of 8 bits, it can spare fewer.
 _TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=88, consumer_registers=208, splits_v=True)
 _LIST_TILE = replace(_TILE, producer_registers=72, consumer_registers=216)
+_BYTE_TILE = replace(_LIST_TILE, kv_stages=4)  # of products of 8 bits
 # Tiles of few rows, by columns of the value: one warpgroup attends, and there are as many stages as fit.
 _TREE_TILE = Tile(
     LATENT_FEW_ROWS,
@@ -57,6 +59,7 @@ _TREE_TILES = {256: replace(_TREE_TILE, kv_stages=4), 512: _TREE_TILE}
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.uint8: KvType.FP8_DS_MLA}
 # What elements times scales are rounded to, and their rotary columns are, is bfloat16.
 QUERIES = dict.fromkeys(KvType, DTYPES) | {KvType.FP8_DS_MLA: {torch.bfloat16: "bf16"}}
+BYTES = {torch.float8_e4m3fn: "e4m3"}  # queries and keys of products of 8 bits, where an architecture has these
 
 
 @dataclass(frozen=True)
@@ -72,6 +75,7 @@ class MlaConfig(DecodeConfig):
 
     family: ClassVar[Family] = Family.MLA
     most_rows: ClassVar[int] = ROWS  # of a tile
+    takes_bytes: ClassVar[bool] = True  # whether products of e4m3 queries are of 8 bits; else queries are widened before
 
     @property
     def has_tree(self) -> bool:
@@ -81,6 +85,8 @@ class MlaConfig(DecodeConfig):
     def tile(self) -> Tile:
         if self.has_tree:
             return _TREE_TILES[self.head_dim_v]
+        if self.multiplies_bytes:
+            return _BYTE_TILE
         return _LIST_TILE if self.sparse or self.kv_type is not KvType.WIDE else _TILE
 
     @property
@@ -123,19 +129,22 @@ class MlaConfig(DecodeConfig):
     @property
     def merge_loads(self) -> tuple[tuple[int, int], ...]:
         """Pieces, and items of each, that a producer warp that merges has under way."""
-        return ((4, 1),) if self.sparse else ((4, 2), (8, 1))
+        return ((4, 1),) if self.sparse or self.multiplies_bytes else ((4, 2), (8, 1))
 
     @property
     def kv_dims(self) -> tuple[int, int]:
-        """The left half of the value's columns, and all columns to the right of them."""
+        """The left half of the value's columns, and all columns to the right of them, as wide as they are multiplied:
+        in units of 16 bits."""
         left = self.head_dim_v // 2
-        return left, self.head_dim_qk - left
+        return left * self.q_bytes // 2, (self.head_dim_qk - left) * self.q_bytes // 2
 
     @property
     def columns(self) -> tuple[int, int]:
         """Where the rest of a key ends with the value, another column block makes room for P of tile A. P of few
         rows has memory of its own."""
         left, right = self.kv_dims
+        if self.multiplies_bytes:
+            return left, rounded_up(right, BLOCK_COLUMNS)
         return left, right if self.has_tree else max(right, self.head_dim_v // 2 + BLOCK_COLUMNS)
 
     @property
@@ -168,9 +177,12 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
         raise NotImplementedError(
             f"head dims (QK/V) {dims[0]}/{dims[1]} have no MLA kernel on {arch}; supported: {listed}"
         )
-    out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    kv_type = KV_TYPES.get(problem.key.dtype, KvType.WIDE)
-    require_dtypes(problem, out_dtype, arch, kv_type, queries=QUERIES[kv_type])
+    in_bytes = kind.takes_bytes and problem.query.dtype in BYTES
+    # What there is no output for is a product of 8 bits, whose results are of bfloat16.
+    out_dtype = torch.bfloat16 if in_bytes else problem.query.dtype
+    out_dtype = out_dtype if problem.out is None else problem.out.dtype
+    kv_type = KvType.WIDE if in_bytes else KV_TYPES.get(problem.key.dtype, KvType.WIDE)
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=BYTES if in_bytes else QUERIES[kv_type])
     require_page_size(problem, arch)
     masks = (MaskKind.CAUSAL, MaskKind.CYCLIC) if problem.token_table is None else (MaskKind.CAUSAL,)
     require_seen(problem, "MLA decode kernel", masks, arch)
@@ -179,7 +191,7 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     else:
         fetch = kv_fetch(problem, _TILE.n) if kv_type is KvType.WIDE else (KvFetch.PAGE_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
-    common = (arch, DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
+    common = (arch, (DTYPES | BYTES)[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else kind.most_rows
     uneven = has_uneven_pages(problem)
     invariant = rows == ROWS and settings.BATCH_INVARIANT.is_on

@@ -70,6 +70,7 @@ class Sm120MlaConfig(MlaConfig):
     attend merge, and have the first level of the tree in registers."""
 
     most_rows: ClassVar[int] = LATENT_FEW_ROWS
+    takes_bytes: ClassVar[bool] = False
 
     @property
     def has_merge_role(self) -> bool:

@@ -38,11 +38,11 @@ class PackedRows(DeviceStruct):
         token = packed // group
         return self.first_token + token, self.first_head + packed - token * group
 
-    def query(self, row, q_start):
-        """Address of a row of 16-bit queries, those of the request beginning at token ``q_start``."""
+    def query(self, row, q_start, element_bytes: int = 2):
+        """Address of a row of queries, those of the request beginning at token ``q_start``."""
         token, head = self._place(row)
         element = Int64(token - self.first_token + q_start) * self.geometry.q_token + head * self.geometry.q_head
-        return self.addresses.query + 2 * element
+        return self.addresses.query + element_bytes * element
 
     def output(self, row, column):
         """Address of an element of the output."""

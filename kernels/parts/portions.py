@@ -19,7 +19,7 @@ from cutlass import Int32, Uint32
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.device import from_lane, running_sum, trailing_zeros
-from hopwell.kernels.parts.split import Span, SplitSchedule, SplitTile, split_units
+from hopwell.kernels.parts.split import Span, SplitSchedule, SplitTile, TokenLists, split_units
 from hopwell.kernels.splitting import (
     FRACTIONS,
     LEAST_PORTION_STEPS,
@@ -162,18 +162,9 @@ class PortionSchedule(SplitSchedule):
 
 
 @dataclass
-class ListPortionSchedule(PortionSchedule):
-    """Every query token has a list of tokens: it is a request of its own, with its list's entries as keys."""
-
-    @property
-    def _items_count(self):
-        return Int32(self.geometry.batch) * Int32(self.geometry.q_len)
+class ListPortionSchedule(TokenLists, PortionSchedule):
+    """Portions of the lists of all query tokens."""
 
     def _item(self, index):
-        q_len = Int32(self.geometry.q_len)
-        request = index // q_len
-        token = index - request * q_len
-        q_start, tokens, kv_len = self._lengths(request)
-        exists = ((index < self._items_count) & (token < tokens)).to(Int32)
-        seen = cutlass.min(kv_len - tokens + token + 1, Int32(self.geometry.listed))
-        return q_start + token, q_start + token, Int32(1), cutlass.max(seen, 0), exists
+        place, seen, exists = self._listed_token(index)
+        return place, place, Int32(1), seen, exists.to(Int32)

@@ -27,7 +27,7 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.device import DeviceStruct, bit_length, from_lane, running_sum, trailing_zeros
 from hopwell.kernels.parts.scheduler import draw_ticket, hand_back_tickets, lane_of
-from hopwell.kernels.parts.split import PackedTile, RequestSpan, SplitSchedule
+from hopwell.kernels.parts.split import PackedTile, RequestSpan, SplitSchedule, TokenLists
 from hopwell.kernels.splitting import OWN_SHARE, WASTE
 
 
@@ -118,14 +118,15 @@ class RangeSchedule(SplitSchedule):
         return Int32(self.chunk_tokens.bit_length() - 1)
 
     @property
-    def _requests_count(self):
+    def _items_count(self):
+        """How many requests, or tokens with lists, there are."""
         return Int32(self.geometry.batch)
 
     @cute.jit
     def _leaves(self, first):
         """Count the leaves that requests from ``first`` on have in a column. Called by a warp."""
         chunks = Int32(0)
-        for each in cutlass.range(first, self._requests_count, LANES, unroll=4):
+        for each in cutlass.range(first, self._items_count, LANES, unroll=4):
             chunks += self._span(each + cute.arch.lane_idx()).chunks
         return cute.arch.shuffle_sync(running_sum(chunks), LANES - 1)
 
@@ -156,9 +157,9 @@ class RangeSchedule(SplitSchedule):
         step, first, before = Int32(0), Int32(0), Int32(0)
         span, last_leaf = self._requests(first)
         leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
-        if self._requests_count > LANES:
+        if self._items_count > LANES:
             leaves += self._leaves(first + LANES)
-        ranges = Ranges.of(columns, leaves, self._requests_count, ctas, own_rows, self.most_blocks)
+        ranges = Ranges.of(columns, leaves, self._items_count, ctas, own_rows, self.most_blocks)
         is_resident = leaves * Int32(self.geometry.kv_heads) <= self.resident_leaves
         policy = Int32(EVICT_NORMAL) if is_resident else Int32(EVICT_FIRST)
         leaf, end = ranges.own_range(row)
@@ -194,24 +195,14 @@ class RangeSchedule(SplitSchedule):
 
 
 @dataclass
-class ListRangeSchedule(RangeSchedule):
-    """Every query token has a list of tokens: it is a request of its own, with its list's entries as keys. One KV
-    head."""
-
-    @property
-    def _requests_count(self):
-        return Int32(self.geometry.batch) * Int32(self.geometry.q_len)
+class ListRangeSchedule(TokenLists, RangeSchedule):
+    """Ranges of the lists of all query tokens."""
 
     @cute.jit
     def _span(self, index):
-        q_len, leaf = Int32(self.geometry.q_len), Int32(self.chunk_tokens)
-        request = RangeSchedule._span(self, index // q_len)
-        token = index % q_len
-        seen = cutlass.min(request.kv_len - request.q_len + token + 1, Int32(self.geometry.listed))
-        seen = cutlass.max(seen, 0)
-        place = request.q_start + token
-        leaves = Int32(0)
+        leaf, leaves = Int32(self.chunk_tokens), Int32(0)
+        place, seen, exists = self._listed_token(index)
         # What a request with fewer tokens does not have has no leaves, not one without keys.
-        if (index < self._requests_count) & (token < request.q_len):
+        if exists:
             leaves = cutlass.max((seen + (leaf - 1)) // leaf, 1)
         return RequestSpan(place, place, Int32(1), seen, leaf, Int32(0), leaves)

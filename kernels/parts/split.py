@@ -268,11 +268,35 @@ class LatentSchedule(SplitSchedule):
         return cutlass.max(Int32(LATENT_UNITS) // cutlass.max(tiles, 1), 2)
 
 
-@dataclass
-class ListSchedule(LatentSchedule):
+class TokenLists:
     """Every query token has a list of tokens: to the other parts it is a request of its own, with its list's entries as
-    keys. One KV head. A token's units follow those of the token before, so that slots are needed for the pieces of one
-    token at a time."""
+    keys. A base class before a kind of schedule. There is one KV head."""
+
+    geometry: DecodeGeometry
+
+    @property
+    def _items_count(self):
+        return Int32(self.geometry.batch) * Int32(self.geometry.q_len)
+
+    def _listed_keys(self, kv_len, q_len, token):
+        """How many entries of its list a new token of a request sees: of short requests those that there are."""
+        return cutlass.max(cutlass.min(kv_len - q_len + token + 1, Int32(self.geometry.listed)), 0)
+
+    def _listed_token(self, index):
+        """(place among all new tokens, keys) of a token, and whether its request has it: requests have room for
+        ``q_len`` tokens each."""
+        request = index // Int32(self.geometry.q_len)
+        token = index - request * Int32(self.geometry.q_len)
+        q_start, q_len, kv_len = self._lengths(request)
+        exists = (index < self._items_count) & (token < q_len)
+        keys = self._listed_keys(kv_len, q_len, token)
+        return q_start + token, keys, exists
+
+
+@dataclass
+class ListSchedule(TokenLists, LatentSchedule):
+    """A token's units follow those of the token before, so that slots are needed for the pieces of one token at a
+    time."""
 
     @property
     def _lists(self):
@@ -289,8 +313,7 @@ class ListSchedule(LatentSchedule):
         # A token that the request does not have has no rows.
         missing = (token >= span.q_len).to(Int32)
         first_row = (unit - chunk * head_tiles) * self.tile_m + missing * Int32(self.geometry.group)
-        position = span.kv_len - span.q_len + token
-        seen = cutlass.max(cutlass.min(position + 1, Int32(self.geometry.listed)), 0) * (1 - missing)
+        seen = self._listed_keys(span.kv_len, span.q_len, token) * (1 - missing)
         index = span.q_start + token
         zero = Int32(0)
         return chunk, zero, first_row, Request(index, index, index, zero, zero, index, Int32(1), seen)

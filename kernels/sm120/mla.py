@@ -11,7 +11,7 @@ from hopwell.kernels.parts.tree import Tree
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.decode_few_rows import LeafAttend, LeafTiles
-from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90, LatentLeafAttend
+from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90, LatentLeaves
 from hopwell.kernels.sm120.kernel import LaneReaders
 from hopwell.kernels.sm120.products import WarpProducts
 from hopwell.kernels.sm120_decode_config import Sm120MlaConfig
@@ -87,12 +87,10 @@ class WarpLatentOperands(WarpProducts):
 
 
 @dataclass
-class WarpLatentAttend(LatentLeafAttend, LeafAttend):
+class WarpLatentAttend(LatentLeaves, LeafAttend):
     """The consumer warpgroup, which merges leaves itself."""
 
     operands_type: ClassVar[type] = WarpLatentOperands
-
-    run = LeafAttend.run
 
 
 def build(config: Sm120MlaConfig) -> Any:

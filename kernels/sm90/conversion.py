@@ -49,11 +49,15 @@ class Stream(DeviceStruct):
         """Convert the tile of ``step``; called by the whole warpgroup."""
         raise NotImplementedError
 
-    def hand_over(self, step) -> None:
-        """Give the converted tile of ``step`` to those that multiply, and the loaded one back."""
+    def show(self, step) -> None:
+        """Give the converted tile of ``step`` to those that multiply."""
         # The tensor cores read what was written here through another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
+
+    def hand_over(self, step) -> None:
+        """Give the converted tile of ``step`` to those that multiply, and the loaded one back."""
+        self.show(step)
         self.source_ring.release(step)
 
 
@@ -108,12 +112,6 @@ class WideningStream(Stream):
         columns = self.kernel.config.operand_columns[self.operand]
         return self.target + self.target_ring.stage(step) * (2 * self.kernel.tile.n * columns)
 
-    def hand_over(self, step) -> None:
-        """Give the converted tile of ``step`` to those that multiply."""
-        # The tensor cores read what was written here through another proxy.
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
-
     def read_ahead(self, step, read: Callable, count: int, under_way: int) -> Iterator:
         """Yield the place of the widened tile, and then the results of ``read`` for items 0 to ``count`` - 1, of which
         ``under_way`` have begun by then, or all where they are to be written over."""
@@ -155,7 +153,7 @@ class WideningStream(Stream):
             for half in cutlass.range_constexpr(2):
                 place = targets[half] + self._distance(first, block, columns, self.columns_first)
                 copy.store_shared(place, wide[4 * half : 4 * half + 4])
-        self.hand_over(step)
+        self.show(step)
 
     def _distance(self, row: int, block: int, columns: int, columns_first: bool) -> int:
         """Bytes from a row of the first column block of a stage of so many columns to a later one."""
@@ -215,7 +213,7 @@ class DequantisingStream(WideningStream):
         target = next(packed)
         for i, words in enumerate(packed):
             self._store_packed(target, row, 4 * (part * chunks + i), words, self._factors(scales, i))
-        self.hand_over(step)
+        self.show(step)
 
     @cute.jit
     def _store_packed(self, target, row, chunk, words, factors) -> None:

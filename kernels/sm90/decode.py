@@ -295,11 +295,12 @@ class DecodeSm90(AttentionSm90):
         rows = PackedRows.create(addresses, geometry, tile, Float32(1.0), 2)
         for first in cutlass.range(0, self.tile.m, rows_at_once, unroll=4):
             row = first + cute.arch.lane_idx() // copy.CHUNKS_PER_ROW
-            source = rows.query(cutlass.min(row, cutlass.max(rows.count - 1, 0)), tile.request.q_start)
+            there = cutlass.min(row, cutlass.max(rows.count - 1, 0))
+            source = rows.query(there, tile.request.q_start, self.config.q_bytes)
             source += chunk * copy.CHUNK_BYTES
             target = copy.swizzled_chunk(destination, row, chunk)
             for block in cutlass.range_constexpr(blocks):
-                wanted = row < rows.count and block * BLOCK_COLUMNS + chunk * 8 < self.config.head_dim_qk
+                wanted = row < rows.count and block * BLOCK_COLUMNS + chunk * 8 < self.config.q_dim
                 from_block = source + block * copy.SWIZZLE_ROW_BYTES
                 to_block = target + block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
                 copy.async_copy_or_zero(to_block, from_block, wanted)

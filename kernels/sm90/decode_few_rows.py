@@ -27,7 +27,7 @@ from hopwell.kernels.parts.split import UnitKeeper
 from hopwell.kernels.parts.tree import Node, Tree
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
-from hopwell.kernels.sm90.column_rows import STATE_BYTES
+from hopwell.kernels.sm90.column_rows import STATE_BYTES, ColumnRows
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeConsumer
 from hopwell.kernels.sm90.leaf_tree import LeafTree
@@ -119,48 +119,47 @@ class LeafTiles(SharedTiles):
 
 
 @dataclass
-class LeafOperands(DeviceStruct):
-    """Matrix operands: K and V are A, Q and P are B, all in shared memory; S^T and O^T are in registers."""
+class ColumnOperands(DeviceStruct):
+    """Matrix operands of a warpgroup's transposed products: K and V are A, Q and P are B, all in shared memory; S^T and
+    O^T are in registers."""
 
     qk_mma: Any
     pv_mma: Any
     q: Any
-    k: Any
-    v: Any
+    k: tuple  # of parts of a key's columns, each of which has stages of its own
+    v: tuple
     p: Any
-    s: Any  # of a leaf's tiles, one behind the other
+    s: Any  # of tiles, one behind the other
     o: Any
     s_layout: Any  # of one tile
-    depth_qk: int
     tile_n: int
     products: int  # of 8 rows, side by side
-    leaf_tiles: int
 
     @staticmethod
-    def create(kernel, tiles: LeafTiles) -> "LeafOperands":
-        t, columns = kernel.tile, kernel.config.columns[1]
+    def fields(kernel, tiles: LeafTiles, keys: tuple, values: tuple, scored_tiles: int) -> dict[str, Any]:
+        """Return the values of the fields above by their names. ``keys`` are the parts of K, ``values`` those of V,
+        each with its columns in shared memory and those of the output."""
+        t = kernel.tile
         qk_mma, pv_mma = make_transposed_mmas(kernel.dtype, t.m)
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        v_transposed = cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
+        transposed = [
+            cute.composition(part, cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * width)))
+            for part, width, columns in values
+        ]
         s_layout = cute.make_layout(qk.partition_shape_C((t.n, t.m)))
-        return LeafOperands(
+        return dict(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
             q=qk.make_fragment_B(qk.partition_B(tiles.q)),
-            k=qk.make_fragment_A(qk.partition_A(tiles.k)),
-            v=pv.make_fragment_A(pv.partition_A(cute.composition(tiles.v, v_transposed))),
+            k=tuple(qk.make_fragment_A(qk.partition_A(part)) for part in keys),
+            v=tuple(pv.make_fragment_A(pv.partition_A(part)) for part in transposed),
             p=pv.make_fragment_B(pv.partition_B(tiles.p)),
-            s=cute.make_rmem_tensor(cute.size(s_layout) * kernel.step_tiles, Float32),
-            o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
+            s=cute.make_rmem_tensor(cute.size(s_layout) * scored_tiles, Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((sum(columns for *_, columns in values), t.m)), Float32),
             s_layout=s_layout,
-            depth_qk=kernel.config.depth[0],
             tile_n=t.n,
             products=t.m // MMA_COLUMNS,
-            leaf_tiles=kernel.step_tiles,
         )
-
-    def _tile_scores(self, i: int):
-        return cute.make_tensor(self.s.iterator + i * cute.size(self.s_layout), self.s_layout)
 
     def begin(self, q_ring, work) -> None:
         """Do nothing: Q of a part stays in shared memory."""
@@ -169,11 +168,42 @@ class LeafOperands(DeviceStruct):
         """Give Q back, as the part's products are done."""
         q_ring.release(work)
 
+    def show_weights(self) -> None:
+        """Make P, which has been written, visible to the tensor cores."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def _tile_scores(self, i: int):
+        return cute.make_tensor(self.s.iterator + i * cute.size(self.s_layout), self.s_layout)
+
+    def scores(self) -> ColumnFragment:
+        """The scores of all tiles, of each of which a warp has 16 keys."""
+        tiles = cute.size(self.s) // cute.size(self.s_layout)
+        columns = tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row
+        return ColumnFragment(self.s, columns, self.products)
+
+
+@dataclass
+class LeafOperands(ColumnOperands):
+    """Operands of all tiles of a leaf at once."""
+
+    depth_qk: int
+    leaf_tiles: int
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "LeafOperands":
+        columns = kernel.config.columns[1]
+        values = ((tiles.v, columns, columns),)
+        return LeafOperands(
+            **ColumnOperands.fields(kernel, tiles, (tiles.k,), values, kernel.step_tiles),
+            depth_qk=kernel.config.depth[0],
+            leaf_tiles=kernel.step_tiles,
+        )
+
     def multiply_keys(self, ring, step, q_stage) -> None:
         """Compute S^T of a leaf, whose first tile is the ``step``-th."""
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
-            k, q = self.k[None, None, None, ring.stage(step + i)], self.q[None, None, None, q_stage]
+            k, q = self.k[0][None, None, None, ring.stage(step + i)], self.q[None, None, None, q_stage]
             issue_mma(self.qk_mma, self._tile_scores(i), k, q, self.depth_qk, False)
             if i > 0:
                 warpgroup.wait_group(1)
@@ -181,15 +211,11 @@ class LeafOperands(DeviceStruct):
         warpgroup.wait_group(0)
         ring.release(step + self.leaf_tiles - 1)
 
-    def show_weights(self) -> None:
-        """Make P, which has been written, visible to the tensor cores."""
-        cute.arch.fence_proxy("async.shared", space="cta")
-
     def multiply_values(self, ring, step) -> None:
         """Compute O^T of a leaf. The product of its last tile is still under way."""
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
-            v, p = self.v[None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
+            v, p = self.v[0][None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
             issue_mma(self.pv_mma, self.o, v, p, self.tile_n, i > 0)
             if i > 0:
                 warpgroup.wait_group(1)
@@ -206,24 +232,23 @@ class LeafOperands(DeviceStruct):
             self._tile_scores(i), ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products
         )
 
-    def scores(self) -> ColumnFragment:
-        """The scores of all tiles of the leaf."""
-        columns = self.leaf_tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row
-        return ColumnFragment(self.s, columns, self.products)
-
 
 @dataclass
-class LeafAttend(LeafTree, DecodeConsumer):
-    """The consumer warpgroup."""
+class LeafConsumer(ColumnRows, DecodeConsumer):
+    """The consumer warpgroup, whatever instructions its operands take, and wherever leaves are merged."""
 
-    operands_type: ClassVar[type] = LeafOperands
+    operands_type: ClassVar[type]
+
+    def first_step(self):
+        """Return the step of the CTA's first leaf, as :meth:`merge_part` counts it."""
+        return Int32(0)
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring = self.rings.q
         operands = self.operands_type.create(self.kernel, self.tiles)
         node = Node.of(operands.o, self.kernel.tile.m)
-        step, work = Int32(0), Int32(0)
+        step, work = self.first_step(), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
             # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
@@ -231,13 +256,19 @@ class LeafAttend(LeafTree, DecodeConsumer):
             q_ring.wait_full(work)
             operands.begin(q_ring, work)
             row = self.logit_row(tile, 0, operands.scores())
-            node.clear()
             next_leaf = partial(self.attend_leaf, operands, node, q_ring.stage(work), row)
             step, left = self.merge_part(next_leaf, node, tile, step)
             operands.end(q_ring, work)
             self.finish_part(node, tile, left, addresses, geometry)
             work += 1
             tile = self.board.read(work)
+
+
+@dataclass
+class LeafAttend(LeafTree, LeafConsumer):
+    """A consumer that attends to all tiles of a leaf at once, and merges leaves itself."""
+
+    operands_type: ClassVar[type] = LeafOperands
 
     @cute.jit
     def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):

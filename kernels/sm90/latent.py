@@ -62,7 +62,7 @@ class LatentKeys:
         pages = page_size(g.page_divisor, g.k_rows, c.uneven_pages)
         strides, table = c.kv_strides(g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
         dims, columns = c.kv_dims, c.columns
-        places = a.key, a.key + c.kv_bytes * dims[0]
+        places = a.key, a.key + c.kv_bytes * (c.head_dim_v // 2)
         kind = dict(is_value=True, read_once=c.reads_kv_once)
         parts = [
             (place, *strides, *table, dim, width, dim) for place, dim, width in zip(places, dims, columns, strict=True)
@@ -76,7 +76,7 @@ class LatentKeys:
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
         left, right = self.config.kv_dims
-        rest = (g.kv_heads, (g.k_pages, g.k_rows), (g.k_page, g.k_head, g.k_row))
+        rest = (g.kv_heads, (g.k_pages, g.k_rows), self.config.kv_strides(g.k_page, g.k_head, g.k_row))
         return self._kv_atom(a.key, left, *rest), self._kv_atom(a.key + 2 * left, right, *rest)
 
     @property

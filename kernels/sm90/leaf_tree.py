@@ -22,6 +22,7 @@ class LeafTree(ColumnRows):
         """Merge all leaves of a part, each of which ``next_leaf`` brings to ``node``: from its number among the keys,
         whether not all rows see all of it, and a step, which it counts on. The node of a whole line is ``node`` then;
         those of others have been left in memory. Returns the step after them, and what has been left."""
+        node.clear()
         keys, tree, left = tile.keys, self.merge, LeftNodes.none()
         leaf, waiting = tile.first_leaf, tile.first_leaf
         for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):

@@ -36,7 +36,7 @@ from hopwell.kernels.splitting import LATENT_PIECE_BYTES
 # 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
 ATTEND_LOADS = ((4, 4), (8, 2), (16, 1))
 LIST_ATTEND_LOADS = ((4, 4), (16, 1))  # with the third kind, ptxas spills
-WARP_STATE_BYTES = (WARP_ROWS + LANES * RowFragment.rows) * 4  # of a warp: references of its rows, sums of each lane's
+WARP_SUM_BYTES = LANES * RowFragment.rows * 4  # of a warp: sums of each lane's rows
 
 
 class MlaSm90(LatentKeys, DecodeSm90):
@@ -82,7 +82,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         loads          |                          | A', left part | A', right part | B', right part | B', left part
     """
 
-    staging_bytes = WARP_STATE_BYTES
+    staging_bytes = WARP_ROWS * 4 + WARP_SUM_BYTES  # of a warp: references of its rows, sums
     step_tiles = 2
     byte_widening_warps = 2
     q_role = "schedule"
@@ -106,12 +106,12 @@ class MlaSm90(LatentKeys, DecodeSm90):
         return {**super().more_roles, "left": 4, "right": 4}
 
     def _more_edges(self) -> tuple[Edge, ...]:
-        attend = 4 * self.warpgroups
-        return (
-            # The bytes are those of P of B, which goes the other way; P of A lies in V.
-            Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * 2, LANES, LANES),
-            Edge("piece", "attend", "schedule", 1, attend, 1, 0),
-        )
+        return *self._p_edges(), Edge("piece", "attend", "schedule", 1, 4 * self.warpgroups, 1, 0)
+
+    def _p_edges(self) -> tuple[Edge, ...]:
+        """Return the edges by which left and right give each other P."""
+        # The bytes are those of P of B, which goes the other way; P of A lies in V.
+        return (Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * 2, LANES, LANES),)
 
     def consumer(self, **parts: Any) -> "MlaAttend":
         return MlaAttend(**parts)
@@ -126,14 +126,16 @@ class MlaSm90(LatentKeys, DecodeSm90):
         return LatentUnits(self, descriptor, tiles, rings, self._merge(addresses, geometry), addresses, geometry)
 
     def _allocate_tiles(self, smem) -> "MlaTiles":
-        layout = copy.swizzled_layout(self.dtype, self.tile.m, self.tile.n, 1)
+        # Rows of 128 bytes: 64 columns of P of B, or with elements of 8 bits as many of A and of B.
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width, 1)
         p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
         return MlaTiles(**vars(super()._allocate_tiles(smem)), p=p)
 
     def _q_atom(self, a: Addresses, g: DecodeGeometry):
         # Heads of a query that is expanded lie at one place, which TMA does not read but has to have a distance for.
-        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(g.q_head), copy.CHUNK_BYTES // 2)
-        return self._row_boxes(a.query, (rows, self.config.head_dim_qk, 1), (distance, distance), self.q_rows)
+        (stride,) = self.config.q_strides(g.q_head)
+        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.CHUNK_BYTES // 2)
+        return self._row_boxes(a.query, (rows, self.config.q_dim, 1), (distance, distance), self.q_rows)
 
     @cute.jit
     def load(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board, schedule, scale):
@@ -202,8 +204,18 @@ class LatentUnits(UnitKeeper):
         self.merge.announce(unit, self.geometry.group)
 
 
+class KeyParts:
+    """How S is computed from a key's two parts: a base class beside operands that have them."""
+
+    def issue_part(self, part: int, q_stage, stage, accumulate: bool) -> None:
+        """Issue S (+)= Q K^T over the columns of the left (0) or right (1) part."""
+        q, k = self.q[None, None, None, q_stage], (self.k, self.k_right)[part][None, None, None, stage]
+        depth = (self.depth_v, self.depth_qk - self.depth_v)[part]
+        issue_mma(self.qk_mma, self.s, q, k, depth, accumulate, (part * self.depth_v, 0))
+
+
 @dataclass
-class MlaOperands(Operands):
+class MlaOperands(KeyParts, Operands):
     """Matrix operands of one warpgroup: ``k`` and ``k_right`` are a key's two parts, ``v`` is this warpgroup's half of
     the value, ``p_shared`` what the other warpgroup computed."""
 
@@ -234,12 +246,6 @@ class MlaOperands(Operands):
         )
         return left, replace(left, v=right.v, p_shared=p_of_a)
 
-    def issue_part(self, part: int, q_stage, stage, accumulate: bool) -> None:
-        """Issue S (+)= Q K^T over the columns of the left (0) or right (1) part."""
-        q, k = self.q[None, None, None, q_stage], (self.k, self.k_right)[part][None, None, None, stage]
-        depth = (self.depth_v, self.depth_qk - self.depth_v)[part]
-        issue_mma(self.qk_mma, self.s, q, k, depth, accumulate, (part * self.depth_v, 0))
-
     def issue_other(self, stage, p_stage) -> None:
         """Issue O += P V with the other warpgroup's P."""
         p, v = self.p_shared[None, None, None, p_stage], self.v[None, None, None, stage]
@@ -250,11 +256,21 @@ class MlaOperands(Operands):
 class MlaAttend(LatentRows, DecodeAttend):
     """The two consumer warpgroups."""
 
+    sums_at = 2 * WARPGROUP_ROWS  # where sums begin in the memory of both, behind the references
+
+    def both_operands(self) -> tuple[Any, Any]:
+        """The operands of left and of right."""
+        return MlaOperands.of_both(self.kernel, self.tiles)
+
+    def give_back_q(self, operands, work, group) -> None:
+        """The unit's last products have been computed."""
+        self.rings.q.release(work)
+
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring = self.rings.q
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
-        left, right = MlaOperands.of_both(self.kernel, self.tiles)
+        left, right = self.both_operands()
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
@@ -275,7 +291,7 @@ class MlaAttend(LatentRows, DecodeAttend):
                     for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
                         self.right_step(right, q_stage, row, step, n, n >= keys.full_end, n == keys.end - 1)
                         step += 1
-            q_ring.release(work)
+            self.give_back_q(left, work, group)
             self.add_sums()
             self.store(left, tile, work, warp_row, group, addresses, geometry)
             work += 1
@@ -434,7 +450,7 @@ class MlaAttend(LatentRows, DecodeAttend):
     def _sums(self, other: int):
         """Where the sums of a thread's rows, or of its like in the other warpgroup, lie."""
         thread = (cute.arch.thread_idx()[0] - WARPGROUP) ^ (other * WARPGROUP)
-        return self._state(2 * WARPGROUP_ROWS + thread * RowFragment.rows, RowFragment.rows)
+        return self._state(self.sums_at + thread * RowFragment.rows, RowFragment.rows)
 
     def _state(self, place, size: int):
         pointer = cute.recast_ptr(self.tiles.staging, dtype=Float32)

@@ -8,7 +8,7 @@ of the time that 64 rows of Q take.
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -18,20 +18,16 @@ from cutlass.cute.nvgpu import warpgroup
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
-from hopwell.kernels.parts.device import DeviceStruct
 from hopwell.kernels.parts.fragment import ColumnFragment
-from hopwell.kernels.parts.ranges import ListRangeSchedule, RangeSchedule
+from hopwell.kernels.parts.ranges import ListRangeSchedule, RangeSchedule, RangeTile
 from hopwell.kernels.parts.tree import Node, Tree
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import LOADERS, example_arguments
-from hopwell.kernels.sm90.column_rows import ColumnRows
-from hopwell.kernels.sm90.decode_attend import DecodeConsumer
-from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90, LeafTiles
+from hopwell.kernels.sm90.decode_few_rows import ColumnOperands, FewRowsDecodeSm90, LeafConsumer, LeafTiles
 from hopwell.kernels.sm90.kernel import Q_WARP
 from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
 from hopwell.kernels.sm90.leaf_tree import LeafTree
-from hopwell.kernels.sm90.mma import issue_mma, make_transposed_mmas
+from hopwell.kernels.sm90.mma import issue_mma
 from hopwell.kernels.splitting import node_bytes
 
 
@@ -100,51 +96,25 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
 
 @dataclass
-class LatentLeafOperands(DeviceStruct):
-    """Matrix operands: keys and values are A, Q and P are B, all in shared memory; S^T of a tile and O^T are in
-    registers."""
+class LatentLeafOperands(ColumnOperands):
+    """Operands of one tile at a time, whose keys are values as well: of two parts, the left and the right one."""
 
-    qk_mma: Any
-    pv_mma: Any
-    q: Any
-    k: tuple  # of a key's two parts
-    v: tuple
-    p: Any
-    s: Any
-    o: Any
     o_parts: tuple
     depths: tuple[int, int]  # columns of the parts that are multiplied
     columns: int  # of the output
-    tile_n: int
-    products: int  # of 8 rows, side by side
 
     @staticmethod
     def create(kernel, tiles: LeafTiles) -> "LatentLeafOperands":
-        t, (depth_qk, columns), widths = kernel.tile, kernel.config.depth, kernel.config.columns
+        (depth_qk, columns), widths, parts = kernel.config.depth, kernel.config.columns, (tiles.k, tiles.v)
         half = columns // 2
-        qk_mma, pv_mma = make_transposed_mmas(kernel.dtype, t.m)
-        qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        parts = tiles.k, tiles.v
-        transposed = [
-            cute.composition(part, cute.make_layout((half, t.n, t.kv_stages), stride=(t.n, 1, t.n * width)))
-            for part, width in zip(parts, widths, strict=True)
-        ]
-        o = cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32)
-        layout = cute.make_layout(pv.partition_shape_C((half, t.m)))
+        values = tuple((part, width, half) for part, width in zip(parts, widths, strict=True))
+        fields = ColumnOperands.fields(kernel, tiles, parts, values, 1)
+        o, layout = fields["o"], cute.make_layout(fields["pv_mma"].partition_shape_C((half, kernel.tile.m)))
         return LatentLeafOperands(
-            qk_mma=qk_mma,
-            pv_mma=pv_mma,
-            q=qk.make_fragment_B(qk.partition_B(tiles.q)),
-            k=tuple(qk.make_fragment_A(qk.partition_A(part)) for part in parts),
-            v=tuple(pv.make_fragment_A(pv.partition_A(part)) for part in transposed),
-            p=pv.make_fragment_B(pv.partition_B(tiles.p))[None, None, None, 0],
-            s=cute.make_rmem_tensor(qk.partition_shape_C((t.n, t.m)), Float32),
-            o=o,
+            **fields,
             o_parts=tuple(cute.make_tensor(o.iterator + i * cute.size(layout), layout) for i in range(2)),
             depths=(half, depth_qk - half),
             columns=columns,
-            tile_n=t.n,
-            products=t.m // MMA_COLUMNS,
         )
 
     def multiply_keys(self, rings, step, q_stage) -> None:
@@ -152,25 +122,17 @@ class LatentLeafOperands(DeviceStruct):
         for part, ring in enumerate(rings):
             ring.wait_full(step)
             k, q = self.k[part][None, None, None, ring.stage(step)], self.q[None, None, None, q_stage]
-            issue_mma(self.qk_mma, self.s, k, q, self.depths[part], part > 0, (0, part * self.depths[0]))
+            issue_mma(self.qk_mma, self._tile_scores(0), k, q, self.depths[part], part > 0, (0, part * self.depths[0]))
         warpgroup.wait_group(0)
-
-    def show_weights(self) -> None:
-        """Make P, which has been written, visible to the tensor cores."""
-        cute.arch.fence_proxy("async.shared", space="cta")
 
     def multiply_values(self, rings, step) -> None:
         """Add V^T P^T of tile ``step`` to the left (0) and right (1) half of O^T, and give the tile's parts back."""
         for part, ring in enumerate(rings):
             v = self.v[part][None, None, None, ring.stage(step)]
-            issue_mma(self.pv_mma, self.o_parts[part], v, self.p, self.tile_n, True)
+            issue_mma(self.pv_mma, self.o_parts[part], v, self.p[None, None, None, 0], self.tile_n, True)
         for part, ring in enumerate(rings):
             warpgroup.wait_group(1 - part)
             ring.release(step)
-
-    def scores(self) -> ColumnFragment:
-        """The scores of a tile, of which a warp has 16 keys."""
-        return ColumnFragment(self.s, ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products)
 
     def output(self) -> ColumnFragment:
         return ColumnFragment(self.o, self.columns // (WARPS * ColumnFragment.lanes_per_row), self.products)
@@ -179,38 +141,13 @@ class LatentLeafOperands(DeviceStruct):
         self.output().scale_rows(factors)
 
 
-@dataclass
-class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
-    """The consumer warpgroup."""
-
-    @cute.jit
-    def run(self, addresses: Addresses, geometry: DecodeGeometry):
-        q_ring, leaf_ring = self.rings.q, self.rings.leaf
-        operands = LatentLeafOperands.create(self.kernel, self.tiles)
-        node = Node.of(operands.o, self.kernel.tile.m)
-        step, leaf, work = Int32(0), Int32(0), Int32(0)
-        tile = self.board.read(work)
-        while tile.exists:
-            # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
-            self.meet_group()
-            keys = tile.keys
-            q_ring.wait_full(work)
-            row = self.logit_row(tile, 0, operands.scores())
-            for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
-                masked = n < keys.full_begin or n >= keys.full_end
-                step = self.attend_leaf(operands, node, q_ring.stage(work), row, n, masked, step)
-                leaf_ring.wait_empty(leaf)
-                self.merge.hand_over(node)
-                cute.arch.mbarrier_arrive(leaf_ring.full_barrier(leaf))
-                leaf += 1
-            q_ring.release(work)
-            work += 1
-            tile = self.board.read(work)
+class LatentLeaves(LatentRows):
+    """How leaves of latent keys are attended to, a base class beside a kind of consumer: tile by tile, since shared
+    memory has no room for all of them."""
 
     @cute.jit
     def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
-        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's. Tile
-        by tile: shared memory has no room for all of them."""
+        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's."""
         self.softmax.reset()
         operands.o.fill(0.0)
         tiles = self.kernel.step_tiles
@@ -241,6 +178,33 @@ class LatentLeafAttend(LatentRows, ColumnRows, DecodeConsumer):
 
 
 @dataclass
+class LatentLeafAttend(LatentLeaves, LeafConsumer):
+    """A consumer that hands leaves over to the warpgroup that merges."""
+
+    operands_type: ClassVar[type] = LatentLeafOperands
+
+    def first_step(self):
+        """Return the numbers of the first tile and of the first leaf of this CTA."""
+        return Int32(0), Int32(0)
+
+    @cute.jit
+    def merge_part(self, next_leaf: cutlass.Constexpr, node: Node, tile: RangeTile, step):
+        """Hand the node of each leaf of a part over. Returns the step after them; nothing has been left in memory."""
+        ring, keys = self.rings.leaf, tile.keys
+        tiles, leaf = step
+        for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
+            tiles = next_leaf(n, n < keys.full_begin or n >= keys.full_end, tiles)
+            ring.wait_empty(leaf)
+            self.merge.hand_over(node)
+            cute.arch.mbarrier_arrive(ring.full_barrier(leaf))
+            leaf += 1
+        return (tiles, leaf), None
+
+    def finish_part(self, node: Node, tile: RangeTile, left, addresses, geometry) -> None:
+        """Do nothing: whoever merges its leaves writes the line."""
+
+
+@dataclass
 class LatentMerge(LeafTree):
     """The warpgroup that merges leaves."""
 
@@ -256,7 +220,6 @@ class LatentMerge(LeafTree):
         tile = board.read(work)
         while tile.exists:
             self.meet_group()
-            node.clear()
             # Else the compiler would keep it while pieces are merged.
             self.merge.held.clear()
             leaf, left = self.merge_part(partial(self.take, node), node, tile, leaf)

@@ -10,7 +10,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import pytest
-from cutlass import Int32
+from cutlass import Int32, Int64
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import device
@@ -18,6 +18,11 @@ from hopwell.kernels.parts import device
 
 def host(value: Any) -> int:
     return int(getattr(value, "value", value))
+
+
+def device_tuple(kind: Any, **values: Any) -> Any:
+    """Addresses or a geometry of ``kind`` as kernels have them, with these values and zeros in all other fields."""
+    return kind(**{name: Int64(values.get(name, 0)) for name in kind._fields})
 
 
 class Lanes:

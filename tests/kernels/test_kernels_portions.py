@@ -12,8 +12,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import pytest
-from cutlass import Int32, Int64
-from lane_threads import SchedulingWarp, host
+from cutlass import Int32
+from lane_threads import SchedulingWarp, device_tuple, host
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
@@ -59,15 +59,11 @@ class Batch:
 
     def schedule(self, memory: Memory) -> PortionSchedule:
         starts = list(itertools.accumulate(self.q_lens, initial=0))
-        a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(
-            kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts)
-        )
+        a = device_tuple(Addresses, kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts))
         sizes = dict(kv_heads=1, batch=len(self.kv_lens), group=self.group, capacity=2**31 - 1, tokens=MAX_KEYS)
         sizes |= dict(q_len=max(self.q_lens), row_tiles=self.row_tiles, listed=self.listed, grid=self.ctas)
         sizes |= dict(portions=count_portions(self.row_tiles, self.ctas))
-        g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
-            **{name: Int64(size) for name, size in sizes.items()}
-        )
+        g = device_tuple(DecodeGeometry, **sizes)
         kind = ListPortionSchedule if self.listed else PortionSchedule
         return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, 0, False, UnitKeeper())
 

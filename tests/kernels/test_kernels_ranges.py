@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64
-from lane_threads import Lanes, SchedulingWarp, host
+from lane_threads import Lanes, SchedulingWarp, device_tuple, host
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.config import KvType
@@ -172,12 +172,10 @@ class Batch:
         return -(-GROUP * self.q_len // 8)
 
     def schedule(self, memory: Memory) -> RangeSchedule:
-        a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(kv_lens=memory.put(self.kv_lens))
+        a = device_tuple(Addresses, kv_lens=memory.put(self.kv_lens))
         sizes = dict(batch=len(self.kv_lens), q_len=self.q_len, grid=self.ctas, capacity=MAX_KEYS, tokens=MAX_KEYS)
         sizes |= dict(kv_heads=self.kv_heads, group=GROUP, row_tiles=self.row_tiles)
-        g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
-            **{name: Int64(size) for name, size in sizes.items()}
-        )
+        g = device_tuple(DecodeGeometry, **sizes)
         kind = MaskKind.FULL if self.window < 0 else MaskKind.SLIDING_WINDOW
         mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else WIDEST))
         return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), BLOCKS, RESIDENT_LEAVES)
@@ -340,7 +338,10 @@ class HostTree(Tree):
 class HostNode:
     """Leaves and pairs of nodes."""
 
-    value: Any
+    value: Any = None
+
+    def clear(self) -> None:
+        self.value = None
 
     def quads(self) -> Any:
         return self.value
@@ -474,9 +475,7 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     # Narrow nodes with levels in shared memory, or wide ones with the first level in registers.
     sizes = random.choice(((shared_levels(rows, 128), rows, 128), (1, LATENT_FEW_ROWS, 512, HostNode())))
     levels = spilled_levels(1, leaves, sizes[0])  # of requests of as many keys
-    geometry = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
-        slots=Int64(slots), spilled_levels=Int64(levels)
-    )
+    geometry = device_tuple(DecodeGeometry, slots=slots, spilled_levels=levels)
     tree = HostTree(*addresses, geometry, *sizes)
     blocks = -(-leaves >> shift)
     cuts = sorted(random.sample(range(1, blocks), random.randint(0, min(blocks - 1, 12)))) if blocks > 1 else []

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64
-from lane_threads import SchedulingWarp, host
+from lane_threads import SchedulingWarp, device_tuple, host
 from test_kernels_mask import Scores
 from test_kernels_scheduler import Memory
 
@@ -81,14 +81,12 @@ class Requests:
         self, memory: Memory, halves: bool = False, kind: type[SplitSchedule] = SplitSchedule
     ) -> SplitSchedule:
         starts = list(itertools.accumulate(self.q_lens, initial=0))
-        a = Addresses(*[Int64(0)] * len(Addresses._fields))._replace(
-            kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts) if self.ragged else Int64(0)
+        a = device_tuple(
+            Addresses, kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts) if self.ragged else Int64(0)
         )
         sizes = dict(kv_heads=self.kv_heads, batch=len(self.q_lens), group=self.group, capacity=2**31 - 1)
         sizes |= dict(q_len=max(self.q_lens), tokens=MAX_KEYS)
-        g = DecodeGeometry(*[Int64(0)] * len(DecodeGeometry._fields))._replace(
-            **{name: Int64(size) for name, size in (sizes | dict(row_tiles=self.row_tiles)).items()}
-        )
+        g = device_tuple(DecodeGeometry, **sizes, row_tiles=self.row_tiles)
         mask = IntervalMask(self.kind, Int32(self.window))
         return kind(g, a, mask, ROWS, self.tile_n, CHUNK, halves, UnitKeeper())
 

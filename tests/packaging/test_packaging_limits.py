@@ -1,0 +1,79 @@
+"""House limits: how long files and functions are, and how many parameters functions have, in every folder."""
+
+from __future__ import annotations
+
+import ast
+import pathlib
+from collections.abc import Iterator
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2]
+FOLDERS = ("api", "docs", "emulator", "examples", "kernels", "layouts", "perf", "tests")
+SOURCES = (".py", ".c", ".h", ".md")
+FILE_LINES, FUNCTION_LINES, PARAMETERS, README_LINES = 500, 80, 12, 250
+
+
+def functions(file: pathlib.Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def length(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """Lines of the body, and of the signature but where parameters are FlashInfer's; a docstring does not count, as
+    that of an entry is its manual."""
+    assert function.end_lineno is not None
+    first, lines = function.body[0], function.end_lineno - function.lineno + 1
+    if ast.get_docstring(function) is not None:
+        assert first.end_lineno is not None
+        lines -= first.end_lineno - first.lineno + 1
+    return lines - (first.lineno - function.lineno if parameters(function) > PARAMETERS else 0)
+
+
+def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    a = function.args
+    return len(a.posonlyargs) + len(a.args) + len(a.kwonlyargs) + (a.vararg is not None) + (a.kwarg is not None)
+
+
+def beyond(folder: pathlib.Path) -> list[str]:
+    """What is too long, or has too many parameters, in a folder and all below it."""
+    found = []
+    for file in sorted(file for file in folder.rglob("*") if file.suffix in SOURCES):
+        lines = len(file.read_text().splitlines())
+        found += [f"{file}: {lines} lines"] * (lines > FILE_LINES)
+        for function in functions(file) if file.suffix == ".py" else ():
+            lines, count = length(function), parameters(function)
+            found += [f"{file}: {function.name} has {lines} lines"] * (lines > FUNCTION_LINES)
+            # Entries have the parameters of FlashInfer's functions.
+            found += [f"{file}: {function.name} has {count} parameters"] * (count > PARAMETERS and folder.name != "api")
+    return found
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_files_and_functions_keep_the_limits(folder: str) -> None:
+    assert beyond(ROOT / folder) == []
+
+
+def test_every_folder_with_sources_is_looked_at() -> None:
+    """Build outputs and what git ignores begin with a dot, or have no sources of ours."""
+    files = [
+        file.relative_to(ROOT) for file in ROOT.glob("*/**/*.py") if not file.relative_to(ROOT).parts[0].startswith(".")
+    ]
+    assert {file.parts[0] for file in files} - {"build", "shared"} == set(FOLDERS)
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= README_LINES
+
+
+def test_what_is_beyond_the_limits_is_found(tmp_path: pathlib.Path) -> None:
+    body = "\n".join("    pass" for _ in range(FUNCTION_LINES))
+    many = ", ".join(f"a{i}" for i in range(PARAMETERS + 1))
+    (tmp_path / "long.py").write_text(f'def long():\n    """Say."""\n{body}\n' + "\n" * FILE_LINES)
+    (tmp_path / "wide.py").write_text(f'def wide({many}):\n    """Not counted.\n{body}\n    """\n')
+    assert [line.rpartition("/")[2] for line in beyond(tmp_path)] == [
+        f"long.py: {FUNCTION_LINES + 2 + FILE_LINES} lines",
+        f"long.py: long has {FUNCTION_LINES + 1} lines",
+        f"wide.py: wide has {PARAMETERS + 1} parameters",
+    ]
