@@ -150,7 +150,7 @@ class PrefillConfig(KernelConfig):
     def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
         """The tile where keys and values are widened and would have ``tile`` in the type of the queries."""
         if max(dims) > WIDENED_APART_TO:
-            return replace(tile, **_CONVERTING)
+            return replace(tile, m=_MIDDLE.m, **_CONVERTING)
         has_pairs = max(dims) <= WIDENED_PAIRS_TO
         return replace(
             tile,
