@@ -95,10 +95,10 @@ def _build_decode(config: decode_config.DecodeConfig) -> tuple[Any, tuple[Any, .
 
 
 def _build_mla(config: mla_config.MlaConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm90 import byte_mla, mla, mla_few_rows
+    from hopwell.kernels.sm90 import byte_mla, byte_mla_few_rows, mla, mla_few_rows
 
     if config.multiplies_bytes:
-        return byte_mla.build(config)
+        return (byte_mla_few_rows if config.has_tree else byte_mla).build(config)
     return (mla_few_rows if config.has_tree else mla).build(config)
 
 

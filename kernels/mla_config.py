@@ -84,7 +84,8 @@ class MlaConfig(DecodeConfig):
     @property
     def tile(self) -> Tile:
         if self.has_tree:
-            return _TREE_TILES[self.head_dim_v]
+            tile = _TREE_TILES[self.head_dim_v]
+            return replace(tile, kv_stages=2 * tile.kv_stages) if self.multiplies_bytes else tile
         if self.multiplies_bytes:
             return _BYTE_TILE
         return _LIST_TILE if self.sparse or self.kv_type is not KvType.WIDE else _TILE

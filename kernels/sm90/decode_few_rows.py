@@ -108,7 +108,8 @@ class FewRowsDecodeSm90(DecodeSm90):
         return self.schedule_type(geometry, addresses, mask, *sizes, blocks, resident)
 
     def _allocate_tiles(self, smem) -> "LeafTiles":
-        layout = copy.swizzled_layout(self.dtype, self.tile.m, LEAF_TILE, self.p_tiles)
+        columns = copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width  # of which elements of 8 bits need half
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, columns, self.p_tiles)
         p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
         return LeafTiles(**vars(super()._allocate_tiles(smem)), p=p)
 

@@ -76,7 +76,11 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     def run_merge(self, tiles, rings, board, addresses, geometry, scale) -> None:
         merge = replace(self._merge(addresses, geometry, tiles), held=self._node())
-        LatentMerge(self, tiles, rings.leaf, scale, merge).run(self._node(), board, addresses, geometry)
+        self.merge_type(self, tiles, rings.leaf, scale, merge).run(self._node(), board, addresses, geometry)
+
+    @property
+    def merge_type(self) -> "type[LatentMerge]":
+        return LatentMerge
 
     def _node(self) -> Node:
         """Return a node in new registers: for the one that rises, and for the one that waits at the first level."""

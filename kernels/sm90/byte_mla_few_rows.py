@@ -1,0 +1,166 @@
+"""Hopper MLA decode of few rows whose operands have 8 bits: queries, keys, weights and values in e4m3."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.launch import Addresses, DecodeGeometry
+from hopwell.kernels.mla_config import MlaConfig
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import fma, prmt, shared_address, shared_array
+from hopwell.kernels.parts.fragment import ColumnFragment
+from hopwell.kernels.parts.packed import PackedRows
+from hopwell.kernels.parts.softmax import ColumnSoftmax, TileSoftmax
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
+from hopwell.kernels.skeleton import example_arguments
+from hopwell.kernels.sm90.byte_mla import Values
+from hopwell.kernels.sm90.decode_few_rows import ColumnOperands, LeafTiles
+from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90, LatentLeafAttend, LatentLeafOperands, LatentMerge
+from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+
+# Of two bytes each of two elements of 16 bits, the lower ones before the upper ones.
+BYTES_APART = 0x3120
+
+
+class ByteFewRowsMlaSm90(FewRowsMlaSm90):
+    """Attention of up to 16 packed rows like :class:`FewRowsMlaSm90`, with products of 8-bit operands.
+
+    Products are transposed there already, so nothing has to be turned: see :class:`ByteMlaSm90` for how the value gets
+    into registers on its way to them. Of sixteen columns of O a lane has two neighbours.
+    """
+
+    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
+        """Lanes read values with ldmatrix."""
+        return {**super().kv_arrivals(is_value), "consumer_lanes": LANES}
+
+    def softmax(self, scale) -> "TileColumnSoftmax":
+        return TileColumnSoftmax.create(scale, self.tile.m // QUAD)
+
+    def consumer(self, **parts: Any) -> "ByteLeafAttend":
+        return ByteLeafAttend(**parts)
+
+    @property
+    def merge_type(self) -> type[LatentMerge]:
+        return ByteLatentMerge
+
+
+@dataclass
+class TileColumnSoftmax(ColumnSoftmax, TileSoftmax):
+    """A softmax of rows that a :class:`ColumnFragment` holds, for weights of few bits."""
+
+
+@dataclass
+class ByteLeafOperands(LatentLeafOperands):
+    """Operands of one tile at a time. ``products`` with zero accumulators are added to O."""
+
+    values: tuple  # first operands of the products with a part of the value, 64 columns each
+    added: tuple  # these products
+    factors: Any  # of each row that a lane holds: what brings O to the tile's reference
+    tiles: Any
+    kernel: Any
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "ByteLeafOperands":
+        t, source, (depth_qk, columns) = kernel.tile, warpgroup.OperandSource, kernel.config.depth
+        half, shape = columns // 2, (WARPGROUP_ROWS, t.m)
+        qk_mma = make_mma(kernel.dtype, shape, source.SMEM, OperandMajorMode.K, warpgroups=1)
+        pv_mma = make_mma(kernel.dtype, shape, source.RMEM, OperandMajorMode.K, warpgroups=1)
+        qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        blocks = range(half // WARPGROUP_ROWS)
+        product = pv.partition_shape_C(shape)
+        return ByteLeafOperands(
+            qk_mma=qk_mma,
+            pv_mma=pv_mma,
+            q=qk.make_fragment_B(qk.partition_B(tiles.q)),
+            k=tuple(qk.make_fragment_A(qk.partition_A(part)) for part in (tiles.k, tiles.v)),
+            v=(),
+            p=pv.make_fragment_B(pv.partition_B(tiles.p)),
+            s=cute.make_rmem_tensor(qk.partition_shape_C((t.n, t.m)), Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
+            s_layout=cute.make_layout(qk.partition_shape_C((t.n, t.m))),
+            tile_n=t.n,
+            products=t.m // MMA_COLUMNS,
+            o_parts=(),
+            depths=(half, depth_qk - half),
+            columns=columns,
+            values=tuple(pv.make_fragment_A(pv.partition_shape_A((WARPGROUP_ROWS, t.n))) for _ in blocks),
+            added=tuple(cute.make_rmem_tensor(product, Float32) for _ in blocks),
+            factors=cute.make_rmem_tensor(t.m // QUAD, Float32),
+            tiles=tiles,
+            kernel=kernel,
+        )
+
+    def multiply_values(self, rings, step) -> None:
+        """Bring O^T to the tile's references and add V^T P^T, first the left (0) and then the right (1) half."""
+        for part, ring in enumerate(rings):
+            tile, columns = (self.tiles.k, self.tiles.v)[part], self.kernel.config.columns[part]
+            values = Values.of(self.kernel, tile, columns, ring.stage(step))
+            for block, operand in enumerate(self.values):
+                values.read(block, cute.recast_tensor(operand, Uint32))
+            p = self.p[None, None, None, 0]
+            for operand, product in zip(self.values, self.added, strict=True):
+                issue_mma(self.pv_mma, product, operand, p, self.tile_n, False)
+            warpgroup.wait_group(0)
+            ring.release(step)
+            for block, product in enumerate(self.added):
+                self._add(product, (part * len(self.added) + block) * cute.size(product))
+
+    def _add(self, product, first: int) -> None:
+        for i in range(cute.size(product)):
+            # Registers of a product alternate between two rows, four of them for each eight rows.
+            row = i // 4 * 2 + i % 2
+            self.o[first + i] = fma(self.o[first + i], self.factors[row], product[i])
+
+
+@dataclass
+class ByteLeafAttend(LatentLeafAttend):
+    """The consumer warpgroup."""
+
+    operands_type: ClassVar[type] = ByteLeafOperands
+
+    def rescale(self, operands) -> None:
+        """Let O follow when a product is added to it."""
+        for r in range(cute.size(operands.factors)):
+            operands.factors[r] = self.softmax.rescale[r]
+
+    @cute.jit
+    def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
+        """Write P in the order of keys that :class:`Values` has."""
+        g, t = place_in_warp()
+        base = shared_address(self.tiles.p.iterator)
+        for product in cutlass.range_constexpr(scores.products):
+            # Of keys g and 8 + g a lane has rows 2t and 2t + 1: two bytes are an element of the matrix that is
+            # transposed, and a lane gets row g of keys 2t and 8 + 2t, 2t + 1 and 9 + 2t.
+            pairs = [scores.get(2 * product + row, c) for row in range(2) for c in range(2)]
+            word = transposed(copy.pack_e4m3_x4(pairs))
+            chunk = copy.swizzled_chunk(base, MMA_COLUMNS * product + g, self.warp)
+            shared_array(Uint32, chunk + 4 * t)[0] = prmt(word, word, BYTES_APART)
+
+
+@dataclass
+class ByteLatentMerge(LatentMerge):
+    """The warpgroup that merges leaves."""
+
+    @cute.jit
+    def store_columns(self, output, statistics, rows: PackedRows) -> None:
+        """Write the results of rows, of which a lane holds pairs of columns."""
+        g, _ = place_in_warp()
+        factors = self.row_factors(output, statistics, rows)
+        for r in cutlass.range_constexpr(output.rows):
+            row = output.first_row() + output.row_offset(r)
+            target = rows.output(row, 0)
+            if row < rows.count:
+                for c in cutlass.range_constexpr(0, output.columns, 2):
+                    scaled = [output.get(r, c + k) * factors[r] for k in range(2)]
+                    column = (4 * (c // 2) + self.warp) * ColumnFragment.warp_columns + 2 * g
+                    copy.store_rounded(target + column * rows.out_bytes, scaled, self.kernel.out_dtype)
+
+
+def build(config: MlaConfig) -> Any:
+    """The traceable launch function of a config and example arguments to compile it with."""
+    return ByteFewRowsMlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)
