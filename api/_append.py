@@ -10,7 +10,7 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell._cache import KV_LAYOUTS, pair_or_tensor
-from hopwell._features import require_all
+from hopwell._features import require_problem
 from hopwell._launch import CAPACITY
 from hopwell._repeat import ALIGNMENT_MASK, extent_bytes, metadata
 from hopwell.kernels import support
@@ -157,20 +157,7 @@ def append_problem(arguments: AppendArguments) -> AppendProblem:
         programmatic_launch=support.has_pdl(arch) if pdl is None else pdl,
     )
     _check_apart(problem)
-    page_size = caches.key.shape[2]
-    known_page = support.append_page_size(page_size)
-    needs = {CacheType.WIDE: "16bit", CacheType.E4M3: "fp8_kv"}.get(kind, "nvfp4_kv")
-    tensor_scales = isinstance(a.k_scale, torch.Tensor) or isinstance(a.v_scale, torch.Tensor)
-    require_all(
-        support.APPEND,
-        arch,
-        (
-            (True, needs, f"append_key.dtype={key.dtype}, cache dtype={caches.key.dtype}"),
-            (True, known_page, f"page_size={page_size}"),
-            (True, "cache", f"cache of shape {tuple(caches.key.shape)}"),
-            (tensor_scales, "tensor_scales", "scale given as a tensor"),
-        ),
-    )
+    require_problem(support.APPEND, problem, arch)
     return problem
 
 

@@ -10,9 +10,9 @@ import torch
 
 from hopwell import _cache
 from hopwell import _checks as checks
-from hopwell import _features as features
+from hopwell._features import named, require_problem
 from hopwell._repeat import Places
-from hopwell.kernels import support
+from hopwell.kernels import features, support
 from hopwell.kernels.problem import AttentionProblem, BlockScales, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
@@ -219,23 +219,11 @@ def _log_sum_exp(call: ContextCall, output: _Output, inputs: Inputs) -> LogSumEx
     return LogSumExp(lse, LseLayout.RAGGED, natural=natural)
 
 
-def _require(call: ContextCall, arch: str, cache: _cache.PagedCache, output: _Output, skip_softmax: float) -> None:
-    """Refuse what no kernel serves on ``arch``, as far as a problem does not say it."""
-    query, kv_dtype = call.query, f"kv_cache.dtype={cache.key.dtype}"
-    query_dtype = call.query_dtype or query.dtype
-    fp16_softmax = bool(checks.optional_flag("use_fp16_softmax", call.use_fp16_softmax))
-    spcompress = bool(checks.optional_flag("uses_spcompress", call.uses_spcompress))
-    needs = (
-        (output.is_nvfp4, "nvfp4_out", "out_dtype='nvfp4'"),
-        (cache.is_nvfp4, "nvfp4_kv", kv_dtype),
-        (query_dtype == checks.FP8, "fp8", f"query.dtype={query_dtype}, {kv_dtype}"),
-        (cache.key.dtype == checks.FP8 != query.dtype, "fp8_kv", f"query.dtype={query.dtype}, {kv_dtype}"),
-        (output.dtype == checks.FP8, "fp8_out", f"out_dtype={output.dtype}"),
-        (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
-        (fp16_softmax, "fp16_softmax", "use_fp16_softmax=True"),
-        (spcompress, "spcompress", "uses_spcompress=True"),
-    )
-    features.require_all(support.CONTEXT, arch, needs)
+def _require(call: ContextCall, arch: str) -> None:
+    """Refuse what no problem says, and no kernel does."""
+    for name in ("use_fp16_softmax", "uses_spcompress"):
+        if checks.optional_flag(name, getattr(call, name)):
+            features.require(support.CONTEXT, name.removeprefix("use_").removeprefix("uses_"), f"{name}=True", arch)
 
 
 def context_problem(call: ContextCall) -> AttentionProblem:
@@ -286,7 +274,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
     enable_pdl = checks.optional_flag("enable_pdl", call.enable_pdl)
 
     arch = support.arch_of(on)
-    _require(call, arch, cache, output, skip_softmax)
+    _require(call, arch)
     problem = AttentionProblem(
         query=query,
         key=cache.key,
@@ -308,7 +296,9 @@ def context_problem(call: ContextCall) -> AttentionProblem:
         skip_softmax=skip_softmax,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
-    features.require_problem(support.CONTEXT, problem, arch)
+    skip = "skip_softmax_threshold_scale_factor"
+    asked = named(call, skip_softmax=skip, lse="return_lse", window="window_left")
+    require_problem(support.CONTEXT, problem, arch, asked)
     return problem
 
 

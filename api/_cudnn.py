@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell import _checks as checks
-from hopwell import _features as features
+from hopwell._features import require_problem
 from hopwell._repeat import Places
 from hopwell.kernels import support
 from hopwell.kernels.problem import (
@@ -170,13 +170,6 @@ def _check_lse(call: CudnnCall, sizes: tuple[int, int, int], starts: TokenOffset
         checks.log_sum_exp("lse", call.lse, call.q.device, *named)
 
 
-def _require(call: CudnnCall, arch: str) -> None:
-    """Refuse what no kernel serves on ``arch``, as far as a problem does not say it."""
-    has_scales = any(isinstance(factor, torch.Tensor) for factor in (call.scale, call.output_scale))
-    needs = ((call.q.dtype == checks.FP8, "fp8", f"q.dtype={call.q.dtype}"), (has_scales, "fp8_scales", "scales given"))
-    features.require_all(support.CUDNN, arch, needs)
-
-
 def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read.
 
@@ -230,7 +223,6 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
         checks.disjoint("lse", call.lse, inputs)
 
     arch = support.arch_of(on)
-    _require(call, arch)
     stats = None
     if return_lse:
         allocated = _padded_rows(lse_sizes, tokens, on) if call.lse is None else call.lse
@@ -255,7 +247,7 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
         page_table=table,
         lse=stats,
     )
-    features.require_problem(support.CUDNN, problem, arch)
+    require_problem(support.CUDNN, problem, arch, {"fp8_scales": "scales given", "lse": "return_lse=True"})
     return problem
 
 
@@ -305,7 +297,7 @@ def _padded_rows(sizes: tuple[int, int, int], tokens: int, on: torch.device) -> 
 
 def _log_sum_exp(lse: torch.Tensor, starts: TokenOffsets | None, natural: bool) -> LogSumExp:
     if starts is None:
-        return LogSumExp(lse, LseLayout.PADDED, natural=natural, fills=True)
+        return LogSumExp(lse, LseLayout.PADDED, natural=natural)
     return LogSumExp(lse.view(-1, lse.shape[-1]), LseLayout.OFFSETS, natural=natural, offsets=starts)
 
 

@@ -2,50 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from hopwell.kernels import support
-from hopwell.kernels.features import require
+from hopwell.kernels import features
+from hopwell.kernels.append_config import AppendProblem
 from hopwell.kernels.problem import AttentionProblem
 
-
-def require_all(entry: str, arch: str, needs: Iterable[tuple[bool, str, str]]) -> None:
-    """Refuse what a call asks for and ``entry`` lacks on ``arch``.
-
-    ``needs`` holds for each feature whether the call needs it, its key in the table, and the argument and value.
-    """
-    for needed, feature, detail in needs:
-        if needed:
-            require(entry, feature, detail, arch)
+# Where arguments of a record ask for rows of the table, by the rows' keys. Rows of dtypes, sizes, caches and masks are
+# asked for by tensors, which messages describe.
+SINKS, SCALES = {"sinks": "sinks given"}, {"tensor_scales": "scale given as a tensor"}
 
 
-def require_problem(entry: str, problem: AttentionProblem, arch: str) -> None:
-    """Refuse a problem that ``entry`` cannot solve on ``arch``; features beyond AttentionProblem are the caller's."""
-    query, key, mask = problem.query, problem.key, problem.mask.kind.rule
-    qk_dim, v_dim = query.shape[-1], problem.v_dim
-    page_size = key.shape[2]
-    paged = problem.page_table is not None
-    known_page = page_size <= support.MAX_PAGE_SIZE
-    out_dtype = query.dtype if problem.out is None else problem.out.dtype
-    scales = [scale for scale in (problem.softmax_scale, problem.output_scale) if isinstance(scale, torch.Tensor)]
-    has_bytes = any(operand.dtype.itemsize == 1 for operand in (query, key))
-    known_byte_dim = "8bit_head_dim" if (qk_dim, v_dim) in support.BYTE_HEAD_DIMS else "other_8bit_head_dim"
-    head_dims = f"head_dim={qk_dim} for Q and K, {v_dim} for V"
-    dtypes = f"query.dtype={query.dtype}, KV dtype={key.dtype}, output dtype={out_dtype}"
-    require_all(
-        entry,
-        arch,
-        (
-            (True, "16bit", dtypes),
-            (True, support.prefill_head_dim((qk_dim, v_dim)), head_dims),
-            (has_bytes, known_byte_dim, f"{head_dims}, {dtypes}"),
-            (paged, "page_size" if known_page else "other_page_size", f"page_size={page_size}"),
-            (True, "cache", f"KV of shape {tuple(key.shape)}"),
-            (True, mask.feature, f"{mask.name} mask"),
-            (problem.sinks is not None, "sinks", "sinks given"),
-            (bool(scales) and entry != support.CUDNN, "tensor_scales", "scale given as a tensor"),
-            (problem.lse is not None, "lse", "return_lse=True"),
-        ),
-    )
+def require_problem(
+    entry: str, problem: AttentionProblem | AppendProblem, arch: str, arguments: Mapping[str, str] | None = None
+) -> None:
+    """Refuse a problem that ``entry`` cannot solve on ``arch``. ``arguments`` are what callers asked with, by the keys
+    of rows, where the problem's own words would not say it."""
+    row = features.lacking(entry, problem, arch)
+    if row is not None:
+        words = {**SINKS, **SCALES, **_described(problem), **(arguments or {})}
+        detail = words.get(row.key) or words.get(row.kind) or row.title
+        raise features.refusal(entry, row.key, detail, arch)
+
+
+def _described(problem: Any) -> dict[str, str]:
+    """What messages say of a problem's tensors, by kinds of rows."""
+    if isinstance(problem, AppendProblem):
+        key, cache = problem.key, problem.key_cache
+        dtypes, dims = f"append_key.dtype={key.dtype}, cache dtype={cache.dtype}", f"head_dim={key.shape[2]}"
+    else:
+        query, cache = problem.query, problem.key
+        out = query.dtype if problem.out is None else problem.out.dtype
+        dtypes = f"query.dtype={query.dtype}, KV dtype={cache.dtype}, output dtype={out}"
+        dims = f"head_dim={query.shape[-1]} for Q and K, {problem.v_dim} for V, {dtypes}"
+    return {
+        "data types": dtypes,
+        "head dims": dims,
+        "page sizes": f"page_size={cache.shape[2]}",
+        "KV caches": f"KV of shape {tuple(cache.shape)}",
+    }
+
+
+def named(call: Any, **arguments: str) -> dict[str, str]:
+    """``argument=value`` of a record, by the keys of rows that these arguments ask for."""
+    values = {key: (name, getattr(call, name)) for key, name in arguments.items()}
+    return {key: f"{name}={_short(value)}" for key, (name, value) in values.items()}
+
+
+def _short(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)

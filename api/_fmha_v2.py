@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell import _checks as checks
-from hopwell import _features as features
+from hopwell._features import named, require_problem
 from hopwell._launch import halves
 from hopwell._repeat import Places
 from hopwell.kernels import support
@@ -169,17 +169,6 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
         checks.disjoint("out", call.out, (*given, *indices))
 
     arch = support.arch_of(on)
-    needs = (
-        (query.dtype == checks.FP8, "fp8", f"qkv.dtype={query.dtype}"),
-        (dtype == checks.FP8, "fp8_out", f"out_dtype={dtype}"),
-        (mask.chunk > 0, "chunked", f"chunked_attention_size={mask.chunk}"),
-        (alibi, "alibi", f"pos_encoding_mode={call.pos_encoding_mode!r}"),
-        (soft_cap > 0, "soft_cap", f"logits_soft_cap_scale={soft_cap}"),
-        (alibi and soft_cap > 0, "alibi_soft_cap", f"logits_soft_cap_scale={soft_cap}"),
-        (stats, "softmax_stats", "save_softmax_stats=True"),
-        (skip_softmax > 0, "skip_softmax", f"skip_softmax_threshold_scale_factor={skip_softmax}"),
-    )
-    features.require_all(support.FMHA_V2, arch, needs)
     capacity = key.shape[2] if table is None else checks.capacity(table, key.shape[2])
     problem = AttentionProblem(
         query=query,
@@ -203,7 +192,17 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
         page_table=table,
         sinks=sink_logits,
     )
-    features.require_problem(support.FMHA_V2, problem, arch)
+    asked = named(
+        call,
+        chunked="chunked_attention_size",
+        window="window_left",
+        alibi="pos_encoding_mode",
+        soft_cap="logits_soft_cap_scale",
+        alibi_soft_cap="logits_soft_cap_scale",
+        softmax_stats="save_softmax_stats",
+        skip_softmax="skip_softmax_threshold_scale_factor",
+    )
+    require_problem(support.FMHA_V2, problem, arch, asked)
     return problem
 
 
@@ -214,9 +213,12 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
         if len(qkv) == 3:
             return *qkv, None
         if len(qkv) == 2:
-            k, v = halves(qkv[1])
+            query, cache = qkv
+            if type(cache) is torch.Tensor:
+                return query, cache, None, None
+            k, v = halves(cache)
             pair = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-            return qkv[0], k, v, v.data_ptr() - k.data_ptr() if pair else None
+            return query, k, v, v.data_ptr() - k.data_ptr() if pair else None
     return qkv, None, None, None
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hopwell import _checks as checks
-from hopwell import _features as features
 from hopwell._decoding import (
     NATURAL_BASE,
     check_counter_buffer,
@@ -22,6 +20,7 @@ from hopwell._decoding import (
     workspace,
     workspace_bytes,
 )
+from hopwell._features import named, require_problem
 from hopwell.kernels import families, support
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -314,29 +313,6 @@ def _scratch(call: MlaCall, cache: KVViews, log: LogSumExp | None, needed: int) 
     return workspace(call.workspace_buffer, needed, results, inputs)
 
 
-def _require(call: MlaCall, arch: str, page_size: int, q_len: int, scales: Sequence[float | torch.Tensor]) -> None:
-    """Refuse what no kernel serves on ``arch``."""
-    query, kv_cache, top_k = call.query, call.kv_cache, call.sparse_mla_top_k
-    dtypes = f"query.dtype={call.query_dtype}, kv_cache.dtype={kv_cache.dtype}"
-    has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in scales)
-    width, rank = query.shape[-1], call.kv_lora_rank
-    known_dims = "head_dim" if (width, rank) in support.MLA_HEAD_DIMS else "sparse_head_dim"  # DIMS has no others
-    needs = (
-        (kv_cache.dtype == checks.FP8, "fp8", dtypes),
-        (kv_cache.dtype == torch.uint8, "fp8_ds_mla", dtypes),
-        (True, "16bit", dtypes),
-        (top_k > 0, "sparse", f"sparse_mla_top_k={top_k}"),
-        (True, known_dims, f"head_dim={width}/{rank}"),
-        (True, "page_size" if page_size <= support.MAX_PAGE_SIZE else "other_page_size", f"page_size={page_size}"),
-        (True, "cache", f"kv_cache of shape {tuple(kv_cache.shape)}"),
-        (q_len > 1, "multi_token", f"query with q_len={q_len}"),
-        (call.enable_dcp, "dcp", "enable_dcp=True"),
-        (call.sinks is not None, "sinks", "sinks given"),
-        (has_tensor_scale, "tensor_scales", "scale given as a tensor"),
-    )
-    features.require_all(support.MLA, arch, needs)
-
-
 def mla_problem(call: MlaCall) -> AttentionProblem:
     """Check every argument, refuse what has no kernel, and return the problem. No device memory is read."""
     _check_query(call)
@@ -373,11 +349,10 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
     scratch = _scratch(call, cache, log, mla_workspace_bytes(heads, capacity, q_len, rank, on))
 
     arch = support.arch_of(on)
-    _require(call, arch, page_size, q_len, (softmax_scale, output_scale))
     out = call.out
     if out is None and query.dtype == checks.FP8:
         out = torch.empty((tokens, heads, rank), dtype=torch.bfloat16, device=on)
-    return AttentionProblem(
+    problem = AttentionProblem(
         query=query,
         key=cache.key,
         value=cache.value,
@@ -399,3 +374,5 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
         family=Family.MLA,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
+    require_problem(support.MLA, problem, arch, named(call, sparse="sparse_mla_top_k", dcp="enable_dcp"))
+    return problem

@@ -8,8 +8,10 @@ arguments are tensors, which are None, and which operands lie in them.
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -46,32 +48,28 @@ ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
 
 PACKED = "packed(empty_like(output_like), empty_like(scales_like), 0, original_shape)"  # a new NVFP4 output
 
-MINUS_INFINITY = "-1e999"  # as source code: the log-sum-exp of a row without keys
-
 SOURCE = """
-def make({variables}):
-    def launch(arguments, out, stats):
-        try:
-            {arguments} = arguments
-            if not ({conditions}):
-                return None
-        except (AttributeError, ValueError):
+def launch(arguments, out, stats):
+    try:
+        {arguments} = arguments
+        if not ({conditions}):
             return None
-        if out is None:
-            out = {new_output}
-        stats = {stats}
-        {pointers}
-        q, k, v, o = {inputs}, address({data}){more}
-        where = {where}
-        if not ({known}):
-            if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
-                return None
-            if len(known) >= {most_known}:
-                known.clear()
-            known.add(where)
-        {fill}function(anchor, (q, k, v, o, {others}, ticket()), {constants})
-        return out, stats
-    return launch
+    except (AttributeError, ValueError):
+        return None
+    if out is None:
+        out = {new_output}
+    stats = {stats}
+    {pointers}
+    q, k, v, o = {inputs}, address({data}){more}
+    where = {where}
+    if not ({known}):
+        if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
+            return None
+        if len(known) >= {most_known}:
+            known.clear()
+        known.add(where)
+    function(anchor, (q, k, v, o, {others}, ticket()), {constants})
+    return out, stats
 """
 MOST_KNOWN = 1024  # places in memory that are remembered; a model has one for each layer
 
@@ -133,7 +131,7 @@ class Checked(NamedTuple):
 class Repeat:
     """What it takes to repeat a checked call. ``latest`` is the function that the last repetition went through."""
 
-    __slots__ = ("_addresses", "_also_written", "_fills", "_inputs", "_is_packed", "_plain", "_variables", "latest")
+    __slots__ = ("_addresses", "_also_written", "_inputs", "_is_packed", "_plain", "_variables", "latest")
 
     def __init__(self, call: Checked, places: Places):
         problem, plan, stats = call.problem, call.plan, call.stats
@@ -159,7 +157,6 @@ class Repeat:
             self._variables[f"constant{i}"] = constant
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
         self._inputs, self._addresses = self._find(call.arguments, places, views)
-        self._fills = problem.lse is not None and problem.lse.fills
         self._also_written = {} if stats is None else {"s": "address(stats)"}
         if self._is_packed:
             self._also_written["t"] = "address(out.scale)"
@@ -219,10 +216,13 @@ class Repeat:
         variables["check"] = _guard([arguments[i] for i in firsts.values()])
         conditions = _conditions(self._plain, [firsts.get(id(argument)) for argument in arguments], variables)
         variables["known"] = set()
-        small = [f"p{i}" for i in self._inputs if f"p{i}" not in self._addresses[:OUT]]
+        # What lies in one argument is at the same distance in every call.
+        places = {
+            address.partition(" ")[0]: name for name, address in zip("vkq", self._addresses[OUT - 1 :: -1], strict=True)
+        }
+        small = [f"p{i}" for i in self._inputs if f"p{i}" not in places]
         source = SOURCE.format(
-            variables=", ".join(variables),
-            where=", ".join([*"qkvo", *self._also_written]),
+            where=", ".join([*places.values(), "o", *self._also_written]),
             known=" and ".join(["where in known", *small]),
             most_known=MOST_KNOWN,
             arguments=", ".join(f"a{i}" for i in range(len(arguments))),
@@ -237,17 +237,18 @@ class Repeat:
             mask=ALIGNMENT_MASK,
             overlaps=" or ".join([*OUT_OVERLAPS, *itertools.chain(*(MORE_OVERLAPS[n] for n in self._also_written))]),
             others=", ".join(self._addresses[OUT + 1 :]),
-            fill=f"stats.fill_({MINUS_INFINITY}); " if self._fills else "",
             constants=", ".join(constants),
         )
-        return _compiled(source)(**variables)
+        # As globals of a function of its own: entering a function that closes over 45 variables copies all of them,
+        # and functions that share one code object would share, and spoil, what it remembers about its globals.
+        return types.FunctionType(_compiled(source).replace(), {"__builtins__": builtins, **variables})
 
 
 @functools.lru_cache(maxsize=512)
-def _compiled(source: str) -> Callable[..., Launch]:
+def _compiled(source: str) -> types.CodeType:
     namespace: dict[str, Any] = {}
     exec(compile(source, "<repeated call>", "exec"), namespace)
-    return namespace["make"]
+    return namespace["launch"].__code__
 
 
 def _conditions(plain: Arguments, firsts: Sequence[int | None], variables: dict[str, Any]) -> list[str]:

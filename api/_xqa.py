@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from hopwell import _cache
 from hopwell import _checks as checks
-from hopwell import _features as features
 from hopwell._decoding import (
     check_counter_buffer,
     dense_tokens,
@@ -22,6 +20,7 @@ from hopwell._decoding import (
     workspace,
     workspace_bytes,
 )
+from hopwell._features import named, require_problem
 from hopwell._launch import record
 from hopwell.kernels import support
 from hopwell.kernels.problem import (
@@ -186,35 +185,6 @@ def _has_fp8_out(call: XqaCall) -> bool:
     return call.out is not None and call.out.dtype == checks.FP8
 
 
-def _require(
-    call: XqaCall, arch: str, cache: _cache.PagedCache, q_len: int, scales: Sequence[float | torch.Tensor]
-) -> None:
-    """Refuse what no kernel serves on ``arch``."""
-    query = call.query
-    head_dim, kv = query.shape[2], f"kv_cache.dtype={cache.key.dtype}"
-    known_dim = support.decode_head_dim(head_dim)
-    known_nvfp4_dim = "nvfp4_head_dim" if head_dim in support.DECODE_NVFP4_HEAD_DIMS else "other_nvfp4_head_dim"
-    known_page = "page_size" if cache.page_size <= support.MAX_PAGE_SIZE else "other_page_size"
-    has_tensor_scale = any(isinstance(scale, torch.Tensor) for scale in scales)
-    needs = (
-        (cache.is_nvfp4, "nvfp4_kv", kv),
-        (cache.key.dtype == torch.int8, "int8_kv", kv),
-        (cache.key.dtype == checks.FP8, "fp8_kv", kv),
-        (_has_fp8_out(call), "fp8_out", f"out.dtype={checks.FP8}"),
-        (True, "16bit", f"query.dtype={query.dtype}, {kv}"),
-        (True, known_dim, f"head_dim={head_dim}"),
-        (cache.is_nvfp4, known_nvfp4_dim, f"head_dim={head_dim}, {kv}"),
-        (True, known_page, f"page_size={cache.page_size}"),
-        (True, "cache", f"KV of shape {tuple(cache.key.shape)}"),
-        (q_len > 1, "speculative", f"q_len_per_req={q_len}"),
-        (call.window_left >= 0, "window", f"window_left={call.window_left}"),
-        (call.sinks is not None, "sinks", "sinks given"),
-        (has_tensor_scale, "tensor_scales", "scale given as a tensor"),
-        (call.causal_seqlens_kv_global is not None, "dcp", "causal_seqlens_kv_global given"),
-    )
-    features.require_all(call.entry, arch, needs)
-
-
 def _check_query(query: Any) -> None:
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
@@ -316,8 +286,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     scratch = _scratch(call, cache, kv_scales, log, needed)
 
     arch = support.arch_of(on)
-    _require(call, arch, cache, q_len, (softmax_scale, output_scale, output_factor))
-    return AttentionProblem(
+    problem = AttentionProblem(
         query=query,
         key=cache.key,
         value=cache.value,
@@ -342,6 +311,9 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         family=Family.DECODE,
         programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
     )
+    asked = named(call, speculative="q_len_per_req", window="window_left")
+    require_problem(call.entry, problem, arch, asked | {"dcp": "causal_seqlens_kv_global given"})
+    return problem
 
 
 def _check_sharded(call: XqaCall, part: Shard | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from hopwell._cache import has_dtype
 from hopwell._checks import INT32_MAX
@@ -146,7 +147,7 @@ def trtllm_batch_context_with_kv_cache(
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.features.support_matrix`.
     """
-    k, v = (kv_cache, None) if isinstance(kv_cache, torch.Tensor) else halves(kv_cache)
+    k, v = (kv_cache, None) if type(kv_cache) is Tensor else halves(kv_cache)
     given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
     k_scales = v_scales = query_dtype = None
     if given_scales is not None:
@@ -154,6 +155,10 @@ def trtllm_batch_context_with_kv_cache(
         query_dtype = getattr(query, "dtype", None)
         if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
             query = widened_query(query)
+    # A function's result among the arguments would make Python build them as a list first.
+    data, out_scales, first_row = out, None, None
+    if type(out) is not Tensor and out is not None:
+        data, out_scales, first_row = output_parts(out)
     arguments: Arguments = (
         query,
         k,
@@ -167,7 +172,9 @@ def trtllm_batch_context_with_kv_cache(
         k_scales,
         v_scales,
         query_dtype,
-        *output_parts(out),
+        data,
+        out_scales,
+        first_row,
         cum_seq_lens_kv,
         max_q_len,
         ANY_BOUND if type(max_kv_len) is int and 0 <= max_kv_len <= INT32_MAX else max_kv_len,
@@ -312,8 +319,12 @@ def trtllm_fmha_v2_prefill(
         NotImplementedError: a combination without a kernel on the device's architecture, see
             :func:`hopwell.kernels.features.support_matrix`.
     """
-    arguments = (
-        *leaves(qkv),
+    query, k, v, pool = leaves(qkv)
+    arguments: Arguments = (
+        query,
+        k,
+        v,
+        pool,
         cum_seq_lens_q,
         cum_seq_lens_kv,
         block_tables,

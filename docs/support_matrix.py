@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 
-from hopwell.kernels.features import support_matrix
+from hopwell.kernels.features import EMULATED, ON_HOPPER, support_matrix
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -19,7 +19,7 @@ SHORT_NAMES = {  # others stand for themselves
     "append_paged_kv_cache": "append",
 }
 PLACE = re.compile(r"(<!-- support matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
-STYLE = {"yes": "{}", "emulator-verified": "*{}*"}  # of an architecture's name in a cell
+STYLE = {"yes": "{}", EMULATED: "*{}*", EMULATED + ON_HOPPER: "*{}*"}  # of an architecture's name in a cell
 
 
 def full_page() -> str:
@@ -27,8 +27,8 @@ def full_page() -> str:
     return (
         "# What each entry can do on each architecture\n\n"
         '"yes" is what has run on GPUs of that architecture. "emulator-verified" has not: its kernels compile for it,\n'
-        "and the emulator has executed the same PTX, checked it against float64 and looked for races.\n\n"
-        + support_matrix()
+        "and the emulator has executed the same PTX, checked it against float64 and looked for races. Where it says\n"
+        "so, the same source has run on a Hopper GPU besides, compiled for it.\n\n" + support_matrix()
     )
 
 

@@ -152,7 +152,7 @@ def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
         NotImplementedError: there is none; the message says what is supported.
     """
     page_size = problem.key_cache.shape[2]
-    if support.append_page_size(page_size) != "page_size":
+    if not support.append_page_size(page_size):
         raise NotImplementedError(
             f"page size {page_size} has no append kernel on {arch}; supported: powers of two up to "
             f"{support.MAX_PAGE_SIZE}"

@@ -1,15 +1,15 @@
 """What each entry point can do on each architecture: one table, read by the argument checks and by the README.
 
 A row is a title and problems that stand for it, see ``probes.py``. An architecture has what its implementation in
-``families.py`` does not refuse, so that nothing here names an architecture. An entry asks :func:`require` for every
-feature that a call needs once its arguments are known to be well formed, so that anything without a kernel is refused
-by name before a launch. :func:`support_matrix` prints the same table.
+``families.py`` does not refuse, so that nothing here names an architecture. Which rows a call needs follows from its
+problem: it has what their probes ask for. An entry asks :func:`lacking` once its arguments are known to be well formed,
+so that anything without a kernel is refused by name before a launch. :func:`support_matrix` prints the same table.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from hopwell.kernels.support import (
     MLA_HEAD_DIMS,
     OTHER_HEAD_DIMS,
     RUN_ON_HARDWARE,
+    RUN_ON_HOPPER,
     SAME_AS,
     XQA,
 )
@@ -48,6 +49,7 @@ class Feature:
         probe: the problem that calls with the feature become, of a case.
         cases: arguments of ``probe``, for all of which there have to be kernels. A row without cases says that what
             other rows do not name has none.
+        is_asked: whether a problem needs the row.
     """
 
     key: str
@@ -55,6 +57,7 @@ class Feature:
     title: str
     probe: Callable[..., Any]
     cases: tuple[dict[str, Any], ...]
+    is_asked: Callable[[Any], bool]
 
     @functools.cached_property
     def archs(self) -> tuple[str, ...]:
@@ -90,13 +93,26 @@ class _Rows:
 
     probe: Callable[..., Any]
 
-    def row(self, key: str, kind: str, title: str, *cases: dict[str, Any]) -> Feature:
-        """A row of some cases, or the plain one."""
-        return Feature(key, kind, title, self.probe, cases or ({},))
+    def row(
+        self, key: str, kind: str, title: str, *cases: dict[str, Any], shown: dict[str, Any] | None = None
+    ) -> Feature:
+        """A row of some cases, or the plain one. A problem needs it that has all of a case, or what is ``shown``."""
+        cases = cases or ({},)
+        signs = cases if shown is None else (shown,)
+        return Feature(
+            key, kind, title, self.probe, cases, lambda problem: any(probes.has(problem, one) for one in signs)
+        )
 
-    def no_row(self, key: str, kind: str, title: str) -> Feature:
-        """A row of what no architecture has."""
-        return Feature(key, kind, title, self.probe, ())
+    def no_row(
+        self, key: str, kind: str, title: str, *beside: Feature, shown: Sequence[dict[str, Any]] = ({},)
+    ) -> Feature:
+        """A row of what no architecture has: what none of the rows ``beside`` names, of problems with one of what is
+        ``shown``."""
+
+        def is_asked(problem: Any) -> bool:
+            return any(probes.has(problem, one) for one in shown) and not any(row.is_asked(problem) for row in beside)
+
+        return Feature(key, kind, title, self.probe, (), is_asked)
 
     def mask(self, mask: MaskKind, note: str = "", **case: Any) -> Feature:
         """A mask's row, with a note how an entry is asked for it."""
@@ -106,10 +122,10 @@ class _Rows:
     @property
     def page_sizes(self) -> tuple[Feature, ...]:
         """Rows of page sizes."""
-        return (
-            self.row("page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", *_over("page_size", _PAGE_SIZES)),
-            self.no_row("other_page_size", "page sizes", "other page sizes"),
+        known = self.row(
+            "page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", *_over("page_size", _PAGE_SIZES)
         )
+        return known, self.no_row("other_page_size", "page sizes", "other page sizes", known, shown=[dict(paged=True)])
 
     @property
     def sinks(self) -> Feature:
@@ -121,10 +137,9 @@ class _Rows:
         """A row of scales that the device has."""
         return self.row("tensor_scales", "extras", "scales as device tensors", dict(tensor_scales=True))
 
-    @property
-    def other_head_dim(self) -> Feature:
-        """A row of what rows of head dims leave."""
-        return self.no_row("other_head_dim", "head dims", "other head dims")
+    def with_others(self, *known: Feature) -> tuple[Feature, ...]:
+        """Rows of head dims, and that of what they leave."""
+        return *known, self.no_row("other_head_dim", "head dims", "other head dims", *known)
 
 
 _PAGE_SIZES = (1, 3, 16, MAX_PAGE_SIZE)  # of either way to fetch, and the largest
@@ -134,34 +149,67 @@ _PREFILL, _DECODE, _MLA, _APPEND = (
 _BYTES_IN: dict[str, Any] = dict(query=FP8, kv=FP8)  # 8-bit operands of prefill
 
 _16BIT = _PREFILL.row("16bit", "data types", "bf16 or fp16 query, KV and output")
-_FP8 = _PREFILL.row("fp8", "data types", "fp8 (e4m3) query and KV", _BYTES_IN)
-_FP8_OUT = _PREFILL.row("fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", dict(out=FP8, **_BYTES_IN))
+_FP8 = _PREFILL.row("fp8", "data types", "fp8 (e4m3) query and KV", _BYTES_IN, shown=dict(query=FP8))
+_FP8_OUT = _PREFILL.row(
+    "fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", dict(out=FP8, **_BYTES_IN), shown=dict(out=FP8)
+)
 _SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "extras", "skip-softmax", dict(skip_softmax=1.0))
+_PREFILL_BYTE_HEAD_DIMS = _PREFILL.row(
+    "8bit_head_dim",
+    "head dims",
+    f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}",
+    *_over("dims", BYTE_HEAD_DIMS, **_BYTES_IN),
+    *_over("dims", BYTE_HEAD_DIMS, kv=FP8),
+)
 _PREFILL_HEAD_DIMS = (
-    _PREFILL.row(
-        "head_dim",
-        "head dims",
-        f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)",
-        *_over("dims", COMMON_HEAD_DIMS),
+    *_PREFILL.with_others(
+        _PREFILL.row(
+            "head_dim",
+            "head dims",
+            f"{_listed(COMMON_HEAD_DIMS)} (QK/V where they differ)",
+            *_over("dims", COMMON_HEAD_DIMS),
+        ),
+        _PREFILL.row(
+            "multiple_head_dim",
+            "head dims",
+            "head dim: other multiples of 8 up to 256",
+            *_over("dims", (dims for dims in OTHER_HEAD_DIMS if max(dims) <= 256)),
+        ),
+        _PREFILL.row("wide_head_dim", "head dims", "head dim 512", dict(dims=(512, 512))),
     ),
-    _PREFILL.row(
-        "multiple_head_dim",
+    _PREFILL_BYTE_HEAD_DIMS,
+    _PREFILL.no_row(
+        "other_8bit_head_dim",
         "head dims",
-        "head dim: other multiples of 8 up to 256",
-        *_over("dims", (dims for dims in OTHER_HEAD_DIMS if max(dims) <= 256)),
+        "other head dims with fp8 query or KV",
+        _PREFILL_BYTE_HEAD_DIMS,
+        shown=[dict(query=FP8), dict(kv=FP8)],
     ),
-    _PREFILL.row("wide_head_dim", "head dims", "head dim 512", dict(dims=(512, 512))),
-    _PREFILL.other_head_dim,
-    _PREFILL.row(
-        "8bit_head_dim",
-        "head dims",
-        f"with fp8 query or KV: {_listed(BYTE_HEAD_DIMS)}",
-        *_over("dims", BYTE_HEAD_DIMS, **_BYTES_IN),
-        *_over("dims", BYTE_HEAD_DIMS, kv=FP8),
-    ),
-    _PREFILL.no_row("other_8bit_head_dim", "head dims", "other head dims with fp8 query or KV"),
 )
 _DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]
+_DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
+    "nvfp4_head_dim",
+    "head dims",
+    f"with NVFP4 caches: {_listed(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
+    *_over("dim", DECODE_NVFP4_HEAD_DIMS, kv=BYTES),
+)
+_DECODE_KNOWN_HEAD_DIMS = (
+    _DECODE.row("head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)),
+    _DECODE.row("wide_head_dim", "head dims", "head dim 512", dict(dim=512), *_over("kv", (FP8, INT8), dim=512)),
+)
+_MLA_HEAD_DIMS = _MLA.row("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS))
+_MLA_SPARSE_HEAD_DIM = _MLA.row(
+    "sparse_head_dim",
+    "head dims",
+    "with sparse top-k head dim 512 as well",
+    dict(dims=(512, 512), sparse=True),
+)
+_APPEND_PAGE_SIZES = _APPEND.row(
+    "page_size",
+    "page sizes",
+    f"page size: powers of two up to {MAX_PAGE_SIZE}",
+    *_over("page_size", (1, 16, MAX_PAGE_SIZE)),
+)
 
 ENTRIES: dict[str, Entry] = {
     CONTEXT: Entry(
@@ -172,7 +220,13 @@ ENTRIES: dict[str, Entry] = {
             _FP8,
             _PREFILL.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=BYTES)),
             _FP8_OUT,
-            _PREFILL.row("nvfp4_out", "data types", "NVFP4 output of an fp8 query", dict(out=BYTES, **_BYTES_IN)),
+            _PREFILL.row(
+                "nvfp4_out",
+                "data types",
+                "NVFP4 output of an fp8 query",
+                dict(out=BYTES, **_BYTES_IN),
+                shown=dict(out=BYTES),
+            ),
             *_PREFILL_HEAD_DIMS,
             *_PREFILL.page_sizes,
             # Views of the same problem: kernels know strides and tables, not layouts.
@@ -185,8 +239,8 @@ ENTRIES: dict[str, Entry] = {
             _SKIP_SOFTMAX,
             _PREFILL.row("lse", "extras", "log-sum-exp, base 2 or e", dict(lse=True)),
             # No problem can ask for these two.
-            _PREFILL.no_row("fp16_softmax", "extras", "softmax in fp16 (`use_fp16_softmax`)"),
-            _PREFILL.no_row("spcompress", "extras", "`uses_spcompress`"),
+            _PREFILL.no_row("fp16_softmax", "extras", "softmax in fp16 (`use_fp16_softmax`)", shown=()),
+            _PREFILL.no_row("spcompress", "extras", "`uses_spcompress`", shown=()),
         ),
     ),
     FMHA_V2: Entry(
@@ -226,6 +280,7 @@ ENTRIES: dict[str, Entry] = {
                 "extras",
                 "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)",
                 dict(tensor_scales=True, **_BYTES_IN),
+                shown=dict(tensor_scales=True),
             ),
         ),
     ),
@@ -237,22 +292,22 @@ ENTRIES: dict[str, Entry] = {
             _DECODE.row("int8_kv", "data types", "int8 KV cache", dict(kv=INT8)),
             _DECODE.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=BYTES)),
             _DECODE.row(
-                "fp8_out", "data types", "fp8 (e4m3) output with an fp8 or NVFP4 KV cache", dict(kv=FP8, out=FP8)
+                "fp8_out",
+                "data types",
+                "fp8 (e4m3) output with an fp8 or NVFP4 KV cache",
+                dict(kv=FP8, out=FP8),
+                shown=dict(out=FP8),
             ),
-            _DECODE.row(
-                "head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)
-            ),
-            _DECODE.row(
-                "wide_head_dim", "head dims", "head dim 512", dict(dim=512), *_over("kv", (FP8, INT8), dim=512)
-            ),
-            _DECODE.row(
-                "nvfp4_head_dim",
+            *_DECODE_KNOWN_HEAD_DIMS,
+            _DECODE_NVFP4_HEAD_DIMS,
+            _DECODE.no_row(
+                "other_nvfp4_head_dim",
                 "head dims",
-                f"with NVFP4 caches: {_listed(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
-                *_over("dim", DECODE_NVFP4_HEAD_DIMS, kv=BYTES),
+                "other head dims with NVFP4 caches",
+                _DECODE_NVFP4_HEAD_DIMS,
+                shown=[dict(kv=BYTES)],
             ),
-            _DECODE.no_row("other_nvfp4_head_dim", "head dims", "other head dims with NVFP4 caches"),
-            _DECODE.other_head_dim,
+            _DECODE.no_row("other_head_dim", "head dims", "other head dims", *_DECODE_KNOWN_HEAD_DIMS),
             *_DECODE.page_sizes,
             _DECODE.row("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data"),
             _DECODE.mask(MaskKind.DRAFT, q_len=2),
@@ -273,15 +328,11 @@ ENTRIES: dict[str, Entry] = {
                 "data types",
                 "cache of 656-byte rows (fp8 with scales, bf16 rotary part)",
                 dict(kv=BYTES, row=656),
+                shown=dict(kv=BYTES),
             ),
-            _MLA.row("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS)),
-            _MLA.other_head_dim,
-            _MLA.row(
-                "sparse_head_dim",
-                "head dims",
-                "with sparse top-k head dim 512 as well",
-                dict(dims=(512, 512), sparse=True),
-            ),
+            _MLA_HEAD_DIMS,
+            _MLA.no_row("other_head_dim", "head dims", "other head dims", _MLA_HEAD_DIMS, _MLA_SPARSE_HEAD_DIM),
+            _MLA_SPARSE_HEAD_DIM,
             *_MLA.page_sizes,
             _MLA.row("cache", "KV caches", "3-D and 4-D caches"),
             _MLA.row(
@@ -304,13 +355,8 @@ ENTRIES: dict[str, Entry] = {
                 "NVFP4 cache, V scales linear or interleaved",
                 *_over("kind", (CacheType.NVFP4, CacheType.NVFP4_INTERLEAVED)),
             ),
-            _APPEND.row(
-                "page_size",
-                "page sizes",
-                f"page size: powers of two up to {MAX_PAGE_SIZE}",
-                *_over("page_size", (1, 16, MAX_PAGE_SIZE)),
-            ),
-            _APPEND.no_row("other_page_size", "page sizes", "other page sizes"),
+            _APPEND_PAGE_SIZES,
+            _APPEND.no_row("other_page_size", "page sizes", "other page sizes", _APPEND_PAGE_SIZES),
             _APPEND.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
             _APPEND.tensor_scales,
         ),
@@ -348,16 +394,28 @@ def require(entry: str, feature: str, detail: str, arch: str) -> None:
         raise refusal(entry, feature, detail, arch)
 
 
+EMULATED, ON_HOPPER = "emulator-verified", ", run on Hopper"
+
+
+def lacking(entry: str, problem: Any, arch: str) -> Feature | None:
+    """The first row of ``entry`` that a problem needs and ``arch`` has not; None where it has all."""
+    rows = table_of(entry).features
+    return next((row for row in rows if arch not in row.archs and row.is_asked(problem)), None)
+
+
 def _mark(row: Feature, arch: str) -> str:
     if arch not in row.archs:
         return "-"
-    return "yes" if arch in RUN_ON_HARDWARE else "emulator-verified"
+    if arch in RUN_ON_HARDWARE:
+        return "yes"
+    return EMULATED + ON_HOPPER * (arch in RUN_ON_HOPPER)
 
 
 def support_matrix() -> str:
     """The table in Markdown: for each entry its features as rows and the architectures as columns.
 
-    "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator.
+    "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator, and where it says so
+    on a Hopper GPU, compiled for it.
     """
     sections = []
     for name, entry in ENTRIES.items():

@@ -75,7 +75,7 @@ class MlaConfig(DecodeConfig):
 
     family: ClassVar[Family] = Family.MLA
     most_rows: ClassVar[int] = ROWS  # of a tile
-    takes_bytes: ClassVar[bool] = True  # whether products of e4m3 queries are of 8 bits; else queries are widened before
+    takes_bytes: ClassVar[bool] = True  # whether products of e4m3 queries are of 8 bits; else these are widened before
 
     @property
     def has_tree(self) -> bool:

@@ -99,8 +99,8 @@ class Plan:
         if out is None:
             query = problem.query
             out = torch.empty((*query.shape[:2], problem.v_dim), dtype=query.dtype, device=query.device)
-        if problem.lse is not None and problem.lse.fills:
-            problem.lse.tensor.fill_(-math.inf)
+        if not self.has_work and problem.lse is not None and problem.lse.layout is LseLayout.PADDED:
+            problem.lse.tensor.fill_(-math.inf)  # as a kernel does with rows that no request has
         if self.has_work:
             views = operands(problem, out)
             addresses = addresses_of(views)

@@ -5,6 +5,7 @@ A probe has shapes, strides and dtypes, which are all that choosing a kernel tak
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from hopwell.kernels.problem import (
     Score,
     Shard,
 )
+from hopwell.kernels.support import MAX_PAGE_SIZE, append_page_size
 
 BF16, FP8, INT8, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8
 HEADS, KV_HEADS, PAGES, PAGE_SIZE, BATCH = 8, 2, 4, 16, 2
@@ -189,3 +191,48 @@ def append(
         kind=kind,
         programmatic_launch=False,
     )
+
+
+def _out_dtype(problem: AttentionProblem) -> torch.dtype:
+    return problem.query.dtype if problem.out is None else problem.out.dtype
+
+
+def _has_tensor_scale(problem: Any) -> bool:
+    names = ("softmax_scale", "output_scale", "output_factor", "k_scale", "v_scale")
+    return any(isinstance(getattr(problem, name, None), torch.Tensor) for name in names)
+
+
+def _has_page_size(problem: Any, size: int) -> bool:
+    """Whether pages are of a size for which ``size``, one of a few in the table, stands."""
+    if isinstance(problem, AppendProblem):
+        return append_page_size(problem.key_cache.shape[2])
+    return problem.key.shape[2] <= MAX_PAGE_SIZE
+
+
+# Whether a problem has what an argument of its probe asks for.
+_HAS: dict[str, Callable[[Any, Any], bool]] = dict(
+    query=lambda problem, dtype: problem.query.dtype == dtype,
+    kv=lambda problem, dtype: problem.key.dtype == dtype,
+    out=lambda problem, dtype: _out_dtype(problem) == dtype,
+    row=lambda problem, elements: problem.key.shape[-1] == elements,
+    dims=lambda problem, dims: (problem.query.shape[-1], problem.v_dim) == dims,
+    dim=lambda problem, dim: problem.query.shape[-1] == dim,
+    paged=lambda problem, yes: problem.page_table is not None or problem.token_table is not None,
+    page_size=_has_page_size,
+    mask=lambda problem, kind: problem.mask.kind is kind,
+    q_len=lambda problem, several: problem.max_q_len > 1,
+    alibi=lambda problem, yes: problem.score.kind.has_slopes,
+    soft_cap=lambda problem, cap: problem.score.kind.caps,
+    skip_softmax=lambda problem, factor: problem.skip_softmax > 0,
+    tensor_scales=lambda problem, yes: _has_tensor_scale(problem),
+    sinks=lambda problem, sinks: problem.sinks is not None,
+    lse=lambda problem, yes: problem.lse is not None,
+    statistics=lambda problem, yes: problem.statistics is not None,
+    sparse=lambda problem, yes: problem.token_table is not None,
+    kind=lambda problem, kind: problem.kind is kind,
+)
+
+
+def has(problem: Any, case: dict[str, Any]) -> bool:
+    """Whether a problem has all that the arguments of its probe ask for in a case."""
+    return all(_HAS[name](problem, value) for name, value in case.items())

@@ -121,17 +121,13 @@ class LseLayout(enum.Enum):
 
 @dataclass(frozen=True)
 class LogSumExp:
-    """Where and how to write LSE: float32, ``natural`` for base e, otherwise base 2.
-
-    With ``fills`` rows that no request has become -inf: a launch fills the tensor before the kernel writes. Without it
-    they stay as they are.
-    """
+    """Where and how to write LSE: float32, ``natural`` for base e, otherwise base 2. Rows that no request has become
+    -inf where it is padded, else they stay as they are."""
 
     tensor: torch.Tensor
     layout: LseLayout
     natural: bool
     offsets: TokenOffsets | None = None
-    fills: bool = False
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 
 from hopwell.kernels import support
-from hopwell.kernels.config import Tile, rounded_up
+from hopwell.kernels.config import KvType, Tile, rounded_up
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem
 
 HEAD_DIMS = (*support.COMMON_HEAD_DIMS, *support.OTHER_HEAD_DIMS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+# K and V of 8 and 4 bits are widened by a warpgroup up to so many columns, where 128 registers of each of 512 threads
+# are enough for O, S and P, with up to 10 spilled in a step of 375 instructions. Where each warp widens in its own
+# registers, a step over NVFP4 has 1496. Beyond, O leaves too few registers, and 16-bit tiles too little shared memory.
+WIDENED_COLUMNS = 128
+_CONVERTING: dict[str, Any] = dict(producer_registers=40, consumer_registers=208, converting_registers=56)
 
 
 def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
@@ -71,7 +76,9 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @classmethod
     def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
-        return tile
+        if max(dims) > WIDENED_COLUMNS:
+            return tile
+        return replace(tile, kv_stages=2, source_stages=(4, 4) if tile.n == 32 else (2, 2), **_CONVERTING)
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
@@ -82,12 +89,18 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @property
     def has_narrow_kv(self) -> bool:
-        """Whether K and V have fewer than 16 bits."""
-        return self.kv_element.bits < 16
+        """Whether those that multiply take K and V of fewer than 16 bits."""
+        return self.operand_bits < 16
+
+    @property
+    def operand_bits(self) -> int:
+        """Bits of an element of K and V as those that multiply take it."""
+        return 16 if self.widens else self.kv_element.bits
 
     @property
     def widens(self) -> bool:
-        return False  # no warpgroup does: those that multiply do so in registers
+        wide_q = not self.multiplies_bytes and self.kv_type is not KvType.WIDE
+        return wide_q and max(self.head_dim_qk, self.head_dim_v) <= WIDENED_COLUMNS
 
     @property
     def widens_in_place(self) -> bool:

@@ -54,26 +54,15 @@ FAMILY_BUILDS = {"sm_120a": "sm_120f"}
 # load with TMA, which the others have as well; what needs the block-scaled instructions is refused when it compiles.
 ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
-# Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator only.
+# Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator, and those of
+# RUN_ON_HOPPER on a Hopper GPU besides, compiled for it.
 RUN_ON_HARDWARE = HOPPER
+RUN_ON_HOPPER = SM120
 
 
-def prefill_head_dim(dims: tuple[int, int]) -> str:
-    """The key of the feature that a prefill of these head dims (QK, V) needs."""
-    wide = ((512, 512),)
-    known = {"head_dim": COMMON_HEAD_DIMS, "wide_head_dim": wide, "multiple_head_dim": OTHER_HEAD_DIMS}
-    return next((key for key, listed in known.items() if dims in listed), "other_head_dim")
-
-
-def decode_head_dim(dim: int) -> str:
-    """The key of the feature that a decode of this head dim needs."""
-    known = {"head_dim": DECODE_HEAD_DIMS[:-1], "wide_head_dim": DECODE_HEAD_DIMS}
-    return next((key for key, listed in known.items() if dim in listed), "other_head_dim")
-
-
-def append_page_size(size: int) -> str:
-    """The key of the feature that an append to pages of so many tokens needs."""
-    return "page_size" if size <= MAX_PAGE_SIZE and size & (size - 1) == 0 else "other_page_size"
+def append_page_size(size: int) -> bool:
+    """Whether appending has kernels for pages of so many tokens."""
+    return size <= MAX_PAGE_SIZE and size & (size - 1) == 0
 
 
 def arch_of(device: torch.device) -> str:

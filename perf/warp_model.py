@@ -4,7 +4,8 @@ No such card was at hand, and nothing here was measured on one. A step of the lo
 a multiprocessor. Assumptions:
 
 * Enough warps are resident that latencies, and waits for each other, are hidden; so the model says what is possible.
-* Every warp that multiplies runs the loop once a step; warps that load or widen cost nothing.
+* Every warp that multiplies runs the loop once a step, and so do those that convert K and V for prefill. Warps that
+  load cost nothing, nor does the one that widens keys of MLA.
 * The units are those of the CUDA programming guide, at the rates of compute capability 12.0, and run side by side.
 * ldmatrix, loads, stores and what TMA writes share one port of shared memory, without bank conflicts.
 * Conversions from e4m3 to 16 bits run at a quarter of the rate of others. A Hopper GPU has no product of e4m3 for one
@@ -23,15 +24,15 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tabulate import tabulate
 
 from hopwell.kernels.hardware import LANES
 from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, sass_results
-from hopwell.perf.loops import innermost
+from hopwell.perf.loops import Loop, innermost
 from hopwell.perf.model import ISSUE, MMA, SHARED, Step
 from hopwell.perf.sass import Sass, disassemble, sass_loops
 
@@ -69,16 +70,19 @@ CARDS = (
         "24064 CUDA cores, 1792 GB/s, 4000 TFLOP/s of 4 bits with sparsity "
         "(https://gpu.name/posts/nvidia-unveils-rtx-pro-6000-blackwell-gpu-with-24-064-cores-and-96gb-memory, "
         "https://www.topcpu.net/es/news/nvidia-launches-96gb-rtx-5090-model-with-a-whopping-price-tag-of-10000); "
-        "1024 FLOP of 16 bits a cycle and multiprocessor (NVIDIA/cudnn-frontend, in its benchmarks of attention). "
-        "Assumed: the clock that gives 504 TFLOP/s of 16 bits",
+        "2.617 GHz and 504 TFLOP/s of 16 bits accumulated in float32 or float16 "
+        "(https://hmc-tech.com/gpu/nvidia-rtx-pro-6000-blackwell-vs-amd-radeon-pro-duo-polaris); 1024 FLOP of 16 bits "
+        "a cycle and multiprocessor (NVIDIA/cudnn-frontend, in its benchmarks of attention), which goes with that",
     ),
     Card(
         "RTX 5090", 170, 2.407e9, 1792e9, _HALVED | _SCALED,
         "170 multiprocessors, 2.407 GHz, 1792 GB/s "
         "(https://pocketmags.com/linux-format-magazine/may-2025/articles/nvidia-geforce-rtx-5090), which is 209.5 "
         "TFLOP/s of 16 bits accumulated in float32; on a smaller GeForce card, measured, 51, 102 and 202 TFLOP/s of 16 "
-        "bits, 8 bits and block-scaled 8 bits (https://github.com/flashinfer-ai/flashinfer/issues/3628); 4096 FLOP of "
-        "block-scaled 4 bits a cycle, measured (https://github.com/Neroued/ninfer/pull/160)",
+        "bits, 8 bits and block-scaled 8 bits (https://github.com/flashinfer-ai/flashinfer/issues/3628), and on an RTX "
+        "5060 Ti of 36 multiprocessors at 2.57 GHz 47 TFLOP/s of bfloat16, which is 508 FLOP a cycle and "
+        "multiprocessor, 185 of e4m3 and 342 of NVFP4 in cuBLAS (https://github.com/QuantumDrizzy/BLACKWALL); 4096 "
+        "FLOP of block-scaled 4 bits a cycle, measured (https://github.com/Neroued/ninfer/pull/160)",
     ),
     Card(
         "DGX Spark", 48, 2.5e9, 273e9, _FULL | _SCALED,
@@ -103,6 +107,7 @@ class LoopWork:
     results: Mapping[str, float]  # of a lane, by unit
     shared_bytes: int
     instructions: int
+    converting: LoopWork | None = None  # what a warp does that converts for those that multiply
 
 
 def product_of(one: Sass) -> tuple[str, int] | None:
@@ -144,6 +149,23 @@ def loop_work(code: Sequence[Sass]) -> LoopWork:
         return compares / sum(product_of(code[i]) is not None for i in path)
 
     instructions = [code[i] for i in min((loop.path for loop in loops), key=masking)]
+    return replace(_work(instructions), converting=_converting_work(code))
+
+
+def _converting_work(code: Sequence[Sass]) -> LoopWork | None:
+    """The loop that converts what it reads in shared memory and writes it there, if there is one."""
+
+    def converts(loop: Loop) -> bool:
+        found = {code[i].root for i in loop.path}
+        return {"LDS", "F2FP", "STS"} <= found and not any(product_of(code[i]) for i in loop.path)
+
+    found = innermost(sass_loops(code), converts)
+    return max(
+        (_work([code[i] for i in loop.path]) for loop in found), key=lambda does: does.instructions, default=None
+    )
+
+
+def _work(instructions: Sequence[Sass]) -> LoopWork:
     flop: Counter[str] = Counter()
     for kind, amount in filter(None, map(product_of, instructions)):
         flop[kind] += amount
@@ -158,11 +180,12 @@ def loop_work(code: Sequence[Sass]) -> LoopWork:
 @dataclass(frozen=True)
 class Shape:
     """How the loop is run: ``warps`` that multiply on a multiprocessor, of all its CTAs, and the bytes of K and V that
-    their steps load together."""
+    their steps load together. ``converting`` warps convert these beside them."""
 
     warps: int
     loaded_bytes: int
     streams: bool = False
+    converting: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,13 +214,19 @@ class Prediction:
 def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
     """Cycles of a multiprocessor for a step, by unit."""
     bytes_a_cycle = card.memory_bytes / card.clock / card.sms
+    beside = does.converting or LoopWork({}, {}, 0, 0)
+
+    def together(amount: Callable[[LoopWork], float]) -> float:
+        return shape.warps * amount(does) + shape.converting * amount(beside)
+
     units = {
         MMA: shape.warps * sum(amount / card.products[kind] for kind, amount in does.flop.items()),
-        SHARED: (shape.warps * does.shared_bytes + shape.loaded_bytes) / SHARED_BYTES,
-        ISSUE: shape.warps * does.instructions / ISSUE_RATE,
+        SHARED: (together(lambda each: each.shared_bytes) + shape.loaded_bytes) / SHARED_BYTES,
+        ISSUE: together(lambda each: each.instructions) / ISSUE_RATE,
         MEMORY: shape.loaded_bytes / bytes_a_cycle if shape.streams else 0.0,
     }
-    units |= {unit: shape.warps * LANES * does.results.get(unit, 0) / rate for unit, rate in LANE_RATES.items()}
+    lanes = {unit: together(lambda each, unit=unit: each.results.get(unit, 0)) for unit in LANE_RATES}  # type: ignore[misc]
+    units |= {unit: LANES * lanes[unit] / rate for unit, rate in LANE_RATES.items()}
     return Prediction(card, Step(units))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from tabulate import tabulate
 
 from hopwell.kernels.config import KernelConfig, KvFetch, KvType
+from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.problem import Family, MaskKind
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
 from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfig
@@ -52,9 +53,14 @@ class Loop:
         of_a_key = 2 * self.rows * (self.config.head_dim_qk + self.config.head_dim_v)
         return round(self.warps * sum(does.flop.values()) / of_a_key)
 
+    @property
+    def converting(self) -> int:
+        """Warps that convert K and V for those that multiply."""
+        return WARPS if self.config.family is Family.PREFILL and self.config.converts else 0
+
     def predict(self, does: LoopWork, card: Card) -> Prediction:
         loaded = round(self.keys(does) * self.key_bytes)
-        return predict(does, Shape(self.warps, loaded, self.streams), card)
+        return predict(does, Shape(self.warps, loaded, self.streams, self.converting), card)
 
 
 def prefill(name: str, dims: tuple[int, int], dtype: str = "bf16", **options: Any) -> Loop:
@@ -87,11 +93,12 @@ def loops() -> list[Loop]:
         prefill("prefill e4m3 d128, plain", (128, 128), "e4m3"),
         prefill("prefill e4m3 d128, block-scaled", (128, 128), "e4m3", block_scaled=True),
         prefill("prefill bf16 over e4m3 d128", (128, 128), kv_type=KvType.E4M3),
-        prefill("prefill bf16 over NVFP4 d128", (128, 128), kv_type=KvType.NVFP4),
+        *(prefill(f"prefill bf16 over NVFP4 d{dim}", (dim, dim), kv_type=KvType.NVFP4) for dim in (128, 256)),
         *(decode(f"decode bf16 d{dim}, 8 rows", dim, 8) for dim in (64, 128, 256)),
         decode("decode bf16 d128, 32 rows", 128, 32),
         decode("decode over e4m3 d128, 8 rows", 128, 8, KvType.E4M3),
         decode("decode over int8 d128, 8 rows", 128, 8, KvType.INT8),
+        decode("decode over NVFP4 d128, 8 rows", 128, 8, KvType.NVFP4),
         mla("MLA bf16 576/512, 16 rows"),
         mla("MLA over e4m3 576/512, 16 rows", KvType.E4M3),
     ]

@@ -77,12 +77,12 @@ class Shares(DeviceStruct):
     @cute.jit
     def store(self, piece, output, r: cutlass.Constexpr[int], reference, total, warp_row, half) -> None:
         """Store row r of a warp's accumulators, which are half of a piece's columns, in 16 bits, as they lie in
-        registers. :meth:`_merge_line` says where an element is."""
+        registers. :meth:`_merge_band` says where an element is."""
         largest = cute.arch.warp_reduction_max(largest_size(output, r), threads_in_group=output.lanes_per_row)
         scale, inverse = piece_scale(largest)
-        items = self._items_of_line
+        items = self._items_of_band
         first = self.slots.output(self.slots.place(piece), 0) + Int64(
-            self._line(warp_row, r, half) * items * ITEM_BYTES
+            self._band(warp_row, r, half) * items * ITEM_BYTES
         )
         for item in cutlass.range_constexpr(items):
             values = [output.get(r, item * EIGHT + c) * scale for c in range(EIGHT)]
@@ -95,11 +95,11 @@ class Shares(DeviceStruct):
             global_array(Float32, self.slots.statistics(row, SCALES))[half] = inverse
 
     @property
-    def _items_of_line(self) -> int:
+    def _items_of_band(self) -> int:
         return self.slots.columns // (2 * ITEM_COLUMNS)
 
-    def _line(self, warp_row, r, half):
-        """The number of a line among those of a piece."""
+    def _band(self, warp_row, r, half):
+        """The number of a band among those of a piece."""
         return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
@@ -142,14 +142,14 @@ class Shares(DeviceStruct):
         count = cutlass.min(count, slots.rows)
         rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8)
         first = piece - chunk * self.of_chunk
-        of_line = self._items_of_line
-        items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_line)
+        of_band = self._items_of_band
+        items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_band)
         shares = chunks * SHARES
         begin, end = (items * (chunk * SHARES + part + i) // shares for i in range(2))
-        for line in cutlass.range(begin // of_line, (end + (of_line - 1)) // of_line, unroll=1):
-            low, high = cutlass.max(begin, line * of_line), cutlass.min(end, (line + 1) * of_line)
-            own = (low - line * of_line, high - line * of_line)
-            self._merge_line_of(self.loads, line, own, first, chunks, rows, dtype)
+        for band in cutlass.range(begin // of_band, (end + (of_band - 1)) // of_band, unroll=1):
+            low, high = cutlass.max(begin, band * of_band), cutlass.min(end, (band + 1) * of_band)
+            own = (low - band * of_band, high - band * of_band)
+            self._merge_band_of(self.loads, band, own, first, chunks, rows, dtype)
         # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
         if first + slots.slots < pieces:
             cute.arch.sync_warp()  # all lanes have read
@@ -159,25 +159,25 @@ class Shares(DeviceStruct):
                     store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)
 
     @cute.jit
-    def _merge_line_of(
-        self, loads: cutlass.Constexpr, line, items, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr
+    def _merge_band_of(
+        self, loads: cutlass.Constexpr, band, items, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr
     ) -> None:
-        """Merge items of a line with the first of these ``loads`` that take all pieces at once, or with the last."""
+        """Merge items of a band with the first of these ``loads`` that take all pieces at once, or with the last."""
         (pieces_at_once, items_at_once), *rest = loads
         if const_expr(len(rest) > 0):
             if chunks > pieces_at_once:
-                self._merge_line_of(tuple(rest), line, items, first, chunks, rows, dtype)
+                self._merge_band_of(tuple(rest), band, items, first, chunks, rows, dtype)
             else:
-                self._merge_line(pieces_at_once, items_at_once, line, *items, first, chunks, rows, dtype)
+                self._merge_band(pieces_at_once, items_at_once, band, *items, first, chunks, rows, dtype)
         else:
-            self._merge_line(pieces_at_once, items_at_once, line, *items, first, chunks, rows, dtype)
+            self._merge_band(pieces_at_once, items_at_once, band, *items, first, chunks, rows, dtype)
 
     @cute.jit
-    def _merge_line(
+    def _merge_band(
         self,
         pieces_at_once: cutlass.Constexpr[int],
         items_at_once: cutlass.Constexpr[int],
-        line,
+        band,
         begin,
         end,
         first,
@@ -185,12 +185,12 @@ class Shares(DeviceStruct):
         rows: PackedRows,
         dtype: cutlass.Constexpr,
     ) -> None:
-        """Merge items [begin, end) of a line. A line is 8 rows of half of the columns, an item 32 columns of it: a row
+        """Merge items [begin, end) of a band. A band is 8 rows of half of the columns, an item 32 columns of it: a row
         for four lanes, two columns each of four accumulator blocks for a lane."""
         slots, lane, lanes = self.slots, cute.arch.lane_idx(), RowFragment.lanes_per_row
-        half, r, warp = line % 2, line // 2 % RowFragment.rows, line // (2 * RowFragment.rows)
+        half, r, warp = band % 2, band // 2 % RowFragment.rows, band // (2 * RowFragment.rows)
         row = warp * WARP_ROWS + RowFragment.row_offset(r) + RowFragment.first_row()
-        mine_in_line = line * (self._items_of_line * ITEM_BYTES) + lane * copy.CHUNK_BYTES
+        mine_in_band = band * (self._items_of_band * ITEM_BYTES) + lane * copy.CHUNK_BYTES
         for item in cutlass.range(begin, end, items_at_once, unroll=1):
             items = [cutlass.min(item + k, end - 1) for k in range(items_at_once)]
             values = [[Float32(0.0)] * EIGHT for _ in items]
@@ -201,7 +201,7 @@ class Shares(DeviceStruct):
                 places = [slots.place(first + cutlass.min(each, chunks - 1) * self.of_chunk) for each in mine]
                 loaded = []
                 for i in cutlass.range_constexpr(pieces_at_once):
-                    piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_line
+                    piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_band
                     loaded.append([copy.load_global(piece + each * ITEM_BYTES, 4, Int32) for each in items])
                 found = [copy.load_global(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
                 # Pieces are added as many at a time as a row has lanes, however many are under way, and roundings are
@@ -226,7 +226,7 @@ class Shares(DeviceStruct):
                                     values[k][2 * c + 1] = fma(its_weight, high, values[k][2 * c + 1])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if row < rows.count:
-                factor = rows.finish(row, reference, total, line % 2 == 0 and item == 0 and lane % lanes == 0)
+                factor = rows.finish(row, reference, total, band % 2 == 0 and item == 0 and lane % lanes == 0)
                 for k in cutlass.range_constexpr(items_at_once):
                     if item + k < end:
                         column = half * (slots.columns // 2) + items[k] * ITEM_COLUMNS + RowFragment.first_column()

@@ -15,6 +15,7 @@ from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_a
 from hopwell.kernels.parts.fragment import LaneRow
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.padding import fill_padding
 from hopwell.kernels.parts.scheduler import TileSchedule, WorkTile
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
@@ -113,6 +114,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         if warp == MMA_WARP:
             tmem.allocate(slot)
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
+        fill_padding(addresses, geometry)
         tmem.after_signal()
         tensor_memory = shared_array(Int32, slot)[0]
         registers = self.config.registers

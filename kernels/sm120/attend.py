@@ -119,7 +119,12 @@ class WarpOperands(RowOperands):
     @staticmethod
     def steps(config) -> int:
         """How many times ldmatrix reads the columns of K."""
-        return config.depth[0] * config.kv_element.bits // (8 * STEP_BYTES)
+        return config.depth[0] * config.operand_bits // (8 * STEP_BYTES)
+
+    @property
+    def columns_first(self) -> bool:
+        """How tiles of K and V lie, see ``copy.swizzled_layout``."""
+        return self.kernel.source.columns_first
 
     @property
     def keeps_q(self) -> bool:
@@ -145,7 +150,7 @@ class WarpOperands(RowOperands):
 
     def issue_qk(self, q_stage, k_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
-        columns, columns_first = config.operand_columns[0], self.kernel.source.columns_first
+        columns, columns_first = config.operand_columns[0], self.columns_first
         stage = self.k_tile + k_stage * (self.tile_n * columns * 2)
         q_tile = tied(self.q_tile, k_stage)  # the compiler would keep Q in registers that there are not
         self.s.fill(0.0)
@@ -166,7 +171,7 @@ class WarpOperands(RowOperands):
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
-        columns, columns_first = config.operand_columns[1], self.kernel.source.columns_first
+        columns, columns_first = config.operand_columns[1], self.columns_first
         stage = self.v_tile + v_stage * (self.tile_n * columns * 2)
         for step in range(self.tile_n // MMA_DEPTH):
             a = [self.p[4 * step + i] for i in range(4)]
@@ -188,3 +193,11 @@ class WarpOperands(RowOperands):
 
     def wait(self, pending: int) -> None:
         """Products are there when they have been issued."""
+
+
+@dataclass
+class ConvertedOperands(WarpOperands):
+    """K and V come from a warpgroup that has widened them. For its sake threads have fewer registers."""
+
+    most_q_words = 16
+    columns_first = False  # however what was loaded lies

@@ -10,6 +10,7 @@ class LaneReaders:
     """A base class before a kind of Hopper's kernels, whose warps multiply by mma.sync here."""
 
     config: Any
+    products_read_shared = False
 
     def set_registers(self, wanted: int) -> None:
         # ptxas gives threads of sm_120 no more registers than at launch, and as few as they need: in all there may be

@@ -1,4 +1,5 @@
-"""Operands of sm_120 prefill whose K and V have 8 or 4 bits: warps convert what they multiply, in registers.
+"""Operands of sm_120 prefill whose K and V have 8 or 4 bits where no warpgroup widens them: warps convert what they
+multiply, in registers.
 
 ldmatrix moves 16 bits at a time, whatever they are. Rows of K come as they lie: a word has four or eight neighbouring
 columns of a key, which take the places of neighbours in a product if Q is read in the same order. V comes transposed by
@@ -28,14 +29,14 @@ from hopwell.kernels.sm120.attend import WarpOperands
 @dataclass
 class NarrowOperands(WarpOperands):
     v_parts = 2  # fragments of O that a chunk of V gives
-    most_q_words = 16  # with 32, NVFP4 spills 18 registers in a step at 128 columns
+    most_q_words = 16  # conversion needs the registers of others
 
     def output(self) -> SplitRowFragment:
         return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row, self.v_parts)
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
-        columns, columns_first = config.operand_columns[1], self.kernel.source.columns_first
+        columns, columns_first = config.operand_columns[1], self.columns_first
         stage = self.v_tile + v_stage * (self.tile_n * columns * 2)
         words_of_p = LANES * self.p_bits // 64
         for part in range(self.tile_n // LANES):

@@ -1,10 +1,13 @@
 """sm_120 prefill: TMA, specialised warps, mma.sync; the roles, schedules and parts of Hopper's kernel."""
 
+from dataclasses import replace
 from typing import Any
 
 from hopwell.kernels.config import KvType
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.sm90.prefill import PrefillSm90, with_arguments
-from hopwell.kernels.sm120.attend import SkippingWarpAttend, WarpAttend, WarpOperands
+from hopwell.kernels.sm120.attend import ConvertedOperands, SkippingWarpAttend, WarpAttend, WarpOperands
 from hopwell.kernels.sm120.kernel import LaneReaders
 from hopwell.kernels.sm120.narrow_operands import ByteOperands, DequantisedOperands, WidenedOperands
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
@@ -21,12 +24,14 @@ class PrefillSm120(LaneReaders, PrefillSm90):
         warp 3 schedule    work tiles: which query rows, which keys, where they are
         warps 4.. attend   16 query rows each, from Q K^T to the output; at head dim 512 two warps have the same rows,
                            each for half of V's columns
+        the last 4 convert K and V of 8 and 4 bits become K and V of 16, up to 128 columns
 
     Edges (``PrefillSm120(config).edges``, printed by ``pipeline.describe``)
         Q       load_q -> attend      released when the output has been written, which is staged in its place
         K       load_k -> attend      released when S has been computed
         V       load_v -> attend      released when its product has been added to O
         work    schedule -> all       released as soon as it has been read
+        With warps that convert, K and V lead to them, and converted K and converted V from them to attend.
 
     Steady state: a step of two warps that share a scheduler, A and B. Nothing but the scheduler gives them turns: when
     one waits for its exponentials, the other's products are issued.
@@ -36,7 +41,8 @@ class PrefillSm120(LaneReaders, PrefillSm90):
         warp B         |  maximum, 2^(S(i+1) - ...), P(i+1)       |                                          |
         load_k, load_v |  fill the stages that the step before has released
 
-    Where K and V have fewer than 16 bits, products of both come with conversions, see ``narrow_operands.py``.
+    Where nobody converts K and V of fewer than 16 bits, products of both come with conversions, see
+    ``narrow_operands.py``.
     """
 
     staging_bytes = 0  # the output goes through Q's place
@@ -46,9 +52,15 @@ class PrefillSm120(LaneReaders, PrefillSm90):
         """What warps multiply."""
         if self.config.multiplies_bytes:
             return ByteOperands
+        if self.config.widens:
+            return ConvertedOperands
         return {KvType.WIDE: WarpOperands, KvType.E4M3: WidenedOperands, KvType.NVFP4: DequantisedOperands}[
             self.config.kv_type
         ]
+
+    def _more_edges(self) -> tuple[Edge, ...]:
+        # Lanes read what has been converted, and not the tensor cores.
+        return tuple(replace(edge, consumer_lanes=LANES, consumer_fences=False) for edge in super()._more_edges())
 
     @property
     def attend_types(self) -> tuple[type, type]:

@@ -35,7 +35,7 @@ def most_products(head_dim: int) -> int:
 
 
 @dataclass(frozen=True)
-class KeyShare(DeviceStruct):
+class WarpKeys(DeviceStruct):
     """What a warp has of the work: some of the rows, and which keys.
 
     It depends on the number of rows alone: up to ``rows`` each warp has keys of its own, up to twice as many two warps
@@ -50,7 +50,7 @@ class KeyShare(DeviceStruct):
     tile_steps: int  # in all
 
     @staticmethod
-    def of(count, products: int, kernel) -> "KeyShare":
+    def of(count, products: int, kernel) -> "WarpKeys":
         """Return how warps share a tile with ``count`` rows, of which each takes 8 * ``products``."""
         rows, warps, tile_steps = products * MMA_COLUMNS, kernel.storing_warps, kernel.tile.n // STEP_KEYS
         sharing, least = Int32(0), rows
@@ -59,7 +59,7 @@ class KeyShare(DeviceStruct):
             least *= 2
         steps = cutlass.max((tile_steps << sharing) // warps, 1)
         turns = cutlass.max((warps // tile_steps).bit_length() - 1 - sharing, 0)
-        return KeyShare(sharing, steps, turns, rows, warps, tile_steps)
+        return WarpKeys(sharing, steps, turns, rows, warps, tile_steps)
 
     @property
     def warp(self):
@@ -233,30 +233,30 @@ class ByteAttend(DecodeAttend):
         q_ring = self.rings.q
         operands = ByteOperands.create(self.kernel, self.tiles, products)
         softmax = ColumnSoftmax.over(self.softmax.scale, 2 * products)
-        share = KeyShare.of(count, products, self.kernel)
+        mine = WarpKeys.of(count, products, self.kernel)
         q_ring.wait_full(work)
-        operands.load_q(q_ring.stage(work), share.first_row)
+        operands.load_q(q_ring.stage(work), mine.first_row)
         cute.arch.sync_warp()
         q_ring.release(work)
         softmax.reset()
         operands.o.fill(0.0)
-        row = self.logit_row(tile, share.first_row, operands.scores())
+        row = self.logit_row(tile, mine.first_row, operands.scores())
         for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
-            self.attend_tile(operands, softmax, share, tile.keys, n, row, kv_step)
+            self.attend_tile(operands, softmax, mine, tile.keys, n, row, kv_step)
             kv_step += 1
         self.open_piece(tile, work)
-        self.hand_over(operands, softmax, share, count)
+        self.hand_over(operands, softmax, mine, count)
         self.rings.piece.fill(work)
 
     @cute.jit
-    def attend_tile(self, operands: ByteOperands, softmax, share: KeyShare, keys: TileRange, n, row, kv_step) -> None:
+    def attend_tile(self, operands: ByteOperands, softmax, mine: WarpKeys, keys: TileRange, n, row, kv_step) -> None:
         """Attend to this warp's keys of tile n."""
         k_ring, v_ring = self.rings.k, self.rings.v
         masked = n < keys.full_begin or n >= keys.full_end
-        steps = share.steps if share.has(n) else Int32(0)
+        steps = mine.steps if mine.has(n) else Int32(0)
         k_ring.wait_full(kv_step)
         for i in cutlass.range(steps, unroll=1):
-            step = share.first_step + i
+            step = mine.first_step + i
             scores = operands.scores()
             stage, first = k_ring.stage(kv_step), scores.columns * step
             operands.score(scores, [(stage, first + eight) for eight in range(scores.columns)])
@@ -273,15 +273,15 @@ class ByteAttend(DecodeAttend):
         v_ring.release(kv_step)
 
     @cute.jit
-    def hand_over(self, operands: ByteOperands, softmax, share: KeyShare, count) -> None:
+    def hand_over(self, operands: ByteOperands, softmax, mine: WarpKeys, count) -> None:
         """Leave this warp's rows for :class:`ByteMerge`."""
         exchange = Exchange.create(self.kernel, self.tiles)
         scores, (g, _) = operands.scores(), place_in_warp()
         for r in cutlass.range_constexpr(scores.rows):
             own = scores.first_row() + scores.row_offset(r)
-            row = share.warp * share.rows + own
+            row = mine.warp * mine.rows + own
             statistics = softmax.partial(r, scores.lanes_per_row)
-            if share.first_row + own < count:
+            if mine.first_row + own < count:
                 if g == 0:
                     copy.store_shared(exchange.row_statistics(row), statistics)
                 for block in operands.blocks:
@@ -323,25 +323,25 @@ class ByteMerge(Merge):
         count = cutlass.min(rows.count, ROWS)
         if const_expr(most_products(self.kernel.config.head_dim_v) > 1):
             if count <= MMA_COLUMNS:
-                self.add_up(KeyShare.of(count, 1, self.kernel), tile, rows, count, out_dtype)
+                self.add_up(WarpKeys.of(count, 1, self.kernel), tile, rows, count, out_dtype)
             else:
                 most = most_products(self.kernel.config.head_dim_v)
-                self.add_up(KeyShare.of(count, most, self.kernel), tile, rows, count, out_dtype)
+                self.add_up(WarpKeys.of(count, most, self.kernel), tile, rows, count, out_dtype)
         else:
-            self.add_up(KeyShare.of(count, 1, self.kernel), tile, rows, count, out_dtype)
+            self.add_up(WarpKeys.of(count, 1, self.kernel), tile, rows, count, out_dtype)
         self.meet()
 
     @cute.jit
-    def add_up(self, share: KeyShare, tile: SplitTile, rows: PackedRows, count, out_dtype: cutlass.Constexpr) -> None:
+    def add_up(self, mine: WarpKeys, tile: SplitTile, rows: PackedRows, count, out_dtype: cutlass.Constexpr) -> None:
         """Add up all rows: the output, or a piece of it."""
         quads = self.slots.columns // COLUMNS_AT_ONCE
         for item in cutlass.range(self.thread, count * quads, self.threads, unroll=1):
             row = item // quads
             quad = item - row * quads
-            places = [share.place(cutlass.min(i, share.groups - 1), row) for i in range(share.warps)]
+            places = [mine.place(cutlass.min(i, mine.groups - 1), row) for i in range(mine.warps)]
             statistics = [copy.load_shared(self.exchange.row_statistics(place), 2, Float32) for place in places]
             outputs = [copy.load_shared(self.exchange.quad(place, quad), COLUMNS_AT_ONCE, Float32) for place in places]
-            total = WeightedSum.nothing().plus(statistics, outputs, share.groups)
+            total = WeightedSum.nothing().plus(statistics, outputs, mine.groups)
             column = quad * COLUMNS_AT_ONCE
             if tile.chunks == 1:
                 factor = rows.finish(row, total.reference, total.sum, column == 0)

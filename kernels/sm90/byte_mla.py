@@ -325,7 +325,7 @@ class ByteMlaAttend(MlaAttend):
 
     @cute.jit
     def _add(self, operands, part: cutlass.Constexpr[int], p_ring, step, which: cutlass.Constexpr[int]) -> None:
-        """Add tile A (0) or B (1) to O, with the values of the keys' left (0) or right (1) part; then give them back."""
+        """Add tile A (0) or B (1) to O, with values of the left (0) or right (1) part; then give both back."""
         tile, ring = (self.tiles.k, self.tiles.v)[part], (self.rings.k, self.rings.v)[part]
         tile_step = 2 * step + which
         p_ring.wait_full(step)

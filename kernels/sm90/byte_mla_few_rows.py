@@ -19,7 +19,7 @@ from hopwell.kernels.parts.softmax import ColumnSoftmax, TileSoftmax
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.byte_mla import Values
-from hopwell.kernels.sm90.decode_few_rows import ColumnOperands, LeafTiles
+from hopwell.kernels.sm90.decode_few_rows import LeafTiles
 from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90, LatentLeafAttend, LatentLeafOperands, LatentMerge
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 

@@ -51,8 +51,9 @@ class Stream(DeviceStruct):
 
     def show(self, step) -> None:
         """Give the converted tile of ``step`` to those that multiply."""
-        # The tensor cores read what was written here through another proxy.
-        cute.arch.fence_proxy("async.shared", space="cta")
+        if const_expr(self.kernel.products_read_shared):
+            # The tensor cores read what was written here through another proxy.
+            cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
 
     def hand_over(self, step) -> None:

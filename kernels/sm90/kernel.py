@@ -22,6 +22,7 @@ class AttentionSm90(AttentionKernel):
 
     q_role = "load_q"  # who fetches Q
     warps_without_work = 0  # that do not read the board
+    products_read_shared = True  # operands are read by the tensor cores, not by the lanes of a warp
 
     @property
     def storing_warps(self) -> int:

@@ -17,6 +17,7 @@ from hopwell.kernels.parts.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.padding import fill_padding
 from hopwell.kernels.parts.scheduler import TileSchedule
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
@@ -82,6 +83,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         mask = IntervalMask(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
+        fill_padding(addresses, geometry)
 
         if warp < 4:
             self.set_registers(self.tile.producer_registers)

@@ -10,7 +10,7 @@ import torch
 from api_calls import FORMS, Form
 
 from hopwell import emulator
-from hopwell.kernels import features, support
+from hopwell.kernels import families, features, probes, support
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.families import prefill_type, shipped_configs
 from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
@@ -56,7 +56,8 @@ def test_a_row_without_cases_names_the_rest(entry: str) -> None:
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
     text = features.support_matrix()
-    kernels = {arch: "yes" if arch in support.RUN_ON_HARDWARE else "emulator-verified" for arch in support.ARCHS}
+    marks = {"sm_90a": "yes", "sm_120a": "emulator-verified, run on Hopper"}
+    kernels = {arch: marks.get(arch, "emulator-verified") for arch in support.ARCHS}
     for name, entry in features.ENTRIES.items():
         assert f"`{entry.module}.{name}`" in text
         for feature in entry.features:
@@ -194,16 +195,28 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
 def test_sm120_decodes_what_hopper_does(entry: str) -> None:
     for feature in features.ENTRIES[entry].features:
         assert ("sm_120a" in feature.archs) == ("sm_90a" in feature.archs), feature.key
-    dims = {dim for dim in range(8, 601, 8) if support.decode_head_dim(dim) != "other_head_dim"}
+    others = features.ENTRIES[support.XQA].feature("other_head_dim")
+    dims = {dim for dim in range(8, 601, 8) if not others.is_asked(probes.decode(dim=dim))}
     assert dims == set(DecodeConfig.head_dims) == set(Sm120DecodeConfig.head_dims)
 
 
 def test_every_prefill_head_dim_is_in_the_row_of_its_kernels() -> None:
-    context = features.ENTRIES[support.CONTEXT]
+    problems = {dims: probes.prefill(dims=dims) for dims in itertools.product(range(8, 601, 8), repeat=2)}
     for arch in support.ARCHS:
-        dims = itertools.product(range(8, 601, 8), repeat=2)
-        served = {one for one in dims if arch in context.feature(support.prefill_head_dim(one)).archs}
+        served = {dims for dims, one in problems.items() if features.lacking(support.CONTEXT, one, arch) is None}
         assert served == set(prefill_type(arch).all_tiles())
+
+
+@pytest.mark.parametrize("entry", features.ENTRIES)
+def test_problems_need_the_rows_that_they_stand_for(entry: str) -> None:
+    """The table refuses a problem exactly where no kernel serves it."""
+    for row in features.ENTRIES[entry].features:
+        for case in row.cases:
+            problem = row.probe(**case)
+            assert row.is_asked(problem), (row.key, case)
+            for arch in support.ARCHS:
+                lacks = features.lacking(entry, problem, arch) is not None
+                assert lacks == (families.refuse(problem, arch) is not None), (row.key, case, arch)
 
 
 @pytest.mark.parametrize(

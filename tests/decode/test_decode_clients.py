@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from batches import starts
-from decode_batches import DRAFT, FULL, DecodeBatch
+from decode_batches import DRAFT, FULL, NVFP4, DecodeBatch
 from decode_cases import draft_bits
 from entry_calls import repeated
 
@@ -59,7 +59,7 @@ def test_vllm_xqa_of_one_token(device: str) -> None:
     assert (room[data.tokens :] == 7).all()
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, NVFP4], ids=["wide", "e4m3", "nvfp4"])
 @pytest.mark.parametrize("heads", [4, 16])
 def test_vllm_xqa_of_uneven_drafts(kv_dtype: torch.dtype | None, heads: int, device: str) -> None:
     """Lengths come from the device; rows behind the last request's keep what they hold, and are not read."""
@@ -70,6 +70,8 @@ def test_vllm_xqa_of_uneven_drafts(kv_dtype: torch.dtype | None, heads: int, dev
     mask = torch.cat((problem.draft_mask, problem.draft_mask[:4]))
     options = dict(query=torch.cat((data.q, padding)), out=out, mask=mask, q_len_per_req=6)
     options |= dict(q_cu_seq_lens=data.ints(starts(data.q_lens)), return_lse=True, return_lse_base="basee")
+    if problem.kv_scales is not None:
+        options |= dict(kv_cache=(problem.key, problem.value), kv_cache_sf=tuple(vars(problem.kv_scales).values()))
     given, lse = repeated(decode.xqa_batch_decode_with_kv_cache, data, common(data, problem, **options))
     expected = data.expected_decode(DRAFT)
     assert given is out

@@ -122,6 +122,7 @@ def test_order_of_pages_does_not_matter() -> None:
         (fmha_v2_entry.test_layouts, (dict(mask_mode="causal"), CAUSAL)),
         (cudnn_entry.test_log_sum_exp, (False, True)),
         (cudnn_entry.test_log_sum_exp, (True, False)),
+        (cudnn_entry.test_padding_of_the_log_sum_exp, (torch.int64,)),
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )

@@ -22,8 +22,8 @@ def batch(device: str, q_lens: list[int], top_k: int = 0, **options: Any) -> Mla
     return MlaBatch(q_lens, KV_LENS, device=device, lists=lists, **({"heads": 8} | options))
 
 
-def call(data: MlaBatch, problem: Any, **more: Any) -> Any:
-    arguments: dict[str, Any] = dict(
+def arguments_of(data: MlaBatch, problem: Any) -> dict[str, Any]:
+    return dict(
         kv_cache=problem.key,
         workspace_buffer=torch.zeros(1 << 20, dtype=torch.int8, device=data.device),
         qk_nope_head_dim=128,
@@ -36,7 +36,10 @@ def call(data: MlaBatch, problem: Any, **more: Any) -> Any:
         bmm2_scale=1.0,
         multi_ctas_kv_counter_buffer=torch.zeros(64, dtype=torch.uint8, device=data.device),
     )
-    return repeated(decode.trtllm_batch_decode_with_kv_cache_mla, data, arguments | more)
+
+
+def call(data: MlaBatch, problem: Any, **more: Any) -> Any:
+    return repeated(decode.trtllm_batch_decode_with_kv_cache_mla, data, arguments_of(data, problem) | more)
 
 
 def even(data: MlaBatch) -> torch.Tensor:
@@ -74,6 +77,54 @@ def test_uneven_new_tokens(top_k: int, device: str) -> None:
     expected.check(out[: data.tokens])
     expected.check_lse(lse[: data.tokens], natural=False)
     assert (out[data.tokens :] == 7).all()
+
+
+@pytest.mark.parametrize("heads", [8, 40])
+def test_replays_with_other_new_tokens(heads: int, device: str) -> None:
+    """Under a graph requests get other numbers of new tokens, from none at all to the most. On the emulator later calls
+    find them in the memory of the first one."""
+    batches = [
+        batch(device, q_lens, heads=heads, seed=seed)
+        for seed, q_lens in enumerate(([3, 0, 2, 1], [0, 1, 3, 0], [0] * 4, [3] * 4, [1, 0, 0, 3]))
+    ]
+    rows = max(data.tokens for data in batches)
+    buffers = arguments_of(batches[0], batches[0].decode(64, ragged=True)) | dict(
+        query=torch.empty(rows, heads, 576, dtype=torch.bfloat16, device=device),
+        out=torch.empty(rows, heads, 512, dtype=torch.bfloat16, device=device),
+        lse=torch.empty(rows, heads, device=device),
+        cum_seq_lens_q=torch.empty(5, dtype=torch.int32, device=device),
+        max_q_len=3,
+    )
+
+    def fill(data: MlaBatch) -> None:
+        problem = data.decode(64, ragged=True)
+        for name in ("kv_cache", "block_tables", "seq_lens"):
+            buffers[name].copy_(arguments_of(data, problem)[name])
+        buffers["cum_seq_lens_q"].copy_(data.ints(starts(data.q_lens)))
+        buffers["query"].fill_(torch.nan)[: data.tokens] = data.q
+        for name in ("out", "lse"):
+            buffers[name].fill_(7.0)
+
+    def run() -> None:
+        decode.trtllm_batch_decode_with_kv_cache_mla(**buffers)
+
+    replay = run
+    if device == "cuda":
+        fill(batches[0])
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        replay = graph.replay
+    for data in batches:
+        fill(data)
+        replay()
+        if data.tokens:
+            expected = data.expected_mla()
+            expected.check(buffers["out"][: data.tokens])
+            expected.check_lse(buffers["lse"][: data.tokens], natural=False)
+        assert (buffers["out"][data.tokens :] == 7).all()
+        assert (buffers["lse"][data.tokens :] == 7).all()
 
 
 def test_vllm_sparse_rows_of_656_bytes(device: str) -> None:

@@ -129,6 +129,22 @@ def test_unpacking_of_e4m3_is_a_conversion_of_its_own() -> None:
     assert (units[UNPACKING], units[CONVERSION]) == (8, 2)
 
 
+def test_warps_that_convert_count_beside_those_that_multiply() -> None:
+    multiplies = loop("LDSM.16.M88.4 R4, [R9]", "HMMA.16816.F32 R0, R4, R2, R0")
+    copies = loop("LDS.128 R4, [R9]", "STS.128 [R8], R4", first=len(multiplies))
+    first = len(multiplies) + len(copies)
+    converts = loop("LDS.128 R4, [R9]", "F2FP.F16.E4M3.UNPACK_B R1, R4", "STS.128 [R8], R4", first=first)
+    does = loop_work([*multiplies, *copies, *converts, Sass("EXIT", 0)])
+    assert does.converting == LoopWork({}, {CONVERSION: 0, UNPACKING: 1}, 1024, 4)
+    assert loop_work(multiplies).converting is None
+    units = predict(does, Shape(8, 256, converting=4), PRO).step.units
+    assert units[ISSUE] == (8 * 3 + 4 * 4) / 4
+    assert units[SHARED] == (8 * 512 + 4 * 1024 + 256) / 128
+    assert (units[MMA], units[UNPACKING]) == (8 * 4, 4 * 32 / 16)
+    assert warp_report.prefill("prefill", (128, 128), kv_type=KvType.NVFP4).converting == 4
+    assert warp_report.prefill("prefill", (128, 128)).converting == 0
+
+
 def test_loops_know_their_keys_and_bytes() -> None:
     """A step of 64 keys of 576 and 512 columns, 16 rows and four warps; and one of prefill."""
     latent, first = warp_report.mla("MLA"), warp_report.prefill("prefill", (128, 128))

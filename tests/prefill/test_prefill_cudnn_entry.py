@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -145,6 +146,25 @@ def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
     assert torch.equal(out, without)
 
 
+@pytest.mark.parametrize("lens_dtype", [torch.int32, torch.int64], ids=str)
+def test_padding_of_the_log_sum_exp(lens_dtype: torch.dtype, device: str) -> None:
+    """There may be more rows than tokens, and fewer requests than multiprocessors, or more: all rows that no query has
+    become -inf, and those of tokens past the bound stay away from them."""
+    for q_lens, rows in (([3, 0, 17], 33), ([2, 0, 1, 1, 0, 2, 0, 0, 1], 3), ([0, 40], 7)):
+        data = Batch(q_lens, [9] * len(q_lens), 4, 2, device=device)
+        key, value, table = data.pages(16)
+        lse = torch.full((data.size, rows, 4), math.nan, device=device)
+        lengths = torch.tensor(q_lens, dtype=lens_dtype, device=device)
+        more = dict(max_token_per_sequence=rows, actual_seq_lens_q=lengths, lse=lse)
+        out, _ = cudnn(data, key, value, block_tables=table, **more)
+        expected = data.expected()
+        expected.check(out)
+        for i, (begin, length) in enumerate(zip(starts(q_lens), q_lens, strict=False)):
+            there = min(length, rows)
+            assert (lse[i, there:] == -math.inf).all()
+            replace(expected, lse=expected.lse[begin : begin + there]).check_lse(lse[i, :there])
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_single_request_without_offsets(dtype: torch.dtype, device: str) -> None:
     data = Batch([130], [300], dtype=dtype, device=device)
@@ -241,25 +261,3 @@ def test_offsets_in_tokens(device: str) -> None:
     assert torch.equal(out, without[0])
     converted, _ = cudnn(data, key, value, **wrapper, batch_offsets_o=None, o_data_type=FP16)
     data.expected(out_dtype=FP16).check(converted)
-
-
-def test_padding_requests(device: str) -> None:
-    """The call of SGLang's vision encoders: a batch is padded with requests of length 0, all of which start behind the
-    last token, and offsets are of shape [batch + 1, 1, 1, 1]."""
-    lengths = [70, 130]
-    data = Batch(lengths, lengths, 4, 4, 80, device=device)
-    ends = [*starts(lengths), *[data.tokens] * 3]
-    offsets = elements(data, ends, 4 * 80).view(-1, 1, 1, 1)
-    padded = data.ints([*lengths, *[0] * 3]).view(-1, 1, 1, 1)
-    out, none = cudnn(
-        data,
-        torch.cat(data.k),
-        torch.cat(data.v),
-        causal=False,
-        return_lse=False,
-        actual_seq_lens_q=padded,
-        actual_seq_lens_kv=padded,
-        **{f"batch_offsets_{name}": offsets for name in "qkvo"},
-    )
-    assert none is None
-    data.expected(FULL).check(out)

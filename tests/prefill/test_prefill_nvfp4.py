@@ -63,7 +63,7 @@ def check(dims: tuple[int, int], page_size: int, mask: Mask, q_dtype: torch.dtyp
     reference_data.q = data.q.to(FP16) if q_dtype is E4M3 else data.q
     reference_data.k, reference_data.v = data.k, data.v
     dense = wide(data, page_size, reference_data.q.dtype)
-    check_bits_of_16_bits(out, context(reference_data, dense, table, **given))
+    check_bits_of_16_bits(out, context(reference_data, dense, table, **given), dims[0])
     if q_dtype is not E4M3:
         data.expected_low(mask).check(out)
 

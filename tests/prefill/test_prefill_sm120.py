@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import test_prefill_cudnn_entry as cudnn_entry
 import test_prefill_fp8 as e4m3
 import test_prefill_nvfp4 as nvfp4
 import torch
@@ -109,11 +110,12 @@ def test_other_devices_give_the_same_bits(arch: str, monkeypatch: pytest.MonkeyP
         (e4m3.test_places_of_pages_and_requests_change_no_bit, {}),
         (e4m3.test_skip_softmax_leaves_tiles_out, {}),
         (nvfp4.test_nvfp4_output, dict(dims=(64, 64), few=False)),
+        (cudnn_entry.test_padding_of_the_log_sum_exp, dict(lens_dtype=torch.int32)),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_properties_of_narrow_operands(property_holds: Any, arguments: dict[str, Any]) -> None:
-    """What is tested of operands and outputs of 8 and 4 bits elsewhere holds for these kernels as well."""
+def test_properties_of_other_tests(property_holds: Any, arguments: dict[str, Any]) -> None:
+    """What is tested elsewhere of operands of 8 and 4 bits, and of padding, holds for these kernels as well."""
     from hopwell import emulator
 
     with emulator.use("sm_120a"):

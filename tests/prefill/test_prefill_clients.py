@@ -1,0 +1,80 @@
+"""The calls that serving engines make for prefill, as they stand in their sources, against float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from batches import CAUSAL, FULL, Batch, starts, window
+from entry_calls import KV_LENS, Q_LENS, context, cudnn, elements
+from test_prefill_fp8 import BF16, FP8, ByteBatch
+
+
+def padded(data: Batch, dtype: torch.dtype) -> torch.Tensor:
+    """An output with rows for more tokens, as full graphs have them."""
+    return torch.full((data.tokens + 6, data.heads, data.head_dim), 7.0, dtype=BF16, device=data.device).to(dtype)
+
+
+@pytest.mark.parametrize("out_dtype", [None, BF16, FP8], ids=str)
+def test_vllm_context(out_dtype: torch.dtype | None, device: str) -> None:
+    """K and V are halves of the rows of one cache; queries and cache have 8 bits where ``out_dtype`` is given. The
+    workspace is zeroed and the counters are for others' kernels."""
+    has_bytes = out_dtype is not None
+    data = (ByteBatch if has_bytes else Batch)(Q_LENS, KV_LENS, 4, 2, device=device)
+    key, value, table = data.pages(16)
+    cache = torch.cat((key, value), -1)
+    out = padded(data, out_dtype or data.dtype)
+    client: dict[str, Any] = dict(
+        workspace_buffer=torch.zeros(1 << 20, dtype=torch.uint8, device=device),
+        window_left=-1,
+        sinks=None,
+        o_sf_scale=None,
+        out=out[: data.tokens],
+        kv_cache_sf=None,
+        multi_ctas_kv_counter_buffer=torch.zeros(64, dtype=torch.uint8, device=device),
+    )
+    if has_bytes:
+        client["query"], cache = data.q.to(FP8), cache.to(FP8)
+    context(data, cache.split(data.head_dim, -1), table, kv_layout="HND", **client)
+    if isinstance(data, ByteBatch):
+        data.check_bytes(out[: data.tokens], CAUSAL)
+    else:
+        data.expected().check(out[: data.tokens])
+    assert (out[data.tokens :].float() == 7).all()
+
+
+@pytest.mark.parametrize("left", [-1, 40])
+def test_sglang_context(left: int, device: str) -> None:
+    """Its default on Blackwell: NHD pools seen as HND, sinks or none, and what other kernels would need by name."""
+    data = Batch(Q_LENS, KV_LENS, 4, 2, device=device)
+    key, value, table = data.pages(16)
+    pair = tuple(pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (key, value))
+    sinks = torch.randn(4, generator=torch.Generator().manual_seed(1)).to(device) if left >= 0 else None
+    options: dict[str, Any] = dict(sinks=sinks, window_left=left, out_dtype=data.dtype, kv_cache_sf=None, causal=True)
+    options |= dict(skip_softmax_threshold_scale_factor=None)
+    out = context(data, pair, table, **options)
+    data.expected(window(left) if left >= 0 else CAUSAL, sinks=sinks).check(out)
+
+
+@pytest.mark.parametrize("head_dim", [72, 80])
+def test_vision_encoders_with_padding_requests(head_dim: int, device: str) -> None:
+    """SGLang and TokenSpeed pad a batch with requests of length 0, all of which start behind the last token; offsets
+    are of shape [batch + 1, 1, 1, 1]. 16 heads of 1152 columns are 72 wide."""
+    lengths = [70, 130]
+    data = Batch(lengths, lengths, 4, 4, head_dim, device=device)
+    ends = [*starts(lengths), *[data.tokens] * 3]
+    offsets = elements(data, ends, 4 * head_dim).view(-1, 1, 1, 1)
+    all_lengths = data.ints([*lengths, *[0] * 3]).view(-1, 1, 1, 1)
+    out, none = cudnn(
+        data,
+        torch.cat(data.k),
+        torch.cat(data.v),
+        causal=False,
+        return_lse=False,
+        actual_seq_lens_q=all_lengths,
+        actual_seq_lens_kv=all_lengths,
+        **{f"batch_offsets_{name}": offsets for name in "qkvo"},
+    )
+    assert none is None
+    data.expected(FULL).check(out)
