@@ -101,7 +101,6 @@ class ScaleRows(DeviceStruct):
                     words[i // 2] = words[i // 2] | (pair << (16 * (i % 2)))
         return words
 
-
     def factors(self, words: list, pair: int, dtype, *, apart: bool):
         """The scales of blocks 2 ``pair`` and 2 ``pair`` + 1 of what has been read, as numbers of ``dtype``."""
         if apart and self.interleaves:

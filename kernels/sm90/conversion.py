@@ -303,7 +303,8 @@ class Conversion(DeviceStruct):
             )
             table = e2m1.table_words(kernel.dtype, sources[0] + cute.arch.thread_idx()[0] * copy.CHUNK_BYTES)
             return Conversion(
-                tuple(DequantisingStream(*place, each, table) for place, each in zip(places, scales, strict=True)), board
+                tuple(DequantisingStream(*place, each, table) for place, each in zip(places, scales, strict=True)),
+                board,
             )
         return Conversion(tuple(WideningStream(*place) for place in places), board)
 

@@ -54,6 +54,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         What is converted ends at convert, which releases it when it has written a stage of
         converted K  convert -> attend   and
         converted V  convert -> attend   released as K and V are elsewhere
+        Where K and V are widened in place, at head dim 256, loaded K and loaded V lead from the loaders to convert, and
+        K and V from convert to attend, which gives their place back to load_k and load_v
 
     Steady state: one step of two consumer warpgroups, A and B. "S" and "O" are matrix products on the tensor cores,
     which take about half of a step for each warpgroup; named barriers give the warpgroups turns at them.
