@@ -78,14 +78,14 @@ OTHER_TILES = {
 SHORT_WINDOW, SHORT_STEP = 512, 64
 # Where K and V are converted there is one more warpgroup, for which the others leave registers, and there are stages of
 # what was loaded beside those of what is multiplied. Widened and beyond head dim 128, shared memory has one of either.
-_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=40, consumer_registers=208, converting_registers=56)
+_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_registers=208, converting_registers=64)
 # Where V is transposed, loaders and the converting warpgroup do with fewer registers, and 8 more for the consumers gave
 # 1 to 2 %. Steps of 160 keys at head dim 128: 778 and 700 TFLOP/s at 1 x 16384 and 4 x 4096 tokens, 742 and 670 with
 # 128, 729 and 654 with 96 (H200, 2026-11-24).
 _TRANSPOSING: dict[str, Any] = dict(producer_registers=32, consumer_registers=216, converting_registers=48)
 BYTE_STEP = 160
 WIDENED_PAIRS_TO = 128
-MOST_COLUMNS_OF_512_THREADS = 192  # of V: ptxas refuses a product of 256 columns in a kernel of 128 registers at launch
+WIDENED_APART_TO = 192  # beyond, K and V are widened in the place that they are loaded to
 # The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
 # share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230 instead of 299. Where
 # tiles are full anyway, packing costs: 8 x 512 queries of 16384 keys take 12 % more time, 64 x 256 9 %, 64 x 128 18 %
@@ -149,10 +149,12 @@ class PrefillConfig(KernelConfig):
     @classmethod
     def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
         """The tile where keys and values are widened and would have ``tile`` in the type of the queries."""
+        if max(dims) > WIDENED_APART_TO:
+            return replace(tile, m=_MIDDLE.m, **_CONVERTING)
         has_pairs = max(dims) <= WIDENED_PAIRS_TO
         return replace(
             tile,
-            m=_MIDDLE.m if dims[1] <= MOST_COLUMNS_OF_512_THREADS else _MIDDLE.m // 2,
+            m=_MIDDLE.m,
             kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
             source_stages=(2, 1) if has_pairs else (1, 1),
             **_CONVERTING,
@@ -189,7 +191,11 @@ class PrefillConfig(KernelConfig):
 
     @property
     def widens(self) -> bool:
-        return self.kv_type is not KvType.WIDE
+        return self.kv_type is not KvType.WIDE and not self.widens_in_place
+
+    @property
+    def widens_in_place(self) -> bool:
+        return self.kv_type is not KvType.WIDE and max(self.head_dim_qk, self.head_dim_v) > WIDENED_APART_TO
 
     @property
     def transposes_v(self) -> bool:
@@ -211,6 +217,8 @@ class PrefillConfig(KernelConfig):
         """Bytes of a tile of K and of V as they are multiplied, where they are converted."""
         if self.transposes_v:
             return {"V": self.depth[1] * self.transposed_columns}
+        if self.widens_in_place:
+            return {}
         return {name: self.tile.n * columns * 2 for name, columns in zip("KV", self.operand_columns, strict=True)}
 
     @property

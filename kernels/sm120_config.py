@@ -103,6 +103,10 @@ class Sm120PrefillConfig(PrefillConfig):
         return wide_q and max(self.head_dim_qk, self.head_dim_v) <= WIDENED_COLUMNS
 
     @property
+    def widens_in_place(self) -> bool:
+        return False  # as above
+
+    @property
     def transposes_v(self) -> bool:
         return False  # as above
 

@@ -54,6 +54,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         What is converted ends at convert, which releases it when it has written a stage of
         converted K  convert -> attend   and
         converted V  convert -> attend   released as K and V are elsewhere
+        Where K and V are widened in place, at head dim 256, loaded K and loaded V lead from the loaders to convert, and
+        K and V from convert to attend, which gives their place back to load_k and load_v
 
     Steady state: one step of two consumer warpgroups, A and B. "S" and "O" are matrix products on the tensor cores,
     which take about half of a step for each warpgroup; named barriers give the warpgroups turns at them.
@@ -88,12 +90,12 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         if warp < 4:
             self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
-                key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), rings.k, partial_barriers, board, key)
+                key, ring = KvOperand.key(addresses, geometry, self.config), self.loading_ring(rings, 0)
+                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), ring, partial_barriers, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
                 shared = shared_address(tiles.loaded[1].iterator)
-                self.load_kv(v_atom, shared, rings.v, partial_barriers + 1, board, value)
+                self.load_kv(v_atom, shared, self.loading_ring(rings, 1), partial_barriers + 1, board, value)
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, rings.q, board, self.tile_shape(geometry).tokens)
             if warp == SCHEDULE_WARP:
@@ -155,6 +157,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         edges = super()._kv_edges(consumer, warps)
+        if self.config.widens_in_place:
+            return self.edges_in_place(edges, "convert")
         converted = [self._is_converted(is_value) for is_value in (False, True)]
         readers = [("convert", WARPS) if is_converted else (consumer, warps) for is_converted in converted]
         return [
@@ -170,6 +174,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         return {"convert": WARPS} if self.config.converts else {}
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
+        if self.config.widens_in_place:
+            return {}
         arrivals = super().kv_arrivals(is_value)
         if not self._is_converted(is_value):
             return arrivals

@@ -1,4 +1,5 @@
-"""V of 8 bits on its way to the tensor cores: what a warp transposes, and which keys and columns meet there."""
+"""K and V of 8 bits on their way to the tensor cores: what is widened, what a warp transposes, and which keys and
+columns meet there."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import cutlass.cute as cute
 import pytest
 from lane_threads import Lanes
 
+from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.sm90 import conversion
@@ -20,12 +22,13 @@ from hopwell.kernels.sm90.byte_prefill import (
     ByteOperands,
     part_columns,
 )
-from hopwell.kernels.sm90.conversion import PAIRED_KEYS, TransposingStream
+from hopwell.kernels.sm90.conversion import PAIRED_KEYS, TransposingStream, WideningStream
 from hopwell.kernels.support import BYTE_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
 
-KEYS, TARGET = 64, 1 << 20  # of a tile, and where its transposed stage begins
+KEYS, TARGET = 64, 1 << 20  # of a tile, and where its converted stage begins
+RING_METHODS = ("wait_full", "wait_empty", "release")
 
 
 class Bytes(Lanes):
@@ -65,6 +68,62 @@ class Bytes(Lanes):
         """Eight rows at a time are served, which lie in different banks."""
         for first in range(0, 32, 8):
             assert len({row % 128 for row in rows[first : first + 8]}) == 8
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is read once and becomes two where the layout has them. Of 8 lanes, no two meet in a bank."""
+    loaded = -(-columns // 128) * 64  # in units of 16 bits
+    source = {
+        copy.tile_chunk(0, row, chunk, KEYS, loaded, columns_first): (row, chunk)
+        for row, chunk in itertools.product(range(KEYS), range(columns // 16))
+    }
+    config = SimpleNamespace(
+        columns=(loaded, loaded),
+        stage_columns=(columns, columns) if in_place else (loaded, loaded),
+        operand_columns=(columns, columns),
+        widens_in_place=in_place,
+        kv_type=None,
+    )
+    ring = SimpleNamespace(stage=lambda step: 0, **dict.fromkeys(RING_METHODS, lambda step: None))
+    kernel = SimpleNamespace(
+        config=config, dtype=None, tile=SimpleNamespace(n=KEYS), source=SimpleNamespace(columns_first=columns_first)
+    )
+    stream = WideningStream(kernel, 0, ring, TARGET, ring, 0)
+    monkeypatch.setattr(WideningStream, "show", lambda self, step: None)
+    monkeypatch.setattr(cutlass, "range_constexpr", range)
+    monkeypatch.setattr(cute.arch, "barrier", lambda **_: None)
+    monkeypatch.setattr(conversion, "widened_words", lambda kind, dtype, word: [(*word, half) for half in range(2)])
+    reads: list[list[int]] = []
+    writes: list[dict[int, Any]] = []
+
+    def load(address: int, count: int) -> list[Any]:
+        reads[-1].append(address)
+        return [(*source[address], word) for word in range(count)]
+
+    monkeypatch.setattr(copy, "load_shared", load)
+    monkeypatch.setattr(copy, "store_shared", lambda address, words: writes[-1].update({address: words}))
+    for thread in range(WARPGROUP):
+        monkeypatch.setattr(cute.arch, "thread_idx", lambda thread=thread: (thread, 0, 0))
+        reads.append([])
+        writes.append({})
+        WideningStream.convert.__wrapped__(stream, 0, [])
+    assert sorted(itertools.chain(*reads)) == sorted(source)
+    for first in range(0, WARPGROUP, 8):
+        for lanes in (reads[first : first + 8], map(list, writes[first : first + 8])):
+            assert all(len({address % 128 for address in addresses}) == 8 for addresses in zip(*lanes, strict=True))
+    found = {address: words for of_thread in writes for address, words in of_thread.items()}
+    assert len(found) == sum(map(len, writes))
+    target_first = in_place and columns_first
+    assert found == {
+        copy.tile_chunk(TARGET, row, 2 * chunk + half, KEYS, columns, target_first): [
+            (row, chunk, 2 * half + word, part) for word in range(2) for part in range(2)
+        ]
+        for row, chunk in source.values()
+        for half in range(2)
+    }
 
 
 @pytest.mark.parametrize("columns_first", [False, True])
