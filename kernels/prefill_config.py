@@ -140,11 +140,11 @@ class PrefillConfig(KernelConfig):
             registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
             tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
         if multiplies_bytes:
-            return cls.byte_tile(dims, tile, short_steps, flushes=cls.flushes(dims, score, skip_softmax, short_steps))
+            return cls.byte_tile(dims, tile, short_steps, cls.flushes(dims, skip_softmax, short_steps))
         return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile)
 
     @classmethod
-    def flushes(cls, dims: tuple[int, int], score: ScoreKind, skip_softmax: bool, short_steps: bool) -> bool:
+    def flushes(cls, dims: tuple[int, int], skip_softmax: bool, short_steps: bool) -> bool:
         """Whether products of 8-bit operands accumulate O themselves, see ``sm90/byte_flush.py``: where its sum in
         float32 has room beside the stages."""
         return dims == (128, 128) and not skip_softmax and not short_steps
@@ -209,8 +209,8 @@ class PrefillConfig(KernelConfig):
 
     @property
     def flushes_output(self) -> bool:
-        choices = self.score, self.skip_softmax, self.short_steps
-        return self.multiplies_bytes and self.flushes((self.head_dim_qk, self.head_dim_v), *choices)
+        dims = self.head_dim_qk, self.head_dim_v
+        return self.transposes_v and self.flushes(dims, self.skip_softmax, self.short_steps)
 
     @property
     def widens(self) -> bool:
