@@ -254,26 +254,32 @@ class TransposingStream(Stream):
         self.target_ring.wait_empty(step)
         source = self.source + self.source_ring.stage(step) * (2 * n * config.columns[1])
         target = self.target + self.target_ring.stage(step) * config.converted_bytes["V"]
-        for i in cutlass.range(warp_in_group(), n // PAIRED_KEYS * chunks, WARPS, unroll=4):
-            self._transpose(source, target, i // chunks, i % chunks)
+        for chunk in cutlass.range(warp_in_group(), chunks, WARPS, unroll=1):
+            self._transpose(source, target, chunk)
         self.hand_over(step)
 
-    def _transpose(self, source, target, pair, chunk) -> None:
-        """Transpose 32 keys of 16 columns, by one warp."""
+    def _transpose(self, source, target, chunk) -> None:
+        """Transpose 16 columns, by one warp, 32 keys at a time."""
         config, n = self.kernel.config, self.kernel.tile.n
-        lane = cute.arch.lane_idx()
-        key = PAIRED_KEYS * pair + lane
-        place = copy.tile_chunk(source, key, chunk, n, config.columns[1], self.kernel.source.columns_first)
-        words = copy.load_matrix_x4(place, transposes=True)
-        turned = [
-            prmt(words[2 * half], words[2 * half + 1], select)
-            for half in range(2)
-            for select in (EVEN_BYTES, ODD_BYTES)
-        ]
-        # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the others.
-        row, column = copy.CHUNK_BYTES * chunk + lane % 16, 2 * pair + lane // 16
+        lane, columns, columns_first = cute.arch.lane_idx(), config.columns[1], self.kernel.source.columns_first
         width = config.transposed_columns // 2
-        copy.store_matrix_x4(copy.tile_chunk(target, row, column, config.depth[1], width, False), turned)
+        first = copy.tile_chunk(source, lane, chunk, n, columns, columns_first)
+        step = copy.block_row(PAIRED_KEYS, 0, n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
+        # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the others.
+        row = copy.CHUNK_BYTES * chunk + lane % 16
+        place = copy.tile_chunk(target, row, lane // 16, config.depth[1], width, False)
+        for pair in range(n // PAIRED_KEYS):
+            words = copy.load_matrix_x4(first + pair * step, transposes=True)
+            turned = [
+                prmt(words[2 * half], words[2 * half + 1], select)
+                for half in range(2)
+                for select in (EVEN_BYTES, ODD_BYTES)
+            ]
+            # A pair has two chunks of a row, of which the swizzle changes nothing but bits, so that exclusive or leads
+            # from one to the next: 24 instead of 75 instructions, 1.01 of the rate (H100, 2026-11-25).
+            block, within = divmod(2 * pair, copy.CHUNKS_PER_ROW)
+            block_start = block * config.depth[1] * copy.SWIZZLE_ROW_BYTES
+            copy.store_matrix_x4((place ^ (within * copy.CHUNK_BYTES)) + block_start, turned)
 
 
 @dataclass

@@ -25,10 +25,11 @@ from hopwell.kernels.parts.softmax import OnlineSoftmax, TileSoftmax
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.skeleton import PrefillLaunch, example_arguments
+from hopwell.kernels.sm90.byte_flush import FLUSHED_BYTES, FlushingByteAttend
 from hopwell.kernels.sm90.byte_prefill import ByteAttend
 from hopwell.kernels.sm90.conversion import Conversion
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
-from hopwell.kernels.sm90.prefill_attend import PrefillAttend
+from hopwell.kernels.sm90.overlapped_attend import PairedAttend, ShadedAttend
 from hopwell.kernels.sm90.skip import SkippingAttend, SkippingByteAttend
 
 
@@ -66,7 +67,9 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         load_k, load_v | fill the stages that the step before has released
     """
 
-    staging_bytes = STAGING_BYTES
+    @property
+    def staging_bytes(self) -> int:
+        return STAGING_BYTES + (FLUSHED_BYTES if self.config.flushes_output else 0)
 
     @cute.kernel
     def kernel(
@@ -153,7 +156,9 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
     @property
     def attend_types(self) -> tuple[type, type]:
         """What the consumer warpgroups do, without skip-softmax and with it."""
-        return (ByteAttend, SkippingByteAttend) if self.config.multiplies_bytes else (PrefillAttend, SkippingAttend)
+        if self.config.multiplies_bytes:
+            return FlushingByteAttend if self.config.flushes_output else ByteAttend, SkippingByteAttend
+        return PairedAttend if self.config.pairs_steps else ShadedAttend, SkippingAttend
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         edges = super()._kv_edges(consumer, warps)

@@ -20,9 +20,10 @@ from hopwell.kernels.sm90.byte_prefill import (
     PART_COLUMNS,
     PRODUCT_REGISTERS,
     ByteOperands,
+    PartOperands,
     part_columns,
 )
-from hopwell.kernels.sm90.conversion import PAIRED_KEYS, TransposingStream, WideningStream
+from hopwell.kernels.sm90.conversion import TransposingStream, WideningStream
 from hopwell.kernels.support import BYTE_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
@@ -126,35 +127,39 @@ def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monke
     }
 
 
+@pytest.mark.parametrize("keys", [64, 192])
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("columns", [32, 80, 192])
-def test_transposed_keys_and_columns(columns: int, columns_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposed_keys_and_columns(
+    columns: int, columns_first: bool, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each byte of the target is what the order says: keys 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 side by side, even columns
     before odd ones. Reads and writes meet no bank conflict."""
     warp = Bytes(monkeypatch)
     loaded = -(-columns // 128) * 64  # in units of 16 bits
-    config = SimpleNamespace(columns=(loaded, loaded), depth=(columns, columns), transposed_columns=128)
+    width = -(-keys // 128) * 128
+    config = SimpleNamespace(columns=(loaded, loaded), depth=(columns, columns), transposed_columns=width)
     kernel = SimpleNamespace(
-        config=config, tile=SimpleNamespace(n=KEYS), source=SimpleNamespace(columns_first=columns_first)
+        config=config, tile=SimpleNamespace(n=keys), source=SimpleNamespace(columns_first=columns_first)
     )
-    for key, column in itertools.product(range(KEYS), range(columns)):
-        chunk = copy.tile_chunk(0, key, column // 16, KEYS, loaded, columns_first)
+    for key, column in itertools.product(range(keys), range(columns)):
+        chunk = copy.tile_chunk(0, key, column // 16, keys, loaded, columns_first)
         warp.memory[chunk + column % 16] = (key, column)
-    assert len(warp.memory) == KEYS * columns
+    assert len(warp.memory) == keys * columns
     stream = TransposingStream(kernel, 0, None, TARGET, None)
 
     def work() -> None:
-        for pair, chunk in itertools.product(range(KEYS // PAIRED_KEYS), range(columns // 16)):
-            stream._transpose(0, TARGET, pair, chunk)
+        for chunk in range(columns // 16):
+            stream._transpose(0, TARGET, chunk)
 
     warp.run(work)
     found = {place: value for place, value in warp.memory.items() if place >= TARGET}
     want = {}
-    for row, place in itertools.product(range(columns), range(KEYS)):
+    for row, place in itertools.product(range(columns), range(keys)):
         lane, byte = divmod(place % 16, 4)
         key = place // 16 * 16 + 2 * lane + (0, 1, 8, 9)[byte]
         column = row // 16 * 16 + row % 8 * 2 + row % 16 // 8
-        want[copy.tile_chunk(TARGET, row, place // 16, columns, 64, False) + place % 16] = (key, column)
+        want[copy.tile_chunk(TARGET, row, place // 16, columns, width // 2, False) + place % 16] = (key, column)
     assert found == want
 
 
@@ -184,7 +189,7 @@ def test_parts_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> No
     operands = SimpleNamespace(o=[1.0 + i for i in range(size * parts)], part=None)
     for part in range(parts):
         operands.part = [0.25 * (part * size + i) for i in range(size)]
-        ByteOperands.add_part.__wrapped__(operands, part, factors)
+        PartOperands.add_part.__wrapped__(operands, part, factors)
     rows = [i // 2 % 2 for i in range(size * parts)]
     assert operands.o == [(1.0 + i) * factors[row] + 0.25 * i for i, row in enumerate(rows)]
 
@@ -192,7 +197,7 @@ def test_parts_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dims", BYTE_HEAD_DIMS, ids=str)
 def test_parts_of_v_begin_at_swizzle_atoms(dims: tuple[int, int]) -> None:
     """All products together have all columns."""
-    n = PrefillConfig.tile_of(dims, multiplies_bytes=True).n
+    n = PrefillConfig.tile_of(dims, skip_softmax=True, multiplies_bytes=True).n
     width = part_columns(dims[1], n)
     assert dims[1] % width == 0
     assert width % copy.GROUP_ROWS == 0
