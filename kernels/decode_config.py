@@ -173,6 +173,14 @@ class DecodeConfig(KernelConfig):
         return 1 if self.has_tree else 2 if self.widens_in_registers else super().consumer_warpgroups
 
     @property
+    def columns(self) -> tuple[int, int]:
+        """Rows of codes of 4 bits are not filled up to 128 bytes: bytes that nobody reads are not under way, and the
+        memory that they would take has other stages."""
+        if self.widens_in_registers and self.kv_type is KvType.NVFP4:
+            return self.kv_dims
+        return super().columns
+
+    @property
     def copies_scales(self) -> bool:
         return bool(self.kv_element.block)
 

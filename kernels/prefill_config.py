@@ -216,6 +216,11 @@ class PrefillConfig(KernelConfig):
         return self.transposes_v and self.flushes(dims, self.skip_softmax, self.short_steps)
 
     @property
+    def reads_kv_once(self) -> bool:
+        """Whether some requests' keys are, see ``WorkTile.kv_policy``."""
+        return self.packs_heads
+
+    @property
     def widens(self) -> bool:
         return self.kv_type is not KvType.WIDE and not self.widens_in_place
 

@@ -142,7 +142,7 @@ class AttentionKernel:
             return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows)
         blocks, groups = head_dim // BLOCK_COLUMNS, self.config.box_rows // GROUP_ROWS
         row, head = cute.assume(row, divby=8), cute.assume(head, divby=8)
-        columns, steps = ((BLOCK_COLUMNS, blocks), (1, BLOCK_COLUMNS)) if blocks > 1 else (BLOCK_COLUMNS, 1)
+        columns, steps = ((BLOCK_COLUMNS, blocks), (1, BLOCK_COLUMNS)) if blocks > 1 else (head_dim, 1)
         shape = ((GROUP_ROWS, Int32(rows) // GROUP_ROWS), columns, Int32(slots))
         layout = cute.make_layout(shape, stride=((row, GROUP_ROWS * row), steps, head))
         box = copy.swizzled_layout(self.word, self.config.box_rows, head_dim, columns_first=True)

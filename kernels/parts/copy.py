@@ -13,29 +13,47 @@ from hopwell.kernels.parts.device import shared_address
 
 CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
 SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its 16-byte chunks are permuted by the row number mod 8
-GROUP_ROWS = 8  # after which the permutation repeats
+GROUP_ROWS = 8  # after which the permutation repeats, in the swizzles of 64 and 32 bytes as well
 SWIZZLE_ATOM_BYTES = GROUP_ROWS * SWIZZLE_ROW_BYTES  # tiles are aligned to this
 # Upper halves of the cache policies that createpolicy.fractional gives, as CUTLASS has them in TMA::CacheHintSm90.
 EVICT_NORMAL, EVICT_FIRST = 0x10000000, 0x12F00000
 CHUNKS_PER_ROW = SWIZZLE_ROW_BYTES // CHUNK_BYTES
 
 
+_ATOMS = {
+    128: warpgroup.SmemLayoutAtomKind.K_SW128,
+    64: warpgroup.SmemLayoutAtomKind.K_SW64,
+    32: warpgroup.SmemLayoutAtomKind.K_SW32,
+}
+
+
 def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *, columns_first: bool = False):
-    """Shared-memory layout with the 128-byte swizzle, made of atoms of 8 rows by 64 16-bit columns.
+    """Shared-memory layout with the 128-byte swizzle, made of atoms of 8 rows by 64 16-bit columns; rows of 64 or 32
+    bytes have the swizzle of as many, so that they leave nothing empty.
 
     Atoms lie row after row, so that a column block is [rows, 128 bytes], or, ``columns_first``, all column blocks of 8
     rows lie together, so that 8 rows are one piece of memory.
     """
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, dtype)
+    atom = warpgroup.make_smem_layout_atom(_ATOMS[row_bytes(columns * dtype.width // 16)], dtype)
     shape = (rows, columns) if stages is None else (rows, columns, stages)
     order = (1, 0, 2) if const_expr(columns_first) else (0, 1, 2)
     return cute.tile_to_shape(atom, shape, order[: len(shape)])
 
 
+def row_bytes(columns: int) -> int:
+    """Bytes of a row of a column block in a stage of :func:`swizzled_layout` with so many 16-bit columns."""
+    return min(2 * columns, SWIZZLE_ROW_BYTES)
+
+
+def column_blocks(columns: int) -> int:
+    """How many column blocks so many 16-bit columns are."""
+    return max(columns // BLOCK_COLUMNS, 1)
+
+
 def block_row(row, block, rows: int, columns: int, columns_first: bool):
-    """Where row ``row`` of column block ``block`` lies in a stage of :func:`swizzled_layout`, in rows of 128 bytes."""
+    """Where row ``row`` of column block ``block`` lies in a stage of :func:`swizzled_layout`, in :func:`row_bytes`."""
     if const_expr(columns_first):
-        return (row // GROUP_ROWS * (columns // BLOCK_COLUMNS) + block) * GROUP_ROWS + row % GROUP_ROWS
+        return (row // GROUP_ROWS * column_blocks(columns) + block) * GROUP_ROWS + row % GROUP_ROWS
     return block * rows + row
 
 
@@ -93,7 +111,7 @@ def async_word_or_zero(destination, source, wanted, *, loc=None, ip=None) -> Non
     """cp.async of 4 bytes from global to shared memory, or of 4 zeros."""
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
-        read_only_args=[destination, source, wanted.to(Int32) * 4],
+        read_only_args=[destination, source, 4 if wanted is True else wanted.to(Int32) * 4],
         loc=loc,
         ip=ip,
     )
@@ -131,9 +149,18 @@ def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> l
     )
 
 
-def swizzled_chunk(rows, row, chunk):
-    """Address of a 16-byte chunk of a 128-byte row: chunks are permuted so that no access pattern meets a conflict."""
-    return rows + row * SWIZZLE_ROW_BYTES + (chunk ^ (row & 7)) * CHUNK_BYTES
+def swizzled_chunk(rows, row, chunk, size: int = SWIZZLE_ROW_BYTES):
+    """Address of a 16-byte chunk of a row of ``size`` bytes: chunks are permuted so that no access pattern meets a
+    conflict."""
+    return rows + row * size + permuted(row, chunk, size) * CHUNK_BYTES
+
+
+def permuted(row, chunk, size: int = SWIZZLE_ROW_BYTES):
+    """Where a chunk lies in its row of ``size`` bytes: the number of the 128 bytes that the row is in, by which the
+    hardware permutes."""
+    lines = (SWIZZLE_ROW_BYTES // size).bit_length() - 1
+    line = row >> lines if const_expr(lines > 0) else row
+    return chunk ^ (line & (size // CHUNK_BYTES - 1))
 
 
 @dsl_user_op

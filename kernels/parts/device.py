@@ -1,12 +1,12 @@
 """Small things every device part needs: structs that survive the DSL's loops, and access through raw addresses."""
 
 import math
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32, Uint64
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import WARPS
@@ -218,6 +218,27 @@ def from_lane(values: Any, lane) -> Any:
 def bit_length(value):
     """Return what Python's ``bit_length`` returns, of an Int32 that is not negative."""
     return 32 - cute.arch.clz(value).to(Int32)
+
+
+@dataclass(frozen=True)
+class Divisor(DeviceStruct):
+    """A positive Int32 that is known before the numbers which it divides, so that most of a division is done by the
+    time that they come."""
+
+    value: Int32
+    reciprocal: Uint32  # (2^32 - 1) / value, rounded down
+
+    @staticmethod
+    def of(value) -> "Divisor":
+        reciprocal = Uint32(0xFFFFFFFF) // value.to(Uint32)
+        # Else the compiler moves the division to where its result is needed.
+        return Divisor(value, tied(reciprocal.to(Int32), value).to(Uint32))
+
+    def divide(self, number):
+        """Return the quotient of an Int32 that is not negative. The product's upper half is the quotient or one less,
+        because number * (2^32 / value - reciprocal) is at most 2^31."""
+        quotient = (number.to(Uint64) * self.reciprocal.to(Uint64) >> Uint64(32)).to(Int32)
+        return quotient + (number - quotient * self.value >= self.value).to(Int32)
 
 
 def trailing_zeros(value):

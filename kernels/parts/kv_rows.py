@@ -39,7 +39,7 @@ class PageRows(PagedSource):
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
         """The rows of a work tile's request; ``more`` is what a kind of rows has besides."""
         chunks = operand.head_dim * 2 // copy.CHUNK_BYTES
-        blocks = -(-operand.depth // BLOCK_COLUMNS)
+        tile_chunks = -(-operand.depth // BLOCK_COLUMNS) * copy.CHUNKS_PER_ROW
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
@@ -47,7 +47,7 @@ class PageRows(PagedSource):
             page_bytes=2 * operand.page,
             row_bytes=2 * operand.row,
             chunks=chunks,
-            tile_chunks=blocks * copy.CHUNKS_PER_ROW,
+            tile_chunks=min(tile_chunks, operand.columns * 2 // copy.CHUNK_BYTES),
             first_row=0,
             rows=tile_n,
             **more,
@@ -132,7 +132,7 @@ class PageRows(PagedSource):
 
     def _target(self, stage, row, chunk):
         """Where a chunk of a row's first column block goes."""
-        return self.chunk_address(stage, row, 0, chunk ^ (row % GROUP_ROWS))
+        return self.chunk_address(stage, row, 0, copy.permuted(row, chunk, self.shared_row))
 
     @cute.jit
     def _copy_row(self, row, target, chunk) -> None:

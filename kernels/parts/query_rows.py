@@ -16,6 +16,15 @@ from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct
 
 
+def request_shape(shape: TileShape, q_len) -> TileShape:
+    """The shape of a request's tiles. Where it has fewer tokens than there is room for, and heads share tiles, they lie
+    close together, so that warpgroups may have no rows at all: 4 heads with a token each take 32 rows of 128."""
+    if isinstance(shape.heads, int):
+        return shape
+    needed = (q_len + (GROUP_ROWS - 1)) // GROUP_ROWS * GROUP_ROWS
+    return TileShape(shape.heads, cutlass.max(cutlass.min(shape.tokens, needed), GROUP_ROWS))
+
+
 @dataclass(frozen=True)
 class QueryRows(DeviceStruct):
     """A warp's rows of a tile, in groups of 8."""

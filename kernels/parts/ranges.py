@@ -16,7 +16,7 @@ No one has told the host how long requests are: a warp of each CTA adds up their
 places of its ranges.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import cutlass
@@ -25,7 +25,7 @@ from cutlass import Int32
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
-from hopwell.kernels.parts.device import DeviceStruct, bit_length, from_lane, running_sum, trailing_zeros
+from hopwell.kernels.parts.device import DeviceStruct, Divisor, bit_length, from_lane, running_sum, trailing_zeros
 from hopwell.kernels.parts.scheduler import draw_ticket, hand_back_tickets, lane_of
 from hopwell.kernels.parts.split import PackedTile, RequestSpan, SplitSchedule, TokenLists
 from hopwell.kernels.splitting import OWN_SHARE, WASTE
@@ -42,23 +42,26 @@ class Ranges(DeviceStruct):
 
     @staticmethod
     @cute.jit
-    def of(columns, leaves, requests, ctas, own_rows, most_blocks: cutlass.Constexpr[int]) -> "Ranges":
+    def of(
+        columns, leaves, requests, ctas: Divisor, own_rows: Divisor, most_blocks: cutlass.Constexpr[int]
+    ) -> "Ranges":
         """Cut columns so that a CTA's equal share has ``most_blocks`` blocks at most; there are ``own_rows`` whole rows
         of CTAs. What is handed out has to be merged, unless lines are as short as blocks: 32 x 8192 tokens take 247 us
         where every CTA has its share, 251 where an eighth is handed out, 256 x 1024 tokens 251 and 247 (H200,
         2026-11-23)."""
-        share = columns * leaves // ctas
+        share = ctas.divide(columns * leaves)
         shift = cutlass.max(bit_length(share) - (most_blocks.bit_length() - 1), 0)
         own = cutlass.max(share - share // OWN_SHARE, 1)
-        if own_rows > 0:
-            all_own = (leaves + (own_rows - 1)) // own_rows
+        rows = own_rows.value
+        if rows > 0:
+            all_own = own_rows.divide(leaves + (rows - 1))
             if ((all_own - share) * WASTE <= cutlass.max(share, WASTE)) & (leaves > requests << shift):
                 own = all_own
                 # Ranges of a single request begin at multiples of ``own``, so that blocks may be as long as the largest
                 # power of two in it: fewer nodes, and fewer rounds of merges.
                 if requests == 1:
                     shift = cutlass.max(shift, trailing_zeros(own))
-        return Ranges(leaves, own_rows, own, shift)
+        return Ranges(leaves, rows, own, shift)
 
     @cute.jit
     def own_range(self, row):
@@ -86,10 +89,10 @@ class Ranges(DeviceStruct):
         return 2 * (self.leaves >> self.shift) + 2
 
 
-def row_and_column(number, columns):
+def row_and_column(number, columns: Divisor):
     """(row, column) of a CTA, or of a ticket: those of a row have the same leaves of all columns."""
-    row = number // columns
-    return row, number - row * columns
+    row = columns.divide(number)
+    return row, number - row * columns.value
 
 
 @dataclass
@@ -105,6 +108,9 @@ class RangeTile(PackedTile):
     shift: Int32  # as in Ranges
     first_slot: Int32  # of the column
     cache_policy: Int32  # of K and V, see copy.tma_load
+
+    def kv_policy(self):
+        return self.cache_policy
 
 
 @dataclass
@@ -136,10 +142,10 @@ class RangeSchedule(SplitSchedule):
         span = self._span(first + cute.arch.lane_idx())
         return span, running_sum(span.chunks)
 
-    def _part(self, span: RequestSpan, column, line_start, begin, end, ranges: Ranges, policy) -> RangeTile:
-        """Leaves [begin, end) of a request's line."""
+    def _part(self, span: RequestSpan, place: tuple, line_start, begin, end, ranges: Ranges, policy) -> RangeTile:
+        """Leaves [begin, end) of a request's line, in the column, KV head and rows of ``place``."""
         request, tokens = span.request(), span.chunk_tokens
-        head, first_row = self._head(column)
+        column, head, first_row = place
         # Leaves are counted from right to left, and are those of all rows: a tile has every leaf of its request, be it
         # that none of its rows sees a key of it.
         first = span.first_chunk + span.chunks - end
@@ -150,16 +156,18 @@ class RangeSchedule(SplitSchedule):
     @cute.jit
     def publish(self, board) -> None:
         """Post every part that this CTA gets, then the end. Called by one warp."""
-        ctas, columns = Int32(self.geometry.grid), self._units_of_chunk
+        ctas, columns = Divisor.of(Int32(self.geometry.grid)), Divisor.of(self._units_of_chunk)
         # Divisions take their time, and these need no lengths.
-        own_rows = ctas // columns
+        own_rows = columns.divide(ctas.value)
+        own_rows = replace(Divisor.of(cutlass.max(own_rows, 1)), value=own_rows)
         row, column = row_and_column(Int32(cute.arch.block_idx()[0]), columns)
+        head, first_row = self._head(column)
         step, first, before = Int32(0), Int32(0), Int32(0)
         span, last_leaf = self._requests(first)
         leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
         if self._items_count > LANES:
             leaves += self._leaves(first + LANES)
-        ranges = Ranges.of(columns, leaves, self._items_count, ctas, own_rows, self.most_blocks)
+        ranges = Ranges.of(columns.value, leaves, self._items_count, ctas, own_rows, self.most_blocks)
         is_resident = leaves * Int32(self.geometry.kv_heads) <= self.resident_leaves
         policy = Int32(EVICT_NORMAL) if is_resident else Int32(EVICT_FIRST)
         leaf, end = ranges.own_range(row)
@@ -170,6 +178,7 @@ class RangeSchedule(SplitSchedule):
                 # Not before there is room: a range that waits here may be one that another CTA could begin with.
                 board.ring.wait_empty(step)
                 row, column = row_and_column(cute.arch.shuffle_sync(draw_ticket(self.addresses), 0), columns)
+                head, first_row = self._head(column)
                 leaf, end = ranges.handed_out(row)
                 goes_on = leaf < ranges.leaves
             elif (leaf < before) | (leaf >= in_requests):
@@ -185,13 +194,14 @@ class RangeSchedule(SplitSchedule):
                 if end >= line_start + mine.chunks:
                     part_end = mine.chunks
                 if part_begin < part_end:
-                    board.post(step, self._part(mine, column, line_start, part_begin, part_end, ranges, policy))
+                    place = (column, head, first_row)
+                    board.post(step, self._part(mine, place, line_start, part_begin, part_end, ranges, policy))
                     step += 1
                 leaf = line_start + mine.chunks
                 goes_on = (leaf < end) | ranges.has_tickets
         board.post_end(step)
         if ranges.has_tickets:
-            hand_back_tickets(self.addresses, ctas)
+            hand_back_tickets(self.addresses, ctas.value)
 
 
 @dataclass

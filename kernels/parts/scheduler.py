@@ -14,11 +14,12 @@ from typing import Any, ClassVar
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32
+from cutlass import Int32, const_expr
 
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
+from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL, GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, global_array, global_pointer, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.sequence import Request, load_request
@@ -36,6 +37,12 @@ class WorkTile(DeviceStruct):
     kv_head: Int32
     first_row: Int32  # the first token of the tile, within the request
     keys: TileRange
+
+    def kv_policy(self):
+        """How soon K and V leave the L2 cache where heads share tiles, see copy.tma_load. The keys of a request of few
+        tokens are read once, those of others by one tile after the other, and should be there still."""
+        is_short = self.request.q_len <= GROUP_ROWS
+        return Int32(EVICT_NORMAL) + is_short.to(Int32) * (EVICT_FIRST - EVICT_NORMAL)
 
     @property
     def exists(self):
@@ -85,6 +92,11 @@ class TileSchedule(DeviceStruct):
     tile_n: int
     tile_shape: TileShape
 
+    @property
+    def alternates(self) -> bool:
+        """Whether tickets are for the first and the second half of the list by turns, see :meth:`_place`."""
+        return False
+
     @cute.jit
     def _requests(self, first):
         """A lane's request among those from ``first`` on; the tiles of all of them up to it."""
@@ -119,14 +131,38 @@ class TileSchedule(DeviceStruct):
         kv_head = head // (Int32(self.geometry.heads) // Int32(self.geometry.kv_heads))
         return WorkTile(request, head, kv_head, first_row, keys)
 
-    def _next_place(self):
+    def _next_ticket(self):
         return Int32(self.geometry.grid) + cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
+
+    @cute.jit
+    def _count(self, last_tile):
+        """Count the tiles of all requests; ``last_tile`` is what :meth:`_requests` says of the first ones."""
+        count = cute.arch.shuffle_sync(last_tile, LANES - 1)
+        if Int32(self.geometry.batch) > LANES:
+            rest = Int32(0)
+            for first in cutlass.range(LANES, Int32(self.geometry.batch), LANES, unroll=4):
+                _, more = self._requests(first)
+                rest += cute.arch.shuffle_sync(more, LANES - 1)
+            count += rest
+        return count
+
+    def _place(self, ticket, count):
+        """The place of a ticket in a list of ``count`` tiles. By turns it is one of the first and of the second half:
+        requests of many queries, whose tiles need products, and those of a few, which need memory, stand one behind
+        the other in a batch, and take as long as the slower of both where they run side by side."""
+        if not self.alternates:
+            return ticket
+        half = (count + 1) // 2
+        return cutlass.min((ticket & 1) * half + (ticket >> 1) + (ticket >= count).to(Int32) * count, count)
 
     @cute.jit
     def publish(self, board) -> None:
         """Post every tile this CTA gets, then the end. Called by one warp."""
-        step, first, tiles, place = Int32(0), Int32(0), Int32(0), cute.arch.block_idx()[0]
+        step, first, tiles, count = Int32(0), Int32(0), Int32(0), Int32(0)
         request, last_tile = self._requests(first)
+        if const_expr(self.alternates):
+            count = self._count(last_tile)
+        place = self._place(cute.arch.block_idx()[0], count)
         while first < Int32(self.geometry.batch):
             if place >= tiles + cute.arch.shuffle_sync(last_tile, LANES - 1):
                 tiles += cute.arch.shuffle_sync(last_tile, LANES - 1)
@@ -142,12 +178,25 @@ class TileSchedule(DeviceStruct):
                 step += 1
                 # Not before there is room: a tile that waits here may be one that another CTA could begin with.
                 board.ring.wait_empty(step)
-                place = self._next_place()
+                place = self._place(self._next_ticket(), count)
+                if const_expr(self.alternates):
+                    if place < tiles:
+                        tiles, first = Int32(0), Int32(0)
+                        request, last_tile = self._requests(first)
         board.post_end(step)
         hand_back_tickets(self.addresses, Int32(self.geometry.grid))
 
     def published(self, tile: WorkTile, step) -> None:
         """Called by the same warp for each tile that it has posted: nothing, unless it has more to do with it."""
+
+
+@dataclass
+class AlternatingSchedule(TileSchedule):
+    """The list in two halves, whose tiles are handed out by turns."""
+
+    @property
+    def alternates(self) -> bool:
+        return True
 
 
 @dataclass

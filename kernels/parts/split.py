@@ -44,7 +44,6 @@ class SplitTile(PackedTile):
     """Work on a chunk of keys. After the last one the fields but ``head`` are the number of all pieces."""
 
     INTS: ClassVar[int] = 22
-    cache_policy: ClassVar[int] = EVICT_FIRST  # of K and V
 
     chunk: Int32  # number of the chunk among those of its request
     chunks: Int32  # of the request
@@ -52,6 +51,9 @@ class SplitTile(PackedTile):
     first_piece: Int32  # of the same rows: that of the first chunk
     group_piece: Int32  # of the first chunk in its group of GROUP_PIECES
     units_of_chunk: Int32  # of a chunk: from a piece to that of the next chunk
+
+    def kv_policy(self):
+        return Int32(EVICT_FIRST)
 
     @classmethod
     def nothing(cls) -> "SplitTile":

@@ -146,7 +146,7 @@ class ByteOperands(ByteProducts):
         g, t = place_in_warp()
         part = self.element.bytes_of(block.value_part)
         rows, byte = self.rows(self.v_tile, 1, stage, eight, block), g * part
-        chunks = [copy.swizzled_chunk(rows, 2 * t + i, byte // copy.CHUNK_BYTES) for i in range(2)]
+        chunks = [self.chunk(1, rows, 2 * t + i, byte // copy.CHUNK_BYTES) for i in range(2)]
         return [copy.load_shared(chunk + byte % copy.CHUNK_BYTES, part // 4) for chunk in chunks]
 
     def _value_scales(self, stage, eight, block: ColumnBlock, word: int) -> Any:

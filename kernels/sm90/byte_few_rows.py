@@ -111,9 +111,15 @@ class ByteLeafOperands(ByteProducts):
             steps = [step + i + j for j in range(self.at_once)]
             for each in steps:
                 ring.wait_full(each)
-            own = [(ring.stage(each), warp_in_group() * eights + eight) for each in steps for eight in range(eights)]
+            stages = [self._stage(ring, step, i + j) for j in range(self.at_once)]
+            own = [(stage, warp_in_group() * eights + eight) for stage in stages for eight in range(eights)]
             self.score(self._scores(i, self.at_once), own)
             self._give_back(ring, steps)
+
+    def _stage(self, ring, step, tile: int):
+        """The stage of a leaf's tile, the first of which is the ``step``-th. Where leaves lie in stages side by side,
+        tiles differ by constants."""
+        return ring.stage(step) + tile if ring.stages % self.leaf_tiles == 0 else ring.stage(step + tile)
 
     def show_weights(self) -> None:
         """Do nothing: the warps that read weights meet those that wrote them."""
@@ -136,8 +142,8 @@ class ByteLeafOperands(ByteProducts):
             steps = [step + i + j for j in range(self.at_once)]
             for each in steps:
                 ring.wait_full(each)
-            for j, each in enumerate(steps):
-                self._add_values(i + j, ring.stage(each))
+            for j in range(self.at_once):
+                self._add_values(i + j, self._stage(ring, step, i + j))
             self._give_back(ring, steps)
         if self.exponent != 0:
             for i in range(cute.size(self.o)):
@@ -190,7 +196,7 @@ class ByteLeafOperands(ByteProducts):
         eight = first // copy.GROUP_ROWS + lane // copy.GROUP_ROWS
         rows = self.rows(self.v_tile, 1, stage, eight, self.blocks[before // BLOCK_BYTES])
         chunk = before % BLOCK_BYTES // copy.CHUNK_BYTES + self.columns.chunk(0)
-        return copy.load_matrix_x4(copy.swizzled_chunk(rows, lane % copy.GROUP_ROWS, chunk), transposes=True)
+        return copy.load_matrix_x4(self.chunk(1, rows, lane % copy.GROUP_ROWS, chunk), transposes=True)
 
 
 @dataclass(frozen=True)

@@ -156,7 +156,7 @@ class ByteProducts(DeviceStruct):
             part = self.element.bytes_of(block.key_part)
             piece = min(part, copy.CHUNK_BYTES)
             for first in range(0, part, piece):
-                keys = [copy.load_shared(_place(row, g, t, part, first), piece // 4) for row in rows]
+                keys = [copy.load_shared(self._place(row, g, t, part, first), piece // 4) for row in rows]
                 for word in range(piece // 4):
                     factors = self._factors(scales, first // 4 + word)
                     wide = [
@@ -198,15 +198,19 @@ class ByteProducts(DeviceStruct):
         """Address of a column block of 8 keys of a stage of K (0) or V (1)."""
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
         place = copy.block_row(eight * copy.GROUP_ROWS, block.index, n, columns, self.kernel.source.columns_first)
-        return tile + stage * (n * columns * 2) + place * copy.SWIZZLE_ROW_BYTES
+        return tile + stage * (n * columns * 2) + place * copy.row_bytes(columns)
 
+    def chunk(self, part: int, rows, row, number):
+        """Address of a chunk of a row of what :meth:`rows` has found, of K (0) or V (1)."""
+        return copy.swizzled_chunk(rows, row, number, copy.row_bytes(self.kernel.config.columns[part]))
 
-def _place(rows, row, part, part_bytes: int, first: int):
-    """Address of byte ``first`` of an equal part, of so many bytes, of a row of 128 bytes."""
-    if part_bytes < copy.CHUNK_BYTES:
-        per_chunk = copy.CHUNK_BYTES // part_bytes
-        return copy.swizzled_chunk(rows, row, part // per_chunk) + part % per_chunk * part_bytes
-    return copy.swizzled_chunk(rows, row, part * (part_bytes // copy.CHUNK_BYTES) + first // copy.CHUNK_BYTES)
+    def _place(self, rows, row, part, part_bytes: int, first: int):
+        """Address of byte ``first`` of an equal part, of so many bytes, of a row of a column block of keys."""
+        if part_bytes < copy.CHUNK_BYTES:
+            per_chunk = copy.CHUNK_BYTES // part_bytes
+            return self.chunk(0, rows, row, part // per_chunk) + part % per_chunk * part_bytes
+        number = part * (part_bytes // copy.CHUNK_BYTES) + first // copy.CHUNK_BYTES
+        return self.chunk(0, rows, row, number)
 
 
 def _pairs(values: list) -> list:

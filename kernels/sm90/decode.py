@@ -18,7 +18,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_rows import PageRows
-from hopwell.kernels.parts.kv_source import KvOperand
+from hopwell.kernels.parts.kv_source import KvOperand, PageBoxes
 from hopwell.kernels.parts.mask import DraftMask, IntervalMask
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge, Slots
@@ -268,6 +268,9 @@ class DecodeSm90(AttentionSm90):
     def load_part(self, part: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
         """Load K (part 0) or V (part 1) of every tile."""
         shared, operand = shared_address((tiles.k, tiles.v)[part].iterator), operands[part]
+        if const_expr(issubclass(self.source, PageBoxes)):
+            # The division is done while the warp waits for its first work.
+            operand = replace(operand, page_slots=operand.slots_of_page())
         if const_expr(self.config.copies_scales):
             operand = replace(operand, shared_scales=shared_address(tiles.scales[part]))
         ring = self.loading_ring(rings, part)

@@ -18,7 +18,8 @@ from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.padding import fill_padding
-from hopwell.kernels.parts.scheduler import TileSchedule
+from hopwell.kernels.parts.query_rows import request_shape
+from hopwell.kernels.parts.scheduler import AlternatingSchedule, TileSchedule
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.skip import SkipRule
 from hopwell.kernels.parts.softmax import OnlineSoftmax, TileSoftmax
@@ -100,9 +101,10 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
                 shared = shared_address(tiles.loaded[1].iterator)
                 self.load_kv(v_atom, shared, self.loading_ring(rings, 1), partial_barriers + 1, board, value)
             if warp == Q_WARP:
-                self.load_q(q_atom, tiles.q, rings.q, board, self.tile_shape(geometry).tokens)
+                self.load_q(q_atom, tiles.q, rings.q, board, self.tile_shape(geometry))
             if warp == SCHEDULE_WARP:
-                TileSchedule(geometry, addresses, mask, self.tile.n, self.tile_shape(geometry)).publish(board)
+                schedule = AlternatingSchedule if self.config.packs_heads else TileSchedule
+                schedule(geometry, addresses, mask, self.tile.n, self.tile_shape(geometry)).publish(board)
             cute.arch.griddepcontrol_launch_dependents()
         else:
             numbers = (addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax)
@@ -206,12 +208,13 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         return TileShape.of(Int32(geometry.tile_heads) if self.config.packs_heads else 1, self.tile.m)
 
     @cute.jit
-    def load_q(self, atom, tiles, ring, board, tile_tokens):
+    def load_q(self, atom, tiles, ring, board, shape: TileShape):
         descriptor = copy.tma_descriptor(atom)
         step = Int32(0)
         tile = board.read(step)
         while tile.exists:
-            self.fetch_q(descriptor, tiles, ring, step, tile.request.q_start + tile.first_row, tile.head, tile_tokens)
+            tokens = request_shape(shape, tile.request.q_len).tokens
+            self.fetch_q(descriptor, tiles, ring, step, tile.request.q_start + tile.first_row, tile.head, tokens)
             step += 1
             tile = board.read(step)
 

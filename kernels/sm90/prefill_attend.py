@@ -12,7 +12,7 @@ from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.epilogue import STAGING_BYTES, OutputRows, RowResults, output_rows
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.mask import LogitRow, TileRange
-from hopwell.kernels.parts.query_rows import QueryRows
+from hopwell.kernels.parts.query_rows import QueryRows, request_shape
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.sm90.attend import Attend
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
@@ -24,7 +24,7 @@ class PrefillAttend(Attend):
 
     def logit_row(self, tile: WorkTile, warp_row) -> LogitRow:
         first = tile.request.first_position + tile.first_row + RowFragment.first_row()
-        rows = self._rows(warp_row)
+        rows = self._rows(tile, warp_row)
         positions = tuple(first + rows.token(RowFragment.row_offset(r), r) for r in range(RowFragment.rows))
         return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
 
@@ -36,16 +36,24 @@ class PrefillAttend(Attend):
         """How rows of the output are written."""
         return output_rows(self.kernel.out_dtype, stages_pairs=True)
 
-    def _rows(self, warp_row) -> QueryRows:
+    def _rows(self, tile: WorkTile, warp_row) -> QueryRows:
         if self.kernel.config.packs_heads:
             # Hides from the compiler that a warp's row never changes: it would keep what follows from that, in
             # registers that the steps need.
             warp_row = cute.arch.make_warp_uniform(warp_row)
-        return QueryRows(warp_row, self.tile_shape)
+        return QueryRows(warp_row, request_shape(self.tile_shape, tile.request.q_len))
 
     def own_keys(self, tile: WorkTile, row) -> TileRange:
-        # Where heads share a tile, each warpgroup has rows of all of its tokens.
-        return self._keys_of_rows(tile, row) if not self.kernel.config.packs_heads else tile.keys
+        packed = self.kernel.config.packs_heads
+        return self._keys_of_heads(tile, row) if packed else self._keys_of_rows(tile, row)
+
+    @cute.jit
+    def _keys_of_heads(self, tile: WorkTile, row) -> TileRange:
+        """Return the keys that a warpgroup's rows from ``row`` on see where heads share a tile: it has rows of all of
+        the tile's tokens, or none."""
+        keys, shape = replace(tile.keys), request_shape(self.tile_shape, tile.request.q_len)
+        keys.end = keys.end if row < shape.heads * shape.tokens else keys.begin
+        return keys
 
     @cute.jit
     def _keys_of_rows(self, tile: WorkTile, row) -> TileRange:
@@ -61,11 +69,11 @@ class PrefillAttend(Attend):
     @cute.jit
     def store(self, operands, tile: WorkTile, work, warp_row, column_group, addresses: Addresses, geometry: Geometry):
         """Normalise this warp's rows; write them and their log-sum-exp."""
-        config, output, rows = self.kernel.config, operands.output(), self._rows(warp_row)
+        config, output, rows = self.kernel.config, operands.output(), self._rows(tile, warp_row)
         columns = config.head_dim_v // config.v_parts
         out = self.output_rows().of(tile, columns, addresses, geometry, column_group * operands.depth_v)
         if const_expr(config.packs_heads):
-            out = replace(out, count=cutlass.min(out.count, self.tile_shape.tokens))
+            out = replace(out, count=cutlass.min(out.count, rows.shape.tokens))
         # Warpgroups that share rows all know what there is to say of them; the first says it.
         count_once = out.count if column_group == 0 else Int32(0)
         factors = []

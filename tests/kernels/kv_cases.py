@@ -59,7 +59,7 @@ class Case(NamedTuple):
         integer: Callable[[int], Any] = Int32 if device else int
         request = SimpleNamespace(index=REQUEST, kv_len=integer(end_key), k_start=K_START, v_start=V_START)
         keys = SimpleNamespace(first_key=integer(first_key))
-        tile = SimpleNamespace(kv_head=integer(KV_HEAD), keys=keys, request=request, cache_policy="policy")
+        tile = SimpleNamespace(kv_head=integer(KV_HEAD), keys=keys, request=request, kv_policy=lambda: "policy")
         return self.kind.create(self.operand(page_size), tile, "descriptor", SHARED, self.tile_n, self.box_rows)
 
     def __str__(self) -> str:

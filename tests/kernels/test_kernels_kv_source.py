@@ -68,7 +68,7 @@ class TestLocate:
             for tile in range(first // tile_n, -(-end // tile_n)):
                 for lane in {*range(source.boxes), source.boxes % 32, 31}:  # lanes without a box look pages up as well
                     warp.lane = Int32(lane)
-                    slot, group = map(host, source.locate(Int32(tile)))
+                    slot, group = map(host, source.locate(Int32(tile))[:2])
                     box = range(tile * tile_n + lane * box_rows, tile * tile_n + (lane + 1) * box_rows)
                     needed = [key for key in box if first <= key < end]
                     if lane >= source.boxes or not needed:
@@ -106,7 +106,7 @@ class TestLocate:
         config = next(config for config in shipped_mla_configs() if config.sparse)
         operand = one_for_each(PageRows)[0].operand(page_size)
         request = SimpleNamespace(index=REQUEST, kv_len=70)
-        tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request, cache_policy=None)
+        tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request, kv_policy=lambda: None)
         source = ListedRows.create(operand, tile, None, SHARED, config.tile.n, 0)
         tokens = [-1 if i % 7 == 3 else 97 * i % 200 for i in range(70)]
         monkeypatch.setattr(kv_rows, "load_index", lambda address, index: tokens[index])
@@ -118,6 +118,22 @@ class TestLocate:
             token = tokens[key] if key < 70 else -1
             place = token // page_size * source.page_bytes + token % page_size * source.row_bytes
             assert address == (source.head + place if token >= 0 else 0), key
+
+    @pytest.mark.parametrize(("kv_type", "head_dim"), [(KvType.NVFP4, 128), (KvType.E4M3, 64), (KvType.E4M3, 128)])
+    @pytest.mark.parametrize("interleaves", [True, False])
+    def test_rows_that_share_a_line_with_other_heads_stay(
+        self, kv_type: KvType, head_dim: int, *, interleaves: bool
+    ) -> None:
+        config = DecodeConfig(
+            "sm_90a", "bf16", "bf16", head_dim, head_dim, MaskKind.FULL, KvFetch.PAGE_BOXES, 16, kv_type, 8
+        )
+        width = config.kv_dims[0]
+        row, head = (8 * width, width) if interleaves else (width, 16 * width)
+        sizes = dict(zip(("columns", "depth", "is_value", "read_once"), (width, width, False, True), strict=True))
+        operand = KvOperand(0, 128 * width, Int32(head), Int32(row), 0, 0, None, head_dim=width, **sizes)
+        found = host(operand.cache_policy(SimpleNamespace(kv_policy=lambda: Int32(copy.EVICT_FIRST))))
+        stays = interleaves and 2 * width < 128
+        assert found == (copy.EVICT_NORMAL if stays else copy.EVICT_FIRST)
 
     @pytest.mark.parametrize("case", one_for_each(ContiguousBoxes), ids=str)
     def test_contiguous_rows(self, case: Case) -> None:
@@ -201,7 +217,7 @@ class TestBoxes:
             of_lanes.append(source.locate(tile))
         location = of_lanes[0]
         if case.box_rows:
-            location = tuple([host(value) for value in values] for values in zip(*of_lanes, strict=True))
+            location = tuple([host(value) for value in values] for values in list(zip(*of_lanes, strict=True))[:2])
         source.fetch(location, stage, "barrier")
 
         found = {}

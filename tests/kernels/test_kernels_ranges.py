@@ -23,10 +23,11 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.mla_config import shipped_mla_configs
+from hopwell.kernels.parts import device, split
 from hopwell.kernels.parts import ranges as ranges_module
-from hopwell.kernels.parts import split
 from hopwell.kernels.parts import tree as tree_module
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.parts.device import Divisor
 from hopwell.kernels.parts.mask import IntervalMask, ListMask, TileRange
 from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile, row_and_column
 from hopwell.kernels.parts.scheduler import WorkTile
@@ -74,18 +75,33 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
         monkeypatch.setattr(schedule, "_span", vars(schedule)["_span"].__wrapped__)
     monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
     monkeypatch.setattr(cute.arch, "clz", lambda value: Int32(32 - host(value).bit_length()))
+    monkeypatch.setattr(device, "tied", lambda value, other: value)
     return memory
 
 
 def of(columns: int, leaves: int, requests: int, ctas: int, most_blocks: int = BLOCKS) -> Ranges:
-    return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Int32(ctas), Int32(ctas // columns), most_blocks)
+    rows = Divisor(Int32(ctas // columns), Divisor.of(Int32(max(ctas // columns, 1))).reciprocal)
+    return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Divisor.of(Int32(ctas)), rows, most_blocks)
 
 
 def range_of(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
     """(column, first leaf, end) of a CTA, or of a ticket."""
-    row, column = row_and_column(Int32(number), Int32(columns))
+    row, column = row_and_column(Int32(number), Divisor.of(Int32(columns)))
     first, end = ranges_of(row)
     return host(column), host(first), host(end)
+
+
+@pytest.mark.usefixtures("memory")
+def test_a_divisor_known_before_its_numbers_divides_exactly() -> None:
+    draw = random.Random(0)
+    values = [*range(1, 40), 127, 128, 132, 264, 65535, 65536, (1 << 30) + 1, (1 << 31) - 1]
+    for value in values:
+        divisor = Divisor.of(Int32(value))
+        multiples = [value * draw.randrange((1 << 31) // value) for _ in range(20)]
+        near = [multiple + step for multiple in multiples for step in (-1, 0, 1)]
+        for number in (0, (1 << 31) - 1, *near, *[draw.randrange(1 << 31) for _ in range(20)]):
+            if 0 <= number < 1 << 31:
+                assert host(divisor.divide(Int32(number))) == number // value, (number, value)
 
 
 SIZES = [

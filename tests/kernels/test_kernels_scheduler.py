@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64, Uint32
@@ -15,8 +16,10 @@ from lane_threads import SchedulingWarp, host
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import scheduler, sequence
+from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.mask import IntervalMask
-from hopwell.kernels.parts.scheduler import Board, TileSchedule, WorkTile
+from hopwell.kernels.parts.query_rows import request_shape
+from hopwell.kernels.parts.scheduler import AlternatingSchedule, Board, TileSchedule, WorkTile
 from hopwell.kernels.parts.sequence import Request, load_request
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 
@@ -174,13 +177,17 @@ def place(tile: WorkTile) -> tuple[int, int, int]:
 
 
 def published(
-    requests: Requests, places: list[int], memory: Memory, monkeypatch: pytest.MonkeyPatch
+    requests: Requests,
+    places: list[int],
+    memory: Memory,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: type[TileSchedule] = TileSchedule,
 ) -> list[tuple[Any, ...]]:
     """What the warp of a CTA does whose places in the list are these: its own number, and then by ticket."""
     warp, first = SchedulingWarp([place - GRID for place in places[1:]]), Int32(places[0])
 
-    class Told(TileSchedule):
-        _requests = TileSchedule._requests.__wrapped__
+    class Told(kind):  # type: ignore[misc, valid-type]
+        _requests, _count = TileSchedule._requests.__wrapped__, TileSchedule._count.__wrapped__
 
         def published(self, tile: WorkTile, step: Any) -> None:
             warp.note("published", tile, host(step))
@@ -188,6 +195,7 @@ def published(
     with monkeypatch.context() as patches:
         warp.use(patches, scheduler)
         patches.setattr(cute.arch, "block_idx", lambda: (first, 0, 0))
+        patches.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
         patches.setattr(scheduler, "hand_back_tickets", lambda addresses, ctas: warp.note("done", host(ctas)))
         told = Told(**vars(requests.schedule(memory)))
         warp.run(lambda: TileSchedule.publish.__wrapped__(told, warp))
@@ -221,6 +229,48 @@ def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkey
         tiles = [event[1] for event in events if event[0] == "posted"]
         found |= dict(zip(places, map(place, tiles), strict=False))
     assert found == dict(enumerate(listed)), "a tile for each place of the list and for no other"
+
+
+@pytest.mark.parametrize("ctas", [1, 3])
+@pytest.mark.parametrize(
+    "requests",
+    [
+        Requests([1], [9], heads=4, tile_heads=4),
+        Requests([300, 1, 1], [600, 300, 1], heads=8, kv_heads=2, tile_heads=4),
+        Requests([130] + [1] * 40, [200] * 41, heads=2, tile_heads=2),
+    ],
+    ids=range(3),
+)
+def test_halves_of_the_list_by_turns(
+    requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every tile once; tickets are for the first and the second half of the list by turns."""
+    listed, found = requests.listed(), {}
+    for cta in range(ctas):
+        tickets = [*range(cta, len(listed) + ctas, ctas)]
+        events = published(requests, tickets, memory, monkeypatch, AlternatingSchedule)
+        tiles = [event[1] for event in events if event[0] == "posted"]
+        found |= dict(zip(tickets, map(place, tiles), strict=False))
+    half = (len(listed) + 1) // 2
+    wanted = [pair[turn] for pair in itertools.zip_longest(listed[:half], listed[half:]) for turn in range(2)]
+    assert found == dict(enumerate(tile for tile in wanted if tile is not None))
+
+
+def test_heads_of_few_tokens_lie_close_together() -> None:
+    shape = TileShape(Int32(4), Int32(32))
+    assert [host(request_shape(shape, Int32(q_len)).tokens) for q_len in (0, 1, 8, 9, 31, 32, 500)] == [
+        *(8, 8, 8, 16, 32, 32, 32)
+    ]
+    whole = TileShape(1, 128)
+    assert request_shape(whole, Int32(1)) is whole, "a tile of one head has its rows in their places"
+
+
+def test_keys_of_few_tokens_leave_the_cache_first(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = Requests([1, 8, 9, 100], [300] * 4, heads=4, tile_heads=4)
+    events = published(requests, [*range(len(requests.listed()) + 1)], memory, monkeypatch)
+    tiles = [event[1] for event in events if event[0] == "posted"]
+    found = {host(tile.request.q_len): host(tile.kv_policy()) for tile in tiles}
+    assert found == {1: EVICT_FIRST, 8: EVICT_FIRST, 9: EVICT_NORMAL, 100: EVICT_NORMAL}
 
 
 @pytest.mark.parametrize("tile_heads", [1, 6])
