@@ -32,8 +32,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         nargs="+",
         choices=shipped.PREFILL_TYPES,
         default=[shipped.WIDE],
-        help="what prefill multiplies: 16bit, with all of decode and MLA; fp8_kv, 16-bit queries over e4m3 caches; "
-        "fp8, e4m3 queries and caches (default: 16bit)",
+        help="what prefill multiplies: 16bit, with all of decode, and MLA of 16-bit queries; fp8_kv, such queries over "
+        "e4m3 caches; fp8, e4m3 queries and caches, with MLA of these (default: 16bit)",
     )
     compile_.add_argument("--match", type=_pattern, default=".", help="regular expression over kernel names")
     compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")

@@ -61,10 +61,12 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
         out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v
 
-    Nothing else is scaled: the scales of e4m3 queries and caches belong into ``bmm1_scale`` and ``bmm2_scale``. Keys of
-    8 bits are multiplied as 16-bit ones of the same values, so that results have the bits that a cache of those gives.
-    A row with no visible key gives 0. Results depend neither on what else is in the batch nor on max_seq_len: the keys
-    of a request are always split in the same way and merged in the same order.
+    Nothing else is scaled: the scales of e4m3 queries and caches belong into ``bmm1_scale`` and ``bmm2_scale``. With
+    16-bit queries, keys of 8 bits are multiplied as 16-bit ones of the same values, so that results have the bits that
+    a cache of those gives. With e4m3 queries and cache both products multiply float8_e4m3fn on Hopper: softmax weights
+    are rounded to it, relative to the largest one of 64 keys. On sm_120 such queries are widened to bfloat16. A row
+    with no visible key gives 0. Results depend neither on what else is in the batch nor on max_seq_len: the keys of a
+    request are always split in the same way and merged in the same order.
 
     Signature and meaning follow FlashInfer's documentation of the function of this name.
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hopwell.kernels import families, probes
 from hopwell.kernels.append_config import CacheType
 from hopwell.kernels.masks import MaskKind
-from hopwell.kernels.probes import BYTES, FP8, INT8
+from hopwell.kernels.probes import BF16, BYTES, FP8, INT8
+from hopwell.kernels.problem import Family
 from hopwell.kernels.support import (
     APPEND,
     ARCHS,
@@ -63,7 +64,15 @@ class Feature:
     def archs(self) -> tuple[str, ...]:
         """The architectures that have kernels for all cases."""
         problems = [self.probe(**case) for case in self.cases]
-        return tuple(arch for arch in ARCHS if problems and not any(families.refuse(one, arch) for one in problems))
+        return tuple(arch for arch in ARCHS if problems and not any(refuse(one, arch) for one in problems))
+
+
+def refuse(problem: Any, arch: str) -> str | None:
+    """Why an entry finds no kernel for ``problem``, or None. It widens e4m3 queries of MLA where kernels do not take
+    them."""
+    if problem.family is Family.MLA and problem.query.dtype == FP8 and not families.takes_bytes(arch):
+        problem = replace(problem, query=problem.query.to(BF16))
+    return families.refuse(problem, arch)
 
 
 @dataclass(frozen=True)
@@ -146,7 +155,7 @@ _PAGE_SIZES = (1, 3, 16, MAX_PAGE_SIZE)  # of either way to fetch, and the large
 _PREFILL, _DECODE, _MLA, _APPEND = (
     _Rows(probe) for probe in (probes.prefill, probes.decode, probes.mla, probes.append)
 )
-_BYTES_IN: dict[str, Any] = dict(query=FP8, kv=FP8)  # 8-bit operands of prefill
+_BYTES_IN: dict[str, Any] = dict(query=FP8, kv=FP8)  # 8-bit operands of prefill and MLA
 
 _16BIT = _PREFILL.row("16bit", "data types", "bf16 or fp16 query, KV and output")
 _FP8 = _PREFILL.row("fp8", "data types", "fp8 (e4m3) query and KV", _BYTES_IN, shown=dict(query=FP8))
@@ -321,8 +330,7 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.mla",
         (
             _MLA.row("16bit", "data types", "bf16 or fp16 query and cache"),
-            # Queries of e4m3 are widened before there is a problem.
-            _MLA.row("fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", dict(kv=FP8)),
+            _MLA.row("fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", dict(kv=FP8), _BYTES_IN),
             _MLA.row(
                 "fp8_ds_mla",
                 "data types",

@@ -42,7 +42,8 @@ from hopwell.kernels.splitting import (
 # with keys of 8 bits, it can spare fewer.
 _TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=88, consumer_registers=208, splits_v=True)
 _LIST_TILE = replace(_TILE, producer_registers=72, consumer_registers=216)
-_BYTE_TILE = replace(_LIST_TILE, kv_stages=4)  # of products of 8 bits
+# Tiles of products of 8 bits, by columns of the value, whose stages are half as large.
+_BYTE_TILES = {256: replace(_TILE, kv_stages=4), 512: replace(_LIST_TILE, kv_stages=4)}
 # Tiles of few rows, by columns of the value: one warpgroup attends, and there are as many stages as fit.
 _TREE_TILE = Tile(
     LATENT_FEW_ROWS,
@@ -54,6 +55,10 @@ _TREE_TILE = Tile(
     merge_registers=240,
 )
 _TREE_TILES = {256: replace(_TREE_TILE, kv_stages=4), 512: _TREE_TILE}
+_BYTE_TREE_TILES = {
+    256: replace(_TREE_TILE, kv_stages=8, producer_registers=88, consumer_registers=176),
+    512: replace(_TREE_TILE, kv_stages=4),
+}
 
 # Elements of keys in memory by what tensors hold: rows of FP8_DS_MLA are bytes.
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.uint8: KvType.FP8_DS_MLA}
@@ -84,15 +89,19 @@ class MlaConfig(DecodeConfig):
     @property
     def tile(self) -> Tile:
         if self.has_tree:
-            tile = _TREE_TILES[self.head_dim_v]
-            return replace(tile, kv_stages=2 * tile.kv_stages) if self.multiplies_bytes else tile
+            return (_BYTE_TREE_TILES if self.multiplies_bytes else _TREE_TILES)[self.head_dim_v]
         if self.multiplies_bytes:
-            return _BYTE_TILE
+            return _BYTE_TILES[self.head_dim_v]
         return _LIST_TILE if self.sparse or self.kv_type is not KvType.WIDE else _TILE
 
     @property
     def widens_in_place(self) -> bool:
         """Whether a warpgroup does nothing but widen: never, as warps of the producers widen rows that they copy."""
+        return False
+
+    @property
+    def widens_in_registers(self) -> bool:
+        """Whether warps that multiply widen what they read: never, as above."""
         return False
 
     @property
@@ -222,6 +231,7 @@ def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig)
             kv_types += [
                 t for t in KV_TYPES.values() if t is not KvType.FP8_DS_MLA or dims == support.FP8_DS_MLA_HEAD_DIMS
             ]
-        for kv_type in kv_types:
-            config = kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
+        operands = [("bf16", kv_type) for kv_type in kv_types] + [("e4m3", KvType.WIDE)] * kind.takes_bytes
+        for dtype, kv_type in operands:
+            config = kind(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
             yield replace(config, batch_invariant=rows == ROWS and settings.BATCH_INVARIANT.is_on)

@@ -135,7 +135,12 @@ class Ring(DeviceStruct):
     @cute.jit
     def release(self, step) -> None:
         """Called by every consumer warp, converged, when its reads of the stage have completed."""
-        if cute.arch.lane_idx() < self.consumer_lanes:
+        self.release_by(step, self.consumer_lanes)
+
+    @cute.jit
+    def release_by(self, step, lanes) -> None:
+        """Release a stage by so many lanes of a warp, ``consumer_lanes`` whatever they are computed from."""
+        if cute.arch.lane_idx() < lanes:
             cute.arch.mbarrier_arrive(self.empty + self.stage(step))
 
 

@@ -78,13 +78,17 @@ OTHER_TILES = {
 SHORT_WINDOW, SHORT_STEP = 512, 64
 # Where K and V are converted there is one more warpgroup, for which the others leave registers, and there are stages of
 # what was loaded beside those of what is multiplied. Widened and beyond head dim 128, shared memory has one of either.
-_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=40, consumer_registers=208, converting_registers=56)
+_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_registers=208, converting_registers=64)
 # Where V is transposed, loaders and the converting warpgroup do with fewer registers, and 8 more for the consumers gave
-# 1 to 2 %. Steps of 160 keys at head dim 128: 778 and 700 TFLOP/s at 1 x 16384 and 4 x 4096 tokens, 742 and 670 with
-# 128, 729 and 654 with 96 (H200, 2026-11-24).
+# 1 to 2 %. Steps at head dim 128 where products of parts are added to O: 160 keys give 778 and 700 TFLOP/s at 1 x 16384
+# and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24). Where products accumulate O there
+# are registers for 192 keys, which are 1.01 to 1.02 of 160 at either (H100, 2026-11-25).
 _TRANSPOSING: dict[str, Any] = dict(producer_registers=32, consumer_registers=216, converting_registers=48)
-BYTE_STEP = 160
+BYTE_STEP = 192
+PART_STEP = 160
 WIDENED_PAIRS_TO = 128
+WIDENED_APART_TO = 192  # beyond, K and V are widened in the place that they are loaded to
+PAIRED_MARGIN = 40  # registers beside S, O and two P
 MOST_COLUMNS_OF_512_THREADS = 192  # of V: ptxas refuses a product of 256 columns in a kernel of 128 registers at launch
 # The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
 # share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230 instead of 299. Where
@@ -137,22 +141,32 @@ class PrefillConfig(KernelConfig):
             registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
             tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
         if multiplies_bytes:
-            return cls.byte_tile(dims, tile, short_steps)
+            return cls.byte_tile(dims, tile, short_steps, cls.flushes(dims, skip_softmax, short_steps))
         return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile)
 
     @classmethod
-    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool) -> Tile:
+    def flushes(cls, dims: tuple[int, int], skip_softmax: bool, short_steps: bool) -> bool:
+        """Whether products of 8-bit operands accumulate O themselves, see ``sm90/byte_flush.py``: where its sum in
+        float32 has room beside the stages."""
+        return dims == (128, 128) and not skip_softmax and not short_steps
+
+    @classmethod
+    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, flushes: bool) -> Tile:
         """The tile where queries, keys and values have 8 bits and would have ``tile`` in 16."""
-        step = BYTE_STEP if dims == (128, 128) and not short_steps else min(tile.n, _MIDDLE.n)
+        step = min(tile.n, _MIDDLE.n)
+        if dims == (128, 128) and not short_steps:
+            step = BYTE_STEP if flushes else PART_STEP
         return replace(tile, m=_MIDDLE.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
 
     @classmethod
     def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
         """The tile where keys and values are widened and would have ``tile`` in the type of the queries."""
+        if max(dims) > WIDENED_APART_TO:
+            return replace(tile, m=_MIDDLE.m, **_CONVERTING)
         has_pairs = max(dims) <= WIDENED_PAIRS_TO
         return replace(
             tile,
-            m=_MIDDLE.m if dims[1] <= MOST_COLUMNS_OF_512_THREADS else _MIDDLE.m // 2,
+            m=_MIDDLE.m,
             kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
             source_stages=(2, 1) if has_pairs else (1, 1),
             **_CONVERTING,
@@ -188,13 +202,31 @@ class PrefillConfig(KernelConfig):
         return self.tile_of(dims, *choices, self.kv_type, self.multiplies_bytes)
 
     @property
+    def pairs_steps(self) -> bool:
+        """Whether unmasked steps have a P each, two by two: where registers hold S, O and two P, and there is a mask.
+        Without one they gained nothing over one P (1 x 8192 tokens, H100, 2026-11-25)."""
+        tile = self.tile
+        held = tile.n // 2 + tile.n // 2 + self.depth[1] // 2
+        fits = held + PAIRED_MARGIN <= tile.consumer_registers
+        return self.mask is not MaskKind.FULL and not self.multiplies_bytes and fits
+
+    @property
+    def flushes_output(self) -> bool:
+        dims = self.head_dim_qk, self.head_dim_v
+        return self.transposes_v and self.flushes(dims, self.skip_softmax, self.short_steps)
+
+    @property
     def reads_kv_once(self) -> bool:
         """Whether some requests' keys are, see ``WorkTile.kv_policy``."""
         return self.packs_heads
 
     @property
     def widens(self) -> bool:
-        return self.kv_type is not KvType.WIDE
+        return self.kv_type is not KvType.WIDE and not self.widens_in_place
+
+    @property
+    def widens_in_place(self) -> bool:
+        return self.kv_type is not KvType.WIDE and max(self.head_dim_qk, self.head_dim_v) > WIDENED_APART_TO
 
     @property
     def transposes_v(self) -> bool:
@@ -216,6 +248,8 @@ class PrefillConfig(KernelConfig):
         """Bytes of a tile of K and of V as they are multiplied, where they are converted."""
         if self.transposes_v:
             return {"V": self.depth[1] * self.transposed_columns}
+        if self.widens_in_place:
+            return {}
         return {name: self.tile.n * columns * 2 for name, columns in zip("KV", self.operand_columns, strict=True)}
 
     @property

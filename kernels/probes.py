@@ -137,6 +137,7 @@ def decode(
 def mla(
     *,
     dims: tuple[int, int] = (576, 512),
+    query: torch.dtype = BF16,
     kv: torch.dtype = BF16,
     row: int | None = None,
     page_size: int = PAGE_SIZE,
@@ -151,7 +152,7 @@ def mla(
     tokens = BATCH * q_len
     lists: dict[str, Any] = dict(page_table=None, token_table=_ints(tokens, 64)) if sparse else {}
     return _problem(
-        _empty(tokens, HEADS, dims[0], dtype=BF16),
+        _empty(tokens, HEADS, dims[0], dtype=query),
         q_len,
         Mask(mask),
         key=key,

@@ -9,6 +9,7 @@ from typing import Any
 from hopwell.kernels import families, support
 from hopwell.kernels.config import DTYPES, QUERY_DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.families import Buildable
+from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.prefill_config import MASKS, PrefillConfig
 from hopwell.kernels.problem import Family
 
@@ -19,11 +20,12 @@ PREFILL_TYPES = (WIDE, BYTE_CACHE, BYTES)
 
 
 def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (WIDE,)) -> Iterator[Buildable]:
-    """Yield the prefill kernels whose operands are of ``prefill_types``; with WIDE among them, all other families
-    too."""
-    if WIDE in prefill_types:
-        for family in Family:
-            yield from families.shipped_configs(arch, family)
+    """Yield the prefill kernels whose operands are of ``prefill_types``; with WIDE among them all other families too,
+    but for MLA kernels that multiply bytes, which go with BYTES."""
+    for config in itertools.chain.from_iterable(families.shipped_configs(arch, family) for family in Family):
+        takes_bytes = isinstance(config, MlaConfig) and config.multiplies_bytes
+        if (BYTES if takes_bytes else WIDE) in prefill_types:
+            yield config
     if BYTE_CACHE in prefill_types:
         yield from _byte_configs(arch, [(dtype, dtype) for dtype in DTYPES.values()], kv_type=KvType.E4M3)
     if BYTES in prefill_types:

@@ -71,7 +71,7 @@ class Sm120PrefillConfig(PrefillConfig):
     }
 
     @classmethod
-    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool) -> Tile:
+    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, flushes: bool) -> Tile:
         return next(tile for columns, tile in _BYTES_OF_COLUMNS.items() if max(dims) <= columns)
 
     @classmethod
@@ -101,6 +101,10 @@ class Sm120PrefillConfig(PrefillConfig):
     def widens(self) -> bool:
         wide_q = not self.multiplies_bytes and self.kv_type is not KvType.WIDE
         return wide_q and max(self.head_dim_qk, self.head_dim_v) <= WIDENED_COLUMNS
+
+    @property
+    def widens_in_place(self) -> bool:
+        return False  # as above
 
     @property
     def transposes_v(self) -> bool:

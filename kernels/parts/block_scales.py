@@ -16,6 +16,7 @@ from hopwell.kernels.parts.warp_mma import QUAD
 
 TOKENS = 4  # whose scales of a block are neighbours where they are interleaved, and scales in a word
 # How two words are put together: the bytes of lower halves by turns, and of upper ones; lower halves, and upper ones.
+LOWEST_BYTES = 0x4040  # of two words, twice
 INTERLEAVED, HALVES = (0x5140, 0x7362), (0x5410, 0x7632)
 
 
@@ -69,16 +70,18 @@ class ScaleRows(DeviceStruct):
             entry = load_index(self.table + 4 * self.table_row * tile.request.index, self.pages.split(key)[0])
         return entry
 
-    def read(self, tile, key, page, part, parts: int) -> list:
-        """The scales of an equal part of a row, four in a word; 0 where ``page`` is negative."""
+    def read(self, tile, key, page, part, parts: int, *, apart: bool = False) -> list:
+        """The scales of an equal part of a row, four in a word; 0 where ``page`` is negative. Interleaved ones are in a
+        word each where they stay ``apart``: putting them together waits for them."""
         head = self.address + page * self.page + tile.kv_head * self.head
         row = self.pages.split(key)[1]
         count = self.blocks // parts
-        words = [Uint32(0) for _ in range(-(-count // TOKENS))]
-        return self._read(head, row, page, part * count, count, words)
+        apart = apart and self.interleaves
+        words = [Uint32(0) for _ in range(count if apart else -(-count // TOKENS))]
+        return self._read(head, row, page, part * count, count, apart, words)
 
     @cute.jit
-    def _read(self, head, row, page, first, count: cutlass.Constexpr[int], words):
+    def _read(self, head, row, page, first, count: cutlass.Constexpr[int], apart: cutlass.Constexpr, words):
         if page >= 0:
             if const_expr(self.interleaves):
                 # A quarter of a row's blocks lies in each of the four rows that four tokens share.
@@ -88,7 +91,7 @@ class ScaleRows(DeviceStruct):
                     place = head + (row // TOKENS * TOKENS + block // quarter) * self.row
                     place += block % quarter * TOKENS + row % TOKENS
                     scale = global_array(Uint8, place)[0].to(Uint32)
-                    words[i // TOKENS] = words[i // TOKENS] | (scale << (8 * (i % TOKENS)))
+                    words[i if apart else i // TOKENS] |= scale << (0 if apart else 8 * (i % TOKENS))
             elif const_expr(count % TOKENS == 0):
                 for i in cutlass.range_constexpr(len(words)):
                     words[i] = global_array(Uint32, head + row * self.row + first)[i]
@@ -97,6 +100,12 @@ class ScaleRows(DeviceStruct):
                     pair = global_array(Uint16, head + row * self.row + first)[i].to(Uint32)
                     words[i // 2] = words[i // 2] | (pair << (16 * (i % 2)))
         return words
+
+    def factors(self, words: list, pair: int, dtype, *, apart: bool):
+        """The scales of blocks 2 ``pair`` and 2 ``pair`` + 1 of what has been read, as numbers of ``dtype``."""
+        if apart and self.interleaves:
+            return e2m1.widened_half(prmt(words[2 * pair], words[2 * pair + 1], LOWEST_BYTES), 0, dtype)
+        return e2m1.widened_half(words[pair // 2], pair % 2, dtype)
 
 
 @dataclass

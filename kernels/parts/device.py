@@ -128,6 +128,20 @@ def fma(a, b, c, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def one_when_known(a, b, c, d, *, loc=None, ip=None):
+    """The Int32 1, which depends on four floats: no number exceeds infinity, but the compiler does not see that, and
+    keeps what uses the 1 behind what computes them."""
+    return cute.arch.inline_ptx(
+        "{\n.reg .pred p;\n.reg .f32 x, y;\nmax.f32 x, {$r0}, {$r1};\nmax.f32 y, {$r2}, {$r3};\nmax.f32 x, x, y;\n"
+        "setp.gt.f32 p, x, 0f7F800000;\nselp.s32 {$w0}, 0, 1, p;\n}",
+        write_only_types=[Int32],
+        read_only_args=[a, b, c, d],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def load_relaxed(address, *, loc=None, ip=None):
     """Load an Int32 that other SMs write to global memory; a fence behind it shows what they released with it."""
     return cute.arch.inline_ptx(

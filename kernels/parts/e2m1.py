@@ -20,6 +20,7 @@ F16_UPPER = (0x3E3C3800, 0x46444240)
 BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
 # Bits of signs in words with one code in a byte, and of codes in the upper bytes of two float16.
 SIGNS, UPPER_BYTES = 0x80808080, 0x8E008E00
+ADDRESS_BITS = 30  # more than an address of shared memory has
 BY_HALVES_EXPONENT = -14  # of the factor by which :func:`by_halves` is off
 
 
@@ -30,13 +31,18 @@ def _four_words(lines: list[str], *values: Any, **place: Any) -> list:
 
 
 @dsl_user_op
-def scaled(word, factor, dtype, pairs_halves: bool = False, *, loc=None, ip=None) -> list:
-    """Eight codes times ``factor``, a pair of numbers of ``dtype``, as four words of two numbers: of neighbours, or,
-    where it ``pairs_halves``, of codes that have the same place in the lower and in the upper half of ``word``."""
+def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = None, table=None, *, loc=None, ip=None):
+    """Eight codes times ``factor``, a pair of numbers of ``dtype`` or a number in a ``half`` of one, as four words of
+    two numbers: of neighbours, or, where it ``pairs_halves``, of codes that have the same place in the lower and in the
+    upper half of ``word``. ``table`` is what :func:`table_words` gives, where it is kept in registers."""
     upper, lower = (F16_UPPER, None) if dtype is Float16 else (BF16_UPPER, BF16_LOWER)
+    first = [f"{words[0]:#x}" for words in (upper, lower) if words]
+    if table is not None:
+        first = [f"{{$r{2 + i}}}" for i in range(len(table))]
     kind = "f16x2" if dtype is Float16 else "bf16x2"
     lines = [
-        ".reg .b32 index, even, signs, high, low, p0, p1, p2, p3, pair;",
+        ".reg .b32 index, even, signs, high, low, p0, p1, p2, p3, pair, factor;",
+        _factor("factor", half),
         # Signs are the highest bits of bytes: of odd codes as they lie, of even ones where all is shifted.
         "and.b32 index, {$r0}, 0x77777777; shl.b32 even, {$r0}, 4;",
     ]
@@ -44,17 +50,36 @@ def scaled(word, factor, dtype, pairs_halves: bool = False, *, loc=None, ip=None
         if half == 1:  # prmt looks at the lower half of its selector
             lines.append("shr.b32 index, index, 16;")
         lines += [
-            f"prmt.b32 high, {upper[0]:#x}, {upper[1]:#x}, index;",
+            f"prmt.b32 high, {first[0]}, {upper[1]:#x}, index;",
             f"prmt.b32 signs, even, {{$r0}}, {by_turns}; lop3.b32 high, high, signs, {SIGNS:#x}, 0xF8;",
-            f"prmt.b32 low, {lower[0]:#x}, {lower[1]:#x}, index;" if lower else "mov.b32 low, 0;",
+            f"prmt.b32 low, {first[1]}, {lower[1]:#x}, index;" if lower else "mov.b32 low, 0;",
             f"prmt.b32 p{2 * half}, low, high, 0x5140;",
             f"prmt.b32 p{2 * half + 1}, low, high, 0x7362;",
         ]
     for i in range(4):
         if pairs_halves:
             lines.append(f"prmt.b32 pair, p{i // 2}, p{2 + i // 2}, {'0x7632' if i % 2 else '0x5410'};")
-        lines.append(f"mul.rn.{kind} {{$w{i}}}, {'pair' if pairs_halves else f'p{i}'}, {{$r1}};")
-    return _four_words(lines, word, factor, loc=loc, ip=ip)
+        lines.append(f"mul.rn.{kind} {{$w{i}}}, {'pair' if pairs_halves else f'p{i}'}, factor;")
+    return _four_words(lines, word, factor, *(table or ()), loc=loc, ip=ip)
+
+
+def _factor(name: str, half: int | None) -> str:
+    """PTX that makes a pair of the second operand: as it is, or of the number in a half of it."""
+    if half is None:
+        return f"mov.b32 {name}, {{$r1}};"
+    number = ("low_half", "high_half")[half]
+    return (
+        f".reg .b16 low_half, high_half; mov.b32 {{low_half, high_half}}, {{$r1}}; "
+        f"mov.b32 {name}, {{{number}, {number}}};"
+    )
+
+
+def table_words(dtype, address) -> tuple:
+    """The first words of the table of ``dtype`` in registers: PRMT takes one constant, and the compiler would move the
+    other one into a register each time. ``address`` is of shared memory, and another one in each lane: bits that it
+    does not have are zeros that the compiler does not know, and not the same in all lanes to it."""
+    first = (F16_UPPER[0],) if dtype is Float16 else (BF16_UPPER[0], BF16_LOWER[0])
+    return tuple((address.to(Uint32) >> ADDRESS_BITS) | Uint32(word) for word in first)
 
 
 @dsl_user_op
@@ -67,13 +92,9 @@ def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> li
     shifted by constants, which more than one unit can do; the sign is three places away from the rest of its code, so
     that two words have signs in place: E of even codes and O of odd ones.
     """
-    pair = "mov.b32 pair, {$r1};"
-    if half is not None:
-        number = ("low", "high")[half]
-        pair = f".reg .b16 low, high; mov.b32 {{low, high}}, {{$r1}}; mov.b32 pair, {{{number}, {number}}};"
     lines = [
         ".reg .b32 sign, rest, e, o, code, pair;",
-        pair,
+        _factor("pair", half),
         "shl.b32 sign, {$r0}, 4; shl.b32 rest, {$r0}, 1; " + _select("e", "sign", "rest", SIGNS),
         "shr.b32 rest, {$r0}, 3; " + _select("o", "{$r0}", "rest", SIGNS),
     ]

@@ -96,14 +96,23 @@ class OnlineSoftmax(DeviceStruct):
     @cute.jit
     def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
         """Replace the scores of row r by their exponentials relative to its reference, and add them up."""
+        self.add_up(r, self.some_exponentials(scores, r, None, 0, scores.columns))
+
+    def some_exponentials(self, scores, r: int, sums, begin: int, end: int) -> list:
+        """Replace the scores of row r in some columns by their exponentials. Returns the sums of each chain; ``sums``
+        are those of the columns before, None at the first."""
         offset = self._safe(self.reference[r]) * self.scale
         if const_expr(self.headroom > 0.0):
             offset -= self.headroom
-        sums = [Float32(0.0)] * CHAINS
-        for c in cutlass.range_constexpr(scores.columns):
+        sums = [Float32(0.0)] * CHAINS if sums is None else list(sums)
+        for c in range(begin, end):
             p = cute.math.exp2(scores.get(r, c) * self.scale - offset, fastmath=True)
             scores.set(r, c, p)
-            sums[c % CHAINS] = p if const_expr(c < CHAINS) else sums[c % CHAINS] + p
+            sums[c % CHAINS] = p if c < CHAINS else sums[c % CHAINS] + p
+        return sums
+
+    def add_up(self, r: int, sums) -> None:
+        """Add the sums of chains to that of row r."""
         self.row_sum[r] += (sums[0] + sums[1]) + (sums[2] + sums[3])
 
     @cute.jit
@@ -117,6 +126,11 @@ class OnlineSoftmax(DeviceStruct):
         self.rescale[r] = cute.math.exp2((self.reference[r] - self._safe(reference)) * self.scale, fastmath=True)
         self.row_sum[r] = self.row_sum[r] * self.rescale[r]
         self.reference[r] = reference
+
+    @cute.jit
+    def factor_from(self, r: cutlass.Constexpr[int], reference):
+        """The factor that brings what is relative to ``reference`` to that of row r."""
+        return cute.math.exp2((reference - self._safe(self.reference[r])) * self.scale, fastmath=True)
 
     @cute.jit
     def reference_moved(self):

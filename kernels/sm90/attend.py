@@ -111,9 +111,7 @@ class Attend(Consumer):
                     for n in cutlass.range(keys.end - 2, keys.full_end - 1, -1, unroll=1):
                         step(kv_step, n, True)
                         kv_step += 1
-                for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
-                    step(kv_step, n, False)
-                    kv_step += 1
+                kv_step = self.unmasked_steps(operands, turns, q_stage, row, kv_step, keys)
                 if const_expr(self.mask.has_left_edge):
                     for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
                         step(kv_step, n, True)
@@ -178,6 +176,14 @@ class Attend(Consumer):
         v_ring.release(kv_step)
         self.rescale(operands)
         operands.round_scores()
+
+    @cute.jit
+    def unmasked_steps(self, operands, turns, q_stage, row, kv_step, keys):
+        """The steps over tiles that every row sees as a whole. Returns the step after them."""
+        for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
+            self.next_step(operands, turns, q_stage, row, kv_step, n, False)
+            kv_step += 1
+        return kv_step
 
     @cute.jit
     def to_logits(self, scores, n, row, masked: cutlass.Constexpr):

@@ -25,14 +25,11 @@ from hopwell.kernels.sm90.mla import WARP_SUM_BYTES, KeyParts, MlaAttend, MlaSm9
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.splitting import ROWS
 
-# Rows of P in a product. Products have zero accumulators, which O, half of 64 rows, leaves few registers for: with 64
-# rows the kernel spills. So it does with two products of 32 rows under way.
-PRODUCT_ROWS = 32
 BLOCK_REGISTERS = WARPGROUP_ROWS * ROWS // WARPGROUP  # of O, for 64 columns of the value
 TILES = 2  # of a step, A and B
-# What left and right tell each other of a step: for each tile and row the reference and the largest score so far, and
-# the factor that brings O to the tile's reference.
-ROW_STATE = TILES * 3 * WARPGROUP_ROWS
+# What the warpgroups tell each other in a step: of each row the largest score in A and in B, and the factor that brings
+# O to the step's reference.
+ROW_STATE = (TILES + 1) * WARPGROUP_ROWS
 
 
 class ByteMlaSm90(MlaSm90):
@@ -43,23 +40,22 @@ class ByteMlaSm90(MlaSm90):
     a transposing ldmatrix puts pairs of columns; two byte permutes part their even from their odd columns. So V is
     transposed on its way to the tensor cores, by whom it is multiplied. O^T is turned when a unit ends.
 
-    A tile's weights are relative to its own largest score, as in :class:`TileSoftmax`, and its product is added to O by
-    float32 instructions: see ``byte_prefill.py`` for both. References follow each other from tile to tile, so right
-    waits for those of A before it computes weights of B, but not for the weights of A.
+    A step's weights are relative to the largest score of its two tiles, as in :class:`TileSoftmax`, and its product is
+    added to O by float32 instructions: see ``byte_prefill.py`` for both. So the warpgroups meet twice in a step: when
+    the maxima of A and B are there, and when the weights are. Nothing else stands between them: P of both lies in one
+    tile, which is written between the meetings and multiplied after the second one.
 
     Edges that differ
-        K, V       load_keys -> attend  four tiles, two of A and two of B, for which there is room: released by left and
-                                        right when they have read their last operands of them
-        reference  left -> right        references of A's rows; released when right has read them
-        P of A     left -> attend       weights of A and what comes with them; released when they have been multiplied
-        P of B     right -> attend      the same of B
-        Q          schedule -> attend   released when O has been turned, which goes through Q's place
+        K, V    load_keys -> attend  four tiles, two of A and two of B, for which there is room: released by left and
+                                     right when they have read their last operands of them
+        Q       schedule -> attend   released when O has been turned, which goes through Q's place
 
-    Steady state: nothing says which warpgroup is ahead. Each adds both tiles to its half of O, one after the other.
+    Steady state: what limits is that products wait for softmax and softmax for products.
 
-        tensor cores   | left: S(A) | right: S(B) | O += V P of A, both   | O += V P of B, both  | left: S(A') | ...
-        left           |   waits    | softmax of A | a part of O at a time | the same             | waits
-        right          |        waits             | softmax of B | parts of O ...                       | waits
+        tensor cores   | left: S(A), right: S(B) |            | O += V^T P^T of A and B, both | left: S(A') ...
+        left           |         waits           | softmax, A | adds parts of products to O   | waits
+        right          |         waits           | softmax, B | adds parts of products to O   | waits
+        loads          | what the step before has released    |                               |
     """
 
     staging_bytes = WARP_SUM_BYTES + ROW_STATE * 4 // (2 * WARPS)
@@ -68,18 +64,14 @@ class ByteMlaSm90(MlaSm90):
     def q_arrivals(self) -> dict[str, int]:
         return {**super().q_arrivals, "consumer_lanes": LANES}
 
-    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Lanes read values with ldmatrix."""
-        return {**super().kv_arrivals(is_value), "consumer_lanes": LANES}
-
     def _p_edges(self) -> tuple[Edge, ...]:
-        attend, lanes = 4 * self.warpgroups, (LANES, LANES)
-        weights = self.tile.m * self.tile.n
-        return (
-            Edge("reference", "left", "right", 1, 4, 4, 0, *lanes),
-            Edge("P of A", "left", "attend", 1, 4, attend, weights, *lanes),
-            Edge("P of B", "right", "attend", 1, 4, attend, weights, *lanes),
-        )
+        """Return no edges: the warpgroups meet instead."""
+        return ()
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a CTA in bytes, which P is a part of."""
+        return super().shared_bytes + self.tile.m * copy.SWIZZLE_ROW_BYTES
 
     def softmax(self, scale) -> TileSoftmax:
         return TileSoftmax.create(scale, RowFragment.rows)
@@ -101,8 +93,8 @@ class ByteMlaOperands(KeyParts, DeviceStruct):
     p: Any
     s: Any
     o: Any
-    product: Any  # of 64 columns of the value and some rows of P, with zero accumulators
-    values: Any  # its first operand
+    product: Any  # of 64 columns of the value, with zero accumulators
+    values: Any  # its first operand, of both tiles
     tile_n: int
     depth_qk: int
     depth_v: int
@@ -112,9 +104,8 @@ class ByteMlaOperands(KeyParts, DeviceStruct):
         t, source, (depth_qk, depth_v) = kernel.tile, warpgroup.OperandSource, kernel.config.depth
         shape = (WARPGROUP_ROWS, t.n)
         qk_mma = make_mma(kernel.dtype, shape, source.SMEM, OperandMajorMode.K, warpgroups=1)
-        pv_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, PRODUCT_ROWS), source.RMEM, OperandMajorMode.K, warpgroups=1)
+        pv_mma = make_mma(kernel.dtype, (WARPGROUP_ROWS, t.m), source.RMEM, OperandMajorMode.K, warpgroups=1)
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        block = pv.partition_shape_C((WARPGROUP_ROWS, PRODUCT_ROWS))
         return ByteMlaOperands(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
@@ -124,8 +115,8 @@ class ByteMlaOperands(KeyParts, DeviceStruct):
             p=pv.make_fragment_B(pv.partition_B(tiles.p))[None, None, None, 0],
             s=cute.make_rmem_tensor(qk.partition_shape_C(shape), Float32),
             o=cute.make_rmem_tensor(depth_v * t.m // WARPGROUP, Float32),
-            product=cute.make_rmem_tensor(block, Float32),
-            values=pv.make_fragment_A(pv.partition_shape_A(shape)),
+            product=cute.make_rmem_tensor(pv.partition_shape_C((WARPGROUP_ROWS, t.m)), Float32),
+            values=pv.make_fragment_A(pv.partition_shape_A((WARPGROUP_ROWS, TILES * t.n))),
             tile_n=t.n,
             depth_qk=depth_qk,
             depth_v=depth_v,
@@ -139,27 +130,21 @@ class ByteMlaOperands(KeyParts, DeviceStruct):
         return RowFragment(self.o, self.depth_v // RowFragment.lanes_per_row)
 
     @cute.jit
-    def add(self, values: "Values", which: cutlass.Constexpr[int], factors) -> None:
-        """Bring O to a tile's references by ``factors``, one for each of the rows that a lane holds, and add the
-        product of tile A (``which`` 0) or B (1) to it."""
+    def add(self, values: tuple, factors) -> None:
+        """Bring O to a step's references by what lies at ``factors``, a float32 for each row, and add the product of
+        its weights with ``values``, those of A and of B."""
+        words = cute.recast_tensor(self.values, Uint32)
         for block in cutlass.range_constexpr(self.depth_v // WARPGROUP_ROWS):
-            values.read(block, cute.recast_tensor(self.values, Uint32))
-            for half in cutlass.range_constexpr(WARPGROUP_ROWS // PRODUCT_ROWS):
-                p, first = self._weights(half), (0, which * self.tile_n)
-                issue_mma(self.pv_mma, self.product, self.values, p, self.tile_n, False, first)
-                warpgroup.wait_group(0)
-                self._add_product(block * BLOCK_REGISTERS + half * cute.size(self.product), half, factors)
+            for tile in cutlass.range_constexpr(TILES):
+                values[tile].read(block, words, tile * (cute.size(words) // TILES))
+            issue_mma(self.pv_mma, self.product, self.values, self.p, TILES * self.tile_n, False)
+            warpgroup.wait_group(0)
+            self._add_product(block * cute.size(self.product), factors)
 
-    def _weights(self, half: int):
-        """The rows of P of one of a block's products."""
-        p = self.p[None, half, None]
-        (rows, keys), (row_step, key_step) = p.layout.shape, p.layout.stride
-        return cute.make_tensor(p.iterator, cute.make_layout((rows, 1, keys), stride=(row_step, 0, key_step)))
-
-    def _add_product(self, first: int, half: int, factors) -> None:
-        """Add the product to the registers of O from ``first`` on, of the rows of a ``half``."""
-        for eight in range(PRODUCT_ROWS // 8):
-            pair = copy.load_shared(factors + 4 * (PRODUCT_ROWS * half + 8 * eight), 2, Float32)
+    def _add_product(self, first: int, factors) -> None:
+        """Add a product to the registers of O from ``first`` on."""
+        for eight in range(cute.size(self.product) // 4):
+            pair = copy.load_shared(factors + 32 * eight, 2, Float32)
             for i in range(4 * eight, 4 * eight + 4):
                 self.o[first + i] = fma(self.o[first + i], pair[i % 2], self.product[i])
 
@@ -216,8 +201,8 @@ class Values(DeviceStruct):
         place = (warp_in_group() ^ (lane % copy.GROUP_ROWS)) * copy.CHUNK_BYTES
         return Values(line, place, columns, columns_first, n)
 
-    def read(self, block: int, words) -> None:
-        """Read 64 columns of all keys into the registers of an operand."""
+    def read(self, block: int, words, first: int = 0) -> None:
+        """Read 64 columns of all keys into the registers of an operand from ``first`` on."""
         per_block = copy.CHUNKS_PER_ROW // WARPS
         # Four chunks further, in the other half of 128 bytes, lies what differs in the highest bit of the place.
         place = self.place ^ (block % per_block * WARPS * copy.CHUNK_BYTES)
@@ -226,7 +211,7 @@ class Values(DeviceStruct):
             loaded = copy.load_matrix_x4(self.line + row * copy.SWIZZLE_ROW_BYTES + place, transposes=True)
             for half in range(2):
                 for odd, select in enumerate((EVEN_BYTES, ODD_BYTES)):
-                    words[4 * i + 2 * half + odd] = prmt(loaded[2 * half], loaded[2 * half + 1], select)
+                    words[first + 4 * i + 2 * half + odd] = prmt(loaded[2 * half], loaded[2 * half + 1], select)
 
 
 @dataclass
@@ -250,118 +235,77 @@ class ByteMlaAttend(MlaAttend):
 
     @cute.jit
     def left_step(self, operands, q_stage, row, step, n, masked):
-        left, right, reference = self.rings.k, self.rings.v, self.rings.reference
-        a, b = 2 * step, 2 * step + 1
-        row = row.of_tile((2 * n + 1) * self.kernel.tile.n)
-        self.scores(operands, q_stage, a, self.kernel.part_orders[0])
-        warpgroup.wait_group(0)
-        right.release(a)
-        if row.needs_mask(masked):
-            self.to_logits(operands.scores(), 2 * n + 1, row, True)
-        for r in cutlass.range_constexpr(RowFragment.rows):
-            self.softmax.choose_reference(r, self.softmax.maximum(operands.scores(), r))
-        reference.wait_empty(step)
-        self._tell_references(0)
-        cute.arch.mbarrier_arrive(reference.full_barrier(step))
-        self._weights(operands, self.rings.p_of_a, step, 0)
-        self._add(operands, 0, self.rings.p_of_a, step, 0)
-        left.wait_full(b)
-        right.release(b)
-        self.rings.p_of_b.wait_full(step)
-        self._follow(1)
-        self._add(operands, 0, self.rings.p_of_b, step, 1)
+        self._step(operands, q_stage, row.of_tile((2 * n + 1) * self.kernel.tile.n), step, n, masked, 0)
 
     @cute.jit
     def right_step(self, operands, q_stage, row, step, n, masked, is_first):
-        left, right, reference = self.rings.k, self.rings.v, self.rings.reference
-        a, b = 2 * step, 2 * step + 1
-        row = row.of_tile(2 * n * self.kernel.tile.n)
-        self.scores(operands, q_stage, b, self.kernel.part_orders[1])
-        warpgroup.wait_group(0)
-        left.release(b)
-        scores = operands.scores()
-        if row.needs_mask(masked):
-            self.to_logits(scores, 2 * n, row, True)
-        largest = [self.softmax.maximum(scores, r) for r in range(scores.rows)]
-        reference.wait_full(step)
-        self._follow(0)
-        reference.release(step)
-        for r in cutlass.range_constexpr(RowFragment.rows):
-            self.softmax.choose_reference(r, largest[r])
-        self._weights(operands, self.rings.p_of_b, step, 1)
-        right.wait_full(a)
-        left.release(a)
-        self._add(operands, 1, self.rings.p_of_a, step, 0)
-        self._add(operands, 1, self.rings.p_of_b, step, 1)
+        self._step(operands, q_stage, row.of_tile(2 * n * self.kernel.tile.n), step, n, masked, 1)
 
     @cute.jit
-    def _weights(self, operands, ring, step, which: cutlass.Constexpr[int]) -> None:
-        """Compute P of tile A (0) or B (1) from its scores and references, and show it to both warpgroups."""
-        scores = operands.scores()
+    def _step(self, operands, q_stage, row, step, n, masked, which: cutlass.Constexpr[int]) -> None:
+        """Take left (``which`` 0), which has S of tile A and the left half of the value, or right (1), which has B and
+        the right half, through a step."""
+        own, other = 2 * step + which, 2 * step + 1 - which
+        rings, scores = (self.rings.k, self.rings.v), operands.scores()
+        its_half, my_half = rings[1 - which], rings[which]
+        self.scores(operands, q_stage, own, self.kernel.part_orders[which])
+        warpgroup.wait_group(0)
+        its_half.release(own)
+        if row.needs_mask(masked):
+            self.to_logits(scores, 2 * n + 1 - which, row, True)
+        self._choose_references(scores, which)
+        self._write_weights(operands, which)
+        self.meet()
+        my_half.wait_full(other)
+        tile, columns = (self.tiles.k, self.tiles.v)[which], self.kernel.config.columns[which]
+        a, b = (Values.of(self.kernel, tile, columns, my_half.stage(2 * step + i)) for i in range(TILES))
+        factors = shared_address(self._state(TILES * WARPGROUP_ROWS + cute.arch.lane_idx() % 4 * 2, 2).iterator)
+        operands.add((a, b), factors)
+        my_half.release(own)
+        my_half.release(other)
+        its_half.wait_full(other)
+        its_half.release(other)
+
+    @cute.jit
+    def _choose_references(self, scores, which: cutlass.Constexpr[int]) -> None:
+        """Choose the references of a step, which are the same in both warpgroups."""
+        largest = [self.softmax.maximum(scores, r) for r in range(scores.rows)]
+        for r in cutlass.range_constexpr(scores.rows):
+            mine, found = self._state(which * WARPGROUP_ROWS + self._row(r), 1), largest[r]
+            if cute.arch.lane_idx() % RowFragment.lanes_per_row == 0:
+                mine[0] = found
+        self.meet()
+        for r in cutlass.range_constexpr(scores.rows):
+            its = self._state((1 - which) * WARPGROUP_ROWS + self._row(r), 1)[0]
+            self.softmax.choose_reference(r, cute.arch.fmax(largest[r], its))
+
+    @cute.jit
+    def _write_weights(self, operands, which: cutlass.Constexpr[int]) -> None:
+        """Compute P of this warpgroup's tile, and show it to the tensor cores."""
+        scores, lane = operands.scores(), cute.arch.lane_idx()
         for r in cutlass.range_constexpr(scores.rows):
             self.softmax.exponentials(scores, r)
         words = cute.make_rmem_tensor(cute.size(operands.s) // 4, Uint32)
         round_to_bytes(operands.s, words)
-        ring.wait_empty(step)
-        lane = cute.arch.lane_idx()
         row = warp_in_group() * WARP_ROWS + lane % WARP_ROWS
         first = which * (self.kernel.tile.n // copy.CHUNK_BYTES)
         for k in cutlass.range_constexpr(cute.size(words) // 4):
             chunk = first + 2 * k + lane // WARP_ROWS
             place = copy.swizzled_chunk(shared_address(self.tiles.p.iterator), row, chunk)
             copy.store_matrix_x4(place, [words[4 * k + i] for i in range(4)])
-        if const_expr(which == 1):
-            self._tell_references(1)
-        for r in cutlass.range_constexpr(RowFragment.rows):
-            place, factor = self._factor(which, self._row(r), 1), self.softmax.rescale[r]
-            if lane % RowFragment.lanes_per_row == 0:
-                place[0] = factor
         # Else ptxas would put the additions behind the products, and weights in float32 would take registers till then.
         sums = self._sums(0)
         for r in cutlass.range_constexpr(RowFragment.rows):
             sums[r] = self.softmax.row_sum[r]
+            place, factor = self._state(TILES * WARPGROUP_ROWS + self._row(r), 1), self.softmax.rescale[r]
+            if const_expr(which == 0):
+                if lane % RowFragment.lanes_per_row == 0:
+                    place[0] = factor
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.mbarrier_arrive(ring.full_barrier(step))
-
-    @cute.jit
-    def _add(self, operands, part: cutlass.Constexpr[int], p_ring, step, which: cutlass.Constexpr[int]) -> None:
-        """Add tile A (0) or B (1) to O, with values of the left (0) or right (1) part; then give both back."""
-        tile, ring = (self.tiles.k, self.tiles.v)[part], (self.rings.k, self.rings.v)[part]
-        tile_step = 2 * step + which
-        p_ring.wait_full(step)
-        factors = shared_address(self._factor(which, cute.arch.lane_idx() % 4 * 2, 2).iterator)
-        values = Values.of(self.kernel, tile, self.kernel.config.columns[part], ring.stage(tile_step))
-        operands.add(values, which, factors)
-        ring.release(tile_step)
-        p_ring.release(step)
-
-    @cute.jit
-    def _tell_references(self, which: cutlass.Constexpr[int]) -> None:
-        for r in cutlass.range_constexpr(RowFragment.rows):
-            state, reference, largest = self._references(which, r), self.softmax.reference[r], self.softmax.largest[r]
-            if cute.arch.lane_idx() % RowFragment.lanes_per_row == 0:
-                state[0] = reference
-                state[1] = largest
-
-    @cute.jit
-    def _follow(self, which: cutlass.Constexpr[int]) -> None:
-        """Go over to the references of tile A (0) or B (1)."""
-        for r in cutlass.range_constexpr(RowFragment.rows):
-            state = self._references(which, r)
-            self.softmax.follow(r, state[0])
-            self.softmax.largest[r] = state[1]
 
     def _row(self, r: int):
         """The number of a lane's row in its tile."""
         return warp_in_group() * WARP_ROWS + RowFragment.first_row() + RowFragment.row_offset(r)
-
-    def _references(self, which: int, r: int):
-        """Where the reference of a lane's row for tile A (0) or B (1) lies, and behind it the largest score so far."""
-        return self._state(2 * (which * WARPGROUP_ROWS + self._row(r)), 2)
-
-    def _factor(self, which: int, row, rows: int):
-        """Where the factors of ``rows`` rows from ``row`` on lie."""
-        return self._state((2 * TILES + which) * WARPGROUP_ROWS + row, rows)
 
 
 def build(config: MlaConfig) -> Any:

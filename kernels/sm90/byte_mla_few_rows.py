@@ -8,7 +8,6 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
@@ -33,10 +32,6 @@ class ByteFewRowsMlaSm90(FewRowsMlaSm90):
     Products are transposed there already, so nothing has to be turned: see :class:`ByteMlaSm90` for how the value gets
     into registers on its way to them. Of sixteen columns of O a lane has two neighbours.
     """
-
-    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Lanes read values with ldmatrix."""
-        return {**super().kv_arrivals(is_value), "consumer_lanes": LANES}
 
     def softmax(self, scale) -> "TileColumnSoftmax":
         return TileColumnSoftmax.create(scale, self.tile.m // QUAD)

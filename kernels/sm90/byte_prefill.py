@@ -32,8 +32,8 @@ class ByteAttend(PrefillAttend):
     added to O, and then the other columns of P V.
     """
 
-    def operands(self, row_group, column_group, addresses, geometry) -> "ByteOperands":
-        return ByteOperands.create(self.kernel, self.tiles, row_group, column_group)
+    def operands(self, row_group, column_group, addresses, geometry) -> "PartOperands":
+        return PartOperands.create(self.kernel, self.tiles, row_group, column_group)
 
     def output_rows(self) -> type[OutputRows]:
         return output_rows(self.kernel.out_dtype, stages_pairs=False)
@@ -74,40 +74,58 @@ class ByteAttend(PrefillAttend):
 
 @dataclass
 class ByteOperands(Operands):
-    """``v`` is transposed: its columns are rows, in the order of ``TransposingStream``. ``part`` is what a product of
-    some of them gives."""
+    """``v`` is transposed: its columns are rows, in the order of ``TransposingStream``. A product has some
+    or all of them."""
 
-    part: object
-    parts: int
-
-    @staticmethod
-    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "ByteOperands":
+    @classmethod
+    def of_products(cls, kernel, tiles: SharedTiles, row_group, width: int, /, **more):
+        """Operands for products of ``width`` columns of V. ``more`` are fields of a subclass."""
         t, source = kernel.tile, warpgroup.OperandSource
         depth_qk, depth_v = kernel.config.depth
-        width = part_columns(depth_v, t.n)
-        qk_mma = make_mma(
-            kernel.dtype, (WARPGROUP_ROWS, t.n), source.SMEM, OperandMajorMode.K, warpgroups=kernel.warpgroups
-        )
-        pv_mma = make_mma(
-            kernel.dtype, (WARPGROUP_ROWS, width), source.RMEM, OperandMajorMode.K, warpgroups=kernel.warpgroups
-        )
+        qk_mma, pv_mma = [
+            make_mma(kernel.dtype, (WARPGROUP_ROWS, n), place, OperandMajorMode.K, warpgroups=kernel.warpgroups)
+            for n, place in ((t.n, source.SMEM), (width, source.RMEM))
+        ]
         qk, pv = qk_mma.get_slice(row_group * WARPGROUP), pv_mma.get_slice(row_group * WARPGROUP)
-        return ByteOperands(
+        return cls(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
             q=qk.make_fragment_A(qk.partition_A(tiles.q)),
             k=qk.make_fragment_B(qk.partition_B(tiles.k)),
             v=pv.make_fragment_B(pv.partition_B(tiles.v)),
             s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
-            o=cute.make_rmem_tensor(depth_v // SplitRowFragment.lanes_per_row * SplitRowFragment.rows, Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
             p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
             dtype=kernel.dtype,
             tile_n=t.n,
             depth_qk=depth_qk,
             depth_v=depth_v,
-            part=cute.make_rmem_tensor(pv.partition_shape_C((t.m, width)), Float32),
-            parts=depth_v // width,
+            **more,
         )
+
+    def output(self) -> SplitRowFragment:
+        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row)
+
+    @cute.jit
+    def round_scores(self) -> None:
+        """Round S to P in 8 bits; ``TransposingStream`` has put V's keys in its order."""
+        round_to_bytes(self.s, cute.recast_tensor(self.p, Uint32))
+
+
+@dataclass
+class PartOperands(ByteOperands):
+    """``part`` is what a product of some columns of V gives."""
+
+    part: object
+    parts: int
+
+    @staticmethod
+    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "PartOperands":
+        depth_v = kernel.config.depth[1]
+        width = part_columns(depth_v, kernel.tile.n)
+        # As wgmma has a warpgroup's accumulators: two columns of each eight, of two rows.
+        part = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
+        return PartOperands.of_products(kernel, tiles, row_group, width, part=part, parts=depth_v // width)
 
     def issue_part(self, v_stage, part: int) -> None:
         """Issue the product of P and some columns of V."""
@@ -122,14 +140,6 @@ class ByteOperands(Operands):
         first = part * cute.size(self.part)
         for i in cutlass.range_constexpr(cute.size(self.part)):
             self.o[first + i] = fma(self.o[first + i], factors[i // 2 % 2], self.part[i])
-
-    def output(self) -> SplitRowFragment:
-        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row)
-
-    @cute.jit
-    def round_scores(self) -> None:
-        """Round S to P in 8 bits; ``TransposingStream`` has put V's keys in its order."""
-        round_to_bytes(self.s, cute.recast_tensor(self.p, Uint32))
 
 
 def round_to_bytes(s, words) -> None:

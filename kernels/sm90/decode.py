@@ -90,17 +90,7 @@ class DecodeSm90(AttentionSm90):
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         edges = super()._kv_edges(consumer, warps)
-        if not self.config.widens_in_place:
-            return edges
-        wide = [replace(edge, producer="widen", producer_warps=WARPS) for edge in edges]
-        copies_rows = issubclass(self.source, PageRows)
-        # Lanes of load_v write zeros, which lanes read.
-        lanes = [LANES if copies_rows or edge.name == "V" else 1 for edge in edges]
-        loaded = [
-            Edge(f"loaded {edge.name}", edge.producer, "widen", edge.stages, 1, WARPS, 0, count)
-            for edge, count in zip(edges, lanes, strict=True)
-        ]
-        return [*wide, *loaded]
+        return self.edges_in_place(edges, "widen") if self.config.widens_in_place else edges
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
         """Lanes read the tiles of 8-bit caches, and write some themselves: copies of rows, or zeros into V."""
@@ -111,7 +101,7 @@ class DecodeSm90(AttentionSm90):
             copying = LANES if self.config.copies_scales and not copies_rows else 0
             return dict(producer_lanes=lanes, consumer_lanes=max(lanes, copying), copying_lanes=copying)
         if self.config.widens_in_place:
-            return dict(producer_lanes=LANES)
+            return {}
         return super().kv_arrivals(is_value)
 
     @property
@@ -283,10 +273,7 @@ class DecodeSm90(AttentionSm90):
             operand = replace(operand, page_slots=operand.slots_of_page())
         if const_expr(self.config.copies_scales):
             operand = replace(operand, shared_scales=shared_address(tiles.scales[part]))
-        ring = (rings.k, rings.v)[part]
-        if const_expr(self.config.widens_in_place):
-            loaded = (rings.loaded_k, rings.loaded_v)[part]
-            ring = replace(ring, full=loaded.full, producer_lanes=loaded.producer_lanes)
+        ring = self.loading_ring(rings, part)
         self.load_kv(atoms[part], shared, ring, partial_barriers + part, board, operand)
 
     def _q_atom(self, addresses: Addresses, geometry: DecodeGeometry):

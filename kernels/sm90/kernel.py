@@ -1,6 +1,12 @@
 """What the Hopper kernels have in common: four producer warps, and consumer warpgroups that hold S, P and O."""
 
+from dataclasses import replace
+
+from cutlass import const_expr
+
 from hopwell.kernels.config import KernelConfig
+from hopwell.kernels.hardware import LANES, WARPS
+from hopwell.kernels.parts.kv_rows import PageRows
 from hopwell.kernels.pipeline import Edge, check_arrivals
 from hopwell.kernels.skeleton import AttentionKernel
 
@@ -44,6 +50,27 @@ class AttentionSm90(AttentionKernel):
     def more_roles(self) -> dict[str, int]:
         """Warps of roles beyond the producers and attend."""
         return {}
+
+    def edges_in_place(self, edges: list[Edge], role: str) -> list[Edge]:
+        """The edges of K and V where the warpgroup ``role`` widens them in the place that they are loaded to."""
+        copies_rows = issubclass(self.source, PageRows)
+        # Lanes of load_v write zeros, which lanes read.
+        lanes = [LANES if copies_rows or edge.name == "V" else 1 for edge in edges]
+        wide = [replace(edge, producer=role, producer_warps=WARPS, producer_lanes=LANES) for edge in edges]
+        loaded = [
+            Edge(f"loaded {edge.name}", edge.producer, role, edge.stages, 1, WARPS, 0, count)
+            for edge, count in zip(edges, lanes, strict=True)
+        ]
+        return [*wide, *loaded]
+
+    def loading_ring(self, rings, part: int):
+        """The ring that the warp that loads K (part 0) or V (part 1) fills. Where tiles are widened in place, it is
+        those that multiply who give stages back."""
+        ring = (rings.k, rings.v)[part]
+        if const_expr(not self.config.widens_in_place):
+            return ring
+        loaded = (rings.loaded_k, rings.loaded_v)[part]
+        return replace(ring, full=loaded.full, producer_lanes=loaded.producer_lanes)
 
     def _more_edges(self) -> tuple[Edge, ...]:
         return ()

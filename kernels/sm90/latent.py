@@ -85,7 +85,12 @@ class LatentKeys:
         return 2 if issubclass(self.source, PageRows) and not self.widens else 1
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        return dict(producer_lanes=LANES) if self.widens else super().kv_arrivals(is_value)
+        if self.widens:
+            return dict(producer_lanes=LANES)
+        # Values of 8 bits are read by lanes, on their way to a product that takes them from registers, and lanes write
+        # zeros into both parts.
+        read_by_lanes = dict(producer_lanes=LANES, consumer_lanes=LANES) if self.config.multiplies_bytes else {}
+        return super().kv_arrivals(is_value) | read_by_lanes
 
     @property
     def q_arrivals(self) -> dict[str, int]:

@@ -26,10 +26,11 @@ from hopwell.kernels.parts.softmax import OnlineSoftmax, TileSoftmax
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.skeleton import PrefillLaunch, example_arguments
+from hopwell.kernels.sm90.byte_flush import FLUSHED_BYTES, FlushingByteAttend
 from hopwell.kernels.sm90.byte_prefill import ByteAttend
 from hopwell.kernels.sm90.conversion import Conversion
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
-from hopwell.kernels.sm90.prefill_attend import PrefillAttend
+from hopwell.kernels.sm90.overlapped_attend import PairedAttend, ShadedAttend
 from hopwell.kernels.sm90.skip import SkippingAttend, SkippingByteAttend
 
 
@@ -55,6 +56,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         What is converted ends at convert, which releases it when it has written a stage of
         converted K  convert -> attend   and
         converted V  convert -> attend   released as K and V are elsewhere
+        Where K and V are widened in place, at head dim 256, loaded K and loaded V lead from the loaders to convert, and
+        K and V from convert to attend, which gives their place back to load_k and load_v
 
     Steady state: one step of two consumer warpgroups, A and B. "S" and "O" are matrix products on the tensor cores,
     which take about half of a step for each warpgroup; named barriers give the warpgroups turns at them.
@@ -65,7 +68,9 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         load_k, load_v | fill the stages that the step before has released
     """
 
-    staging_bytes = STAGING_BYTES
+    @property
+    def staging_bytes(self) -> int:
+        return STAGING_BYTES + (FLUSHED_BYTES if self.config.flushes_output else 0)
 
     @cute.kernel
     def kernel(
@@ -89,12 +94,12 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         if warp < 4:
             self.set_registers(self.tile.producer_registers)
             if warp == K_WARP:
-                key = KvOperand.key(addresses, geometry, self.config)
-                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), rings.k, partial_barriers, board, key)
+                key, ring = KvOperand.key(addresses, geometry, self.config), self.loading_ring(rings, 0)
+                self.load_kv(k_atom, shared_address(tiles.loaded[0].iterator), ring, partial_barriers, board, key)
             if warp == V_WARP:
                 value = KvOperand.value(addresses, geometry, self.config)
                 shared = shared_address(tiles.loaded[1].iterator)
-                self.load_kv(v_atom, shared, rings.v, partial_barriers + 1, board, value)
+                self.load_kv(v_atom, shared, self.loading_ring(rings, 1), partial_barriers + 1, board, value)
             if warp == Q_WARP:
                 self.load_q(q_atom, tiles.q, rings.q, board, self.tile_shape(geometry))
             if warp == SCHEDULE_WARP:
@@ -153,10 +158,14 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
     @property
     def attend_types(self) -> tuple[type, type]:
         """What the consumer warpgroups do, without skip-softmax and with it."""
-        return (ByteAttend, SkippingByteAttend) if self.config.multiplies_bytes else (PrefillAttend, SkippingAttend)
+        if self.config.multiplies_bytes:
+            return FlushingByteAttend if self.config.flushes_output else ByteAttend, SkippingByteAttend
+        return PairedAttend if self.config.pairs_steps else ShadedAttend, SkippingAttend
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         edges = super()._kv_edges(consumer, warps)
+        if self.config.widens_in_place:
+            return self.edges_in_place(edges, "convert")
         converted = [self._is_converted(is_value) for is_value in (False, True)]
         readers = [("convert", WARPS) if is_converted else (consumer, warps) for is_converted in converted]
         return [
@@ -172,6 +181,8 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         return {"convert": WARPS} if self.config.converts else {}
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
+        if self.config.widens_in_place:
+            return {}
         arrivals = super().kv_arrivals(is_value)
         if not self._is_converted(is_value):
             return arrivals

@@ -10,7 +10,7 @@ import torch
 from api_calls import FORMS, Form
 
 from hopwell import emulator
-from hopwell.kernels import families, features, probes, support
+from hopwell.kernels import features, probes, support
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.families import prefill_type, shipped_configs
 from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
@@ -216,7 +216,7 @@ def test_problems_need_the_rows_that_they_stand_for(entry: str) -> None:
             assert row.is_asked(problem), (row.key, case)
             for arch in support.ARCHS:
                 lacks = features.lacking(entry, problem, arch) is not None
-                assert lacks == (families.refuse(problem, arch) is not None), (row.key, case, arch)
+                assert lacks == (features.refuse(problem, arch) is not None), (row.key, case, arch)
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_fetches(config: MlaConfig) -> None:
     """Every way to fetch: no keys, fewer than new tokens, the edges of tiles, and two chunks."""
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     kv_lens = [0, 1, 70, config.chunk_tokens + 1]
-    case = Case([2] * 4, kv_lens, heads=heads_of(config, 2), dims=dims, top_k=top_k)
+    case = Case([2] * 4, kv_lens, heads=heads_of(config, 2), dims=dims, top_k=top_k, dtype=config.dtype)
     check(case, page_size(config), adverse=1, config=config)
 
 

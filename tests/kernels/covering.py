@@ -220,8 +220,19 @@ def covering_mla_configs() -> list[MlaConfig]:
         (unrotated, LISTED, 16),
         (narrow, PAGES64, 16),
     ]
+    # Products of 8 bits: what fetches is that of 16 bits, and knows the width alone.
+    bytes_chosen = [
+        *((wide, fetch, rows) for fetch in (PAGES16, LISTED) for rows in (64, 16)),
+        (wide, ROWS, 64),
+        (narrow, PAGES64, 64),
+        (narrow, (KvFetch.PAGE_BOXES, 8), 16),
+        (unrotated, LISTED, 64),
+        (unrotated, LISTED, 16),
+    ]
     return [
-        MlaConfig("sm_90a", "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows) for dims, fetch, rows in chosen
+        MlaConfig("sm_90a", dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
+        for dtype, kinds in (("bf16", chosen), ("e4m3", bytes_chosen))
+        for dims, fetch, rows in kinds
     ]
 
 

@@ -1,4 +1,5 @@
-"""V of 8 bits on its way to the tensor cores: what a warp transposes, and which keys and columns meet there."""
+"""K and V of 8 bits on their way to the tensor cores: what is widened, what a warp transposes, and which keys and
+columns meet there."""
 
 from __future__ import annotations
 
@@ -11,6 +12,7 @@ import cutlass.cute as cute
 import pytest
 from lane_threads import Lanes
 
+from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.sm90 import conversion
@@ -18,14 +20,16 @@ from hopwell.kernels.sm90.byte_prefill import (
     PART_COLUMNS,
     PRODUCT_REGISTERS,
     ByteOperands,
+    PartOperands,
     part_columns,
 )
-from hopwell.kernels.sm90.conversion import PAIRED_KEYS, TransposingStream
+from hopwell.kernels.sm90.conversion import TransposingStream, WideningStream
 from hopwell.kernels.support import BYTE_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
 
-KEYS, TARGET = 64, 1 << 20  # of a tile, and where its transposed stage begins
+KEYS, TARGET = 64, 1 << 20  # of a tile, and where its converted stage begins
+RING_METHODS = ("wait_full", "wait_empty", "release")
 
 
 class Bytes(Lanes):
@@ -67,35 +71,95 @@ class Bytes(Lanes):
             assert len({row % 128 for row in rows[first : first + 8]}) == 8
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("columns_first", [False, True])
+@pytest.mark.parametrize("columns", [64, 128, 192, 256])
+def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk is read once and becomes two where the layout has them. Of 8 lanes, no two meet in a bank."""
+    loaded = -(-columns // 128) * 64  # in units of 16 bits
+    source = {
+        copy.tile_chunk(0, row, chunk, KEYS, loaded, columns_first): (row, chunk)
+        for row, chunk in itertools.product(range(KEYS), range(columns // 16))
+    }
+    config = SimpleNamespace(
+        columns=(loaded, loaded),
+        stage_columns=(columns, columns) if in_place else (loaded, loaded),
+        operand_columns=(columns, columns),
+        widens_in_place=in_place,
+        kv_type=None,
+    )
+    ring = SimpleNamespace(stage=lambda step: 0, **dict.fromkeys(RING_METHODS, lambda step: None))
+    kernel = SimpleNamespace(
+        config=config, dtype=None, tile=SimpleNamespace(n=KEYS), source=SimpleNamespace(columns_first=columns_first)
+    )
+    stream = WideningStream(kernel, 0, ring, TARGET, ring, 0)
+    monkeypatch.setattr(WideningStream, "show", lambda self, step: None)
+    monkeypatch.setattr(cutlass, "range_constexpr", range)
+    monkeypatch.setattr(cute.arch, "barrier", lambda **_: None)
+    monkeypatch.setattr(conversion, "widened_words", lambda kind, dtype, word: [(*word, half) for half in range(2)])
+    reads: list[list[int]] = []
+    writes: list[dict[int, Any]] = []
+
+    def load(address: int, count: int) -> list[Any]:
+        reads[-1].append(address)
+        return [(*source[address], word) for word in range(count)]
+
+    monkeypatch.setattr(copy, "load_shared", load)
+    monkeypatch.setattr(copy, "store_shared", lambda address, words: writes[-1].update({address: words}))
+    for thread in range(WARPGROUP):
+        monkeypatch.setattr(cute.arch, "thread_idx", lambda thread=thread: (thread, 0, 0))
+        reads.append([])
+        writes.append({})
+        WideningStream.convert.__wrapped__(stream, 0, [])
+    assert sorted(itertools.chain(*reads)) == sorted(source)
+    for first in range(0, WARPGROUP, 8):
+        for lanes in (reads[first : first + 8], map(list, writes[first : first + 8])):
+            assert all(len({address % 128 for address in addresses}) == 8 for addresses in zip(*lanes, strict=True))
+    found = {address: words for of_thread in writes for address, words in of_thread.items()}
+    assert len(found) == sum(map(len, writes))
+    target_first = in_place and columns_first
+    assert found == {
+        copy.tile_chunk(TARGET, row, 2 * chunk + half, KEYS, columns, target_first): [
+            (row, chunk, 2 * half + word, part) for word in range(2) for part in range(2)
+        ]
+        for row, chunk in source.values()
+        for half in range(2)
+    }
+
+
+@pytest.mark.parametrize("keys", [64, 192])
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("columns", [32, 80, 192])
-def test_transposed_keys_and_columns(columns: int, columns_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transposed_keys_and_columns(
+    columns: int, columns_first: bool, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each byte of the target is what the order says: keys 2t, 2t + 1, 8 + 2t, 8 + 2t + 1 side by side, even columns
     before odd ones. Reads and writes meet no bank conflict."""
     warp = Bytes(monkeypatch)
     loaded = -(-columns // 128) * 64  # in units of 16 bits
-    config = SimpleNamespace(columns=(loaded, loaded), depth=(columns, columns), transposed_columns=128)
+    width = -(-keys // 128) * 128
+    config = SimpleNamespace(columns=(loaded, loaded), depth=(columns, columns), transposed_columns=width)
     kernel = SimpleNamespace(
-        config=config, tile=SimpleNamespace(n=KEYS), source=SimpleNamespace(columns_first=columns_first)
+        config=config, tile=SimpleNamespace(n=keys), source=SimpleNamespace(columns_first=columns_first)
     )
-    for key, column in itertools.product(range(KEYS), range(columns)):
-        chunk = copy.tile_chunk(0, key, column // 16, KEYS, loaded, columns_first)
+    for key, column in itertools.product(range(keys), range(columns)):
+        chunk = copy.tile_chunk(0, key, column // 16, keys, loaded, columns_first)
         warp.memory[chunk + column % 16] = (key, column)
-    assert len(warp.memory) == KEYS * columns
+    assert len(warp.memory) == keys * columns
     stream = TransposingStream(kernel, 0, None, TARGET, None)
 
     def work() -> None:
-        for pair, chunk in itertools.product(range(KEYS // PAIRED_KEYS), range(columns // 16)):
-            stream._transpose(0, TARGET, pair, chunk)
+        for chunk in range(columns // 16):
+            stream._transpose(0, TARGET, chunk)
 
     warp.run(work)
     found = {place: value for place, value in warp.memory.items() if place >= TARGET}
     want = {}
-    for row, place in itertools.product(range(columns), range(KEYS)):
+    for row, place in itertools.product(range(columns), range(keys)):
         lane, byte = divmod(place % 16, 4)
         key = place // 16 * 16 + 2 * lane + (0, 1, 8, 9)[byte]
         column = row // 16 * 16 + row % 8 * 2 + row % 16 // 8
-        want[copy.tile_chunk(TARGET, row, place // 16, columns, 64, False) + place % 16] = (key, column)
+        want[copy.tile_chunk(TARGET, row, place // 16, columns, width // 2, False) + place % 16] = (key, column)
     assert found == want
 
 
@@ -125,7 +189,7 @@ def test_parts_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> No
     operands = SimpleNamespace(o=[1.0 + i for i in range(size * parts)], part=None)
     for part in range(parts):
         operands.part = [0.25 * (part * size + i) for i in range(size)]
-        ByteOperands.add_part.__wrapped__(operands, part, factors)
+        PartOperands.add_part.__wrapped__(operands, part, factors)
     rows = [i // 2 % 2 for i in range(size * parts)]
     assert operands.o == [(1.0 + i) * factors[row] + 0.25 * i for i, row in enumerate(rows)]
 
@@ -133,7 +197,7 @@ def test_parts_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("dims", BYTE_HEAD_DIMS, ids=str)
 def test_parts_of_v_begin_at_swizzle_atoms(dims: tuple[int, int]) -> None:
     """All products together have all columns."""
-    n = PrefillConfig.tile_of(dims, multiplies_bytes=True).n
+    n = PrefillConfig.tile_of(dims, skip_softmax=True, multiplies_bytes=True).n
     width = part_columns(dims[1], n)
     assert dims[1] % width == 0
     assert width % copy.GROUP_ROWS == 0

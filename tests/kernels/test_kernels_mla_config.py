@@ -12,12 +12,13 @@ from covering import COVERING_MLA
 from kernel_problems import empty, paged
 
 from hopwell.kernels import mla_config, settings
-from hopwell.kernels.config import KvFetch
-from hopwell.kernels.families import build, resolve, shipped_configs
+from hopwell.kernels.config import KvFetch, KvType
+from hopwell.kernels.families import build, resolve, shipped_configs, takes_bytes
 from hopwell.kernels.hardware import ARCHITECTURES
 from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
+from hopwell.kernels.sm90.mla import MlaSm90
 from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90
 from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
 from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
@@ -26,6 +27,7 @@ from hopwell.layouts import mla_kv_views
 SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
 ARCH = "sm_90a"
+FP8 = torch.float8_e4m3fn
 SHIPPED = list(shipped_mla_configs())
 PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
 
@@ -46,7 +48,7 @@ def test_names_are_those_of_no_other_kernel() -> None:
     names = [config.name for config in SHIPPED]
     assert len(set(names)) == len(set(SHIPPED)) == len(names)
     assert all(re.fullmatch(r"mla_[a-z0-9_]{1,90}", name) for name in names)
-    assert "mla_sm_90a_bf16_d576_512_causal_pages64" in names
+    assert {"mla_sm_90a_bf16_d576_512_causal_pages64", "mla_sm_90a_e4m3_to_bf16_d576_512_causal_listed"} <= set(names)
 
 
 def test_other_archs_have_none() -> None:
@@ -58,11 +60,13 @@ def test_what_is_compiled_in_tests_is_shipped() -> None:
     assert {(c.head_dim_qk, c.head_dim_v) for c in COVERING_MLA} == set(SPARSE_MLA_HEAD_DIMS)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("dims", MLA_HEAD_DIMS)
-def test_every_cache_has_a_shipped_kernel(dims: tuple[int, int]) -> None:
+def test_every_cache_has_a_shipped_kernel(dims: tuple[int, int], dtype: torch.dtype) -> None:
     for page_size in PAGE_SIZES:
-        config = resolve_mla(problem(dims, page_size), ARCH)
+        config = resolve_mla(problem(dims, page_size, dtype=dtype), ARCH)
         assert config in SHIPPED
+        assert config.multiplies_bytes == (dtype == FP8)
         assert (config.head_dim_qk, config.head_dim_v) == dims
         assert (config.kv_fetch is KvFetch.PAGE_ROWS) == (page_size < 8)
 
@@ -73,10 +77,30 @@ def test_every_kernel_fits(config: MlaConfig) -> None:
     assert isinstance(kernel, FewRowsMlaSm90) == (config.rows == LATENT_FEW_ROWS)
     assert kernel.shared_bytes <= SHARED_BYTES
     assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
-    assert sum(config.kv_dims) == config.head_dim_qk
-    docs = (type(kernel).__doc__ or "") + (FewRowsDecodeSm90.__doc__ or "") * config.has_tree
+    assert 2 * sum(config.kv_dims) == config.head_dim_qk * config.q_bytes
+    kinds = type(kernel).__mro__
+    last = FewRowsDecodeSm90 if config.has_tree else MlaSm90  # whose docstring those of its kinds add to
+    docs = "".join(kind.__doc__ or "" for kind in kinds[: kinds.index(last) + 1])
     for edge in kernel.edges:
         assert re.search(rf"\b{edge.name}\b", docs)
+
+
+def test_queries_of_bytes() -> None:
+    """They are multiplied as they are over caches of bytes, with an output of bfloat16 where none is given."""
+    base = problem(dtype=FP8)
+    config = resolve_mla(base, ARCH)
+    assert (config.dtype, config.out_dtype, config.kv_type) == ("e4m3", "bf16", KvType.WIDE)
+    assert resolve_mla(replace(base, out=empty(60, 16, 512)), ARCH) == config
+    assert "key dtype torch.bfloat16 has no kernel" in refusal(problem(query=empty(60, 16, 576, dtype=FP8)))
+    assert "output dtype torch.float8_e4m3fn" in refusal(replace(base, out=empty(60, 16, 512, dtype=FP8)))
+    assert resolve_mla(replace(base, query=empty(60, 16, 576)), ARCH).kv_type is KvType.E4M3
+    assert "query dtype torch.float8_e4m3fn" in refusal(base, "sm_120a")
+    assert [(arch, takes_bytes(arch)) for arch in ("sm_90a", "sm_100a", "sm_120a")] == [
+        ("sm_90a", True),
+        ("sm_100a", False),
+        ("sm_120a", False),
+    ]
+    assert not any(config.multiplies_bytes for config in shipped_configs("sm_120a", Family.MLA))
 
 
 def test_run_time_facts_do_not_make_other_kernels() -> None:
@@ -122,7 +146,6 @@ def test_refusals() -> None:
         assert f"page size {page_size} has no kernel" in refusal(problem(page_size=page_size))
     assert "mask full has no MLA decode kernel" in refusal(problem(mask=Mask(MaskKind.FULL)))
     assert "no MLA decode kernel with statistics" in refusal(problem(statistics=empty(60, 16, 2, dtype=torch.float32)))
-    assert "query dtype torch.float8_e4m3fn" in refusal(problem(dtype=torch.float8_e4m3fn))
     assert "output dtype torch.float32" in refusal(problem(out=empty(60, 16, 512, dtype=torch.float32)))
 
 

@@ -12,9 +12,10 @@ from hopwell.kernels.families import resolve, shipped_configs
 from hopwell.kernels.prefill_config import MASKS
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, TokenOffsets
 from hopwell.kernels.shipped import BYTE_CACHE, BYTES, PREFILL_TYPES, WIDE, kernels_to_ship
-from hopwell.kernels.support import BYTE_HEAD_DIMS
+from hopwell.kernels.support import BYTE_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 
 FP8 = torch.float8_e4m3fn
+BYTE_MLA = "mla_sm_90a_e4m3_"
 DIMS = [(64, 64), (192, 128), (80, 80), (256, 256)]
 OPERANDS = {
     WIDE: [(dtype, dtype, dtype) for dtype in DTYPES],
@@ -60,11 +61,17 @@ def test_calls_find_their_kernels(types: str) -> None:
 def test_every_kernel_once() -> None:
     shipped = list(kernels_to_ship("sm_90a", PREFILL_TYPES))
     assert len({config.name for config in shipped}) == len(shipped)
-    assert {(c.head_dim_qk, c.head_dim_v) for c in kernels_to_ship("sm_90a", (BYTES,))} == set(BYTE_HEAD_DIMS)
+    multiply_bytes = [c for c in shipped if c.family in (Family.PREFILL, Family.MLA) and c.multiplies_bytes]
+    assert multiply_bytes == list(kernels_to_ship("sm_90a", (BYTES,)))
+    dims = {family: {(c.head_dim_qk, c.head_dim_v) for c in multiply_bytes if c.family is family} for family in Family}
+    assert dims[Family.PREFILL] == set(BYTE_HEAD_DIMS)
+    assert dims[Family.MLA] == set(SPARSE_MLA_HEAD_DIMS)
 
 
 def test_types_are_asked_for() -> None:
-    """If nothing is asked for, they are those of one 16-bit dtype and all other families."""
-    for arch in ("sm_90a", "sm_100a", "sm_103a"):
-        assert list(kernels_to_ship(arch)) == [config for family in Family for config in shipped_configs(arch, family)]
+    """If nothing is asked for, they are those of one 16-bit dtype and all other families, but for MLA of bytes."""
+    for arch in ("sm_90a", "sm_100a", "sm_103a", "sm_120a"):
+        every = [config for family in Family for config in shipped_configs(arch, family)]
+        assert list(kernels_to_ship(arch)) == [config for config in every if not config.name.startswith(BYTE_MLA)]
+    assert sum(config.name.startswith(BYTE_MLA) for config in kernels_to_ship("sm_90a", (BYTES,))) > 0
     assert list(kernels_to_ship("sm_100a", (BYTE_CACHE, BYTES))) == []

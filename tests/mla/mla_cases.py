@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from byte_batches import ByteMlaBatch
 from decode_cases import PLAIN, Setting, check_problem
 from mla_batches import MlaBatch, PackedBatch, listing
 
@@ -21,6 +22,13 @@ ARCH = "sm_90a"
 DIMS = ((576, 512), (320, 256))  # columns of keys, and of values
 SPARSE_DIMS = (*DIMS, (512, 512))
 OUTPUT_SCALE = -2.0  # a power of two: the output of a single key stays exact
+# Batches of queries and keys of these types.
+KINDS: dict[tuple[str, KvType], type[MlaBatch]] = {
+    ("bf16", KvType.WIDE): MlaBatch,
+    ("bf16", KvType.E4M3): MlaBatch,
+    ("bf16", KvType.FP8_DS_MLA): PackedBatch,
+    ("e4m3", KvType.WIDE): ByteMlaBatch,
+}
 LISTINGS = ("distinct", "any", "one", "twice", "none")
 # Heads: with up to three new tokens, FEW are few rows, and MANY are many. For each, pages and lists have a kernel.
 FEW, MANY = 5, 40
@@ -56,6 +64,7 @@ class Case:
     tensor_scales: bool = False
     magnitude: float = 1.0
     kv_type: KvType = KvType.WIDE
+    dtype: str = "bf16"
 
 
 def chunk_tokens(dims: tuple[int, int], sparse: bool = False) -> int:
@@ -111,13 +120,20 @@ def check_counts(data: MlaBatch, page_size: int = 64) -> None:
     assert ((out.double() - expected).abs() <= 2**-7 * expected).all()
 
 
-def check_gaps(place: str, top_k: int, heads: int, dims: tuple[int, int] = DIMS[0], device: str = "cuda") -> None:
+def check_gaps(
+    place: str,
+    top_k: int,
+    heads: int,
+    dims: tuple[int, int] = DIMS[0],
+    device: str = "cuda",
+    kind: type[MlaBatch] = MlaBatch,
+) -> None:
     """Lists of two requests, one of which has fewer keys than a list entries, with negative ones at some place."""
     kv_lens = [3 * top_k, top_k - 3]
     lists = [listing("distinct", 2, kv_len, top_k, seed) for seed, kv_len in enumerate(kv_lens)]
     for listed, negative in zip(lists, (-1, -(2**31)), strict=True):
         listed[:, GAPS[place]] = negative
-    data = MlaBatch([2, 2], kv_lens, heads, head_dim=dims[0], v_head_dim=dims[1], device=device, lists=lists)
+    data = kind([2, 2], kv_lens, heads, head_dim=dims[0], v_head_dim=dims[1], device=device, lists=lists)
     data.expected_mla().check(execute(data.decode(64)))
     check_counts(data)
 
@@ -137,8 +153,7 @@ def lengths(chunk: int, page: int) -> list[int]:
 def batch_of(case: Case, device: str) -> MlaBatch:
     requests = enumerate(zip(case.q_lens, case.kv_lens, strict=True))
     lists = [listing(case.listing, *sizes, case.top_k, seed) for seed, sizes in requests] if case.top_k else None
-    kind = PackedBatch if case.kv_type is KvType.FP8_DS_MLA else MlaBatch
-    return kind(
+    return KINDS[case.dtype, case.kv_type](
         case.q_lens,
         case.kv_lens,
         heads=case.heads,
@@ -146,7 +161,7 @@ def batch_of(case: Case, device: str) -> MlaBatch:
         v_head_dim=case.dims[1],
         device=device,
         magnitude=case.magnitude,
-        kv_dtype=torch.float8_e4m3fn if case.kv_type is KvType.E4M3 else None,
+        kv_dtype=torch.float8_e4m3fn if KvType.E4M3.value in (case.kv_type.value, case.dtype) else None,
         lists=lists,
     )
 

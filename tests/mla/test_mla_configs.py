@@ -23,7 +23,9 @@ def small_case(config: MlaConfig) -> None:
     page_size, heads = config.box_rows or 4, 24 if config.rows == ROWS and not config.sparse else heads_of(config, 3)
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
         sizes = [3, 0, 3, 1, 2], [1, 9, chunk + 5, 0, 2 * chunk + 70]
-        case = Case(*sizes, heads=heads, dims=dims, top_k=top_k, ragged=True, kv_type=config.kv_type)
+        case = Case(
+            *sizes, heads=heads, dims=dims, top_k=top_k, ragged=True, kv_type=config.kv_type, dtype=config.dtype
+        )
         check_case(case, page_size, config=config)
 
 

@@ -7,35 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from byte_batches import E4M3, TILE, ByteMlaBatch, attention_by_tiles
 from mla_batches import MlaBatch, PackedBatch
-from test_mla_bytes import E4M3, batch
+from test_mla_bytes import batch
 from test_mla_entry import mla
 
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla
 from hopwell.layouts.mla_rows import LATENT, SCALE_COLUMNS
 
-TILE = 64
-MOST = {"e4m3": 3e-3, "rows": 6e-3}  # relative, in the norm; it is a quarter less
+MOST = {"e4m3": 1.33e-2, "rows": 6e-3}  # relative, in the norm; it is a quarter less
 
 
 def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
-
-
-def attention_by_tiles(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, weight_type: torch.dtype
-) -> torch.Tensor:
-    """Output [heads, columns] in bfloat16 of products in float32 with tiles of weights in ``weight_type``, none of
-    which exceeds 1: they are relative to the largest logit so far. Sums are of weights before they are rounded."""
-    logits = q.float() @ keys.float().T * scale
-    largest = logits.new_full((len(q), 1), -torch.inf)
-    total, out = torch.zeros_like(largest), logits.new_zeros(len(q), values.shape[1])
-    for tile, tile_values in zip(logits.split(TILE, 1), values.float().split(TILE), strict=True):
-        before, largest = largest, torch.maximum(largest, tile.amax(1, keepdim=True))
-        weights, moved = (tile - largest).exp(), (before - largest).exp()
-        total = total * moved + weights.sum(1, keepdim=True)
-        out = out * moved + weights.to(weight_type).float() @ tile_values
-    return (out / total).bfloat16()
 
 
 def flashmla_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -59,9 +43,7 @@ def modelled(data: MlaBatch, request: int) -> torch.Tensor:
 def check_error(kind: str, device: str, kv_lens: list[int], heads: int) -> None:
     torch.manual_seed(0)
     packed = kind == "rows"
-    data = batch(PackedBatch if packed else MlaBatch, device, kv_lens=kv_lens, heads=heads, kv_dtype=E4M3)
-    if not packed:
-        data.q = data.q.to(E4M3).to(data.q.dtype)  # as its kernel multiplies them
+    data = batch(PackedBatch if packed else ByteMlaBatch, device, kv_lens=kv_lens, heads=heads, kv_dtype=E4M3)
     problem = data.decode(64)
     given = dict(kv_cache=data.packed(64)) if packed else dict(query=data.q.to(E4M3).unsqueeze(1))
     out = mla(data, problem, **given).flatten(0, 1)

@@ -186,9 +186,9 @@ class Buffers:
     BATCH, WIDTH, PAGES = 4, 600, 1300
     LENGTHS = ([1, 17, 300, 600], [9000, 3, 5000, 0], [512, 513, 9500, 511])
 
-    def __init__(self, q_len: int, heads: int, top_k: int):
+    def __init__(self, q_len: int, heads: int, top_k: int, dtype: torch.dtype = torch.bfloat16):
         ints: dict[str, Any] = dict(dtype=torch.int32, device="cuda")
-        values: dict[str, Any] = dict(dtype=torch.bfloat16, device="cuda")
+        values: dict[str, Any] = dict(dtype=dtype, device="cuda")
         size = mla_workspace_bytes(heads, 16 * self.WIDTH, q_len)
         table = (self.BATCH, q_len, top_k) if top_k else (self.BATCH, self.WIDTH)
         self.arguments = dict(
@@ -202,7 +202,7 @@ class Buffers:
             seq_lens=torch.zeros(self.BATCH, **ints),
             max_seq_len=16 * self.WIDTH,
             sparse_mla_top_k=top_k,
-            out=torch.zeros(self.BATCH, q_len, heads, 512, **values),
+            out=torch.zeros(self.BATCH, q_len, heads, 512, dtype=torch.bfloat16, device="cuda"),
             bmm1_scale=192**-0.5,
         )
 

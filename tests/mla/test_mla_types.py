@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from batches import starts
+from byte_batches import E4M3, ByteMlaBatch
 from entry_calls import repeated
 from mla_batches import MlaBatch, PackedBatch, listing
 from mla_cases import DIMS, FEW, MANY, SPARSE_DIMS
-from test_mla_bytes import E4M3
 from test_mla_entry import TOP_K
 
 import hopwell
@@ -69,10 +69,10 @@ def batch(types: Types, heads: int, top_k: int, dims: tuple[int, int], device: s
     sizes = dict(heads=heads, head_dim=dims[0], v_head_dim=dims[1], lists=lists, device=device)
     if types.cache == torch.uint8:
         return PackedBatch(Q_LENS, KV_LENS, **sizes)
+    if types.query == E4M3:
+        return ByteMlaBatch(Q_LENS, KV_LENS, **sizes)
     kv_dtype = E4M3 if types.cache == E4M3 else None
-    data = MlaBatch(Q_LENS, KV_LENS, dtype=types.wide, kv_dtype=kv_dtype, **sizes)
-    data.q = data.q.to(types.query).to(types.wide)
-    return data
+    return MlaBatch(Q_LENS, KV_LENS, dtype=types.wide, kv_dtype=kv_dtype, **sizes)
 
 
 def check(types: Types, heads: int, top_k: int, dims: tuple[int, int], page_size: int, device: str) -> None:
@@ -80,7 +80,7 @@ def check(types: Types, heads: int, top_k: int, dims: tuple[int, int], page_size
     problem = data.decode(page_size, ragged=True)
     sinks = torch.linspace(-1.0, 2.0, heads, device=device)
     arguments: dict[str, Any] = dict(
-        query=data.q.to(types.query),
+        query=problem.query,
         kv_cache=data.packed(page_size) if isinstance(data, PackedBatch) else problem.key,
         workspace_buffer=data.workspace(2**15),
         qk_nope_head_dim=128,

@@ -203,6 +203,9 @@ class Expected:
     rounded: torch.Tensor  # the same with the roundings that no 16-bit kernel can avoid
     lse: torch.Tensor  # natural
 
+    def of_tokens(self, tokens: slice) -> Expected:
+        return Expected(self.out[tokens], self.rounded[tokens], self.lse[tokens])
+
     def check(self, out: torch.Tensor, factor: float = 1.0) -> None:
         """``out`` is within twice what 16-bit rounding costs of ``factor`` times the expected output."""
         assert out.shape == self.out.shape

@@ -31,7 +31,7 @@ CASES = [
 ]
 # Fewer where an emulated step takes a second.
 EMULATED = [
-    *(("sm_90a", CASES[i]) for i in (0, 3, 4)),
+    *(("sm_90a", CASES[i]) for i in (0, 3, 4, 5)),
     *(("sm_120a", CASES[i]) for i in (0, 3, 6)),
 ]
 

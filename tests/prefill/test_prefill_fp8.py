@@ -15,7 +15,9 @@ from skipped_tiles import attention_with_skips
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import resolve
+from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, Score, ScoreKind
+from hopwell.kernels.sm90.byte_flush import FLUSHED_STEPS
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
 # A weight rounded to e4m3 is off by half a unit in the last of four bits, or, where it is below 2^-14 of its tile's
@@ -192,6 +194,24 @@ def test_large_logits_and_equal_keys(device: str) -> None:
     position = torch.arange(70, device=device) + 60
     seen = (torch.arange(128, device=device)[None] <= position[:, None]).double()
     assert ((out - (seen / (position[:, None] + 1))[:, None]).abs() <= 2.0**-8 / 60).all()
+
+
+def test_long_sums(device: str) -> None:
+    """Sums of products go to float32 several times, from keys far below those before and above them; a window hides the
+    last of them from some rows. Requests in a batch and heads in a tile change no bit."""
+    n = PrefillConfig.tile_of((128, 128), multiplies_bytes=True).n
+    length = (2 * FLUSHED_STEPS + 3) * n - 5
+    data = batch((128, 128), device, q_lens=[4, 1], kv_lens=[length, n])
+    data.q = data.q.abs()
+    data.k[0][:] = data.k[0].abs() * (torch.arange(length, device=device) // (5 * n) % 2 * 2 - 1)[:, None, None]
+    for mask in (CAUSAL, window(length - n)):
+        problem = data.in_bytes(None, mask, BF16, lse=data.ragged_lse())
+        out = execute(problem)
+        data.check_bytes(out, mask)
+        assert problem.lse is not None
+        assert ((problem.lse.tensor.double() - data.expected(mask).lse).abs() <= LOGIT_ERROR * 4).all()
+    one = ByteBatch.request(data, 0)
+    assert torch.equal(execute(ByteBatch.in_bytes(one, 64, mask, BF16)), out[:4])
 
 
 def test_places_of_pages_and_requests_change_no_bit(device: str) -> None:

@@ -1,0 +1,117 @@
+"""Consumer warpgroups of Hopper prefill over 8-bit operands whose products accumulate O themselves, for a while.
+
+The tensor cores of Hopper keep 13 to 14 bits of a sum of products of 8-bit operands, so that long sums lose what single
+products add. Every ``FLUSHED_STEPS`` steps O goes to a sum in float32, which lies in shared memory, and begins at zero:
+relative to the flush, additions in products are few, and those in float32 are exact enough. Against float32 additions
+in each step this saves the registers that parts of products take, so a step has more keys, and products wait for
+nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from hopwell.kernels.hardware import LANES, WARPGROUP
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import fma, shared_address
+from hopwell.kernels.parts.epilogue import STAGING_BYTES, OutputRows, output_rows
+from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.skeleton import SharedTiles
+from hopwell.kernels.sm90.byte_prefill import ByteOperands
+from hopwell.kernels.sm90.overlapped_attend import ShadedAttend
+
+# Steps are counted from the first key of a request, so that what is flushed when depends on the keys alone, and neither
+# on the rows that share a tile nor on the batch.
+FLUSHED_STEPS = 16
+VECTOR = copy.CHUNK_BYTES // 4  # floats of a chunk
+# A lane's chunks of O that lie in transposed V: a row of 192 keys takes 12 of the 16 chunks that whole rows of the
+# swizzle have, and no product reads the others. All of O would not fit beside the stages.
+SPARE_CHUNKS = 4
+FLUSHED_CHUNKS = 13  # a lane's other chunks: of O, and one for its references
+FLUSHED_BYTES = LANES * FLUSHED_CHUNKS * copy.CHUNK_BYTES  # of a warp
+
+
+@dataclass
+class FlushingByteAttend(ShadedAttend):
+    """Each tile has a reference of its own, see ``TileSoftmax``, to which O is always brought under Q K^T."""
+
+    def operands(self, row_group, column_group, addresses, geometry) -> "FlushedOperands":
+        return FlushedOperands.create(self.kernel, self.tiles, row_group, column_group)
+
+    def output_rows(self) -> type[OutputRows]:
+        return output_rows(self.kernel.out_dtype, stages_pairs=False)
+
+    def rescale(self, operands) -> None:
+        operands.rescale_output(self.softmax.rescale)
+
+    @cute.jit
+    def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
+        # Here S needs no registers. The last of so many tiles, so that short requests have no flush.
+        if n % FLUSHED_STEPS == FLUSHED_STEPS - 1:
+            operands.flush(self.softmax)
+        ShadedAttend.next_step(self, operands, turns, q_stage, row, kv_step, n, masked)
+
+    @cute.jit
+    def last_step(self, operands, kv_step):
+        ShadedAttend.last_step(self, operands, kv_step)
+        operands.add_flushed(self.softmax)
+
+
+@dataclass
+class FlushedOperands(ByteOperands):
+    """A lane keeps the sum of its part of O in chunks of shared memory that are its own."""
+
+    staging: Int32  # of all warps that store; chunks of all lanes follow
+    values: Int32  # transposed V
+    kernel: Any  # configuration only
+
+    @staticmethod
+    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "FlushedOperands":
+        places = dict(staging=shared_address(tiles.staging), values=shared_address(tiles.v.iterator))
+        return FlushedOperands.of_products(kernel, tiles, row_group, kernel.config.depth[1], kernel=kernel, **places)
+
+    def chunks(self) -> list:
+        """Addresses of this lane's chunks: those of O, then that of its references and of whether there is a sum."""
+        config = self.kernel.config
+        lane = cute.arch.thread_idx()[0] - WARPGROUP
+        first = self.staging + self.kernel.storing_warps * STAGING_BYTES + lane * copy.CHUNK_BYTES
+        stride = self.kernel.storing_warps * LANES * copy.CHUNK_BYTES
+        own = [first + i * stride for i in range(FLUSHED_CHUNKS)]
+        # Lanes of a warpgroup have a row each of the stage of transposed V that has the warpgroup's number.
+        stage = self.values + lane // WARPGROUP * config.converted_bytes["V"]
+        used, width = self.tile_n // copy.CHUNK_BYTES, config.transposed_columns // 2
+        spare = copy.tile_chunk(stage, lane % WARPGROUP, used, config.depth[1], width, False)
+        return own[:-1] + [spare ^ (i * copy.CHUNK_BYTES) for i in range(SPARE_CHUNKS)] + own[-1:]
+
+    @cute.jit
+    def begin(self, q_stage, tile, n) -> None:
+        copy.store_shared(self.chunks()[-1], [Float32(0.0)] * VECTOR)
+
+    @cute.jit
+    def flush(self, softmax) -> None:
+        """Add O to the sum, both at the references that the latest step has chosen."""
+        self.rescale_output(softmax.rescale)
+        self.add_flushed(softmax)
+        chunks = self.chunks()
+        for i in cutlass.range_constexpr(len(chunks) - 1):
+            copy.store_shared(chunks[i], [self.o[VECTOR * i + k] for k in range(VECTOR)])
+        references = [softmax.reference[r] for r in range(RowFragment.rows)]
+        copy.store_shared(chunks[-1], [*references, Float32(1.0), Float32(0.0)])
+        self.o.fill(0.0)
+
+    @cute.jit
+    def add_flushed(self, softmax) -> None:
+        """Add the sum, if there is one, to O."""
+        chunks, o = self.chunks(), self.o
+        state = copy.load_shared(chunks[-1], VECTOR, Float32)
+        references, exists = state[:2], state[2]
+        if exists != 0.0:
+            factors = (softmax.factor_from(0, references[0]), softmax.factor_from(1, references[1]))
+            for i in cutlass.range_constexpr(len(chunks) - 1):
+                sums = copy.load_shared(chunks[i], VECTOR, Float32)
+                for k in cutlass.range_constexpr(VECTOR):
+                    place = VECTOR * i + k
+                    o[place] = fma(sums[k], factors[place // 2 % 2], o[place])
