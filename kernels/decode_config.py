@@ -63,9 +63,9 @@ _TREE_TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_regi
 # Over 8-bit caches the tile has half of the registers. Q goes into registers, so that one stage of it is enough.
 _BYTE_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
 _STAGE_BYTES = 65536  # of K, and of V, of all CTAs of a multiprocessor
-# The same where rows are narrower than a line of the L2 cache. With more under way, CTAs whose heads share lines come for
-# them at times further apart: 256 x 1024 tokens of 4 bits took 132 instead of 127 us, and 32 x 8192 whose heads lie apart
-# 113 instead of 108 (H100, 2026-11-25).
+# The same where rows are narrower than a line of the L2 cache. With more under way, CTAs whose heads share lines come
+# for them at times further apart: 256 x 1024 tokens of 4 bits took 132 instead of 127 us, and 32 x 8192 whose heads lie
+# apart 113 instead of 108 (H100, 2026-11-25).
 _NARROW_STAGE_BYTES = 32768
 # With caches of 8 bits eight warps have keys of their own, and a warpgroup merges with what registers they leave: where
 # widths are no powers of two, it takes some more.
