@@ -25,7 +25,7 @@ KV_LENS = [70, 0, 3, 330]
 KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
 # Heads of one new token: rows of the smaller tile, all of a larger one.
 FULL_TILES = pytest.mark.parametrize("heads", [16, 64], ids=["rows16", "rows64"])
-TILE_KEYS = 64
+SHARED_KEYS = {FEW: 64, MANY: 128}  # that have one reference, by heads: those of a tile, or of the two tiles of a step
 
 
 def batch(device: str, q_len: int = 1, top_k: int = 0, kv_lens: list[int] = KV_LENS, **options: Any) -> ByteMlaBatch:
@@ -202,7 +202,7 @@ def test_tails_keep_their_weight(place: int, heads: int, device: str) -> None:
     keys = 1100
     token = torch.arange(keys, device=device)
     data = along_last_column(batch(device, kv_lens=[keys], heads=heads), token == place)
-    others = token // TILE_KEYS != place // TILE_KEYS
+    others = token // SHARED_KEYS[heads] != place // SHARED_KEYS[heads]
     data.k[0][..., :512] = others[:, None, None].to(data.dtype)
     out = execute(data.decode(64, softmax_scale=20 * LN_2)).double()
     exact = int(others.sum()) * 2.0**-20 / (1 + (keys - 1) * 2.0**-20)
@@ -214,8 +214,9 @@ def test_logits_that_jump_between_tiles(heads: int, device: str) -> None:
     """Raw scores of tiles are a thousand powers of two and more apart, up and down; the same tiles are the largest ones
     on both sides of others. Within a tile scores differ, by what the tensor cores add exactly."""
     levels = torch.tensor([0, 448, -448, 448, 64, -64, 448, -448, 0, 416, -448], device=device)
-    token = torch.arange(TILE_KEYS * len(levels) - 7, device=device)
-    data = along_last_column(batch(device, kv_lens=[len(token)], heads=heads), levels[token // TILE_KEYS])
+    keys = SHARED_KEYS[heads]
+    token = torch.arange(keys * len(levels) - 7, device=device)
+    data = along_last_column(batch(device, kv_lens=[len(token)], heads=heads), levels[token // keys])
     data.q[..., -2] = 1.0
     data.k[0][:, 0, -2] = (token % 5).to(data.dtype)
     expected = data.expected_mla(scale=2.25)
@@ -229,8 +230,9 @@ def test_rising_logits(sign: int, heads: int, device: str) -> None:
     shows."""
     keys = 900
     token = torch.arange(keys, device=device)
-    data = along_last_column(batch(device, kv_lens=[keys], heads=heads), sign * (token // TILE_KEYS - 7))
-    data.k[0][..., :512] = 1.0 + (token // TILE_KEYS % 4)[:, None, None].to(data.dtype)
+    tile = token // SHARED_KEYS[heads]
+    data = along_last_column(batch(device, kv_lens=[keys], heads=heads), sign * (tile - 7))
+    data.k[0][..., :512] = 1.0 + (tile % 4)[:, None, None].to(data.dtype)
     for scale in (LN_2 / 2, 3 * LN_2, 20 * LN_2):
         out = execute(data.decode(64, softmax_scale=scale)).double()
         # Weights of a tile are equal, and so exact.

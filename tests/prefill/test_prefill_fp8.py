@@ -230,7 +230,8 @@ def test_places_of_pages_and_requests_change_no_bit(device: str) -> None:
 @pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
 @pytest.mark.parametrize("out_dtype", [BF16, FP8], ids=["bf16", "fp8"])
 def test_context_entry(device: str, few: bool, out_dtype: torch.dtype) -> None:
-    """Scales, sinks, skip-softmax that leaves nothing out, forms of the cache; heads share tiles of few queries."""
+    """Scales, sinks, skip-softmax that leaves nothing out, forms of the cache; heads share tiles of few queries.
+    Kernels that may leave tiles out have steps of 160 keys instead of 192, and so other roundings of P."""
     changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
     data = batch((128, 128), device, **changes)
     key, value, table = data.pages(16)
@@ -242,7 +243,8 @@ def test_context_entry(device: str, few: bool, out_dtype: torch.dtype) -> None:
     out = context(data, pair, table, **options)
     assert out.dtype == out_dtype
     assert torch.equal(out, context(data, stacked, table, **options))
-    assert torch.equal(out, context(data, pair, table, skip_softmax_threshold_scale_factor=1e-30, **options))
+    all_tiles = context(data, pair, table, skip_softmax_threshold_scale_factor=1e-30, **options)
+    assert (all_tiles.double() - out.double()).norm() <= 0.06 * out.double().norm()  # twice what either may be off
     scales = {name: torch.tensor(options[name], device=device) for name in ("bmm1_scale", "bmm2_scale")}
     assert torch.equal(out, context(data, pair, table, **options | scales))
     data.q = wide

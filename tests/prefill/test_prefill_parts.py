@@ -126,7 +126,8 @@ def test_requests_at_offsets_of_their_own() -> None:
     key, value, kv_begins = data.ragged(gap)
     q_begins = [begin + gap * (i + 1) for i, begin in enumerate(starts(data.q_lens))]
     o_begins = [begin + 2 * gap * (i + 1) for i, begin in enumerate(starts(data.q_lens))]
-    query = torch.full((q_begins[-1], 4, 128), math.nan, dtype=data.dtype, device="cuda")
+    # The output has as many rows as the queries, and neither may lie behind the last of them.
+    query = torch.full((o_begins[-1], 4, 128), math.nan, dtype=data.dtype, device="cuda")
     out = torch.full((o_begins[-1], 4, 128), 7.0, dtype=data.dtype, device="cuda")
     lse = torch.full((data.size * 257, 4), 7.0, device="cuda")
     lse_begins = [257 * i for i in reversed(range(data.size))]
