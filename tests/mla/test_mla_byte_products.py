@@ -25,7 +25,7 @@ KV_LENS = [70, 0, 3, 330]
 KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
 # Heads of one new token: rows of the smaller tile, all of a larger one.
 FULL_TILES = pytest.mark.parametrize("heads", [16, 64], ids=["rows16", "rows64"])
-SHARED_KEYS = {FEW: 64, MANY: 128}  # that have one reference, by heads: those of a tile, or of the two tiles of a step
+SHARED_KEYS = {16: 64, 64: 128}  # that have one reference, by heads: those of a tile, or of the two tiles of a step
 
 
 def batch(device: str, q_len: int = 1, top_k: int = 0, kv_lens: list[int] = KV_LENS, **options: Any) -> ByteMlaBatch:
