@@ -115,5 +115,5 @@ class PairedOperands(Operands):
         return PairedOperands(**parts, other=cute.make_rmem_tensor_like(one.p))
 
     def turned(self) -> "PairedOperands":
-        """The same operands with the two places of P exchanged."""
+        """Exchange the two places of P."""
         return replace(self, p=self.other, other=self.p)
