@@ -37,7 +37,7 @@ PROMPTS = Prefill("small", "2 x 200", (200, 200), (300, 300), 4, 2, 128, 128, q_
 def test_kernels_of_a_case() -> None:
     titles = [*PREFILL.candidates]
     found = configs_of(PREFILL, [PROMPTS], titles)
-    forms = ("contiguous", "pages16", "pages32", "rows")  # pages of 64 and 128 are loaded in halves and quarters
+    forms = ("contiguous", "pages16", "pages64", "rows")  # pages of 128 are loaded in halves
     assert set(found) == {f"prefill_sm_90a_e4m3_to_bf16_d128_causal_{form}" for form in forms}
     steps = Decode("small", "2 requests", (70, 33), heads=4, kv_heads=2, kv_dtype=E4M3)
     [name] = configs_of(DECODE, [steps], ["hopwell, pages of 16", "FlashInfer fa2, pages of 16"])
