@@ -64,15 +64,15 @@ class ScaleRows(DeviceStruct):
 
     @cute.jit
     def look_up(self, tile, key, n):
-        """The page of a key of tile ``n``; -1 where the key is not needed."""
+        """Look up the page of a key of tile ``n``; -1 where the key is not needed."""
         entry = Int32(-1)
         if n >= tile.keys.begin and key >= tile.keys.first_key and key < tile.request.kv_len:
             entry = load_index(self.table + 4 * self.table_row * tile.request.index, self.pages.split(key)[0])
         return entry
 
     def read(self, tile, key, page, part, parts: int, *, apart: bool = False) -> list:
-        """The scales of an equal part of a row, four in a word; 0 where ``page`` is negative. Interleaved ones are in a
-        word each where they stay ``apart``: putting them together waits for them."""
+        """Read the scales of an equal part of a row, four in a word; 0 where ``page`` is negative. Interleaved ones are
+        in a word each where they stay ``apart``: putting them together waits for them."""
         head = self.address + page * self.page + tile.kv_head * self.head
         row = self.pages.split(key)[1]
         count = self.blocks // parts
@@ -102,7 +102,7 @@ class ScaleRows(DeviceStruct):
         return words
 
     def factors(self, words: list, pair: int, dtype, *, apart: bool):
-        """The scales of blocks 2 ``pair`` and 2 ``pair`` + 1 of what has been read, as numbers of ``dtype``."""
+        """Return the scales of blocks 2 ``pair`` and 2 ``pair`` + 1 of what has been read, as numbers of ``dtype``."""
         if apart and self.interleaves:
             return e2m1.widened_half(prmt(words[2 * pair], words[2 * pair + 1], LOWEST_BYTES), 0, dtype)
         return e2m1.widened_half(words[pair // 2], pair % 2, dtype)
@@ -117,18 +117,18 @@ class SharedScales(DeviceStruct):
     tile_n: int
 
     def row(self, stage, row):
-        """Address of a row's scales."""
+        """Return the address of a row's scales."""
         return self.address + (stage * self.tile_n + row) * self.blocks
 
     def of_part(self, stage, row, part, parts: int) -> list:
-        """The scales of an equal part of a row, of four blocks at most, as pairs of float16; a single one is in the
-        lower half."""
+        """Return the scales of an equal part of a row, of four blocks at most, as pairs of float16; a single one is in
+        the lower half."""
         count = self.blocks // parts
         word = copy.load_bytes(self.row(stage, row) + part * count, count)
         return [e2m1.widened_half(word, half, Float16) for half in range(-(-count // 2))]
 
     def of_two_rows(self, stage, row, block):
-        """The scales of a block of this row and of the next one, as a pair of float16."""
+        """Return the scales of a block of this row and of the next one, as a pair of float16."""
         first = self.row(stage, row) + block // TOKENS * TOKENS
         words = [copy.load_shared(first + self.blocks * i, 1)[0] for i in range(2)]
         return e2m1.scales_of_two(*words, block % TOKENS)
@@ -154,11 +154,12 @@ class SharedScales(DeviceStruct):
                 copy.store_shared(place + block * self.tile_n, [prmt(*pairs[block // 2], HALVES[block % 2])])
 
     def _place(self, first, block, t):
-        """Address of the scales of a block of one lane's keys, once they are arranged."""
+        """Return the address of the scales of a block of one lane's keys, once they are arranged."""
         return first + block * self.tile_n + t * (self.tile_n // QUAD)
 
     def of_eights(self, stage, eight, t, block) -> list:
-        """The scales of a block of a lane's two keys in four groups of 8, as pairs of float16. They are arranged."""
+        """Return the scales of a block of a lane's two keys in four groups of 8, as pairs of float16. They are
+        arranged."""
         words = copy.load_shared(self._place(self.row(stage, 0), block, t) + 2 * eight, 2)
         return [e2m1.widened_half(word, half, Float16) for word in words for half in range(2)]
 
@@ -179,8 +180,8 @@ class ScaleCopies(DeviceStruct):
 
     @staticmethod
     def create(rows: ScaleRows | None, tile, shared, tile_n: int) -> "ScaleCopies | None":
-        """What copies ``rows``, if there are any, of a work tile's head and request; ``shared`` is the address of the
-        first stage."""
+        """Return what copies ``rows``, if there are any, of a work tile's head and request; ``shared`` is the address
+        of the first stage."""
         if rows is None:
             return None
         return ScaleCopies(
@@ -195,7 +196,7 @@ class ScaleCopies(DeviceStruct):
         )
 
     def locate(self, tile) -> list:
-        """The pages of tokens 32 i + lane of a tile; -1 where a token is not needed."""
+        """Return the pages of tokens 32 i + lane of a tile; -1 where a token is not needed."""
         first = tile * self.target.tile_n + cute.arch.lane_idx()
         return [self._page(first + i) for i in range(0, self.target.tile_n, LANES)]
 
@@ -220,7 +221,7 @@ class ScaleCopies(DeviceStruct):
                 copy.async_word_or_zero(to_row, source + lane_word, source != 0)
 
     def of_box(self, page, row):
-        """Address of the scales of a token of a page."""
+        """Return the address of the scales of a token of a page."""
         return self.head + page * self.page + row * self.row
 
     @cute.jit
@@ -252,7 +253,7 @@ class ScaleCopies(DeviceStruct):
 
     @cute.jit
     def _address(self, page, key):
-        """Address of a token's scales; 0 where it is not needed."""
+        """Return the address of a token's scales; 0 where it is not needed."""
         address = Int64(0)
         if page >= 0:
             address = self.head + page * self.page + self.pages.split(key)[1] * self.row

@@ -41,24 +41,26 @@ def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *
 
 
 def row_bytes(columns: int) -> int:
-    """Bytes of a row of a column block in a stage of :func:`swizzled_layout` with so many 16-bit columns."""
+    """Return the bytes of a row of a column block in a stage of :func:`swizzled_layout` with so many 16-bit columns."""
     return min(2 * columns, SWIZZLE_ROW_BYTES)
 
 
 def column_blocks(columns: int) -> int:
-    """How many column blocks so many 16-bit columns are."""
+    """Say how many column blocks so many 16-bit columns are."""
     return max(columns // BLOCK_COLUMNS, 1)
 
 
 def block_row(row, block, rows: int, columns: int, columns_first: bool):
-    """Where row ``row`` of column block ``block`` lies in a stage of :func:`swizzled_layout`, in :func:`row_bytes`."""
+    """Return where row ``row`` of column block ``block`` lies in a stage of :func:`swizzled_layout`, in
+    :func:`row_bytes`."""
     if const_expr(columns_first):
         return (row // GROUP_ROWS * column_blocks(columns) + block) * GROUP_ROWS + row % GROUP_ROWS
     return block * rows + row
 
 
 def tile_chunk(stage, row, chunk, rows: int, columns: int, columns_first: bool):
-    """Address of a row's 16-byte chunk in a stage of :func:`swizzled_layout`; ``columns`` counts units of 16 bits."""
+    """Return the address of a row's 16-byte chunk in a stage of :func:`swizzled_layout`; ``columns`` counts units of 16
+    bits."""
     block, place = chunk // CHUNKS_PER_ROW, chunk % CHUNKS_PER_ROW
     # Where a row lies, it has the same number modulo the swizzle's period as in the tile.
     return swizzled_chunk(stage, block_row(row, block, rows, columns, columns_first), place)
@@ -66,7 +68,7 @@ def tile_chunk(stage, row, chunk, rows: int, columns: int, columns_first: bool):
 
 @dsl_user_op
 def tma_descriptor(atom, *, loc=None, ip=None):
-    """Address of the descriptor that a TMA copy atom carries in the kernel's parameters."""
+    """Return the address of the descriptor that a TMA copy atom carries in the kernel's parameters."""
     executable = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
     pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
     return cute_nvgpu.get_tma_desc_addr(pointer, executable, loc=loc, ip=ip)
@@ -97,7 +99,7 @@ def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=
 
 @dsl_user_op
 def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
-    """cp.async of 16 bytes from global to shared memory, or of 16 zeros."""
+    """Issue a cp.async of 16 bytes from global to shared memory, or of 16 zeros."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
         read_only_args=[destination, source, wanted.to(Int32) * CHUNK_BYTES],
@@ -108,7 +110,7 @@ def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> Non
 
 @dsl_user_op
 def async_word_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
-    """cp.async of 4 bytes from global to shared memory, or of 4 zeros."""
+    """Issue a cp.async of 4 bytes from global to shared memory, or of 4 zeros."""
     cute.arch.inline_ptx(
         "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
         read_only_args=[destination, source, 4 if wanted is True else wanted.to(Int32) * 4],
@@ -127,7 +129,7 @@ def store_shared_zero(address, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def store_matrix_x4(address, words, *, loc=None, ip=None) -> None:
-    """stmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l // 8."""
+    """Store four 8x8 matrices of 16-bit elements (stmatrix); lane l gives the address of row l % 8 of matrix l // 8."""
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *words],
@@ -138,7 +140,7 @@ def store_matrix_x4(address, words, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> list:
-    """ldmatrix: four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l // 8."""
+    """Load four 8x8 matrices of 16-bit elements (ldmatrix); lane l gives the address of row l % 8 of matrix l // 8."""
     kind = "trans.shared" if transposes else "shared"
     return cute.arch.inline_ptx(
         f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
@@ -150,14 +152,14 @@ def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> l
 
 
 def swizzled_chunk(rows, row, chunk, size: int = SWIZZLE_ROW_BYTES):
-    """Address of a 16-byte chunk of a row of ``size`` bytes: chunks are permuted so that no access pattern meets a
-    conflict."""
+    """Return the address of a 16-byte chunk of a row of ``size`` bytes: chunks are permuted so that no access pattern
+    meets a conflict."""
     return rows + row * size + permuted(row, chunk, size) * CHUNK_BYTES
 
 
 def permuted(row, chunk, size: int = SWIZZLE_ROW_BYTES):
-    """Where a chunk lies in its row of ``size`` bytes: the number of the 128 bytes that the row is in, by which the
-    hardware permutes."""
+    """Return where a chunk lies in its row of ``size`` bytes: the hardware permutes by the number of the 128 bytes that
+    the row is in."""
     lines = (SWIZZLE_ROW_BYTES // size).bit_length() - 1
     line = row >> lines if const_expr(lines > 0) else row
     return chunk ^ (line & (size // CHUNK_BYTES - 1))
@@ -217,7 +219,7 @@ def store_element(kind, address, word, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def pack_x2(dtype, low, high, *, loc=None, ip=None):
-    """Two float32 values rounded to nearest even and packed into 32 bits."""
+    """Round two float32 values to nearest even and pack them into 32 bits."""
     name = {BFloat16: "bf16x2", Float16: "f16x2"}[dtype]
     return cute.arch.inline_ptx(
         f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
@@ -230,7 +232,7 @@ def pack_x2(dtype, low, high, *, loc=None, ip=None):
 
 @dsl_user_op
 def pack_e4m3_x2(low, high, *, loc=None, ip=None):
-    """Two float32 values rounded to nearest even, or to the largest finite value, and packed into 16 bits."""
+    """Round two float32 values to nearest even, or to the largest finite value, and pack them into 16 bits."""
     return cute.arch.inline_ptx(
         "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};",
         write_only_types=[Uint16],
@@ -242,7 +244,7 @@ def pack_e4m3_x2(low, high, *, loc=None, ip=None):
 
 @dsl_user_op
 def pack_e4m3_x4(values, *, loc=None, ip=None):
-    """Four float32 values rounded to nearest even, or to the largest finite value, and packed into 32 bits."""
+    """Round four float32 values to nearest even, or to the largest finite value, and pack them into 32 bits."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
@@ -268,7 +270,7 @@ EIGHT = 8  # elements of 16 bits that a lane stores and loads at a time
 
 @cute.jit
 def transpose_quad(words) -> list:
-    """Four words of each lane of a quad, of which lane q gets word q of every lane, in the order of the lanes."""
+    """Transpose four words of each lane of a quad: lane q gets word q of every lane, in the order of the lanes."""
     lane = cute.arch.lane_idx()
     odd, upper = lane % 2 == 1, lane % QUAD >= 2
     sent = [words[0] if odd else words[1], words[2] if odd else words[3]]
@@ -284,7 +286,7 @@ def transpose_quad(words) -> list:
 
 @dsl_user_op
 def unpack_f16_x2(word, *, loc=None, ip=None):
-    """(low, high) of a word of two float16 as float32."""
+    """Return (low, high) of a word of two float16 as float32."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
         write_only_types=[Float32, Float32],
@@ -296,7 +298,7 @@ def unpack_f16_x2(word, *, loc=None, ip=None):
 
 @dsl_user_op
 def unpack_bf16_x2(word, *, loc=None, ip=None):
-    """(low, high) of a word of two bfloat16 as float32."""
+    """Return (low, high) of a word of two bfloat16 as float32."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 half; shl.b32 half, {$r0}, 16; mov.b32 {$w0}, half; "
         "and.b32 half, {$r0}, 0xffff0000; mov.b32 {$w1}, half; }",

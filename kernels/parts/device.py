@@ -43,29 +43,29 @@ def global_pointer(dtype, address, align_bytes=None):
 
 
 def global_array(dtype, address):
-    """Elements at a raw device address, indexed with 32- or 64-bit integers."""
+    """Return the elements at a raw device address, indexed with 32- or 64-bit integers."""
     return cute.make_tensor(global_pointer(dtype, address), cute.make_layout(1 << 30))
 
 
 def shared_array(dtype, address):
-    """Elements at a shared-memory address."""
+    """Return the elements at a shared-memory address."""
     pointer = cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=dtype.width // 8)
     return cute.make_tensor(pointer, cute.make_layout(1 << 16))
 
 
 def shared_address(pointer):
-    """A shared-memory pointer as the 32-bit address that PTX instructions take."""
+    """Return a shared-memory pointer as the 32-bit address that PTX instructions take."""
     return pointer.toint().to(Int32)
 
 
 def warp_in_group():
-    """This warp in its warpgroup, the same for all of its lanes."""
+    """Return which warp of its warpgroup this one is, the same for all of its lanes."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
 
 
 @dsl_user_op
 def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
-    """Named barrier of ``threads`` threads; whether ``condition`` held in all of them."""
+    """Wait at a named barrier of ``threads`` threads, and tell whether ``condition`` held in all of them."""
     held = cute.arch.inline_ptx(
         "{ .reg .pred p, q; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.and.pred q, {$r1}, {$r2}, p; "
         "selp.b32 {$w0}, 1, 0, q; }",
@@ -79,8 +79,8 @@ def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
 
 @dsl_user_op
 def tied(value, other, *, loc=None, ip=None):
-    """``value``, of which the compiler believes that it depends on ``other``: what is read at an address that changes
-    with the steps of a loop is not kept in registers from one step to the next."""
+    """Return ``value``, of which the compiler believes that it depends on ``other``: what is read at an address that
+    changes with the steps of a loop is not kept in registers from one step to the next."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 unused; mov.b32 unused, {$r1}; mov.b32 {$w0}, {$r0}; }",
         write_only_types=[Int32],
@@ -92,7 +92,7 @@ def tied(value, other, *, loc=None, ip=None):
 
 @dsl_user_op
 def prmt(first, second, select: int, *, loc=None, ip=None):
-    """Four of the eight bytes of two words, picked by the digits of ``select`` from the lowest on."""
+    """Return four of the eight bytes of two words, picked by the digits of ``select`` from the lowest on."""
     return cute.arch.inline_ptx(
         f"prmt.b32 {{$w0}}, {{$r0}}, {{$r1}}, {select:#06x};",
         write_only_types=[Uint32],
@@ -104,7 +104,7 @@ def prmt(first, second, select: int, *, loc=None, ip=None):
 
 @dsl_user_op
 def selected(first, second, select, *, loc=None, ip=None):
-    """Four of the eight bytes of two words, as :func:`prmt` picks them, where a register says which."""
+    """Return four of the eight bytes of two words, as :func:`prmt` picks them, where a register says which."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Uint32],
@@ -116,8 +116,8 @@ def selected(first, second, select, *, loc=None, ip=None):
 
 @dsl_user_op
 def fma(a, b, c, *, loc=None, ip=None):
-    """a b + c rounded once. Of ``a * b + c * d`` the compiler may round either product, and decides anew wherever code
-    is inlined; this leaves it no choice."""
+    """Return a b + c rounded once. Of ``a * b + c * d`` the compiler may round either product, and decides anew
+    wherever code is inlined; this leaves it no choice."""
     return cute.arch.inline_ptx(
         "fma.rn.f32 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Float32],
@@ -129,8 +129,8 @@ def fma(a, b, c, *, loc=None, ip=None):
 
 @dsl_user_op
 def one_when_known(a, b, c, d, *, loc=None, ip=None):
-    """The Int32 1, which depends on four floats: no number exceeds infinity, but the compiler does not see that, and
-    keeps what uses the 1 behind what computes them."""
+    """Return the Int32 1, which depends on four floats: no number exceeds infinity, but the compiler does not see that,
+    and keeps what uses the 1 behind what computes them."""
     return cute.arch.inline_ptx(
         "{\n.reg .pred p;\n.reg .f32 x, y;\nmax.f32 x, {$r0}, {$r1};\nmax.f32 y, {$r2}, {$r3};\nmax.f32 x, x, y;\n"
         "setp.gt.f32 p, x, 0f7F800000;\nselp.s32 {$w0}, 0, 1, p;\n}",
@@ -169,14 +169,14 @@ def load_int(address, index, default):
 
 
 def load_index(address, index):
-    """Entry ``index`` of lengths, offsets or a table. At an odd address it is the lower half of a 64-bit one."""
+    """Load entry ``index`` of lengths, offsets or a table. At an odd address it is the lower half of a 64-bit one."""
     is_wide = address & 1
     return global_array(Int32, address - is_wide)[index << is_wide.to(Int32)]
 
 
 @cute.jit
 def load_sink(address, head):
-    """The sink of a head as float32; -inf without sinks. At an odd address they are bfloat16."""
+    """Load the sink of a head as float32, or return -inf without sinks. At an odd address they are bfloat16."""
     sink = -Float32.inf
     if address != 0:
         if address & 1 != 0:
@@ -196,14 +196,14 @@ def load_float(address, index, default):
 
 
 def load_scale(address, value):
-    """A scale that is a kernel argument times one float32 in device memory, if there is one."""
+    """Return a scale that is a kernel argument times one float32 in device memory, if there is one."""
     return load_float(address, 0, 1.0) * value
 
 
 @cute.jit
 def load_output_scale(addresses, value):
-    """The scale of the output. It is NaN where that of scores, on the device, is negative: results would be wrong, as
-    the softmax rests on a row's largest score, which is not the largest logit then."""
+    """Load the scale of the output. It is NaN where that of scores, on the device, is negative: results would be wrong,
+    as the softmax rests on a row's largest score, which is not the largest logit then."""
     scale = load_scale(addresses.output_scale, value)
     if load_float(addresses.softmax_scale, 0, 0.0) < 0.0:
         scale = Float32(math.nan)
@@ -211,7 +211,7 @@ def load_output_scale(addresses, value):
 
 
 def from_lane(values: Any, lane) -> Any:
-    """A struct of Int32 as another lane has it."""
+    """Return a struct of Int32 as another lane has it."""
     return type(values)(*[cute.arch.shuffle_sync(Int32(v), lane) for v in cutlass.extract_mlir_values(values)])
 
 
@@ -248,7 +248,7 @@ def trailing_zeros(value):
 
 @cute.jit
 def running_sum(value):
-    """The sum over this lane and all lanes before it."""
+    """Return the sum over this lane and all lanes before it."""
     lane = cute.arch.lane_idx()
     for k in cutlass.range_constexpr(5):
         below = cute.arch.shuffle_sync_up(value, 1 << k, mask_and_clamp=0)

@@ -25,16 +25,16 @@ BY_HALVES_EXPONENT = -14  # of the factor by which :func:`by_halves` is off
 
 
 def _four_words(lines: list[str], *values: Any, **place: Any) -> list:
-    """What these lines of PTX make of the values: four words."""
+    """Return what these lines of PTX make of the values: four words."""
     text = "{ " + " ".join(lines) + " }"
     return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=list(values), **place)
 
 
 @dsl_user_op
 def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = None, table=None, *, loc=None, ip=None):
-    """Eight codes times ``factor``, a pair of numbers of ``dtype`` or a number in a ``half`` of one, as four words of
-    two numbers: of neighbours, or, where it ``pairs_halves``, of codes that have the same place in the lower and in the
-    upper half of ``word``. ``table`` is what :func:`table_words` gives, where it is kept in registers."""
+    """Return eight codes times ``factor``, a pair of numbers of ``dtype`` or a number in a ``half`` of one, as four
+    words of two numbers: of neighbours, or, where it ``pairs_halves``, of codes that have the same place in the lower
+    and in the upper half of ``word``. ``table`` is what :func:`table_words` gives, where it is kept in registers."""
     upper, lower = (F16_UPPER, None) if dtype is Float16 else (BF16_UPPER, BF16_LOWER)
     first = [f"{words[0]:#x}" for words in (upper, lower) if words]
     if table is not None:
@@ -75,9 +75,9 @@ def _factor(name: str, half: int | None) -> str:
 
 
 def table_words(dtype, address) -> tuple:
-    """The first words of the table of ``dtype`` in registers: PRMT takes one constant, and the compiler would move the
-    other one into a register each time. ``address`` is of shared memory, and another one in each lane: bits that it
-    does not have are zeros that the compiler does not know, and not the same in all lanes to it."""
+    """Return the first words of the table of ``dtype`` in registers: PRMT takes one constant, and the compiler would
+    move the other one into a register each time. ``address`` is of shared memory, and another one in each lane: bits
+    that it does not have are zeros that the compiler does not know, and not the same in all lanes to it."""
     first = (F16_UPPER[0],) if dtype is Float16 else (BF16_UPPER[0], BF16_LOWER[0])
     return tuple((address.to(Uint32) >> ADDRESS_BITS) | Uint32(word) for word in first)
 
@@ -106,13 +106,13 @@ def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> li
 
 
 def _select(target: str, first: str, second: str, mask: int) -> str:
-    """An instruction that takes the bits of ``mask`` from ``first``, the others from ``second``."""
+    """Return an instruction that takes the bits of ``mask`` from ``first``, the others from ``second``."""
     return f"lop3.b32 {target}, {first}, {second}, {mask:#x}, 0xE4;"
 
 
 @dsl_user_op
 def scales_of_two(first, second, place, *, loc=None, ip=None):
-    """The e4m3 in byte ``place`` of two words each as a pair of float16."""
+    """Return the e4m3 in byte ``place`` of each of two words as a pair of float16."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 select, both; .reg .b16 low, high; mad.lo.u32 select, {$r2}, 0x11, 0x40; "
         "prmt.b32 both, {$r0}, {$r1}, select; mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 {$w0}, low; }",
@@ -124,13 +124,13 @@ def scales_of_two(first, second, place, *, loc=None, ip=None):
 
 
 def scale_pair(scales, place: int, dtype):
-    """The e4m3 in byte ``place`` of a word as a pair of equal numbers of ``dtype``."""
+    """Return the e4m3 in byte ``place`` of a word as a pair of equal numbers of ``dtype``."""
     return widened_half(prmt(scales, scales, place * 0x1111), 0, dtype)
 
 
 @dsl_user_op
 def widened_half(word, half: int, dtype, *, loc=None, ip=None):
-    """The two e4m3 in a half of a word as numbers of ``dtype``."""
+    """Return the two e4m3 in a half of a word as numbers of ``dtype``."""
     to_bfloat16 = (
         "mov.b32 {low, high}, both; cvt.f32.f16 value, low; cvt.f32.f16 other, high; "
         "cvt.rn.bf16x2.f32 {$w0}, other, value; }"

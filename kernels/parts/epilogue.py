@@ -53,7 +53,7 @@ class OutputRows(DeviceStruct):
 
     @classmethod
     def bytes_of(cls, columns):
-        """Bytes of so many elements."""
+        """Return how many bytes so many elements take."""
         return columns * cls.element_bits // 8
 
     @cute.jit
@@ -105,7 +105,7 @@ class OutputRows(DeviceStruct):
         output.stage(staging, factors, begin, columns, dtype)
 
     def staged_words(self, output, staging, row, chunk, dtype) -> list:
-        """What a lane stores: ``lane_columns`` columns of a staged row."""
+        """Return what a lane stores: ``lane_columns`` columns of a staged row."""
         return copy.load_shared(output.staged_chunk(staging, row, chunk), 4)
 
     def write(self, place, words, token, head, column) -> None:
@@ -130,7 +130,7 @@ class ConvertedRows(OutputRows):
         return self.converted(values, dtype)
 
     def converted(self, values: list, dtype) -> list:
-        """The words of some neighbouring values."""
+        """Return the words of some neighbouring values."""
         return [copy.pack_x2(dtype, values[i], values[i + 1]) for i in range(0, len(values), 2)]
 
 
@@ -186,7 +186,7 @@ class Nvfp4Rows(ConvertedRows):
 
 
 def output_rows(dtype, stages_pairs: bool) -> type[OutputRows]:
-    """How rows of ``dtype`` are written, from fragments that can be staged as pairs of 16 bits or not."""
+    """Say how rows of ``dtype`` are written, from fragments that can be staged as pairs of 16 bits or not."""
     if dtype.width == 16:
         return OutputRows if stages_pairs else ConvertedRows
     return ByteRows if dtype.width == 8 else Nvfp4Rows

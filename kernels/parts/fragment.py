@@ -22,7 +22,7 @@ class Fragment(DeviceStruct):
     columns: int  # of each row that this lane holds
 
     def index(self, r: int, c: int) -> int:
-        """The register of row r of the view, column c."""
+        """Return the register of row r of the view, column c."""
         raise NotImplementedError
 
     def get(self, r: int, c: int):
@@ -53,17 +53,17 @@ class QuadFragment(Fragment):
 
     @staticmethod
     def row_offset(r: int) -> int:
-        """Tile row of ``r``, counted from the lane's first one."""
+        """Return the tile row of ``r``, counted from the lane's first one."""
         return 8 * r
 
     @staticmethod
     def first_row():
-        """The lane's first row within the 16 rows of its warp."""
+        """Return the lane's first row within the 16 rows of its warp."""
         return cute.arch.lane_idx() // 4
 
     @staticmethod
     def staged_chunk(staging, row, chunk):
-        """Where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
+        """Return where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
         return copy.swizzled_chunk(staging, row, chunk)
 
 
@@ -71,7 +71,7 @@ class QuadFragment(Fragment):
 class RowFragment(QuadFragment):
     @staticmethod
     def column_offset(c: int) -> int:
-        """Tile column of ``c``, counted from the lane's first one."""
+        """Return the tile column of ``c``, counted from the lane's first one."""
         return 8 * (c // 2) + c % 2
 
     @staticmethod
@@ -113,11 +113,11 @@ class SplitRowFragment(QuadFragment):
 
     @property
     def _order(self) -> list[int]:
-        """Which of a lane's elements each of its neighbouring columns is."""
+        """Say which of a lane's elements each of its neighbouring columns is."""
         return [2 * (i % self.parts) + i // self.parts for i in range(2 * self.parts)]
 
     def column_offset(self, c: int) -> int:
-        """Tile column of ``c``, counted from the lane's first one."""
+        """Return the tile column of ``c``, counted from the lane's first one."""
         held = 2 * self.parts
         return 4 * held * (c // held) + self._order.index(c % held)
 
@@ -198,7 +198,7 @@ class LaneRow(Fragment):
 
     @staticmethod
     def first_row():
-        """The lane's row within the 32 rows of its warp."""
+        """Return the lane's row within the 32 rows of its warp."""
         return cute.arch.lane_idx()
 
     def part(self, begin: int, columns: int) -> "LaneRow":
@@ -221,5 +221,5 @@ class LaneRow(Fragment):
 
     @staticmethod
     def staged_chunk(staging, row, chunk):
-        """Where a 16-byte chunk of a row is staged: two rows share a swizzled row of 128 bytes."""
+        """Return where a 16-byte chunk of a row is staged: two rows share a swizzled row of 128 bytes."""
         return copy.swizzled_chunk(staging, row // 2, row % 2 * 4 + chunk)

@@ -37,7 +37,7 @@ class PageRows(PagedSource):
 
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
-        """The rows of a work tile's request; ``more`` is what a kind of rows has besides."""
+        """Return the rows of a work tile's request; ``more`` is what a kind of rows has besides."""
         chunks = operand.head_dim * 2 // copy.CHUNK_BYTES
         tile_chunks = -(-operand.depth // BLOCK_COLUMNS) * copy.CHUNKS_PER_ROW
         return cls(
@@ -54,7 +54,7 @@ class PageRows(PagedSource):
         )
 
     def share(self, warp, warps: int) -> "PageRows":
-        """What one of ``warps`` that copy each tile together does of it."""
+        """Return what one of ``warps`` that copy each tile together does of it."""
         rows = self.rows // warps
         assert rows % LANES == 0, f"{warps} warps cannot share {self.rows} rows: each looks up one a lane"
         return replace(self, first_row=warp * rows, rows=rows)
@@ -78,12 +78,12 @@ class PageRows(PagedSource):
         return step, partials
 
     def _keys(self, tile) -> list:
-        """Row 32 * i + lane of this warp's, for each i."""
+        """Return row 32 * i + lane of this warp's rows, for each i."""
         first = tile * self.tile_n + self.first_row + cute.arch.lane_idx()
         return [first + i for i in range(0, self.rows, LANES)]
 
     def read_table(self, tile) -> list:
-        """The table's entries for :meth:`_keys`; -1 where the row is not needed."""
+        """Read the table's entries for :meth:`_keys`; -1 where the row is not needed."""
         return [self._entry(key) for key in self._keys(tile)]
 
     @cute.jit
@@ -94,7 +94,7 @@ class PageRows(PagedSource):
         return entry
 
     def _index(self, key):
-        """Where the table says where a token is."""
+        """Return where the table says where a token is."""
         return self.pages.split(key)[0]
 
     def locate(self, tile, entries) -> list:
@@ -110,7 +110,7 @@ class PageRows(PagedSource):
         return address
 
     def _place(self, entry, key):
-        """(page, row within it) of a token."""
+        """Return (page, row within it) of a token."""
         return entry, self.pages.split(key)[1]
 
     @cute.jit
@@ -131,12 +131,12 @@ class PageRows(PagedSource):
         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
     def _target(self, stage, row, chunk):
-        """Where a chunk of a row's first column block goes."""
+        """Return where a chunk of a row's first column block goes."""
         return self.chunk_address(stage, row, 0, copy.permuted(row, chunk, self.shared_row))
 
     @cute.jit
     def _copy_row(self, row, target, chunk) -> None:
-        """Chunks ``chunk``, ``chunk + lanes_per_row``... of the row at address ``row``."""
+        """Copy chunks ``chunk``, ``chunk + lanes_per_row``... of the row at address ``row``."""
         source = row + chunk * copy.CHUNK_BYTES
         for c in cutlass.range_constexpr(0, self.tile_chunks, self.lanes_per_row):
             wanted = row != 0

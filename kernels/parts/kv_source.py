@@ -57,16 +57,16 @@ class KvOperand(DeviceStruct):
     page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
 
     def cache_policy(self, tile):
-        """How soon a work tile's rows leave the L2 cache. Rows narrower than a line share it with other heads' where
-        these lie side by side, and memory gives lines as a whole: a row that left first would take its neighbours along
-        before others have read them. 32 x 8192 tokens of 4 bits took 160 instead of 124 us (H100, 2026-11-25)."""
+        """Say how soon a work tile's rows leave the L2 cache. Rows narrower than a line share it with other heads'
+        where these lie side by side, and memory gives lines as a whole: a row that left first would take its neighbours
+        along before others have read them. 32 x 8192 tokens of 4 bits took 160 instead of 124 us (H100, 2026-11-25)."""
         policy = tile.kv_policy()
         if 2 * self.head_dim < LINE_BYTES:
             policy -= (self.head < self.row).to(Int32) * (policy - copy.EVICT_NORMAL)
         return policy
 
     def slots_of_page(self):
-        """How many heads of a page lie one head stride apart, with all that is between them."""
+        """Say how many heads of a page lie one head stride apart, with all that is between them."""
         return Int32(self.page // self.head)
 
     @staticmethod
@@ -131,18 +131,19 @@ class KvSource(DeviceStruct):
 
     @property
     def shared_row(self) -> int:
-        """Bytes of a row of a column block in shared memory."""
+        """Return the bytes of a row of a column block in shared memory."""
         return copy.row_bytes(self.columns)
 
     def stage_address(self, stage):
         return self.shared + stage * (self.tile_n * self.stage_columns * 2)
 
     def chunk_address(self, stage, row, block, chunk):
-        """Address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""
+        """Return the address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""
         return self.chunk_place(self.stage_address(stage), row, block, chunk)
 
     def chunk_place(self, base, row, block, chunk):
-        """Address of chunk ``chunk`` as :meth:`chunk_address` has it, in the stage that begins at ``base``."""
+        """Return the address of chunk ``chunk`` as :meth:`chunk_address` has it, in the stage that begins at
+        ``base``."""
         row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
         return base + row_address * self.shared_row + chunk * copy.CHUNK_BYTES
 
@@ -184,13 +185,13 @@ class KvSource(DeviceStruct):
         return step, partials
 
     def claim(self, locate, tile, ring, step):
-        """Where a tile is, when its stage has become free."""
+        """Return where a tile is, when its stage has become free."""
         location = locate(tile)
         ring.wait_empty(step)
         return location
 
     def scale_pages(self, tile) -> list:
-        """The pages of a tile's scales, where there are any."""
+        """Return the pages of a tile's scales, where there are any."""
         return [] if self.scales is None else self.scales.locate(tile)
 
     def copy_scales(self, location, pages, tile, stage) -> None:
@@ -198,7 +199,7 @@ class KvSource(DeviceStruct):
         self.scales.copy(pages, tile, stage)
 
     def _is_partial(self, tile):
-        """Whether some rows of ``tile`` have to be zeroed."""
+        """Tell whether some rows of ``tile`` have to be zeroed."""
         begin = tile * self.tile_n
         return self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
 
@@ -279,7 +280,7 @@ class PagedSource(KvSource):
         return dict(table=table, pages=operand.pages)
 
     def lookup(self, key):
-        """(page, row within it) of a token."""
+        """Return (page, row within it) of a token."""
         page, row = self.pages.split(key)
         return load_index(self.table, page), row
 
@@ -352,7 +353,7 @@ class PageBoxes(PagedSource):
 
     @property
     def box_bytes(self) -> int:
-        """The distance from one box to the next in shared memory, in bytes."""
+        """Return the distance from one box to the next in shared memory, in bytes."""
         return self.box_rows * self.columns * 2
 
     @cute.jit
@@ -371,8 +372,8 @@ class PageBoxes(PagedSource):
 
     @property
     def whole_pages(self) -> bool:
-        """Whether a box must be a whole page: below the tallest one that tiles are made of, a page of a power of two is
-        no taller."""
+        """Tell whether a box must be a whole page: below the tallest one that tiles are made of, a page of a power of
+        two is no taller."""
         return isinstance(self.pages, EvenPages) and self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
 
     def load_box(self, box, slot, group, barrier) -> None:

@@ -42,7 +42,7 @@ class LogitRow(DeviceStruct):
         return self
 
     def needs_mask(self, may_hide):
-        """Whether the tile has hidden keys; ``may_hide`` is what its place says."""
+        """Tell whether the tile has hidden keys; ``may_hide`` is what its place says."""
         return may_hide
 
 
@@ -56,7 +56,7 @@ class TokenPositions(DeviceStruct):
 
     @staticmethod
     def of_request(kind: MaskKind, request: Request, a: Addresses, g: DecodeGeometry) -> "TokenPositions":
-        """The positions of decode's rows."""
+        """Return the positions of decode's rows."""
         first = request.first_position
         if const_expr(kind is MaskKind.CYCLIC):
             # A negative length, which is no length, would wrap around in differences.
@@ -64,7 +64,7 @@ class TokenPositions(DeviceStruct):
         return TokenPositions(kind, first, Int32(g.shards))
 
     def of(self, token):
-        """The last key that a new token sees, -1 or less where it sees none."""
+        """Return the last key that a new token sees, -1 or less where it sees none."""
         place = self.first + token
         if const_expr(self.kind is MaskKind.CYCLIC):
             return cutlass.max(place, 0) // self.shards - (place < 0).to(Int32)
@@ -85,7 +85,7 @@ class IntervalMask(DeviceStruct):
         return self.kind.rule.depends_on_position
 
     def keys(self, position, kv_len):
-        """The visible keys [lo, hi) of the row at ``position``; empty when hi <= lo."""
+        """Return the visible keys [lo, hi) of the row at ``position``; empty when hi <= lo."""
         rule, lo, hi = self.kind.rule, Int32(0), kv_len
         if const_expr(rule.end is not None):
             hi = cutlass.min(kv_len, rule.end(position, self.size))
@@ -94,7 +94,7 @@ class IntervalMask(DeviceStruct):
         return lo, hi
 
     def tiles(self, first_position, last_position, kv_len, tile_n: int) -> TileRange:
-        """The KV tiles that rows ``first_position``..``last_position`` visit."""
+        """Return the KV tiles that rows ``first_position``..``last_position`` visit."""
         first_lo, first_hi = self.keys(first_position, kv_len)
         last_lo, last_hi = self.keys(last_position, kv_len)
         end = (cutlass.max(last_hi, 0) + (tile_n - 1)) // tile_n
@@ -131,16 +131,16 @@ class DraftRow(LogitRow):
 
     @staticmethod
     def create(request, tokens, a, g) -> "DraftRow":
-        """The rows of these new ``tokens`` of a request."""
+        """Return the rows of these new ``tokens`` of a request."""
         positions = tuple(request.first_position + token for token in tokens)
         words = tuple(a.draft_mask + Int64(request.q_start + token) * (4 * g.draft_words) for token in tokens)
         return DraftRow(positions, request.kv_len, Float32(0.0), request.first_position, request.q_len, words)
 
     @cute.jit
     def word(self, r: cutlass.Constexpr[int], index):
-        """Which of the 32 keys from new token 32 * ``index`` on row r sees: all of those before the new tokens. Bits of
-        keys that the request does not have may be anything: the interval ends before them. Without a mask in memory a
-        new token sees itself and those before it."""
+        """Say which of the 32 keys from new token 32 * ``index`` on row r sees: all of those before the new tokens.
+        Bits of keys that the request does not have may be anything: the interval ends before them. Without a mask in
+        memory a new token sees itself and those before it."""
         bits = Uint32(0xFFFFFFFF)
         if index >= 0:
             bits = Uint32(0)
@@ -207,7 +207,7 @@ class ListRow(LogitRow):
         return replace(self, tile_start=tile_start, words=tuple(words))
 
     def needs_mask(self, may_hide):
-        """Whether an entry of the tile does not count, which is seldom: lists are full of those that do."""
+        """Tell whether an entry of the tile does not count, which is seldom: lists are full of those that do."""
         return self.words[0] & self.words[1] != Uint32(0xFFFFFFFF)
 
 

@@ -33,26 +33,27 @@ class PackedRows(DeviceStruct):
         return PackedRows(a, g, *first, tile.rows(group), scale, out_bytes)
 
     def _place(self, row):
-        """(token, head) of a row of the tile."""
+        """Return (token, head) of a row of the tile."""
         packed, group = self.first_row + row, Int32(self.geometry.group)
         token = packed // group
         return self.first_token + token, self.first_head + packed - token * group
 
     def query(self, row, q_start, element_bytes: int = 2):
-        """Address of a row of queries, those of the request beginning at token ``q_start``."""
+        """Return the address of a row of queries, those of the request beginning at token ``q_start``."""
         token, head = self._place(row)
         element = Int64(token - self.first_token + q_start) * self.geometry.q_token + head * self.geometry.q_head
         return self.addresses.query + element_bytes * element
 
     def output(self, row, column):
-        """Address of an element of the output."""
+        """Return the address of an element of the output."""
         token, head = self._place(row)
         element = Int64(token) * self.geometry.o_token + head * self.geometry.o_head + column
         return self.addresses.out + element * self.out_bytes
 
     @cute.jit
     def finish(self, row, reference, total, writes):
-        """The factor that turns a row's accumulated output into the result; ``writes`` its log-sum-exp as well."""
+        """Return the factor that turns a row's accumulated output into the result, and store its log-sum-exp as well
+        where it ``writes``."""
         a, g = self.addresses, self.geometry
         token, head = self._place(row)
         factor, lse = normalised(reference, total, load_sink(a.sinks, head))

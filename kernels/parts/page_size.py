@@ -16,7 +16,7 @@ class EvenPages(DeviceStruct):
     shift: Int32
 
     def split(self, position):
-        """(number of its page, row within it) of a position."""
+        """Return (number of its page, row within it) of a position."""
         page = position >> self.shift
         return page, position - (page << self.shift)
 
@@ -30,7 +30,7 @@ class UnevenPages(DeviceStruct):
     size: Int32
 
     def split(self, position):
-        """(number of its page, row within it) of a position."""
+        """Return (number of its page, row within it) of a position."""
         page = (position.to(Int64) * self.multiplier >> self.shift).to(Int32)
         return page, position - page * self.size
 

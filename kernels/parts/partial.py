@@ -55,12 +55,12 @@ class Slots(DeviceStruct):
         return Slots(aligned, a.tickets, Int32(g.slots), Int32(g.slot_rows), columns, element_bytes)
 
     def place(self, piece):
-        """Where a piece's rows begin among those of all slots."""
+        """Return where a piece's rows begin among those of all slots."""
         return piece % self.slots * self.rows
 
     @cute.jit
     def places(self, first, step, count) -> list:
-        """The places of ``count`` pieces, ``step`` apart, and of the last one again up to PARTS_AT_ONCE."""
+        """Return the places of ``count`` pieces, ``step`` apart, and of the last one again up to PARTS_AT_ONCE."""
         slots = [first % self.slots]
         for i in cutlass.range_constexpr(1, PARTS_AT_ONCE):
             following = slots[-1] + (step if i < count else Int32(0))
@@ -68,15 +68,16 @@ class Slots(DeviceStruct):
         return [slot * self.rows for slot in slots]
 
     def output(self, row, column):
-        """Address of an element of a row, counted over all slots. The scratch has fewer than 2^31 elements."""
+        """Return the address of an element of a row, counted over all slots. The scratch has fewer than
+        2^31 elements."""
         return self.scratch + Int64(row * self.columns + column) * self.element_bytes
 
     def statistics(self, row, level: int):
-        """Address of (reference, sum) of a row."""
+        """Return the address of (reference, sum) of a row."""
         return self.output(self.slots * self.rows, 0) + Int64(row * STATISTICS + level) * 4
 
     def counter(self, kind: int, piece):
-        """Address of one of the counters of the piece's slot."""
+        """Return the address of one of the counters of the piece's slot."""
         return self.tickets + 4 * (TICKETS + Int64(kind) * self.slots + piece % self.slots)
 
     def generation(self, piece):

@@ -41,7 +41,7 @@ class PortionSpan(Span):
 
     @cute.jit
     def begin(self, chunk, size):
-        """The first step of a chunk; the number of all steps for the chunk after the last."""
+        """Return the first step of a chunk, or the number of all steps for the chunk after the last."""
         # What a request takes besides its steps is shared by its ends: so no half step is added to round.
         inner = ((self.first_portion + chunk) * size - self.place) // FRACTIONS
         begin = cutlass.max(cutlass.min(inner, self.steps), 0)
@@ -51,7 +51,7 @@ class PortionSpan(Span):
 
 @cute.jit
 def portion_size(total, longest, portions):
-    """How many fractions of a step are a portion, of ``total`` ones in all requests and ``longest`` in one of them.
+    """Say how many fractions of a step are a portion, of ``total`` ones in all requests and ``longest`` in one of them.
 
     Where portions become little larger, requests of that length are cut into equal chunks, or not at all.
     """
@@ -67,11 +67,11 @@ class PortionSchedule(SplitSchedule):
 
     @property
     def _items_count(self):
-        """How many requests, or tokens with lists, there are."""
+        """Say how many requests, or tokens with lists, there are."""
         return Int32(self.geometry.batch)
 
     def _item(self, index):
-        """(index, first token, new tokens, keys) of a request, and 1 if it exists and has rows, else 0."""
+        """Return (index, first token, new tokens, keys) of a request, and 1 if it exists and has rows, else 0."""
         q_start, q_len, kv_len = self._lengths(index)
         return index, q_start, q_len, kv_len, ((index < self._items_count) & (q_len > 0)).to(Int32)
 
@@ -92,8 +92,8 @@ class PortionSchedule(SplitSchedule):
 
     @cute.jit
     def _portion_spans(self, first, place, size):
-        """A lane's request among those from ``first`` on, the first of which begins at ``place``; where the next of
-        each begins; and the pieces of all up to it."""
+        """Return a lane's request among those from ``first`` on, the first of which begins at ``place``; where the next
+        of each begins; and the pieces of all up to it."""
         index, q_start, q_len, kv_len, exists = self._item(first + cute.arch.lane_idx())
         steps = self._steps(kv_len, exists)
         own = (steps + REQUEST_STEPS * exists) * FRACTIONS
@@ -118,7 +118,7 @@ class PortionSchedule(SplitSchedule):
         return count
 
     def _portion_tile(self, span: PortionSpan, chunk, size, pieces, row_tile) -> SplitTile:
-        """The unit of a request; ``pieces`` are those of all requests before."""
+        """Return the unit of a request; ``pieces`` are those of all requests before."""
         first_row, request = row_tile * self.tile_m, span.request()
         begin, end = span.begin(chunk, size), span.begin(chunk + 1, size)
         keys = self._keys(request, first_row, begin * self.tile_n, (end - begin) * self.tile_n)

@@ -16,7 +16,7 @@ CODES_IN_WORD = 8
 
 @dsl_user_op
 def divided(numerator, denominator, *, loc=None, ip=None):
-    """A quotient rounded once: a product with the reciprocal would round twice, and give other codes."""
+    """Return a quotient rounded once: a product with the reciprocal would round twice, and give other codes."""
     return cute.arch.inline_ptx(
         "div.rn.f32 {$w0}, {$r0}, {$r1};",
         write_only_types=[Float32],
@@ -28,7 +28,7 @@ def divided(numerator, denominator, *, loc=None, ip=None):
 
 @dsl_user_op
 def larger_magnitude(magnitude, value, *, loc=None, ip=None):
-    """The larger of ``magnitude`` and that of ``value``; NaN where either is."""
+    """Return the larger of ``magnitude`` and that of ``value``; NaN where either is."""
     return cute.arch.inline_ptx(
         "{ .reg .f32 other; abs.f32 other, {$r1}; max.NaN.f32 {$w0}, {$r0}, other; }",
         write_only_types=[Float32],
@@ -40,7 +40,7 @@ def larger_magnitude(magnitude, value, *, loc=None, ip=None):
 
 @dsl_user_op
 def first_e4m3(pair, *, loc=None, ip=None):
-    """The low one of two e4m3 as float32."""
+    """Return the low one of two e4m3 as float32."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 both, {$r0}; mov.b32 {low, high}, both; "
         "cvt.f32.f16 {$w0}, low; }",
@@ -53,7 +53,7 @@ def first_e4m3(pair, *, loc=None, ip=None):
 
 @dsl_user_op
 def e2m1_code(value, *, loc=None, ip=None):
-    """The e2m1 code that is nearest to ``value``, the even one of two, in a word; +-6 for all that is larger.
+    """Return the e2m1 code that is nearest to ``value``, the even one of two, in a word; +-6 for all that is larger.
 
     Codes are 1/2 apart below 2, 1 apart below 4, and 2 apart from there on. Adding 1.5 * 2^23 of these steps leaves the
     number of steps in the lowest bits, rounded to nearest even, and code and number of steps are even at the same time.
@@ -79,7 +79,7 @@ def e4m3_words(values) -> list:
 
 
 def nvfp4_block(values) -> tuple:
-    """The codes of 16 float32 values as two words, and their e4m3 scale factor in the low byte of 16 bits."""
+    """Return the codes of 16 float32 values as two words, and their e4m3 scale factor in the low byte of 16 bits."""
     largest = Float32(0)
     for value in values:
         largest = larger_magnitude(largest, value)
@@ -96,7 +96,7 @@ def nvfp4_block(values) -> tuple:
 
 @dsl_user_op
 def _checked_codes(word, factor, *, loc=None, ip=None):
-    """Eight codes: 0 where the scale factor is 0, +6 where it is NaN."""
+    """Return eight codes: 0 where the scale factor is 0, +6 where it is NaN."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; .reg .b32 codes; setp.nan.f32 p, {$r1}, {$r1}; selp.b32 codes, 0x77777777, {$r0}, p; "
         "setp.eq.f32 p, {$r1}, 0f00000000; selp.b32 {$w0}, 0, codes, p; }",

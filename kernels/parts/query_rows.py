@@ -17,8 +17,9 @@ from hopwell.kernels.parts.device import DeviceStruct
 
 
 def request_shape(shape: TileShape, q_len) -> TileShape:
-    """The shape of a request's tiles. Where it has fewer tokens than there is room for, and heads share tiles, they lie
-    close together, so that warpgroups may have no rows at all: 4 heads with a token each take 32 rows of 128."""
+    """Return the shape of a request's tiles. Where it has fewer tokens than there is room for, and heads share tiles,
+    they lie close together, so that warpgroups may have no rows at all: 4 heads with a token each take 32 rows of 128.
+    """
     if isinstance(shape.heads, int):
         return shape
     needed = (q_len + (GROUP_ROWS - 1)) // GROUP_ROWS * GROUP_ROWS
@@ -34,16 +35,16 @@ class QueryRows(DeviceStruct):
 
     @property
     def of_one_head(self) -> bool:
-        """Whether all rows of the tile are of one head, as far as is known when the kernel is compiled."""
+        """Tell whether all rows of the tile are of one head, as far as is known when the kernel is compiled."""
         return isinstance(self.shape.heads, int) and self.shape.heads == 1
 
     def head(self, group: int):
-        """The head of a group's rows, counted from the tile's first one."""
+        """Return the head of a group's rows, counted from the tile's first one."""
         if self.of_one_head:
             return 0
         return cutlass.min((self.first + group * GROUP_ROWS) // self.shape.tokens, self.shape.heads - 1)
 
     def token(self, row, group: int):
-        """The token of the warp's row ``row``, which is in ``group``, counted from the tile's first one."""
+        """Return the token of the warp's row ``row``, which is in ``group``, counted from the tile's first one."""
         token = self.first + row
         return token if self.of_one_head else token - self.head(group) * self.shape.tokens

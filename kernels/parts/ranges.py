@@ -65,12 +65,12 @@ class Ranges(DeviceStruct):
 
     @cute.jit
     def own_range(self, row):
-        """(first leaf, end) of the CTAs of a row; behind the rows that CTAs own they have none."""
+        """Return (first leaf, end) of the CTAs of a row; behind the rows that CTAs own they have none."""
         first = self.leaves if row >= self.own_rows else cutlass.min(row * self.own, self.leaves)
         return first, cutlass.min(first + self.own, self.leaves)
 
     def handed_out(self, row):
-        """(first leaf, end) of a row of tickets; rows behind the last leaf have none."""
+        """Return (first leaf, end) of a row of tickets; rows behind the last leaf have none."""
         size = Int32(1) << self.shift
         first = cutlass.min(self.own_rows * self.own + row * size, self.leaves)
         return first, cutlass.min(first + size, self.leaves)
@@ -80,17 +80,17 @@ class Ranges(DeviceStruct):
         return self.own_rows * self.own < self.leaves
 
     def block(self, leaf):
-        """The first leaf of the block of a leaf, counted in its line."""
+        """Return the first leaf of the block of a leaf, counted in its line."""
         return (leaf >> self.shift) << self.shift
 
     @property
     def column_slots(self):
-        """Places for nodes of a column."""
+        """Say how many places there are for nodes of a column."""
         return 2 * (self.leaves >> self.shift) + 2
 
 
 def row_and_column(number, columns: Divisor):
-    """(row, column) of a CTA, or of a ticket: those of a row have the same leaves of all columns."""
+    """Return (row, column) of a CTA, or of a ticket: those of a row have the same leaves of all columns."""
     row = columns.divide(number)
     return row, number - row * columns.value
 
@@ -125,7 +125,7 @@ class RangeSchedule(SplitSchedule):
 
     @property
     def _items_count(self):
-        """How many requests, or tokens with lists, there are."""
+        """Say how many requests, or tokens with lists, there are."""
         return Int32(self.geometry.batch)
 
     @cute.jit
@@ -138,7 +138,7 @@ class RangeSchedule(SplitSchedule):
 
     @cute.jit
     def _requests(self, first):
-        """A lane's request among those from ``first`` on; the leaves in a column of all up to it."""
+        """Return a lane's request among those from ``first`` on, and the leaves in a column of all up to it."""
         span = self._span(first + cute.arch.lane_idx())
         return span, running_sum(span.chunks)
 

@@ -39,8 +39,8 @@ class WorkTile(DeviceStruct):
     keys: TileRange
 
     def kv_policy(self):
-        """How soon K and V leave the L2 cache where heads share tiles, see copy.tma_load. The keys of a request of few
-        tokens are read once, those of others by one tile after the other, and should be there still."""
+        """Say how soon K and V leave the L2 cache where heads share tiles, see copy.tma_load. The keys of a request of
+        few tokens are read once, those of others by one tile after the other, and should be there still."""
         is_short = self.request.q_len <= GROUP_ROWS
         return Int32(EVICT_NORMAL) + is_short.to(Int32) * (EVICT_FIRST - EVICT_NORMAL)
 
@@ -58,7 +58,7 @@ END_OF_WORK = -1
 
 @cute.jit
 def draw_ticket(addresses):
-    """The next ticket, for lane 0: who needs it asks later, when it has come."""
+    """Draw the next ticket, for lane 0: who needs it asks later, when it has come."""
     ticket = Int32(0)
     if cute.arch.lane_idx() == 0:
         ticket = cute.arch.atomic_add(global_pointer(Int32, addresses.tickets), Int32(1))
@@ -77,8 +77,8 @@ def hand_back_tickets(addresses, ctas) -> None:
 
 
 def lane_of(place, last_places):
-    """The lane whose request has a place of the list. ``last_places`` is a lane's own: how many places there are up to
-    the end of its request."""
+    """Return the lane whose request has a place of the list. ``last_places`` is a lane's own: how many places there are
+    up to the end of its request."""
     return cute.arch.popc(cute.arch.vote_ballot_sync(last_places <= place))
 
 
@@ -94,12 +94,12 @@ class TileSchedule(DeviceStruct):
 
     @property
     def alternates(self) -> bool:
-        """Whether tickets are for the first and the second half of the list by turns, see :meth:`_place`."""
+        """Tell whether tickets are for the first and the second half of the list by turns, see :meth:`_place`."""
         return False
 
     @cute.jit
     def _requests(self, first):
-        """A lane's request among those from ``first`` on; the tiles of all of them up to it."""
+        """Return a lane's request among those from ``first`` on, and the tiles of all of them up to it."""
         index, tiles = first + cute.arch.lane_idx(), Int32(0)
         request = load_request(cutlass.min(index, Int32(self.geometry.batch) - 1), self.addresses, self.geometry)
         if index < Int32(self.geometry.batch):
@@ -113,8 +113,8 @@ class TileSchedule(DeviceStruct):
         return (request.q_len + (self.tile_shape.tokens - 1)) // self.tile_shape.tokens
 
     def _coordinates(self, q_tiles, place):
-        """(query tile, its first head) at a place of a request's list: for each section of heads the tiles from last to
-        first, each for all of these heads, so that heads that share K and V run side by side."""
+        """Return (query tile, its first head) at a place of a request's list: for each section of heads the tiles from
+        last to first, each for all of these heads, so that heads that share K and V run side by side."""
         section = Int32(self.geometry.section)
         first = place // (section * q_tiles) * section
         place -= first * q_tiles
@@ -122,7 +122,7 @@ class TileSchedule(DeviceStruct):
         return q_tiles - 1 - row, (first + place - row * section) * self.tile_shape.heads
 
     def _work_tile(self, request: Request, place) -> WorkTile:
-        """The tile at a place of the request's list."""
+        """Return the tile at a place of the request's list."""
         q_tile, head = self._coordinates(self._q_tiles(request), place)
         first_row = q_tile * self.tile_shape.tokens
         last_row = cutlass.min(first_row + self.tile_shape.tokens, request.q_len) - 1
@@ -147,9 +147,9 @@ class TileSchedule(DeviceStruct):
         return count
 
     def _place(self, ticket, count):
-        """The place of a ticket in a list of ``count`` tiles. By turns it is one of the first and of the second half:
-        requests of many queries, whose tiles need products, and those of a few, which need memory, stand one behind
-        the other in a batch, and take as long as the slower of both where they run side by side."""
+        """Return the place of a ticket in a list of ``count`` tiles. By turns it is one of the first and of the second
+        half: requests of many queries, whose tiles need products, and those of a few, which need memory, stand one
+        behind the other in a batch, and take as long as the slower of both where they run side by side."""
         if not self.alternates:
             return ticket
         half = (count + 1) // 2
@@ -228,13 +228,13 @@ class Board(DeviceStruct):
             cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
 
     def read(self, step) -> WorkTile:
-        """The tile of ``step``. Called by every reading warp."""
+        """Read the tile of ``step``. Called by every reading warp."""
         tile = self.look(step)
         self.release(step)
         return tile
 
     def look(self, step) -> WorkTile:
-        """The tile of ``step``, which stays there until :meth:`release`."""
+        """Return the tile of ``step``, which stays there until :meth:`release`."""
         self.ring.wait_full(step)
         slot = self.slots[None, self.ring.stage(step)]
         return self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])

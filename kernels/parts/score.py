@@ -18,12 +18,13 @@ SERIES_END = 0.125  # up to where the series of tanh x to x^5 is as good as floa
 
 
 def tanh(power):
-    """tanh x, within 2^-23, of 2 x in powers of two. tanh.approx is good for 11 bits, which a cap of 50 makes 0.02."""
+    """Return tanh x, within 2^-23, from 2 x in powers of two. tanh.approx is good for 11 bits, which a cap of 50 makes
+    0.02."""
     return 1.0 - 2.0 * cute.arch.rcp_approx(1.0 + cute.math.exp2(power, fastmath=True))
 
 
 def precise_tanh(power):
-    """tanh x with a relative error of a few 2^-22; ``power`` is 2 x in powers of two."""
+    """Return tanh x with a relative error of a few 2^-22; ``power`` is 2 x in powers of two."""
     x = power * (0.5 / LOG2_E)
     square = x * x
     series = x * (1.0 + square * (square * (2.0 / 15.0) - 1.0 / 3.0))
@@ -39,15 +40,15 @@ class ScoreMap(DeviceStruct):
 
     @property
     def softmax_scale(self):
-        """Natural logits per unit of what :meth:`apply` leaves."""
+        """Return the natural logits per unit of what :meth:`apply` leaves."""
         if const_expr(self.kind.has_slopes):
             return Float32(1.0)
         return self.soft_cap if const_expr(self.kind.caps) else self.scale
 
     @cute.jit
     def slope(self, head):
-        """ALiBi's slope: with n the largest power of two up to the number of heads, 2^(-8 (h + 1) / n) for the first n
-        heads and 2^(-4 (2 (h - n) + 1) / n) for the others. 0 without ALiBi."""
+        """Return ALiBi's slope: with n the largest power of two up to the number of heads, 2^(-8 (h + 1) / n) for the
+        first n heads and 2^(-4 (2 (h - n) + 1) / n) for the others. It is 0 without ALiBi."""
         slope = Float32(0.0)
         if const_expr(self.kind.has_slopes):
             numerator, power = 8 * (head + 1), Int32(1) << (bit_length(self.heads) - 1)
@@ -75,9 +76,10 @@ class ScoreMap(DeviceStruct):
                     scores.set(r, c, scores.get(r, c) * unit + (bias + slope * float(scores.column_offset(c))))
 
     def shift(self, slope, position):
-        """What the natural logits of a row at ``position`` lack in the softmax: ALiBi counts from the first key."""
+        """Return what the natural logits of a row at ``position`` lack in the softmax: ALiBi counts from the first
+        key."""
         return slope * position.to(Float32) if self.kind.has_slopes else Float32(0.0)
 
     def largest_logit(self, largest, shift):
-        """The natural logit of a row's largest value; for plain scores the raw q k^T."""
+        """Return the natural logit of a row's largest value, for plain scores the raw q k^T."""
         return largest * self.soft_cap if self.kind.caps and not self.kind.has_slopes else largest + shift

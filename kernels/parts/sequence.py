@@ -22,12 +22,12 @@ class Request(DeviceStruct):
 
     @property
     def first_position(self):
-        """Absolute key position of query row 0 (bottom-right alignment); negative when kv_len < q_len."""
+        """Return the absolute key position of query row 0 (bottom-right alignment); negative when kv_len < q_len."""
         return self.kv_len - self.q_len
 
 
 def _tokens(offset, unit):
-    """An offset in units as a row number. Unsigned: uint32 offsets use all 32 bits."""
+    """Return an offset in units as a row number. The division is unsigned: uint32 offsets use all 32 bits."""
     return (offset.to(Uint32) // Uint32(unit)).to(Int32)
 
 

@@ -99,7 +99,7 @@ class Shares(DeviceStruct):
         return self.slots.columns // (2 * ITEM_COLUMNS)
 
     def _band(self, warp_row, r, half):
-        """The number of a band among those of a piece."""
+        """Return the number of a band among those of a piece."""
         return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
@@ -116,7 +116,7 @@ class Shares(DeviceStruct):
 
     @cute.jit
     def _ticket(self, end):
-        """The next place in the list of shares; past all of them where it is ``end`` already."""
+        """Draw the next place in the list of shares; past all of them where it is ``end`` already."""
         ticket = Int32(NO_SHARE)
         if cute.arch.lane_idx() == 0 and end > 0:
             tickets = self.slots.tickets + SHARES_TICKET
@@ -264,7 +264,7 @@ class Shares(DeviceStruct):
 
 
 def largest_size(output, r: int):
-    """The size of the largest element of row r of accumulators, in this lane."""
+    """Return the size of the largest element of row r of accumulators, in this lane."""
     return _magnitude(largest_of_lane(output, r, True))
 
 
@@ -277,7 +277,8 @@ def _magnitude(value, *, loc=None, ip=None):
 
 @dsl_user_op
 def piece_scale(largest, *, loc=None, ip=None):
-    """The power of two that brings ``largest`` of a half row between 2^14 and 2^15, and its inverse; 1 for infinity."""
+    """Return the power of two that brings ``largest`` of a half row between 2^14 and 2^15, and its inverse; 1 for
+    infinity."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 e; .reg .pred p; mov.b32 e, {$r0}; and.b32 e, e, 0x7f800000; setp.eq.b32 p, e, 0x7f800000; "
         f"selp.b32 e, {141 << 23}, e, p; max.u32 e, e, {15 << 23}; "

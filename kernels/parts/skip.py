@@ -35,7 +35,7 @@ class SkipRule(DeviceStruct):
             self.skipped[0] += groups
 
     def unneeded(self, largest, maxima, kv_len):
-        """Whether a tile with the row maxima ``maxima`` is too small beside the ``largest`` scores so far."""
+        """Tell whether a tile with the row maxima ``maxima`` is too small beside the ``largest`` scores so far."""
         # A row without a key yet has -inf in both; the difference is NaN, which fmax ignores.
         excess = maxima[0] - largest[0]
         for r in range(1, len(maxima)):

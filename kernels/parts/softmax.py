@@ -61,11 +61,11 @@ class OnlineSoftmax(DeviceStruct):
 
     @cute.jit
     def maximum(self, scores, r: cutlass.Constexpr[int]):
-        """The largest score of row r."""
+        """Return the largest score of row r."""
         return self.largest_of_lanes(largest_of_lane(scores, r), scores.lanes_per_row)
 
     def largest_of_lanes(self, value, lanes: int):
-        """The largest ``value`` of the lanes that share a row."""
+        """Return the largest ``value`` of the lanes that share a row."""
         return cute.arch.warp_reduction_max(value, threads_in_group=lanes)
 
     def sum_of_lanes(self, value, lanes: int):
@@ -129,12 +129,12 @@ class OnlineSoftmax(DeviceStruct):
 
     @cute.jit
     def factor_from(self, r: cutlass.Constexpr[int], reference):
-        """The factor that brings what is relative to ``reference`` to that of row r."""
+        """Return the factor that brings what is relative to ``reference`` to that of row r."""
         return cute.math.exp2((reference - self._safe(self.reference[r])) * self.scale, fastmath=True)
 
     @cute.jit
     def reference_moved(self):
-        """Whether any row of this warp has a ``rescale`` other than 1."""
+        """Tell whether any row of this warp has a ``rescale`` other than 1."""
         moved = self.rescale[0] != 1.0
         for r in cutlass.range_constexpr(1, cute.size(self.rescale)):
             moved = moved or self.rescale[r] != 1.0
@@ -142,20 +142,20 @@ class OnlineSoftmax(DeviceStruct):
 
     @cute.jit
     def sum_of_largest(self, r: int, lanes_per_row: int):
-        """Sum of the exponentials of row r relative to its largest logit; 0 where it saw no key."""
+        """Return the sum of the exponentials of row r relative to its largest logit; 0 where it saw no key."""
         seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
         moved = cute.math.exp2((self.reference[r] - self.largest[r]) * self.scale - self.headroom, fastmath=True)
         return seen * moved if self.largest[r] > -Float32.inf else Float32(0.0)
 
     @cute.jit
     def partial(self, r: int, lanes_per_row: int):
-        """(reference, sum) of row r over the keys so far, the reference as an exponent of 2."""
+        """Return (reference, sum) of row r over the keys so far, the reference as an exponent of 2."""
         seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
         reference = -Float32.inf if self.reference[r] == -Float32.inf else self.reference[r] * self.scale
         return reference - self.headroom, seen
 
     def finish(self, r: int, sink, lanes_per_row: int):
-        """(factor for the accumulated output, base-2 LSE) of row r, see :func:`normalised`."""
+        """Return (factor for the accumulated output, base-2 LSE) of row r, see :func:`normalised`."""
         return normalised(*self.partial(r, lanes_per_row), sink)
 
 
@@ -208,7 +208,8 @@ def _over_row(value, operation):
 
 @cute.jit
 def largest_of_lane(fragment, r: cutlass.Constexpr[int], absolute: cutlass.Constexpr[bool] = False):
-    """The largest element of row r in this lane; with ``absolute`` by its size, whatever the sign of what is found."""
+    """Return the largest element of row r in this lane; with ``absolute`` by its size, whatever the sign of what is
+    found."""
     chains = [fragment.get(r, c) for c in range(min(CHAINS, fragment.columns))]
     for c in cutlass.range_constexpr(CHAINS, fragment.columns):
         chains[c % CHAINS] = cute.arch.fmax(chains[c % CHAINS], fragment.get(r, c), abs=absolute)
@@ -219,7 +220,7 @@ def largest_of_lane(fragment, r: cutlass.Constexpr[int], absolute: cutlass.Const
 
 @cute.jit
 def normalised(reference, seen, sink):
-    """(factor for an output accumulated relative to ``reference``, base-2 LSE) of a row with the sum ``seen``.
+    """Return (factor for an output accumulated relative to ``reference``, base-2 LSE) of a row with the sum ``seen``.
 
     ``sink`` is the natural logit of one more key with a zero value; -inf means none. A row that saw no key has
     the factor 0, and its LSE is the sink's, -inf without one.
@@ -236,7 +237,7 @@ def normalised(reference, seen, sink):
 
 @cute.jit
 def merged(references, sums):
-    """Weights of a row's pieces, and the (reference, sum) of all of them together.
+    """Return the weights of a row's pieces, and the (reference, sum) of all of them together.
 
     ``references`` are exponents of 2, -inf for a piece that saw no key.
     """

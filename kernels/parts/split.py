@@ -57,7 +57,7 @@ class SplitTile(PackedTile):
 
     @classmethod
     def nothing(cls) -> "SplitTile":
-        """A unit without any chunk."""
+        """Return a unit without any chunk."""
         return cls.from_ints([Int32(0)] * cls.INTS)
 
 
@@ -113,15 +113,15 @@ class SplitSchedule(DeviceStruct):
 
     @property
     def _lists(self):
-        """How many lists of keys a request has."""
+        """Say how many lists of keys a request has."""
         return Int32(1)
 
     def _most_chunks(self, q_len):
-        """How many chunks a request of ``q_len`` new tokens has at most."""
+        """Say how many chunks a request of ``q_len`` new tokens has at most."""
         return Int32(MAX_CHUNKS)
 
     def _lengths(self, index):
-        """(first token, new tokens, keys) of a request, of the last one where there is none of that index."""
+        """Return (first token, new tokens, keys) of a request, of the last one where there is none of that index."""
         g, a = self.geometry, self.addresses
         safe = cutlass.min(index, Int32(g.batch) - 1)
         q_start = load_int(a.q_offsets, safe, safe * Int32(g.q_len))
@@ -149,7 +149,7 @@ class SplitSchedule(DeviceStruct):
 
     @cute.jit
     def _shift(self, begin, seen, q_len):
-        """log2 of the keys of a chunk, of a request's keys [begin, seen)."""
+        """Return log2 of the keys of a chunk, of a request's keys [begin, seen)."""
         shift = Int32(self.chunk_tokens.bit_length() - 1)
         if const_expr(self.halves):
             shift -= (seen > self.chunk_tokens and seen < LONG_TOKENS).to(Int32)
@@ -159,43 +159,45 @@ class SplitSchedule(DeviceStruct):
         return shift
 
     def _tile(self, span: RequestSpan, unit, pieces) -> SplitTile:
-        """The unit of a request; ``pieces`` are those of all requests before."""
+        """Return the unit of a request; ``pieces`` are those of all requests before."""
         of_chunk = self._units_of_chunk
         chunk, kv_head, first_row, request = self._rows(span, unit)
         keys = self._keys(request, first_row, (span.first_chunk + chunk) * span.chunk_tokens, span.chunk_tokens)
         return self._unit(request, kv_head, first_row, keys, chunk, span.chunks, pieces + unit - chunk * of_chunk)
 
     def _unit(self, request: Request, kv_head, first_row, keys: TileRange, chunk, chunks, first_piece) -> SplitTile:
-        """A chunk of a request as a unit, whose rows' ``first_piece`` is that of the first chunk."""
+        """Return a chunk of a request as a unit, whose rows' ``first_piece`` is that of the first chunk."""
         of_chunk = self._units_of_chunk
         group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
         numbers = (chunk, chunks, first_piece + chunk * of_chunk, first_piece, group_piece, of_chunk)
         return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
 
     def _rows(self, span: RequestSpan, unit):
-        """(chunk, KV head, first row, request) of a unit."""
+        """Return (chunk, KV head, first row, request) of a unit."""
         chunk = unit // self._units_of_chunk
         kv_head, first_row = self._head(unit - chunk * self._units_of_chunk)
         return chunk, kv_head, first_row, span.request()
 
     def _head(self, place):
-        """(KV head, first row) of one of the units that have the same keys."""
+        """Return (KV head, first row) of one of the units that have the same keys."""
         row_tiles = Int32(self.geometry.row_tiles)
         kv_head = place // row_tiles
         return kv_head, (place - kv_head * row_tiles) * self.tile_m
 
     def _seen(self, kv_len):
-        """The most keys that a row of a request sees."""
+        """Return the most keys that a row of a request sees."""
         return kv_len
 
     def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
-        """The KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin`` on."""
+        """Return the KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin``
+        on."""
         group = Int32(self.geometry.group)
         last = cutlass.min((first_row + (self.tile_m - 1)) // group, request.q_len - 1)
         return self._keys_of_tokens(request, first_row // group, last, begin, tokens)
 
     def _keys_of_tokens(self, request: Request, first_token, last_token, begin, tokens) -> TileRange:
-        """The KV tiles that these new tokens of a request visit in the chunk of ``tokens`` keys from ``begin`` on."""
+        """Return the KV tiles that these new tokens of a request visit in the chunk of ``tokens`` keys from ``begin``
+        on."""
         positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
         first, last = positions.of(first_token), positions.of(last_token)
         keys = self.mask.tiles(first, last, request.kv_len, self.tile_n)
@@ -215,14 +217,14 @@ class SplitSchedule(DeviceStruct):
 
     @cute.jit
     def _requests(self, first):
-        """A lane's request among those from ``first`` on; the units, and the pieces, of all up to it."""
+        """Return a lane's request among those from ``first`` on, and the units, and the pieces, of all up to it."""
         span = self._span(first + cute.arch.lane_idx())
         pieces = split_units(span.chunks, self._of_chunk)
         return span, running_sum(span.chunks * self._of_chunk), running_sum(pieces)
 
     @cute.jit
     def pieces(self):
-        """All pieces that there will be. Called by a warp."""
+        """Count all pieces that there will be. Called by a warp."""
         first, pieces = Int32(0), Int32(0)
         while first < Int32(self.geometry.batch):
             _, _, last_piece = self._requests(first)
@@ -281,11 +283,11 @@ class TokenLists:
         return Int32(self.geometry.batch) * Int32(self.geometry.q_len)
 
     def _listed_keys(self, kv_len, q_len, token):
-        """How many entries of its list a new token of a request sees: of short requests those that there are."""
+        """Say how many entries of its list a new token of a request sees: of short requests those that there are."""
         return cutlass.max(cutlass.min(kv_len - q_len + token + 1, Int32(self.geometry.listed)), 0)
 
     def _listed_token(self, index):
-        """(place among all new tokens, keys) of a token, and whether its request has it: requests have room for
+        """Return (place among all new tokens, keys) of a token, and whether its request has it: requests have room for
         ``q_len`` tokens each."""
         request = index // Int32(self.geometry.q_len)
         token = index - request * Int32(self.geometry.q_len)
@@ -322,5 +324,5 @@ class ListSchedule(TokenLists, LatentSchedule):
 
 
 def split_units(chunks, of_chunk):
-    """The pieces among the units of a request."""
+    """Say how many pieces are among the units of a request."""
     return chunks * of_chunk * (chunks > 1).to(Int32)

@@ -72,7 +72,7 @@ class Node(DeviceStruct):
         self.total.fill(0.0)
 
     def quads(self) -> list:
-        """What this thread stores of it: four elements at a time, then (references, sums) of two rows."""
+        """Return what this thread stores of the node: four elements at a time, then (references, sums) of two rows."""
         quads = [[self.output[i + c] for c in range(4)] for i in range(0, cute.size(self.output), 4)]
         return quads + [[part[r + c] for part in (self.reference, self.total) for c in range(2)] for r in self._pairs()]
 
@@ -94,8 +94,9 @@ class Node(DeviceStruct):
 
 @cute.jit
 def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -> list:
-    """The merge of two nodes as :meth:`Node.quads` has them, with ``pairs`` of rows; the left one where the right one
-    is not ``there``. Roundings are spelled out: the compiler would choose them anew for each copy of this code."""
+    """Return the merge of two nodes as :meth:`Node.quads` has them, with ``pairs`` of rows; the left one where the
+    right one is not ``there``. Roundings are spelled out: the compiler would choose them anew for each copy of this
+    code."""
     outputs = len(left) - pairs
     statistics, weights = [], []
     for p in cutlass.range_constexpr(pairs):
@@ -156,17 +157,17 @@ class Bundle(DeviceStruct):
 
     @property
     def slots(self):
-        """How many slots the bundle has."""
+        """Say how many slots the bundle has."""
         return cutlass.min(((self.blocks - 1 - self.first) >> (self.bits * self.tier)) + 1, 1 << self.bits)
 
     @property
     def blocks(self):
-        """How many blocks the line has."""
+        """Say how many blocks the line has."""
         return ((self.line.leaves - 1) >> self.line.shift) + 1
 
     @property
     def is_line(self):
-        """Whether the bundle is all of the line."""
+        """Tell whether the bundle is all of the line."""
         return (self.first == 0) & (self.blocks <= (Int32(1) << (self.bits * (self.tier + 1))))
 
     def slot_of(self, block):
@@ -195,7 +196,7 @@ class Tree(DeviceStruct):
 
     @staticmethod
     def create(a: Addresses, g: DecodeGeometry, shared, results, *sizes: int) -> "Tree":
-        """``sizes`` are the levels that are near, rows, and columns."""
+        """Make the tree; ``sizes`` are the levels that are near, rows, and columns."""
         aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
         return Tree(shared, results, aligned, a.tickets + 4 * TICKETS, g, *sizes)
 
@@ -215,16 +216,16 @@ class Tree(DeviceStruct):
     # which the lanes with the same rows all know, once for each warp.
 
     def _quads(self) -> int:
-        """How many quads of the output a thread has."""
+        """Say how many quads of the output a thread has."""
         return (self._node_bytes - self._pairs * QUAD_BYTES * QUAD * WARPS) // (WARPGROUP * QUAD_BYTES)
 
     @property
     def _pairs(self) -> int:
-        """Pairs of rows in a lane."""
+        """Say how many pairs of rows a lane has."""
         return self.rows // (2 * QUAD)
 
     def _places(self) -> list:
-        """Where each quad of a thread lies, in bytes from the beginning of a node."""
+        """Return where each quad of a thread lies, in bytes from the beginning of a node."""
         output = [(j * WARPGROUP + self.thread) * QUAD_BYTES for j in range(self._quads())]
         first = self._quads() * WARPGROUP * QUAD_BYTES
         in_warp = self.thread // LANES * QUAD + self.thread % QUAD
@@ -256,22 +257,22 @@ class Tree(DeviceStruct):
         cute.arch.sync_warp()
 
     def _node(self, slot):
-        """Address of a node in memory."""
+        """Return the address of a node in memory."""
         return self.scratch + Int64(slot) * self._node_bytes
 
     def _slot(self, line: RangeTile, block):
-        """The slot of the node that begins with a block of the line. Where a line ends within a block, the next line
-        begins in the same place of the column."""
+        """Return the slot of the node that begins with a block of the line. Where a line ends within a block, the next
+        line begins in the same place of the column."""
         place = (line.line_start + (block << line.shift)) >> line.shift
         return line.first_slot + 2 * place + (block == 0).to(Int32)
 
     def _spilled(self, level):
-        """Address of a level of this CTA's that has no place in shared memory."""
+        """Return the address of a level of this CTA's that has no place in shared memory."""
         place = cute.arch.block_idx()[0] * Int32(self.geometry.spilled_levels) + level - self.near_levels
         return self._node(Int32(self.geometry.slots) + place)
 
     def _near(self, level) -> list:
-        """The node that waits at a level that is not in memory."""
+        """Return the node that waits at a level that is not in memory."""
         return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.quads()
 
     def _keep_near(self, node: Node, level) -> None:
@@ -394,8 +395,8 @@ class Tree(DeviceStruct):
         return found
 
     def _merged(self, bundle: Bundle, there) -> list:
-        """The merge of a bundle's nodes; ``there`` has a bit for each slot in which one begins. The first one's does,
-        and of two equal parts of a bundle the left one's first does where the right one's does."""
+        """Return the merge of a bundle's nodes; ``there`` has a bit for each slot in which one begins. The first one's
+        does, and of two equal parts of a bundle the left one's first does where the right one's does."""
         passes = []
         for first in range(0, self._quads(), PASS_QUADS):
             quads = range(first, min(first + PASS_QUADS, self._quads()))
@@ -427,7 +428,7 @@ class Tree(DeviceStruct):
 
 
 def side_by_side(passes: list[list], pairs: int) -> list:
-    """A node, each of whose parts has the statistics of ``pairs`` of rows at its end."""
+    """Return the node whose parts are ``passes``, each of which has the statistics of ``pairs`` of rows at its end."""
     return [quad for quads in passes for quad in quads[:-pairs]] + passes[-1][-pairs:]
 
 
@@ -437,5 +438,5 @@ def _has(there, slot: int):
 
 @cute.jit
 def _block_of(bundle: Bundle, there, slot: cutlass.Constexpr[int]):
-    """The block of a slot, or of the first one, which is always there."""
+    """Return the block of a slot, or of the first one, which is always there."""
     return bundle.block_of(Int32(slot) if _has(there, slot) else Int32(0))

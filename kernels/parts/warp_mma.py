@@ -21,14 +21,14 @@ QUAD = 4  # lanes with the same g
 
 
 def place_in_warp() -> tuple:
-    """(g, t) of this lane."""
+    """Return (g, t) of this lane."""
     lane = cute.arch.lane_idx()
     return lane // QUAD, lane % QUAD
 
 
 @dsl_user_op
 def multiply(d, a, b, dtype=Float16, *, loc=None, ip=None) -> tuple:
-    """d + a b, of four, four and two registers, where a and b have elements of ``dtype``."""
+    """Return d + a b, of four, four and two registers, where a and b have elements of ``dtype``."""
     kind = "f16" if dtype is Float16 else "bf16"
     return cute.arch.inline_ptx(
         f"mma.sync.aligned.m16n8k16.row.col.f32.{kind}.{kind}.f32 "
@@ -53,8 +53,8 @@ UNIT_SCALES = 0x7F7F7F7F  # four of ue8m0
 
 @dsl_user_op
 def multiply_e4m3(d, a, b, block_scaled: bool = False, *, loc=None, ip=None) -> tuple:
-    """d + a b, of four, four and two registers, where a and b have elements of e4m3. With ``block_scaled`` through the
-    instruction that scales blocks, here by 1."""
+    """Return d + a b, of four, four and two registers, where a and b have elements of e4m3. With ``block_scaled``
+    through the instruction that scales blocks, here by 1."""
     begin, form, types, end = "{ ", "", "f32.e4m3.e4m3.f32", "; }"
     if block_scaled:
         begin += f".reg .b32 unit; mov.b32 unit, {UNIT_SCALES:#x}; "  # which the instruction does not take as a number
@@ -72,7 +72,7 @@ def multiply_e4m3(d, a, b, block_scaled: bool = False, *, loc=None, ip=None) -> 
 
 @dsl_user_op
 def transposed(word, *, loc=None, ip=None):
-    """An 8 x 8 matrix of 16-bit elements, of which this lane has elements 2 t and 2 t + 1 of row g."""
+    """Transpose an 8 x 8 matrix of 16-bit elements, of which this lane has elements 2 t and 2 t + 1 of row g."""
     return cute.arch.inline_ptx(
         "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
         write_only_types=[Uint32],

@@ -12,7 +12,7 @@ from hopwell.kernels.parts.device import prmt
 
 
 def exponent(kind: KvType) -> int:
-    """The exponent of the power of two that widened numbers are times."""
+    """Return the exponent of the power of two that widened numbers are times."""
     return e2m1.BY_HALVES_EXPONENT if kind is KvType.NVFP4 else 0
 
 
@@ -26,15 +26,15 @@ def in_order(kind: KvType, words: list) -> list:
 
 
 def widened(kind: KvType, word, factor=None):
-    """The elements of a word as float16, two by two; the ``factor`` of 4 bits is (a pair, which half of it)."""
+    """Return the elements of a word as float16, two by two; the ``factor`` of 4 bits is (a pair, which half of it)."""
     if kind is KvType.NVFP4:
         return e2m1.by_halves(word, *factor)
     return _from_int8(word) if kind is KvType.INT8 else _from_e4m3(word)
 
 
 def widened_words(kind: KvType, dtype, word, scale=None) -> list:
-    """Four 8-bit elements as two words of two of ``dtype``; times a float32 ``scale`` where one is given, in float32,
-    and rounded once."""
+    """Return four 8-bit elements as two words of two of ``dtype``; times a float32 ``scale`` where one is given, in
+    float32, and rounded once."""
     words = widened(kind, word)
     if const_expr(dtype is not BFloat16 and scale is None):
         return list(words)
@@ -45,25 +45,27 @@ def widened_words(kind: KvType, dtype, word, scale=None) -> list:
 
 
 def of_two_keys(kind: KvType, word, factor=None):
-    """16 bits of each of two keys: for each column the elements of both; the ``factor`` of 4 bits is that of both."""
+    """Widen 16 bits of each of two keys: for each column the elements of both; the ``factor`` of 4 bits is that of
+    both."""
     return e2m1.by_halves(word, factor) if kind is KvType.NVFP4 else widened(kind, adjacent(word))
 
 
 def together(kind: KvType, first, second) -> tuple:
-    """A word of each of two keys as two words for :func:`by_columns`, with half of the columns of both keys each."""
+    """Return a word of each of two keys as two words for :func:`by_columns`, with half of the columns of both keys
+    each."""
     if kind is KvType.NVFP4:
         return tuple(prmt(first, second, select) for select in HALVES)
     return interleaved(first, second)
 
 
 def by_columns(kind: KvType, word, factor=None):
-    """A word of two keys: for each column the elements of both."""
+    """Widen a word of two keys: for each column the elements of both."""
     return of_two_keys(kind, word, factor) if kind is KvType.NVFP4 else widened(kind, word)
 
 
 @dsl_user_op
 def interleaved(first, second, *, loc=None, ip=None) -> tuple:
-    """The bytes of two words by turns: bytes 0 and 1 of each, and bytes 2 and 3."""
+    """Return the bytes of two words by turns: bytes 0 and 1 of each, and bytes 2 and 3."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5140; prmt.b32 {$w1}, {$r0}, {$r1}, 0x7362;",
         write_only_types=[Uint32] * 2,
@@ -75,7 +77,7 @@ def interleaved(first, second, *, loc=None, ip=None) -> tuple:
 
 @dsl_user_op
 def adjacent(word, *, loc=None, ip=None):
-    """Bytes 0 and 2, then 1 and 3."""
+    """Return bytes 0 and 2 of a word, then 1 and 3."""
     return cute.arch.inline_ptx(
         "prmt.b32 {$w0}, {$r0}, {$r0}, 0x3120;",
         write_only_types=[Uint32],

@@ -80,12 +80,12 @@ class WidenedPageRows(PageRows):
         return LANES_PER_ROW
 
     def _target(self, stage, row, chunk):
-        """Where the first chunk of what a chunk of bytes becomes goes. The second one differs in the lowest bit of its
-        place, whatever the swizzle."""
+        """Return where the first chunk of what a chunk of bytes becomes goes. The second one differs in the lowest bit
+        of its place, whatever the swizzle."""
         return super()._target(stage, row, 2 * chunk)
 
     def _block(self, block: int):
-        """The distance of a column block of the tile from the first one."""
+        """Return the distance of a column block of the tile from the first one."""
         return self.chunk_place(0, 0, block, 0)
 
     @cute.jit
