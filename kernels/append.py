@@ -83,7 +83,7 @@ class Append:
         programmatic_launch: Int32,
         stream: cuda.CUstream,
     ):
-        """Launch. ``anchor`` is read by nobody: its device is the one to launch on."""
+        """Launch the kernel. ``anchor`` is read by nobody: its device is the one to launch on."""
         self.kernel(addresses, geometry, k_scale, v_scale).launch(
             grid=[Int32(geometry.tokens), 2, 1],
             block=[THREADS, 1, 1],
@@ -110,7 +110,7 @@ class Append:
 
     @cute.jit
     def place(self, a, g, token, table, table_row):
-        """The page that a token belongs into, -1 for none, and the row in it."""
+        """Return the page that a token belongs into, -1 for none, and the row in it."""
         request = global_array(Int32, a.batch_indices)[token]
         position = global_array(Int32, a.positions)[token]
         page, shift = Int32(-1), Int32(g.page_shift)
@@ -146,12 +146,12 @@ class Append:
                     to.store_scale(factor, page, head, row, block, blocks)
 
     def load(self, address) -> list:
-        """The elements that a thread takes at a time, two in a word."""
+        """Load the elements that a thread takes at a time, two in a word."""
         bytes_ = self.kind.elements * 2
         chunks = range(0, bytes_, copy.CHUNK_BYTES)
         return [word for offset in chunks for word in copy.load_global(address + offset, 4, Uint32)]
 
 
 def build(config: AppendConfig) -> tuple[Any, tuple[Any, ...]]:
-    """The launch function and example arguments to compile it with."""
+    """Return the launch function and example arguments to compile it with."""
     return Append(config), example_arguments((AppendAddresses, AppendGeometry), floats=2)

@@ -29,8 +29,8 @@ class CacheType(enum.Enum):
 
     @property
     def elements(self) -> int:
-        """Elements that a thread takes at a time: 16 bytes of a wide row, otherwise what becomes one scale factor or
-        16 bytes of e4m3."""
+        """Say how many elements a thread takes at a time: 16 bytes of a wide row, otherwise what becomes one scale
+        factor or 16 bytes of e4m3."""
         return 8 if self is CacheType.WIDE else 16
 
 
@@ -132,12 +132,12 @@ class AppendConfig:
 
     @property
     def target(self) -> str:
-        """The architecture that the kernel is compiled for."""
+        """Return the architecture that the kernel is compiled for."""
         return support.build_of(self.arch)
 
     @property
     def name(self) -> str:
-        """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
+        """Return the key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
         return f"append_{self.arch}_{self.dtype}_{self.kind.value}"
 
 
@@ -146,7 +146,7 @@ def _config(arch: str, dtype: str, kind: CacheType) -> AppendConfig:
 
 
 def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
-    """The kernel that serves ``problem`` on ``arch``.
+    """Choose the kernel that serves ``problem`` on ``arch``.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
@@ -161,7 +161,7 @@ def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
 
 
 def shipped_append_configs(arch: str = "sm_90a") -> Iterator[AppendConfig]:
-    """The append kernels that are compiled ahead."""
+    """Yield the append kernels that are compiled ahead."""
     if arch not in support.ARCHS:
         return
     pairs = itertools.product(DTYPES.values(), CacheType)

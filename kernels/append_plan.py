@@ -49,7 +49,7 @@ class AppendPlan:
 
 
 def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:
-    """The tensors whose addresses the kernel gets, in the order of :class:`AppendAddresses`."""
+    """Return the tensors whose addresses the kernel gets, in the order of :class:`AppendAddresses`."""
     p = problem
     scales = [scale if isinstance(scale, torch.Tensor) else None for scale in (p.k_scale, p.v_scale)]
     caches = (p.key_cache, p.value_cache, p.key_scales, p.value_scales)
@@ -58,7 +58,7 @@ def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:
 
 
 def geometry(problem: AppendProblem) -> AppendGeometry:
-    """The run-time sizes and strides of a problem."""
+    """Return the run-time sizes and strides of a problem."""
     p, table = problem, problem.page_table
     has_rows = p.page_starts is None
 

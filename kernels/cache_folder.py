@@ -29,7 +29,7 @@ FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST
 
 
 def root() -> pathlib.Path:
-    """HOPWELL_CACHE_DIR, or the user's cache directory."""
+    """Return HOPWELL_CACHE_DIR, or the user's cache directory."""
     return pathlib.Path(os.environ.get("HOPWELL_CACHE_DIR") or platformdirs.user_cache_dir("hopwell")).expanduser()
 
 
@@ -106,7 +106,7 @@ def _is_full(folder: pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def unfinished(target: pathlib.Path) -> Iterator[pathlib.Path]:
-    """A folder to make ``target`` in, beside it, so that it can be renamed into place; for the holder of its lock.
+    """Give a folder to make ``target`` in, beside it, so that it can be renamed into place; for the holder of its lock.
 
     Leftovers of processes that were killed are removed: nobody holds the lock of what they were making.
     """
@@ -126,5 +126,5 @@ def unfinished(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def lock(target: pathlib.Path, timeout: float = -1) -> filelock.FileLock:
-    """Held by the process that makes ``target``."""
+    """Return the lock that is held by the process that makes ``target``."""
     return filelock.FileLock(f"{target}.lock", timeout=timeout, poll_interval=0.05)

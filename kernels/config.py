@@ -31,12 +31,12 @@ MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time
 
 
 def rounded_up(size: int, multiple: int) -> int:
-    """The smallest multiple that is not less than ``size``."""
+    """Return the smallest multiple that is not less than ``size``."""
     return -(-size // multiple) * multiple
 
 
 def _in_words(element_bytes: int, strides: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Strides in elements as strides in units of 16 bits."""
+    """Convert strides in elements to strides in units of 16 bits."""
     return tuple(stride * element_bytes // 2 for stride in strides) if element_bytes < 2 else strides
 
 
@@ -59,7 +59,7 @@ class KvType(enum.Enum):
     FP8_DS_MLA = "fp8_ds_mla"  # of latent keys: 512 e4m3, the float32 scales of each 128 of them, and 64 bfloat16
 
     def element(self, dtype: str) -> Element:
-        """The element type of K and V beside queries of ``dtype``."""
+        """Return the element type of K and V beside queries of ``dtype``."""
         return ELEMENTS[dtype if self is KvType.WIDE else self.value]
 
 
@@ -80,7 +80,7 @@ class Tile:
 
     @property
     def loaded_stages(self) -> tuple[int, int]:
-        """Stages that the loaders of K and of V fill."""
+        """Say how many stages the loaders of K and of V fill."""
         return self.source_stages or (self.kv_stages, self.kv_stages)
 
 
@@ -109,19 +109,19 @@ class KernelConfig:
 
     @property
     def target(self) -> str:
-        """The architecture that the kernel is compiled for."""
+        """Return the architecture that the kernel is compiled for."""
         return self.compiled_for or support.build_of(self.arch)
 
     family: ClassVar[Family]
 
     @property
     def tile(self) -> Tile:
-        """Sizes and resources."""
+        """Return sizes and resources."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
+        """Return the key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
         raise NotImplementedError
 
     def _named(self, details: Sequence[str]) -> str:
@@ -145,108 +145,110 @@ class KernelConfig:
 
     @property
     def q_bytes(self) -> int:
-        """Bytes of an element of the queries."""
+        """Say how many bytes an element of the queries takes."""
         return ELEMENTS[self.dtype].bytes_of(1)
 
     @property
     def kv_element(self) -> Element:
-        """Elements of K and V in memory."""
+        """Return the type of the elements of K and V in memory."""
         return self.kv_type.element(self.dtype)
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of what K and V are addressed by: an element, or two of 4 bits."""
+        """Return the size in bytes of what K and V are addressed by: an element, or two of 4 bits."""
         return self.kv_element.unit_bytes
 
     @property
     def multiplies_bytes(self) -> bool:
-        """Whether the matrix products take operands of 8 bits."""
+        """Tell whether the matrix products take operands of 8 bits."""
         return self.q_bytes == 1
 
     @property
     def mma_depth(self) -> int:
-        """Elements that a matrix instruction multiplies at a time: 32 bytes of them."""
+        """Say how many elements a matrix instruction multiplies at a time: 32 bytes of them."""
         return 2 * MMA_DEPTH // self.q_bytes
 
     @property
     def reads_kv_once(self) -> bool:
-        """Whether keys are read at one time only, so that work tiles say how soon they leave the L2 cache."""
+        """Tell whether keys are read at one time only, so that work tiles say how soon they leave the L2 cache."""
         return False
 
     @property
     def kv_dims(self) -> tuple[int, int]:
-        """Widths of the rows of K and of V that the two loading warps fetch, in units of 16 bits."""
+        """Return the widths of the rows of K and of V that the two loading warps fetch, in units of 16 bits."""
         per_word = 16 // self.kv_element.bits
         return self.head_dim_qk // per_word, self.head_dim_v // per_word
 
     def kv_strides(self, *strides: Any) -> tuple[Any, ...]:
-        """Strides of K or V, given in units of ``kv_bytes``, in units of 16 bits."""
+        """Convert strides of K or V, given in units of ``kv_bytes``, to units of 16 bits."""
         return _in_words(self.kv_bytes, strides)
 
     def q_strides(self, *strides: Any) -> tuple[Any, ...]:
-        """Strides of Q, given in elements, in units of 16 bits."""
+        """Convert strides of Q, given in elements, to units of 16 bits."""
         return _in_words(self.q_bytes, strides)
 
     @property
     def columns(self) -> tuple[int, int]:
-        """Columns of the tiles that the two loading warps fill: whole column blocks of the swizzle."""
+        """Count the columns of the tiles that the two loading warps fill: whole column blocks of the swizzle."""
         first, second = self.kv_dims
         return rounded_up(first, BLOCK_COLUMNS), rounded_up(second, BLOCK_COLUMNS)
 
     @property
     def copies_scales(self) -> bool:
-        """Whether the loading warps copy scales of blocks into shared memory, beside the tiles."""
+        """Tell whether the loading warps copy scales of blocks into shared memory, beside the tiles."""
         return False
 
     @property
     def widens(self) -> bool:
-        """Whether a warpgroup widens K and V between those that load and those that multiply."""
+        """Tell whether a warpgroup widens K and V between those that load and those that multiply."""
         return False
 
     @property
     def transposes_v(self) -> bool:
-        """Whether a warpgroup transposes V: products of 8-bit operands take both with their depth along the rows."""
+        """Tell whether a warpgroup transposes V: products of 8-bit operands take both with their depth along the
+        rows."""
         return False
 
     @property
     def widens_in_place(self) -> bool:
-        """Whether a warpgroup widens K and V where they have been loaded, so that no other memory is needed."""
+        """Tell whether a warpgroup widens K and V where they have been loaded, so that no other memory is needed."""
         return False
 
     @property
     def converts(self) -> bool:
-        """Whether a warpgroup stands between those that load K and V and those that multiply."""
+        """Tell whether a warpgroup stands between those that load K and V and those that multiply."""
         return self.widens or self.widens_in_place or self.transposes_v
 
     @property
     def operand_columns(self) -> tuple[int, int]:
-        """Columns of the tiles of K and V that are multiplied, in units of 16 bits."""
+        """Count the columns of the tiles of K and V that are multiplied, in units of 16 bits."""
         return self.columns
 
     @property
     def stage_columns(self) -> tuple[int, int]:
-        """Columns of the stages that the two loading warps fill: those of what they load, or of what becomes of it."""
+        """Count the columns of the stages that the two loading warps fill: those of what they load, or of what becomes
+        of it."""
         return self.operand_columns if self.widens_in_place else self.columns
 
     @property
     def loaded_depth(self) -> tuple[int, int]:
-        """Columns of the loaded tiles of K and V that somebody reads."""
+        """Count the columns of the loaded tiles of K and V that somebody reads."""
         return self.depth[0], self.depth[1] * self.v_parts
 
     @property
     def q_dim(self) -> int:
-        """Width of a row of Q in units of 16 bits."""
+        """Return the width of a row of Q in units of 16 bits."""
         return self.head_dim_qk * self.q_bytes // 2
 
     @property
     def q_columns(self) -> int:
-        """Columns of the Q tile in shared memory, in units of 16 bits."""
+        """Count the columns of the Q tile in shared memory, in units of 16 bits."""
         return rounded_up(self.q_dim, BLOCK_COLUMNS)
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Columns of Q and K that a warpgroup multiplies, and of V: what the matrix instructions can take. A product
-        with V is one instruction over all columns, which takes whole column blocks where there are several."""
+        """Say how many columns of Q and K, and of V, a warpgroup multiplies: what the matrix instructions can take. A
+        product with V is one instruction over all columns, which takes whole column blocks where there are several."""
         columns = self.operand_columns[1]
         whole_blocks = columns > BLOCK_COLUMNS and not self.multiplies_bytes
         value = columns if whole_blocks else rounded_up(self.head_dim_v, MMA_DEPTH)
@@ -254,30 +256,30 @@ class KernelConfig:
 
     @property
     def product_columns(self) -> int:
-        """Columns of V that a matrix instruction multiplies at a time: all that a warpgroup has, but where there are so
-        few registers at launch that ptxas refuses an instruction with all of their sums."""
+        """Say how many columns of V a matrix instruction multiplies at a time: all that a warpgroup has, but where
+        there are so few registers at launch that ptxas refuses an instruction with all of their sums."""
         columns = self.depth[1]
         fits = columns * 64 // WARPGROUP + OTHER_REGISTERS <= self.launch_registers
         return columns if fits else columns // 2
 
     @property
     def ctas_per_sm(self) -> int:
-        """CTAs that share a multiprocessor, its registers and its shared memory."""
+        """Say how many CTAs share a multiprocessor, its registers and its shared memory."""
         return 1
 
     @property
     def launch_registers(self) -> int:
-        """Registers of a thread before its warpgroup asks for others."""
+        """Say how many registers a thread has before its warpgroup asks for others."""
         return REGISTERS // (WARPGROUP * len(self.registers) * self.ctas_per_sm) // 8 * 8
 
     @property
     def most_shared_bytes(self) -> int:
-        """Shared memory that a CTA can have."""
+        """Say how many bytes of shared memory a CTA can have."""
         return ARCHITECTURES[self.arch].shared_bytes_of(self.ctas_per_sm)
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Registers of a thread of each warpgroup."""
+        """Say how many registers a thread of each warpgroup has."""
         converting = [self.tile.converting_registers] if self.converts else []
         return (self.tile.producer_registers, *[self.tile.consumer_registers] * self.consumer_warpgroups, *converting)
 
@@ -287,12 +289,12 @@ class KernelConfig:
 
     @property
     def v_parts(self) -> int:
-        """Consumer warpgroups that share query rows."""
+        """Say how many consumer warpgroups share query rows."""
         return 2 if self.tile.splits_v else 1
 
     @property
     def has_block_scales(self) -> bool:
-        """Whether K and V, or the output, have scales of blocks in tensors of their own."""
+        """Tell whether K and V, or the output, have scales of blocks in tensors of their own."""
         return bool(self.kv_element.block) or self.out_dtype == "nvfp4"
 
     def __post_init__(self) -> None:
@@ -313,12 +315,12 @@ class TileShape(NamedTuple):
 
     @staticmethod
     def of(heads: Any, tile_m: int) -> TileShape:
-        """Whole swizzle atoms of rows for each head; some of the tile's rows may be left over."""
+        """Give whole swizzle atoms of rows for each head; some of the tile's rows may be left over."""
         return TileShape(heads, tile_m // heads // MIN_BOX_ROWS * MIN_BOX_ROWS)
 
 
 def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
-    """The way to fetch K and V, and the tokens of a box."""
+    """Return the way to fetch K and V, and the tokens of a box."""
     if problem.page_table is None:
         return KvFetch.CONTIGUOUS, 0
     rows = math.gcd(problem.key.shape[2], tile_n)
@@ -329,19 +331,21 @@ def kv_fetch(problem: AttentionProblem, tile_n: int) -> tuple[KvFetch, int]:
 
 
 def has_uneven_pages(problem: AttentionProblem) -> bool:
-    """Whether pages have a size that is not a power of two."""
+    """Tell whether pages have a size that is not a power of two."""
     size = problem.key.shape[2]
     return (problem.page_table is not None or problem.token_table is not None) and size & (size - 1) != 0
 
 
 def _has_slots(view: torch.Tensor) -> bool:
-    """Whether pages start a whole number of head strides apart, as TMA boxes over all columns need (5 dimensions)."""
+    """Tell whether pages start a whole number of head strides apart, as TMA boxes over all columns need (5
+    dimensions)."""
     page, head = page_and_head_stride(view)
     return 0 < head <= page and page % head == 0
 
 
 def page_and_head_stride(view: torch.Tensor) -> tuple[int, int]:
-    """Strides of a [pages, heads, rows, dim] view in elements. The stride of a dimension of size 1 is chosen to fit."""
+    """Return the page and head strides of a [pages, heads, rows, dim] view in elements. The stride of a dimension of
+    size 1 is chosen to fit."""
     pages, heads, rows, _ = view.shape
     page, head, row, _ = view.stride()
     if heads == 1:
@@ -375,7 +379,7 @@ def require_dtypes(
 
 
 def dtype_names(dtypes: Iterable[torch.dtype]) -> str:
-    """The dtypes as messages name them."""
+    """Return the dtypes as messages name them."""
     return ", ".join(map(str, dtypes))
 
 
@@ -390,6 +394,6 @@ def require_page_size(problem: AttentionProblem, arch: str) -> None:
 
 
 def paged_fetches(tile_n: int) -> list[tuple[KvFetch, int]]:
-    """Every way to fetch pages in steps of ``tile_n`` keys, with the tokens of a box."""
+    """Return every way to fetch pages in steps of ``tile_n`` keys, with the tokens of a box."""
     boxes = [rows for rows in (8, 16, 32, 64) if tile_n % rows == 0]
     return [(KvFetch.PAGE_ROWS, 0), *((KvFetch.PAGE_BOXES, rows) for rows in boxes)]

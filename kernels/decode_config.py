@@ -106,17 +106,17 @@ class DecodeConfig(KernelConfig):
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
-        """Rows of a tile of the kernel for so many packed rows of a request."""
+        """Say how many rows a tile of the kernel has for ``rows`` packed rows of a request."""
         return tile_rows(rows, head_dim, kv_type)
 
     @property
     def has_tree(self) -> bool:
-        """Whether leaves of keys are merged as a tree, see ``sm90/decode_few_rows.py``."""
+        """Tell whether leaves of keys are merged as a tree, see ``sm90/decode_few_rows.py``."""
         return self.rows in tree_rows(self.head_dim_qk, self.kv_bytes)
 
     @property
     def near_levels(self) -> int:
-        """Levels of the tree that are in shared memory."""
+        """Say how many levels of the tree are in shared memory."""
         return shared_levels(self.rows, self.head_dim_v, self.splitting_bytes)
 
     @property
@@ -125,13 +125,13 @@ class DecodeConfig(KernelConfig):
 
     @property
     def widens_in_registers(self) -> bool:
-        """Whether warps that multiply read K and V of 8 or 4 bits, and widen them themselves."""
+        """Tell whether warps that multiply read K and V of 8 or 4 bits, and widen them themselves."""
         return self.kv_bytes == 1 and not self.widens_in_place
 
     @property
     def splitting_bytes(self) -> int:
-        """Bytes of an element of K and V, as far as they say how keys are split among CTAs: what is widened in place is
-        split as if it had been wide in memory, so that results have the same bits."""
+        """Return the bytes of an element of K and V, as far as they say how keys are split among CTAs: what is widened
+        in place is split as if it had been wide in memory, so that results have the same bits."""
         return 1 if self.widens_in_registers else 2
 
     @property
@@ -156,14 +156,15 @@ class DecodeConfig(KernelConfig):
 
     @property
     def chunk_tokens(self) -> int:
-        """Keys of a unit of work, as long as requests are not very long, or of a leaf where there is a tree."""
+        """Count the keys of a unit of work, as long as requests are not very long, or of a leaf where there is a
+        tree."""
         if self.has_tree:
             return LEAF_TILE * self.leaf_tiles
         return chunk_tokens(self.head_dim_v, element_bytes=self.splitting_bytes)
 
     @property
     def halves_chunks(self) -> bool:
-        """Whether requests of middle length have chunks of half of :attr:`chunk_tokens`."""
+        """Tell whether requests of middle length have chunks of half of :attr:`chunk_tokens`."""
         return True
 
     @property
@@ -172,7 +173,7 @@ class DecodeConfig(KernelConfig):
 
     @property
     def has_merge_role(self) -> bool:
-        """Whether a warpgroup of its own merges. Beside two that share V there are not registers enough."""
+        """Tell whether a warpgroup of its own merges. Beside two that share V there are not registers enough."""
         return not self.tile.splits_v and not self.has_tree
 
     @property
@@ -216,7 +217,7 @@ class DecodeConfig(KernelConfig):
 
 
 def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig] = DecodeConfig) -> DecodeConfig:
-    """The decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``.
+    """Choose the decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
@@ -273,7 +274,8 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
 
 
 def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
-    """Rows of a tile of the kernel for so many packed rows of a request; ``dtype`` is that of the queries."""
+    """Say how many rows a tile of the kernel has for ``rows`` packed rows of a request; ``dtype`` is that of the
+    queries."""
     few = tree_rows(head_dim, kv_type.element(dtype).unit_bytes)
     if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
         few = *few, MOST_ROWS_IN_REGISTERS
@@ -281,7 +283,7 @@ def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") ->
 
 
 def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = DecodeConfig) -> Iterator[DecodeConfig]:
-    """The decode kernels that are compiled ahead."""
+    """Yield the decode kernels that are compiled ahead."""
     for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_TYPES):
         if head_dim not in kind.head_dims:
             continue

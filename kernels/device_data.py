@@ -25,7 +25,7 @@ class Fault:
     rule: str
 
     def message(self, name: str) -> str:
-        """The fault for those who know the operand as ``name``."""
+        """Describe the fault to those who know the operand as ``name``."""
         place = f"[{', '.join(map(str, self.index))}]" if self.index else ""
         return f"{name}{place} must be {self.rule}, got {self.value}"
 
@@ -55,7 +55,7 @@ class Extent:
 
 
 def first_fault(problem: AttentionProblem, *, defined: bool = True) -> Fault | None:
-    """The first fault in what a launch would read; ``defined`` says whether those that kernels clamp count.
+    """Return the first fault in what a launch would read; ``defined`` says whether those that kernels clamp count.
 
     The host waits for the device once, and where there is a fault a second time.
     """
@@ -123,7 +123,7 @@ def _extent(
 
 
 def _signed(lengths: torch.Tensor) -> torch.Tensor:
-    """Lengths as kernels read them, which is as int32."""
+    """Return lengths as kernels read them, which is as int32."""
     return lengths.view(-1).view(torch.int32).long() if lengths.dtype == torch.uint32 else lengths.view(-1).long()
 
 
@@ -198,13 +198,13 @@ def _offsets(offsets: TokenOffsets | None, operand: str, extent: Extent, rows: i
 
 
 def _first_visible(p: AttentionProblem, queries: Extent, keys: Extent) -> torch.Tensor:
-    """The first key of each request that any of its rows sees: the pages before it are not read."""
+    """Return the first key of each request that any of its rows sees: the pages before it are not read."""
     position, bound = keys.lengths - queries.lengths, p.mask.kind.rule.first
     return torch.zeros_like(position) if bound is None else bound(position, p.mask.size)
 
 
 def _used(p: AttentionProblem, count: int, step: int, queries: Extent, keys: Extent) -> torch.Tensor:
-    """Which pieces of ``step`` keys of a request any of its rows sees, as [B, count]."""
+    """Tell which pieces of ``step`` keys of a request any of its rows sees, as [B, count]."""
     pieces = torch.arange(count, device=keys.lengths.device)
     first = _first_visible(p, queries, keys) // step
     last = torch.where(queries.lengths > 0, (keys.lengths + step - 1) // step, 0)
@@ -243,7 +243,7 @@ def _shard(shard: Shard, queries: Extent, keys: Extent) -> Iterator[Rule]:
 
 
 def _read_rows(ids: torch.Tensor, used: torch.Tensor, rows: int) -> torch.Tensor:
-    """Which rows of a cache any of ``ids`` that are ``used`` names, as [rows]."""
+    """Tell which rows of a cache any of ``ids`` that are ``used`` names, as [rows]."""
     inside = used & (ids >= 0) & (ids < rows)
     # The last one stands for all that name none, so that the host need not wait for how many do.
     read = torch.zeros(rows + 1, dtype=torch.bool, device=ids.device)
@@ -252,7 +252,7 @@ def _read_rows(ids: torch.Tensor, used: torch.Tensor, rows: int) -> torch.Tensor
 
 
 def _read_tokens(p: AttentionProblem, table: torch.Tensor, pages: int, queries: Extent, keys: Extent) -> torch.Tensor:
-    """Which tokens of the cache any row sees, as [pages, page_size]."""
+    """Tell which tokens of the cache any row sees, as [pages, page_size]."""
     page_size = p.key.shape[2]
     inside = torch.arange(page_size, device=table.device)
     ids = (table[: p.batch].long()[..., None] * page_size + inside).flatten(1)
@@ -307,7 +307,7 @@ def _lists(p: AttentionProblem, queries: Extent, keys: Extent) -> Iterator[Rule]
 def _listed(
     p: AttentionProblem, lists: torch.Tensor, queries: Extent, keys: Extent
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The entries of lists as int64, and which of them a token sees."""
+    """Return the entries of lists as int64, and which of them a token sees."""
     ids = lists.view(torch.int32).long() if lists.dtype == torch.uint32 else lists.long()
     seen = torch.zeros(lists.shape[0], dtype=torch.int64, device=lists.device)
     rows = torch.arange(lists.shape[0], device=lists.device)

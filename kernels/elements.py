@@ -28,11 +28,11 @@ class Element:
 
     @property
     def unit_bytes(self) -> int:
-        """Bytes of what strides count: an element, or two of 4 bits."""
+        """Return the size in bytes of what strides count: an element, or two of 4 bits."""
         return max(self.bits // 8, 1)
 
     def bytes_of(self, elements: int) -> int:
-        """Bytes of so many neighbouring elements, without their scales.
+        """Say how many bytes ``elements`` neighbouring elements take, without their scales.
 
         Raises:
             ValueError: they do not fill whole bytes.
@@ -43,7 +43,7 @@ class Element:
         return size
 
     def scales_of(self, elements: int) -> int:
-        """Scales of a row of so many elements.
+        """Say how many scales a row of ``elements`` elements has.
 
         Raises:
             ValueError: the row does not consist of whole blocks.

@@ -29,17 +29,17 @@ class Buildable(Protocol):
 
     @property
     def arch(self) -> str:
-        """The architecture that the kernel was written for."""
+        """Return the architecture that the kernel was written for."""
         ...
 
     @property
     def target(self) -> str:
-        """The architecture that the kernel is compiled for."""
+        """Return the architecture that the kernel is compiled for."""
         ...
 
     @property
     def name(self) -> str:
-        """Canonical and unique: the key of the compiled kernel, a valid C identifier and file name."""
+        """Return the key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
         ...
 
 
@@ -60,7 +60,7 @@ class Implementation:
     build: Callable[[Any], tuple[Any, tuple[Any, ...]]]
 
     def refuse(self, problem: Any, arch: str) -> str | None:
-        """Why no kernel serves ``problem``, or None where one does."""
+        """Say why no kernel serves ``problem``, or return None where one does."""
         try:
             self.resolve(problem, arch)
         except NotImplementedError as reason:
@@ -157,12 +157,12 @@ IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
 
 
 def architectures(family: Family) -> tuple[str, ...]:
-    """The architectures that have kernels of ``family``."""
+    """Return the architectures that have kernels of ``family``."""
     return tuple(arch for one, arch in IMPLEMENTATIONS if one is family)
 
 
 def implementation(family: Family, arch: str) -> Implementation:
-    """The implementation of ``family`` on ``arch``.
+    """Return the implementation of ``family`` on ``arch``.
 
     Raises:
         NotImplementedError: there is none.
@@ -176,7 +176,7 @@ def implementation(family: Family, arch: str) -> Implementation:
 
 
 def prefill_type(arch: str) -> type[PrefillConfig]:
-    """The type of the prefill configs of ``arch``.
+    """Return the type of the prefill configs of ``arch``.
 
     Raises:
         NotImplementedError: it has none.
@@ -187,13 +187,13 @@ def prefill_type(arch: str) -> type[PrefillConfig]:
 
 
 def takes_bytes(arch: str) -> bool:
-    """Whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
+    """Tell whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
     found = IMPLEMENTATIONS.get((Family.MLA, arch))
     return found is not None and issubclass(found.config, mla_config.MlaConfig) and found.config.takes_bytes
 
 
 def resolve(problem: AttentionProblem, arch: str) -> Any:
-    """The config of the kernel that serves ``problem`` on ``arch``.
+    """Return the config of the kernel that serves ``problem`` on ``arch``.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
@@ -205,7 +205,7 @@ def resolve(problem: AttentionProblem, arch: str) -> Any:
 
 
 def refuse(problem: AttentionProblem, arch: str) -> str | None:
-    """Why no kernel serves ``problem`` on ``arch``, or None where one does."""
+    """Say why no kernel serves ``problem`` on ``arch``, or return None where one does."""
     try:
         return implementation(problem.family, arch).refuse(problem, arch)
     except NotImplementedError as reason:
@@ -213,11 +213,12 @@ def refuse(problem: AttentionProblem, arch: str) -> str | None:
 
 
 def shipped_configs(arch: str = "sm_90a", family: Family = Family.PREFILL) -> Iterator[Any]:
-    """The configs of ``family`` that are compiled ahead for ``arch``; none where it has no kernels of the family."""
+    """Return the configs of ``family`` that are compiled ahead for ``arch``; none where it has no kernels of the
+    family."""
     found = IMPLEMENTATIONS.get((family, arch))
     return iter(()) if found is None else found.shipped(arch)
 
 
 def build(config: Buildable) -> tuple[Any, tuple[Any, ...]]:
-    """The traceable launch function of a kernel, and example arguments to compile it with."""
+    """Return the traceable launch function of a kernel, and example arguments to compile it with."""
     return implementation(config.family, config.arch).build(config)

@@ -62,14 +62,14 @@ class Feature:
 
     @functools.cached_property
     def archs(self) -> tuple[str, ...]:
-        """The architectures that have kernels for all cases."""
+        """Return the architectures that have kernels for all cases."""
         problems = [self.probe(**case) for case in self.cases]
         return tuple(arch for arch in ARCHS if problems and not any(refuse(one, arch) for one in problems))
 
 
 def refuse(problem: Any, arch: str) -> str | None:
-    """Why an entry finds no kernel for ``problem``, or None. It widens e4m3 queries of MLA where kernels do not take
-    them."""
+    """Say why an entry finds no kernel for ``problem``, or return None. It widens e4m3 queries of MLA where kernels do
+    not take them."""
     if problem.family is Family.MLA and problem.query.dtype == FP8 and not families.takes_bytes(arch):
         problem = replace(problem, query=problem.query.to(BF16))
     return families.refuse(problem, arch)
@@ -83,7 +83,7 @@ class Entry:
     features: tuple[Feature, ...]
 
     def feature(self, key: str) -> Feature:
-        """The feature called ``key``."""
+        """Return the feature called ``key``."""
         return next(feature for feature in self.features if feature.key == key)
 
 
@@ -92,7 +92,7 @@ def _listed(dims: tuple[tuple[int, int], ...]) -> str:
 
 
 def _over(name: str, values: Any, **others: Any) -> list[dict[str, Any]]:
-    """A case for each of the values of an argument."""
+    """Make a case for each of the values of an argument."""
     return [{name: value, **others} for value in values]
 
 
@@ -105,7 +105,8 @@ class _Rows:
     def row(
         self, key: str, kind: str, title: str, *cases: dict[str, Any], shown: dict[str, Any] | None = None
     ) -> Feature:
-        """A row of some cases, or the plain one. A problem needs it that has all of a case, or what is ``shown``."""
+        """Make a row of some cases, or the plain one. A problem needs it that has all of a case, or what is
+        ``shown``."""
         cases = cases or ({},)
         signs = cases if shown is None else (shown,)
         return Feature(
@@ -115,8 +116,8 @@ class _Rows:
     def no_row(
         self, key: str, kind: str, title: str, *beside: Feature, shown: Sequence[dict[str, Any]] = ({},)
     ) -> Feature:
-        """A row of what no architecture has: what none of the rows ``beside`` names, of problems with one of what is
-        ``shown``."""
+        """Make a row of what no architecture has: what none of the rows ``beside`` names, of problems with one of what
+        is ``shown``."""
 
         def is_asked(problem: Any) -> bool:
             return any(probes.has(problem, one) for one in shown) and not any(row.is_asked(problem) for row in beside)
@@ -124,13 +125,13 @@ class _Rows:
         return Feature(key, kind, title, self.probe, (), is_asked)
 
     def mask(self, mask: MaskKind, note: str = "", **case: Any) -> Feature:
-        """A mask's row, with a note how an entry is asked for it."""
+        """Make a mask's row, with a note how an entry is asked for it."""
         rule = mask.rule
         return self.row(rule.feature, "masks", rule.title + note, dict(mask=mask, **case))
 
     @property
     def page_sizes(self) -> tuple[Feature, ...]:
-        """Rows of page sizes."""
+        """Return the rows of page sizes."""
         known = self.row(
             "page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", *_over("page_size", _PAGE_SIZES)
         )
@@ -138,16 +139,16 @@ class _Rows:
 
     @property
     def sinks(self) -> Feature:
-        """A row of sinks."""
+        """Return a row of sinks."""
         return self.row("sinks", "extras", "attention sinks", dict(sinks=probes.SINKS))
 
     @property
     def tensor_scales(self) -> Feature:
-        """A row of scales that the device has."""
+        """Return a row of scales that the device has."""
         return self.row("tensor_scales", "extras", "scales as device tensors", dict(tensor_scales=True))
 
     def with_others(self, *known: Feature) -> tuple[Feature, ...]:
-        """Rows of head dims, and that of what they leave."""
+        """Return the rows of head dims, and that of what they leave."""
         return *known, self.no_row("other_head_dim", "head dims", "other head dims", *known)
 
 
@@ -373,12 +374,12 @@ ENTRIES: dict[str, Entry] = {
 
 
 def table_of(entry: str) -> Entry:
-    """The table of an entry point, by its name."""
+    """Return the table of an entry point, by its name."""
     return ENTRIES[SAME_AS.get(entry, entry)]
 
 
 def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedError:
-    """The error for a call of ``entry`` that needs a ``feature`` without a kernel on ``arch``.
+    """Return the error for a call of ``entry`` that needs a ``feature`` without a kernel on ``arch``.
 
     Args:
         entry: name of the entry point.
@@ -406,7 +407,7 @@ EMULATED, ON_HOPPER = "emulator-verified", ", run on Hopper"
 
 
 def lacking(entry: str, problem: Any, arch: str) -> Feature | None:
-    """The first row of ``entry`` that a problem needs and ``arch`` has not; None where it has all."""
+    """Return the first row of ``entry`` that a problem needs and ``arch`` has not, or None where it has all."""
     rows = table_of(entry).features
     return next((row for row in rows if arch not in row.archs and row.is_asked(problem)), None)
 
@@ -420,7 +421,7 @@ def _mark(row: Feature, arch: str) -> str:
 
 
 def support_matrix() -> str:
-    """The table in Markdown: for each entry its features as rows and the architectures as columns.
+    """Return the table in Markdown: for each entry its features as rows and the architectures as columns.
 
     "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator, and where it says so
     on a Hopper GPU, compiled for it.

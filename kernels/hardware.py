@@ -34,7 +34,7 @@ class Architecture:
     reserved_bytes: int = 1024
 
     def shared_bytes_of(self, ctas: int) -> int:
-        """Shared memory that each of ``ctas`` CTAs of a multiprocessor can have."""
+        """Say how many bytes of shared memory each of ``ctas`` CTAs of a multiprocessor can have."""
         return (self.shared_bytes + self.reserved_bytes) // ctas - self.reserved_bytes
 
 
@@ -50,11 +50,11 @@ ARCHITECTURES = {
 
 
 def with_instruction(name: str) -> tuple[str, ...]:
-    """Names of the architectures whose fastest kernels use this family of matrix instructions."""
+    """Return the names of the architectures whose fastest kernels use this family of matrix instructions."""
     return tuple(arch.name for arch in ARCHITECTURES.values() if arch.matrix_instruction == name)
 
 
 def of_capability(major: int, minor: int) -> str | None:
-    """The name of the architecture of a device of this compute capability, None where there is none."""
+    """Return the name of the architecture of a device of this compute capability, or None where there is none."""
     fits = (arch.name for arch in ARCHITECTURES.values() if arch.capability in ((major, minor), (major, None)))
     return next(fits, None)

@@ -56,7 +56,7 @@ DIVISOR_BITS = 8  # of a page divisor, for the shift
 
 
 def page_divisor(size: int) -> int:
-    """What kernels divide positions by a page size with: log2 of a power of two; of any other size a multiplier,
+    """Return what kernels divide positions by a page size with: log2 of a power of two; of any other size a multiplier,
     2^shift / size rounded up, above the ``DIVISOR_BITS`` bits of the shift."""
     length = (size - 1).bit_length()
     if size & (size - 1) == 0:
@@ -66,8 +66,8 @@ def page_divisor(size: int) -> int:
 
 
 def address_of(name: str, view: torch.Tensor | None) -> int:
-    """The address of operand ``name``. It is odd, which no array's is, for indices that are the lower halves of 64-bit
-    ones, and for bfloat16 sinks: kernels learn of it without an argument or a kernel more."""
+    """Return the address of operand ``name``. It is odd, which no array's is, for indices that are the lower halves of
+    64-bit ones, and for bfloat16 sinks: kernels learn of it without an argument or a kernel more."""
     if view is None:
         return 0
     is_other = view.dtype == torch.bfloat16 if name == "sinks" else name in INDICES and view.stride(-1) == 2
@@ -75,7 +75,7 @@ def address_of(name: str, view: torch.Tensor | None) -> int:
 
 
 def addresses_of(views: Sequence[torch.Tensor | None]) -> list[int]:
-    """The addresses of the first operands."""
+    """Return the addresses of the first operands."""
     return [address_of(name, view) for name, view in zip(OPERANDS, views, strict=False)]
 
 

@@ -18,7 +18,7 @@ WIDEST = 1 << 30  # of windows: positions of keys and rows, less the window, fit
 
 
 def at_least(value: Any, least: int) -> Any:
-    """The larger of the two, where ``value`` is a tensor, a number, or one that a kernel computes."""
+    """Return the larger of the two, where ``value`` is a tensor, a number, or one that a kernel computes."""
     if isinstance(value, torch.Tensor):
         return value.clamp(min=least)
     from cutlass import max as larger  # the DSL is there where kernels are traced, and takes seconds to import
@@ -61,7 +61,7 @@ class MaskRule:
 
     @property
     def depends_on_position(self) -> bool:
-        """Whether rows see different keys."""
+        """Tell whether rows see different keys."""
         return self.first is not None or self.end is not None
 
 
@@ -111,6 +111,6 @@ class Mask:
 
     @property
     def size(self) -> int:
-        """The parameter of the kind, which its bounds are computed with; 0 where it has none."""
+        """Return the parameter of the kind, which its bounds are computed with; 0 where it has none."""
         given = getattr(self, self.kind.rule.size) if self.kind.rule.size else 0
         return WIDEST if given < 0 else min(given, WIDEST)

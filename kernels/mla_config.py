@@ -96,12 +96,13 @@ class MlaConfig(DecodeConfig):
 
     @property
     def widens_in_place(self) -> bool:
-        """Whether a warpgroup does nothing but widen: never, as warps of the producers widen rows that they copy."""
+        """Tell whether a warpgroup does nothing but widen: never, as warps of the producers widen rows that they
+        copy."""
         return False
 
     @property
     def widens_in_registers(self) -> bool:
-        """Whether warps that multiply widen what they read: never, as above."""
+        """Tell whether warps that multiply widen what they read: never, as above."""
         return False
 
     @property
@@ -138,13 +139,13 @@ class MlaConfig(DecodeConfig):
 
     @property
     def merge_loads(self) -> tuple[tuple[int, int], ...]:
-        """Pieces, and items of each, that a producer warp that merges has under way."""
+        """Say how many pieces, and items of each, a producer warp that merges has under way."""
         return ((4, 1),) if self.sparse or self.multiplies_bytes else ((4, 2), (8, 1))
 
     @property
     def kv_dims(self) -> tuple[int, int]:
-        """The left half of the value's columns, and all columns to the right of them, as wide as they are multiplied:
-        in units of 16 bits."""
+        """Return the widths of the left half of the value's columns and of all columns to the right of them, as they
+        are multiplied: in units of 16 bits."""
         left = self.head_dim_v // 2
         return left * self.q_bytes // 2, (self.head_dim_qk - left) * self.q_bytes // 2
 
@@ -163,7 +164,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def sparse(self) -> bool:
-        """Whether each query token has a list of the tokens that it attends to."""
+        """Tell whether each query token has a list of the tokens that it attends to."""
         return self.kv_fetch is KvFetch.LISTED_ROWS
 
     @property
@@ -174,8 +175,8 @@ class MlaConfig(DecodeConfig):
 
 
 def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = MlaConfig) -> MlaConfig:
-    """The MLA decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``. ``max_q_len`` and the
-    heads say whether rows are few.
+    """Choose the MLA decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``. ``max_q_len`` and
+    the heads say whether rows are few.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
@@ -214,7 +215,7 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
 
 
 def most_keys(problem: AttentionProblem) -> int:
-    """The most keys that all requests can have together, each as often as it is listed where there are lists."""
+    """Return the most keys that all requests can have together, each as often as it is listed where there are lists."""
     if problem.token_table is not None:
         return problem.token_table.numel()
     assert problem.page_table is not None
@@ -222,7 +223,7 @@ def most_keys(problem: AttentionProblem) -> int:
 
 
 def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig) -> Iterator[MlaConfig]:
-    """The MLA kernels that are compiled ahead: batch invariant ones where that is asked for."""
+    """Yield the MLA kernels that are compiled ahead: batch invariant ones where that is asked for."""
     kinds = [*itertools.product(support.MLA_HEAD_DIMS, paged_fetches(_TILE.n))]
     kinds += itertools.product(support.SPARSE_MLA_HEAD_DIMS, [(KvFetch.LISTED_ROWS, 0)])
     for rows, (dims, fetch) in itertools.product(sorted({kind.most_rows, LATENT_FEW_ROWS}, reverse=True), kinds):

@@ -49,7 +49,7 @@ class Edge:
 
     @property
     def full_arrivals(self) -> int:
-        """How many arrivals make a stage full."""
+        """Say how many arrivals make a stage full."""
         return self.producer_warps * (self.producer_lanes + self.copying_lanes)
 
     @property
@@ -58,7 +58,7 @@ class Edge:
 
     @property
     def field(self) -> str:
-        """The name of the edge's ring among a kernel's rings."""
+        """Return the name of the edge's ring among a kernel's rings."""
         return self.name.lower().replace(" ", "_")
 
 
@@ -67,7 +67,7 @@ def barrier_count(edges: Sequence[Edge]) -> int:
 
 
 def describe(edges: Sequence[Edge]) -> str:
-    """The edges as a table, one line each."""
+    """Describe the edges as a table, one line each."""
     return "\n".join(
         f"{e.name}: {e.producer} ({e.producer_warps} warp{'s' * (e.producer_warps > 1)}) -> {e.consumer} "
         f"({e.consumer_warps} warps), {e.stages} stage{'s' * (e.stages > 1)} of {e.stage_bytes} bytes"
@@ -111,12 +111,12 @@ class Ring(DeviceStruct):
             cute.arch.fence_proxy("async.shared", space="cta")
 
     def wait_empty(self, step) -> None:
-        """Returns at once for the first ``stages`` steps: a fresh barrier counts as having completed phase 1."""
+        """Return at once for the first ``stages`` steps: a fresh barrier counts as having completed phase 1."""
         cute.arch.mbarrier_wait(self.empty + self.stage(step), self._parity(step) ^ 1)
 
     @cute.jit
     def fill(self, step) -> None:
-        """Called by every producer warp, converged, when it has written its share of the stage."""
+        """Call this from every producer warp, converged, when it has written its share of the stage."""
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.full_barrier(step))
@@ -134,7 +134,7 @@ class Ring(DeviceStruct):
 
     @cute.jit
     def release(self, step) -> None:
-        """Called by every consumer warp, converged, when its reads of the stage have completed."""
+        """Call this from every consumer warp, converged, when its reads of the stage have completed."""
         self.release_by(step, self.consumer_lanes)
 
     @cute.jit

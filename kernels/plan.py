@@ -90,7 +90,7 @@ class Plan:
         self.function(self.anchor, (*addresses, self.tickets.address()), *self.constants(softmax_scale, output_scale))
 
     def constants(self, softmax_scale: float, output_scale: float) -> tuple[Any, ...]:
-        """What ``function`` takes after the anchor and the addresses."""
+        """Return what ``function`` takes after the anchor and the addresses."""
         return self._geometry, softmax_scale, output_scale, *self._options
 
     def execute(self, problem: AttentionProblem) -> torch.Tensor:
@@ -152,13 +152,13 @@ def emulated_memory(
 
 @functools.cache
 def device_anchor(device: torch.device) -> torch.Tensor:
-    """A tensor without elements: TVM-FFI takes the device of a launch, and with it the stream, from a tensor, and any
-    other would have to be of the dimensions that the kernel was compiled for."""
+    """Return a tensor without elements: TVM-FFI takes the device of a launch, and with it the stream, from a tensor,
+    and any other would have to be of the dimensions that the kernel was compiled for."""
     return torch.empty(0, dtype=torch.int32, device=device)
 
 
 def bind(config: Buildable, device: torch.device) -> Any:
-    """The launch function: the GPU's, or the same compiled kernel in the emulator for tensors on the CPU."""
+    """Return the launch function: the GPU's, or the same compiled kernel in the emulator for tensors on the CPU."""
     if device.type == "cuda":
         return toolchain.function(config)
     from hopwell import emulator
@@ -173,8 +173,8 @@ def execute(problem: AttentionProblem) -> torch.Tensor:
 
 
 def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors whose addresses a kernel gets, in the order of ``launch.OPERANDS``, without scales of blocks where
-    the kernel has none."""
+    """Return the tensors whose addresses a kernel gets, in the order of ``launch.OPERANDS``, without scales of blocks
+    where the kernel has none."""
     table, lse = problem.page_table or _lists(problem), problem.lse
 
     def start(offsets: TokenOffsets | None) -> torch.Tensor | None:
@@ -211,7 +211,7 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
 
 
 def _block_scales(problem: AttentionProblem) -> tuple[torch.Tensor | None, ...]:
-    """The operands of ``launch.SCALES``, for kernels that have them."""
+    """Return the operands of ``launch.SCALES``, for kernels that have them."""
     kv, out = problem.kv_scales, problem.out_scales
     if kv is None and out is None:
         return ()
@@ -220,23 +220,23 @@ def _block_scales(problem: AttentionProblem) -> tuple[torch.Tensor | None, ...]:
 
 
 def _lists(problem: AttentionProblem) -> PageTable | None:
-    """Lists of tokens in the place of page ids."""
+    """Return lists of tokens in the place of page ids."""
     return None if problem.token_table is None else PageTable(problem.token_table, problem.token_table)
 
 
 def host_scales(problem: AttentionProblem) -> tuple[float, float]:
-    """Softmax and output scale as kernel arguments."""
+    """Return the softmax scale and the output scale as kernel arguments."""
     factor = 1.0 if problem.out_scales is None else problem.out_scales.factor
     return _host_value(problem.softmax_scale), _host_value(problem.output_scale) * factor
 
 
 def _host_value(scale: float | torch.Tensor) -> float:
-    """A scale as a kernel argument; what the kernel reads from memory counts as 1 here."""
+    """Return a scale as a kernel argument; what the kernel reads from memory counts as 1 here."""
     return 1.0 if isinstance(scale, torch.Tensor) else scale
 
 
 def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...]:
-    """The run-time sizes and strides of a problem."""
+    """Return the run-time sizes and strides of a problem."""
     query, heads, kv_heads = problem.query, problem.query.shape[1], problem.key.shape[1]
     tile_m = config.tile.m
     tile = packed_shape(problem, tile_m) if config.packs_heads else TileShape.of(1, tile_m)
@@ -262,28 +262,29 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...
 
 
 def _scale_geometry(problem: AttentionProblem) -> list[int]:
-    """What a scaled geometry has beyond another one."""
+    """Return what a scaled geometry has beyond another one."""
     out = problem.out_scales
     return [*_scale_strides(problem), *((0, 0) if out is None else (out.first_row, out.tensor.shape[1]))]
 
 
 def _scale_strides(problem: AttentionProblem) -> list[int]:
-    """The strides of ``launch.SCALE_STRIDES``."""
+    """Return the strides of ``launch.SCALE_STRIDES``."""
     if problem.kv_scales is None:
         return [0] * len(SCALE_STRIDES)
     return [stride for scales in vars(problem.kv_scales).values() for stride in scales.stride()[:3]]
 
 
 def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
-    """Query heads of a section on ``ctas`` multiprocessors, see ``parts/scheduler.py``. All have the same size: a short
-    one at the end of the list would have long tiles and none to go beside them."""
+    """Say how many query heads a section has on ``ctas`` multiprocessors, see ``parts/scheduler.py``. All have the same
+    size: a short one at the end of the list would have long tiles and none to go beside them."""
     most = max(ctas // SHARING, 1)
     together = max(count for count in range(1, most + 1) if kv_heads % count == 0)
     return together * (heads // kv_heads)
 
 
 def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[int, ...]:
-    """The run-time sizes and strides of a decode problem, whose scratch has ``splitting.scratch_bytes`` or more."""
+    """Return the run-time sizes and strides of a decode problem, whose scratch has ``splitting.scratch_bytes`` or
+    more."""
     query, lse = problem.query, problem.lse
     group = query.shape[1] // problem.key.shape[1]
     rows = group * problem.max_q_len
@@ -323,7 +324,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
 
 
 def _capacity(problem: AttentionProblem) -> int:
-    """The most keys that a request can have: kernels do not read tables past their ends."""
+    """Return the most keys that a request can have: kernels do not read tables past their ends."""
     if problem.token_table is not None:
         return MAX_KEYS  # lists have ends of their own, and keys may be more
     rows = problem.key.shape[2]
@@ -331,14 +332,14 @@ def _capacity(problem: AttentionProblem) -> int:
 
 
 def multiprocessors(device: torch.device) -> int:
-    """How many multiprocessors a device has."""
+    """Say how many multiprocessors a device has."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).multi_processor_count
     return EMULATED_SMS
 
 
 def _strides(problem: AttentionProblem) -> dict[str, int]:
-    """What the geometries of prefill and decode have in common."""
+    """Return what the geometries of prefill and decode have in common."""
     query, key, value, table = problem.query, problem.key, problem.value, problem.page_table or _lists(problem)
     (k_page, k_head), (v_page, v_head) = page_and_head_stride(key), page_and_head_stride(value)
     q_token, q_head = _row_strides(query)
@@ -390,7 +391,8 @@ def _packed(heads: int, dim: int) -> tuple[int, int]:
 
 
 def _row_strides(view: torch.Tensor) -> tuple[int, int]:
-    """Token and head stride of a [tokens, heads, dim] view; those of dimensions of size 1 are chosen to fit TMA."""
+    """Return the token and head stride of a [tokens, heads, dim] view; those of dimensions of size 1 are chosen to fit
+    TMA."""
     tokens, heads, dim = view.shape
     packed = _packed(heads, dim)
     return (
@@ -400,7 +402,7 @@ def _row_strides(view: torch.Tensor) -> tuple[int, int]:
 
 
 def _row_stride(view: torch.Tensor) -> int:
-    """Stride between the rows of a [pages, heads, rows, dim] view."""
+    """Return the stride between the rows of a [pages, heads, rows, dim] view."""
     return view.stride(2) if view.shape[2] > 1 else view.shape[3]
 
 

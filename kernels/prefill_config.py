@@ -129,8 +129,8 @@ class PrefillConfig(KernelConfig):
         kv_type: KvType = KvType.WIDE,
         multiplies_bytes: bool = False,
     ) -> Tile:
-        """The tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step, so a
-        cache of 8 bits gives the bits that its values give in 16."""
+        """Return the tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step,
+        so a cache of 8 bits gives the bits that its values give in 16."""
         tile = cls.all_tiles()[dims]
         if tile is _NARROW and (score.caps or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
@@ -146,13 +146,13 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def flushes(cls, dims: tuple[int, int], skip_softmax: bool, short_steps: bool) -> bool:
-        """Whether products of 8-bit operands accumulate O themselves, see ``sm90/byte_flush.py``: where its sum in
+        """Tell whether products of 8-bit operands accumulate O themselves, see ``sm90/byte_flush.py``: where its sum in
         float32 has room beside the stages."""
         return dims == (128, 128) and not skip_softmax and not short_steps
 
     @classmethod
     def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, flushes: bool) -> Tile:
-        """The tile where queries, keys and values have 8 bits and would have ``tile`` in 16."""
+        """Return the tile where queries, keys and values have 8 bits and would have ``tile`` in 16."""
         step = min(tile.n, _MIDDLE.n)
         if dims == (128, 128) and not short_steps:
             step = BYTE_STEP if flushes else PART_STEP
@@ -160,7 +160,7 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
-        """The tile where keys and values are widened and would have ``tile`` in the type of the queries."""
+        """Return the tile where keys and values are widened and would have ``tile`` in the type of the queries."""
         if max(dims) > WIDENED_APART_TO:
             return replace(tile, m=_MIDDLE.m, **_CONVERTING)
         has_pairs = max(dims) <= WIDENED_PAIRS_TO
@@ -174,12 +174,12 @@ class PrefillConfig(KernelConfig):
 
     @classmethod
     def has_short_steps(cls, dims: tuple[int, int], mask: MaskKinds) -> bool:
-        """Whether there are kernels with short steps besides those without."""
+        """Tell whether there are kernels with short steps besides those without."""
         return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
-        """What a kernel for the problem has beyond what was asked for, for speed alone."""
+        """Return what a kernel for the problem has beyond what was asked for, for speed alone."""
         if problem.skip_softmax > 0:  # which leaves out tiles of keys, each for 64 queries
             return {}
         short_steps = cls.has_short_steps(dims, problem.mask.kind) and problem.mask.window_left < SHORT_WINDOW
@@ -203,8 +203,8 @@ class PrefillConfig(KernelConfig):
 
     @property
     def pairs_steps(self) -> bool:
-        """Whether unmasked steps have a P each, two by two: where registers hold S, O and two P, and there is a mask.
-        Without one they gained nothing over one P (1 x 8192 tokens, H100, 2026-11-25)."""
+        """Tell whether unmasked steps have a P each, two by two: where registers hold S, O and two P, and there is a
+        mask. Without one they gained nothing over one P (1 x 8192 tokens, H100, 2026-11-25)."""
         tile = self.tile
         held = tile.n // 2 + tile.n // 2 + self.depth[1] // 2
         fits = held + PAIRED_MARGIN <= tile.consumer_registers
@@ -217,7 +217,7 @@ class PrefillConfig(KernelConfig):
 
     @property
     def reads_kv_once(self) -> bool:
-        """Whether some requests' keys are, see ``WorkTile.kv_policy``."""
+        """Tell whether some requests' keys are read once, see ``WorkTile.kv_policy``."""
         return self.packs_heads
 
     @property
@@ -240,12 +240,13 @@ class PrefillConfig(KernelConfig):
 
     @property
     def transposed_columns(self) -> int:
-        """Elements in a row of a tile of V that has been transposed: its keys, in whole rows of the swizzle."""
+        """Say how many elements a row of a tile of V has when it has been transposed: its keys, in whole rows of the
+        swizzle."""
         return rounded_up(self.tile.n, 2 * BLOCK_COLUMNS)
 
     @property
     def converted_bytes(self) -> dict[str, int]:
-        """Bytes of a tile of K and of V as they are multiplied, where they are converted."""
+        """Return the bytes of a tile of K and of V as they are multiplied, where they are converted."""
         if self.transposes_v:
             return {"V": self.depth[1] * self.transposed_columns}
         if self.widens_in_place:
@@ -265,8 +266,8 @@ class PrefillConfig(KernelConfig):
 
 
 def packed_shape(problem: AttentionProblem, tile_m: int) -> TileShape:
-    """The shape of tiles of ``tile_m`` rows where query heads of a KV head share them: what takes a request of mean
-    length in the fewest tiles."""
+    """Choose the shape of tiles of ``tile_m`` rows where query heads of a KV head share them: what takes a request of
+    mean length in the fewest tiles."""
     group = problem.query.shape[1] // problem.key.shape[1]
     divisors = [heads for heads in range(1, group + 1) if group % heads == 0 and heads * MIN_BOX_ROWS <= tile_m]
     shapes = [TileShape.of(heads, tile_m) for heads in reversed(divisors)]
@@ -274,7 +275,7 @@ def packed_shape(problem: AttentionProblem, tile_m: int) -> TileShape:
 
 
 def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConfig]) -> PrefillConfig:
-    """The prefill kernel for ``problem`` on ``arch``, whose configs are of ``kind``.
+    """Choose the prefill kernel for ``problem`` on ``arch``, whose configs are of ``kind``.
 
     Raises:
         NotImplementedError: there is none; the message says what is supported.
@@ -313,14 +314,14 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
 
 
 def _output_dtypes(problem: AttentionProblem) -> Mapping[torch.dtype, str]:
-    """Types of the output: narrow ones are for queries of e4m3, which an NVFP4 cache has widened."""
+    """Return the types of the output: narrow ones are for queries of e4m3, which an NVFP4 cache has widened."""
     if problem.query.dtype in DTYPES and problem.kv_scales is None:
         return DTYPES
     return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
 
 
 def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str) -> KvType:
-    """The type of K and V: WIDE where they are not converted.
+    """Return the type of K and V: WIDE where they are not converted.
 
     Raises:
         NotImplementedError: operands have 8 or 4 bits, and there is no kernel for these head dims that takes them.
@@ -347,8 +348,8 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str)
 
 
 def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:
-    """The kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others are
-    compiled when they are first called for."""
+    """Yield the kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others
+    are compiled when they are first called for."""
     for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
         for choices in kind.all_choices(dims, mask):
             for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:

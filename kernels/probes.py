@@ -44,7 +44,7 @@ def _ints(*shape: int) -> torch.Tensor:
 
 
 def _cache(dims: tuple[int, int], kv: torch.dtype, page_size: int) -> dict[str, Any]:
-    """K and V, with scales where they are NVFP4, two elements in a byte."""
+    """Make K and V, with scales where they are NVFP4, two elements in a byte."""
     packing = 2 if kv is BYTES else 1
     key, value = (_empty(PAGES, KV_HEADS, page_size, dim // packing, dtype=kv) for dim in dims)
     scales = [_empty(PAGES, KV_HEADS, page_size, dim // BLOCK, dtype=FP8) for dim in dims]
@@ -87,7 +87,7 @@ def prefill(
     statistics: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
-    """A prefill, whose K and V are like the query and whose output is as well where nothing else is said."""
+    """Make a prefill, whose K and V are like the query and whose output is as well where nothing else is said."""
     q_len = 32
     tokens = BATCH * q_len
     scales = OutputScales(_empty(128, HEADS * dims[1] // BLOCK, dtype=FP8), 0, 1.0)
@@ -118,7 +118,7 @@ def decode(
     tensor_scales: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
-    """A decode of ``q_len`` new tokens of each request, with a query of bfloat16."""
+    """Make a decode of ``q_len`` new tokens of each request, with a query of bfloat16."""
     tokens = BATCH * q_len
     return _problem(
         _empty(tokens, HEADS, dim, dtype=BF16),
@@ -147,7 +147,7 @@ def mla(
     tensor_scales: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
-    """An MLA decode over rows of ``row`` elements, whose value is the first ``dims[1]`` columns."""
+    """Make an MLA decode over rows of ``row`` elements, whose value is the first ``dims[1]`` columns."""
     key = _empty(PAGES, 1, page_size, row or dims[0], dtype=kv)
     tokens = BATCH * q_len
     lists: dict[str, Any] = dict(page_table=None, token_table=_ints(tokens, 64)) if sparse else {}
@@ -169,7 +169,7 @@ def mla(
 def append(
     *, kind: CacheType = CacheType.WIDE, page_size: int = PAGE_SIZE, tensor_scales: bool = False
 ) -> AppendProblem:
-    """New tokens of bfloat16 for a cache of this ``kind``."""
+    """Make an append of new tokens of bfloat16 to a cache of this ``kind``."""
     tokens, dim, kv = 8, 128, {CacheType.WIDE: BF16, CacheType.E4M3: FP8}.get(kind, BYTES)
     cache, table = _cache((dim, dim), kv, page_size), _ints(BATCH, 3)
     scales = cache["kv_scales"]
@@ -204,7 +204,7 @@ def _has_tensor_scale(problem: Any) -> bool:
 
 
 def _has_page_size(problem: Any, size: int) -> bool:
-    """Whether pages are of a size for which ``size``, one of a few in the table, stands."""
+    """Tell whether pages are of a size for which ``size``, one of a few in the table, stands."""
     if isinstance(problem, AppendProblem):
         return append_page_size(problem.key_cache.shape[2])
     return problem.key.shape[2] <= MAX_PAGE_SIZE
@@ -235,5 +235,5 @@ _HAS: dict[str, Callable[[Any, Any], bool]] = dict(
 
 
 def has(problem: Any, case: dict[str, Any]) -> bool:
-    """Whether a problem has all that the arguments of its probe ask for in a case."""
+    """Tell whether a problem has all that the arguments of its probe ask for in a case."""
     return all(_HAS[name](problem, value) for name, value in case.items())

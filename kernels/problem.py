@@ -45,12 +45,12 @@ class ScoreKind(enum.Enum):
 
     @property
     def caps(self) -> bool:
-        """Whether scores are capped."""
+        """Tell whether scores are capped."""
         return self in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.CAPPED_ALIBI)
 
     @property
     def has_slopes(self) -> bool:
-        """Whether distances count, by a slope for each head."""
+        """Tell whether distances count, by a slope for each head."""
         return self in (ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI)
 
 
@@ -63,7 +63,7 @@ class Score:
 
     @classmethod
     def capped(cls, cap: float, has_slopes: bool = False) -> Score:
-        """The score for a cap, where 0 means none, with ALiBi or without."""
+        """Return the score for a cap, where 0 means none, with ALiBi or without."""
         if not 0 < cap <= LARGEST_CAP:
             return cls(ScoreKind.ALIBI) if has_slopes else cls()
         if has_slopes:
@@ -231,15 +231,15 @@ class AttentionProblem:
 
     @property
     def v_dim(self) -> int:
-        """Dv in elements."""
+        """Return Dv in elements."""
         return self.value.shape[3] * (1 if self.kv_scales is None else 2)
 
     @property
     def mean_q_len(self) -> int:
-        """The mean number of queries of a request, rounded up, as far as shapes tell."""
+        """Return the mean number of queries of a request, rounded up, as far as shapes tell."""
         return min(self.max_q_len, -(-self.query.shape[0] // max(self.batch, 1)))
 
     @property
     def is_latent(self) -> bool:
-        """Whether the value is part of the key, as in MLA decode."""
+        """Tell whether the value is part of the key, as in MLA decode."""
         return self.family is Family.MLA

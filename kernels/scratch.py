@@ -66,5 +66,5 @@ class OwnScratch:
 
 @functools.cache
 def own_scratch(device: torch.device) -> OwnScratch:
-    """The memory of ``device``."""
+    """Return the memory of ``device``."""
     return OwnScratch(device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def choice(name: str, allowed: Sequence[str], default: str) -> str:
-    """The value of variable ``name``, one of ``allowed``; ``default`` where it is unset or empty."""
+    """Return the value of variable ``name``, one of ``allowed``; ``default`` where it is unset or empty."""
     value = os.environ.get(name)
     if not value:
         return default
@@ -17,7 +17,7 @@ def choice(name: str, allowed: Sequence[str], default: str) -> str:
 
 
 def choices(name: str, allowed: Sequence[str]) -> set[str]:
-    """The values of variable ``name``, a comma-separated list out of ``allowed``, or ``none``."""
+    """Return the values of variable ``name``, a comma-separated list out of ``allowed``, or ``none``."""
     values = {value.strip() for value in os.environ.get(name, "").split(",")} - {"", "none"}
     if values - set(allowed):
         wrong = ", ".join(sorted(values - set(allowed)))
@@ -26,7 +26,7 @@ def choices(name: str, allowed: Sequence[str]) -> set[str]:
 
 
 def count(name: str, default: int = 0) -> int:
-    """The value of variable ``name``, an integer of at least 0 in 64 bits."""
+    """Return the value of variable ``name``, an integer of at least 0 in 64 bits."""
     value = os.environ.get(name) or str(default)
     if not (value.isascii() and value.isdecimal()) or int(value) >= 2**64:
         raise ValueError(f"{name} must be an integer of at least 0 and below 2^64, or unset; got {value!r}")
@@ -46,7 +46,7 @@ class Switch:
 
     @property
     def is_on(self) -> bool:
-        """Whether it is on."""
+        """Tell whether it is on."""
         if self.given is not None:
             return self.given
         return choice(self._name, ("0", "1"), "0") == "1"

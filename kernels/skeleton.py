@@ -70,14 +70,14 @@ class AttentionKernel:
             )
 
     def kv_source(self) -> type[KvSource]:
-        """How tiles of K and V get into shared memory."""
+        """Choose how tiles of K and V get into shared memory."""
         c = self.config
         boxes_of_columns = c.kv_fetch is KvFetch.PAGE_BOXES and c.columns != c.kv_dims
         return PageColumnBoxes if boxes_of_columns else SOURCES[c.kv_fetch]
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA: the stages of every edge, staging for the output, barriers."""
+        """Count the bytes of shared memory of a CTA: the stages of every edge, staging for the output, barriers."""
         stages = sum(edge.stages * edge.stage_bytes for edge in self.edges)
         return stages + self.storing_warps * self.staging_bytes + 8 * self._barriers
 
@@ -87,17 +87,17 @@ class AttentionKernel:
 
     @property
     def q_rows(self) -> int:
-        """Query rows of a stage of Q."""
+        """Say how many query rows a stage of Q has."""
         return self.tile.m
 
     @property
     def q_box_rows(self) -> int:
-        """How many rows a TMA box of Q has."""
+        """Say how many rows a TMA box of Q has."""
         return self.q_rows
 
     @property
     def storing_warps(self) -> int:
-        """Warps that write results."""
+        """Say how many warps write results."""
         raise NotImplementedError
 
     def _edges(self) -> tuple[Edge, ...]:
@@ -106,14 +106,14 @@ class AttentionKernel:
 
     @property
     def scale_bytes(self) -> tuple[int, int]:
-        """Bytes of the scales of blocks that loaders copy beside a tile of K, and of V."""
+        """Count the bytes of the scales of blocks that loaders copy beside a tile of K, and of V."""
         c, tile = self.config, self.tile
         if not c.copies_scales:
             return 0, 0
         return tile.n * c.kv_element.scales_of(c.head_dim_qk), tile.n * c.kv_element.scales_of(c.head_dim_v)
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """How the edge of K or V differs where lanes copy rows."""
+        """Say how the edge of K or V differs where lanes copy rows."""
         return dict(producer_lanes=LANES, consumer_fences=True) if issubclass(self.source, PageRows) else {}
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
@@ -131,7 +131,7 @@ class AttentionKernel:
         return Edge("work", "schedule", "all others", self.work_stages, 1, warps, size, consumer_lanes=LANES)
 
     def _kv_atom(self, address, head_dim, heads, sizes, strides):
-        """The TMA atom that the KV source issues, None where it issues none."""
+        """Return the TMA atom that the KV source issues, or None where it issues none."""
         (pages, rows), (page, head, row) = sizes, strides
         if const_expr(self.source is ContiguousBoxes):
             return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
@@ -149,7 +149,7 @@ class AttentionKernel:
         return self._tma_atom(address, layout, box, ((GROUP_ROWS, groups), columns))
 
     def _row_boxes(self, address, shape, strides, box_rows):
-        """TMA boxes of box_rows x 64 columns over [rows, head_dim, heads]; strides (row, head) in elements."""
+        """Make TMA boxes of box_rows x 64 columns over [rows, head_dim, heads]; strides (row, head) in elements."""
         rows, head_dim, heads = shape
         row, head = (cute.assume(stride, divby=8) for stride in strides)
         layout = cute.make_layout((Int32(rows), head_dim, Int32(heads)), stride=(row, 1, head))
@@ -161,7 +161,7 @@ class AttentionKernel:
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, tiler)[0]
 
     def _kv_atoms(self, a: Addresses, g):
-        """The TMA atoms of K and V."""
+        """Make the TMA atoms of K and V."""
         c, (k_dim, v_dim) = self.config, self.config.kv_dims
         k_strides, v_strides = c.kv_strides(g.k_page, g.k_head, g.k_row), c.kv_strides(g.v_page, g.v_head, g.v_row)
         k = self._kv_atom(a.key, k_dim, g.kv_heads, (g.k_pages, g.k_rows), k_strides)
@@ -169,7 +169,8 @@ class AttentionKernel:
         return k, v
 
     def _allocate(self, smem):
-        """Tiles, the rings of all edges but the board's by name, the board, the loaders' barriers for zeroed rows."""
+        """Allocate the tiles, the rings of all edges but the board's by name, the board, the loaders' barriers for
+        zeroed rows."""
         tiles = self._allocate_tiles(smem)
         slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)
@@ -213,7 +214,8 @@ class AttentionKernel:
 
     @cute.jit
     def begin(self, warp, atoms, partial_barriers) -> None:
-        """What every kernel does first: the loaders' barriers, TMA descriptors, and waiting for the grid before it."""
+        """Do what every kernel does first: the loaders' barriers, TMA descriptors, and waiting for the grid before
+        it."""
         if cute.arch.thread_idx()[0] == 0:
             for loader in cutlass.range_constexpr(LOADERS):
                 cute.arch.mbarrier_init(partial_barriers + loader, 1)
@@ -299,8 +301,8 @@ def board_stride(ints: int) -> int:
 
 
 def example_arguments(integers: tuple, floats: int) -> tuple[Any, ...]:
-    """Arguments to compile a launch function with: the anchor, tuples of integers like these types, floats, the PDL
-    flag, the stream."""
+    """Return arguments to compile a launch function with: the anchor, tuples of integers like these types, floats, the
+    PDL flag, the stream."""
     anchor = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,))
     numbers = [kind(*[Int64(0)] * len(kind._fields)) for kind in integers]
     stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)

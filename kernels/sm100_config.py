@@ -59,23 +59,25 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def s_column(self) -> int:
-        """First column in tensor memory of the scores of query tile 0, in whose place P comes; then those of tile 1."""
+        """Return the first column in tensor memory of the scores of query tile 0, in whose place P comes; then those of
+        tile 1."""
         return 0
 
     @property
     def o_column(self) -> int:
-        """First column of the output of query tile 0; then come those of tile 1."""
+        """Return the first column of the output of query tile 0; then come those of tile 1."""
         return Q_TILES * self.tile.n
 
     @property
     def early_keys(self) -> int:
-        """Keys of a step whose P is multiplied before the rest is there: a half, in whole parts of 32."""
+        """Count the keys of a step whose P is multiplied before the rest is there: a half, in whole parts of 32."""
         return self.tile.n // 64 * 32
 
     @property
     def polynomial_eighths(self) -> int:
-        """Eighths of the exponentials that are computed as polynomials, beside the function units, which have 16 a
-        cycle for 128 lanes. With more, polynomials take longer than they save (``python -m hopwell.perf model``)."""
+        """Say how many eighths of the exponentials are computed as polynomials, beside the function units, which have
+        16 a cycle for 128 lanes. With more, polynomials take longer than they save
+        (``python -m hopwell.perf model``)."""
         return 2
 
     def __post_init__(self) -> None:

@@ -89,12 +89,12 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @property
     def has_narrow_kv(self) -> bool:
-        """Whether those that multiply take K and V of fewer than 16 bits."""
+        """Tell whether those that multiply take K and V of fewer than 16 bits."""
         return self.operand_bits < 16
 
     @property
     def operand_bits(self) -> int:
-        """Bits of an element of K and V as those that multiply take it."""
+        """Count the bits of an element of K and V as those that multiply take it."""
         return 16 if self.widens else self.kv_element.bits
 
     @property
@@ -116,7 +116,7 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @property
     def depth(self) -> tuple[int, int]:
-        """Columns that warps multiply: whole reads of ldmatrix, 32 bytes of a row of K and 16 of one of V."""
+        """Say how many columns warps multiply: whole reads of ldmatrix, 32 bytes of a row of K and 16 of one of V."""
         if not self.has_narrow_kv:
             return super().depth
         bits = self.kv_element.bits

@@ -90,31 +90,31 @@ SLOT_COUNTERS = 9
 
 
 def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = 2) -> int:
-    """Keys of a whole chunk, a power of two. ``latent`` as in MLA, where the value is part of the key."""
+    """Say how many keys a whole chunk has, a power of two. ``latent`` as in MLA, where the value is part of the key."""
     if latent:
         return LATENT_CHUNK_TOKENS
     return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS) * 2 // element_bytes
 
 
 def tree_columns(tiled: bool) -> int:
-    """The widest head dim of kernels with a tree; ``tiled`` as in :func:`scratch_bytes`."""
+    """Return the widest head dim of kernels with a tree; ``tiled`` as in :func:`scratch_bytes`."""
     return MOST_TILED_COLUMNS if tiled else MOST_TREE_COLUMNS
 
 
 def tree_rows(columns: int, element_bytes: int = 2, tiled: bool = False) -> tuple[int, ...]:
-    """Rows of tiles for which there are kernels; ``tiled`` as in :func:`scratch_bytes`."""
+    """Return the rows of tiles for which there are kernels; ``tiled`` as in :func:`scratch_bytes`."""
     rows = tuple(m for m in FEW_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= tree_columns(tiled) else ()
     return tuple(m for m in rows if m in BYTE_FEW_ROWS) if element_bytes == 1 else rows
 
 
 def leaf_tiles(rows: int, columns: int, element_bytes: int = 2, tiled: bool = False) -> int:
-    """Tiles of a leaf, of kernels for so many rows; ``tiled`` as in :func:`scratch_bytes`."""
+    """Say how many tiles a leaf has in kernels for ``rows`` rows; ``tiled`` as in :func:`scratch_bytes`."""
     small = element_bytes == 1 or _padded(columns) == BLOCK_COLUMNS
     return MORE_LEAF_TILES if small or (rows == FEW_ROWS[-1] and not tiled) else LEAF_TILES
 
 
 def leaf_tokens(rows: int, columns: int, element_bytes: int = 2, tiled: bool = False) -> int:
-    """Keys of a leaf."""
+    """Say how many keys a leaf has."""
     return LEAF_TILE * leaf_tiles(rows, columns, element_bytes, tiled)
 
 
@@ -123,42 +123,44 @@ def _padded(columns: int) -> int:
 
 
 def node_bytes(rows: int, columns: int) -> int:
-    """Bytes of a node of the tree, which holds output in float32, and for each row four warps' (reference, sum)."""
+    """Count the bytes of a node of the tree, which holds output in float32, and for each row four warps' (reference,
+    sum)."""
     return rows * (4 * _padded(columns) + 32)
 
 
 def shared_levels(rows: int, columns: int, element_bytes: int = 2) -> int:
-    """Levels of the tree that are in shared memory."""
+    """Say how many levels of the tree are in shared memory."""
     return MOST_NODES_BYTES // CTAS_PER_SM[element_bytes] // node_bytes(rows, columns)
 
 
 def bundle_bits(columns: int) -> int:
-    """log2 of the nodes in memory that are merged at a time."""
+    """Return the log2 of the nodes in memory that are merged at a time."""
     return BUNDLE_BITS if columns <= MOST_TREE_COLUMNS else WIDE_BUNDLE_BITS
 
 
 def spilled_levels(leaf: int, capacity: int, near: int) -> int:
-    """Levels of a CTA's tree that are in memory, besides ``near`` ones: those below the root of the longest line.
-    Leaves have ``leaf`` keys, requests up to ``capacity``."""
+    """Say how many levels of a CTA's tree are in memory, besides ``near`` ones: those below the root of the longest
+    line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
     leaves = -(-max(capacity, 1) // leaf)
     return max((leaves - 1).bit_length() - near, 0)
 
 
 def share_blocks(rows: int, columns: int, element_bytes: int = 2) -> int:
-    """Blocks in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
+    """Count the blocks in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
     most = MOST_BLOCKS if columns <= MOST_TREE_COLUMNS else MOST_WIDE_BLOCKS
     blocks = min(BLOCKS_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
     return 1 << (blocks.bit_length() - 1)
 
 
 def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = 2) -> int:
-    """Places for nodes that several CTAs merge: two for each block, and for where the blocks end of each of
+    """Count the places for nodes that several CTAs merge: two for each block, and for where the blocks end of each of
     ``row_tiles``, those of all KV heads."""
     return 2 * ((share_blocks(rows, columns, element_bytes) + 1) * ctas + row_tiles)
 
 
 def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, tiled: bool = False) -> int:
-    """Bytes of scratch that a launch of ``rows`` or fewer rows needs for its tree, see :func:`scratch_bytes`."""
+    """Say how many bytes of scratch a launch of ``rows`` or fewer rows needs for its tree, see
+    :func:`scratch_bytes`."""
 
     def of(tile: int, width: int, size: int) -> int:
         near = LEAST_NEAR_LEVELS if tiled else shared_levels(tile, width, size)
@@ -174,37 +176,39 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 
 
 def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
-    """Bytes of scratch that an MLA launch needs for the trees of so many tiles, with up to ``columns`` of output."""
+    """Say how many bytes of scratch an MLA launch needs for the trees of so many tiles, with up to ``columns`` of
+    output."""
     spilled = spilled_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
     return max(_nodes_bytes(LATENT_FEW_ROWS, row_tiles, width, sms, spilled) for width in widths)
 
 
 def _nodes_bytes(rows: int, row_tiles: int, columns: int, ctas: int, spilled: int, element_bytes: int = 2) -> int:
-    """Bytes of the nodes that several CTAs merge, and of the ``spilled`` levels that each CTA has in memory."""
+    """Count the bytes of the nodes that several CTAs merge, and of the ``spilled`` levels that each CTA has in
+    memory."""
     return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + spilled * ctas) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int) -> int:
-    """How many counters a launch with few rows has, all of which are zero before and after it."""
+    """Say how many counters a launch with few rows has, all of which are zero before and after it."""
     return TICKETS + TIERS * slots
 
 
 def slot_rows(rows: int, latent: bool = False) -> int:
-    """Rows of a slot: those of a tile, which MLA stores a whole warp's at a time."""
+    """Say how many rows a slot has: those of a tile, which MLA stores a whole warp's at a time."""
     return min(-(-rows // WARP_ROWS) * WARP_ROWS if latent else rows, ROWS)
 
 
 def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
-    """Scratch of a piece of ``rows``: output, and float32 statistics."""
+    """Say how many bytes of scratch a piece of ``rows`` takes: output, and float32 statistics."""
     return rows * (columns * (LATENT_PIECE_BYTES if latent else 4) + 4 * STATISTICS)
 
 
 def slot_count(
     rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False, by_portions: bool = False
 ) -> int:
-    """Slots for the pieces of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and at most
-    ``capacity`` keys a request, on ``sms`` multiprocessors. ``by_portions``: keys are cut into portions, not into
+    """Count the slots for the pieces of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and at
+    most ``capacity`` keys a request, on ``sms`` multiprocessors. ``by_portions``: keys are cut into portions, not into
     chunks by each request's own length.
 
     Slots for one request, and some for what is under way besides, are a must. More of them save looking whether they
@@ -237,9 +241,9 @@ def scratch_bytes(
     tiled: bool = False,
     by_portions: bool = False,
 ) -> int:
-    """Memory for the pieces of a launch: ``rows`` packed rows of each of ``kv_heads``, and ``capacity`` keys a request
-    at most, on ``sms`` multiprocessors. ``tiled``: however many rows there are, they are in tiles of few, each with a
-    tree. ``by_portions`` as in :func:`slot_count`.
+    """Say how many bytes of memory the pieces of a launch need: ``rows`` packed rows of each of ``kv_heads``, and
+    ``capacity`` keys a request at most, on ``sms`` multiprocessors. ``tiled``: however many rows there are, they are in
+    tiles of few, each with a tree. ``by_portions`` as in :func:`slot_count`.
 
     What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
     """
@@ -256,19 +260,19 @@ def scratch_bytes(
 
 
 def counter_ints(slots: int) -> int:
-    """Counters of a launch, all zero before and after it."""
+    """Say how many counters a launch has, all zero before and after it."""
     return TICKETS + SLOT_COUNTERS * slots
 
 
 def portion_slots(row_tiles: int, ctas: int) -> int:
-    """Slots of a launch that cuts keys into portions: more than there are pieces, and few enough for 128 heads and
-    eight new tokens to need 30 MB."""
+    """Count the slots of a launch that cuts keys into portions: more than there are pieces, and few enough for 128
+    heads and eight new tokens to need 30 MB."""
     return 2 * row_tiles + LATENT_UNDER_WAY * ctas
 
 
 def portions(row_tiles: int, ctas: int) -> int:
-    """Portions that the keys of all requests are cut into, so that one for each row tile keeps as many of the CTAs
-    busy as can be, in one round or in more. A portion has two pieces at most, and all find a slot."""
+    """Say how many portions the keys of all requests are cut into, so that one for each row tile keeps as many of the
+    CTAs busy as can be, in one round or in more. A portion has two pieces at most, and all find a slot."""
     slots = portion_slots(row_tiles, ctas)
     rounds = [k for k in range(1, MOST_PORTION_ROUNDS + 1) if k == 1 or k * ctas // row_tiles * row_tiles * 2 <= slots]
     best = max(rounds, key=lambda k: k * ctas // row_tiles * row_tiles / (k * ctas))

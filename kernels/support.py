@@ -61,13 +61,13 @@ RUN_ON_HOPPER = SM120
 
 
 def append_page_size(size: int) -> bool:
-    """Whether appending has kernels for pages of so many tokens."""
+    """Tell whether appending has kernels for pages of so many tokens."""
     return size <= MAX_PAGE_SIZE and size & (size - 1) == 0
 
 
 def arch_of(device: torch.device) -> str:
-    """The architecture whose kernels a call on ``device`` uses: the device's own, unless HOPWELL_KERNELS names another
-    one whose kernels the device can run.
+    """Return the architecture whose kernels a call on ``device`` uses: the device's own, unless HOPWELL_KERNELS names
+    another one whose kernels the device can run.
 
     Raises:
         NotImplementedError: no kernel family exists for the device.
@@ -85,18 +85,18 @@ def arch_of(device: torch.device) -> str:
 
 
 def target_of(device: torch.device) -> str:
-    """The architecture for which the kernels of a call on ``device`` are compiled."""
+    """Return the architecture for which the kernels of a call on ``device`` are compiled."""
     own, kernels = native_arch(device), arch_of(device)
     return build_of(kernels) if kernels == own else own
 
 
 def build_of(arch: str) -> str:
-    """The architecture for which kernels of ``arch`` are compiled where nothing else is asked for."""
+    """Return the architecture for which kernels of ``arch`` are compiled where nothing else is asked for."""
     return FAMILY_BUILDS.get(arch, arch)
 
 
 def native_arch(device: torch.device) -> str:
-    """The architecture that ``device`` is; for the CPU the one that is emulated.
+    """Return the architecture that ``device`` is; for the CPU the one that is emulated.
 
     Raises:
         NotImplementedError: no kernel family exists for the device.
@@ -132,13 +132,13 @@ def _cuda_arch(device: torch.device) -> str:
 
 @functools.lru_cache(maxsize=64)
 def halves_products(device: torch.device) -> bool:
-    """Whether a device of sm_120 multiplies operands of 8 bits at half of its rate unless blocks are scaled. GeForce
-    cards do, those for workstations do not."""
+    """Tell whether a device of sm_120 multiplies operands of 8 bits at half of its rate unless blocks are scaled.
+    GeForce cards do, those for workstations do not."""
     import torch
 
     return device.type == "cuda" and "GeForce" in torch.cuda.get_device_name(device)
 
 
 def has_pdl(arch: str) -> bool:
-    """Whether ``arch`` has programmatic dependent launch: compute capability 9.0 and later."""
+    """Tell whether ``arch`` has programmatic dependent launch: compute capability 9.0 and later."""
     return int(arch[3:-1]) >= 90

@@ -36,7 +36,7 @@ class Tickets:
         self._lock = threading.Lock()
 
     def address(self) -> int:
-        """Address of a set for a launch on the current stream."""
+        """Return the address of a set for a launch on the current stream."""
         if not self._has_streams:
             return self._for_thread()
         stream = current_stream(self._index)
@@ -105,7 +105,7 @@ _sets: dict[tuple[torch.device, int], Tickets] = {}
 
 
 def tickets(device: torch.device, ints: int = TICKETS) -> Tickets:
-    """The sets of ``ints`` counters of ``device``."""
+    """Return the sets of ``ints`` counters of ``device``."""
     found = _sets.get((device, ints))
     if found is None:
         found = _sets.setdefault((device, ints), Tickets(device, ints))

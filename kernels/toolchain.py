@@ -68,11 +68,11 @@ class Artifact:
         return json.loads((self.path / META).read_text())
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of each file: the GPU runs the object file, the emulator the PTX."""
+        """Return the SHA-256 of each file: the GPU runs the object file, the emulator the PTX."""
         return {name: hashlib.sha256((self.path / name).read_bytes()).hexdigest() for name in (OBJECT, PTX, CUBIN)}
 
     def is_sound(self) -> bool:
-        """Whether all files are the ones that were written."""
+        """Tell whether all files are the ones that were written."""
         try:
             return self.meta["sha256"] == self.digests()
         except (OSError, ValueError, KeyError, TypeError):  # whatever else the description may hold
@@ -80,13 +80,13 @@ class Artifact:
 
 
 def cache_dir() -> pathlib.Path:
-    """Directory of the compiled kernels of this version of the sources and the toolchain."""
+    """Return the directory of the compiled kernels of this version of the sources and the toolchain."""
     return cache_folder.root() / fingerprint()[:16]
 
 
 @functools.cache
 def fingerprint() -> str:
-    """Hash of everything besides the config that decides what a kernel compiles to."""
+    """Return a hash of everything besides the config that decides what a kernel compiles to."""
     digest = hashlib.sha256()
     digest.update(f"{platform.machine()}\n".encode())  # the host function's; a home directory may serve several kinds
     for name in TOOLCHAIN:
@@ -103,7 +103,7 @@ _lock = threading.RLock()  # the DSL compiles one kernel at a time
 
 
 def function(config: Buildable) -> Callable[..., None]:
-    """The launch function of ``config``: from memory, from disk, or compiled now.
+    """Return the launch function of ``config``: from memory, from disk, or compiled now.
 
     Raises:
         RuntimeError: the kernel is not compiled yet and HOPWELL_JIT=forbid.
@@ -128,7 +128,7 @@ def compile_ahead(configs: Iterable[Buildable], jobs: int | None = None) -> Iter
 
 
 def artifact(config: Buildable) -> Artifact:
-    """The compiled kernel on disk; compiled now if it is missing or damaged.
+    """Return the compiled kernel on disk, compiled now if it is missing or damaged.
 
     Processes that need the same kernel at once wait for the first of them.
     """
@@ -188,7 +188,7 @@ def _compile(config: Buildable, target: Artifact) -> None:
 
 
 def _load(built: Artifact, name: str) -> Callable[..., None]:
-    """The function of a compiled kernel: loaded by orcjit where it is installed, else by the DSL.
+    """Load the function of a compiled kernel: by orcjit where it is installed, else by the DSL.
 
     The DSL takes ten times as long, because it has to be imported first. It stays necessary beside releases of
     apache-tvm-ffi that are older than those which orcjit works with.
@@ -225,7 +225,7 @@ def _load_runtime() -> None:
 
 
 def runtime_library(folders: Iterable[str], driver_cuda: int | None) -> pathlib.Path:
-    """The DSL's runtime, built for the newest CUDA that the driver can run, as the DSL itself chooses it.
+    """Find the DSL's runtime, built for the newest CUDA that the driver can run, as the DSL itself chooses it.
 
     Without a driver nothing is launched, and any will do.
     """
@@ -241,7 +241,7 @@ def runtime_library(folders: Iterable[str], driver_cuda: int | None) -> pathlib.
 
 
 def _driver_cuda() -> int | None:
-    """The major version of CUDA that the driver can run, if there is a driver.
+    """Return the major version of CUDA that the driver can run, if there is a driver.
 
     Asked by hand: to import cuda.bindings takes longer than all of a kernel's loading.
     """
