@@ -99,7 +99,7 @@ class Options:
         return int(number[:-1]), int(number[-1])
 
     def describe(self) -> str:
-        """What it takes to run the same schedule again."""
+        """Say what it takes to run the same schedule again."""
         seed = f", seed={self.seed}" if self.schedule in ("random", "priority") else ""
         checks = "".join(f", {name}=True" for name in ("race", "proxy", "strict") if getattr(self, name))
         return f"hopwell.emulator.use({self.arch!r}, schedule={self.schedule!r}{seed}{checks})"
@@ -123,7 +123,7 @@ _current: contextvars.ContextVar[Options | None] = contextvars.ContextVar("hopwe
 
 
 def options() -> Options:
-    """The settings in force."""
+    """Return the settings in force."""
     return _current.get() or _from_environment()
 
 

@@ -18,7 +18,7 @@ def bits(type_name: str) -> str:
 
 
 def simple(c: Context, i: Instr, name: str, type_name: str, imm: int = 0, dst_type: str | None = None) -> Op:
-    """Destination, then up to four sources of one type."""
+    """Decode an instruction that has a destination, then up to four sources of one type."""
     rows = [c.src(a, type_name) for a in i.args[1:]]
     rows += [NONE] * (4 - len(rows))
     return c.lane(name, c.dst(i.args[0], dst_type or type_name), *rows, imm=imm)
@@ -63,7 +63,7 @@ def arithmetic(c: Context, i: Instr) -> Op:
 
 
 def mixed(c: Context, i: Instr, o: str, t: str) -> Op:
-    """f32 results from 16-bit operands (sm_100): add.f32.bf16, fma.rn.f32.f16."""
+    """Decode an instruction that gives f32 results from 16-bit operands (sm_100): add.f32.bf16, fma.rn.f32.f16."""
     n = 2 if o == "fma" else 1
     rows = [c.src(a, t) for a in i.args[1 : 1 + n]] + [c.src(i.args[1 + n], "f32")]
     return c.lane(f"{o}_f32_{t}", c.dst(i.args[0], "f32"), *rows)

@@ -16,7 +16,7 @@ from ..ptx import Instr, Mem, Not, Pair, Reg, Vec
 
 
 def registers(operands: Iterable[object]) -> Iterator[Reg]:
-    """Every mention of a register."""
+    """Yield every mention of a register."""
     for a in operands:
         if isinstance(a, Reg):
             yield a
@@ -42,7 +42,7 @@ def _fused(product: Instr, total: Instr, place: int) -> Instr:
 
 
 def contracted(instrs: list[Instr]) -> dict[int, Instr]:
-    """The sums that take a product along, by their number: ``fma`` (a b + c), ``fms`` (a b - c), ``fnma`` (c - a b).
+    """Return the sums that take a product along, by number: ``fma`` (a b + c), ``fms`` (a b - c), ``fnma`` (c - a b).
 
     The products stay where they are; nobody else reads them.
     """

@@ -33,7 +33,7 @@ def space_of(parts: list[str]) -> int:
 
 
 def ordering(parts: list[str]) -> int:
-    """AUX_* bits of a memory access's ordering qualifier (PTX ISA, "memory consistency model")."""
+    """Return the AUX_* bits of a memory access's ordering qualifier (PTX ISA, "memory consistency model")."""
     aux = 0
     if "acquire" in parts or "acq_rel" in parts:
         aux |= AUX_STRONG | AUX_ACQUIRE
@@ -62,7 +62,7 @@ def load(c: Context, i: Instr) -> Op:
 
 
 def parameter(c: Context, i: Instr, t: str, mem: Mem, dst: tuple) -> Op:
-    """ld.param with a constant address: a move from a row that the launch fills."""
+    """Decode ld.param with a constant address: a move from a row that the launch fills."""
     assert isinstance(mem.base, Sym)
     base = next(p.offset for p in c.file.kernel.params if p.name == mem.base.name) + mem.off
     if len(dst) == 1:

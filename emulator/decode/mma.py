@@ -42,7 +42,7 @@ def mma(c: Context, i: Instr) -> Op:
 
 
 def block_scale(c: Context, i: Instr, op: Op, types: list[str]) -> None:
-    """PTX ISA, "mma with block scaling": scale registers and the byte and thread that hold them."""
+    """Add scale registers and the byte and thread that hold them to ``op`` (PTX ISA, "mma with block scaling")."""
     per = next((int(p[len("scale_vec::")]) for p in i.parts if p.startswith("scale_vec::")), 1)
     fmt = FORMAT[types[4]] if len(types) > 4 else FORMAT["ue8m0"]
     byte_a, thread_a, byte_b, thread_b = (c.src(x, "b16") for k in (5, 7) for x in items(i.args[k]))

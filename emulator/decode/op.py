@@ -75,7 +75,7 @@ class Context:
 
     # -- values
     def src(self, a, type_name: str) -> int:
-        """Row of a source operand."""
+        """Return the row of a source operand."""
         if isinstance(a, Reg):
             row = self.file.register(a)
             self._note(self.uses, a.kind, row)
@@ -121,7 +121,7 @@ class Context:
         return a.idx
 
     def element(self, a, type_name: str) -> int:
-        """Bytes per lane of an operand's row."""
+        """Return the bytes per lane of an operand's row."""
         return ELEMENT[a.kind] if isinstance(a, Reg) else ELEMENT[width_of(type_name)]
 
     def address(self, mem: Mem) -> tuple[int, int, bool]:
@@ -139,7 +139,7 @@ class Context:
 
     # -- finished operations
     def lane(self, name: str, d=NONE, *sources: int, d2=NONE, imm: int = 0) -> Op:
-        """An instruction on registers with up to four sources."""
+        """Return an instruction on registers with up to four sources."""
         a, b, c, e = (*sources, NONE, NONE, NONE, NONE)[:4]
         return self._finish(Op(KIND_LANE, "op_" + name, [d, a, b, c, e, d2], imm))
 

@@ -84,7 +84,7 @@ class Program:
             return Op(KIND_PYTHON, handler=_refuse(f"not emulated: {e} ({where})"))
 
     def with_edits(self, edits: dict[int, Instr]) -> Program:
-        """This program with some instructions replaced; the fault campaign plants its faults this way."""
+        """Return this program with some instructions replaced; the fault campaign plants its faults this way."""
         other = copy.copy(self)
         other.kernel = copy.copy(self.kernel)
         other.kernel.instrs = list(self.kernel.instrs)

@@ -34,7 +34,7 @@ def width_of(type_name: str) -> str:
 
 
 def constant_bits(imm: Imm, type_name: str) -> int:
-    """Bits of an immediate in the width of its operand."""
+    """Return the bits of an immediate in the width of its operand."""
     bits = imm.bits
     width = width_of(type_name)
     if imm.floating == "f64" and type_name in ("f32", "b32"):
@@ -85,7 +85,7 @@ class RegisterFile:
         return self.rows[key]
 
     def scratch(self, width: str) -> int:
-        """A row nobody reads: the destination ``_``."""
+        """Return a row that nobody reads: the destination ``_``."""
         key = ("scratch", width)
         return self.rows[key] if key in self.rows else self._new(width, key)
 
@@ -98,13 +98,13 @@ class RegisterFile:
         return self.rows[key]
 
     def predicate(self, key: object) -> int:
-        """A predicate that no PTX register names: carry flag, constants, %is_explicit_cluster."""
+        """Return a predicate that no PTX register names: carry flag, constants, %is_explicit_cluster."""
         if key not in self.extra_predicates:
             self.extra_predicates[key] = self.predicates
         return self.extra_predicates[key]
 
     def symbol(self, s: Sym, width: str) -> int:
-        """Address of a shared, local or parameter symbol."""
+        """Return the row with the address of a shared, local or parameter symbol."""
         key = ("symbol", s, width)
         if key in self.rows:
             return self.rows[key]
@@ -126,7 +126,7 @@ class RegisterFile:
         raise Unsupported(f"symbol {s.name}")
 
     def parameter(self, width: str, byte_offset: int, type_name: str) -> int:
-        """A row that is filled with a kernel parameter's value at launch."""
+        """Return a row that is filled with a kernel parameter's value at launch."""
         key = ("param", width, byte_offset, type_name)
         if key not in self.rows:
             self.parameters.append((width, self._new(width, key), byte_offset, type_name))

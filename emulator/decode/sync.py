@@ -164,8 +164,9 @@ def no_effect(c: Context, i: Instr) -> Op:
 
 @decodes("setmaxnreg")
 def setmaxnreg(c: Context, i: Instr) -> Op:
-    """PTX ISA: 24 to 256 registers in steps of 8, executed by whole warps. One in the wrong direction is an illegal
-    instruction on an H200; ptxas launches with as many registers as the number of threads of an SM allows."""
+    """Decode setmaxnreg. By the PTX ISA, it takes 24 to 256 registers in steps of 8 and is executed by whole warps. One
+    in the wrong direction is an illegal instruction on an H200; ptxas launches with as many registers as the number of
+    threads of an SM allows."""
     n = i.args[0].bits
     if n % 8 or not 24 <= n <= 256:
         raise Unsupported(f"{i.text}: the register count must be a multiple of 8 from 24 to 256")

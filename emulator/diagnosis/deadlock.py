@@ -48,7 +48,8 @@ def _barriers(cta: Cta) -> list[str]:
 
 
 def dump(machine: Machine) -> str:
-    """Every CTA with its barriers, every warp with its position, every asynchronous operation that is pending."""
+    """Describe every CTA with its barriers, every warp with its position, every asynchronous operation that is
+    pending."""
     out = []
     for cluster in machine.active:
         for cta in cluster.ctas:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def shared_name(machine: Machine, offset: int) -> str:
-    """A shared-memory offset relative to the user's part, as a kernel's own addresses count."""
+    """Name a shared-memory offset relative to the user's part, as a kernel's own addresses count."""
     for name, (start, size) in machine.kernel.shared.items():
         if start <= offset - SMEM_BASE < start + size:
             return f"{name}+{offset - SMEM_BASE - start:#x}"
@@ -105,7 +105,7 @@ def _barrier(machine: Machine, e: Fault, name: str) -> EmulatorError | None:
 
 
 def fault(machine: Machine) -> EmulatorError:
-    """The exception for the fault in ``machine.state.err``."""
+    """Return the exception for the fault in ``machine.state.err``."""
     e: Fault = machine.state.err
     name = ERRORS[e.code]
     found = _memory(machine, e, name) or _barrier(machine, e, name)
@@ -169,7 +169,7 @@ def agent_name(cluster: Cluster, agent: int) -> str:
 
 
 def hazard_text(machine: Machine, h: HazardState) -> str:
-    """One sentence and the two places."""
+    """Describe a hazard in one sentence and name the two places."""
     names = machine.agent_names
     first = names.get((h.cluster, h.agent), "?")
     second = names.get((h.rank if h.kind == HAZARD_GLOBAL else h.cluster, h.other_agent), "?")

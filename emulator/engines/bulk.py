@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------ clocks
 def clock_copy(m: Machine, w: Warp, lane: int | None = None) -> np.ndarray:
-    """What a warp knows. An operation issued by one lane does not cover what other lanes did since the last
-    bar.warp.sync (native/shadow.c, core_clock_cut)."""
+    """Return a copy of what a warp knows. An operation issued by one lane does not cover what other lanes did since the
+    last bar.warp.sync (native/shadow.c, core_clock_cut)."""
     out = array_at(w.vc_address, 2 * m.state.cap, np.int32).copy()
     if lane is not None:
         m.core.core_clock_cut(m.address, w.address, 1 << lane, out.ctypes.data)
@@ -38,7 +38,7 @@ def keep(m: Machine, cluster: Cluster, stamp: np.ndarray) -> None:
 
 
 def stream(m: Machine, w: Warp, kind: str, lane: int | None = None) -> tuple[np.ndarray, int, int]:
-    """(vector clock, agent, clock) of the next operation of a warp's ordered asynchronous stream."""
+    """Return (vector clock, agent, clock) of the next operation of a warp's ordered asynchronous stream."""
     cluster = w.cta.cluster
     agent = cluster.agent(m.address, (kind, w.cta.rank, w.id), f"{kind} of warp {w.id}")
     clocks = cluster.engine.setdefault("stream clocks", {})

@@ -112,8 +112,8 @@ def wait(c: Context, i: Instr) -> Op:
 
 @decodes("cp.async.mbarrier")
 def arrive(c: Context, i: Instr) -> Op:
-    """An arrival on an mbarrier when all prior cp.async of the lane are complete; without .noinc the pending count
-    rises first, so that it does not consume one of the expected arrivals.
+    """Decode an arrival on an mbarrier when all prior cp.async of the lane are complete; without .noinc the pending
+    count rises first, so that it does not consume one of the expected arrivals.
 
     PTX ISA, "cp.async.mbarrier.arrive": it tracks the copies that the executing thread initiated. Those of an
     instruction are ordered before the barrier's phase when all lanes that took part have arrived.

@@ -98,9 +98,9 @@ class Copy:
 
 
 def spread(raw: np.ndarray, bits: int) -> np.ndarray:
-    """Sixteen packed 4- or 6-bit elements of each 16-byte chunk -> one byte each. In its byte a 4-bit element has two
-    zeros on both sides (0b00ABCD00 in CUTLASS mma_traits_sm120.hpp), a 6-bit element has them above (PTX ISA, "optional
-    decompression")."""
+    """Unpack the sixteen packed 4- or 6-bit elements of each 16-byte chunk into one byte each. In its byte a 4-bit
+    element has two zeros on both sides (0b00ABCD00 in CUTLASS mma_traits_sm120.hpp), a 6-bit element has them above
+    (PTX ISA, "optional decompression")."""
     chunk = raw.reshape(raw.shape[0], -1, 16).astype(np.uint32)
     out = np.empty(chunk.shape, np.uint8)
     for k in range(16):
@@ -130,7 +130,8 @@ def copy(c: Context, i: Instr) -> Op:
 
 @decodes("tcgen05.shift")
 def shift(c: Context, i: Instr) -> Op:
-    """tcgen05.shift.down: 32-byte elements of lanes 1.. move one lane down, for the lanes that the address selects."""
+    """Decode tcgen05.shift.down: 32-byte elements of lanes 1.. move one lane down, for the lanes that the address
+    selects."""
     from .operands import address_operand
 
     target, pair = address_operand(c, i.args[0]), "cta_group::2" in i.parts

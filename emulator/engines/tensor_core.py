@@ -54,7 +54,7 @@ _chunks: dict[tuple, np.ndarray] = {}
 def gather(
     m: Machine, cta: Cta, index: np.ndarray, fmt: str, pack: int, shape: tuple[int, int], transpose: bool, where: str
 ):
-    """float32 [rows][k] (or its transpose) of an operand in shared memory."""
+    """Return an operand in shared memory as float32 [rows][k] (or its transpose)."""
     if int(index.max()) * 16 + 16 > cta.smem.size or int(index.min()) < 64:
         raise MemoryFault(f"operand outside of shared memory: {where}")
     if cta.init is not None and not cta.init[: cta.smem.size // 16 * 16].reshape(-1, 16)[index].all():
@@ -68,7 +68,7 @@ def gather(
 
 
 def decode(m: Machine, raw: np.ndarray, fmt: str, n: int, pack: int) -> np.ndarray:
-    """float32 [rows][n] from rows of bytes."""
+    """Return float32 [rows][n], decoded from rows of bytes."""
     raw = np.ascontiguousarray(raw)
     out = np.empty((raw.shape[0], n), np.float32)
     for r in range(raw.shape[0]):
@@ -323,7 +323,7 @@ class Job:
             tm.written[lanes[write], column : column + width] = True
 
     def start(self, old: np.ndarray) -> np.ndarray:
-        """The accumulator before the product, as a fresh array."""
+        """Return the accumulator before the product, as a fresh array."""
         s = self.shape
         dtype: Any = np.int32 if s.d_type == "s32" else np.float32
         if not self.accumulate:

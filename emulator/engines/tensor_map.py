@@ -107,7 +107,8 @@ def fill_native(t: TensorMap) -> None:
 def encode(
     driver_type: int, address: int, dims, strides, box, steps, swizzle: int, l2: int = 2, nan_fill: bool = False
 ) -> bytes:
-    """What cuTensorMapEncodeTiled would produce; used where a host function asks the driver for a descriptor."""
+    """Return what cuTensorMapEncodeTiled would produce; it is used where a host function asks the driver for a
+    descriptor."""
     if nan_fill and driver_type not in DRIVER_FLOATS:
         raise Unsupported("tensor map of integers with NaN fill")
     rank = len(dims)

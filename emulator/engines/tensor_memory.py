@@ -237,7 +237,8 @@ class Transfer:
 def touch(
     m: Machine, cta: Cta, lanes, columns, write: bool, agent: int, clock: int, stamp: np.ndarray, pc: int
 ) -> None:
-    """Detector bookkeeping of a block of cells: every column between the least and the greatest that occurs."""
+    """Do the detector's bookkeeping of a block of cells: it covers every column between the least and the greatest that
+    occurs."""
     groups = 0
     for g in np.unique(np.ravel(lanes) // 16):
         groups |= 1 << int(g)

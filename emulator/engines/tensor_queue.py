@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def group_ctas(w: Warp, pair: bool) -> list[Cta]:
-    """The CTAs an instruction acts on: its own, or both of its pair."""
+    """Return the CTAs that an instruction acts on: its own, or both of its pair."""
     if not pair:
         return [w.cta]
     ctas, even = w.cta.cluster.ctas, w.cta.rank & ~1

@@ -29,7 +29,7 @@ _maps: dict[bytes, TensorMap] = {}
 
 
 def tensor_map(m: Machine, address: int) -> TensorMap:
-    """The descriptor at a generic address: a __grid_constant__ parameter or global memory."""
+    """Return the descriptor at a generic address: a __grid_constant__ parameter or global memory."""
     if address >> WINDOW_SHIFT == 4:
         raw = m.param_bytes[address & 0xFFFFFFFF :][:64]
     else:
@@ -89,7 +89,7 @@ class TensorCopy:
 
     # -- loads
     def targets(self, w: Warp, lane: int, shared: int, bar: int) -> list[tuple[Cta, int]]:
-        """(CTA that receives the tile, full address of the mbarrier that counts its bytes)."""
+        """Return a list of (CTA that receives the tile, full address of the mbarrier that counts its bytes)."""
         cluster = w.cta.cluster
         cta, _ = cluster.resolve(shared)
         if self.multicast is None:

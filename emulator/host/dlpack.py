@@ -41,7 +41,7 @@ def mark_as_cuda(capsule: Any) -> None:
 
 
 def as_cuda(tensor: torch.Tensor) -> Any:
-    """A TVM-FFI tensor over the same memory that claims to be on CUDA device 0."""
+    """Return a TVM-FFI tensor over the same memory that claims to be on CUDA device 0."""
     import tvm_ffi
 
     capsule = torch.utils.dlpack.to_dlpack(tensor.detach())

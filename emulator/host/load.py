@@ -19,7 +19,7 @@ _loading = threading.RLock()  # of several threads that want one module, one mak
 
 
 def load(object_file: str | Path, ptx: str | Path) -> Module:
-    """The module of an exported object file and its PTX, loaded once per process.
+    """Return the module of an exported object file and its PTX, loaded once per process.
 
     The first load with a DSL version runs the self-test of the tensor-map format.
     """
@@ -34,7 +34,7 @@ def _loaded(object_file: str | Path, ptx: str | Path) -> Module:
 
 
 def cached_function(key: str, make: Callable[[Path], None], name: str = "entry") -> Function:
-    """The function of a cache entry, made by ``make(folder)`` on first use; safe against other processes."""
+    """Return the function of a cache entry, made by ``make(folder)`` on first use; safe against other processes."""
     folder = native.cache_dir() / "kernels" / key
     done = folder / "complete"
     if not done.exists():

@@ -40,7 +40,7 @@ class Probe:
 
 
 def compile_probe(known: Known, folder: Path) -> tuple[Function, Any]:
-    """The compiled probe and a tensor to call it with."""
+    """Return the compiled probe and a tensor to call it with."""
     dtype = getattr(cutlass, known.dtype)
     anchor = make_fake_tensor(dtype, (cute.sym_int(),), stride=(1,), assumed_align=128)
     compile_function(

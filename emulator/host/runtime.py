@@ -31,7 +31,7 @@ _errors = threading.local()
 
 
 def take_error() -> BaseException | None:
-    """What a callback raised in this thread since the last look."""
+    """Return what a callback raised in this thread since the last look."""
     error = getattr(_errors, "pending", None)
     _errors.pending = None
     return error
@@ -93,7 +93,7 @@ class Runtime:
         return 0
 
     def encode(self, target, dtype, rank, address, *layout) -> int:
-        """cuTensorMapEncodeTiled."""
+        """Stand in for cuTensorMapEncodeTiled."""
         from ..engines import tensor_map
 
         dims, strides, box, steps, interleave, swizzle, l2, oob = layout

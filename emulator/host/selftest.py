@@ -44,7 +44,7 @@ KNOWN = (
 
 
 def check_fields(found: tensor_map.TensorMap, known: Known, address: int) -> list[str]:
-    """Differences between a decoded descriptor and the tensor it describes."""
+    """List the differences between a decoded descriptor and the tensor it describes."""
     size = int(tensor_map.ELEMENT_BYTES[found.dtype])
     # The host code may drop or append extents of one and reorder dimensions by stride: compare those that matter.
     wanted = sorted((s * size, n, b) for n, s, b in zip(known.shape, known.stride, known.box, strict=True) if n > 1)
@@ -62,7 +62,7 @@ def check_fields(found: tensor_map.TensorMap, known: Known, address: int) -> lis
 
 
 def descriptors(launch: Launch) -> list[bytes]:
-    """The 128-byte parameters that look like tensor maps."""
+    """Return the 128-byte parameters that look like tensor maps."""
     return [p[:128] for p in launch.params if len(p) >= 128]
 
 
@@ -91,7 +91,7 @@ def _launch_probe(function: module.Function, tensor: Any, known: Known) -> list[
 
 
 def dsl_version() -> str | None:
-    """Version of the installed DSL, or None: emulating exported kernels does not need it."""
+    """Return the version of the installed DSL, or None: emulating exported kernels does not need it."""
     try:
         return importlib.metadata.version("nvidia-cutlass-dsl")
     except importlib.metadata.PackageNotFoundError:

@@ -125,7 +125,7 @@ class Machine:
         self.address = ctypes.addressof(s)
 
     def dynamic_smem(self) -> int:
-        """Dynamic bytes, plus what aligning them behind the static part costs."""
+        """Return the dynamic bytes, plus what aligning them behind the static part costs."""
         align = max([16, *self.kernel.dynamic.values()])
         start = 1024 + self.kernel.static_smem
         return self.launch.smem + (-start % align)
@@ -145,7 +145,7 @@ class Machine:
         self.queues.setdefault(key, deque()).append(Event(run, key, what, cluster, pc))
 
     def defers(self, pc: int) -> bool:
-        """Whether work that may wait for its wait instruction (wgmma, tcgen05.ld) should."""
+        """Tell whether work that may wait for its wait instruction (wgmma, tcgen05.ld) should."""
         schedule = self.options.schedule
         if schedule == "random":
             return self.rng.random() >= 0.3

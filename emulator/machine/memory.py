@@ -32,7 +32,7 @@ class Span:
 
 
 def span_of(name: str, tensor, role: str = "inout") -> Span:
-    """The bytes from a tensor's first element to its last."""
+    """Return the bytes from a tensor's first element to its last."""
     size = tensor.element_size()
     if tensor.numel():
         size *= 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -42,7 +42,7 @@ def span_of(name: str, tensor, role: str = "inout") -> Span:
 
 
 def live_storages() -> list[Span]:
-    """Every CPU storage that some torch tensor keeps alive."""
+    """List every CPU storage that some torch tensor keeps alive."""
     import torch
 
     spans: dict[int, int] = {}
@@ -100,7 +100,7 @@ class GlobalMemory:
             core().core_region_free(ctypes.addressof(self.table[k]))
 
     def describe(self, address: int) -> str:
-        """Name and element offset of an address, or its distance from the nearest tensor."""
+        """Return the name and element offset of an address, or its distance from the nearest tensor."""
         best, distance = None, 1 << 62
         for r in self.regions:
             for s in r.spans:
@@ -115,7 +115,7 @@ class GlobalMemory:
         return f"{address:#x}, {distance} bytes {side} of {best.name} ({best.size} bytes at {best.address:#x})"
 
     def never_written(self) -> list[tuple[str, int, int]]:
-        """(name, elements never written, first such element) of each "out" tensor, by bytes of its own span."""
+        """Return (name, elements never written, first such element) of each "out" tensor, by bytes of its own span."""
         out = []
         for r in self.regions:
             if r.written is None:

@@ -136,14 +136,14 @@ class Cluster:
         return self.state.live_warps > 0
 
     def resolve(self, address: int) -> tuple[Cta, int]:
-        """shared::cluster address -> CTA and offset."""
+        """Return the CTA and the offset that a shared::cluster address stands for."""
         rank = address >> RANK_SHIFT & 0xFF
         if rank >= len(self.ctas):
             raise EmulatorError(f"shared-memory address {address:#x}: the cluster has no CTA of rank {rank}")
         return self.ctas[rank], address & OFFSET_MASK
 
     def agent(self, machine_address: int, key: tuple, name: str) -> int:
-        """Logical clock of an asynchronous stream."""
+        """Return the number of an asynchronous stream's logical clock."""
         found = self.agent_ids.get(key)
         if found is None:
             found = core().core_new_agent(machine_address, self.address)

@@ -30,14 +30,15 @@ SERIAL_SECONDS = 0.25  # launches shorter than this are not worth a fork
 
 
 def default_workers() -> int:
-    """One per core, but one in all where something else already spreads work over the cores."""
+    """Say how many workers to use: one per core, but one in all where something else already spreads work over the
+    cores."""
     if "PYTEST_XDIST_WORKER" in os.environ or not hasattr(os, "fork"):
         return 1
     return len(os.sched_getaffinity(0))
 
 
 def allowed(m: Machine) -> int:
-    """How many processes may share this launch."""
+    """Say how many processes may share this launch."""
     o = m.options
     wanted = o.workers or default_workers()
     # The detectors' clocks and the seeded schedules live in one process, and so does the queue of launch control.

@@ -35,7 +35,7 @@ SOURCES = {
 
 
 def cache_dir() -> Path:
-    """Where built libraries are kept: HOPWELL_CACHE_DIR, or the user's cache directory."""
+    """Say where built libraries are kept: HOPWELL_CACHE_DIR, or the user's cache directory."""
     path = cache_folder.root() / "emulator"
     with cache_folder.writing(path):
         cache_folder.make(path)
@@ -43,7 +43,7 @@ def cache_dir() -> Path:
 
 
 def compiler() -> str:
-    """The C compiler: CC, or gcc, or cc."""
+    """Find the C compiler: CC, or gcc, or cc."""
     for name in (os.environ.get("CC"), "gcc", "cc"):
         found = shutil.which(name) if name else None
         if found:
@@ -112,7 +112,7 @@ def _hash_file(path: Path) -> Path:
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether a library is the one that was built: loading another one may kill the process."""
+    """Tell whether a library is the one that was built: loading another one may kill the process."""
     try:
         return _hash_file(path).read_text() == hashlib.sha256(path.read_bytes()).hexdigest()
     except (OSError, ValueError):
@@ -183,7 +183,7 @@ def _signatures(lib: ctypes.CDLL) -> None:
 
 @functools.lru_cache(maxsize=1)
 def core() -> ctypes.CDLL:
-    """The loaded core library."""
+    """Return the loaded core library."""
     names = [*SOURCES, *(path.name for path in HERE.glob("*.h"))]
     lib = ctypes.CDLL(str(build("core", source_digest(names), _make_core)))
     _signatures(lib)
@@ -197,7 +197,7 @@ def core() -> ctypes.CDLL:
 
 @functools.cache
 def function_address(name: str) -> int:
-    """Address of an exported function, or 0 if the core has none of that name."""
+    """Return the address of an exported function, or 0 if the core has none of that name."""
     try:
         return ctypes.cast(getattr(core(), name), P).value or 0
     except AttributeError:

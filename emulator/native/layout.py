@@ -297,7 +297,7 @@ class TensorMapState(ctypes.Structure):
 
 
 def expected_layout() -> list[int]:
-    """The numbers that core_layout() must return."""
+    """Return the numbers that core_layout() must return."""
     return [
         ctypes.sizeof(Insn),
         Insn.imm.offset,

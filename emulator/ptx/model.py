@@ -15,7 +15,7 @@ REGISTER_KIND = {
 
 
 def type_size(name: str) -> int:
-    """Bytes of a PTX type name."""
+    """Return the size in bytes of a PTX type name."""
     if name in ("f16x2", "bf16x2", "tf32"):
         return 4
     if name == "f32x2":
@@ -120,7 +120,7 @@ class Kernel:
     ctas_per_sm: int = 1  # .minnctapersm
 
     def where(self, pc: int) -> str:
-        """PTX line, Python line and text of an instruction, for reports."""
+        """Return the PTX line, Python line and text of an instruction, for reports."""
         if not 0 <= pc < len(self.instrs):
             return f"instruction {pc}"
         i = self.instrs[pc]

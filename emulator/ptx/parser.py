@@ -228,7 +228,7 @@ def _params(text: str) -> list[Param]:
 
 
 def parse_module(text: str) -> dict[str, Kernel]:
-    """All kernels of a PTX module by name."""
+    """Return all kernels of a PTX module by name."""
     files = {int(k): name for k, name in re.findall(r'^\s*\.file\s+(\d+)\s+"([^"]*)"', text, re.M)}
     text = _strip_comments(text)
     target = re.search(r"\.target\s+(\w+)", text)

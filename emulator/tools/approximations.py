@@ -21,7 +21,7 @@ class Instruction:
 
 
 def _pair(name: str, to: str, modifiers: str = "") -> Instruction:
-    """cvt of one f32 into both halves of a packed register."""
+    """Return the cvt of one f32 into both halves of a packed register."""
     return Instruction(f"cvt.rn{modifiers}.{to}.f32", f"cvt.rn{modifiers}.{to}.f32 %r, %x, %x;", "bits")
 
 
@@ -92,7 +92,7 @@ HEADER = (
 
 
 def _ordered(x: np.ndarray, bits: int) -> np.ndarray:
-    """Floating-point bit patterns as integers in the order of their values."""
+    """Return floating-point bit patterns as integers in the order of their values."""
     sign = 1 << (bits - 1)
     x = x.astype(np.int64)
     return np.where(x & sign, -(x & (sign - 1)), x)
@@ -134,6 +134,6 @@ def _floats(x: np.ndarray, kind: str) -> np.ndarray:
 
 
 def inputs_of(count: int, start: int = 0) -> tuple[int, np.ndarray]:
-    """(step, bit patterns): an odd step, so that the patterns cover the whole 32-bit range and every low bit."""
+    """Return (step, bit patterns): an odd step, so that the patterns cover the whole 32-bit range and every low bit."""
     step = (2**32 // count) | 1
     return step, (start + step * np.arange(count, dtype=np.uint64)).astype(np.uint32)

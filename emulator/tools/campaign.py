@@ -109,7 +109,7 @@ class Runner:
         self.instructions = 0
 
     def run(self, program: Program, budget: int, **settings: Any) -> tuple[str, str, list[np.ndarray], Any]:
-        """(what happened, detail, memory afterwards, report)."""
+        """Run a program and return (what happened, detail, memory afterwards, report)."""
         memory = GlobalMemory(self.recorded.spans, track=False)
         # The tensors of the recorded launch may be gone: their addresses lead to copies.
         images = [before.copy() for before in self.recorded.before]

@@ -48,7 +48,7 @@ class Device(Protocol):
         """Run a kernel of the module ``text`` and wait for it. ``reached`` are tensors that descriptors point to."""
 
     def tensor_map(self, kind: int, tensor: torch.Tensor, box: Sequence[int], nan_fill: bool = False) -> bytes:
-        """The descriptor of a contiguous tensor, without a swizzle; ``kind`` is a CUtensorMapDataType."""
+        """Return the descriptor of a contiguous tensor, without a swizzle; ``kind`` is a CUtensorMapDataType."""
 
 
 class Emulated:
@@ -83,7 +83,7 @@ class Emulated:
 
 
 def extents(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
-    """Extents from the innermost dimension, and the strides in bytes of all but that."""
+    """Return the extents from the innermost dimension, and the strides in bytes of all but that."""
     size = tensor.element_size()
     return list(tensor.shape)[::-1], [s * size for s in tensor.stride()[-2::-1]]
 
@@ -154,7 +154,8 @@ class Gpu:
 
 
 def entry(name: str, parameters: str, body: str) -> str:
-    """A kernel's text; ``parameters`` is a blank-separated list of u32, u64 and map, which arrive as %a0, %a1, ..."""
+    """Return a kernel's text. ``parameters`` is a blank-separated list of u32, u64 and map; they arrive as %a0, %a1,
+    ..."""
     kinds = parameters.split()
     declared = ", ".join(
         f".param .align 64 .b8 {name}_{k}[128]" if kind == "map" else f".param .{kind} {name}_{k}"

@@ -139,7 +139,7 @@ def _report_comparisons(torch: Any) -> None:
 
 
 def _scaled_mm(a: Any, b: Any, scale_a: Any, scale_b: Any, bias: Any = None, out_dtype: Any = None, **_: Any) -> Any:
-    """Block-scaled product with cuBLAS's 128x4 scale layout."""
+    """Compute a block-scaled product with cuBLAS's 128x4 scale layout."""
     import numpy as np
     import torch
 
@@ -195,7 +195,7 @@ def _redirect_dsl(sms: int) -> None:
 
 
 def install(sms: int) -> DumpedKernels:
-    """Everything, in the order that the imports need."""
+    """Install everything, in the order that the imports need."""
     kernels = connect()
     import cutlass  # noqa: F401
 

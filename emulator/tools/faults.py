@@ -28,7 +28,7 @@ def _removed(i: Instr) -> Instr:
 
 
 def _as_if_done(i: Instr) -> Instr:
-    """A try_wait that never looks at its barrier."""
+    """Return a try_wait that never looks at its barrier."""
     return Instr("mov.pred", ["mov", "pred"], [i.args[0], Imm(1)], i.guard, i.guard_not, text=f"(no wait) {i.text}")
 
 
@@ -42,7 +42,7 @@ def _changed(i: Instr, note: str, **fields: object) -> Instr:
 
 
 def _with_immediate(i: Instr, position: int, change: int, note: str) -> Instr | None:
-    """The instruction with an immediate operand changed, or None if it has none there."""
+    """Return the instruction with an immediate operand changed, or None if it has none there."""
     args = list(i.args)
     if position >= len(args) or not isinstance(args[position], Imm):
         return None
@@ -93,7 +93,7 @@ REMOVALS = {
 
 
 def faults(kernel: Kernel) -> Iterator[Fault]:
-    """Every fault the campaign knows, for every instruction it fits."""
+    """Yield every fault that the campaign knows, for every instruction it fits."""
     for group in waits(kernel):
         first = group[0]
         yield Fault("drop mbarrier wait", first.line, first.text, tuple((i.pc, _as_if_done(i)) for i in group))

@@ -39,7 +39,7 @@ def pointwise_text() -> str:
 
 
 def compare_instructions(devices: list[Device], count: int, say: Say) -> list[dict[str, Any]]:
-    """Every instruction on ``count`` inputs, which is a multiple of 1024."""
+    """Compare every instruction on ``count`` inputs, which is a multiple of 1024."""
     text, (step, patterns) = pointwise_text(), inputs_of(count)
     say(HEADER)
     rows = []
@@ -97,7 +97,8 @@ def product_text(kind: str) -> str:
 
 
 def operands(kind: str, tiles: int) -> torch.Tensor:
-    """Random bit patterns without NaN and infinity; 16-bit floats within a range that their products stay finite in."""
+    """Draw random bit patterns without NaN and infinity; 16-bit floats lie in a range where their products stay
+    finite."""
     generator = torch.Generator().manual_seed(1)
     raw = torch.randint(0, 256, (tiles * TILE_BYTES,), generator=generator, dtype=torch.uint8)
     if kind == "e4m3":
@@ -145,7 +146,7 @@ BOX_BYTES = 8 * 8 * 4
 
 
 def load_by_all_lanes(device: Device) -> str:
-    """A tensor load that 32 lanes issue: how many copies does the barrier count?"""
+    """Say how many copies the barrier counts when 32 lanes issue a tensor load."""
     source = torch.arange(64 * 8, dtype=torch.int32, device=device.torch_device).view(64, 8)
     seen = []
     for copies in (1, 32):
@@ -169,7 +170,7 @@ def load_by_all_lanes(device: Device) -> str:
 
 
 def reduction_by_all_lanes(device: Device) -> str:
-    """A tensor reduction that 32 lanes issue: how often is it added?"""
+    """Say how often a tensor reduction is added when 32 lanes issue it."""
     target = torch.zeros(8, 8, dtype=torch.int32, device=device.torch_device)
     body = (
         "mov.u32 %r4, smem; shl.b32 %r6, %thread, 3; add.u32 %r6, %r4, %r6; mov.u32 %r30, 0; mov.u32 %r31, 1;\n"
@@ -204,7 +205,7 @@ def exit_with_a_store_in_flight(device: Device) -> str:
 
 
 def nan_fill(device: Device) -> str:
-    """What fills the elements outside of a tensor, and which bit of the descriptor says so."""
+    """Say what fills the elements outside of a tensor, and which bit of the descriptor says so."""
     found = []
     for kind, dtype in ((FLOAT32, torch.float32), (FLOAT16, torch.float16), (BFLOAT16, torch.bfloat16)):
         source = torch.ones(8, 32 // dtype.itemsize, dtype=dtype, device=device.torch_device)
@@ -228,7 +229,7 @@ def nan_fill(device: Device) -> str:
 
 
 def descriptors(device: Device) -> str:
-    """Whether the emulator encodes descriptors as the driver does."""
+    """Tell whether the emulator encodes descriptors as the driver does."""
     model, wrong = Emulated(ARCH), []
     kinds = {INT32: torch.int32, FLOAT32: torch.float32, FLOAT16: torch.float16, BFLOAT16: torch.bfloat16}
     for kind, dtype in kinds.items():

@@ -56,7 +56,7 @@ class Function:
 
 
 def binade(exponent: int, segments: int, shift: int) -> Piece:
-    """The floats from 2^exponent to twice that; the lowest bits of their mantissas are not looked at."""
+    """Return the floats from 2^exponent to twice that; the lowest bits of their mantissas are not looked at."""
     return Piece((127 + exponent) << 23, segments, (15 + shift, shift, 1 + shift), step=64 // segments)
 
 
@@ -85,7 +85,8 @@ FUNCTIONS = (
 
 
 def truncated_square(bits: int, cut: int) -> np.ndarray:
-    """Squares of all numbers of ``bits`` bits without the partial products below column ``cut``, in units of 2^cut."""
+    """Return the squares of all numbers of ``bits`` bits without the partial products below column ``cut``, in units of
+    2^cut."""
     x = np.arange(1 << bits, dtype=np.int64)
     total = np.zeros_like(x)
     for i in range((cut + 1) // 2, bits):
@@ -97,7 +98,7 @@ def truncated_square(bits: int, cut: int) -> np.ndarray:
 def segment(
     function: Function, piece: Piece, square: np.ndarray, low: np.ndarray, width: np.ndarray
 ) -> tuple[int, int, int]:
-    """(c0, |c1|, |c2|) whose sums lie in [low, low + width), both in units of 2^-40.
+    """Return (c0, |c1|, |c2|) whose sums lie in [low, low + width), both in units of 2^-40.
 
     The first argument is left out: of a power of two, some functions give the exact result.
 
@@ -118,7 +119,7 @@ def segment(
 
 
 def coefficients(function: Function, piece: Piece, results: np.ndarray) -> list[tuple[int, int, int]]:
-    """One (c0, |c1|, |c2|) for each segment.
+    """Return one (c0, |c1|, |c2|) for each segment.
 
     Args:
         function: the function.
@@ -138,7 +139,7 @@ def coefficients(function: Function, piece: Piece, results: np.ndarray) -> list[
 
 
 def measure(device: Device, function: Function, piece: Piece, segments: int) -> np.ndarray:
-    """float32 results at the first argument of ``piece`` and all that follow it in so many segments."""
+    """Measure the float32 results at the first argument of ``piece`` and all that follow it in so many segments."""
     count = segments << function.bits
     body = (
         f"mad.lo.u32 %r2, %index, {piece.step}, {piece.start}; {function.name}{function.modifiers} %r3, %r2;\n"
@@ -150,7 +151,7 @@ def measure(device: Device, function: Function, piece: Piece, segments: int) -> 
 
 
 def header(device: Device, date: str) -> str:
-    """The text of interpolator_tables.h, measured on ``device``."""
+    """Return the text of interpolator_tables.h, measured on ``device``."""
     parts = [
         f"/* Coefficients of the function unit, derived from its results at every mantissa ({device.name}, {date}) by\n"
         " * python -m hopwell.emulator derive-approximations. See interpolator.h. */\n"

@@ -37,15 +37,15 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Unique; what a recording knows the case by."""
+        """Return the unique name that a recording knows the case by."""
         dims = self.dims if isinstance(self.dims, int) else "-".join(map(str, self.dims))
         pages = [f"page{self.page_size}"] if self.page_size else []
         more = [f"{key}={value}" for key, value in self.arguments.items()]
         return " ".join((self.entry, self.layout, f"d{dims}", str(self.dtype).removeprefix("torch."), *pages, *more))
 
     def run(self, device: str) -> tuple[dict[str, torch.Tensor], str]:
-        """Results by name, ``out`` and perhaps ``statistics`` (those of fmha_v2 or the log-sum-exp), and the digest of
-        the inputs."""
+        """Return the results by name, ``out`` and perhaps ``statistics`` (those of fmha_v2 or the log-sum-exp), and the
+        digest of the inputs."""
         inputs = Inputs(self, device)
         return {"context": context, "fmha_v2": fmha_v2, "cudnn": cudnn}[self.entry](self, inputs), inputs.digest
 
@@ -76,7 +76,7 @@ class Inputs:
         self.v = self._draw(case.dtype, *places, self.v_dim)
 
     def _draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """About normally distributed, and exact in float32."""
+        """Draw numbers that are about normally distributed, and exact in float32."""
         values = self._random.integers(-128, 128, (4, *shape)).sum(0).astype(np.float32) / 128
         drawn = torch.from_numpy(values).to(dtype)
         self._hash.update(drawn.view(torch.uint8).numpy().tobytes())
@@ -93,7 +93,7 @@ class Inputs:
         return self.ints([unit * n for n in itertools.accumulate(lengths, initial=0)])
 
     def common(self) -> dict[str, Any]:
-        """What context and fmha_v2 both take."""
+        """Return the arguments that context and fmha_v2 both take."""
         return dict(
             workspace_buffer=torch.empty(0, dtype=torch.uint8, device=self.device),
             seq_lens=self.ints(self.kv_lens),
@@ -170,7 +170,7 @@ SCORES: dict[str, dict[str, Any]] = {
 
 
 def cases() -> Iterator[Case]:
-    """Every head dim, mask, way to fetch, score and dtype; every entry point and layout."""
+    """Yield cases of every head dim, mask, way to fetch, score and dtype, and of every entry point and layout."""
     for dims in DIMS:
         yield Case("head dims", "fmha_v2", "SEPARATE_Q_K_V", dims)
     for dims in (64, 128, (192, 128), 256):

@@ -28,7 +28,7 @@ FLOATS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32
 
 
 def results_of(case: Case, device: str) -> tuple[dict[str, torch.Tensor], str]:
-    """Results of a case on the CPU, and the digest of its inputs."""
+    """Return the results of a case on the CPU, and the digest of its inputs."""
     with use(ARCH, numerics="hardware"):
         found, digest = case.run(device)
     return {kind: value.cpu() for kind, value in found.items()}, digest
@@ -107,7 +107,7 @@ HEADER = (
 
 
 def table(distances: dict[str, list[dict[str, Distance]]]) -> str:
-    """Markdown: one row for each group, and one for all."""
+    """Return a Markdown table: one row for each group, and one for all."""
     lines = [HEADER]
     everything = [row for rows in distances.values() for row in rows]
     for group, rows in {**distances, "**all**": everything}.items():
