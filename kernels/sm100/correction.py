@@ -70,7 +70,7 @@ class Correction(DeviceStruct):
         return factor
 
     def output(self, index) -> Int32:
-        """Address of this thread's row of O of a query tile."""
+        """Return the address of this thread's row of O of a query tile."""
         c = self.kernel.config
         return tmem.row_address(self.tensor_memory, c.o_column + index * c.head_dim_v)
 

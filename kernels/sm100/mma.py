@@ -47,13 +47,13 @@ class SharedOperand(DeviceStruct):
         return SharedOperand(shared_address(tile.iterator), rows, columns, columns_first, reduces_rows)
 
     def _offset(self, row: int, column: int) -> int:
-        """How many bytes into a stage an element lies, the swizzle aside."""
+        """Say how many bytes into a stage an element lies, the swizzle aside."""
         line = copy.block_row(row, column // BLOCK_COLUMNS, self.rows, self.columns, self.columns_first)
         return line * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * 2
 
     def low_word(self, stage):
-        """The low word of the descriptor of the first 16 elements to reduce over. It says where they are, and the
-        stride between column blocks, which only counts where those are not what is reduced over."""
+        """Return the low word of the descriptor of the first 16 elements to reduce over. It says where they are, and
+        the stride between column blocks, which only counts where those are not what is reduced over."""
         address = self.start + stage * (self.rows * self.columns * 2)
         return (address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING)
 
@@ -62,7 +62,7 @@ class SharedOperand(DeviceStruct):
         return self._offset(GROUP_ROWS, 0) // 16 | _VERSION | _SWIZZLE_128
 
     def step(self, k: int) -> int:
-        """What the descriptor of the k-th 16 elements has more than that of the first."""
+        """Say what the descriptor of the k-th 16 elements has more than that of the first."""
         offset = self._offset(MMA_DEPTH * k, 0) if self.reduces_rows else self._offset(0, MMA_DEPTH * k)
         return offset // 16
 

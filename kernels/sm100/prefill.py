@@ -72,8 +72,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA, with a slot for the address of tensor memory and for what query tiles say of their
-        P."""
+        """Return the shared memory of a CTA in bytes, with a slot for the address of tensor memory and for what query
+        tiles say of their P."""
         return super().shared_bytes + copy.CHUNK_BYTES
 
     def _edges(self) -> tuple[Edge, ...]:
@@ -186,6 +186,6 @@ class LoadingSchedule(TileSchedule):
 
 
 def build(config: Sm100PrefillConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     kernel = PrefillSm100(config)
     return kernel, example_arguments((Addresses, Geometry), floats=4)

@@ -30,7 +30,7 @@ _LEAST_EXPONENT = -127.0  # of what is not 0; at exactly this the polynomial is 
 
 @dataclass
 class PackedSoftmax(OnlineSoftmax):
-    """Two columns at a time where instructions allow it, and some exponentials as polynomials."""
+    """This softmax takes two columns at a time where instructions allow it, and some exponentials as polynomials."""
 
     polynomial_eighths: int
 
@@ -62,7 +62,7 @@ class PackedSoftmax(OnlineSoftmax):
 
 
 def polynomial_powers(exponents: tuple) -> tuple:
-    """2^x of two x up to 128, on the pipes for multiplication and integers."""
+    """Compute 2^x of two x up to 128, on the pipes for multiplication and integers."""
     # With ``nan``, what is not a number becomes a number near 2^128, which is infinity in P, instead of 0.
     exponents = tuple(cute.arch.fmax(exponent, Float32(_LEAST_EXPONENT), nan=True) for exponent in exponents)
 
@@ -80,7 +80,7 @@ def polynomial_powers(exponents: tuple) -> tuple:
 
 @dsl_user_op
 def _add_exponent(power, integer, *, loc=None, ip=None):
-    """``power`` times 2 to the integer in the lowest bits of ``integer``."""
+    """Return ``power`` times 2 to the integer in the lowest bits of ``integer``."""
     return cute.arch.inline_ptx(
         "{ .reg .b32 a, b; mov.b32 a, {$r1}; mov.b32 b, {$r0}; shl.b32 a, a, 23; add.s32 b, a, b; mov.b32 {$w0}, b; }",
         write_only_types=[Float32],
@@ -189,7 +189,8 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def give_early_p(self, steps: "Steps", done):
-        """The first columns of P stand in the place of S. Their product runs under the rest of the exponentials."""
+        """Signal that the first columns of P stand in the place of S. Their product runs under the rest of the
+        exponentials."""
         tmem.wait_stores()
         tmem.before_signal()
         cute.arch.sync_warp()
@@ -197,7 +198,7 @@ class Softmax(DeviceStruct):
 
     @cute.jit
     def give_late_p(self, steps: "Steps", done):
-        """All columns of P stand in the place of S."""
+        """Signal that all columns of P stand in the place of S."""
         tmem.wait_stores()
         tmem.before_signal()
         self.p_ring.fill(steps.of_tile(steps.kv_step + done))
@@ -242,5 +243,5 @@ class Steps(DeviceStruct):
     last: Int32  # the rightmost tile of keys, which comes first
 
     def of_tile(self, step):
-        """A step in rings with a stage for each query tile."""
+        """Return a step in rings with a stage for each query tile."""
         return Q_TILES * step + self.index

@@ -28,7 +28,7 @@ def allocate(slot, *, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def free(address, *, loc=None, ip=None) -> None:
-    """Free all columns. Called by the warp that has allocated them."""
+    """Free all columns. The warp that has allocated them calls this."""
     cute.arch.inline_ptx(
         f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {TENSOR_MEMORY_COLUMNS};",
         read_only_args=[address],
@@ -38,7 +38,7 @@ def free(address, *, loc=None, ip=None) -> None:
 
 
 def row_address(tensor_memory, column) -> Int32:
-    """Address of column ``column`` in the lanes that this warp reaches."""
+    """Return the address of column ``column`` in the lanes that this warp reaches."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
     return tensor_memory + (warp * LANES << 16) + column
 
@@ -92,13 +92,13 @@ def wait_stores(*, loc=None, ip=None) -> None:
 
 @dsl_user_op
 def before_signal(*, loc=None, ip=None) -> None:
-    """Orders this thread's accesses before the barrier that it arrives at next."""
+    """Order this thread's accesses before the barrier that it arrives at next."""
     cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;", loc=loc, ip=ip)
 
 
 @dsl_user_op
 def after_signal(*, loc=None, ip=None) -> None:
-    """Orders this thread's accesses, and products that it issues, after the barrier that it has waited for."""
+    """Order this thread's accesses, and products that it issues, after the barrier that it has waited for."""
     cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;", loc=loc, ip=ip)
 
 

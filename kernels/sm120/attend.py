@@ -31,7 +31,7 @@ class WarpAttend(PrefillAttend):
 
     @property
     def _row_warps(self) -> int:
-        """Warps of a warpgroup that have rows of their own; the others have the same rows and other columns."""
+        """Say how many warps of a warpgroup have rows of their own; the others have the same rows and other columns."""
         return WARPS // self.kernel.config.v_parts
 
     def share(self, group) -> tuple:
@@ -48,7 +48,8 @@ class WarpAttend(PrefillAttend):
         return Turns(group, 1)
 
     def staging(self, consumer_warp):
-        """This warp's own rows of a column block of Q: of the first one, where no other warp has the same rows."""
+        """Return the address of this warp's own rows of a column block of Q: of the first one, where no other warp has
+        the same rows."""
         return shared_address(self.tiles.q.iterator) + consumer_warp * (WARP_ROWS * copy.SWIZZLE_ROW_BYTES)
 
     def store(self, *arguments) -> None:
@@ -113,17 +114,17 @@ class WarpOperands(RowOperands):
 
     @classmethod
     def q_words(cls, config) -> int:
-        """Words of Q that a lane multiplies."""
+        """Say how many words of Q a lane multiplies."""
         return 4 * cls.step_products * cls.steps(config)
 
     @staticmethod
     def steps(config) -> int:
-        """How many times ldmatrix reads the columns of K."""
+        """Say how many times ldmatrix reads the columns of K."""
         return config.depth[0] * config.operand_bits // (8 * STEP_BYTES)
 
     @property
     def columns_first(self) -> bool:
-        """How tiles of K and V lie, see ``copy.swizzled_layout``."""
+        """Say how tiles of K and V lie, see ``copy.swizzled_layout``."""
         return self.kernel.source.columns_first
 
     @property
@@ -137,13 +138,13 @@ class WarpOperands(RowOperands):
                     self.q[4 * self.step_products * step + i] = word
 
     def read_q(self, tile, step: int) -> list:
-        """Q of the warp's rows for the products of a step, from the stage at ``tile``."""
+        """Read Q of the warp's rows for the products of a step, from the stage at ``tile``."""
         config, lane = self.kernel.config, cute.arch.lane_idx()
         row, chunk = lane % WARP_ROWS, 2 * step + lane // WARP_ROWS
         return copy.load_matrix_x4(copy.tile_chunk(tile, row, chunk, self.kernel.tile.m, config.q_columns, False))
 
     def _q_of_step(self, tile, step: int) -> list[list]:
-        """A of each product of a step."""
+        """Return A of each product of a step."""
         words = range(4 * self.step_products)
         a = [self.q[len(words) * step + i] for i in words] if self.keeps_q else self.read_q(tile, step)
         return [a[i : i + 4] for i in range(0, len(a), 4)]
@@ -166,7 +167,7 @@ class WarpOperands(RowOperands):
                         self.accumulate(self.s, eight, rows, keys)
 
     def keys(self, words: list, step: int, eight: int) -> list:
-        """B of each product of a step, from the words that a lane has of eight keys."""
+        """Return B of each product of a step, from the words that a lane has of eight keys."""
         return [words]
 
     def issue_pv(self, v_stage) -> None:

@@ -52,8 +52,8 @@ class WarpLeafOperands(WarpProducts):
         return WarpLeafOperands(**fields, leaf_tiles=kernel.config.leaf_tiles)
 
     def loaded(self, i: int) -> tuple[int, int]:
-        """Which tile of the leaf the i-th load of its keys is for, and the first of them there. Loads come from right
-        to left."""
+        """Say which tile of the leaf the i-th load of its keys is for, and the first of them there. Loads come from
+        right to left."""
         keys = self.kernel.tile.n
         tile, part = divmod(i, LEAF_TILE // keys)
         return tile, LEAF_TILE - (part + 1) * keys
@@ -99,6 +99,6 @@ class WarpLeafAttend(LeafAttend):
 
 
 def build(config: Sm120DecodeConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     kernel = (ByteDecodeSm120 if config.kv_bytes == 1 else DecodeSm120)(config)
     return kernel, example_arguments(argument_types(config), floats=3)

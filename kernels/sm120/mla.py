@@ -94,5 +94,5 @@ class WarpLatentAttend(LatentLeaves, LeafAttend):
 
 
 def build(config: Sm120MlaConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return MlaSm120(config), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -50,12 +50,12 @@ class NarrowOperands(WarpOperands):
                         self.accumulate(self.o, self.v_parts * chunk + i, p[4 * first : 4 * first + 4], b)
 
     def scales_of(self, part: int, chunk: int, before: Any) -> Any:
-        """Scales of V of 32 keys in a chunk of columns; ``before`` is what the chunk before had."""
+        """Return the scales of V of 32 keys in a chunk of columns; ``before`` is what the chunk before had."""
         return before
 
     def values(self, words: list, chunk: int, scales: Any) -> list[list]:
-        """B of each product of 32 keys and a chunk of V's columns, from what a lane has of four eights of keys: a list
-        for each A that P has for these keys."""
+        """Return B of each product of 32 keys and a chunk of V's columns, from what a lane has of four eights of keys:
+        a list for each A that P has for these keys."""
         raise NotImplementedError
 
 
@@ -84,7 +84,7 @@ class WidenedOperands(NarrowOperands):
     neighbours = 4  # columns of a key in a word
 
     def read_q(self, tile, step: int) -> list:
-        """Q of rows g and g + 8, columns as a word of K has them."""
+        """Read Q of rows g and g + 8, columns as a word of K has them."""
         m, columns = self.kernel.tile.m, self.kernel.config.q_columns
         (g, t), size = place_in_warp(), 2 * self.neighbours
         words = []
@@ -109,11 +109,11 @@ class WidenedOperands(NarrowOperands):
         return self.by_keys([self.wide(adjacent(word)) for word in words])
 
     def by_keys(self, words: list[list]) -> list[list]:
-        """B of each product of 16 keys, from the words of eights of keys: one of each fragment of O."""
+        """Return B of each product of 16 keys, from the words of eights of keys: one of each fragment of O."""
         return [[list(b) for b in zip(words[i], words[i + 1], strict=True)] for i in (0, 2)]
 
     def wide(self, word) -> list:
-        """Four elements as two words of two of the type of Q."""
+        """Return four elements as two words of two of the type of Q."""
         words = widened(self.kernel.config.kv_type, word)
         if const_expr(self.dtype is BFloat16):
             words = [copy.pack_x2(BFloat16, *copy.unpack_f16_x2(word)) for word in words]
@@ -200,7 +200,7 @@ class DequantisedOperands(WidenedOperands):
                 words[count * i + k] = word
 
     def _word(self, words, scales: ScaleRows, key: int, lane, word: int):
-        """Scales ``4 * word`` and on of the key that is ``lane`` keys after ``key``."""
+        """Return scales ``4 * word`` and on of the key that is ``lane`` keys after ``key``."""
         own = scales.blocks // TOKENS * (key // LANES) + word
         return cute.arch.shuffle_sync(words[own], key % LANES + lane)
 
@@ -215,7 +215,7 @@ class DequantisedOperands(WidenedOperands):
         return found
 
     def scales_of(self, part: int, chunk: int, before: Any) -> list:
-        """A word for each eight of keys: scales of keys 2 t and 2 t + 1 for this chunk and for the next."""
+        """Return a word for each eight of keys: scales of keys 2 t and 2 t + 1 for this chunk and for the next."""
         if chunk % 2 == 1:
             return before
         (g, t), found = place_in_warp(), []

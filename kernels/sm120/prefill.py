@@ -49,7 +49,7 @@ class PrefillSm120(LaneReaders, PrefillSm90):
 
     @property
     def operands_type(self) -> type[WarpOperands]:
-        """What warps multiply."""
+        """Return what warps multiply."""
         if self.config.multiplies_bytes:
             return ByteOperands
         if self.config.widens:
@@ -68,5 +68,5 @@ class PrefillSm120(LaneReaders, PrefillSm90):
 
 
 def build(config: Sm120PrefillConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return with_arguments(PrefillSm120(config))

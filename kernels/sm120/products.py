@@ -55,7 +55,7 @@ class WarpProducts(DeviceStruct):
         """Do nothing: the warps that read weights meet those that wrote them."""
 
     def scores(self, first: int = 0, tiles: int = 0) -> ColumnFragment:
-        """The scores of so many tiles from the ``first`` on, by default of all."""
+        """Return the scores of so many tiles from the ``first`` on, by default of all."""
         size = 4 * self.products
         tiles = tiles or cute.size(self.s) // size
         registers = cute.make_tensor(self.s.iterator + first * size, cute.make_layout(tiles * size))
@@ -101,7 +101,7 @@ class WarpProducts(DeviceStruct):
         return copy.tile_chunk(stage, key, chunk, n, columns, self.kernel.source.columns_first)
 
     def _rows(self, lane, tile, columns: int, step: int) -> list[list]:
-        """All rows of Q or P, as B of the products of two steps: of each step two words for each product."""
+        """Return all rows of Q or P, as B of the products of two steps: of each step two words for each product."""
         words = []
         for i in range(self.products):
             matrix = 4 * i + lane // 8
@@ -113,6 +113,6 @@ class WarpProducts(DeviceStruct):
 
 
 def _lane(stage):
-    """The lane's number, from which addresses in a stage follow. The compiler would keep these, and Q itself, in
+    """Return the lane's number, from which addresses in a stage follow. The compiler would keep these, and Q itself, in
     registers while leaves are merged, and there are not enough."""
     return tied(cute.arch.lane_idx(), stage)

@@ -48,29 +48,29 @@ class Consumer(DeviceStruct):
 
 @dataclass
 class Attend(Consumer):
-    """What consumer warps do with a work tile, whatever its rows are."""
+    """This is what consumer warps do with a work tile, whatever its rows are."""
 
     stages_in_q = False  # whether Q's place is needed until the output has been written
 
     def logit_row(self, tile, warp_row) -> LogitRow:
-        """The rows that a lane holds of those from ``warp_row`` of the tile on."""
+        """Return the rows that a lane holds of those from ``warp_row`` of the tile on."""
         raise NotImplementedError
 
     def operands(self, row_group, column_group, addresses: Addresses, geometry: Geometry) -> "RowOperands":
-        """The operands of one warpgroup."""
+        """Return the operands of one warpgroup."""
         return Operands.create(self.kernel, self.tiles, row_group, column_group)
 
     def share(self, group) -> tuple:
-        """Which group of rows this warp of consumer warpgroup ``group`` has, and which part of V's columns."""
+        """Say which group of rows this warp of consumer warpgroup ``group`` has, and which part of V's columns."""
         parts = self.kernel.config.v_parts
         return group // parts, group % parts
 
     def warp_row(self, row_group):
-        """The first of this warp's rows in the tile."""
+        """Return the first of this warp's rows in the tile."""
         return row_group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
 
     def turns(self, group) -> "Turns":
-        """The turns of consumer warpgroup ``group``."""
+        """Return the turns of consumer warpgroup ``group``."""
         return Turns(group, self.kernel.warpgroups)
 
     def own_keys(self, tile, row) -> TileRange:
@@ -179,7 +179,7 @@ class Attend(Consumer):
 
     @cute.jit
     def unmasked_steps(self, operands, turns, q_stage, row, kv_step, keys):
-        """The steps over tiles that every row sees as a whole. Returns the step after them."""
+        """Do the steps over tiles that every row sees as a whole. Returns the step after them."""
         for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
             self.next_step(operands, turns, q_stage, row, kv_step, n, False)
             kv_step += 1

@@ -30,7 +30,7 @@ STATISTICS_BYTES = 8  # of a row: reference and sum
 
 
 def most_products(head_dim: int) -> int:
-    """Products of 8 rows that a warp has side by side; of more columns O takes too many registers."""
+    """Say how many products of 8 rows a warp has side by side; of more columns O takes too many registers."""
     return 2 if padded(head_dim) <= MOST_COLUMNS else 1
 
 
@@ -63,7 +63,7 @@ class WarpKeys(DeviceStruct):
 
     @property
     def warp(self):
-        """The number of this warp among those that attend."""
+        """Return the number of this warp among those that attend."""
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPGROUP // LANES
 
     @property
@@ -72,7 +72,7 @@ class WarpKeys(DeviceStruct):
 
     @property
     def groups(self):
-        """Warps that have different keys."""
+        """Say how many groups of warps have different keys."""
         return Int32(self.warps) >> self.sharing
 
     @property
@@ -80,11 +80,11 @@ class WarpKeys(DeviceStruct):
         return (self.warp >> self.sharing) * self.steps % self.tile_steps
 
     def has(self, tile):
-        """Whether it is the warp's turn."""
+        """Say whether it is the warp's turn."""
         return tile & ((Int32(1) << self.turns) - 1) == (self.warp >> self.sharing) * self.steps // self.tile_steps
 
     def place(self, group, row):
-        """Where a row of the warp with the keys of a group is among those of all warps."""
+        """Say where a row of the warp with the keys of a group is among those of all warps."""
         return ((group << self.sharing) + row // self.rows) * self.rows + row % self.rows
 
 
@@ -142,7 +142,7 @@ class ByteOperands(ByteProducts):
         return fragment
 
     def _values(self, stage, eight, block: ColumnBlock) -> list:
-        """This lane's part of a column block of V, of its two keys in a group of 8."""
+        """Return this lane's part of a column block of V, of its two keys in a group of 8."""
         g, t = place_in_warp()
         part = self.element.bytes_of(block.value_part)
         rows, byte = self.rows(self.v_tile, 1, stage, eight, block), g * part
@@ -150,7 +150,7 @@ class ByteOperands(ByteProducts):
         return [copy.load_shared(chunk + byte % copy.CHUNK_BYTES, part // 4) for chunk in chunks]
 
     def _value_scales(self, stage, eight, block: ColumnBlock, word: int) -> Any:
-        """The scales of a word of this lane's part of its two keys in a group of 8."""
+        """Return the scales of a word of this lane's part of its two keys in a group of 8."""
         if self.v_scales is None:
             return None
         g, t = place_in_warp()
@@ -164,7 +164,7 @@ class ByteOperands(ByteProducts):
         self._output().scale_rows(factors)
 
     def columns(self, block: ColumnBlock, r: int) -> list:
-        """This lane's part of a column block of row r of O."""
+        """Return this lane's part of a column block of row r of O."""
         first, output = block.first // (LANES // QUAD), self._output()
         return [output.get(r, first + i) * 2.0**-self.exponent for i in range(block.value_part)]
 
@@ -179,7 +179,7 @@ class Exchange(DeviceStruct):
 
     @staticmethod
     def warp_bytes(head_dim: int) -> int:
-        """Shared memory of each warp."""
+        """Say how many bytes of shared memory each warp has."""
         return most_products(head_dim) * MMA_COLUMNS * (4 * padded(head_dim) + STATISTICS_BYTES)
 
     @staticmethod
@@ -189,12 +189,12 @@ class Exchange(DeviceStruct):
         return Exchange(begin, begin + rows * STATISTICS_BYTES, padded(head_dim))
 
     def row_statistics(self, row):
-        """Address of a row's (reference, sum). Rows are those of all warps."""
+        """Return the address of a row's (reference, sum). Rows are those of all warps."""
         return self.statistics + row * STATISTICS_BYTES
 
     def quad(self, row, quad):
-        """Address of a row's columns from 4 * ``quad`` on. Lanes store columns 16 apart, of every other row: quads are
-        shuffled so that these meet in no bank."""
+        """Return the address of a row's columns from 4 * ``quad`` on. Lanes store columns 16 apart, of every other row:
+        quads are shuffled so that these meet in no bank."""
         return self.columns + row * (4 * self.width) + (quad ^ (row // 2 % 4)) * copy.CHUNK_BYTES
 
 

@@ -83,7 +83,7 @@ class ByteLeafOperands(ByteProducts):
         )
 
     def _scores(self, i: int, tiles: int) -> ColumnFragment:
-        """The scores of ``tiles`` tiles of a leaf from the i-th on."""
+        """Return the scores of ``tiles`` tiles of a leaf from the i-th on."""
         size = 4 * self.products
         registers = cute.make_tensor(self.s.iterator + i * size, cute.make_layout(tiles * size))
         return ColumnFragment(
@@ -117,8 +117,8 @@ class ByteLeafOperands(ByteProducts):
             self._give_back(ring, steps)
 
     def _stage(self, ring, step, tile: int):
-        """The stage of a leaf's tile, the first of which is the ``step``-th. Where leaves lie in stages side by side,
-        tiles differ by constants."""
+        """Return the stage of a leaf's tile, the first of which is the ``step``-th. Where leaves lie in stages side by
+        side, tiles differ by constants."""
         return ring.stage(step) + tile if ring.stages % self.leaf_tiles == 0 else ring.stage(step + tile)
 
     def show_weights(self) -> None:
@@ -171,7 +171,7 @@ class ByteLeafOperands(ByteProducts):
                         accumulate(self.o, part * self.products + product, a, p[product][k : k + 2])
 
     def _columns(self, stage, first: int, chunk: int) -> list:
-        """Columns of V of four groups of 8 keys, two adjacent keys of this lane's in each word."""
+        """Return columns of V of four groups of 8 keys, two adjacent keys of this lane's in each word."""
         columns, (g, t) = self.columns, place_in_warp()
         found, scales = [], [None] * (LANES // copy.GROUP_ROWS)
         if self.v_scales is not None:
@@ -184,7 +184,7 @@ class ByteLeafOperands(ByteProducts):
         return found
 
     def _weights(self, i: int, product: int, first: int) -> list:
-        """P of 8 rows and 32 keys of a tile, as B of two products."""
+        """Return P of 8 rows and 32 keys of a tile, as B of two products."""
         lane = cute.arch.lane_idx()
         tile = self.p_tile + i * (self.kernel.tile.m * LEAF_TILE * 2)
         row, chunk = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.GROUP_ROWS + lane // MMA_COLUMNS
@@ -216,7 +216,7 @@ class WarpColumns:
 
     @property
     def pairs(self) -> int:
-        """Pairs of columns that a lane has of a chunk."""
+        """Say how many pairs of columns a lane has of a chunk."""
         return self.per_lane // (2 * self.sharing)
 
     @property
@@ -224,19 +224,19 @@ class WarpColumns:
         return self.per_lane * MMA_COLUMNS
 
     def chunk(self, number: int):
-        """This warp's chunk of a number, among those of a row."""
+        """Return this warp's chunk of a number, among those of a row."""
         return WARPS * number + warp_in_group() // self.sharing
 
     def share(self):
-        """Which share of a chunk this warp has."""
+        """Say which share of a chunk this warp has."""
         return warp_in_group() % self.sharing if self.sharing > 1 else 0
 
     def of_lane(self, g):
-        """This lane's first column in a chunk."""
+        """Return this lane's first column in a chunk."""
         return self.per_lane * g + 2 * self.share()
 
     def pair(self, number: int, g):
-        """The first column of this lane's pair of a number."""
+        """Return the first column of this lane's pair of a number."""
         chunk, pair = divmod(number, self.pairs)
         return self.chunk(chunk) * self.per_chunk + self.of_lane(g) + 2 * pair
 
@@ -263,5 +263,5 @@ class ByteLeafAttend(LeafAttend):
 
 
 def build(config: DecodeConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return ByteFewRowsDecodeSm90(config), example_arguments(argument_types(config), floats=3)

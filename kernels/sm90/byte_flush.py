@@ -74,7 +74,8 @@ class FlushedOperands(ByteOperands):
         return FlushedOperands.of_products(kernel, tiles, row_group, kernel.config.depth[1], kernel=kernel, **places)
 
     def chunks(self) -> list:
-        """Addresses of this lane's chunks: those of O, then that of its references and of whether there is a sum."""
+        """Return the addresses of this lane's chunks: those of O, then that of its references and of whether there is a
+        sum."""
         config = self.kernel.config
         lane = cute.arch.thread_idx()[0] - WARPGROUP
         first = self.staging + self.kernel.storing_warps * STAGING_BYTES + lane * copy.CHUNK_BYTES

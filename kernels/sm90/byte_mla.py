@@ -70,7 +70,7 @@ class ByteMlaSm90(MlaSm90):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes, which P is a part of."""
+        """Return the shared memory of a CTA in bytes, which P is a part of."""
         return super().shared_bytes + self.tile.m * copy.SWIZZLE_ROW_BYTES
 
     def softmax(self, scale) -> TileSoftmax:
@@ -126,7 +126,7 @@ class ByteMlaOperands(KeyParts, DeviceStruct):
         return RowFragment(self.s, self.tile_n // RowFragment.lanes_per_row)
 
     def output(self) -> RowFragment:
-        """O, when it has been turned."""
+        """Return O, when it has been turned."""
         return RowFragment(self.o, self.depth_v // RowFragment.lanes_per_row)
 
     @cute.jit
@@ -304,10 +304,10 @@ class ByteMlaAttend(MlaAttend):
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def _row(self, r: int):
-        """The number of a lane's row in its tile."""
+        """Return the number of a lane's row in its tile."""
         return warp_in_group() * WARP_ROWS + RowFragment.first_row() + RowFragment.row_offset(r)
 
 
 def build(config: MlaConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return ByteMlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

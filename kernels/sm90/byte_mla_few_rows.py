@@ -157,5 +157,5 @@ class ByteLatentMerge(LatentMerge):
 
 
 def build(config: MlaConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return ByteFewRowsMlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -79,7 +79,7 @@ class ByteOperands(Operands):
 
     @classmethod
     def of_products(cls, kernel, tiles: SharedTiles, row_group, width: int, /, **more):
-        """Operands for products of ``width`` columns of V. ``more`` are fields of a subclass."""
+        """Return operands for products of ``width`` columns of V. ``more`` are fields of a subclass."""
         t, source = kernel.tile, warpgroup.OperandSource
         depth_qk, depth_v = kernel.config.depth
         qk_mma, pv_mma = [
@@ -151,7 +151,8 @@ def round_to_bytes(s, words) -> None:
 
 
 def part_columns(depth_v: int, tile_n: int) -> int:
-    """Columns of V in one product: as many as there may be beside S, P and O, and divide all of them."""
+    """Say how many columns of V are in one product: as many as there may be beside S, P and O, and divide all of
+    them."""
     left = PRODUCT_REGISTERS - tile_n // 2 - tile_n // 8 - depth_v // 2
     most = min(2 * left, PART_COLUMNS)
     return max(width for width in range(8, most + 1, 8) if depth_v % width == 0)

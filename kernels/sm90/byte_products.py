@@ -49,17 +49,17 @@ class ColumnBlock:
 
     @property
     def key_part(self) -> int:
-        """Columns of Q and K that a lane holds."""
+        """Say how many columns of Q and K a lane holds."""
         return self.width // QUAD
 
     @property
     def value_part(self) -> int:
-        """Columns of V and O that a lane holds."""
+        """Say how many columns of V and O a lane holds."""
         return self.width // (LANES // QUAD)
 
 
 def padded(head_dim: int) -> int:
-    """Columns of all blocks."""
+    """Say how many columns all blocks have."""
     return sum(block.width for block in ColumnBlock.all(head_dim))
 
 
@@ -108,7 +108,7 @@ class ByteProducts(DeviceStruct):
 
     @property
     def exponent(self) -> int:
-        """The exponent of the power of two that K and V are multiplied by in products."""
+        """Return the exponent of the power of two that K and V are multiplied by in products."""
         return exponent(self.kernel.config.kv_type)
 
     def load_q(self, stage, first_row) -> None:
@@ -133,7 +133,7 @@ class ByteProducts(DeviceStruct):
             self.unit.fill(2.0**-self.exponent)
 
     def _to_float16(self, words: list, product: int) -> list:
-        """Row g of a product, times a power of two of its own."""
+        """Return row g of a product, times a power of two of its own."""
         values = [half for word in words for half in copy.unpack_bf16_x2(word)]
         largest = Float32(0.0)
         for value in values:
@@ -181,31 +181,32 @@ class ByteProducts(DeviceStruct):
                 accumulate(scores.registers, i // 2 * self.products + product, a, b[product])
 
     def _key_scales(self, eights: list[tuple]) -> list:
-        """Scales of this lane's part of its key in some groups of 8; None where there are no scales."""
+        """Return the scales of this lane's part of its key in some groups of 8; None where there are no scales."""
         if self.k_scales is None:
             return [None] * len(eights)
         g, t = place_in_warp()
         return [self.k_scales.of_part(stage, eight * copy.GROUP_ROWS + g, t, QUAD) for stage, eight in eights]
 
     def _factors(self, scales: list, word: int) -> list:
-        """The scales of a word of a lane's part, out of pairs of them."""
+        """Return the scales of a word of a lane's part, out of pairs of them."""
         if self.k_scales is None:
             return scales
         block = word * (32 // self.element.bits) // self.element.block
         return [(pairs[block // 2], block % 2) for pairs in scales]
 
     def rows(self, tile, part: int, stage, eight, block: ColumnBlock):
-        """Address of a column block of 8 keys of a stage of K (0) or V (1)."""
+        """Return the address of a column block of 8 keys of a stage of K (0) or V (1)."""
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
         place = copy.block_row(eight * copy.GROUP_ROWS, block.index, n, columns, self.kernel.source.columns_first)
         return tile + stage * (n * columns * 2) + place * copy.row_bytes(columns)
 
     def chunk(self, part: int, rows, row, number):
-        """Address of a chunk of a row of what :meth:`rows` has found, of K (0) or V (1)."""
+        """Return the address of a chunk of a row of what :meth:`rows` has found, of K (0) or V (1)."""
         return copy.swizzled_chunk(rows, row, number, copy.row_bytes(self.kernel.config.columns[part]))
 
     def _place(self, rows, row, part, part_bytes: int, first: int):
-        """Address of byte ``first`` of an equal part, of so many bytes, of a row of a column block of keys."""
+        """Return the address of byte ``first`` of an equal part, of so many bytes, of a row of a column block of
+        keys."""
         if part_bytes < copy.CHUNK_BYTES:
             per_chunk = copy.CHUNK_BYTES // part_bytes
             return self.chunk(0, rows, row, part // per_chunk) + part % per_chunk * part_bytes
@@ -219,7 +220,8 @@ def _pairs(values: list) -> list:
 
 @dsl_user_op
 def power_of_two(largest, exponent: int, others: int = 0, *, loc=None, ip=None) -> tuple:
-    """A power of two that brings a positive number to this exponent, and the inverse of both it and 2^``others``."""
+    """Return a power of two that brings a positive number to this exponent, and the inverse of both it and
+    2^``others``."""
     return cute.arch.inline_ptx(
         f"{{ .reg .b32 e, f; mov.b32 e, {{$r0}}; shr.u32 e, e, 23; max.u32 e, e, {exponent + 1}; "
         f"sub.u32 f, {254 + exponent}, e; shl.b32 f, f, 23; mov.b32 {{$w0}}, f; "

@@ -39,13 +39,14 @@ class ColumnRows:
         cute.arch.barrier(barrier_id=GROUP_BARRIER + self.group, number_of_threads=WARPGROUP)
 
     def _of_warps(self, r: int):
-        """Shared address of a float32 of each of this warpgroup's warps for row r of a lane."""
+        """Return the shared address of a float32 of each of this warpgroup's warps for row r of a lane."""
         row = self.group * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)
         return shared_address(self.tiles.staging) + self.kernel.nodes_bytes + RESULT_BYTES + 4 * WARPS * row
 
     @cute.jit
     def gathered(self, values) -> list:
-        """The values that this warpgroup's warps have for each row. The lanes of a warp that share it have the same."""
+        """Return the values that this warpgroup's warps have for each row. The lanes of a warp that share it have the
+        same."""
         _, t = place_in_warp()
         for r in cutlass.range_constexpr(len(values)):
             slot, value = shared_array(Float32, self._of_warps(r) + 4 * self.warp), values[r]
@@ -55,7 +56,7 @@ class ColumnRows:
         return [copy.load_shared(self._of_warps(r), WARPS, Float32) for r in range(len(values))]
 
     def over_warps(self, values) -> list:
-        """The largest of the warps' values for each row."""
+        """Return the largest of the warps' values for each row."""
         found = self.gathered(values)
         return [cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d)) for a, b, c, d in found]
 
@@ -73,7 +74,7 @@ class ColumnRows:
 
     @cute.jit
     def row_factors(self, output, statistics, rows: PackedRows) -> list:
-        """What turns the output of each row of a lane into the result; log-sum-exps are written."""
+        """Return what turns the output of each row of a lane into the result; log-sum-exps are written."""
         _, t = place_in_warp()
         factors = []
         for r in cutlass.range_constexpr(output.rows):

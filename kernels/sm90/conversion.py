@@ -38,15 +38,15 @@ class Stream(DeviceStruct):
     memory."""
 
     def look_up(self, tile, n) -> list:
-        """What a lane has to know before it can read what tile ``n`` needs; values that a loop carries."""
+        """Return what a lane has to know before it can read what tile ``n`` needs; values that a loop carries."""
         return []
 
     def read(self, tile, n, entry: list) -> list:
-        """What tile ``n`` needs."""
+        """Return what tile ``n`` needs."""
         return []
 
     def convert(self, step, scales: list) -> None:
-        """Convert the tile of ``step``; called by the whole warpgroup."""
+        """Convert the tile of ``step``; the whole warpgroup calls this."""
         raise NotImplementedError
 
     def show(self, step) -> None:
@@ -90,11 +90,11 @@ class WideningStream(Stream):
 
     @property
     def columns_first(self) -> bool:
-        """How the target is laid out."""
+        """Say how the target is laid out."""
         return self.in_place and self.kernel.source.columns_first
 
     def source_stage(self, step):
-        """Address of the loaded tile of ``step``, once it is there."""
+        """Return the address of the loaded tile of ``step``, once it is there."""
         self.source_ring.wait_full(step)
         columns = self.kernel.config.stage_columns[self.operand]
         return self.source + self.source_ring.stage(step) * (2 * self.kernel.tile.n * columns)
@@ -107,7 +107,7 @@ class WideningStream(Stream):
             self.source_ring.release(step)
 
     def target_stage(self, step):
-        """Address of the widened tile of ``step``, once its place is free."""
+        """Return the address of the widened tile of ``step``, once its place is free."""
         if not self.in_place:
             self.target_ring.wait_empty(step)
         columns = self.kernel.config.operand_columns[self.operand]
@@ -157,7 +157,8 @@ class WideningStream(Stream):
         self.show(step)
 
     def _distance(self, row: int, block: int, columns: int, columns_first: bool) -> int:
-        """Bytes from a row of the first column block of a stage of so many columns to a later one."""
+        """Say how many bytes lie between a row of the first column block of a stage of so many columns and a later
+        one."""
         return copy.block_row(row, block, self.kernel.tile.n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
 
 
@@ -171,20 +172,20 @@ class DequantisingStream(WideningStream):
 
     @property
     def row_parts(self) -> int:
-        """Threads that share a row."""
+        """Say how many threads share a row."""
         return WARPGROUP // self.kernel.tile.n
 
     @property
     def apart(self) -> bool:
-        """Whether scales that are not neighbours are in a register each, where there are as many."""
+        """Say whether scales that are not neighbours are in a register each, where there are as many."""
         return self.scales.blocks // self.row_parts <= SCALES_APART
 
     def _factors(self, scales: list, pair: int):
-        """The scales of two neighbouring blocks of a thread."""
+        """Return the scales of two neighbouring blocks of a thread."""
         return self.scales.factors(scales, pair, self.kernel.dtype, apart=self.apart)
 
     def _place(self) -> tuple:
-        """A thread's row of a tile and its part of the row."""
+        """Return a thread's row of a tile and its part of the row."""
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         return thread // self.row_parts, thread % self.row_parts
 

@@ -81,7 +81,7 @@ class DecodeSm90(AttentionSm90):
 
     @property
     def weights_dtype(self) -> type:
-        """The element type that P has in shared memory."""
+        """Return the element type that P has in shared memory."""
         return self.dtype
 
     @property
@@ -199,7 +199,7 @@ class DecodeSm90(AttentionSm90):
     def attend(
         self, tiles, rings, board, mask, addresses, geometry, softmax_scale, output_scale, output_factor
     ) -> None:
-        """What the consumer warpgroups do."""
+        """Do what the consumer warpgroups do."""
         self.set_registers(self.tile.consumer_registers)
         scale = load_scale(addresses.softmax_scale, softmax_scale)
         score = ScoreMap(ScoreKind.SCALED, scale, Float32(0.0), Int32(1))
@@ -222,7 +222,7 @@ class DecodeSm90(AttentionSm90):
         consumer.run(addresses, geometry)
 
     def run_merge(self, tiles, rings, board, addresses, geometry, scale) -> None:
-        """What the warpgroup that merges does."""
+        """Do what the warpgroup that merges does."""
         merge = self._merge(addresses, geometry, tiles)
         merge.run(board, rings.piece, addresses, geometry, scale, self.out_dtype)
 
@@ -231,7 +231,7 @@ class DecodeSm90(AttentionSm90):
         return OnlineSoftmax.create(scale, RowFragment.rows)
 
     def consumer(self, **parts: Any) -> "DecodeAttend":
-        """What the consumer warpgroups run."""
+        """Return what the consumer warpgroups run."""
         return (ByteAttend if self.config.widens_in_registers else DecodeAttend)(**parts)
 
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
@@ -241,7 +241,7 @@ class DecodeSm90(AttentionSm90):
         return self.schedule_type(geometry, addresses, mask, *sizes, keeper)
 
     def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> UnitKeeper:
-        """What the warp that schedules does besides."""
+        """Return what the warp that schedules does besides."""
         return UnitKeeper()
 
     @cute.jit
@@ -277,11 +277,11 @@ class DecodeSm90(AttentionSm90):
         self.load_kv(atoms[part], shared, ring, partial_barriers + part, board, operand)
 
     def _q_atom(self, addresses: Addresses, geometry: DecodeGeometry):
-        """The TMA atom of Q; None where only lanes copy its rows."""
+        """Return the TMA atom of Q; it is None where only lanes copy its rows."""
         return None
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
-        """What the two loading warps fetch."""
+        """Return what the two loading warps fetch."""
         return KvOperand.key(addresses, geometry, self.config), KvOperand.value(addresses, geometry, self.config)
 
     def _output_scale(self, addresses: Addresses, output_scale, output_factor):
@@ -314,10 +314,10 @@ class DecodeSm90(AttentionSm90):
 
 
 def argument_types(config: DecodeConfig) -> tuple[Any, Any]:
-    """What a kernel gets its addresses and sizes as."""
+    """Return what a kernel gets its addresses and sizes as."""
     return (ScaledAddresses, ScaledDecodeGeometry) if config.has_block_scales else (Addresses, DecodeGeometry)
 
 
 def build(config: DecodeConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return DecodeSm90(config), example_arguments(argument_types(config), floats=3)

@@ -27,7 +27,7 @@ class DecodeConsumer(Consumer):
     geometry: DecodeGeometry
 
     def logit_row(self, tile: SplitTile, warp_row, fragment: Any = RowFragment) -> LogitRow:
-        """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores."""
+        """Return the rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores."""
         request = tile.request
         first = tile.first_row + warp_row + fragment.first_row()
         if const_expr(self.mask.kind not in (MaskKind.DRAFT, MaskKind.CYCLIC)):
@@ -58,7 +58,7 @@ class DecodeAttend(DecodeConsumer, Attend):
         super().run(addresses, geometry)
 
     def own_keys(self, tile: SplitTile, row) -> TileRange:
-        """All rows see keys up to the same one, or nearly so."""
+        """Return the keys of the tile: all rows see keys up to the same one, or nearly so."""
         return tile.keys
 
     @cute.jit
@@ -135,5 +135,5 @@ class DecodeAttend(DecodeConsumer, Attend):
 
     @property
     def columns(self) -> int:
-        """How many columns of the output this warpgroup has."""
+        """Say how many columns of the output this warpgroup has."""
         return self.kernel.config.head_dim_v // self.kernel.config.v_parts

@@ -63,12 +63,13 @@ class FewRowsDecodeSm90(DecodeSm90):
 
     @property
     def nodes_bytes(self) -> int:
-        """How many bytes of shared memory levels of the tree take."""
+        """Say how many bytes of shared memory levels of the tree take."""
         return self.config.near_levels * node_bytes(self.tile.m, self.config.head_dim_v)
 
     @property
     def staging_bytes(self) -> int:
-        """Nodes of the tree, what counts have found, and a float32 of each row for all warps."""
+        """Return a warp's share of the bytes for nodes of the tree, what counts have found, and a float32 of each row
+        for all warps."""
         return (self.nodes_bytes + STATE_BYTES) // WARPS
 
     @property
@@ -77,12 +78,12 @@ class FewRowsDecodeSm90(DecodeSm90):
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a CTA in bytes, which P is a part of."""
+        """Return the shared memory of a CTA in bytes, which P is a part of."""
         return super().shared_bytes + self.tile.m * LEAF_TILE * 2 * self.p_tiles
 
     @property
     def p_tiles(self) -> int:
-        """How many tiles of P are in shared memory: those of a leaf."""
+        """Say how many tiles of P are in shared memory: those of a leaf."""
         return self.config.leaf_tiles
 
     def softmax(self, scale) -> ColumnSoftmax:
@@ -177,7 +178,7 @@ class ColumnOperands(DeviceStruct):
         return cute.make_tensor(self.s.iterator + i * cute.size(self.s_layout), self.s_layout)
 
     def scores(self) -> ColumnFragment:
-        """The scores of all tiles, of each of which a warp has 16 keys."""
+        """Return the scores of all tiles, of each of which a warp has 16 keys."""
         tiles = cute.size(self.s) // cute.size(self.s_layout)
         columns = tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row
         return ColumnFragment(self.s, columns, self.products)
@@ -228,7 +229,7 @@ class LeafOperands(ColumnOperands):
         ring.release(step + self.leaf_tiles - 1)
 
     def tile_scores(self, i: int) -> ColumnFragment:
-        """The scores of tile i of the leaf, of which a warp has 16 keys."""
+        """Return the scores of tile i of the leaf, of which a warp has 16 keys."""
         return ColumnFragment(
             self._tile_scores(i), ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products
         )
@@ -273,7 +274,8 @@ class LeafAttend(LeafTree, LeafConsumer):
 
     @cute.jit
     def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
-        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's."""
+        """Compute the node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next
+        one's."""
         k_ring, v_ring = self.rings.k, self.rings.v
         tiles, scores = self.kernel.config.leaf_tiles, operands.scores()
         operands.multiply_keys(k_ring, step, q_stage)
@@ -297,10 +299,10 @@ class LeafAttend(LeafTree, LeafConsumer):
         return step + self.kernel.step_tiles
 
     def prepare_values(self, operands, step) -> None:
-        """What the warps do for the products with V of a leaf before they meet, besides writing P."""
+        """Do what the warps do for the products with V of a leaf before they meet, besides writing P."""
         operands.show_weights()
 
 
 def build(config: DecodeConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return FewRowsDecodeSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -43,16 +43,16 @@ class AttentionSm90(AttentionKernel):
 
     @property
     def q_arrivals(self) -> dict[str, int]:
-        """How Q's edge differs where TMA does not fetch it."""
+        """Say how Q's edge differs where TMA does not fetch it."""
         return {}
 
     @property
     def more_roles(self) -> dict[str, int]:
-        """Warps of roles beyond the producers and attend."""
+        """Say how many warps the roles beyond the producers and attend have."""
         return {}
 
     def edges_in_place(self, edges: list[Edge], role: str) -> list[Edge]:
-        """The edges of K and V where the warpgroup ``role`` widens them in the place that they are loaded to."""
+        """Return the edges of K and V where the warpgroup ``role`` widens them in the place that they are loaded to."""
         copies_rows = issubclass(self.source, PageRows)
         # Lanes of load_v write zeros, which lanes read.
         lanes = [LANES if copies_rows or edge.name == "V" else 1 for edge in edges]
@@ -64,8 +64,8 @@ class AttentionSm90(AttentionKernel):
         return [*wide, *loaded]
 
     def loading_ring(self, rings, part: int):
-        """The ring that the warp that loads K (part 0) or V (part 1) fills. Where tiles are widened in place, it is
-        those that multiply who give stages back."""
+        """Return the ring that the warp that loads K (part 0) or V (part 1) fills. Where tiles are widened in place, it
+        is those that multiply who give stages back."""
         ring = (rings.k, rings.v)[part]
         if const_expr(not self.config.widens_in_place):
             return ring

@@ -35,7 +35,8 @@ class LatentKeys:
 
     @property
     def part_orders(self) -> tuple[tuple[int, int], ...]:
-        """The order in which parts, left (0) and right (1), of a step's tiles are multiplied, and fetched by TMA."""
+        """Return the order in which parts, left (0) and right (1), of a step's tiles are multiplied, and fetched by
+        TMA."""
         return ((0, 1),) * self.step_tiles
 
     @property
@@ -44,12 +45,12 @@ class LatentKeys:
 
     @property
     def widens(self) -> bool:
-        """Whether keys have 8 bits in memory, and warps of their own widen them in shared memory."""
+        """Say whether keys have 8 bits in memory, and warps of their own widen them in shared memory."""
         return self.config.kv_type is not KvType.WIDE
 
     @property
     def widening_warps(self) -> int:
-        """How many warps widen keys."""
+        """Say how many warps widen keys."""
         return self.byte_widening_warps if self.widens else 0
 
     def kv_source(self) -> type[KvSource]:
@@ -81,7 +82,7 @@ class LatentKeys:
 
     @property
     def loading_warps(self) -> int:
-        """How many warps load keys: one where TMA does the work, two where lanes copy rows of 16 bits."""
+        """Say how many warps load keys: one where TMA does the work, two where lanes copy rows of 16 bits."""
         return 2 if issubclass(self.source, PageRows) and not self.widens else 1
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
@@ -113,7 +114,7 @@ class LatentKeys:
 
     @cute.jit
     def load_keys(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board):
-        """Called by the warps that load keys, and those that widen them."""
+        """Run the warps that load keys, and those that widen them."""
         operands, parts = self.loads(addresses, geometry), (rings.k, rings.v)
         shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
         if const_expr(self.widens):
@@ -193,7 +194,7 @@ class LatentKeys:
 
 
 class LatentRows:
-    """How packed rows of MLA see keys: a base class beside a kind of attend."""
+    """This says how packed rows of MLA see keys: it is a base class beside a kind of attend."""
 
     kernel: Any
     mask: IntervalMask
@@ -201,7 +202,8 @@ class LatentRows:
     geometry: DecodeGeometry
 
     def logit_row(self, tile, warp_row, fragment: Any = RowFragment) -> LogitRow:
-        """The rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores, each at its token's position."""
+        """Return the rows from ``warp_row`` on that a lane holds of a ``fragment`` of scores, each at its token's
+        position."""
         request, group = tile.request, Int32(self.geometry.group)
         if const_expr(self.kernel.config.sparse):
             assert self.kernel.tile.n == LIST_KEYS

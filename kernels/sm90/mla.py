@@ -89,9 +89,9 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def part_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """The order in which parts, left (0) and right (1), of tiles A and B are multiplied. TMA fetches first what is
-        given back first. Lists, whose parts are copied in turns, are 5 % faster with left parts first, tiles of pages
-        3 % slower (H200, 2026-11-22 and 23). Pages of all sizes have one order, or their sums would differ."""
+        """Return the order in which parts, left (0) and right (1), of tiles A and B are multiplied. TMA fetches first
+        what is given back first. Lists, whose parts are copied in turns, are 5 % faster with left parts first, tiles of
+        pages 3 % slower (H200, 2026-11-22 and 23). Pages of all sizes have one order, or their sums would differ."""
         return ((0, 1), (0, 1)) if self.config.sparse else ((0, 1), (1, 0))
 
     @property
@@ -160,11 +160,11 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def warps_without_work(self) -> int:
-        """How many producer warps merge, and so do not read the board."""
+        """Say how many producer warps merge, and so do not read the board."""
         return SCHEDULE_WARP - self.loading_warps - self.widening_warps
 
     def merging_warps(self, geometry: DecodeGeometry):
-        """How many warps of all CTAs merge."""
+        """Say how many warps of all CTAs merge."""
         return Int32(geometry.grid) * (self.warps_without_work + 4 * self.warpgroups)
 
 
@@ -175,7 +175,8 @@ class MlaTiles(SharedTiles):
 
 @dataclass
 class LatentUnits(UnitKeeper):
-    """What a unit needs besides its keys: rows of Q, a slot for its piece, and that others learn of the piece."""
+    """This is what a unit needs besides its keys: rows of Q, a slot for its piece, and that others learn of the
+    piece."""
 
     kernel: MlaSm90
     descriptor: Any  # of Q
@@ -259,7 +260,7 @@ class MlaAttend(LatentRows, DecodeAttend):
     sums_at = 2 * WARPGROUP_ROWS  # where sums begin in the memory of both, behind the references
 
     def both_operands(self) -> tuple[Any, Any]:
-        """The operands of left and of right."""
+        """Return the operands of left and of right."""
         return MlaOperands.of_both(self.kernel, self.tiles)
 
     def give_back_q(self, operands, work, group) -> None:
@@ -442,13 +443,13 @@ class MlaAttend(LatentRows, DecodeAttend):
     # after its reading, and the warpgroups meet before and after they read the sums.
 
     def _reference(self, r: int, other: int):
-        """Where the reference of a thread's row, or of that row in the other warpgroup, lies."""
+        """Say where the reference of a thread's row, or of that row in the other warpgroup, lies."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
         row = (warp ^ (4 * other)) * WARP_ROWS + RowFragment.first_row() + RowFragment.row_offset(r)
         return self._state(row, 1)
 
     def _sums(self, other: int):
-        """Where the sums of a thread's rows, or of its like in the other warpgroup, lie."""
+        """Say where the sums of a thread's rows, or of its like in the other warpgroup, lie."""
         thread = (cute.arch.thread_idx()[0] - WARPGROUP) ^ (other * WARPGROUP)
         return self._state(self.sums_at + thread * RowFragment.rows, RowFragment.rows)
 
@@ -458,5 +459,5 @@ class MlaAttend(LatentRows, DecodeAttend):
 
 
 def build(config: MlaConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return MlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -59,7 +59,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     @property
     def warps_without_work(self) -> int:
-        """How many loading warps have nothing to do: the second one, which copies rows, where TMA does the work."""
+        """Say how many loading warps have nothing to do: the second one, which copies rows, where TMA does the work."""
         return LOADERS - self.loading_warps - self.widening_warps
 
     @property
@@ -68,7 +68,7 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
     @property
     def nodes_bytes(self) -> int:
-        """How many bytes of shared memory a leaf's node takes on its way to the warpgroup that merges."""
+        """Say how many bytes of shared memory a leaf's node takes on its way to the warpgroup that merges."""
         return node_bytes(self.tile.m, self.config.head_dim_v)
 
     def _more_edges(self) -> tuple[Edge, ...]:
@@ -151,7 +151,8 @@ class LatentLeaves(LatentRows):
 
     @cute.jit
     def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
-        """The node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next one's."""
+        """Compute the node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next
+        one's."""
         self.softmax.reset()
         operands.o.fill(0.0)
         tiles = self.kernel.step_tiles
@@ -233,7 +234,7 @@ class LatentMerge(LeafTree):
 
     @cute.jit
     def take(self, node: Node, n, masked, leaf):
-        """The ``leaf``-th node of this CTA."""
+        """Take the ``leaf``-th node of this CTA."""
         self.leaf_ring.wait_full(leaf)
         self.merge.take(node)
         self.leaf_ring.release(leaf)
@@ -241,5 +242,5 @@ class LatentMerge(LeafTree):
 
 
 def build(config: MlaConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return FewRowsMlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -85,7 +85,7 @@ class PairedAttend(ShadedAttend):
 
     @cute.jit
     def half_pair(self, operands, turns, q_stage, row, kv_step, n):
-        """A step that multiplies ``operands.p`` and leaves the next P in the other place."""
+        """Do a step that multiplies ``operands.p`` and leaves the next P in the other place."""
         k_ring, v_ring, scores = self.rings.k, self.rings.v, operands.scores()
         self.begin_step(operands, turns, q_stage, kv_step)
         self.to_logits(scores, n, row, False)

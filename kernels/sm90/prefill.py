@@ -126,7 +126,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
     def attend(
         self, tiles, rings, board, mask, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax
     ) -> None:
-        """What the consumer warpgroups do."""
+        """Do what the consumer warpgroups do."""
         self.set_registers(self.tile.consumer_registers)
         scale = load_scale(addresses.softmax_scale, softmax_scale)
         score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
@@ -157,7 +157,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 
     @property
     def attend_types(self) -> tuple[type, type]:
-        """What the consumer warpgroups do, without skip-softmax and with it."""
+        """Return what the consumer warpgroups do, without skip-softmax and with it."""
         if self.config.multiplies_bytes:
             return FlushingByteAttend if self.config.flushes_output else ByteAttend, SkippingByteAttend
         return PairedAttend if self.config.pairs_steps else ShadedAttend, SkippingAttend
@@ -220,11 +220,11 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 
 
 def build(config: PrefillConfig) -> Any:
-    """The traceable launch function of a config and example arguments to compile it with."""
+    """Return the traceable launch function of a config and example arguments to compile it with."""
     return with_arguments(PrefillSm90(config))
 
 
 def with_arguments(kernel: PrefillSm90) -> Any:
-    """A kernel's traceable launch function and example arguments to compile it with."""
+    """Return a kernel's traceable launch function and example arguments to compile it with."""
     kinds = (ScaledAddresses, ScaledGeometry) if kernel.config.has_block_scales else (Addresses, Geometry)
     return kernel, example_arguments(kinds, floats=4)

@@ -29,11 +29,11 @@ class PrefillAttend(Attend):
         return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
 
     def staging(self, consumer_warp):
-        """Address of the shared memory that the output of a warp goes through."""
+        """Return the address of the shared memory that the output of a warp goes through."""
         return shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
 
     def output_rows(self) -> type[OutputRows]:
-        """How rows of the output are written."""
+        """Say how rows of the output are written."""
         return output_rows(self.kernel.out_dtype, stages_pairs=True)
 
     def _rows(self, tile: WorkTile, warp_row) -> QueryRows:
