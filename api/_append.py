@@ -52,16 +52,16 @@ class AppendArguments(NamedTuple):
 
     @property
     def paged_kv_cache(self) -> Any:
-        """The cache as the caller gave it: one tensor, or a pair of K and V."""
+        """Return the cache as the caller gave it: one tensor, or a pair of K and V."""
         return self.cache if self.value_cache is None else (self.cache, self.value_cache)
 
     @property
     def kv_cache_sf(self) -> Any:
-        """The block scales as the caller gave them: one tensor, a pair, or None."""
+        """Return the block scales as the caller gave them: one tensor, a pair, or None."""
         return self.scales if self.value_scales is None else (self.scales, self.value_scales)
 
     def sources(self) -> tuple[Any, ...]:
-        """The arguments that the operands of the kernel lie in, in their order."""
+        """Return the arguments that the operands of the kernel lie in, in their order."""
         table = self.kv_indices if self.block_tables is None else self.block_tables
         caches = (self.cache, self.cache if self.value_cache is None else self.value_cache)
         scales = (self.scales, self.scales if self.value_scales is None else self.value_scales)
@@ -182,7 +182,7 @@ def _new_tokens(append_key: Any, append_value: Any) -> tuple[torch.Tensor, torch
 def _caches(
     paged_kv_cache: Any, kv_layout: Any, key: torch.Tensor, value: torch.Tensor, shared: bool, interleaves: bool
 ) -> tuple[CacheType, KVViews]:
-    """What is written, and canonical views of where."""
+    """Return what is written, and canonical views of where."""
     parts = pair_or_tensor("paged_kv_cache", paged_kv_cache)
     for name, part in parts:
         checks.dtype(name, part, CACHE_TYPES)
@@ -221,7 +221,7 @@ def _caches(
 
 
 def _block_scales(kv_cache_sf: Any, kv_layout: str, caches: KVViews, kind: CacheType, shared: bool) -> KVViews | None:
-    """Canonical views of the block scales, required for NVFP4 and refused otherwise."""
+    """Return canonical views of the block scales, required for NVFP4 and refused otherwise."""
     if not kind.is_nvfp4:
         if kv_cache_sf is not None:
             raise ValueError(
@@ -237,7 +237,7 @@ def _block_scales(kv_cache_sf: Any, kv_layout: str, caches: KVViews, kind: Cache
 
 
 def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, PageTable, torch.Tensor | None]:
-    """Number of requests, page ids, and where each request's begin where they are in a row."""
+    """Return the number of requests, page ids, and where each request's begin where they are in a row."""
     given = [name for name in ("kv_indices", "kv_indptr", "block_tables") if getattr(a, name) is not None]
     if given not in (["kv_indices", "kv_indptr"], ["block_tables"]):
         raise ValueError(f"pages must be given as kv_indices and kv_indptr, or as block_tables, got {given or None}")
@@ -261,7 +261,7 @@ def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, Pag
 
 
 def _index(name: str, value: Any, dim: tuple[str, int | None], on: torch.device) -> torch.Tensor:
-    """A contiguous 1-D tensor of 32-bit integers."""
+    """Check and return a contiguous 1-D tensor of 32-bit integers."""
     checked = checks.tensor(name, value)
     checks.dtype(name, checked, INDICES)
     _on(name, checked, on)

@@ -38,7 +38,7 @@ class PagedCache:
 
 
 def pair_or_tensor(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of an argument that is one tensor or a pair, with the names that messages give them."""
+    """Return the tensors of an argument that is one tensor or a pair, with the names that messages give them."""
     if isinstance(value, torch.Tensor):
         return [(name, checks.tensor(name, value))]
     if not isinstance(value, (tuple, list)):
@@ -110,6 +110,6 @@ def block_scales(
 
 
 def has_dtype(kv_cache: Any, dtype: torch.dtype) -> bool:
-    """Whether a cache, which need not be checked, has this dtype."""
+    """Tell whether a cache, which need not be checked, has this dtype."""
     first = kv_cache[0] if isinstance(kv_cache, (tuple, list)) and kv_cache else kv_cache
     return isinstance(first, torch.Tensor) and first.dtype == dtype

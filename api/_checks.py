@@ -36,7 +36,8 @@ TORCH_FUNCTIONS = (_TENSOR.__torch_function__.__func__, torch._C._disabled_torch
 
 
 def describe(value: Any) -> str:
-    """``value`` for a message, short. What may be large is not formatted: the text of a storage of 4 MB takes 12 s."""
+    """Describe ``value`` for a message, briefly. What may be large is not formatted: the text of a storage of 4 MB
+    takes 12 s."""
     if is_plain(value):
         return f"a {value.dtype} tensor of shape {tuple(value.shape)} on {value.device}"
     kind = type(value).__name__
@@ -54,21 +55,21 @@ def describe(value: Any) -> str:
 
 
 def is_plain(value: Any) -> bool:
-    """Whether ``value`` is a tensor whose elements lie in its memory as its shape and strides say."""
+    """Tell whether ``value`` is a tensor whose elements lie in its memory as its shape and strides say."""
     if not isinstance(value, torch.Tensor) or not _is_plain_type(type(value)):
         return False
     return not (value.layout is not torch.strided or value.is_nested or _unread(value))
 
 
 def _is_plain_type(kind: Any) -> bool:
-    """Whether tensors of a class answer for themselves: fake and distributed tensors, for two, do not."""
+    """Tell whether tensors of a class answer for themselves: fake and distributed tensors, for two, do not."""
     function = getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
     dispatches = kind.__torch_dispatch__ is not _TENSOR.__torch_dispatch__
     return kind is torch.Tensor or (function in TORCH_FUNCTIONS and not dispatches)
 
 
 def _unread(value: torch.Tensor) -> str:
-    """What a kernel that reads a strided tensor's memory would not see; empty where there is no such thing."""
+    """Say what a kernel that reads a strided tensor's memory would not see; empty where there is no such thing."""
     if value.is_quantized:
         return "a quantised one"
     if value.is_neg():
@@ -79,7 +80,8 @@ def _unread(value: torch.Tensor) -> str:
 
 
 def tensor(name: str, value: Any, kinds: str = "a torch.Tensor") -> torch.Tensor:
-    """``value`` as a strided tensor with memory of its own. ``kinds`` is for the message: what the argument may be."""
+    """Return ``value`` as a strided tensor with memory of its own. ``kinds`` is for the message: what the argument may
+    be."""
     unread_tensor(name, value, kinds)
     if not _is_plain_type(type(value)):
         raise ValueError(
@@ -106,13 +108,13 @@ def unread_tensor(name: str, value: Any, kinds: str = "a torch.Tensor") -> None:
 
 
 def _end_bytes(value: torch.Tensor) -> int:
-    """Bytes from the beginning of the storage to the end of the last element."""
+    """Count the bytes from the beginning of the storage to the end of the last element."""
     reach = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
     return (int(value.storage_offset()) + reach + 1) * value.element_size()
 
 
 def main_tensor(name: str, value: Any) -> torch.Tensor:
-    """``value`` as the tensor whose device the call runs on."""
+    """Return ``value`` as the tensor whose device the call runs on."""
     checked = tensor(name, value)
     if checked.device.type not in ("cuda", "cpu"):
         raise ValueError(f"{name} must be on a CUDA device or the CPU, got {checked.device}")
@@ -153,7 +155,7 @@ def tma_readable(name: str, value: torch.Tensor) -> None:
 
 
 def host_int(name: str, value: Any, minimum: int = 0, maximum: int = INT32_MAX) -> int:
-    """``value`` as an int on the host; anything with ``__index__`` but a bool or a tensor."""
+    """Return ``value`` as an int on the host; anything with ``__index__`` but a bool or a tensor."""
     if isinstance(value, (bool, torch.Tensor)):
         # a tensor has __index__ too, but using it would wait for the device
         raise TypeError(f"{name} must be an int, got {describe(value)}")
@@ -167,7 +169,7 @@ def host_int(name: str, value: Any, minimum: int = 0, maximum: int = INT32_MAX) 
 
 
 def host_float(name: str, value: Any, minimum: float | None = None, kinds: str = "a float") -> float:
-    """``value`` as a finite float on the host. ``kinds`` is for the message: what the argument may be."""
+    """Return ``value`` as a finite float on the host. ``kinds`` is for the message: what the argument may be."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     try:
@@ -182,24 +184,24 @@ def host_float(name: str, value: Any, minimum: float | None = None, kinds: str =
 
 
 def optional_float(name: str, value: Any) -> float:
-    """``value`` as a float that is not negative; None means 0."""
+    """Return ``value`` as a float that is not negative; None means 0."""
     return 0.0 if value is None else host_float(name, value, 0.0, "a float or None")
 
 
 def flag(name: str, value: Any, kinds: str = "True or False") -> bool:
-    """``value`` as a bool. ``kinds`` is for the message: what the argument may be."""
+    """Return ``value`` as a bool. ``kinds`` is for the message: what the argument may be."""
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     return value
 
 
 def optional_flag(name: str, value: Any) -> bool | None:
-    """``value`` as a bool or None."""
+    """Return ``value`` as a bool or None."""
     return None if value is None else flag(name, value, "True, False or None")
 
 
 def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
-    """``value`` as one of the strings in ``allowed``."""
+    """Return ``value`` as one of the strings in ``allowed``."""
     if not isinstance(value, str):
         raise TypeError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {describe(value)}")
     if value not in allowed:
@@ -208,7 +210,7 @@ def choice(name: str, value: Any, allowed: Sequence[str]) -> str:
 
 
 def scale(name: str, value: Any, on: torch.device, minimum: float | None = None) -> float | torch.Tensor:
-    """A scale: a host float, or one float32 value on the device, which stays there.
+    """Check and return a scale: a host float, or one float32 value on the device, which stays there.
 
     A one-element tensor on the host is read here, which is why it is the slow path.
     """
@@ -227,7 +229,7 @@ def scale(name: str, value: Any, on: torch.device, minimum: float | None = None)
 
 
 def is_natural(name: str, value: Any) -> bool:
-    """Whether a base of logarithms, "log2" or "ln", is e."""
+    """Tell whether a base of logarithms, "log2" or "ln", is e."""
     return choice(name, value, ("log2", "ln")) == "ln"
 
 
@@ -238,7 +240,7 @@ def backend_name(value: Any) -> None:
 
 
 def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int]) -> torch.Tensor:
-    """A preallocated log-sum-exp of the sizes ``dims``."""
+    """Check and return a preallocated log-sum-exp of the sizes ``dims``."""
     checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *dims)
     dtype(name, checked, (torch.float32,))
@@ -249,7 +251,8 @@ def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int])
 
 
 def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
-    """Attention sinks: one float32 or bfloat16 logit per query head, as a tensor or as a list of exactly one tensor."""
+    """Check and return attention sinks: one float32 or bfloat16 logit per query head, as a tensor or as a list of
+    exactly one tensor."""
     if value is None:
         return None
     if isinstance(value, (list, tuple)):
@@ -265,7 +268,7 @@ def sinks(value: Any, heads: int, on: torch.device) -> torch.Tensor | None:
 
 
 def index_tensor(name: str, value: Any, on: torch.device) -> torch.Tensor:
-    """A tensor of lengths, offsets or page ids."""
+    """Check and return a tensor of lengths, offsets or page ids."""
     checked = tensor(name, value)
     dtype(name, checked, INTEGERS)
     device(name, checked, on)
@@ -273,17 +276,17 @@ def index_tensor(name: str, value: Any, on: torch.device) -> torch.Tensor:
 
 
 def lengths(name: str, value: Any, batch: int, on: torch.device) -> torch.Tensor:
-    """One length for each request, of whatever shape, as [batch]."""
+    """Return one length for each request, of whatever shape, as [batch]."""
     return sequence_lengths(index_tensor(name, value, on), batch, name)
 
 
 def cumulative(name: str, value: Any, batch: int, on: torch.device) -> TokenOffsets:
-    """Cumulative lengths in tokens."""
+    """Read cumulative lengths in tokens."""
     return token_offsets(index_tensor(name, value, on), batch, name)
 
 
 def offsets(name: str, value: Any, batch: int, unit: int, tokens: int, on: torch.device) -> TokenOffsets | None:
-    """Starts of requests in elements of a tensor of so many ``tokens``, ``unit`` elements each."""
+    """Read the starts of requests in elements of a tensor of so many ``tokens``, ``unit`` elements each."""
     if value is None:
         return None
     starts = element_offsets(index_tensor(name, value, on), batch, unit, name)
@@ -296,13 +299,13 @@ def offsets(name: str, value: Any, batch: int, unit: int, tokens: int, on: torch
 
 
 def page_table(value: Any, batch: int, on: torch.device, *, shared: bool = True) -> PageTable:
-    """``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own."""
+    """Read ``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own."""
     read = shared_page_table if shared else split_page_table
     return read(index_tensor("block_tables", value, on), batch)
 
 
 def capacity(table: PageTable, page_size: int) -> int:
-    """The tokens of a request that ``block_tables`` has room for."""
+    """Say how many tokens of a request ``block_tables`` has room for."""
     pages = table.key.shape[1]
     if pages * page_size > MAX_KEYS:
         raise ValueError(
@@ -347,8 +350,8 @@ def stored_in(name: str, value: torch.Tensor, unit: int) -> None:
 def output(
     name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device, unit: int = 0
 ) -> torch.Tensor:
-    """A preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share memory; kernels store
-    ``unit`` bytes at a time, or what TMA can address where it is 0."""
+    """Check and return a preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share
+    memory; kernels store ``unit`` bytes at a time, or what TMA can address where it is 0."""
     checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *zip(("tokens", "heads", "head_dim"), sizes, strict=True))
     dtype(name, checked, (of,))
@@ -367,7 +370,7 @@ def output(
 
 
 def allocated(out: torch.Tensor | None, query: torch.Tensor, v_dim: int, of: torch.dtype) -> torch.Tensor | None:
-    """``out``, or a new tensor where the launch's own allocation (in the dtype of the query) would not do."""
+    """Return ``out``, or a new tensor where the launch's own allocation (in the dtype of the query) would not do."""
     if out is not None or of == query.dtype:
         return out
     return torch.empty((*query.shape[:-1], v_dim), dtype=of, device=query.device)
@@ -395,7 +398,8 @@ def disjoint(name: str, written: torch.Tensor, others: Iterable[tuple[str, torch
 
 
 def _extent(value: torch.Tensor) -> tuple[int, int, int, list[int]]:
-    """First byte, one past the last, bytes of an innermost piece without gaps, and the strides between such pieces."""
+    """Return the first byte, the one past the last, the bytes of an innermost piece without gaps, and the strides
+    between such pieces."""
     size = value.element_size()
     steps = [(n, stride * size) for n, stride in zip(value.shape, value.stride(), strict=True) if n > 1]
     start = value.data_ptr()

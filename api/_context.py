@@ -128,7 +128,7 @@ def _nvfp4_output(
 
 
 def _output(call: ContextCall, v_dim: int) -> _Output:
-    """The output that is asked for."""
+    """Return the output that is asked for."""
     query, out, out_dtype = call.query, call.out, call.out_dtype
     o_sf_scale, o_sf_vec_size, query_dtype = call.o_sf_scale, call.o_sf_vec_size, call.query_dtype or query.dtype
     sizes = (*query.shape[:-1], v_dim)
@@ -169,14 +169,14 @@ def _check_query(query: Any) -> None:
 
 
 def widened_query(query: torch.Tensor) -> torch.Tensor:
-    """e4m3 queries over an NVFP4 cache as float16, which holds all of their values: that is what kernels multiply with
-    NVFP4 elements times their scales, which e4m3 does not hold."""
+    """Return e4m3 queries over an NVFP4 cache as float16, which holds all of their values: that is what kernels
+    multiply with NVFP4 elements times their scales, which e4m3 does not hold."""
     _check_query(query)  # a copy has none of the faults that are looked for
     return query.to(torch.float16)
 
 
 def _block_scales(kv_block_scales: Any, kv_cache_sf: Any) -> tuple[str, Any]:
-    """The scales of the cache, with the one of their two names that the caller used."""
+    """Return the scales of the cache, with the one of their two names that the caller used."""
     if kv_cache_sf is None:
         return "kv_block_scales", kv_block_scales
     if not isinstance(kv_cache_sf, (torch.Tensor, tuple, list)):
@@ -196,7 +196,7 @@ def _mask(causal: Any, window_left: Any) -> Mask:
 
 
 def _kv(call: ContextCall, shared: bool) -> tuple[_cache.PagedCache, BlockScales | None, Inputs]:
-    """K and V, their block scales, and the scales under the name that the caller gave them."""
+    """Return K and V, their block scales, and the scales under the name that the caller gave them."""
     kv_dtypes = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
     cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
     _check_kv_dtype(call.query, cache)

@@ -77,15 +77,15 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
 
 
 def _token_elements(ragged: torch.Tensor) -> int:
-    """Elements of storage from one token of a ragged tensor to the next, which element offsets count: three times
-    heads * head_dim where query, key and value are slices of one fused tensor."""
+    """Count the elements of storage from one token of a ragged tensor to the next, which element offsets count: three
+    times heads * head_dim where query, key and value are slices of one fused tensor."""
     tokens, *token = ragged.shape
     stride = ragged.stride(0) if tokens > 1 else 0
     return stride or math.prod(token)  # a single token, or one token's data for all, may have any stride
 
 
 def _batch(actual_seq_lens_q: Any, batch_offsets_q: Any, in_tokens: bool) -> int:
-    """The batch size, which this entry has no argument for."""
+    """Return the batch size, which this entry has no argument for."""
     if actual_seq_lens_q is None and in_tokens and batch_offsets_q is not None:
         return max(checks.tensor("batch_offsets_q", batch_offsets_q).numel() - 1, 0)
     return checks.tensor("actual_seq_lens_q", actual_seq_lens_q).numel()
@@ -129,7 +129,7 @@ def _check_pairing(batch: int, paged: bool, given: dict[str, TokenOffsets | None
 def _request_lengths(
     call: CudnnCall, batch: int, in_tokens: bool, on: torch.device
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """The lengths of queries and keys; None where offsets say them."""
+    """Return the lengths of queries and keys; None where offsets say them."""
     graphs = call.is_cuda_graph_compatible
     q_lens = kv_lens = None
     if call.actual_seq_lens_q is not None or not in_tokens or call.batch_offsets_q is None:
@@ -142,7 +142,7 @@ def _request_lengths(
 
 
 def _starts(call: CudnnCall, batch: int, in_tokens: bool, v_dim: int) -> dict[str, TokenOffsets | None]:
-    """Where requests start in each tensor."""
+    """Say where requests start in each tensor."""
     tokens, heads, _ = call.q.shape
     out_unit = heads * v_dim if call.out is None else _token_elements(call.out)
     starts = {
@@ -263,7 +263,7 @@ def _out_dtype(q: torch.Tensor, o_data_type: Any) -> torch.dtype:
 
 
 def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:
-    """The factors on q k^T and on the output, where the scales of quantised inputs are taken into account.
+    """Return the factors on q k^T and on the output, where the scales of quantised inputs are taken into account.
 
     Scales are multiplied on the device, so that they may change under a CUDA graph.
     """
@@ -283,7 +283,8 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
 
 
 def _padded_rows(sizes: tuple[int, int, int], tokens: int, on: torch.device) -> torch.Tensor:
-    """Memory for the log-sum-exp of [batch, max_token_per_sequence, num_heads], whose bound is the caller's."""
+    """Allocate memory for the log-sum-exp of [batch, max_token_per_sequence, num_heads], whose bound is the
+    caller's."""
     try:
         return torch.empty(sizes, dtype=torch.float32, device=on)
     except RuntimeError as error:  # also torch.OutOfMemoryError, which others catch where the bound is not to blame

@@ -23,8 +23,8 @@ ONE_RANK, FIRST_RANK = 1, 0
 
 
 def flat_tokens(value: Any) -> Any:
-    """[batch, q_len, num_heads, head_dim] as [batch * q_len, num_heads, head_dim]; anything else as it is. It need not
-    be checked."""
+    """Return [batch, q_len, num_heads, head_dim] as [batch * q_len, num_heads, head_dim]; anything else as it is. It
+    need not be checked."""
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.dim() != 4:
         return value
     return value[:, 0] if value.shape[1] == 1 else value.flatten(0, 1)
@@ -40,7 +40,8 @@ def dense_tokens(name: str, value: torch.Tensor) -> None:
 def workspace_bytes(
     rows: int, kv_heads: int, columns: int, max_seq_len: int, device: Any, *, latent: bool = False
 ) -> int:
-    """Size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU without one."""
+    """Return the size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU
+    without one."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tiled = support.arch_of(on) in support.SM120
     by_portions = latent and not settings.BATCH_INVARIANT.is_on
@@ -50,8 +51,8 @@ def workspace_bytes(
 def workspace(
     value: Any, needed: int, results: Sequence[tuple[str, torch.Tensor | None]], inputs: Sequence[tuple[str, Any]]
 ) -> torch.Tensor:
-    """``needed`` bytes of scratch: the last ones of ``workspace_buffer``, because FlashInfer, with which callers may
-    share it, keeps statistics in the first ones; memory of our own where it has no room for them. No two of it, the
+    """Return ``needed`` bytes of scratch: the last ones of ``workspace_buffer``, because FlashInfer, with which callers
+    may share it, keeps statistics in the first ones; memory of our own where it has no room for them. No two of it, the
     results and the inputs share memory, but for the inputs, of which the first is the query."""
     checked = checks.tensor("workspace_buffer", value)
     checks.device("workspace_buffer", checked, inputs[0][1].device)
@@ -69,7 +70,7 @@ def workspace(
 
 
 def log_sum_exp(lse: Any, return_lse: Any, base: Any, query: torch.Tensor, sizes: tuple[int, ...]) -> LogSumExp | None:
-    """Where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes, if it is asked for: into ``lse`` of shape
+    """Say where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes, if it is asked for: into ``lse`` of shape
     [tokens, heads] or ``sizes``."""
     checks.flag("return_lse", return_lse)
     if base is not None:
@@ -94,8 +95,8 @@ def log_sum_exp(lse: Any, return_lse: Any, base: Any, query: torch.Tensor, sizes
 def ragged_starts(
     name: str, cumulative: Any, max_name: str, max_q_len: Any, query: torch.Tensor
 ) -> tuple[int, int, TokenOffsets]:
-    """(requests, most new tokens of one, where each starts) of cumulative lengths in tokens, which stay on the device.
-    ``max_q_len`` is the caller's bound of them, called ``max_name``."""
+    """Return (requests, most new tokens of one, where each starts) of cumulative lengths in tokens, which stay on the
+    device. ``max_q_len`` is the caller's bound of them, called ``max_name``."""
     starts = checks.index_tensor(name, cumulative, query.device)
     if max_q_len is None:
         raise ValueError(f"{max_name} must be given with {name}, whose values are not read on the host, got None")
@@ -107,7 +108,7 @@ def ragged_starts(
 
 
 def shard(kv_global: Any, world: Any, rank: Any, batch: int, on: torch.device) -> Shard | None:
-    """Which of all keys this rank has, where ``causal_seqlens_kv_global`` is given."""
+    """Say which of all keys this rank has, where ``causal_seqlens_kv_global`` is given."""
     count = checks.host_int("cp_world", world, minimum=1)
     index = checks.host_int("cp_rank", rank, maximum=count - 1)
     if kv_global is None:
@@ -116,7 +117,7 @@ def shard(kv_global: Any, world: Any, rank: Any, batch: int, on: torch.device) -
 
 
 def refused(entry: str, what: str, on: torch.device) -> NotImplementedError:
-    """The error for an argument that no architecture's kernels serve."""
+    """Return the error for an argument that no architecture's kernels serve."""
     return NotImplementedError(f"{entry}: {what} is not supported on {support.arch_of(on)}, nor elsewhere")
 
 
@@ -134,8 +135,8 @@ def check_counter_buffer(value: Any) -> None:
 
 
 def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, latent: bool = False) -> Places:
-    """Where the operands of an entry for decode lie, where these two arguments are called so; ``latent``: there is one
-    tensor of keys and values, and nothing that has to do with two. The log-sum-exp is a result, which is found by
+    """Say where the operands of an entry for decode lie, where these two arguments are called so; ``latent``: there is
+    one tensor of keys and values, and nothing that has to do with two. The log-sum-exp is a result, which is found by
     itself."""
     pair = ("k", "v"), ("o_scale", "mask", "kv_cache_sf", "kv_cache_sf[1]")
     cache, own = (("kv_cache",), ()) if latent else pair

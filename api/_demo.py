@@ -53,7 +53,7 @@ class Batch(ABC):
         self.workspace = torch.empty(self.workspace_bytes(), dtype=torch.uint8, device=device)
 
     def capacity(self) -> int:
-        """Tokens that a row of the page table has room for."""
+        """Say how many tokens a row of the page table has room for."""
         return self.PAGE_SIZE * self.block_tables.shape[1]
 
     @abstractmethod
@@ -64,10 +64,12 @@ class Batch(ABC):
 
     @abstractmethod
     def key_and_value(self, cached: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both as [kv_heads, tokens, dim], from what the cache holds of a request, [..., kv_heads, tokens, dim]."""
+        """Return both as [kv_heads, tokens, dim], from what the cache holds of a request, [..., kv_heads, tokens,
+        dim]."""
 
     def error(self, out: torch.Tensor) -> float:
-        """Largest difference from float64 in the last rows of each request, relative to the largest output."""
+        """Return the largest difference from float64 in the last rows of each request, relative to the largest
+        output."""
         out = out.view(-1, self.heads, self.V_HEAD_DIM)  # that of MLA has a dimension more
         worst = largest = 0.0
         for index, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
@@ -88,7 +90,7 @@ class Batch(ABC):
         return worst / largest
 
     def rate(self, milliseconds: float) -> str:
-        """Multiplications and additions of both matrix products in a second, visible keys only."""
+        """Return the multiplications and additions of both matrix products in a second, visible keys only."""
         visible = sum(q * (kv - q) + q * (q + 1) / 2 for q, kv in zip(self.q_lens, self.kv_lens, strict=True))
         return f"{2.0 * self.heads * (self.HEAD_DIM + self.V_HEAD_DIM) * visible / milliseconds / 1e9:.0f} TFLOP/s"
 
@@ -168,7 +170,7 @@ class Decode(KeysAndValues):
         return result
 
     def rate(self, milliseconds: float) -> str:
-        """Bytes of keys and values in a second."""
+        """Return the bytes of keys and values in a second."""
         octets = sum(self.kv_lens) * self.kv_heads * (self.HEAD_DIM + self.V_HEAD_DIM) * self.kv_cache.element_size()
         return f"{octets / milliseconds / 1e6:.0f} GB/s of keys and values"
 
@@ -218,7 +220,7 @@ def run(device: str | None) -> int:
 
 
 def _gpu_has_kernels() -> bool:
-    """Whether there is a GPU of an architecture that any kernel is for."""
+    """Tell whether there is a GPU of an architecture that any kernel is for."""
     if not torch.cuda.is_available():
         return False
     try:

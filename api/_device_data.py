@@ -32,7 +32,7 @@ def check_device_data(enable: bool) -> None:
 
 
 def is_enabled() -> bool:
-    """Whether device data is looked at."""
+    """Tell whether device data is looked at."""
     return settings.CHECK.is_on
 
 

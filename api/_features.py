@@ -29,7 +29,7 @@ def require_problem(
 
 
 def _described(problem: Any) -> dict[str, str]:
-    """What messages say of a problem's tensors, by kinds of rows."""
+    """Return what messages say of a problem's tensors, by kinds of rows."""
     if isinstance(problem, AppendProblem):
         key, cache = problem.key, problem.key_cache
         dtypes, dims = f"append_key.dtype={key.dtype}, cache dtype={cache.dtype}", f"head_dim={key.shape[2]}"
@@ -47,7 +47,7 @@ def _described(problem: Any) -> dict[str, str]:
 
 
 def named(call: Any, **arguments: str) -> dict[str, str]:
-    """``argument=value`` of a record, by the keys of rows that these arguments ask for."""
+    """Return ``argument=value`` of a record, by the keys of rows that these arguments ask for."""
     values = {key: (name, getattr(call, name)) for key, name in arguments.items()}
     return {key: f"{name}={_short(value)}" for key, (name, value) in values.items()}
 

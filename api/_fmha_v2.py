@@ -21,7 +21,8 @@ POSITION_ENCODINGS = ("none", "alibi")
 
 
 def _tensors(name: str, value: Any, depth: int = 2) -> list[tuple[str, torch.Tensor]]:
-    """The tensors in ``qkv`` with the names that messages give them; anything else is left to the layout's check."""
+    """Return the tensors in ``qkv`` with the names that messages give them; anything else is left to the layout's
+    check."""
     if isinstance(value, torch.Tensor):
         return [(name, checks.tensor(name, value))]
     if depth == 0 or not isinstance(value, (tuple, list)):
@@ -55,7 +56,7 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
 
 
 def _mask(mask_mode: Any, window_left: Any, chunked_attention_size: Any) -> Mask:
-    """The mask. A window or a chunk takes effect whatever ``mask_mode`` says."""
+    """Return the mask. A window or a chunk takes effect whatever ``mask_mode`` says."""
     mode = checks.choice("mask_mode", mask_mode.lower() if isinstance(mask_mode, str) else mask_mode, MASK_MODES)
     window = checks.host_int("window_left", window_left, minimum=-1)
     chunk = checks.host_int("chunked_attention_size", chunked_attention_size)
@@ -207,8 +208,8 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
 
 
 def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
-    """The tensors that Q, K and V lie in, None for what is not told apart; and the bytes from K to V in a (K, V) pool:
-    page ids of both count from K, so this is part of the layout. What is malformed stays in one piece."""
+    """Return the tensors that Q, K and V lie in, None for what is not told apart; and the bytes from K to V in a (K, V)
+    pool: page ids of both count from K, so this is part of the layout. What is malformed stays in one piece."""
     if isinstance(qkv, (tuple, list)):
         if len(qkv) == 3:
             return *qkv, None

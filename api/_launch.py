@@ -31,29 +31,31 @@ _Record = TypeVar("_Record", bound=tuple[Any, ...])
 
 
 def halves(cache: Any) -> tuple[Any, Any]:
-    """K and V of a pair; the tensor of both and None otherwise."""
+    """Return K and V of a pair; the tensor of both and None otherwise."""
     return tuple(cache) if isinstance(cache, (tuple, list)) and len(cache) == 2 else (cache, None)
 
 
 def record(kind: type[_Record], given: Mapping[str, Any]) -> _Record:
-    """The arguments of a call by their names: a named tuple of what is ``given``, the local variables of an entry point
-    or another record's fields. Calls that need no checks go without one, which would take half as long as they do."""
+    """Return the arguments of a call by their names: a named tuple of what is ``given``, the local variables of an
+    entry point or another record's fields. Calls that need no checks go without one, which would take half as long as
+    they do."""
     return kind(**{name: given[name] for name in kind._fields if name in given})  # type: ignore[attr-defined]
 
 
 def single(sinks: Any) -> torch.Tensor | None:
-    """Sinks given as a tensor, as a list of one, or not at all. What else there may be in a list is for the checks."""
+    """Return sinks that are given as a tensor, as a list of one, or not at all. What else there may be in a list is for
+    the checks."""
     is_list = isinstance(sinks, (list, tuple)) and len(sinks) == 1 and isinstance(sinks[0], torch.Tensor)
     return sinks[0] if is_list else sinks
 
 
 def _nothing(arguments: Arguments, out: Any, stats: Any) -> Results | None:
-    """The latest call where there has been none."""
+    """Stand in for the latest call where there has been none."""
     return None
 
 
 def _key(arguments: Arguments) -> Hashable:
-    """Everything that the checks look at but addresses. Types count: 1, 1.0 and True are equal."""
+    """Return everything that the checks look at but addresses. Types count: 1, 1.0 and True are equal."""
     return tuple([metadata(a) if isinstance(a, torch.Tensor) else (type(a), a) for a in arguments])
 
 

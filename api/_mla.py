@@ -97,7 +97,7 @@ def _refuse_unserved(call: MlaCall) -> None:
 
 
 def _shard(call: MlaCall, batch: int) -> Shard | None:
-    """What this rank has of all keys."""
+    """Say what this rank has of all keys."""
     kv_global = call.causal_seqlens_kv_global
     found = shard(kv_global, call.cp_world, call.cp_rank, batch, call.query.device)
     if not checks.flag("enable_dcp", call.enable_dcp):
@@ -114,8 +114,8 @@ def _shard(call: MlaCall, batch: int) -> Shard | None:
 
 
 def widened_query(query: Any) -> Any:
-    """e4m3 queries as bfloat16, which holds all of their values, where that is what kernels multiply. Others as they
-    are."""
+    """Return e4m3 queries as bfloat16, which holds all of their values, where that is what kernels multiply, and others
+    as they are."""
     if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8):
         return query
     checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
@@ -126,8 +126,8 @@ def widened_query(query: Any) -> Any:
 
 
 def list_lengths(query: Any, seq_lens: Any, top_k: int) -> tuple[Any, torch.Tensor | None]:
-    """``seq_lens`` and ``sparse_mla_top_k_lens`` of lists of ``top_k`` entries without the latter: FlashInfer's sparse
-    back end takes it as ``seq_lens`` of each new token, and None for whole lists."""
+    """Return ``seq_lens`` and ``sparse_mla_top_k_lens`` of lists of ``top_k`` entries without the latter: FlashInfer's
+    sparse back end takes it as ``seq_lens`` of each new token, and None for whole lists."""
     # Neither tensor has been checked, and nested ones have no shapes.
     if not isinstance(query, torch.Tensor) or query.is_nested or query.dim() not in (3, 4) or top_k > checks.INT32_MAX:
         return seq_lens, None
@@ -172,7 +172,8 @@ def _checked_cache(
 
 
 def _token_table(block_tables: Any, query: torch.Tensor, top_k: int) -> torch.Tensor:
-    """The table of sparse attention, token indices, as [tokens, top_k]. It has the first dimensions of ``query``."""
+    """Return the table of sparse attention, token indices, as [tokens, top_k]. It has the first dimensions of
+    ``query``."""
     ids = low_words(checks.index_tensor("block_tables", block_tables, query.device))
     if query.dim() == 3:
         checks.shape("block_tables", block_tables, ("tokens", query.shape[0]), ("sparse_mla_top_k", top_k))
@@ -199,7 +200,7 @@ def _check_out(out: Any, query: torch.Tensor, rank: int) -> None:
 
 
 def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: int, on: torch.device) -> torch.Tensor:
-    """Lengths of the requests, or of the lists of all ``tokens`` where they are given."""
+    """Return the lengths of the requests, or of the lists of all ``tokens`` where they are given."""
     if sparse_lens is None:
         return checks.lengths("seq_lens", seq_lens, batch, on)
     if seq_lens is not None:
@@ -213,7 +214,8 @@ def _kv_lens(seq_lens: Any, sparse_lens: Any, batch: int, tokens: int, top_k: in
 def mla_workspace_bytes(
     num_heads: int, max_seq_len: int, q_len_per_req: int = 1, kv_lora_rank: int = 512, device: Any = None
 ) -> int:
-    """Size of ``workspace_buffer`` that is enough for ``trtllm_batch_decode_with_kv_cache_mla`` with any batch.
+    """Return the size of ``workspace_buffer`` that is enough for ``trtllm_batch_decode_with_kv_cache_mla`` with any
+    batch.
 
     It holds partial results of requests whose keys several multiprocessors share, and grows with the logarithm of the
     keys: on 132 multiprocessors for up to 256 rows (heads times new tokens of a request) 72 MiB for 131072 keys, and
@@ -238,7 +240,8 @@ def mla_workspace_bytes(
 
 
 def _requests(call: MlaCall) -> tuple[int, int, TokenOffsets | None]:
-    """(requests, most new tokens of one, where each starts, where they may have different ones) of a checked query."""
+    """Return (requests, most new tokens of one, where each starts, where they may have different ones) of a checked
+    query."""
     if call.cum_seq_lens_q is not None:
         batch, q_len, starts = ragged_starts(
             "cum_seq_lens_q", call.cum_seq_lens_q, "max_q_len", call.max_q_len, call.query
@@ -265,7 +268,7 @@ def _check_query(call: MlaCall) -> None:
 
 
 def _dims(call: MlaCall) -> tuple[int, int, int]:
-    """(kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k)."""
+    """Return (kv_lora_rank, qk_rope_head_dim, sparse_mla_top_k)."""
     checks.host_int("qk_nope_head_dim", call.qk_nope_head_dim, minimum=1)
     rank = checks.host_int("kv_lora_rank", call.kv_lora_rank, minimum=1)
     rope = checks.host_int("qk_rope_head_dim", call.qk_rope_head_dim)
@@ -279,7 +282,7 @@ def _dims(call: MlaCall) -> tuple[int, int, int]:
 
 
 def _tables(call: MlaCall, batch: int, top_k: int, page_size: int) -> tuple[PageTable | None, torch.Tensor | None, int]:
-    """The page table, or the lists of sparse attention, and the keys of a request that there is room for."""
+    """Return the page table, or the lists of sparse attention, and the keys of a request that there is room for."""
     shared = call.uses_shared_paged_kv_idx
     if top_k > 0:
         if not shared:
@@ -290,7 +293,7 @@ def _tables(call: MlaCall, batch: int, top_k: int, page_size: int) -> tuple[Page
 
 
 def _log_sum_exp(call: MlaCall, query: torch.Tensor, part: Shard | None) -> LogSumExp | None:
-    """Where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes."""
+    """Say where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes."""
     base = call.return_lse_base
     if base is None and (call.backend == NATURAL_BACKEND or part is not None):
         base = NATURAL_BASE
@@ -298,7 +301,7 @@ def _log_sum_exp(call: MlaCall, query: torch.Tensor, part: Shard | None) -> LogS
 
 
 def _scratch(call: MlaCall, cache: KVViews, log: LogSumExp | None, needed: int) -> torch.Tensor:
-    """The workspace, apart from all inputs and results, and those from each other."""
+    """Return the workspace, apart from all inputs and results, and those from each other."""
     inputs = (
         ("query", call.query),
         ("kv_cache", cache.key),

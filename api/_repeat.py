@@ -86,8 +86,8 @@ MORE_OVERLAPS = {name: _overlaps(name, "qkvo") for name in "swt"}
 
 
 def output_parts(out: Any) -> tuple[Any, Any, Any]:
-    """What there is to compare of an output that is given: its data, and of an NVFP4 one its scales and the row at
-    which they begin."""
+    """Return what there is to compare of an output that is given: its data, and of an NVFP4 one its scales and the row
+    at which they begin."""
     return (out.data, out.scale, out.scale_start_index) if isinstance(out, FP4Tensor) else (out, None, None)
 
 
@@ -102,7 +102,7 @@ class Places(NamedTuple):
     operands: Mapping[str, str | tuple[str, ...]]
 
     def find(self, operand: str, arguments: Arguments) -> int:
-        """The place among the arguments of the tensor that an operand lies in."""
+        """Return the place among the arguments of the tensor that an operand lies in."""
         for name in self._names(operand):
             place = self.tensors.index(name)
             if isinstance(arguments[place], torch.Tensor):
@@ -110,7 +110,7 @@ class Places(NamedTuple):
         raise AssertionError(f"operand {operand} of the kernel lies in no argument")
 
     def name(self, operand: str) -> str:
-        """What an operand is called in messages."""
+        """Say what an operand is called in messages."""
         return next(iter(self._names(operand)), operand)
 
     def _names(self, operand: str) -> tuple[str, ...]:
@@ -180,7 +180,7 @@ class Repeat:
     def _find(
         self, arguments: Arguments, places: Places, views: Sequence[torch.Tensor | None]
     ) -> tuple[list[int], list[str]]:
-        """The arguments that operands lie in, and the address of each operand as an expression."""
+        """Return the arguments that operands lie in, and the address of each operand as an expression."""
         inputs, addresses = set(), []
         for operand, (name, view) in enumerate(zip(OPERANDS, views, strict=False)):
             if operand == OUT or view is None:
@@ -206,7 +206,7 @@ class Repeat:
         return sorted(inputs), addresses
 
     def _function(self, arguments: Arguments) -> Launch:
-        """The function that recognises these arguments."""
+        """Make the function that recognises these arguments."""
         variables = dict(self._variables)
         constants = [name for name in variables if name.startswith("constant")]
         firsts: dict[int, int] = {}  # by tensor, the place where it is given first
@@ -252,8 +252,8 @@ def _compiled(source: str) -> types.CodeType:
 
 
 def _conditions(plain: Arguments, firsts: Sequence[int | None], variables: dict[str, Any]) -> list[str]:
-    """What has to hold for other arguments, cheapest first. Values to compare with become variables. Tensors are given
-    again where they were before, as torch's guards take each of them once."""
+    """Return what has to hold for other arguments, cheapest first. Values to compare with become variables. Tensors are
+    given again where they were before, as torch's guards take each of them once."""
     single, equal, tensors = [], [], []
     for i, value in enumerate(plain):
         if value is TENSOR and firsts[i] == i:
@@ -279,7 +279,7 @@ def _same_memory(view: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _like(result: torch.Tensor) -> torch.Tensor:
-    """What torch.empty_like makes contiguous tensors of this shape from, in half the time of torch.empty."""
+    """Return what torch.empty_like makes contiguous tensors of this shape from, in half the time of torch.empty."""
     return _element(result.dtype, result.device).expand(result.shape)
 
 
@@ -289,7 +289,7 @@ def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def extent_bytes(view: torch.Tensor | None) -> int:
-    """Bytes from the first element of a view to the end of its last."""
+    """Count the bytes from the first element of a view to the end of its last."""
     if view is None or view.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
@@ -297,12 +297,13 @@ def extent_bytes(view: torch.Tensor | None) -> int:
 
 
 def metadata(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What the checks look at in a tensor, besides its address."""
+    """Return what the checks look at in a tensor, besides its address."""
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
 
 
 def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    """A function that tells whether other tensors, none of them nested, differ from these in nothing but addresses.
+    """Return a function that tells whether other tensors, none of them nested, differ from these in nothing but
+    addresses.
 
     It uses the guards that ``torch.compile`` puts before its compiled code: a tenth of the time of reading shapes and
     strides from Python. They also compare what decides between torch's implementations, such as requires_grad.

@@ -117,8 +117,8 @@ class TrtllmDecodeCall(NamedTuple):
 
 
 def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on: torch.device) -> None:
-    """The mask of several tokens per request. A single one has no use for it, and upstream callers may pass any. Masks
-    of ragged requests have a row for each of ``ragged_tokens``, and may have more of them."""
+    """Check the mask of several tokens per request. A single one has no use for it, and upstream callers may pass any.
+    Masks of ragged requests have a row for each of ``ragged_tokens``, and may have more of them."""
     if mask is not None:
         checks.tensor("mask", mask, "a torch.Tensor or None")
     if q_len == 1 or mask is None:
@@ -154,7 +154,7 @@ def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: i
 def xqa_workspace_bytes(
     num_heads: int, num_kv_heads: int, head_dim: int, max_seq_len: int, q_len_per_req: int = 1, device: Any = None
 ) -> int:
-    """Size of ``workspace_buffer`` that is enough for ``xqa_batch_decode_with_kv_cache`` with any batch.
+    """Return the size of ``workspace_buffer`` that is enough for ``xqa_batch_decode_with_kv_cache`` with any batch.
 
     It holds partial results of requests whose keys several multiprocessors share: on 132 multiprocessors, with 8 KV
     heads of 128 columns and 131072 keys, 24 MiB for 8 rows (query heads that share a KV head times new tokens of a
@@ -198,7 +198,7 @@ def _check_query(query: Any) -> None:
 
 
 def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
-    """K and V, and their block scales."""
+    """Return K and V, and their block scales."""
     head_dim = call.query.shape[2]
     kv_dtypes = (call.query.dtype, checks.FP8, torch.int8, torch.uint8)
     cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes)
@@ -212,7 +212,7 @@ def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
 
 
 def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
-    """(requests, most new tokens of one, where each starts, where they may have different ones)."""
+    """Return (requests, most new tokens of one, where each starts, where they may have different ones)."""
     if call.q_cu_seq_lens is not None:
         starts, bound = (
             ("q_cu_seq_lens", "q_len_per_req") if call.entry == support.XQA else ("cum_seq_lens_q", "max_q_len")
@@ -228,7 +228,7 @@ def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:
 def _scratch(
     call: XqaCall, cache: _cache.PagedCache, scales: BlockScales | None, log: LogSumExp | None, needed: int
 ) -> torch.Tensor:
-    """The workspace, apart from all inputs and results, and those from each other."""
+    """Return the workspace, apart from all inputs and results, and those from each other."""
     inputs = (
         ("query", call.query),
         ("kv_cache", cache.key),
@@ -333,15 +333,16 @@ def _check_sharded(call: XqaCall, part: Shard | None) -> None:
 
 
 def widened_query(query: torch.Tensor, out: Any, out_dtype: Any) -> torch.Tensor:
-    """e4m3 queries over an e4m3 cache in 16 bits, which hold all of their values and are what kernels multiply: float16
-    where the output has this dtype, else bfloat16."""
+    """Return e4m3 queries over an e4m3 cache in 16 bits, which hold all of their values and are what kernels multiply:
+    float16 where the output has this dtype, else bfloat16."""
     checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
     dtype = getattr(out, "dtype", None) if out_dtype is None else out_dtype
     return query.to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
 
 
 def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
-    """The problem of ``trtllm_batch_decode_with_kv_cache``, as :func:`xqa_problem` makes it of the same arguments."""
+    """Return the problem of ``trtllm_batch_decode_with_kv_cache``, as :func:`xqa_problem` makes it of the same
+    arguments."""
     check_counter_buffer(call.multi_ctas_kv_counter_buffer)
     query, q_len_per_req, max_q_len = call.query, call.q_len_per_req, call.max_q_len
     checks.main_tensor("query", query)
@@ -377,7 +378,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
 
 
 def _out_of_type(call: TrtllmDecodeCall) -> torch.Tensor | None:
-    """``out``, or a new tensor where ``out_dtype`` is not what the launch allocates."""
+    """Return ``out``, or a new tensor where ``out_dtype`` is not what the launch allocates."""
     query, out, out_dtype, query_dtype = call.query, call.out, call.out_dtype, call.query_dtype
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or isinstance(out, FP4Tensor):
         raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", query.device)

@@ -47,7 +47,7 @@ def cudnn_batch_prefill_with_kv_cache(
     o_data_type: torch.dtype | None = None,
     lse_base: str = NATURAL,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attention over ragged or paged K and V, with the log-sum-exp where asked for.
+    """Compute attention over ragged or paged K and V, with the log-sum-exp where asked for.
 
     ``out = v_scale * softmax(scale * q_scale * k_scale * q k^T over the visible keys) v``, where scales of bfloat16 and
     float16 are 1. With ``causal``, row t of a request with q_len queries and kv_len keys sees keys

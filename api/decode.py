@@ -56,7 +56,7 @@ def xqa_batch_decode_with_kv_cache(
     return_lse: bool = False,
     return_lse_base: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one or a few new tokens per request over a paged KV cache.
+    """Compute attention of one or a few new tokens per request over a paged KV cache.
 
     With one new token per request all of its seq_len keys are visible, or with a window those at seq_len - 1 -
     window_left and behind; with several, ``mask`` says which of the new tokens each of them sees::
@@ -207,8 +207,8 @@ def trtllm_batch_decode_with_kv_cache(
     request_order_plan: object | None = None,
     return_lse_base: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one or a few new tokens per request over a paged KV cache, as
-    :func:`xqa_batch_decode_with_kv_cache` computes it.
+    """Compute attention of one or a few new tokens per request over a paged KV cache, as
+    :func:`xqa_batch_decode_with_kv_cache` does.
 
     Several new tokens of a request see the keys in front of them and each other as ``mask`` says; without a mask, each
     sees itself and the ones before it.

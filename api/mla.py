@@ -53,7 +53,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     use_fp16_softmax: bool | None = None,
     return_lse_base: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Multi-head latent attention (DeepSeek) of one or a few new tokens per request over a paged latent cache.
+    """Compute multi-head latent attention (DeepSeek) of one or a few new tokens per request over a paged latent cache.
 
     All heads share one key row per token, ``kv_lora_rank + qk_rope_head_dim`` wide, whose first ``kv_lora_rank``
     entries are also the value. Row t of q_len sees the first seq_len - q_len + t + 1 keys, or, sparse, the tokens that

@@ -62,7 +62,8 @@ def trtllm_batch_context_with_kv_cache(
     use_fp16_softmax: bool | None = None,
     uses_spcompress: bool | None = None,
 ) -> torch.Tensor | FP4Tensor | tuple[torch.Tensor | FP4Tensor, torch.Tensor]:
-    """Attention, causal unless told, of new tokens over a paged KV cache that already holds their keys and values.
+    """Compute attention, causal unless told, of new tokens over a paged KV cache that already holds their keys and
+    values.
 
     For query row t of a request with q_len new tokens and kv_len keys, p = kv_len - q_len + t is the row's own key and
     keys 0..p are visible (bottom-right alignment), or p - window_left..p with a window::
@@ -252,7 +253,7 @@ def trtllm_fmha_v2_prefill(
     save_softmax_stats: bool = False,
     skip_softmax_threshold_scale_factor: float = 0,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Attention over packed, contiguous, separate or paged inputs.
+    """Compute attention over packed, contiguous, separate or paged inputs.
 
     For each request ``out = bmm2_scale * softmax(bmm1_scale * q k^T over the visible keys) v``. Masks are aligned to
     the bottom right: row t of q_len sits at key p = kv_len - q_len + t. A row with no visible key gives 0.

@@ -44,7 +44,7 @@ class FmhaV2Layout(enum.Enum):
 
     @property
     def kv_layout(self) -> KVLayout | None:
-        """How pages are laid out, or None where K and V are not paged."""
+        """Return how pages are laid out, or None where K and V are not paged."""
         return _PAGED.get(self)
 
 

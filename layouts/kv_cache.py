@@ -34,12 +34,12 @@ class KVLayout(enum.Enum):
 
     @property
     def shape(self) -> str:
-        """The dimensions of a 4-D cache, for messages."""
+        """Return the dimensions of a 4-D cache, for messages."""
         return f"[pages, {self.page_shape}]"
 
     @property
     def page_shape(self) -> str:
-        """The dimensions of one page, for messages."""
+        """Return the dimensions of one page, for messages."""
         return "kv_heads, page_size, head_dim" if self is KVLayout.HND else "page_size, kv_heads, head_dim"
 
 

@@ -209,12 +209,12 @@ class NVFP4KVCache:
 
     @property
     def data(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entry points' ``kv_cache`` argument."""
+        """Return the entry points' ``kv_cache`` argument."""
         return self.key, self.value
 
     @property
     def block_scales(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The entry points' ``kv_block_scales`` or ``kv_cache_sf`` argument."""
+        """Return the entry points' ``kv_block_scales`` or ``kv_cache_sf`` argument."""
         return self.key_scales, self.value_scales
 
 

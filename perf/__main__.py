@@ -130,7 +130,7 @@ def _families() -> Sequence[Family]:
 
 
 def _chosen(cases: str, candidates: Sequence[str] | None) -> Iterator[tuple[Family, list[Case], list[str]]]:
-    """The cases of each family in the order of the patterns, and the titles to measure them with."""
+    """Yield the cases of each family in the order of the patterns, and the titles to measure them with."""
     families = _families()
     named = _matching("case", [case.name for family in families for case in family.cases], cases.split(","))
     titles = _matching("candidate", [title for family in families for title in family.measured], candidates or ["*"])
@@ -142,7 +142,7 @@ def _chosen(cases: str, candidates: Sequence[str] | None) -> Iterator[tuple[Fami
 
 
 def _matching(what: str, names: Sequence[str], patterns: Iterable[str]) -> dict[str, None]:
-    """The names that match, pattern by pattern."""
+    """Return the names that match, pattern by pattern."""
     found: dict[str, None] = {}
     for pattern in patterns:
         matches = dict.fromkeys(name for name in names if fnmatchcase(name, pattern))

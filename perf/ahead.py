@@ -21,7 +21,8 @@ KEYS, QUERIES = 4096, 512
 
 
 def configs_of(family: Family, cases: Sequence[Case], candidates: Sequence[str]) -> dict[str, Buildable]:
-    """The configs, by name, of the kernels that our candidates launch in these cases; none for what they refuse."""
+    """Return the configs, by name, of the kernels that our candidates launch in these cases; none for what they
+    refuse."""
     found: dict[str, Buildable] = {}
     with _recording(found):
         for case in cases:
@@ -33,7 +34,7 @@ def configs_of(family: Family, cases: Sequence[Case], candidates: Sequence[str])
 
 
 def smaller(case: Any) -> Any:
-    """A case that takes the same kernels as ``case`` and less memory, where there is one at hand."""
+    """Return a case that takes the same kernels as ``case`` and less memory, where there is one at hand."""
     if isinstance(case, Decode):
         return replace(case, kv_lens=(min(max(case.kv_lens), KEYS),))
     if isinstance(case, Prefill) and len({*case.q_lens}) == 1:

@@ -62,7 +62,7 @@ def flashinfer_append(page_size: int) -> Candidate:
 
 
 def torch_indexing(page_size: int) -> Candidate:
-    """What there is without a kernel for it: torch quantizes, and assigns to places of the cache."""
+    """Prepare what there is without a kernel for it: torch quantizes, and assigns to places of the cache."""
 
     def prepare(t: AppendTensors) -> Call:
         pages = t.pages(page_size)

@@ -38,7 +38,7 @@ class Append:
 
     @property
     def work(self) -> float:
-        """Bytes of the new keys and values, and of what the cache has of them."""
+        """Count the bytes of the new keys and values, and of what the cache has of them."""
         elements = 2.0 * self.batch * self.new * self.kv_heads * self.head_dim
         return elements * (ELEMENT_BYTES[BF16] + ELEMENT_BYTES[self.kv_dtype])
 
@@ -108,12 +108,12 @@ class AppendTensors:
         return AppendPages(pool(kept.data), pool(kept.data), scales, table, used, starts, in_last)
 
     def places(self, table: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and row of each new token."""
+        """Return page and row of each new token."""
         positions = self.positions.long()
         return table[self.requests.long(), positions // page_size].long(), positions % page_size
 
     def error(self, out: AppendPages) -> float:
-        """Relative error of what the pages hold, against the quantizers of ``hopwell.layouts``."""
+        """Return the relative error of what the pages hold, against the quantizers of ``hopwell.layouts``."""
         page, row = self.places(out.table, out.key.shape[1])
         halves = (out.key, out.value)
         scales: tuple[torch.Tensor | None, ...] = (None, None) if out.scales is None else out.scales

@@ -29,14 +29,15 @@ class Ceiling(NamedTuple):
 
 
 def matmul(t: object) -> Call:
-    """A product of random square matrices."""
+    """Prepare a product of random square matrices."""
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").bfloat16() for _ in range(2))
     out = torch.empty_like(a)
     return lambda: torch.mm(a, b, out=out)
 
 
 def matmul_8(t: object) -> Call:
-    """A product of random square matrices of e4m3, accumulated without flushes, as fast as the library has it."""
+    """Prepare a product of random square matrices of e4m3, accumulated without flushes, as fast as the library has
+    it."""
     a, b = (torch.randn(MATMUL_SIZE, MATMUL_SIZE, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
     one, out = torch.ones((), device="cuda"), torch.empty_like(a, dtype=torch.bfloat16)
     options: dict[str, Any] = dict(out_dtype=out.dtype, use_fast_accum=True, out=out)
@@ -44,7 +45,7 @@ def matmul_8(t: object) -> Call:
 
 
 def read(t: object) -> Call:
-    """Each number once. torch.sum would be 8 % slower (H200, 2026-11-21)."""
+    """Prepare to read each number once. torch.sum would be 8 % slower (H200, 2026-11-21)."""
     from hopwell.perf import memory
 
     numbers = torch.empty(READ_BYTES // 4, dtype=torch.int32, device="cuda").random_()
@@ -66,6 +67,6 @@ CEILINGS = {
 
 
 def matmul_of(q_dtype: torch.dtype, kv_dtype: torch.dtype) -> str:
-    """The ceiling of products of queries with keys and values of these types, whose wider one decides."""
+    """Name the ceiling of products of queries with keys and values of these types, whose wider one decides."""
     both_narrow = q_dtype == kv_dtype == torch.float8_e4m3fn
     return MATMUL_8 if both_narrow else MATMUL

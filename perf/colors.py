@@ -27,18 +27,18 @@ Rates = Mapping[str, Sequence["float | None"]]
 
 
 def base(candidate: str) -> str:
-    """A candidate's name without the form of its keys."""
+    """Return a candidate's name without the form of its keys."""
     return candidate.partition(", pages of ")[0]
 
 
 def is_ours(candidate: str) -> bool:
-    """Whether it is a form of hopwell."""
+    """Tell whether it is a form of hopwell."""
     return base(candidate) == OURS
 
 
 def shown(rates: Rates) -> dict[str, list[float | None]]:
-    """What a figure shows of the candidates' rates: of each peer the best form, case by case, and the first forms of
-    ours, so that there are :data:`MOST` at most as long as there are fewer peers than that."""
+    """Return what a figure shows of the candidates' rates: of each peer the best form, case by case, and the first
+    forms of ours, so that there are :data:`MOST` at most as long as there are fewer peers than that."""
     peers: dict[str, list[float | None]] = {}
     for name, row in rates.items():
         if not is_ours(name):
@@ -50,7 +50,7 @@ def shown(rates: Rates) -> dict[str, list[float | None]]:
 
 
 def colors(candidates: Sequence[str]) -> dict[str, str]:
-    """The colour of each."""
+    """Return the colour of each candidate."""
     ours = [name for name in candidates if is_ours(name)]
     others = [name for name in candidates if not is_ours(name) and name not in PEER_COLORS]
     return (
@@ -61,7 +61,7 @@ def colors(candidates: Sequence[str]) -> dict[str, str]:
 
 
 def ratio(rates: Rates, at: int) -> tuple[str, float] | None:
-    """The form of ours that is best at a case, and its rate as a multiple of the best peer's."""
+    """Return the form of ours that is best at a case, and its rate as a multiple of the best peer's."""
     ours = {name: row[at] or 0.0 for name, row in rates.items() if is_ours(name)}
     best_peer = max((row[at] or 0.0 for name, row in rates.items() if not is_ours(name)), default=0.0)
     if not best_peer or not any(ours.values()):

@@ -112,8 +112,8 @@ def flashinfer_cudnn(page_size: int) -> Candidate:
 
 
 def fa3(page_size: int) -> Candidate:
-    """FlashAttention 3, which chooses itself into how many parts it splits the keys. Beside a cache of e4m3 its queries
-    are e4m3 as well, rounded beforehand."""
+    """Prepare FlashAttention 3, which chooses itself into how many parts it splits the keys. Beside a cache of e4m3 its
+    queries are e4m3 as well, rounded beforehand."""
 
     def prepare(t: DecodeTensors) -> Call:
         _no_nvfp4(t)

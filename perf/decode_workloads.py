@@ -65,7 +65,7 @@ class Decode:
 
     @property
     def demand(self) -> dict[str, float]:
-        """Both products; query and output, keys and values once."""
+        """Count both products, and query and output, keys and values once."""
         columns = ELEMENT_BYTES[self.q_dtype] * self.head_dim + ELEMENT_BYTES[BF16] * self.v_head_dim
         tokens = self.batch * self.q_len * self.heads * columns
         return {ceilings.matmul_of(self.q_dtype, self.kv_dtype): self.flop, ceilings.READ: self.read_bytes + tokens}
@@ -76,12 +76,12 @@ class Decode:
 
     @property
     def read_bytes(self) -> float:
-        """Bytes of keys and values, and of their block scales where there are any."""
+        """Count the bytes of keys and values, and of their block scales where there are any."""
         return 2.0 * sum(self.kv_lens) * self.kv_heads * self.head_dim * ELEMENT_BYTES[self.kv_dtype]
 
     @property
     def flop(self) -> float:
-        """Operations of both matrix products, which count visible keys only."""
+        """Return the operations of both matrix products, which count visible keys only."""
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.kv_lens))
 
     def _visible(self, kv_len: int) -> int:
@@ -90,7 +90,7 @@ class Decode:
 
     @property
     def v_head_dim(self) -> int:
-        """Less than ``head_dim`` where values are the first columns of the keys."""
+        """Return the head dim of values, less than ``head_dim`` where they are the first columns of the keys."""
         return self.head_dim
 
     @property
@@ -120,7 +120,7 @@ MOST_TOKENS = 1 << 20  # of all requests together: 4 GiB of keys and values
 
 
 def _grid() -> list[Decode]:
-    """A series over the length for each batch."""
+    """Return a series over the length for each batch."""
     sizes = [(batch, length) for batch in BATCHES for length in LENGTHS if batch * length <= MOST_TOKENS]
     return [_uniform(f"b{b}-{n}", b, n, series=f"batch {b}, 64/8 heads, d128") for b, n in sizes]
 
@@ -180,14 +180,14 @@ class DecodeTensors:
         return torch.empty(*self.q.shape[:2], self.work.v_head_dim, dtype=BF16, device=self.device)
 
     def pages(self, page_size: int) -> CachePages:
-        """The cache. Ids past a request's last page are those of a page, as there are peers that read them."""
+        """Return the cache. Ids past a request's last page are those of a page, as there are peers that read them."""
         if page_size not in self._pages:
             pages = cache_pages(self._key, self._value, self.work.kv_lens, page_size, interleaves=False)
             self._pages[page_size] = pages._replace(table=pages.table.clamp(min=0))
         return self._pages[page_size]
 
     def _causal_drafts(self) -> torch.Tensor:
-        """uint16 [batch, q_len, words]: a bit for each new token that a new token sees."""
+        """Return uint16 [batch, q_len, words]: a bit for each new token that a new token sees."""
         q_len = self.work.q_len
         bits = torch.zeros(q_len, -(-q_len // MASK_BITS) * MASK_BITS, dtype=torch.int32)
         bits[:, :q_len] = torch.ones(q_len, q_len, dtype=torch.int32).tril()
@@ -195,7 +195,7 @@ class DecodeTensors:
         return words.to(torch.uint16).repeat(self.work.batch, 1, 1).to(self.device)
 
     def error(self, out: torch.Tensor) -> float:
-        """Relative error of the first, the last and the longest request against float64."""
+        """Return the relative error of the first, the last and the longest request against float64."""
         found = out.view(-1, self.work.heads, self.work.v_head_dim)
         given = torch.cat([found[self._rows(request)] for request in self._checked]).double()
         return ((given - self._exact).norm() / self._exact.norm()).item()
@@ -217,13 +217,13 @@ class DecodeTensors:
         return torch.cat(exact)
 
     def _attention(self, request: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One request in float64."""
+        """Compute one request in float64."""
         rows = q.double().unflatten(1, (self.work.kv_heads, -1))
         scores = torch.einsum("qhgd,nhd->hgqn", rows, k.double()) * self.work.scale
         weights = scores.masked_fill(self._hidden(request, scores.shape[-1]), -math.inf).softmax(-1)
         return torch.einsum("hgqn,nhd->qhgd", weights, v.double()).flatten(1, 2)
 
     def _hidden(self, request: int, tokens: int) -> torch.Tensor:
-        """Boolean [q_len, tokens]: which of the request's tokens a new one does not see."""
+        """Say in a boolean [q_len, tokens] which of the request's tokens a new one does not see."""
         q_len = self.work.q_len
         return torch.ones(q_len, tokens, dtype=torch.bool, device=self.device).triu(tokens - q_len + 1)

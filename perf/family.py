@@ -19,28 +19,28 @@ class Case(Protocol):
     def title(self) -> str: ...
     @property
     def series(self) -> str:
-        """What the cases of a series have in common, in words; empty for a case that stands alone."""
+        """Say what the cases of a series have in common, in words; empty for a case that stands alone."""
         ...
 
     @property
     def x(self) -> int:
-        """The size in which the cases of a series differ."""
+        """Return the size in which the cases of a series differ."""
         ...
 
     @property
     def work(self) -> float:
-        """What a candidate gets done, in FLOP or bytes."""
+        """Return what a candidate gets done, in FLOP or bytes."""
         ...
 
     @property
     def demand(self) -> Mapping[str, float]:
-        """What no candidate can do without, for each ceiling: FLOP of the products, bytes of inputs and outputs. A
-        ceiling of the family that is missing here does not bound the case."""
+        """Return what no candidate can do without, for each ceiling: FLOP of the products, bytes of inputs and outputs.
+        A ceiling of the family that is missing here does not bound the case."""
         ...
 
     @property
     def max_error(self) -> float:
-        """The largest relative error of an output that counts as right."""
+        """Return the largest relative error of an output that counts as right."""
         ...
 
 
@@ -48,7 +48,7 @@ class Inputs(Protocol):
     """The tensors of a case."""
 
     def error(self, out: Any) -> float:
-        """Relative error of what a call returned, against float64."""
+        """Return the relative error of what a call returned, against float64."""
         ...
 
 
@@ -73,5 +73,5 @@ class Family:
 
     @property
     def measured(self) -> dict[str, Candidate]:
-        """All that a case is measured with."""
+        """Return all that a case is measured with."""
         return {**self.candidates, **{name: ceiling.prepare for name, ceiling in self.ceilings.items()}}

@@ -48,7 +48,7 @@ class Product:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes of the operands that it reads from shared memory."""
+        """Count the bytes of the operands that it reads from shared memory."""
         return ELEMENT_BYTES * MMA_DEPTH * (self.columns + self.rows * self.a_in_shared)
 
 
@@ -79,7 +79,7 @@ class Work:
 
 
 def work(config: Sm100PrefillConfig, built: Artifact) -> Work:
-    """What the kernel of ``config`` does."""
+    """Describe what the kernel of ``config`` does."""
     (kernel,) = parse_module(built.ptx.read_text()).values()
     code = disassemble(built.cubin)
     ptx, sass = PtxLoops(kernel), SassLoops(code)
@@ -168,13 +168,13 @@ def _ptx_successors(one: Instr, end: int) -> list[int]:
 
 
 def skipped(path: Sequence[int], code: Sequence[Instr] | Sequence[Sass], op: str) -> set[int]:
-    """What a forward branch of ``path`` jumps over that has ``op`` in it: the smallest such piece."""
+    """Return what a forward branch of ``path`` jumps over that has ``op`` in it: the smallest such piece."""
     pieces = [{j for j in path if i < j < code[i].target} for i in path if code[i].target > i]
     return min((piece for piece in pieces if any(code[j].op.startswith(op) for j in piece)), key=len)
 
 
 def ptx_results(code: Iterable[Instr]) -> Counter[str]:
-    """Results of a lane, by unit."""
+    """Count the results of a lane, by unit."""
     results: Counter[str] = Counter()
     for one in code:
         name, kind = one.parts[0], one.parts[-1]
@@ -187,7 +187,7 @@ def ptx_results(code: Iterable[Instr]) -> Counter[str]:
 
 
 def sass_results(code: Iterable[Sass]) -> Counter[str]:
-    """Does for machine code what :func:`ptx_results` does for PTX."""
+    """Do for machine code what :func:`ptx_results` does for PTX."""
     results: Counter[str] = Counter()
     for one in code:
         if one.root in _SASS_UNITS:
@@ -200,7 +200,7 @@ def _is_product(one: Instr) -> bool:
 
 
 def product(one: Instr) -> Product:
-    """A tcgen05.mma as its instruction descriptor has it (PTX ISA, "Instruction descriptor": N / 8 and M / 16)."""
+    """Read a tcgen05.mma as its instruction descriptor has it (PTX ISA, "Instruction descriptor": N / 8 and M / 16)."""
     a, descriptor = one.args[1], one.args[3]
     if not isinstance(descriptor, Imm):
         raise ValueError(f"no constant instruction descriptor: {one.text}")
@@ -209,6 +209,6 @@ def product(one: Instr) -> Product:
 
 
 def _tensor_bytes(code: Iterable[Instr], direction: str) -> int:
-    """Bytes of a lane that tcgen05.ld or tcgen05.st moves."""
+    """Count the bytes of a lane that tcgen05.ld or tcgen05.st moves."""
     moves = [one for one in code if one.op.startswith(f"tcgen05.{direction}.")]
     return sum(4 * len(arg.items) for one in moves for arg in one.args if isinstance(arg, Vec))

@@ -14,17 +14,18 @@ class Loop:
 
     @property
     def path(self) -> list[int]:
-        """The body as it lies in the code. What lies behind the latch are retries of waits, which a step that is not
-        late does not come to."""
+        """Return the body as it lies in the code. What lies behind the latch are retries of waits, which a step that is
+        not late does not come to."""
         return sorted(i for i in self.body if i <= self.latch)
 
     def without(self, inner: Loop) -> list[int]:
-        """The path around an inner loop."""
+        """Return the path around an inner loop."""
         return [i for i in self.path if i not in inner.body]
 
 
 def natural_loops(successors: Sequence[Sequence[int]]) -> list[Loop]:
-    """The loop of each target of a back edge, inner loops before those around them. Instruction 0 is the entry."""
+    """Return the loop of each target of a back edge, inner loops before those around them. Instruction 0 is the
+    entry."""
     latches: dict[int, list[int]] = {}
     for source, target in _back_edges(successors):
         latches.setdefault(target, []).append(source)
@@ -45,7 +46,7 @@ def natural_loops(successors: Sequence[Sequence[int]]) -> list[Loop]:
 
 
 def _back_edges(successors: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]]:
-    """Edges to an instruction that the depth-first search has not left yet."""
+    """Yield the edges to an instruction that the depth-first search has not left yet."""
     entered, left = {0}, set()
     stack = [(0, iter(successors[0]))]
     while stack:
@@ -62,11 +63,11 @@ def _back_edges(successors: Sequence[Sequence[int]]) -> Iterable[tuple[int, int]
 
 
 def innermost(loops: Sequence[Loop], is_wanted: Callable[[Loop], bool]) -> list[Loop]:
-    """The wanted loops that have no other wanted one inside."""
+    """Return the wanted loops that have no other wanted one inside."""
     wanted = [loop for loop in loops if is_wanted(loop)]
     return [loop for loop in wanted if not any(other.body < loop.body for other in wanted)]
 
 
 def around(loops: Sequence[Loop], inner: Loop) -> Loop | None:
-    """The next loop around ``inner``, of :func:`natural_loops`."""
+    """Return the next loop around ``inner``, of :func:`natural_loops`."""
     return next((loop for loop in loops if inner.body < loop.body), None)

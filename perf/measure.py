@@ -37,7 +37,7 @@ print((time.perf_counter() - begin) * 1e3)
 def interleaved(
     calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS, graph_ms: float = GRAPH_MS
 ) -> dict[str, float]:
-    """Milliseconds of each call; none of those that cannot be captured in a graph."""
+    """Measure the milliseconds of each call; none of those that cannot be captured in a graph."""
     graphs = {}
     for name, call in calls.items():
         try:
@@ -64,7 +64,7 @@ def interleaved(
 
 
 def _graph(call: Callable[[], object], graph_ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of as many calls as last ``graph_ms``."""
+    """Capture a graph of as many calls as last ``graph_ms``."""
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -85,7 +85,8 @@ def _graph(call: Callable[[], object], graph_ms: float) -> tuple[torch.cuda.CUDA
 def host_microseconds(
     calls: Mapping[str, Callable[[], object]], at_once: int = 50, rounds: int = 101
 ) -> dict[str, float]:
-    """Time that each warm call takes on the host, the kernel excluded: ``at_once`` launches queue up without waiting.
+    """Measure the time that each warm call takes on the host, the kernel excluded: ``at_once`` launches queue up
+    without waiting.
 
     They take turns, so that what else the host does meets all alike: one after the other, the three entries of prefill
     took 12, 12 and 9 us in one process, 8, 12 and 13 in another (H200's host, 2026-11-22 and 23).
@@ -103,8 +104,8 @@ def host_microseconds(
 
 
 def first_call_milliseconds(calls: Callable[[], Mapping[str, Callable[[], object]]], name: str) -> float:
-    """Time from the first call of a process to its result, with the kernel compiled and on disk: the median of several
-    processes. ``calls`` is a function of a module and makes the call by this name."""
+    """Measure the time from the first call of a process to its result, with the kernel compiled and on disk: the median
+    of several processes. ``calls`` is a function of a module and makes the call by this name."""
     command = [sys.executable, "-c", FIRST_CALL, calls.__module__, calls.__name__, name]
     outputs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(FIRST_CALLS)]
     return statistics.median(float(each.stdout.split()[-1]) for each in outputs)

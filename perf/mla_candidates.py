@@ -46,7 +46,8 @@ def hopwell_paged(page_size: int) -> Candidate:
 
 
 def flashinfer_fa3(page_size: int) -> Candidate:
-    """Planned once. Queries come in two tensors, latent and rotary; the cache is one that is looked at as two."""
+    """Return a candidate that is planned once. Queries come in two tensors, latent and rotary; the cache is one that is
+    looked at as two."""
 
     def prepare(t: MlaTensors) -> Call:
         if t.work.top_k or t.work.q_dtype is not BF16:
@@ -80,7 +81,7 @@ def flashinfer_fa3(page_size: int) -> Candidate:
 
 
 def flashmla(page_size: int) -> Candidate:
-    """FlashMLA, scheduled once: bf16 and e4m3 dense, and sparse over rows of 656 bytes."""
+    """Prepare FlashMLA, scheduled once: bf16 and e4m3 dense, and sparse over rows of 656 bytes."""
 
     def prepare(t: MlaTensors) -> Call:
         peer, work, pages = flash_mla(), t.work, t.pages(page_size)

@@ -30,7 +30,7 @@ class Mla(Decode):
 
     @property
     def sizes(self) -> str:
-        """Heads, dims and keys in words. Bytes of the keys are among them: few heads are limited by memory."""
+        """Give heads, dims and keys in words. Bytes of the keys are among them: few heads are limited by memory."""
         keys = f"{self.cache_bytes / 1e6:.0f} MB of keys" + (f", {self.top_k} listed" if self.top_k else "")
         keys += f", rows of {FP8_DS_MLA_BYTES} bytes" * self.packed_rows + ", e4m3 query" * (self.q_dtype is E4M3)
         return f"{self.heads} heads, d{self.head_dim}/{self.v_head_dim}, {keys}"
@@ -41,12 +41,12 @@ class Mla(Decode):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of a key."""
+        """Return the bytes of a key."""
         return FP8_DS_MLA_BYTES if self.packed_rows else self.head_dim * self.kv_dtype.itemsize
 
     @property
     def q_dtype(self) -> torch.dtype:
-        """The type of the queries: that of the cache, but for packed rows."""
+        """Return the type of the queries: that of the cache, but for packed rows."""
         return BF16 if self.packed_rows else self.kv_dtype
 
     @property
@@ -55,7 +55,7 @@ class Mla(Decode):
 
     @property
     def read_bytes(self) -> float:
-        """Bytes of the keys, values among them; a listed one as often as it is listed."""
+        """Count the bytes of the keys, values among them; a listed one as often as it is listed."""
         listed = self.batch * self.q_len * self.top_k
         return float(listed * self.row_bytes if self.top_k else self.cache_bytes)
 
@@ -68,7 +68,7 @@ def _uniform(name: str, batch: int, length: int, **options: Any) -> Mla:
 
 
 def _in_fp8(case: Mla) -> Mla:
-    """Query and cache in e4m3; sparse over rows of 656 bytes with a query of bfloat16."""
+    """Return the case with query and cache in e4m3; a sparse one over rows of 656 bytes, with a query of bfloat16."""
     return replace(case, name=f"{case.name}-fp8", kv_dtype=E4M3, packed_rows=case.top_k > 0)
 
 
@@ -76,7 +76,7 @@ BATCHES = (1, 8, 64)
 
 
 def _lengths(batch: int) -> list[Mla]:
-    """A series over the length."""
+    """Return a series over the length."""
     lengths = [length for length in LENGTHS if batch * length <= MOST_TOKENS]
     return [_uniform(f"mla-b{batch}-{n}", batch, n, series=f"batch {batch}, 128 heads") for n in lengths]
 
@@ -110,7 +110,7 @@ class MlaTensors(DecodeTensors):
 
     @cached_property
     def lists(self) -> torch.Tensor:
-        """[batch, q_len, top_k] tokens that each new token attends to, in random order and all different."""
+        """Return the [batch, q_len, top_k] tokens that each new token attends to, in random order and all different."""
         work, generator = self.work, torch.Generator(self.device).manual_seed(1)
         rows = [self._draw(kv_len, generator) for kv_len in work.kv_lens for _ in range(work.q_len)]
         return torch.stack(rows).view(work.batch, work.q_len, work.top_k)
@@ -121,7 +121,7 @@ class MlaTensors(DecodeTensors):
         return torch.randperm(seen, generator=generator, device=self.device)[: self.work.top_k]
 
     def token_table(self, page_size: int) -> torch.Tensor:
-        """int32 like ``lists``: where in the pages the tokens are."""
+        """Say where in the pages the tokens are, in int32 like ``lists``."""
         table = self.pages(page_size).table.long()
         pages = table.gather(1, (self.lists // page_size).flatten(1)).view_as(self.lists)
         return (pages * page_size + self.lists % page_size).int()

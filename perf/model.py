@@ -79,12 +79,13 @@ class Rates:
 
     @property
     def clock(self) -> float:
-        """Cycles a second at which the dense rate is the published one; boost clocks are 1.85 to 1.965 GHz."""
+        """Return the cycles a second at which the dense rate is the published one; boost clocks are 1.85 to 1.965
+        GHz."""
         return DENSE_BF16 / (self.sms * self.mma_flop)
 
     @property
     def timings(self) -> dict[str, Timing]:
-        """How long each opcode takes a warp that is alone on its sub-partition."""
+        """Say how long each opcode takes a warp that is alone on its sub-partition."""
         return {
             "MUFU": Timing(self.mufu_latency, LANES * self.issue / self.mufu),
             "LDTM": Timing(self.tensor_load_latency, LANES * LANES * 4 * self.issue / self.tensor_load),
@@ -132,7 +133,7 @@ class KernelModel:
 
 
 def kernel_model(does: Work, config: Sm100PrefillConfig, rates: Rates) -> KernelModel:
-    """How long a kernel takes that does this work."""
+    """Model how long a kernel takes that does this work."""
     steady, masked = (_step(does, stretch, config, rates) for stretch in (does.softmax, does.masked_softmax))
     drain = softmax_times(does.masked_softmax.code, rates).early + _handshakes(rates)
     score, value = _score_and_value(does, rates)
@@ -146,19 +147,19 @@ def kernel_model(does: Work, config: Sm100PrefillConfig, rates: Rates) -> Kernel
 
 
 def _fed(product: Product, rates: Rates) -> float:
-    """Cycles of a tcgen05.mma, which cannot run ahead of its operands."""
+    """Return the cycles of a tcgen05.mma, which cannot run ahead of its operands."""
     return max(product.flop / rates.mma_flop, product.shared_bytes / rates.shared_bytes)
 
 
 def _score_and_value(does: Work, rates: Rates) -> tuple[float, float]:
-    """Cycles of S and of P V of a query tile."""
+    """Return the cycles of S and of P V of a query tile."""
     kinds = [[one for one in does.products if one.a_in_shared is kind] for kind in (True, False)]
     score, value = (sum(_fed(one, rates) for one in products) for products in kinds)
     return score, value
 
 
 def _handshakes(rates: Rates) -> float:
-    """Cycles from the products to the softmax and back."""
+    """Return the cycles from the products to the softmax and back."""
     return 2 * rates.signal + rates.mma_latency
 
 
@@ -226,7 +227,7 @@ class WorkTile:
 
 
 def work_tiles(case: Prefill, rows: int, keys: int, section: int) -> Iterator[WorkTile]:
-    """The work tiles in the order of the list that CTAs take them from (kernels/parts/scheduler.py): all tiles of
+    """Yield the work tiles in the order of the list that CTAs take them from (kernels/parts/scheduler.py): all tiles of
     ``section`` heads of a request before the tiles of its next heads."""
     if case.window_left >= 0:
         raise ValueError(f"{case.name}: windows are not modelled")
@@ -264,7 +265,7 @@ class Prediction:
 
 
 def predict(case: Prefill, kernel: KernelModel, rates: Rates = B200) -> Prediction:
-    """How long ``case`` takes."""
+    """Predict how long ``case`` takes."""
     section = section_heads(case.heads, case.kv_heads, rates.sms)
     tiles = list(work_tiles(case, Q_TILES * Q_TILE_ROWS, kernel.keys, section))
     masked, full = (sum(getattr(tile, kind) for tile in tiles) for kind in ("masked", "full"))
@@ -298,7 +299,7 @@ def cases() -> list[Prefill]:
 
 
 def config_of(case: Prefill, arch: str) -> Sm100PrefillConfig:
-    """The kernel of a case whose keys and values are not in pages."""
+    """Return the kernel of a case whose keys and values are not in pages."""
     if arch not in BLACKWELL:
         raise ValueError(f"{arch} has no tensor memory; modelled are {', '.join(BLACKWELL)}")
     dtype, mask = DTYPES[torch.bfloat16], MaskKind.CAUSAL if case.causal else MaskKind.FULL

@@ -55,7 +55,7 @@ _ASSUMPTIONS = """## Assumptions
 
 
 def report(arch: str, rates: Rates = B200) -> str:
-    """All tables."""
+    """Return all tables."""
     known = {case.name: (case, _work(case, arch)) for case in cases()}
     predictions = [_predict(case, does, arch, rates) for case, does in known.values()]
     parts = [
@@ -92,7 +92,7 @@ def _predict(case: Prefill, does: Work, arch: str, rates: Rates) -> Prediction:
 
 
 def prediction_table(predictions: Sequence[Prediction]) -> str:
-    """A row for each shape."""
+    """Return a table with a row for each shape."""
     rows = [
         [
             one.case.name,
@@ -129,7 +129,7 @@ def _losses(predictions: Sequence[Prediction]) -> str:
 
 
 def unit_table(predictions: Sequence[Prediction]) -> str:
-    """A row for each shape, a column for each unit."""
+    """Return a table with a row for each shape and a column for each unit."""
     units = list(predictions[0].kernel.steady.units)
     rows = [[one.case.name, *(f"{one.kernel.steady.units[unit]:.0f}" for unit in units)] for one in predictions]
     return _table(rows, ["shape", *units])
@@ -189,7 +189,7 @@ def _variations(known: Iterable[tuple[Prefill, Work]], arch: str, rates: Rates) 
 
 
 def rate_table(rates: Rates) -> str:
-    """Every rate and where it is from."""
+    """Tabulate every rate and where it is from."""
     clock = [
         "clock",
         f"{rates.clock / 1e9:.3f} GHz",

@@ -16,7 +16,7 @@ class Pages(NamedTuple):
 
 
 def in_pages(key: torch.Tensor, value: torch.Tensor | None, lengths: Sequence[int], page_size: int) -> Pages:
-    """Pages in random order with ``key`` and ``value`` [tokens, kv_heads, dim], requests of ``lengths`` in a row.
+    """Put ``key`` and ``value`` [tokens, kv_heads, dim], requests of ``lengths`` in a row, into pages in random order.
 
     Without ``value`` the pages of both are those of ``key``.
     """
@@ -38,7 +38,7 @@ def in_pages(key: torch.Tensor, value: torch.Tensor | None, lengths: Sequence[in
 
 
 def page_starts(kv_lens: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """What FlashInfer's wrappers want to know: int32 [batch + 1], where each request begins among the used pages, and
-    [batch], the tokens in its last one."""
+    """Return what FlashInfer's wrappers want to know: int32 [batch + 1], where each request begins among the used
+    pages, and [batch], the tokens in its last one."""
     counts = (kv_lens + page_size - 1) // page_size
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int(), kv_lens - (counts - 1) * page_size

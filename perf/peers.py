@@ -42,7 +42,7 @@ FA3_ARGUMENTS: dict[str, Any] = {
 
 
 def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> Callable[[], torch.Tensor]:
-    """A call of FlashAttention 3 as sglang-kernel has it. Its own wrappers would check and copy in each call."""
+    """Return a call of FlashAttention 3 as sglang-kernel has it. Its own wrappers would check and copy in each call."""
     from sgl_kernel import flash_attn  # noqa: F401  (registers the operator)
 
     given = dict(q=q, k=k, v=v, **options)
@@ -55,7 +55,7 @@ def flash_attention_3(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **optio
 
 
 def flash_mla() -> Any:
-    """FlashMLA as sglang-kernel has it."""
+    """Return FlashMLA as sglang-kernel has it."""
     from sgl_kernel import flash_mla as peer
 
     return peer
@@ -66,5 +66,5 @@ def peer_workspace() -> torch.Tensor:
 
 
 def for_pages(name: str, make: Callable[[int], Candidate], *page_sizes: int) -> dict[str, Candidate]:
-    """The candidates of these page sizes, by their titles."""
+    """Return the candidates of these page sizes, by their titles."""
     return {f"{name}, pages of {size}": make(size) for size in page_sizes}

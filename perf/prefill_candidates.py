@@ -30,14 +30,14 @@ Lengths = tuple[torch.Tensor, int, int, float, float, int, torch.Tensor, torch.T
 
 
 def _lengths(t: Tensors) -> Lengths:
-    """What the two TensorRT-LLM entries take from ``seq_lens`` to ``cum_seq_lens_kv``."""
+    """Return what the two TensorRT-LLM entries take from ``seq_lens`` to ``cum_seq_lens_kv``."""
     work = t.work
     bounds = max(work.q_lens), max(work.kv_lens)
     return t.kv_lens, *bounds, work.scale, 1.0, work.batch, t.q_starts, t.kv_starts
 
 
 def _fmha_v2(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *qkv: Any, table: Any) -> partial[Any]:
-    """A call of hopwell's function or of the one that it stands in for. ``qkv`` is followed by its layout."""
+    """Return a call of hopwell's function or of the one that it stands in for. ``qkv`` is followed by its layout."""
     work = t.work
     return partial(
         function,
@@ -54,7 +54,7 @@ def _fmha_v2(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, 
 
 
 def _cudnn(function: Callable[..., Any], t: Tensors, workspace: torch.Tensor, *pages: torch.Tensor, table: Any) -> Call:
-    """The candidate of cuDNN's entry, whose offsets count elements."""
+    """Return the candidate of cuDNN's entry, whose offsets count elements."""
     work = t.work
     offsets = {
         f"batch_offsets_{name}": t.q_starts * (work.heads * dim)
@@ -122,7 +122,7 @@ def hopwell_paged(page_size: int) -> Candidate:
 
 
 def left_out(t: Tensors) -> str:
-    """How much of what there is to visit skip-softmax leaves out, where it may."""
+    """Say how much of what there is to visit skip-softmax leaves out, where it may."""
     if not t.work.skip_softmax:
         return ""
     call = hopwell_dense(t)
@@ -171,7 +171,7 @@ def fa4(page_size: int | None = None) -> Candidate:
 
 
 def fa3(page_size: int | None = None) -> Candidate:
-    """FlashAttention 3, one split of the keys, as it is fastest for long queries."""
+    """Prepare FlashAttention 3, one split of the keys, as it is fastest for long queries."""
 
     def prepare(t: Tensors) -> Call:
         _only_one_dtype(t)
@@ -204,7 +204,7 @@ def fa3(page_size: int | None = None) -> Candidate:
 
 
 def sdpa(backend: str) -> Candidate:
-    """Torch's attention through one of its back ends, an element of ``SDPBackend``."""
+    """Prepare torch's attention through one of its back ends, an element of ``SDPBackend``."""
 
     def prepare(t: Tensors) -> Call:
         from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -268,7 +268,8 @@ def flashinfer_cudnn(page_size: int | None = None) -> Candidate:
 
 
 def flashinfer_planned(page_size: int | None = None, *, backend: str) -> Candidate:
-    """A backend of FlashInfer, planned once as its wrappers ask for: fa3 for Hopper, fa2 with mma.sync for others."""
+    """Prepare a backend of FlashInfer, planned once as its wrappers ask for: fa3 for Hopper, fa2 with mma.sync for
+    others."""
 
     def prepare(t: Tensors) -> Call:
         if backend == "fa2":

@@ -74,17 +74,19 @@ class Prefill:
 
     @property
     def uniform(self) -> bool:
-        """Whether all requests have one length and no cached prefix, so that tensors can be [batch, length, ...]."""
+        """Tell whether all requests have one length and no cached prefix, so that tensors can be [batch, length,
+        ...]."""
         return len({*self.q_lens, *self.kv_lens}) == 1
 
     @property
     def work(self) -> float:
-        """FLOP of both matrix products, visible keys only; the diagonal of a causal mask counts half."""
+        """Count the FLOP of both matrix products, visible keys only; the diagonal of a causal mask counts half."""
         return 2.0 * self.heads * (self.head_dim + self.v_head_dim) * sum(map(self._visible, self.q_lens, self.kv_lens))
 
     @property
     def demand(self) -> dict[str, float]:
-        """Both products; query and output, keys and values once. Values of negligible keys may be left out."""
+        """Count both products, and query and output, keys and values once. Values of negligible keys may be left
+        out."""
         values = self.v_head_dim / (NEEDED if self.skip_softmax else 1)
         q_bytes, kv_bytes = ELEMENT_BYTES[self.q_dtype], ELEMENT_BYTES[self.kv_dtype]
         queries = self.tokens * self.heads * (q_bytes * self.head_dim + ELEMENT_BYTES[BF16] * self.v_head_dim)
@@ -123,7 +125,7 @@ def _uniform(name: str, batch: int, length: int, sizes: Sizes, *, causal: bool =
 
 
 def _mixed(name: str, batch: int, shortest: int, longest: int, sizes: Sizes) -> Prefill:
-    """Lengths drawn evenly on a logarithmic scale."""
+    """Make a workload of lengths drawn evenly on a logarithmic scale."""
     draw = random.Random(0)
     ends = math.log(shortest), math.log(longest)
     lengths = tuple(round(math.exp(draw.uniform(*ends))) for _ in range(batch))
@@ -135,7 +137,7 @@ TOKENS = 16384  # of all requests together, or of one that is longer
 
 
 def _lengths(sizes: Sizes) -> list[Prefill]:
-    """A series over the sequence length."""
+    """Return a series over the sequence length."""
     heads, kv_heads, dim, _ = sizes
     series = f"causal, {heads}/{kv_heads} heads, d{dim}"
     return [_uniform(f"d{dim}-{n}", max(TOKENS // n, 1), n, sizes, series=series) for n in LENGTHS]
@@ -210,18 +212,18 @@ class Tensors:
         self._pages: dict[int, CachePages] = {}
 
     def output(self) -> torch.Tensor:
-        """An output in bfloat16, whatever the inputs are in."""
+        """Allocate an output in bfloat16, whatever the inputs are in."""
         return torch.empty(self.work.tokens, self.work.heads, self.work.v_head_dim, dtype=BF16, device=self.device)
 
     def pages(self, page_size: int) -> CachePages:
-        """The cache, with V's block scales by four tokens where there are any."""
+        """Return the cache, with V's block scales by four tokens where there are any."""
         if page_size not in self._pages:
             lengths = self.work.kv_lens
             self._pages[page_size] = cache_pages(self._key, self._value, lengths, page_size, interleaves=True)
         return self._pages[page_size]
 
     def error(self, out: torch.Tensor, rows: int = 24) -> float:
-        """Relative error of some rows of the last request against float64."""
+        """Return the relative error of some rows of the last request against float64."""
         work = self.work
         q_len, kv_len = work.q_lens[-1], work.kv_lens[-1]
         picked = torch.linspace(0, q_len - 1, min(rows, q_len), device=self.device).long()

@@ -35,7 +35,8 @@ class Stored(NamedTuple):
 
 
 def stored(tokens: torch.Tensor, dtype: torch.dtype) -> Stored:
-    """Float32 tokens in a cache of ``dtype``. Scales of whole tensors are 1: random numbers need none."""
+    """Return float32 tokens as stored in a cache of ``dtype``. Scales of whole tensors are 1: random numbers need
+    none."""
     if dtype is not NVFP4:
         data = tokens.to(dtype)
         return Stored(data, None, data)
@@ -57,7 +58,8 @@ class CachePages(NamedTuple):
 def cache_pages(
     key: Stored, value: Stored | None, lengths: Sequence[int], page_size: int, *, interleaves: bool
 ) -> CachePages:
-    """``interleaves``: V's block scales are by four tokens, as the context entry has them, or else linear."""
+    """Put keys and values into the pages of a cache. With ``interleaves``, V's block scales are by four tokens, as the
+    context entry has them, else linear."""
     pages: Pages = in_pages(key.data, None if value is None else value.data, lengths, page_size)
     if key.scales is None or value is None or value.scales is None:
         return CachePages(*pages, None)
@@ -70,7 +72,7 @@ def cache_pages(
 
 
 def latent_rows(tokens: torch.Tensor) -> Stored:
-    """Latent keys [tokens, 1, 576] in rows of 656 bytes, as FlashMLA's sparse kernel reads them: 512 e4m3, a float32
-    scale for each 128 of them, 64 bfloat16 of the rotary part."""
+    """Store latent keys [tokens, 1, 576] in rows of 656 bytes, as FlashMLA's sparse kernel reads them: 512 e4m3, a
+    float32 scale for each 128 of them, 64 bfloat16 of the rotary part."""
     rows = quantize_fp8_ds_mla(tokens[..., :512], tokens[..., 512:])
     return Stored(rows, None, dequantize_fp8_ds_mla(rows, torch.float32))

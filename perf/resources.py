@@ -45,7 +45,7 @@ class Resources:
 
 
 def shipped(arch: str, pattern: str = "*") -> Iterator[KernelConfig]:
-    """The attention kernels that are compiled ahead for ``arch``, by a glob of their names."""
+    """Yield the attention kernels that are compiled ahead for ``arch``, by a glob of their names."""
     for (family, of_arch), implementation in IMPLEMENTATIONS.items():
         if of_arch == arch and family is not Family.APPEND:
             for config in implementation.shipped(arch):
@@ -55,7 +55,7 @@ def shipped(arch: str, pattern: str = "*") -> Iterator[KernelConfig]:
 
 
 def table(configs: Iterable[KernelConfig]) -> str:
-    """A row for each kernel, which is compiled if it has not been yet."""
+    """Return a table with a row for each kernel, which is compiled if it has not been yet."""
     rows = []
     for config in configs:
         has, (kernel, _) = Resources.of(artifact(config).cubin), build(config)

@@ -83,7 +83,8 @@ class Run:
         return Run(torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), versions, labels, settings=settings)
 
     def resumes(self, earlier: Run) -> Run:
-        """The earlier run, to which cases are added that were measured in another process on the same kind of GPU.
+        """Return the earlier run, to which cases are added that were measured in another process on the same kind of
+        GPU.
 
         Raises:
             ValueError: the earlier run is of another GPU, or of other versions or settings.
@@ -101,7 +102,7 @@ class Run:
         return Run(**(raw | {"labels": Labels(**raw["labels"]), "rows": [Row(**row) for row in raw["rows"]]}))
 
     def write(self, path: Path) -> None:
-        """The figures alone, as JSON."""
+        """Write the figures alone, as JSON."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
@@ -122,7 +123,7 @@ class Run:
 
     @property
     def _measured(self) -> list[str]:
-        """The measured candidates, in the order of the rows: not each is measured in the first case."""
+        """Return the measured candidates, in the order of the rows: not each is measured in the first case."""
         measured = {row.candidate for row in self.rows if row.rate}
         return list(dict.fromkeys(row.candidate for row in self.rows if row.candidate in measured))
 
@@ -131,7 +132,7 @@ class Run:
         return list(dict.fromkeys(row.series for row in self.rows if row.series))
 
     def _workloads(self, series: str = "") -> dict[str, int]:
-        """Titles of the workloads of a series, or of those that stand alone, and their place on its axis."""
+        """Return the titles of the workloads of a series, or of those that stand alone, and their place on its axis."""
         return {row.workload: row.x for row in self.rows if row.series == series}
 
     def rate(self, workload: str, candidate: str) -> float | None:
@@ -139,7 +140,7 @@ class Run:
         return None if row is None else row.rate
 
     def roofline(self, workload: str) -> float | None:
-        """The rate of a case that takes its floor, the longest time of a ceiling."""
+        """Return the rate of a case that takes its floor, the longest time of a ceiling."""
         return min(filter(None, (self.rate(workload, name) for name in self.ceilings)), default=None)
 
     def _microseconds(self, workload: str, candidate: str) -> float | None:
@@ -190,17 +191,17 @@ class Run:
         return _table("us", times, headers, digits=1)
 
     def _rates(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
-        """Each candidate's rates of the workloads."""
+        """Return each candidate's rates of the workloads."""
         return {name: [self.rate(workload, name) for workload in workloads] for name in self.candidates}
 
     def _rooflines(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
-        """Each ceiling's rates of the workloads, by title; nothing without ceilings. One alone has its own name: it may
-        not be the one that decides."""
+        """Return each ceiling's rates of the workloads, by title; nothing without ceilings. One alone has its own name:
+        it may not be the one that decides."""
         titles = self.ceilings if len(self.ceilings) < 2 else [ROOFLINE]
         return {title: [self.roofline(workload) for workload in workloads] for title in titles}
 
     def _failures(self) -> list[str]:
-        """A line for all candidates that failed on the same cases in the same way."""
+        """Return a line for all candidates that failed on the same cases in the same way."""
         cases: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.failure:
@@ -211,7 +212,7 @@ class Run:
         return [f"- no figure for {'; '.join(who)} on {names}: {why}" for (names, why), who in candidates.items()]
 
     def _plot_cases(self, path: Path) -> None:
-        """Bars of the workloads that stand alone."""
+        """Plot bars of the workloads that stand alone."""
         workloads = list(self._workloads())
         if not (workloads and self.candidates):
             return
@@ -244,7 +245,7 @@ class Run:
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
 
     def _plot_series(self, path: Path) -> None:
-        """A panel for each series, a line for each candidate."""
+        """Plot a panel for each series, a line for each candidate."""
         if not (self.series and self.candidates):
             return
         columns = len(_in_rows(self.series, SERIES_IN_ROW)[0])
@@ -296,14 +297,14 @@ def _table(title: str, rows: Mapping[str, Sequence[float | None]], headers: Sequ
 
 
 def _in_rows(items: Sequence[str], most: int) -> list[Sequence[str]]:
-    """Rows of ``most`` items or less, as even as can be."""
+    """Return rows of ``most`` items or less, as even as can be."""
     count = -(-len(items) // most)
     size = -(-len(items) // count)
     return [items[first : first + size] for first in range(0, len(items), size)]
 
 
 def _panels(count: int, columns: int, width: float) -> tuple[Any, list[Any]]:
-    """A figure with room for a legend, and its axes, row by row."""
+    """Make a figure with room for a legend, and its axes, row by row."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -47,12 +47,12 @@ class Sass:
 
     @property
     def root(self) -> str:
-        """The opcode without its modifiers."""
+        """Return the opcode without its modifiers."""
         return self.op.partition(".")[0]
 
     @property
     def falls_through(self) -> bool:
-        """Whether the next instruction may be the next one in the code."""
+        """Tell whether the next instruction may be the next one in the code."""
         if self._parts["guard"] is not None:
             return True
         # A branch on a uniform predicate names it among its operands.
@@ -65,12 +65,12 @@ class Sass:
 
     @property
     def sets(self) -> int | None:
-        """The scoreboard that tells when the result is there."""
+        """Return the scoreboard that tells when the result is there."""
         return self._scoreboard(5)
 
     @property
     def reads(self) -> int | None:
-        """The scoreboard that tells when the operands have been read."""
+        """Return the scoreboard that tells when the operands have been read."""
         return self._scoreboard(8)
 
     @property
@@ -83,13 +83,13 @@ class Sass:
 
 
 def disassemble(cubin: Path) -> list[Sass]:
-    """The instructions of the one kernel in ``cubin``."""
+    """Return the instructions of the one kernel in ``cubin``."""
     run = subprocess.run([cuda_tool("nvdisasm"), "-hex", str(cubin)], check=True, capture_output=True, text=True)
     return parse(run.stdout)
 
 
 def cuda_tool(name: str) -> str:
-    """A disassembler, of its pip package or else of an installed CUDA toolkit."""
+    """Find a disassembler, of its pip package or else of an installed CUDA toolkit."""
     package = f"nvidia-cuda-{name}"
     try:
         files = importlib.metadata.files(package) or []
@@ -102,7 +102,7 @@ def cuda_tool(name: str) -> str:
 
 
 def parse(listing: str) -> list[Sass]:
-    """Instructions of what ``nvdisasm -hex`` prints for one kernel."""
+    """Return the instructions of what ``nvdisasm -hex`` prints for one kernel."""
     labels: dict[str, int] = {}
     texts: list[str] = []
     controls: list[int] = []
@@ -117,7 +117,7 @@ def parse(listing: str) -> list[Sass]:
 
 
 def _target(text: str, labels: Mapping[str, int]) -> int:
-    """Where a branch goes. Warps that wait for each other, and calls, come back to the next instruction."""
+    """Say where a branch goes. Warps that wait for each other, and calls, come back to the next instruction."""
     named = _TARGET.search(text) if re.search(r"\bBRA\b", text) else None
     return labels[named[1]] if named else -1
 
@@ -139,7 +139,7 @@ class Timing:
 
 
 def issue_times(code: Iterable[Sass], timings: Mapping[str, Timing], otherwise: Timing) -> list[float]:
-    """When each instruction issues if one warp executes ``code`` in order, alone on its scheduler."""
+    """Say when each instruction issues if one warp executes ``code`` in order, alone on its scheduler."""
     ready, free = [0.0] * 6, dict.fromkeys(timings, 0.0)
     now, times = 0.0, []
     for one in code:

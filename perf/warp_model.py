@@ -111,7 +111,7 @@ class LoopWork:
 
 
 def product_of(one: Sass) -> tuple[str, int] | None:
-    """The kind and the FLOP of a matrix instruction."""
+    """Return the kind and the FLOP of a matrix instruction."""
     found = _PRODUCT.match(one.op)
     if found is None:
         return None
@@ -122,7 +122,7 @@ def product_of(one: Sass) -> tuple[str, int] | None:
 
 
 def shared_bytes_of(one: Sass) -> int:
-    """Bytes of shared memory that an instruction of a warp reads or writes."""
+    """Count the bytes of shared memory that an instruction of a warp reads or writes."""
     found = _SHARED_ACCESS.match(one.op)
     if found is None:
         return 0
@@ -135,7 +135,8 @@ def shared_bytes_of(one: Sass) -> int:
 
 
 def loop_work(code: Sequence[Sass]) -> LoopWork:
-    """The steady-state loop: of those that multiply, the one that compares and selects least for what it multiplies.
+    """Return the work of the steady-state loop: of those that multiply, the one that compares and selects least for
+    what it multiplies.
 
     Raises:
         ValueError: no loop multiplies.
@@ -153,7 +154,7 @@ def loop_work(code: Sequence[Sass]) -> LoopWork:
 
 
 def _converting_work(code: Sequence[Sass]) -> LoopWork | None:
-    """The loop that converts what it reads in shared memory and writes it there, if there is one."""
+    """Return the work of the loop that converts what it reads in shared memory and writes it there, if there is one."""
 
     def converts(loop: Loop) -> bool:
         found = {code[i].root for i in loop.path}
@@ -195,24 +196,24 @@ class Prediction:
 
     @property
     def product_share(self) -> float:
-        """The share of the card's rate of these products that is reached."""
+        """Return the share of the card's rate of these products that is reached."""
         return self.step.units[MMA] / self.step.cycles
 
     @property
     def memory_share(self) -> float:
-        """The share of the card's bandwidth that is reached."""
+        """Return the share of the card's bandwidth that is reached."""
         return self.step.units[MEMORY] / self.step.cycles
 
     @property
     def next_limiter(self) -> tuple[str, float]:
-        """The second busiest unit, and the share of a step that it is busy."""
+        """Return the second busiest unit, and the share of a step that it is busy."""
         others = {unit: cycles for unit, cycles in self.step.units.items() if unit != self.step.limiter}
         name = max(others, key=others.__getitem__)
         return name, others[name] / self.step.cycles
 
 
 def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
-    """Cycles of a multiprocessor for a step, by unit."""
+    """Predict the cycles of a multiprocessor for a step, by unit."""
     bytes_a_cycle = card.memory_bytes / card.clock / card.sms
     beside = does.converting or LoopWork({}, {}, 0, 0)
 
@@ -231,7 +232,7 @@ def predict(does: LoopWork, shape: Shape, card: Card) -> Prediction:
 
 
 def report(cubin: Path, shape: Shape) -> str:
-    """A row for each card, in Markdown."""
+    """Report a row for each card, in Markdown."""
     does = loop_work(disassemble(cubin))
     found = [predict(does, shape, card) for card in CARDS]
     units = list(found[0].step.units)

@@ -45,17 +45,17 @@ class Loop:
 
     @property
     def streams(self) -> bool:
-        """Whether keys come from memory and not from the L2 cache."""
+        """Tell whether keys come from memory and not from the L2 cache."""
         return self.config.family is not Family.PREFILL
 
     def keys(self, does: LoopWork) -> int:
-        """How many keys a step has."""
+        """Say how many keys a step has."""
         of_a_key = 2 * self.rows * (self.config.head_dim_qk + self.config.head_dim_v)
         return round(self.warps * sum(does.flop.values()) / of_a_key)
 
     @property
     def converting(self) -> int:
-        """Warps that convert K and V for those that multiply."""
+        """Say how many warps convert K and V for those that multiply."""
         return WARPS if self.config.family is Family.PREFILL and self.config.converts else 0
 
     def predict(self, does: LoopWork, card: Card) -> Prediction:
@@ -80,13 +80,13 @@ def mla(name: str, kv_type: KvType = KvType.WIDE) -> Loop:
 
 
 def bytes_of(config: KernelConfig, elements: int) -> float:
-    """Bytes of so many elements of K or V, with the scales of their blocks."""
+    """Return the bytes of so many elements of K or V, with the scales of their blocks."""
     element = config.kv_element
     return elements * element.bits / 8 + (elements / element.block if element.block else 0)
 
 
 def loops() -> list[Loop]:
-    """The loops that the tables have, by the head dims and types that models have."""
+    """Return the loops that the tables have, by the head dims and types that models have."""
     return [
         *(prefill(f"prefill bf16 d{dim}", (dim, dim)) for dim in (64, 128, 256)),
         prefill("prefill bf16 d192/128", (192, 128)),
@@ -105,7 +105,7 @@ def loops() -> list[Loop]:
 
 
 def work_of(loop: Loop, compiled_for: str = "") -> LoopWork:
-    """What the compiled loop does; ``compiled_for`` another architecture where that is said."""
+    """Return what the compiled loop does; ``compiled_for`` another architecture where that is said."""
     config = replace(loop.config, compiled_for=compiled_for) if compiled_for else loop.config
     return loop_work(disassemble(artifact(config).cubin))
 
@@ -121,7 +121,7 @@ RESOURCES = """What the assembler has given these kernels. Spills are instructio
 
 
 def report() -> str:
-    """All tables."""
+    """Return all tables."""
     known = [(loop, work_of(loop)) for loop in loops()]
     published = "\n".join(f"- {card.name}: {card.published}." for card in (*CARDS, HOPPER_CARD))
     used = resources.table(loop.config for loop in loops())
@@ -129,7 +129,7 @@ def report() -> str:
 
 
 def table(known: Iterable[tuple[Loop, LoopWork]]) -> str:
-    """A row for each loop."""
+    """Return a table with a row for each loop."""
     rows = []
     for loop, does in known:
         cells = []
@@ -164,7 +164,7 @@ def _measured_prefill() -> Iterator[list[str]]:
 
 
 def _measured_streams() -> Iterator[list[str]]:
-    """Decode, whose bandwidth is what that run could read."""
+    """Yield decode, whose bandwidth is what that run could read."""
     chosen: Mapping[str, tuple[Loop, Sequence]] = {
         "decode": (decode("", 128, 8), [case for case in DECODE if case.name in ("D1", "D2", "D3", "D4")]),
         "mla": (mla(""), [case for case in MLA if case.name == "H16"]),
@@ -191,7 +191,7 @@ def _row(loop: Loop, title: str, one: Prediction, figures: tuple[float, float], 
 
 
 def rates(family: str) -> dict[tuple[str, str], float]:
-    """What has been measured of a family, by case and candidate."""
+    """Return what has been measured of a family, by case and candidate."""
     run = Run.load(RESULTS / f"{family}.json")
     return {(row.workload.partition(":")[0], row.candidate): row.rate for row in run.rows if row.rate}
 
