@@ -117,10 +117,12 @@ CONFIGS: list[KernelConfig] = [
     *COVERING_SM120_DECODE,
     *BLACKWELL,
 ]
-# Two values that are read once for each chunk, see ``_WIDENED_TILES``, and as many of a warp that merges, once a share.
+# Two values that are read once for each chunk, see ``_WIDENED_TILES``, as many of a warp that merges, once a share, and
+# two of heads that share windows of e4m3, once for each work tile.
 SPILL = (
     "decode_sm_90a_fp16_d512_draft_kv_e4m3",
     *(f"mla_sm_90a_e4m3_to_bf16_d576_512_causal_pages{rows}" for rows in ("8", "16")),
+    "prefill_sm_90a_e4m3_to_bf16_d192_sliding_window_packed",
 )
 FIRST = [PREFILL[0], COVERING_DECODE[0], COVERING_MLA[0], BLACKWELL[0]]
 
