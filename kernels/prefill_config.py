@@ -207,8 +207,9 @@ class PrefillConfig(KernelConfig):
         mask. Without one they gained nothing over one P (1 x 8192 tokens, H100, 2026-11-25)."""
         tile = self.tile
         held = tile.n // 2 + tile.n // 2 + self.depth[1] // 2
-        # Columns that are no whole blocks take registers besides: kernels of 160 and 248 spilled.
-        whole = self.head_dim_qk % BLOCK_COLUMNS == 0 and self.head_dim_v % BLOCK_COLUMNS == 0
+        # Beyond 128, columns that are no whole blocks take registers besides: kernels of 160 and 248 spilled.
+        dims = self.head_dim_qk, self.head_dim_v
+        whole = max(dims) <= 128 or all(dim % BLOCK_COLUMNS == 0 for dim in dims)
         fits = whole and held + PAIRED_MARGIN <= tile.consumer_registers
         return self.mask is not MaskKind.FULL and not self.multiplies_bytes and fits
 
