@@ -146,8 +146,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
     query_dtype = getattr(query, "dtype", None)
-    if query_dtype is FP8:
-        query = widened_query(query)
     if sparse_mla_top_k_lens is None and type(sparse_mla_top_k) is int and sparse_mla_top_k > 0:
         seq_lens, sparse_mla_top_k_lens = list_lengths(query, seq_lens, sparse_mla_top_k)
     arguments: Arguments = (
@@ -206,7 +204,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
             cp_rank,
             use_fp16_softmax,
         )
-    done = _MLA.latest(arguments, out, lse) or _MLA.repeat(arguments, out, lse)
+    done = _MLA.latest(arguments, out, lse)
+    if done is None and query_dtype is FP8:
+        # Where kernels multiply e4m3 the call has been recognised with the query as it is, without asking for that.
+        query = widened_query(query)
+        arguments = (query, *arguments[1:])
+        done = _MLA.latest(arguments, out, lse)
+    done = done or _MLA.repeat(arguments, out, lse)
     if done is None:
         problem = mla_problem(record(MlaCall, locals()))
         rows = query.shape[:2] if cum_seq_lens_q is None else ()
