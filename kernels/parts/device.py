@@ -154,6 +154,18 @@ def load_relaxed(address, *, loc=None, ip=None):
 
 
 @dsl_user_op
+def load_acquire(address, *, loc=None, ip=None):
+    """Load an Int32 that other SMs write to global memory, and see what they released with it."""
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
 def store_release(address, value, *, loc=None, ip=None) -> None:
     """Store an Int32 in global memory, for whoever acquires it to see all that came before."""
     cute.arch.inline_ptx("st.release.gpu.global.b32 [{$r0}], {$r1};", read_only_args=[address, value], loc=loc, ip=ip)

@@ -3,8 +3,9 @@
 Row r of a request and KV head is new token r // group and query head kv_head * group + r % group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
@@ -31,6 +32,10 @@ class PackedRows(DeviceStruct):
         group = Int32(g.group)
         first = (tile.request.o_start, tile.kv_head * group, tile.first_row)
         return PackedRows(a, g, *first, tile.rows(group), scale, out_bytes)
+
+    def up_to(self, most) -> "PackedRows":
+        """Return these rows, ``most`` of them at most."""
+        return replace(self, count=cutlass.min(self.count, most))
 
     def _place(self, row):
         """Return (token, head) of a row of the tile."""

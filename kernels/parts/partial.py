@@ -49,10 +49,10 @@ class Slots(DeviceStruct):
     columns: int
     element_bytes: int  # of output
 
-    @staticmethod
-    def create(a: Addresses, g: DecodeGeometry, columns: int, element_bytes: int = 4) -> "Slots":
+    @classmethod
+    def create(cls, a: Addresses, g: DecodeGeometry, columns: int, element_bytes: int = 4) -> "Slots":
         aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
-        return Slots(aligned, a.tickets, Int32(g.slots), Int32(g.slot_rows), columns, element_bytes)
+        return cls(aligned, a.tickets, Int32(g.slots), Int32(g.slot_rows), columns, element_bytes)
 
     def place(self, piece):
         """Return where a piece's rows begin among those of all slots."""
@@ -78,7 +78,10 @@ class Slots(DeviceStruct):
 
     def counter(self, kind: int, piece):
         """Return the address of one of the counters of the piece's slot."""
-        return self.tickets + 4 * (TICKETS + Int64(kind) * self.slots + piece % self.slots)
+        return self._counter(kind, piece % self.slots)
+
+    def _counter(self, kind: int, slot):
+        return self.tickets + 4 * (TICKETS + Int64(kind) * self.slots + slot)
 
     def generation(self, piece):
         return piece // self.slots

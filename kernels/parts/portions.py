@@ -11,7 +11,7 @@ side, so that their keys come from memory once.
 Nothing is handed out, hence no tickets: each CTA reads all lengths, adds them up and finds its own chunks.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 import cutlass.cute as cute
@@ -107,54 +107,48 @@ class PortionSchedule(SplitSchedule):
         span = PortionSpan(index, q_start, q_len, kv_len, steps, begin, first_portion, chunks)
         return span, end, running_sum(split_units(chunks, self._units_of_chunk))
 
-    @cute.jit
-    def pieces(self):
-        count, size, first, place = Int32(0), self._portion_size(), Int32(0), Int32(0)
-        while first < self._items_count:
-            _, end, last_piece = self._portion_spans(first, place, size)
-            count += cute.arch.shuffle_sync(last_piece, LANES - 1)
-            place = cute.arch.shuffle_sync(end, LANES - 1)
-            first += LANES
-        return count
-
-    def _portion_tile(self, span: PortionSpan, chunk, size, pieces, row_tile) -> SplitTile:
-        """Return the unit of a request; ``pieces`` are those of all requests before."""
+    def _portion_tile(self, span: PortionSpan, chunk, size, pieces, row_tile, merges) -> SplitTile:
+        """Return the unit of a request, without keys where it ``merges``; ``pieces`` are those of all requests
+        before."""
         first_row, request = row_tile * self.tile_m, span.request()
         begin, end = span.begin(chunk, size), span.begin(chunk + 1, size)
-        keys = self._keys(request, first_row, begin * self.tile_n, (end - begin) * self.tile_n)
-        return self._unit(request, Int32(0), first_row, keys, chunk, span.chunks, pieces + row_tile)
+        keys = self._keys(request, first_row, begin * self.tile_n, (end - begin) * self.tile_n * (1 - merges))
+        unit = self._unit(request, Int32(0), first_row, keys, chunk, span.chunks, pieces + row_tile)
+        return replace(unit, head=merges)
 
     @cute.jit
     def publish(self, board) -> None:
-        """Post the units of this CTA's portions, then the end. Called by one warp."""
+        """Post the units of this CTA's portions, then those that are pieces again, for what has to be merged of their
+        rows, then the end. Called by one warp."""
         row_tiles, items = self._units_of_chunk, self._items_count
-        size, place_in_grid = self._portion_size(), Int32(cute.arch.block_idx()[0])
-        step, first, place, pieces = Int32(0), Int32(0), Int32(0), Int32(0)
-        latest = SplitTile.nothing()
-        while first < items:
-            span, end, last_piece = self._portion_spans(first, place, size)
-            portion = place_in_grid // row_tiles
-            has_chunk = (span.first_portion <= portion) & (portion < span.first_portion + span.chunks)
-            lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk))
-            while lanes != 0:
-                lane = trailing_zeros(lanes.to(Int32))
-                mine = from_lane(span, lane)
-                before = pieces + cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, row_tiles)
-                row_tile = place_in_grid - portion * row_tiles
-                unit = self._portion_tile(mine, portion - mine.first_portion, size, before, row_tile)
-                board.post(step, unit)
-                self.keeper.posted(step, unit, latest)
-                latest = unit
-                step += 1
-                lanes = lanes & (lanes - 1)
-            pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
-            place = cute.arch.shuffle_sync(end, LANES - 1)
-            first += LANES
-            if (first >= items) & (place_in_grid + Int32(self.geometry.grid) < self._all_places):
-                place_in_grid += Int32(self.geometry.grid)
-                first, place, pieces = Int32(0), Int32(0), Int32(0)
+        size, step, latest = self._portion_size(), Int32(0), SplitTile.nothing()
+        for merges in cutlass.range(2, unroll=1):
+            place_in_grid, first, place, pieces = Int32(cute.arch.block_idx()[0]), Int32(0), Int32(0), Int32(0)
+            while first < items:
+                span, end, last_piece = self._portion_spans(first, place, size)
+                portion = place_in_grid // row_tiles
+                has_chunk = (span.first_portion <= portion) & (portion < span.first_portion + span.chunks)
+                lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk & (span.chunks > merges)))
+                while lanes != 0:
+                    lane = trailing_zeros(lanes.to(Int32))
+                    mine = from_lane(span, lane)
+                    before = pieces + cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, row_tiles)
+                    row_tile = place_in_grid - portion * row_tiles
+                    unit = self._portion_tile(mine, portion - mine.first_portion, size, before, row_tile, merges)
+                    board.post(step, unit)
+                    if merges == 0:
+                        self.keeper.posted(step, unit, latest)
+                    latest = unit
+                    step += 1
+                    lanes = lanes & (lanes - 1)
+                pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
+                place = cute.arch.shuffle_sync(end, LANES - 1)
+                first += LANES
+                if (first >= items) & (place_in_grid + Int32(self.geometry.grid) < self._all_places):
+                    place_in_grid += Int32(self.geometry.grid)
+                    first, place, pieces = Int32(0), Int32(0), Int32(0)
         self.keeper.ended(step, latest)
-        board.post_end(step, pieces)
+        board.post_end(step)
 
     @property
     def _all_places(self):

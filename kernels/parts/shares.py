@@ -43,36 +43,12 @@ WARPS_TICKET, SHARES_TICKET = 4, 8  # bytes from the first ticket
 
 
 @dataclass(frozen=True)
-class Shares(DeviceStruct):
-    """The pieces of all CTAs and how they are merged. Called by whole warps."""
+class Pieces(DeviceStruct):
+    """The pieces of all CTAs: how one is stored, and how a share of rows is merged. Called by whole warps."""
 
     slots: Slots
     of_chunk: Int32  # from a piece to that of the next chunk
     loads: tuple[tuple[int, int], ...]  # pieces, and items of each, that a lane has under way: few pieces, more, many
-    units_have_tickets: bool  # whether CTAs take tickets for units
-
-    @cute.jit
-    def wait_free(self, tile) -> None:
-        """Return when the unit's piece, if it is one, may be written."""
-        # In their first generation all slots are free.
-        if tile.piece >= self.slots.slots and tile.chunks > 1 and cute.arch.lane_idx() == 0:
-            self.slots.wait_free((tile.piece, tile.first_piece))
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def announce(self, tile, group) -> None:
-        """The unit's piece, if it is one, has been written, visibly to this warp: when it was the last of its rows,
-        all of their shares are ready."""
-        if tile.chunks > 1:
-            slots, first = self.slots, tile.first_piece
-            if cute.arch.lane_idx() == 0:
-                share = (tile.request.o_start, tile.first_row, tile.rows(group), tile.chunk, tile.chunks)
-                for kind, value in zip(SHARE[1:], share, strict=True):
-                    global_array(Int32, slots.counter(kind, tile.piece))[0] = value
-            if self._is_last(PIECES_THERE, first, tile.chunks):
-                for i in cutlass.range(cute.arch.lane_idx(), tile.chunks, LANES, unroll=1):
-                    each = first + i * self.of_chunk
-                    store_release(slots.counter(READY, each), slots.generation(each) + 1)
 
     @cute.jit
     def store(self, piece, output, r: cutlass.Constexpr[int], reference, total, warp_row, half) -> None:
@@ -103,60 +79,19 @@ class Shares(DeviceStruct):
         return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
-    def run(self, pieces, others, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
-        """Merge shares until those of all ``pieces`` have been handed out, but leave the last ``others`` pieces to
-        warps that merge faster."""
-        own_end = (pieces - others) * SHARES
-        share = self._ticket(own_end)
-        while share < pieces * SHARES:
-            piece = share // SHARES
-            self._wait_ready(piece)
-            self._merge(piece, share - piece * SHARES, pieces, a, g, scale, dtype)
-            share = self._ticket(own_end)
-
-    @cute.jit
-    def _ticket(self, end):
-        """Draw the next place in the list of shares; past all of them where it is ``end`` already."""
-        ticket = Int32(NO_SHARE)
-        if cute.arch.lane_idx() == 0 and end > 0:
-            tickets = self.slots.tickets + SHARES_TICKET
-            if load_relaxed(tickets) < end:
-                ticket = cute.arch.atomic_add(global_pointer(Int32, tickets), Int32(1))
-        return cute.arch.shuffle_sync(ticket, 0)
-
-    @cute.jit
-    def _wait_ready(self, piece) -> None:
-        if cute.arch.lane_idx() == 0:
-            wanted = self.slots.generation(piece) + 1
-            found = load_relaxed(self.slots.counter(READY, piece))
-            while found != wanted:
-                found = load_relaxed(self.slots.counter(READY, piece))
-            cute.arch.fence_acq_rel_gpu()
-        cute.arch.sync_warp()
-
-    @cute.jit
-    def _merge(self, piece, part, pieces, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
-        """Share ``part`` of those that come with a piece."""
-        slots = self.slots
-        token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, piece)) for kind in SHARE[1:])
-        count = cutlass.min(count, slots.rows)
-        rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8)
-        first = piece - chunk * self.of_chunk
+    def _merge_share(self, share, shares, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+        """Merge one of the equal ``shares`` of rows whose ``first`` piece is that of the first of ``chunks``."""
         of_band = self._items_of_band
-        items = (count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2 * of_band)
-        shares = chunks * SHARES
-        begin, end = (items * (chunk * SHARES + part + i) // shares for i in range(2))
+        begin, end = self._share_items(share, shares, rows)
         for band in cutlass.range(begin // of_band, (end + (of_band - 1)) // of_band, unroll=1):
             low, high = cutlass.max(begin, band * of_band), cutlass.min(end, (band + 1) * of_band)
             own = (low - band * of_band, high - band * of_band)
             self._merge_band_of(self.loads, band, own, first, chunks, rows, dtype)
-        # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
-        if first + slots.slots < pieces:
-            cute.arch.sync_warp()  # all lanes have read
-            if self._is_last(GROUPS_THERE, first, shares):
-                for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
-                    each = first + i * self.of_chunk
-                    store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)
+
+    def _share_items(self, share, shares, rows: PackedRows) -> tuple:
+        """Return the (first item, end) of a share."""
+        bands = (rows.count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2)
+        return tuple(bands * self._items_of_band * (share + i) // shares for i in range(2))
 
     @cute.jit
     def _merge_band_of(
@@ -234,6 +169,84 @@ class Shares(DeviceStruct):
                             scaled = [values[k][c] * factor, values[k][c + 1] * factor]
                             copy.store_rounded(rows.output(row, column + RowFragment.column_offset(c)), scaled, dtype)
 
+
+@dataclass(frozen=True)
+class Shares(Pieces):
+    """Pieces whose shares are handed out to whichever warp has time for them."""
+
+    @cute.jit
+    def wait_free(self, tile) -> None:
+        """Return when the unit's piece, if it is one, may be written."""
+        # In their first generation all slots are free.
+        if tile.piece >= self.slots.slots and tile.chunks > 1 and cute.arch.lane_idx() == 0:
+            self.slots.wait_free((tile.piece, tile.first_piece))
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def announce(self, tile, group) -> None:
+        """The unit's piece, if it is one, has been written, visibly to this warp: when it was the last of its rows,
+        all of their shares are ready."""
+        if tile.chunks > 1:
+            slots, first = self.slots, tile.first_piece
+            if cute.arch.lane_idx() == 0:
+                share = (tile.request.o_start, tile.first_row, tile.rows(group), tile.chunk, tile.chunks)
+                for kind, value in zip(SHARE[1:], share, strict=True):
+                    global_array(Int32, slots.counter(kind, tile.piece))[0] = value
+            if self._is_last(PIECES_THERE, first, tile.chunks):
+                for i in cutlass.range(cute.arch.lane_idx(), tile.chunks, LANES, unroll=1):
+                    each = first + i * self.of_chunk
+                    store_release(slots.counter(READY, each), slots.generation(each) + 1)
+
+    @cute.jit
+    def run(self, pieces, others, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
+        """Merge shares until those of all ``pieces`` have been handed out, but leave the last ``others`` pieces to
+        warps that merge faster."""
+        own_end = (pieces - others) * SHARES
+        share = self._ticket(own_end)
+        while share < pieces * SHARES:
+            piece = share // SHARES
+            self._wait_ready(piece)
+            self._merge(piece, share - piece * SHARES, pieces, a, g, scale, dtype)
+            share = self._ticket(own_end)
+
+    @cute.jit
+    def _ticket(self, end):
+        """Draw the next place in the list of shares; past all of them where it is ``end`` already."""
+        ticket = Int32(NO_SHARE)
+        if cute.arch.lane_idx() == 0 and end > 0:
+            tickets = self.slots.tickets + SHARES_TICKET
+            if load_relaxed(tickets) < end:
+                ticket = cute.arch.atomic_add(global_pointer(Int32, tickets), Int32(1))
+        return cute.arch.shuffle_sync(ticket, 0)
+
+    @cute.jit
+    def _wait_ready(self, piece) -> None:
+        if cute.arch.lane_idx() == 0:
+            wanted = self.slots.generation(piece) + 1
+            found = load_relaxed(self.slots.counter(READY, piece))
+            while found != wanted:
+                found = load_relaxed(self.slots.counter(READY, piece))
+            cute.arch.fence_acq_rel_gpu()
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def _merge(self, piece, part, pieces, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
+        """Share ``part`` of those that come with a piece."""
+        slots = self.slots
+        token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, piece)) for kind in SHARE[1:])
+        count = cutlass.min(count, slots.rows)
+        rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8)
+        first = piece - chunk * self.of_chunk
+        shares = chunks * SHARES
+        self._merge_share(chunk * SHARES + part, shares, first, chunks, rows, dtype)
+        # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
+        if first + slots.slots < pieces:
+            cute.arch.sync_warp()  # all lanes have read
+            if self._is_last(GROUPS_THERE, first, shares):
+                for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
+                    each = first + i * self.of_chunk
+                    store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)
+
     @cute.jit
     def _is_last(self, kind: cutlass.Constexpr[int], first, count):
         """Count one more of ``count`` in the slot of their ``first``, and say whether it was the last; then the counter
@@ -249,9 +262,9 @@ class Shares(DeviceStruct):
     @cute.jit
     def hand_back(self, warps, pieces) -> None:
         """The last of all ``warps`` that merge leaves every counter at zero, as the next launch wants to find it. There
-        were so many ``pieces``; without any, and without tickets for units, no counter was touched."""
+        were so many ``pieces``."""
         last = Int32(0)
-        if cute.arch.lane_idx() == 0 and (pieces > 0 or const_expr(self.units_have_tickets)):
+        if cute.arch.lane_idx() == 0:
             last = count_one(self.slots.tickets + WARPS_TICKET, warps)
         cute.arch.sync_warp()
         if cute.arch.shuffle_sync(last, 0) != 0:

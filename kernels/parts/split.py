@@ -41,7 +41,8 @@ class PackedTile(WorkTile):
 
 @dataclass
 class SplitTile(PackedTile):
-    """Work on a chunk of keys. After the last one the fields but ``head`` are the number of all pieces."""
+    """Work on a chunk of keys. After the last one the fields but ``head`` are the number of all pieces, where these
+    are handed out. Where they are not, tiles after the units are pieces of this CTA, whose rows it has to merge."""
 
     INTS: ClassVar[int] = 22
 
@@ -51,6 +52,11 @@ class SplitTile(PackedTile):
     first_piece: Int32  # of the same rows: that of the first chunk
     group_piece: Int32  # of the first chunk in its group of GROUP_PIECES
     units_of_chunk: Int32  # of a chunk: from a piece to that of the next chunk
+
+    @property
+    def is_unit(self):
+        """Tell whether there are keys to attend to, or that there are none to be told: it is not there to be merged."""
+        return self.head == 0
 
     def kv_policy(self):
         return EVICT_FIRST

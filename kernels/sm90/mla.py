@@ -9,17 +9,18 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
-from hopwell.kernels.hardware import LANES, WARPGROUP
+from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.own_shares import OwnShares, OwnSlots
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Slots
 from hopwell.kernels.parts.portions import ListPortionSchedule, PortionSchedule
-from hopwell.kernels.parts.shares import Shares
+from hopwell.kernels.parts.shares import Pieces, Shares
 from hopwell.kernels.parts.softmax import SLACK
 from hopwell.kernels.parts.split import LatentSchedule, ListSchedule, SplitSchedule, UnitKeeper
 from hopwell.kernels.pipeline import Edge
@@ -106,7 +107,9 @@ class MlaSm90(LatentKeys, DecodeSm90):
         return {**super().more_roles, "left": 4, "right": 4}
 
     def _more_edges(self) -> tuple[Edge, ...]:
-        return *self._p_edges(), Edge("piece", "attend", "schedule", 1, 4 * self.warpgroups, 1, 0)
+        # Where each CTA merges its own pieces, all have slots, and those that attend announce them.
+        piece = Edge("piece", "attend", "schedule", 1, 4 * self.warpgroups, 1, 0)
+        return *self._p_edges(), *[piece] * self.config.batch_invariant
 
     def _p_edges(self) -> tuple[Edge, ...]:
         """Return the edges by which left and right give each other P."""
@@ -116,14 +119,17 @@ class MlaSm90(LatentKeys, DecodeSm90):
     def consumer(self, **parts: Any) -> "MlaAttend":
         return MlaAttend(**parts)
 
-    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, loads=None) -> Shares:
-        slots = Slots.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
+    def _merge(self, addresses: Addresses, geometry: DecodeGeometry, tiles=None, loads=None) -> Pieces:
+        kind, slot_kind = (Shares, Slots) if self.config.batch_invariant else (OwnShares, OwnSlots)
+        slots = slot_kind.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
         loads = loads or (LIST_ATTEND_LOADS if self.config.sparse else ATTEND_LOADS)
-        return Shares(slots, Int32(geometry.row_tiles), loads, self.config.batch_invariant)
+        return kind(slots, Int32(geometry.row_tiles), loads)
 
-    def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "LatentUnits":
-        descriptor = copy.tma_descriptor(q_atom)
-        return LatentUnits(self, descriptor, tiles, rings, self._merge(addresses, geometry), addresses, geometry)
+    def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "QueryRows":
+        common = self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry
+        if self.config.batch_invariant:
+            return LatentUnits(*common, self._merge(addresses, geometry))
+        return QueryRows(*common)
 
     def _allocate_tiles(self, smem) -> "MlaTiles":
         # Rows of 128 bytes: 64 columns of P of B, or with elements of 8 bits as many of A and of B.
@@ -142,7 +148,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         """Run those warps of the first warpgroup that load keys, and those that merge."""
         if warp < SCHEDULE_WARP - self.warps_without_work:
             self.load_keys(warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board)
-        elif const_expr(self.warps_without_work > 0):
+        elif const_expr(self.warps_without_work > 0 and self.config.batch_invariant):
             merge = self._merge(addresses, geometry, loads=self.config.merge_loads)
             pieces = schedule.pieces()
             merge.run(pieces, Int32(geometry.grid), addresses, geometry, scale, self.out_dtype)
@@ -174,17 +180,27 @@ class MlaTiles(SharedTiles):
 
 
 @dataclass
-class LatentUnits(UnitKeeper):
-    """This is what a unit needs besides its keys: rows of Q, a slot for its piece, and that others learn of the
-    piece."""
+class QueryRows(UnitKeeper):
+    """This is what every unit needs besides its keys: rows of Q."""
 
     kernel: MlaSm90
     descriptor: Any  # of Q
     tiles: Any
     rings: Any
-    merge: Shares
     addresses: Addresses
     geometry: DecodeGeometry
+
+    @cute.jit
+    def posted(self, step, unit, before) -> None:
+        q_ring = self.rings.q
+        self.kernel.fetch_rows(self.descriptor, self.addresses, self.geometry, unit, self.tiles.q, q_ring, step)
+
+
+@dataclass
+class LatentUnits(QueryRows):
+    """Where shares are handed out, units need a slot for their piece as well, and that others learn of the piece."""
+
+    merge: Shares
 
     @cute.jit
     def posted(self, step, unit, before) -> None:
@@ -275,7 +291,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
         step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
-        while tile.exists:
+        while tile.is_unit:
             keys = tile.keys
             # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
             cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
@@ -297,9 +313,16 @@ class MlaAttend(LatentRows, DecodeAttend):
             self.store(left, tile, work, warp_row, group, addresses, geometry)
             work += 1
             tile = self.board.read(work)
-        # The tile after the last one says how many pieces there are.
-        self.merge.run(tile.piece, Int32(0), addresses, geometry, self.output_scale, self.kernel.out_dtype)
-        self.merge.hand_back(self.kernel.merging_warps(geometry), tile.piece)
+        outputs = (addresses, geometry, self.output_scale, self.kernel.out_dtype)
+        if const_expr(self.kernel.config.batch_invariant):
+            # The tile after the last one says how many pieces there are.
+            self.merge.run(tile.piece, Int32(0), *outputs)
+            self.merge.hand_back(self.kernel.merging_warps(geometry), tile.piece)
+        else:
+            while tile.exists:
+                self.merge.merge(tile, cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPS, *outputs)
+                work += 1
+                tile = self.board.read(work)
 
     # One copy of a step for each warpgroup: with copies for masked and last steps, instruction fetches made the first
     # three steps of a unit take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). And branches only where no
@@ -381,14 +404,17 @@ class MlaAttend(LatentRows, DecodeAttend):
     @cute.jit
     def store(self, operands, tile, work, warp_row, column_group, addresses, geometry):
         """Write this warp's rows, or leave them as a piece."""
-        piece_ring = self.rings.piece
-        piece_ring.wait_released(work)
+        if const_expr(self.kernel.config.batch_invariant):
+            self.rings.piece.wait_released(work)
         if tile.chunks == 1:
             rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
             self.store_rows(operands, rows, warp_row, column_group)
         else:
             self.store_piece(operands, tile.piece, warp_row, column_group)
-        piece_ring.fill(work)
+        if const_expr(self.kernel.config.batch_invariant):
+            self.rings.piece.fill(work)
+        else:
+            self.merge.announce(tile)
 
     @cute.jit
     def store_piece(self, operands, piece, warp_row, column_group) -> None:

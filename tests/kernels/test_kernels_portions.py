@@ -94,23 +94,24 @@ class PortionWarp(SchedulingWarp):
 
 
 def posted(schedule: PortionSchedule, cta: int, monkeypatch: pytest.MonkeyPatch) -> list[SplitTile]:
-    """The units of a CTA."""
+    """The units of a CTA, after which it gets those that are pieces again, without keys, in the same order."""
     warp = PortionWarp([])
     with monkeypatch.context() as patches:
         warp.use(patches, portions)
         patches.setattr(cute.arch, "block_idx", lambda: (Int32(cta), 0, 0))
         warp.run(lambda: PortionSchedule.publish.__wrapped__(schedule, warp))
-    return warp.posted
+    units = [tile for tile in warp.posted if host(tile.is_unit)]
+    merged = warp.posted[len(units) :]
+    assert not any(host(tile.is_unit) for tile in merged)
+    assert all(host(tile.exists) and host(tile.keys.begin) == host(tile.keys.end) for tile in merged)
+    assert [part_of(tile) for tile in merged] == [part_of(unit) for unit in units if host(unit.chunks) > 1]
+    return units
 
 
-def pieces(schedule: PortionSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many pieces there are, as every lane counts them."""
-    warp, counts = PortionWarp([]), []
-    with monkeypatch.context() as patches:
-        warp.use(patches, portions)
-        warp.run(lambda: counts.append(host(PortionSchedule.pieces.__wrapped__(schedule))))
-    (count,) = set(counts)
-    return count
+def part_of(tile: SplitTile) -> list[int]:
+    """What merging has to know of a piece."""
+    numbers = (tile.request.o_start, tile.request.q_len, tile.first_row, tile.chunk, tile.chunks, tile.first_piece)
+    return [host(number) for number in numbers]
 
 
 def ragged(seed: int, batch: int, most: int) -> Batch:
@@ -156,7 +157,7 @@ def test_every_step_is_in_one_unit(batch: Batch, memory: Memory, monkeypatch: py
             numbered += [host(unit.piece) for unit in chunks]
     assert not found
     assert sorted(numbered) == list(range(len(numbered)))
-    assert pieces(schedule, monkeypatch) == len(numbered) <= 2 * max(batch.ctas, batch.row_tiles)
+    assert len(numbered) <= 2 * max(batch.ctas, batch.row_tiles)
 
 
 def test_portions_are_equal(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
