@@ -36,7 +36,8 @@ LATENT_UNDER_WAY = 3
 # cut at equal places. A request takes about one step besides its own: Q, and results. Cuts are moved by up to
 # SNAP_STEPS to where a request begins or ends, and portions are larger by up to one part in UNEVEN where that cuts the
 # longest requests evenly. CTAs have up to MOST_PORTION_ROUNDS portions where row tiles are many.
-FRACTIONS = 32
+FRACTION_BITS = 5
+FRACTIONS = 1 << FRACTION_BITS
 REQUEST_STEPS = 1
 SNAP_STEPS = 2
 UNEVEN = 16

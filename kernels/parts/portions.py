@@ -8,25 +8,41 @@ portions as there are CTAs for a row tile, and each CTA takes one portion for on
 once or not at all, and CTAs end at the same time. CTAs of different row tiles that have the same portion lie side by
 side, so that their keys come from memory once.
 
-Nothing is handed out, hence no tickets: each CTA reads all lengths, adds them up and finds its own chunks.
+Nothing is handed out, hence no tickets: each CTA reads all lengths, adds them up and finds its own chunks. Until it has
+done that it can do nothing else, so what is on this way is short: the lengths of up to 32 requests are read once,
+divisions whose divisor does not depend on them are prepared while they come, and numbers are unsigned where they can
+be.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from hopwell.kernels.hardware import LANES
-from hopwell.kernels.parts.device import from_lane, running_sum, trailing_zeros
-from hopwell.kernels.parts.split import Span, SplitSchedule, SplitTile, TokenLists, split_units
+from hopwell.kernels.parts.device import DeviceStruct, Divisor, from_lane, running_sum, trailing_zeros
+from hopwell.kernels.parts.split import Span, SplitSchedule, SplitTile, TokenLists
 from hopwell.kernels.splitting import (
+    FRACTION_BITS,
     FRACTIONS,
     LEAST_PORTION_STEPS,
     REQUEST_STEPS,
     SNAP_STEPS,
     UNEVEN,
 )
+
+
+@dataclass
+class Item(DeviceStruct):
+    """A request, or a query token that has a list, which has steps of keys."""
+
+    index: Int32
+    q_start: Int32
+    q_len: Int32
+    kv_len: Int32
+    exists: Int32  # 1, or 0 where there is none or it has no rows
+    steps: Int32
 
 
 @dataclass
@@ -38,27 +54,36 @@ class PortionSpan(Span):
     place: Int32  # of its first step
     first_portion: Int32  # that has a chunk of it
     chunks: Int32
+    color: Int32  # 0 and 1 by turns, of those that have several chunks
 
     @cute.jit
     def begin(self, chunk, size):
         """Return the first step of a chunk, or the number of all steps for the chunk after the last."""
         # What a request takes besides its steps is shared by its ends: so no half step is added to round.
-        inner = ((self.first_portion + chunk) * size - self.place) // FRACTIONS
+        inner = ((self.first_portion + chunk) * size - self.place) >> FRACTION_BITS
         begin = cutlass.max(cutlass.min(inner, self.steps), 0)
         begin = Int32(0) if chunk == 0 else begin
         return self.steps if chunk == self.chunks else begin
 
 
 @cute.jit
-def portion_size(total, longest, portions):
+def portion_size(total, longest, portions: Divisor):
     """Say how many fractions of a step are a portion, of ``total`` ones in all requests and ``longest`` in one of them.
 
     Where portions become little larger, requests of that length are cut into equal chunks, or not at all.
     """
-    size = cutlass.max((total + (portions - 1)) // portions, LEAST_PORTION_STEPS * FRACTIONS)
-    chunks, requests = cutlass.max(longest // size, 1), (size + (longest - 1)) // longest  # one of them is 1
-    even = (longest * requests + (chunks - 1)) // chunks
+    size = cutlass.max(portions.divide(total + (portions.value - 1)), LEAST_PORTION_STEPS * FRACTIONS)
+    large, small = cutlass.max(longest, size), cutlass.min(longest, size)
+    is_cut = longest >= size
+    # Chunks of a request, or else requests of a chunk.
+    count = quotient(large + (Int32(0) if is_cut else small - 1), small)
+    even = quotient(longest + (count - 1), count) if is_cut else longest * count
     return even if even - size <= size // UNEVEN else size
+
+
+def quotient(number, divisor):
+    """Divide numbers that are not negative, in fewer instructions than signed ones."""
+    return (number.to(Uint32) // divisor.to(Uint32)).to(Int32)
 
 
 @dataclass
@@ -70,83 +95,98 @@ class PortionSchedule(SplitSchedule):
         """Say how many requests, or tokens with lists, there are."""
         return Int32(self.geometry.batch)
 
-    def _item(self, index):
-        """Return (index, first token, new tokens, keys) of a request, and 1 if it exists and has rows, else 0."""
+    def _item(self, index) -> Item:
         q_start, q_len, kv_len = self._lengths(index)
-        return index, q_start, q_len, kv_len, ((index < self._items_count) & (q_len > 0)).to(Int32)
+        exists = ((index < self._items_count) & (q_len > 0)).to(Int32)
+        return Item(index, q_start, q_len, kv_len, exists, self._steps(kv_len, exists))
 
     def _steps(self, kv_len, exists):
         # A request without keys has results too.
-        return cutlass.max((kv_len + (self.tile_n - 1)) // self.tile_n, 1) * exists
+        return cutlass.max(quotient(kv_len + (self.tile_n - 1), Int32(self.tile_n)), 1) * exists
 
     @cute.jit
-    def _portion_size(self):
-        total, longest = Int32(0), Int32(0)
-        for first in cutlass.range(0, self._items_count, LANES, unroll=4):
-            *_, kv_len, exists = self._item(first + cute.arch.lane_idx())
-            steps = self._steps(kv_len, exists)
-            total += steps + REQUEST_STEPS * exists
-            longest = cutlass.max(longest, steps)
+    def _portion_size(self, item: Item, portions: Divisor):
+        """Say how long a portion is; ``item`` is this lane's among the first ones."""
+        total, longest = item.steps + REQUEST_STEPS * item.exists, item.steps
+        for first in cutlass.range(LANES, self._items_count, LANES, unroll=1):
+            more = self._item(first + cute.arch.lane_idx())
+            total += more.steps + REQUEST_STEPS * more.exists
+            longest = cutlass.max(longest, more.steps)
         total, longest = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_max(longest)
-        return portion_size(total * FRACTIONS, (longest + REQUEST_STEPS) * FRACTIONS, Int32(self.geometry.portions))
+        return portion_size(total * FRACTIONS, (longest + REQUEST_STEPS) * FRACTIONS, portions)
 
     @cute.jit
-    def _portion_spans(self, first, place, size):
-        """Return a lane's request among those from ``first`` on, the first of which begins at ``place``; where the next
-        of each begins; and the pieces of all up to it."""
-        index, q_start, q_len, kv_len, exists = self._item(first + cute.arch.lane_idx())
-        steps = self._steps(kv_len, exists)
-        own = (steps + REQUEST_STEPS * exists) * FRACTIONS
+    def _portion_span(self, item: Item, place, color, size):
+        """Return where this lane's request is, the first lane's of which begins at ``place`` and has this ``color`` if
+        it is cut; and where the one after it begins, and its color."""
+        own = (item.steps + REQUEST_STEPS * item.exists) * FRACTIONS
         end = place + running_sum(own)
         begin, last_portion = end - own, Int32(self.geometry.portions) - 1
         # A cut this close to where a request begins or ends is made there.
         snap = cutlass.min(Int32(SNAP_STEPS * FRACTIONS), size // 4)
-        first_portion = cutlass.min((begin + snap) // size, last_portion)
-        last = cutlass.min(cutlass.max(begin + steps * FRACTIONS - 1 - snap, 0) // size, last_portion)
-        chunks = (cutlass.max(last - first_portion, 0) + 1) * exists
-        span = PortionSpan(index, q_start, q_len, kv_len, steps, begin, first_portion, chunks)
-        return span, end, running_sum(split_units(chunks, self._units_of_chunk))
+        first_portion = cutlass.min(quotient(begin + snap, size), last_portion)
+        last = quotient(cutlass.max(begin + item.steps * FRACTIONS - 1 - snap, 0), size)
+        chunks = (cutlass.max(cutlass.min(last, last_portion) - first_portion, 0) + 1) * item.exists
+        up_to_lane = Uint32(0xFFFFFFFF) >> (LANES - 1 - cute.arch.lane_idx()).to(Uint32)
+        cut = Uint32(cute.arch.vote_ballot_sync(chunks > 1)) & up_to_lane
+        next_color = color + cute.arch.popc(cut).to(Int32)
+        own_color = (next_color - (chunks > 1).to(Int32)) & 1
+        common = (item.index, item.q_start, item.q_len, item.kv_len, item.steps)
+        return PortionSpan(*common, begin, first_portion, chunks, own_color), end, next_color
 
-    def _portion_tile(self, span: PortionSpan, chunk, size, pieces, row_tile, merges) -> SplitTile:
-        """Return the unit of a request, without keys where it ``merges``; ``pieces`` are those of all requests
-        before."""
+    def _portion_tile(self, span: PortionSpan, portion, size, row_tile, merges, group: Divisor) -> SplitTile:
+        """Return the unit of a request in a portion, without keys where it ``merges``.
+
+        A portion has two pieces at most, the end of one request and the beginning of another, which have different
+        colors. So a portion and a color are a piece's number, in each row tile.
+        """
+        of_chunk, chunk = 2 * self._units_of_chunk, portion - span.first_portion
         first_row, request = row_tile * self.tile_m, span.request()
         begin, end = span.begin(chunk, size), span.begin(chunk + 1, size)
-        keys = self._keys(request, first_row, begin * self.tile_n, (end - begin) * self.tile_n * (1 - merges))
-        unit = self._unit(request, Int32(0), first_row, keys, chunk, span.chunks, pieces + row_tile)
-        return replace(unit, head=merges)
+        last = cutlass.min(group.divide(first_row + (self.tile_m - 1)), request.q_len - 1)
+        tokens = (end - begin) * self.tile_n * (1 - merges)
+        keys = self._keys_of_tokens(request, group.divide(first_row), last, begin * self.tile_n, tokens)
+        piece = portion * of_chunk + span.color * self._units_of_chunk + row_tile
+        numbers = (chunk, span.chunks, piece, piece - chunk * of_chunk, Int32(0), of_chunk)
+        return SplitTile(request, merges, Int32(0), first_row, keys, *numbers)
 
     @cute.jit
     def publish(self, board) -> None:
         """Post the units of this CTA's portions, then those that are pieces again, for what has to be merged of their
         rows, then the end. Called by one warp."""
         row_tiles, items = self._units_of_chunk, self._items_count
-        size, step, latest = self._portion_size(), Int32(0), SplitTile.nothing()
+        first_item = self._item(cute.arch.lane_idx())
+        group, portions = Divisor.of(Int32(self.geometry.group)), Divisor.of(Int32(self.geometry.portions))
+        first_place = Int32(cute.arch.block_idx()[0])
+        first_of_portion = Divisor.of(row_tiles)
+        size, step, latest = self._portion_size(first_item, portions), Int32(0), SplitTile.nothing()
         for merges in cutlass.range(2, unroll=1):
-            place_in_grid, first, place, pieces = Int32(cute.arch.block_idx()[0]), Int32(0), Int32(0), Int32(0)
+            place_in_grid, first, place, color = first_place, Int32(0), Int32(0), Int32(0)
+            item = first_item
             while first < items:
-                span, end, last_piece = self._portion_spans(first, place, size)
-                portion = place_in_grid // row_tiles
+                span, end, next_color = self._portion_span(item, place, color, size)
+                portion = first_of_portion.divide(place_in_grid)
                 has_chunk = (span.first_portion <= portion) & (portion < span.first_portion + span.chunks)
                 lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk & (span.chunks > merges)))
                 while lanes != 0:
-                    lane = trailing_zeros(lanes.to(Int32))
-                    mine = from_lane(span, lane)
-                    before = pieces + cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, row_tiles)
+                    mine = from_lane(span, trailing_zeros(lanes.to(Int32)))
                     row_tile = place_in_grid - portion * row_tiles
-                    unit = self._portion_tile(mine, portion - mine.first_portion, size, before, row_tile, merges)
+                    unit = self._portion_tile(mine, portion, size, row_tile, merges, group)
                     board.post(step, unit)
                     if merges == 0:
                         self.keeper.posted(step, unit, latest)
                     latest = unit
                     step += 1
                     lanes = lanes & (lanes - 1)
-                pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
                 place = cute.arch.shuffle_sync(end, LANES - 1)
+                color = cute.arch.shuffle_sync(next_color, LANES - 1)
                 first += LANES
-                if (first >= items) & (place_in_grid + Int32(self.geometry.grid) < self._all_places):
+                if first < items:
+                    item = self._item(first + cute.arch.lane_idx())
+                elif place_in_grid + Int32(self.geometry.grid) < self._all_places:
                     place_in_grid += Int32(self.geometry.grid)
-                    first, place, pieces = Int32(0), Int32(0), Int32(0)
+                    first, place, color = Int32(0), Int32(0), Int32(0)
+                    item = first_item
         self.keeper.ended(step, latest)
         board.post_end(step)
 
@@ -159,6 +199,7 @@ class PortionSchedule(SplitSchedule):
 class ListPortionSchedule(TokenLists, PortionSchedule):
     """Portions of the lists of all query tokens."""
 
-    def _item(self, index):
+    def _item(self, index) -> Item:
         place, seen, exists = self._listed_token(index)
-        return place, place, Int32(1), seen, exists.to(Int32)
+        exists = exists.to(Int32)
+        return Item(place, place, Int32(1), seen, exists, self._steps(seen, exists))
