@@ -232,6 +232,11 @@ def bit_length(value):
     return 32 - cute.arch.clz(value).to(Int32)
 
 
+def quotient(number, divisor):
+    """Divide Int32 that are not negative, in fewer instructions than signed ones."""
+    return (number.to(Uint32) // divisor.to(Uint32)).to(Int32)
+
+
 @dataclass(frozen=True)
 class Divisor(DeviceStruct):
     """A positive Int32 that is known before the numbers which it divides, so that most of a division is done by the

@@ -55,16 +55,21 @@ class OwnShares(Pieces):
         """Merge the share of one of STORING_WARPS in the rows of a piece of this CTA."""
         rows = PackedRows.create(a, g, tile, scale, dtype.width // 8).up_to(self.slots.rows)
         shares = tile.chunks * STORING_WARPS
-        self._wait_stored(tile.first_piece, shares)
-        self._merge_share(tile.chunk * STORING_WARPS + warp, shares, tile.first_piece, tile.chunks, rows, dtype)
+        items = self._share_items(tile.chunk * STORING_WARPS + warp, shares, rows)
+        # Some warp waits, or else counters would be reset before all have been counted.
+        is_spared = (items[0] >= items[1]) & (rows.count > 0)
+        self._wait_stored(tile.first_piece, shares, is_spared)
+        self._merge_items(items, tile.first_piece, tile.chunks, rows, dtype)
 
     @cute.jit
-    def _wait_stored(self, first, parts) -> None:
-        """Wait for all parts of the pieces whose first one is ``first``. As many warps do, and the last of them leaves
-        both counters at zero, as the next launch wants to find them."""
+    def _wait_stored(self, first, parts, is_spared) -> None:
+        """Wait for all parts of the pieces whose first one is ``first``, if this warp needs them. As many warps come
+        here as there are parts, and the last of them leaves both counters at zero, as the next launch wants to find
+        them."""
         if cute.arch.lane_idx() == 0:
             there, seen = (self.slots.counter(kind, first) for kind in (PIECES_THERE, GROUPS_THERE))
-            while load_acquire(there) != parts:
+            wanted = parts * (1 - is_spared.to(Int32))
+            while load_acquire(there) < wanted:
                 pass
             if cute.arch.atomic_add(global_pointer(Int32, seen), Int32(1), sem="relaxed", scope="gpu") == parts - 1:
                 global_array(Int32, there)[0] = 0

@@ -34,8 +34,8 @@ class PackedRows(DeviceStruct):
         return PackedRows(a, g, *first, tile.rows(group), scale, out_bytes)
 
     def up_to(self, most) -> "PackedRows":
-        """Return these rows, ``most`` of them at most."""
-        return replace(self, count=cutlass.min(self.count, most))
+        """Return these rows, ``most`` of them at most, and none where there are fewer than none."""
+        return replace(self, count=cutlass.max(cutlass.min(self.count, most), 0))
 
     def _place(self, row):
         """Return (token, head) of a row of the tile."""

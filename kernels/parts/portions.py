@@ -21,7 +21,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 
 from hopwell.kernels.hardware import LANES
-from hopwell.kernels.parts.device import DeviceStruct, Divisor, from_lane, running_sum, trailing_zeros
+from hopwell.kernels.parts.device import DeviceStruct, Divisor, from_lane, quotient, running_sum, trailing_zeros
 from hopwell.kernels.parts.split import Span, SplitSchedule, SplitTile, TokenLists
 from hopwell.kernels.splitting import (
     FRACTION_BITS,
@@ -79,11 +79,6 @@ def portion_size(total, longest, portions: Divisor):
     count = quotient(large + (Int32(0) if is_cut else small - 1), small)
     even = quotient(longest + (count - 1), count) if is_cut else longest * count
     return even if even - size <= size // UNEVEN else size
-
-
-def quotient(number, divisor):
-    """Divide numbers that are not negative, in fewer instructions than signed ones."""
-    return (number.to(Uint32) // divisor.to(Uint32)).to(Int32)
 
 
 @dataclass

@@ -28,7 +28,15 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import EIGHT
-from hopwell.kernels.parts.device import DeviceStruct, fma, global_array, global_pointer, load_relaxed, store_release
+from hopwell.kernels.parts.device import (
+    DeviceStruct,
+    fma,
+    global_array,
+    global_pointer,
+    load_relaxed,
+    quotient,
+    store_release,
+)
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Slots, count_one
@@ -79,19 +87,18 @@ class Pieces(DeviceStruct):
         return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
-    def _merge_share(self, share, shares, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
-        """Merge one of the equal ``shares`` of rows whose ``first`` piece is that of the first of ``chunks``."""
-        of_band = self._items_of_band
-        begin, end = self._share_items(share, shares, rows)
+    def _merge_items(self, items: tuple, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+        """Merge (first item, end) of rows whose ``first`` piece is that of the first of ``chunks``."""
+        of_band, (begin, end) = self._items_of_band, items
         for band in cutlass.range(begin // of_band, (end + (of_band - 1)) // of_band, unroll=1):
             low, high = cutlass.max(begin, band * of_band), cutlass.min(end, (band + 1) * of_band)
             own = (low - band * of_band, high - band * of_band)
             self._merge_band_of(self.loads, band, own, first, chunks, rows, dtype)
 
     def _share_items(self, share, shares, rows: PackedRows) -> tuple:
-        """Return the (first item, end) of a share."""
+        """Return the (first item, end) of one of the equal ``shares`` of rows."""
         bands = (rows.count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2)
-        return tuple(bands * self._items_of_band * (share + i) // shares for i in range(2))
+        return tuple(quotient(bands * self._items_of_band * (share + i), shares) for i in range(2))
 
     @cute.jit
     def _merge_band_of(
@@ -234,11 +241,11 @@ class Shares(Pieces):
         """Share ``part`` of those that come with a piece."""
         slots = self.slots
         token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, piece)) for kind in SHARE[1:])
-        count = cutlass.min(count, slots.rows)
+        count = cutlass.max(cutlass.min(count, slots.rows), 0)
         rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8)
         first = piece - chunk * self.of_chunk
         shares = chunks * SHARES
-        self._merge_share(chunk * SHARES + part, shares, first, chunks, rows, dtype)
+        self._merge_items(self._share_items(chunk * SHARES + part, shares, rows), first, chunks, rows, dtype)
         # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
         if first + slots.slots < pieces:
             cute.arch.sync_warp()  # all lanes have read
