@@ -13,6 +13,7 @@ Nobody waits in a circle, because a CTA stores all of its pieces before it waits
 
 from dataclasses import dataclass
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32
 
@@ -24,6 +25,7 @@ from hopwell.kernels.parts.partial import GROUPS_THERE, PIECES_THERE, Slots
 from hopwell.kernels.parts.shares import Pieces
 
 STORING_WARPS = 2 * WARPS  # of a piece, which merge a share each as well
+COUNTS = (PIECES_THERE, GROUPS_THERE)  # of warps, in a first piece's slot: those that have stored, that need not wait
 
 
 @dataclass(frozen=True)
@@ -58,20 +60,24 @@ class OwnShares(Pieces):
         items = self._share_items(tile.chunk * STORING_WARPS + warp, shares, rows)
         # Some warp waits, or else counters would be reset before all have been counted.
         is_spared = (items[0] >= items[1]) & (rows.count > 0)
-        self._wait_stored(tile.first_piece, shares, is_spared)
+        before = self._wait_stored(tile.first_piece, shares, is_spared)
         self._merge_items(items, tile.first_piece, tile.chunks, rows, dtype)
+        # This is late so that nobody waits for the number.
+        if before == shares - 1:
+            for kind in cutlass.range_constexpr(len(COUNTS)):
+                global_array(Int32, self.slots.counter(COUNTS[kind], tile.first_piece))[0] = 0
 
     @cute.jit
-    def _wait_stored(self, first, parts, is_spared) -> None:
+    def _wait_stored(self, first, parts, is_spared):
         """Wait for all parts of the pieces whose first one is ``first``, if this warp needs them. As many warps come
-        here as there are parts, and the last of them leaves both counters at zero, as the next launch wants to find
-        them."""
+        here as there are parts; one lane learns how many have come before, the last of whom leaves both counters at
+        zero, as the next launch wants to find them."""
+        before = Int32(-1)
         if cute.arch.lane_idx() == 0:
-            there, seen = (self.slots.counter(kind, first) for kind in (PIECES_THERE, GROUPS_THERE))
+            there, seen = (self.slots.counter(kind, first) for kind in COUNTS)
             wanted = parts * (1 - is_spared.to(Int32))
             while load_acquire(there) < wanted:
                 pass
-            if cute.arch.atomic_add(global_pointer(Int32, seen), Int32(1), sem="relaxed", scope="gpu") == parts - 1:
-                global_array(Int32, there)[0] = 0
-                global_array(Int32, seen)[0] = 0
+            before = cute.arch.atomic_add(global_pointer(Int32, seen), Int32(1), sem="relaxed", scope="gpu")
         cute.arch.sync_warp()
+        return before
