@@ -35,13 +35,14 @@ LATENT_UNDER_WAY = 3
 # Portions of MLA's keys, see parts/portions.py. Places are counted in fractions of a step, so that equal requests are
 # cut at equal places. A request takes about one step besides its own: Q, and results. Cuts are moved by up to
 # SNAP_STEPS to where a request begins or ends, and portions are larger by up to one part in UNEVEN where that cuts the
-# longest requests evenly. CTAs have up to MOST_PORTION_ROUNDS portions where row tiles are many.
+# longest requests evenly. CTAs have up to MOST_PORTION_ROUNDS portions where row tiles are many. Portions have
+# LEAST_PORTION_STEPS at least where there is more than one for each.
 FRACTION_BITS = 5
 FRACTIONS = 1 << FRACTION_BITS
 REQUEST_STEPS = 1
 SNAP_STEPS = 2
 UNEVEN = 16
-LEAST_PORTION_STEPS = 1
+LEAST_PORTION_STEPS = 2
 MOST_PORTION_KEYS = 1 << 32  # of all requests: fractions of their steps have to fit 32 bits
 MOST_PORTION_ROUNDS = 4
 # Bytes of an element of a piece of MLA: it is a float16, and each half row has a power of two of its own. Its error is

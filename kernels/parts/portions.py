@@ -70,15 +70,19 @@ class PortionSpan(Span):
 def portion_size(total, longest, portions: Divisor):
     """Say how many fractions of a step are a portion, of ``total`` ones in all requests and ``longest`` in one of them.
 
-    Where portions become little larger, requests of that length are cut into equal chunks, or not at all.
+    Where portions become little larger, requests of that length are cut into equal chunks, or not at all. With more
+    steps than portions, none is shorter than LEAST_PORTION_STEPS: what all CTAs load and leave to be merged, besides
+    keys, takes longer than another step then.
     """
-    size = cutlass.max(portions.divide(total + (portions.value - 1)), LEAST_PORTION_STEPS * FRACTIONS)
+    equal = portions.divide(total + (portions.value - 1))
+    size = cutlass.max(equal, LEAST_PORTION_STEPS * FRACTIONS if total > portions.value * FRACTIONS else FRACTIONS)
     large, small = cutlass.max(longest, size), cutlass.min(longest, size)
     is_cut = longest >= size
     # Chunks of a request, or else requests of a chunk.
     count = quotient(large + (Int32(0) if is_cut else small - 1), small)
     even = quotient(longest + (count - 1), count) if is_cut else longest * count
-    return even if even - size <= size // UNEVEN else size
+    # Portions that are longer than they need to be leave room for more.
+    return even if even - size <= (size // UNEVEN if equal == size else size) else size
 
 
 @dataclass

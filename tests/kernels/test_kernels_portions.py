@@ -205,3 +205,5 @@ def test_size_of_a_portion(memory: Memory) -> None:
     assert size(220, 30, 10) == 22 * FRACTIONS, "a whole one is much larger"
     assert size(60, 6, 10) == size(59, 6, 10) == 6 * FRACTIONS
     assert size(3, 3, 66) == FRACTIONS, "a step at least"
+    assert size(72, 9, 66) == 72 * FRACTIONS // 32, "two steps at least where there is more than one for each"
+    assert size(67, 67, 66) == -(-67 * FRACTIONS // 33)
