@@ -54,7 +54,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         warp 0 load_keys   both parts of the keys
         warp 1             the same where lanes copy rows, half of them each; or merge
         warps 1, 2 widen   keys of 8 bits, half of the rows each, in place of merging, see parts/widened_rows.py
-        warp 2 merge       shares of rows of which all pieces are there, where shares are handed out: see parts/shares.py
+        warp 2 merge       shares of rows of which all pieces are there, where they are handed out: see parts/shares.py
         warp 3 schedule    units of work; their rows of Q, by TMA where these lie at equal distances; slots for their
                            pieces; announces pieces
         warps 4..7 left    S and P of tile A; left half of O
