@@ -6,15 +6,18 @@ between its units, a quarter of the time passed between units (H200, 2026-11-22)
 nothing else, and those that attend merge what is left when there are no more units. Pieces are float16, each half row
 times a power of two of its own: the largest element has 11 bits then, and one 2^-29 as large still has them.
 
+This is how shares are merged where CTAs take tickets for units, and what ``own_shares.py`` has in common with it, where
+they do not.
+
 Piece p comes with some shares of the rows that it belongs to: all shares of all pieces are one list, and a warp that
 has merged one takes a ticket for the next. It waits until all pieces of those rows have been announced, and adds them
 up in the order of the keys: which warp it is never changes a bit.
 
 Slots of pieces go round as in ``partial.py``, and are free again when all shares have been merged, if a later piece
-wants them. Nobody waits in a
-circle: units and shares are handed out in the order of their lists, a share waits for pieces that come before those of
-the next rows, and a piece for a slot of rows that come before its own, because the ring holds more than the pieces of
-one request and of one round of all CTAs: those of the last round wait for shares that are merged beside units.
+wants them. Nobody waits in a circle: units and shares are handed out in the order of their lists, a share waits for
+pieces that come before those of the next rows, and a piece for a slot of rows that come before its own, because the
+ring holds more than the pieces of one request and of one round of all CTAs: those of the last round wait for shares
+that are merged beside units.
 """
 
 from dataclasses import dataclass

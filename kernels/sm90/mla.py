@@ -54,7 +54,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         warp 0 load_keys   both parts of the keys
         warp 1             the same where lanes copy rows, half of them each; or merge
         warps 1, 2 widen   keys of 8 bits, half of the rows each, in place of merging, see parts/widened_rows.py
-        warp 2 merge       shares of rows of which all pieces are there, see parts/shares.py
+        warp 2 merge       shares of rows of which all pieces are there, where they are handed out: see parts/shares.py
         warp 3 schedule    units of work; their rows of Q, by TMA where these lie at equal distances; slots for their
                            pieces; announces pieces
         warps 4..7 left    S and P of tile A; left half of O
@@ -70,7 +70,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
         V       load_keys -> attend   right parts: released by right when its product has been added to O; by left of A
                                       when P of A is there, of B, which it does not need, when P of B is
         work    schedule -> all       released as soon as it has been read; merge does not need it
-        piece   attend -> schedule    released once for each unit when its slot may be written; full when it is
+        piece   attend -> schedule    there where shares are handed out: released for each unit when its slot may be
+                                      written; full when it is
         P       left -> right         they take turns: full when P of A has been written, with the references of its
                                       rows, released when P of B has been
 
@@ -107,7 +108,6 @@ class MlaSm90(LatentKeys, DecodeSm90):
         return {**super().more_roles, "left": 4, "right": 4}
 
     def _more_edges(self) -> tuple[Edge, ...]:
-        # Where each CTA merges its own pieces, all have slots, and those that attend announce them.
         piece = Edge("piece", "attend", "schedule", 1, 4 * self.warpgroups, 1, 0)
         return *self._p_edges(), *[piece] * self.config.batch_invariant
 
