@@ -111,6 +111,24 @@ def test_many_pieces(heads: int) -> None:
     check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads), 64, adverse=1)
 
 
+@pytest.mark.parametrize(
+    ("ctas", "q_len", "kv_lens", "heads"),
+    [(20, 1, [1024], 128), (9, 1, [700] * 3, 128), (6, 1, [1500, 3, 900], 128), (7, 2, [900, 1300, 500], 96)],
+)
+def test_own_pieces_are_merged(
+    ctas: int, q_len: int, kv_lens: list[int], heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CTAs have no piece, one, and two of different requests."""
+    monkeypatch.setattr(plan, "EMULATED_SMS", ctas)
+    check(Case([q_len] * len(kv_lens), kv_lens, heads), 64, adverse=1)
+
+
+def test_own_pieces_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CTA has portions for several row tiles, and stores all of its pieces before it waits for others'."""
+    monkeypatch.setattr(plan, "EMULATED_SMS", 13)
+    check(Case([4] * 2, [900, 3000], heads=128), 64, adverse=1)
+
+
 @pytest.mark.parametrize("heads", [2, 33])
 @pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
 def test_columns_of_all_sizes(largest: float, heads: int) -> None:
