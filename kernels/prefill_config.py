@@ -142,7 +142,7 @@ class PrefillConfig(KernelConfig):
             tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
         if multiplies_bytes:
             return cls.byte_tile(dims, tile, short_steps, cls.flushes(dims, skip_softmax, short_steps))
-        return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile)
+        return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile, kv_type)
 
     @classmethod
     def flushes(cls, dims: tuple[int, int], skip_softmax: bool, short_steps: bool) -> bool:
@@ -159,7 +159,7 @@ class PrefillConfig(KernelConfig):
         return replace(tile, m=_MIDDLE.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
 
     @classmethod
-    def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
+    def widened_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType) -> Tile:
         """Return the tile where keys and values are widened and would have ``tile`` in the type of the queries."""
         if max(dims) > WIDENED_APART_TO:
             return replace(tile, m=_MIDDLE.m, **_CONVERTING)

@@ -15,11 +15,19 @@ from hopwell.kernels.problem import AttentionProblem
 
 HEAD_DIMS = (*support.COMMON_HEAD_DIMS, *support.OTHER_HEAD_DIMS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
-# K and V of 8 and 4 bits are widened by a warpgroup up to so many columns, where 128 registers of each of 512 threads
-# are enough for O, S and P, with up to 10 spilled in a step of 375 instructions. Where each warp widens in its own
-# registers, a step over NVFP4 has 1496. Beyond, O leaves too few registers, and 16-bit tiles too little shared memory.
-WIDENED_COLUMNS = 128
+# K and V of 8 and 4 bits are widened by a warpgroup up to so many columns of Q and K, and of V, where 128 registers of
+# each of 512 threads are enough for O, S and P, with up to 27 spilled in a step of 375 instructions. Where each warp
+# widens in its own registers, a step over NVFP4 has 1496, with Q and K of 192 columns 1764 instead of 394. Beyond, O
+# leaves too few registers, and 16-bit tiles too little shared memory: with codes of 8 bits that is so at 192/128, where
+# it would take 100 KiB.
+WIDENED_COLUMNS = {KvType.E4M3: (128, 128), KvType.NVFP4: (192, 128)}
 _CONVERTING: dict[str, Any] = dict(producer_registers=40, consumer_registers=208, converting_registers=56)
+
+
+def widens_by_warpgroup(dims: tuple[int, int], kv_type: KvType) -> bool:
+    """Tell whether a warpgroup widens K and V of these head dims for queries of 16 bits."""
+    most = WIDENED_COLUMNS.get(kv_type, (0, 0))
+    return all(dim <= columns for dim, columns in zip(dims, most, strict=True))
 
 
 def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
@@ -75,10 +83,12 @@ class Sm120PrefillConfig(PrefillConfig):
         return next(tile for columns, tile in _BYTES_OF_COLUMNS.items() if max(dims) <= columns)
 
     @classmethod
-    def widened_tile(cls, dims: tuple[int, int], tile: Tile) -> Tile:
-        if max(dims) > WIDENED_COLUMNS:
+    def widened_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType) -> Tile:
+        if not widens_by_warpgroup(dims, kv_type):
             return tile
-        return replace(tile, kv_stages=2, source_stages=(4, 4) if tile.n == 32 else (2, 2), **_CONVERTING)
+        # As many as there is room for.
+        stages = next(count for columns, count in {64: 2, 128: 4, 192: 1}.items() if max(dims) <= columns)
+        return replace(tile, kv_stages=2, source_stages=(stages, stages), **_CONVERTING)
 
     @classmethod
     def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
@@ -99,8 +109,7 @@ class Sm120PrefillConfig(PrefillConfig):
 
     @property
     def widens(self) -> bool:
-        wide_q = not self.multiplies_bytes and self.kv_type is not KvType.WIDE
-        return wide_q and max(self.head_dim_qk, self.head_dim_v) <= WIDENED_COLUMNS
+        return not self.multiplies_bytes and widens_by_warpgroup((self.head_dim_qk, self.head_dim_v), self.kv_type)
 
     @property
     def widens_in_place(self) -> bool:

@@ -5,6 +5,7 @@ have the bits that K and V of 16 bits with the same values would give. Where the
 transposes V: products of 8-bit operands take keys along the rows of shared memory.
 """
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -172,8 +173,9 @@ class DequantisingStream(WideningStream):
 
     @property
     def row_parts(self) -> int:
-        """Say how many threads share a row."""
-        return WARPGROUP // self.kernel.tile.n
+        """Say how many threads share a row: those that there are for it, or as many as give each whole chunks."""
+        chunks = self.kernel.config.depth[self.operand] // PACKED_ELEMENTS
+        return math.gcd(WARPGROUP // self.kernel.tile.n, chunks)
 
     @property
     def apart(self) -> bool:
@@ -203,8 +205,8 @@ class DequantisingStream(WideningStream):
         chunks = config.depth[self.operand] // PACKED_ELEMENTS // self.row_parts  # of a thread
         cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
         row, part = self._place()
-        # Lanes of 96 keys that have no row read another one's.
-        loaded_row = cutlass.min(row, n - 1) if const_expr(n % WARPGROUP and self.row_parts == 1) else row
+        # Lanes that have no row, since there are fewer parts than lanes, read another one's.
+        loaded_row = cutlass.min(row, n - 1) if const_expr(n * self.row_parts < WARPGROUP) else row
         stage = self.source_stage(step)
 
         def read(i: int) -> list:

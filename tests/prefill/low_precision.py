@@ -18,8 +18,9 @@ from batches import CAUSAL, Batch, starts
 
 from hopwell import layouts
 from hopwell.kernels import support
+from hopwell.kernels.config import KvType
 from hopwell.kernels.problem import Mask, Score
-from hopwell.kernels.sm120_config import WIDENED_COLUMNS
+from hopwell.kernels.sm120_config import widens_by_warpgroup
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NVFP4 = torch.uint8  # as the entries call it
@@ -189,11 +190,11 @@ class ExpectedLow:
 ORDER_ERROR = 2e-3  # of a whole 16-bit output: what another order of sums changes, when some are rounded the other way
 
 
-def check_bits_of_16_bits(out: torch.Tensor, wide: torch.Tensor, qk_columns: int) -> None:
+def check_bits_of_16_bits(out: torch.Tensor, wide: torch.Tensor, qk_columns: int, kv_type: KvType) -> None:
     """``out`` is what the same keys and values, the former of so many columns, give in 16 bits: to the bit where
     products have columns in the same order, which those of sm_120 have not where each warp widens for itself."""
     arch = support.arch_of(out.device)
-    if arch in support.HOPPER or max(qk_columns, out.shape[-1]) <= WIDENED_COLUMNS:
+    if arch in support.HOPPER or widens_by_warpgroup((qk_columns, out.shape[-1]), kv_type):
         assert torch.equal(out, wide)
     else:
         assert (out.double() - wide.double()).norm() <= ORDER_ERROR * wide.double().norm()

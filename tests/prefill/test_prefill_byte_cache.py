@@ -60,7 +60,7 @@ def check(dims: tuple[int, int], page_size: int | None, mask: Mask, device: str,
     assert config.kv_type is KvType.E4M3
     out = execute(narrow)
     data.expected(mask).check(out)
-    check_bits_of_16_bits(out, execute(wide), dims[0])
+    check_bits_of_16_bits(out, execute(wide), dims[0], KvType.E4M3)
 
 
 @pytest.mark.gpu
@@ -112,7 +112,7 @@ def test_context_entry(device: str, few: bool) -> None:
     narrow = (key.to(FP8), value.to(FP8))
     stacked = torch.stack([cache.view(torch.uint8) for cache in narrow], 1).view(FP8)
     out = call(narrow)
-    check_bits_of_16_bits(out, call((key, value)), key.shape[-1])
+    check_bits_of_16_bits(out, call((key, value)), key.shape[-1], KvType.E4M3)
     assert torch.equal(out, call(stacked))
 
 

@@ -12,6 +12,7 @@ from entry_calls import context
 from low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
 
 from hopwell import FP4Tensor, layouts
+from hopwell.kernels.config import KvType
 from hopwell.kernels.problem import Mask
 
 # (head dims, page size, mask, query): boxes of every size and rows, steps of 64, 96 and 128 keys, one and two threads
@@ -63,7 +64,7 @@ def check(dims: tuple[int, int], page_size: int, mask: Mask, q_dtype: torch.dtyp
     reference_data.q = data.q.to(FP16) if q_dtype is E4M3 else data.q
     reference_data.k, reference_data.v = data.k, data.v
     dense = wide(data, page_size, reference_data.q.dtype)
-    check_bits_of_16_bits(out, context(reference_data, dense, table, **given), dims[0])
+    check_bits_of_16_bits(out, context(reference_data, dense, table, **given), dims[0], KvType.NVFP4)
     if q_dtype is not E4M3:
         data.expected_low(mask).check(out)
 
