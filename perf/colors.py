@@ -15,20 +15,21 @@ PEER_COLORS = {
     "FlashInfer fa3": "#a7c4a0",
     "FlashInfer FMHAv2": "#b9aed0",
     "FlashInfer xqa": "#cdbfa6",
-    "FlashInfer cuDNN": "#9fb8c8",
+    "cuDNN": "#9fb8c8",
     "FlashInfer append": "#7fa08f",
-    "cuDNN SDPA": "#a9a9a9",
     "torch indexing": "#c4c4c4",
 }
 OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # of candidates without a colour of their own
-MOST = 10  # candidates in a figure
+SAME_LIBRARY = {"FlashInfer cuDNN": "cuDNN", "cuDNN SDPA": "cuDNN"}  # which different projects call
+MOST = 8  # candidates in a figure
 
 Rates = Mapping[str, Sequence["float | None"]]
 
 
 def base(candidate: str) -> str:
-    """Return a candidate's name without the form of its keys."""
-    return candidate.partition(", pages of ")[0]
+    """Return a candidate's name without the form of its keys, or that of the library that it calls."""
+    name = candidate.partition(", pages of ")[0]
+    return SAME_LIBRARY.get(name, name)
 
 
 def is_ours(candidate: str) -> bool:
@@ -60,11 +61,17 @@ def colors(candidates: Sequence[str]) -> dict[str, str]:
     )
 
 
+def best_of_ours(rates: Rates, at: int) -> str | None:
+    """Return the form of ours that is best at a case; None where none was measured."""
+    ours = {name: row[at] or 0.0 for name, row in rates.items() if is_ours(name)}
+    best = max(ours, key=lambda name: ours[name], default=None)
+    return best if best is not None and ours[best] else None
+
+
 def ratio(rates: Rates, at: int) -> tuple[str, float] | None:
     """Return the form of ours that is best at a case, and its rate as a multiple of the best peer's."""
-    ours = {name: row[at] or 0.0 for name, row in rates.items() if is_ours(name)}
+    best = best_of_ours(rates, at)
     best_peer = max((row[at] or 0.0 for name, row in rates.items() if not is_ours(name)), default=0.0)
-    if not best_peer or not any(ours.values()):
+    if best is None or not best_peer:
         return None
-    best = max(ours, key=lambda name: ours[name])
-    return best, ours[best] / best_peer
+    return best, (rates[best][at] or 0.0) / best_peer

@@ -19,6 +19,12 @@ def test_peers_have_one_bar_each() -> None:
     assert shown["FlashAttention 4"] == [2.5, None]
 
 
+def test_front_ends_of_a_library_share_a_bar() -> None:
+    rates = {"FlashInfer cuDNN, pages of 16": [1.0, 3.0], "cuDNN SDPA": [2.0, None]}
+    assert colors.shown(rates) == {"cuDNN": [2.0, 3.0]}
+    assert "cuDNN" in colors.PEER_COLORS
+
+
 def test_no_more_bars_than_fit() -> None:
     many = {f"hopwell, pages of {1 << i}": [1.0] for i in range(7)} | {f"peer {i}": [1.0] for i in range(5)}
     shown = colors.shown(many)
