@@ -200,14 +200,14 @@ class Run:
         return "\n\n".join(parts) + "\n"
 
     def summary(self, workloads: Sequence[str]) -> str:
-        """Return a table of some workloads with one row for each peer, its best form, and the list of them."""
-        table = _table(
-            self.labels.unit,
-            self._shown(workloads) | self._rooflines(workloads),
-            [name_of(title) for title in workloads],
-            ratios=self._ratios(workloads),
-        )
-        return f"{table}\n\n{_listed(workloads)}"
+        """Return a table of some workloads with one row for each peer, its best form, errors of narrow ones, and the
+        list of them."""
+        headers = [name_of(title) for title in workloads]
+        rates = self._shown(workloads) | self._rooflines(workloads)
+        table = _table(self.labels.unit, rates, headers, ratios=self._ratios(workloads))
+        narrow = by_precision(workloads).keys() - {WIDE}
+        errors = self._error_table(workloads, headers, of_all_forms=True) if narrow else ""
+        return "\n\n".join(filter(None, [table, errors, _listed(workloads)]))
 
     def _shown(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
         return colors.shown(_measured_rows(self._rates(workloads)))
@@ -234,10 +234,16 @@ class Run:
         narrow_time, wide_time = (self._microseconds(each, best) for each in (workload, str(wide)))
         return wide_time / narrow_time if narrow_time and wide_time else None
 
-    def _error_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
-        """Return the table of relative errors of what has a rate, against float64; nothing where none were measured."""
-        rows = {name: [self._row(each, name) for each in workloads] for name in self.candidates}
-        errors = _measured_rows({name: list(map(_error, of_name)) for name, of_name in rows.items()})
+    def _error_table(self, workloads: Sequence[str], headers: Sequence[object], *, of_all_forms: bool = False) -> str:
+        """Return the table of relative errors of what has a rate, against float64, or of the largest of all forms of a
+        candidate; nothing where none were measured."""
+        errors: dict[str, list[float | None]] = {}
+        for name in self.candidates:
+            found = [_error(self._row(each, name)) for each in workloads]
+            title = colors.base(name) if of_all_forms else name
+            pairs = zip(errors.get(title, found), found, strict=True)
+            errors[title] = [max(filter(None, pair), default=None) for pair in pairs]
+        errors = _measured_rows(errors)
         return _table(ERROR_TITLE, errors, headers, digits=2) if errors else ""
 
     def _time_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:

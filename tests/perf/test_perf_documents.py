@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hopwell.perf import __main__ as command
 from hopwell.perf import precision
 from hopwell.perf.documents import with_tables
-from hopwell.perf.results import OVER_PEER, OVER_WIDE, Labels, Row, Run
+from hopwell.perf.results import ERROR_TITLE, OVER_PEER, OVER_WIDE, Labels, Row, Run
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "measured.md"
 LABELS = Labels("copies", "MB/s", "read once", "numbers", ("read",))
@@ -122,6 +122,16 @@ def test_tables_of_documents(run: Run, tmp_path: Path) -> None:
         "best of hopwell / best peer": "2.00",
     }
     assert with_tables(page) == text
+
+
+def test_summaries_of_narrow_cases_have_errors(run: Run) -> None:
+    """A candidate has one row, with the largest error of its forms."""
+    run.rows.append(Row("P1-fp8: a copy", "peer, pages of 16", rate=1.0, error=4e-2))
+    assert ERROR_TITLE not in run.summary(["P1: a copy"])
+    errors = run.summary(["P1-fp8: a copy"]).split("\n\n")[1]
+    assert errors.startswith(f"| {ERROR_TITLE} ")
+    assert (cells(errors, "hopwell"), cells(errors, "peer")) == (["20.00"], ["40.00"])
+    assert "pages" not in errors
 
 
 @pytest.mark.parametrize(("cases", "path", "message"), [("P9", "runs/copies.json", "P9"), ("P1", "none.json", "none")])
