@@ -68,6 +68,9 @@ NVFP4_PREFILL = [
         ("fp16", "e4m3", (192, 192), MaskKind.CAUSAL, ROWS, KvType.NVFP4, {}),
         ("fp16", "nvfp4", (64, 64), MaskKind.SLIDING_WINDOW, PAGES16, KvType.NVFP4, dict(short_steps=True)),
         ("bf16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES64, KvType.NVFP4, dict(packs_heads=True)),
+        ("fp16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(widens_q=True)),
+        ("fp16", "e4m3", (192, 128), MaskKind.CAUSAL, PAGES64, KvType.NVFP4, dict(widens_q=True, packs_heads=True)),
+        ("fp16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(widens_q=True)),
         ("e4m3", "nvfp4", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.WIDE, {}),
     )
 ]
