@@ -84,7 +84,7 @@ class Run:
             except importlib.metadata.PackageNotFoundError:
                 continue
         settings = {name: os.environ[name] for name in SETTINGS if os.environ.get(name)}
-        return Run(torch.cuda.get_devicename_of(), time.strftime("%Y-%m-%d"), versions, labels, settings=settings)
+        return Run(torch.cuda.get_device_name(), time.strftime("%Y-%m-%d"), versions, labels, settings=settings)
 
     def resumes(self, earlier: Run) -> Run:
         """Return the earlier run, to which cases are added that were measured in another process on the same kind of
