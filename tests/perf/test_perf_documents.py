@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 pytest.importorskip("typer")
 pytest.importorskip("tabulate")
@@ -90,6 +91,12 @@ def test_precisions_have_plots_of_their_own(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run.save(tmp_path / "copies.json")
     assert {path.name for path in tmp_path.glob("*.png")} == {"copies.png", "copies-fp8.png", "copies-nvfp4.png"}
+
+
+def test_a_run_knows_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
+    here = Run.here(LABELS)
+    assert (here.gpu, here.versions["torch"]) == ("some GPU", torch.__version__)
 
 
 def test_cases_are_in_the_order_of_their_family(run: Run) -> None:
