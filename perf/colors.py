@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 OURS = "hopwell"
 OUR_SHADES = ("#a50f26", "#e0445c", "#f2929f", "#f7bcc4", "#fbdfe3")  # one strong hue, lighter from form to form
@@ -22,6 +22,7 @@ PEER_COLORS = {
 OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # of candidates without a colour of their own
 SAME_LIBRARY = {"FlashInfer cuDNN": "cuDNN", "cuDNN SDPA": "cuDNN"}  # which different projects call
 MOST = 8  # candidates in a figure
+LEAST_OURS = 2  # of them, if there are as many forms
 
 Rates = Mapping[str, Sequence["float | None"]]
 
@@ -39,15 +40,25 @@ def is_ours(candidate: str) -> bool:
 
 def shown(rates: Rates) -> dict[str, list[float | None]]:
     """Return what a figure shows of the candidates' rates: of each peer the best form, case by case, and the first
-    forms of ours, so that there are :data:`MOST` at most as long as there are fewer peers than that."""
+    forms of ours, so that there are :data:`MOST` at most. Where there are too many peers, those are left out that come
+    least near to the best one."""
     peers: dict[str, list[float | None]] = {}
     for name, row in rates.items():
         if not is_ours(name):
             best = peers.get(base(name), [None] * len(row))
             pairs = zip(best, row, strict=True)
             peers[base(name)] = [max(filter(None, pair), default=None) for pair in pairs]
-    ours = [name for name in rates if is_ours(name)][: max(MOST - len(peers), 1)]
-    return {name: list(rates[name]) for name in ours} | peers
+    ours = [name for name in rates if is_ours(name)]
+    nearness = {name: _nearness(row, peers.values()) for name, row in peers.items()}
+    near = sorted(peers, key=lambda name: -nearness[name])[: MOST - len(ours[:LEAST_OURS])]
+    kept = {name: row for name, row in peers.items() if name in near}
+    return {name: list(rates[name]) for name in ours[: MOST - len(kept)]} | kept
+
+
+def _nearness(rates: Sequence[float | None], peers: Iterable[Sequence[float | None]]) -> float:
+    """Return how much of the best peer's rate a peer has, in the case where it has most."""
+    bests = [max(filter(None, column), default=None) for column in zip(*peers, strict=True)]
+    return max((rate / best for rate, best in zip(rates, bests, strict=True) if rate and best), default=0.0)
 
 
 def colors(candidates: Sequence[str]) -> dict[str, str]:

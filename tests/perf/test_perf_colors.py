@@ -32,6 +32,14 @@ def test_no_more_bars_than_fit() -> None:
     assert sum(map(colors.is_ours, shown)) == colors.MOST - 5
 
 
+def test_peers_far_behind_make_room() -> None:
+    """A peer is left out by the case that it is best at, and two forms of ours stay."""
+    many = {f"hopwell, pages of {1 << i}": [1.0, 1.0] for i in range(3)}
+    peers = {f"peer {i}": [1.0 + i, None] for i in range(colors.MOST - 2)} | {"late": [1.0, 1.0], "far": [0.5, None]}
+    shown = colors.shown(many | peers)
+    assert list(shown) == [*list(many)[:2], *(f"peer {i}" for i in range(1, colors.MOST - 2)), "late"]
+
+
 def test_ratio_is_to_the_best_peer() -> None:
     assert colors.ratio(RATES, 0) == ("hopwell, pages of 16", 5.0 / 2.5)
     assert colors.ratio(RATES, 1) == ("hopwell", 4.0 / 8.0)
