@@ -12,7 +12,7 @@ from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell._features import named, require_problem
 from hopwell._repeat import Places
-from hopwell.kernels import features, support
+from hopwell.kernels import families, features, support
 from hopwell.kernels.problem import AttentionProblem, BlockScales, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
@@ -169,9 +169,11 @@ def _check_query(query: Any) -> None:
 
 
 def widened_query(query: torch.Tensor) -> torch.Tensor:
-    """Return e4m3 queries over an NVFP4 cache as float16, which holds all of their values: that is what kernels
-    multiply with NVFP4 elements times their scales, which e4m3 does not hold."""
+    """Return e4m3 queries over an NVFP4 cache as float16, which holds all of their values, where kernels do not widen
+    them: that is what they multiply with NVFP4 elements times their scales, which e4m3 does not hold."""
     _check_query(query)  # a copy has none of the faults that are looked for
+    if families.prefill_type(support.arch_of(query.device)).can_widen_q:
+        return query
     return query.to(torch.float16)
 
 

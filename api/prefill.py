@@ -76,8 +76,9 @@ def trtllm_batch_context_with_kv_cache(
     With fp8 queries and an fp8 cache both products multiply float8_e4m3fn: softmax weights are rounded to it, relative
     to the largest one of as many neighbouring keys as a kernel takes at a time, and added up in float32. In all other
     cases they multiply 16-bit numbers, to which an fp8 or NVFP4 cache is widened exactly: the result has the bits that
-    the same values give in a 16-bit cache. Beside an NVFP4 cache that holds for fp8 queries as well, which are copied
-    as float16 in each call. Values that an fp8 output cannot hold become the largest that it can.
+    the same values give in a 16-bit cache. Beside an NVFP4 cache that holds for fp8 queries as well: their kernels
+    multiply float16, to which they are widened, on sm_120 by a copy in each call. Values that an fp8 output cannot hold
+    become the largest that it can.
 
     Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
 
@@ -154,8 +155,6 @@ def trtllm_batch_context_with_kv_cache(
     if given_scales is not None:
         k_scales, v_scales = halves(given_scales)
         query_dtype = getattr(query, "dtype", None)
-        if query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
-            query = widened_query(query)
     # A function's result among the arguments would make Python build them as a list first.
     data, out_scales, first_row = out, None, None
     if type(out) is not Tensor and out is not None:
@@ -216,7 +215,11 @@ def trtllm_batch_context_with_kv_cache(
             use_fp16_softmax,
             uses_spcompress,
         )
-    repeated = _CONTEXT.latest(arguments, out, lse) or _CONTEXT.repeat(arguments, out, lse)
+    repeated = _CONTEXT.latest(arguments, out, lse)
+    if repeated is None and query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
+        query = widened_query(query)  # itself where kernels widen it, which the line before need not ask for
+        arguments = (query, *arguments[1:])
+    repeated = repeated or _CONTEXT.latest(arguments, out, lse) or _CONTEXT.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated if return_lse else repeated[0]
     problem = context_problem(record(ContextCall, locals()))

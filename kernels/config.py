@@ -145,8 +145,13 @@ class KernelConfig:
 
     @property
     def q_bytes(self) -> int:
-        """Say how many bytes an element of the queries takes."""
+        """Say how many bytes an element of the queries takes as it is multiplied."""
         return ELEMENTS[self.dtype].bytes_of(1)
+
+    @property
+    def widens_q(self) -> bool:
+        """Tell whether queries are e4m3 in memory and are widened where they have been loaded."""
+        return False
 
     @property
     def kv_element(self) -> Element:
@@ -185,7 +190,7 @@ class KernelConfig:
 
     def q_strides(self, *strides: Any) -> tuple[Any, ...]:
         """Convert strides of Q, given in elements, to units of 16 bits."""
-        return _in_words(self.q_bytes, strides)
+        return _in_words(self._loaded_q_bytes, strides)
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -237,12 +242,21 @@ class KernelConfig:
 
     @property
     def q_dim(self) -> int:
-        """Return the width of a row of Q in units of 16 bits."""
-        return self.head_dim_qk * self.q_bytes // 2
+        """Return the width of a row of Q in memory, in units of 16 bits."""
+        return self.head_dim_qk * self._loaded_q_bytes // 2
+
+    @property
+    def _loaded_q_bytes(self) -> int:
+        return 1 if self.widens_q else self.q_bytes
 
     @property
     def q_columns(self) -> int:
         """Count the columns of the Q tile in shared memory, in units of 16 bits."""
+        return rounded_up(self.head_dim_qk * self.q_bytes // 2, BLOCK_COLUMNS)
+
+    @property
+    def loaded_q_columns(self) -> int:
+        """Count those of them that are loaded, which are the last ones."""
         return rounded_up(self.q_dim, BLOCK_COLUMNS)
 
     @property

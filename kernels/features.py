@@ -193,7 +193,7 @@ _PREFILL_HEAD_DIMS = (
         "head dims",
         "other head dims with fp8 query or KV",
         _PREFILL_BYTE_HEAD_DIMS,
-        shown=[dict(query=FP8), dict(kv=FP8)],
+        shown=[dict(kv=FP8)],
     ),
 )
 _DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]

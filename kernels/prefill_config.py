@@ -106,12 +106,14 @@ class PrefillConfig(KernelConfig):
     short_steps: bool = False
     packs_heads: bool = False  # query heads of a KV head share query tiles
     kv_type: KvType = KvType.WIDE
+    widens_q: bool = False  # queries are e4m3, and become float16 in the place that they are loaded to
 
     family: ClassVar[Family] = Family.PREFILL
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
     other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
     scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind)
     takes_narrow: ClassVar[bool] = True  # operands of 8 and 4 bits
+    can_widen_q: ClassVar[bool] = True  # so that e4m3 queries go with NVFP4 keys and values
 
     @classmethod
     def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
@@ -263,6 +265,7 @@ class PrefillConfig(KernelConfig):
     @property
     def name(self) -> str:
         details = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
+        details += ["q_e4m3"] * self.widens_q
         details += [self.score.value] if self.score is not ScoreKind.SCALED else []
         choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
         return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
@@ -288,7 +291,8 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
         raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
     out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
-    kv_type = prefill_kv_type(problem, dims, arch) if kind.takes_narrow else KvType.WIDE
+    kv_type = prefill_kv_type(problem, dims, arch, kind) if kind.takes_narrow else KvType.WIDE
+    widens_q = kv_type is KvType.NVFP4 and problem.query.dtype not in DTYPES
     queries, outputs = (QUERY_DTYPES, _output_dtypes(problem)) if kind.takes_narrow else (DTYPES, DTYPES)
     require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
     require_page_size(problem, arch)
@@ -299,10 +303,10 @@ def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConf
         )
     features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
     if kv_type is not KvType.WIDE:
-        features |= dict(kv_type=kv_type)
+        features |= dict(kv_type=kv_type, widens_q=widens_q)
     config = kind(
         arch=arch,
-        dtype=QUERY_DTYPES[problem.query.dtype],
+        dtype=DTYPES[torch.float16] if widens_q else QUERY_DTYPES[problem.query.dtype],
         out_dtype=OUT_DTYPES[out_dtype],
         head_dim_qk=dims[0],
         head_dim_v=dims[1],
@@ -323,7 +327,7 @@ def _output_dtypes(problem: AttentionProblem) -> Mapping[torch.dtype, str]:
     return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
 
 
-def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str) -> KvType:
+def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str, kind: type[PrefillConfig]) -> KvType:
     """Return the type of K and V: WIDE where they are not converted.
 
     Raises:
@@ -342,9 +346,10 @@ def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str)
             f"{'NVFP4 K and V' if packed else f'{fp8} operands'}; supported: {listed}"
         )
     if packed:
-        if types[0] not in DTYPES:
+        queries = QUERY_DTYPES if kind.can_widen_q else DTYPES
+        if types[0] not in queries:
             raise NotImplementedError(
-                f"query dtype {types[0]} has no kernel on {arch} with NVFP4 K and V; supported: {dtype_names(DTYPES)}"
+                f"query dtype {types[0]} has no kernel on {arch} with NVFP4 K and V; supported: {dtype_names(queries)}"
             )
         return KvType.NVFP4
     return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE

@@ -236,12 +236,13 @@ class AttentionKernel:
         destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
         with cute.arch.elect_one():
             barrier = ring.full_barrier(step)
-            columns, rows = self.config.q_columns, self.q_box_rows
+            columns, rows = self.config.loaded_q_columns, self.q_box_rows
+            first_block = (self.config.q_columns - columns) // BLOCK_COLUMNS
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.q_rows * columns * 2)
             first = row
             for box in cutlass.range(self.q_rows // rows, unroll=1):
                 for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
-                    offset = (block * self.q_rows + box * rows) * copy.SWIZZLE_ROW_BYTES
+                    offset = ((first_block + block) * self.q_rows + box * rows) * copy.SWIZZLE_ROW_BYTES
                     copy.tma_load(descriptor, destination + offset, barrier, (block * BLOCK_COLUMNS, first, head))
                 first += rows
                 if const_expr(tokens is not None):

@@ -69,6 +69,8 @@ def _of(dims: tuple[int, int]) -> Tile:
 class Sm120PrefillConfig(PrefillConfig):
     """A prefill kernel whose products are those of single warps."""
 
+    can_widen_q: ClassVar[bool] = False
+
     block_scaled: bool = False  # products of 8-bit operands are those of the instruction that scales blocks
 
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {

@@ -71,8 +71,23 @@ def compile_ahead(
 
 @app.command()
 def show(path: Annotated[Path, typer.Argument(help="JSON file of a run")]) -> None:
-    """Write a run's Markdown and plots again."""
-    Run.load(path).save(path)
+    """Write a run's Markdown and plots again, with cases in the order of their family."""
+    run = Run.load(path)
+    for family in _families():
+        if family.labels.family == run.labels.family:
+            run.sort([case.title for case in family.cases])
+    run.save(path)
+
+
+@app.command()
+def document(path: Annotated[Path, typer.Argument(help="Markdown file")]) -> None:
+    """Write the tables of a Markdown file anew, from the runs that its comments name."""
+    from hopwell.perf.documents import with_tables
+
+    try:
+        path.write_text(with_tables(path))
+    except ValueError as missing:
+        raise typer.BadParameter(str(missing)) from None
 
 
 @app.command()
@@ -185,6 +200,7 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], opt
             rows = _measure(family, case, candidates, lambda step: progress.update(task, advance=1, description=step))
             torch.cuda.empty_cache()
             run.rows += rows
+            run.sort([each.title for each in family.cases])
             for title, ceiling in family.ceilings.items():
                 for row in rows:
                     if row.candidate == title and row.milliseconds:

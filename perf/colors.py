@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 OURS = "hopwell"
 OUR_SHADES = ("#a50f26", "#e0445c", "#f2929f", "#f7bcc4", "#fbdfe3")  # one strong hue, lighter from form to form
@@ -15,20 +15,22 @@ PEER_COLORS = {
     "FlashInfer fa3": "#a7c4a0",
     "FlashInfer FMHAv2": "#b9aed0",
     "FlashInfer xqa": "#cdbfa6",
-    "FlashInfer cuDNN": "#9fb8c8",
+    "cuDNN": "#9fb8c8",
     "FlashInfer append": "#7fa08f",
-    "cuDNN SDPA": "#a9a9a9",
     "torch indexing": "#c4c4c4",
 }
 OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # of candidates without a colour of their own
-MOST = 10  # candidates in a figure
+SAME_LIBRARY = {"FlashInfer cuDNN": "cuDNN", "cuDNN SDPA": "cuDNN"}  # which different projects call
+MOST = 8  # candidates in a figure
+LEAST_OURS = 2  # of them, if there are as many forms
 
 Rates = Mapping[str, Sequence["float | None"]]
 
 
 def base(candidate: str) -> str:
-    """Return a candidate's name without the form of its keys."""
-    return candidate.partition(", pages of ")[0]
+    """Return a candidate's name without the form of its keys, or that of the library that it calls."""
+    name = candidate.partition(", pages of ")[0]
+    return SAME_LIBRARY.get(name, name)
 
 
 def is_ours(candidate: str) -> bool:
@@ -38,15 +40,25 @@ def is_ours(candidate: str) -> bool:
 
 def shown(rates: Rates) -> dict[str, list[float | None]]:
     """Return what a figure shows of the candidates' rates: of each peer the best form, case by case, and the first
-    forms of ours, so that there are :data:`MOST` at most as long as there are fewer peers than that."""
+    forms of ours, so that there are :data:`MOST` at most. Where there are too many peers, those are left out that come
+    least near to the best one."""
     peers: dict[str, list[float | None]] = {}
     for name, row in rates.items():
         if not is_ours(name):
             best = peers.get(base(name), [None] * len(row))
             pairs = zip(best, row, strict=True)
             peers[base(name)] = [max(filter(None, pair), default=None) for pair in pairs]
-    ours = [name for name in rates if is_ours(name)][: max(MOST - len(peers), 1)]
-    return {name: list(rates[name]) for name in ours} | peers
+    ours = [name for name in rates if is_ours(name)]
+    nearness = {name: _nearness(row, peers.values()) for name, row in peers.items()}
+    near = sorted(peers, key=lambda name: -nearness[name])[: MOST - len(ours[:LEAST_OURS])]
+    kept = {name: row for name, row in peers.items() if name in near}
+    return {name: list(rates[name]) for name in ours[: MOST - len(kept)]} | kept
+
+
+def _nearness(rates: Sequence[float | None], peers: Iterable[Sequence[float | None]]) -> float:
+    """Return how much of the best peer's rate a peer has, in the case where it has most."""
+    bests = [max(filter(None, column), default=None) for column in zip(*peers, strict=True)]
+    return max((rate / best for rate, best in zip(rates, bests, strict=True) if rate and best), default=0.0)
 
 
 def colors(candidates: Sequence[str]) -> dict[str, str]:
@@ -60,11 +72,17 @@ def colors(candidates: Sequence[str]) -> dict[str, str]:
     )
 
 
+def best_of_ours(rates: Rates, at: int) -> str | None:
+    """Return the form of ours that is best at a case; None where none was measured."""
+    ours = {name: row[at] or 0.0 for name, row in rates.items() if is_ours(name)}
+    best = max(ours, key=lambda name: ours[name], default=None)
+    return best if best is not None and ours[best] else None
+
+
 def ratio(rates: Rates, at: int) -> tuple[str, float] | None:
     """Return the form of ours that is best at a case, and its rate as a multiple of the best peer's."""
-    ours = {name: row[at] or 0.0 for name, row in rates.items() if is_ours(name)}
+    best = best_of_ours(rates, at)
     best_peer = max((row[at] or 0.0 for name, row in rates.items() if not is_ours(name)), default=0.0)
-    if not best_peer or not any(ours.values()):
+    if best is None or not best_peer:
         return None
-    best = max(ours, key=lambda name: ours[name])
-    return best, ours[best] / best_peer
+    return best, (rates[best][at] or 0.0) / best_peer

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hopwell.perf import colors
+from hopwell.perf.precision import PARTS_OF_FILES, WIDE, by_precision, name_of, wide_name
 
 PACKAGES = (
     "hopwell",
@@ -27,7 +28,10 @@ SETTINGS = ("HOPWELL_KERNELS",)  # variables of the environment that change what
 
 
 ROOFLINE = "roofline"
+OVER_PEER, OVER_WIDE = "best of hopwell / best peer", "the same form / its 16 bits"
+ERROR_UNIT, ERROR_TITLE = 1e-3, "relative error, 1e-3"
 CASES_IN_ROW = 6  # of bars
+FEWEST_IN_ROW = 4  # for which there is room, as a title takes it
 SERIES_IN_ROW = 3
 LEGEND_WIDTH = 2.5  # inches
 
@@ -96,6 +100,11 @@ class Run:
         dates = dict.fromkeys([*earlier.date.split(", "), self.date])
         return replace(earlier, date=", ".join(dates))
 
+    def sort(self, workloads: Sequence[str]) -> None:
+        """Put the rows in the order of these workloads, whenever each was measured; unknown ones come last."""
+        places = {title: place for place, title in enumerate(workloads)}
+        self.rows.sort(key=lambda row: places.get(row.workload, len(places)))
+
     @staticmethod
     def load(path: Path) -> Run:
         raw: dict[str, Any] = json.loads(path.read_text())
@@ -110,7 +119,8 @@ class Run:
         """Write ``path`` (JSON), and the Markdown and the plots next to it."""
         self.write(path)
         path.with_suffix(".md").write_text(self.markdown())
-        self._plot_cases(path.with_suffix(".png"))
+        for group, workloads in by_precision(self.alone).items():
+            self._plot_cases(path.with_name(f"{path.stem}{PARTS_OF_FILES[group]}.png"), group, workloads)
         self._plot_series(path.with_name(f"{path.stem}-series.png"))
 
     @property
@@ -130,6 +140,11 @@ class Run:
     @property
     def series(self) -> list[str]:
         return list(dict.fromkeys(row.series for row in self.rows if row.series))
+
+    @property
+    def alone(self) -> list[str]:
+        """Return the titles of the workloads that belong to no series."""
+        return list(self._workloads())
 
     def _workloads(self, series: str = "") -> dict[str, int]:
         """Return the titles of the workloads of a series, or of those that stand alone, and their place on its axis."""
@@ -160,12 +175,14 @@ class Run:
         if self.ceiling_rates:
             ends = (f"{name}: {min(rates):.0f} to {max(rates):.0f}" for name, rates in self.ceiling_rates.items())
             parts.append(f"Ceilings, over all cases of this run: {'; '.join(ends)}.")
-        alone = list(self._workloads())
-        if alone:
-            names = [_name(title) for title in alone]
+        groups = by_precision(self.alone)
+        for group, alone in groups.items():
+            names = [name_of(title) for title in alone]
+            parts += [f"In {group}:"] if len(groups) > 1 else []
             parts.append(self._rate_table(alone, names))
             parts.append(self._time_table(alone, names))
-            parts.append("\n".join(f"- {title}" for title in alone))
+            parts += filter(None, [self._error_table(alone, names)])
+            parts.append(_listed(alone))
         for series in self.series:
             points = self._workloads(series)
             parts.append(f"By {self.labels.x}: {series}")
@@ -174,7 +191,7 @@ class Run:
         for title, unit, digits, times in (("warm call on the host", "us", 1, host), ("first call", "ms", 0, first)):
             if times:
                 parts.append(_table(title, {name: [value] for name, value in times.items()}, [unit], digits))
-        remarks = [f"- {row.candidate} on {_name(row.workload)}: {row.remark}" for row in self.rows if row.remark]
+        remarks = [f"- {row.candidate} on {name_of(row.workload)}: {row.remark}" for row in self.rows if row.remark]
         if remarks:
             parts.append("\n".join(remarks))
         failures = self._failures()
@@ -182,12 +199,57 @@ class Run:
             parts.append("\n".join(failures))
         return "\n\n".join(parts) + "\n"
 
+    def summary(self, workloads: Sequence[str]) -> str:
+        """Return a table of some workloads with one row for each peer, its best form, errors of narrow ones, and the
+        list of them."""
+        headers = [name_of(title) for title in workloads]
+        rates = self._shown(workloads) | self._rooflines(workloads)
+        table = _table(self.labels.unit, rates, headers, ratios=self._ratios(workloads))
+        narrow = by_precision(workloads).keys() - {WIDE}
+        errors = self._error_table(workloads, headers, of_all_forms=True) if narrow else ""
+        return "\n\n".join(filter(None, [table, errors, _listed(workloads)]))
+
+    def _shown(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
+        return colors.shown(_measured_rows(self._rates(workloads)))
+
     def _rate_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
-        return _table(self.labels.unit, self._rates(workloads) | self._rooflines(workloads), headers)
+        rates = _measured_rows(self._rates(workloads)) | self._rooflines(workloads)
+        return _table(self.labels.unit, rates, headers, ratios=self._ratios(workloads))
+
+    def _ratios(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
+        """Return what the best form of ours is of the best peer, and of itself in 16 bits, where these were
+        measured."""
+        rates = self._rates(workloads)
+        best = [colors.ratio(rates, at) for at in range(len(workloads))]
+        over_peers = [found and found[1] for found in best]
+        return _measured_rows({OVER_PEER: over_peers, OVER_WIDE: [self._over_wide(each) for each in workloads]})
+
+    def _over_wide(self, workload: str) -> float | None:
+        """Return how many times as fast the best form of ours is as the same form in 16 bits."""
+        name = wide_name(name_of(workload))
+        wide = next((title for title in self.alone if name_of(title) == name), None)
+        best = colors.best_of_ours(self._rates([workload]), 0)
+        if wide in (None, workload) or best is None:
+            return None
+        narrow_time, wide_time = (self._microseconds(each, best) for each in (workload, str(wide)))
+        return wide_time / narrow_time if narrow_time and wide_time else None
+
+    def _error_table(self, workloads: Sequence[str], headers: Sequence[object], *, of_all_forms: bool = False) -> str:
+        """Return the table of relative errors of what has a rate, against float64, or of the largest of all forms of a
+        candidate; nothing where none were measured."""
+        errors: dict[str, list[float | None]] = {}
+        for name in self.candidates:
+            found = [_error(self._row(each, name)) for each in workloads]
+            title = colors.base(name) if of_all_forms else name
+            pairs = zip(errors.get(title, found), found, strict=True)
+            errors[title] = [max(filter(None, pair), default=None) for pair in pairs]
+        errors = _measured_rows(errors)
+        return _table(ERROR_TITLE, errors, headers, digits=2) if errors else ""
 
     def _time_table(self, workloads: Sequence[str], headers: Sequence[object]) -> str:
         titles = {name: name for name in self.candidates} | {f"floor: {name}": name for name in self.ceilings}
         times = {title: [self._microseconds(each, name) for each in workloads] for title, name in titles.items()}
+        times = _measured_rows(times)
         return _table("us", times, headers, digits=1)
 
     def _rates(self, workloads: Sequence[str]) -> dict[str, list[float | None]]:
@@ -205,44 +267,53 @@ class Run:
         cases: dict[tuple[str, str], list[str]] = {}
         for row in self.rows:
             if row.failure:
-                cases.setdefault((row.candidate, row.failure), []).append(_name(row.workload))
+                cases.setdefault((row.candidate, row.failure), []).append(name_of(row.workload))
         candidates: dict[tuple[str, str], list[str]] = {}
         for (candidate, failure), names in cases.items():
             candidates.setdefault((", ".join(names), failure), []).append(candidate)
         return [f"- no figure for {'; '.join(who)} on {names}: {why}" for (names, why), who in candidates.items()]
 
-    def _plot_cases(self, path: Path) -> None:
-        """Plot bars of the workloads that stand alone."""
-        workloads = list(self._workloads())
-        if not (workloads and self.candidates):
+    def _plot_cases(self, path: Path, group: str, workloads: Sequence[str]) -> None:
+        """Plot bars of the workloads of one precision."""
+        shown = self._shown(workloads)
+        if not shown:
             return
         rows = _in_rows(workloads, CASES_IN_ROW)
-        figure, panels = _panels(len(rows), columns=1, width=1.6 * len(rows[0]))
+        columns = max(len(rows[0]), FEWEST_IN_ROW)
+        figure, panels = _panels(len(rows), columns=1, width=1.6 * columns)
         for axes, row in zip(panels, rows, strict=True):
-            self._bars(axes, row)
-            axes.set_xlim(-0.5, len(rows[0]) - 0.5)
-        self._finish(figure, path)
+            first = workloads.index(row[0])
+            self._bars(axes, row, {name: rates[first : first + len(row)] for name, rates in shown.items()})
+            axes.set_xlim(-0.5, columns - 0.5)
+        self._finish(figure, path, "" if group == WIDE else f" in {group}")
 
-    def _bars(self, axes: Any, workloads: Sequence[str]) -> None:
-        shown = colors.shown(self._rates(workloads))
+    def _bars(self, axes: Any, workloads: Sequence[str], shown: Figures) -> None:
         palette = colors.colors(list(shown))
         width = 0.85 / len(shown)
-        for index, (name, rates) in enumerate(shown.items()):
-            places = [at + (index - (len(shown) - 1) / 2) * width for at in range(len(workloads))]
-            axes.bar(places, [rate or 0 for rate in rates], width, label=name, color=palette[name])
-            for at, (place, rate) in enumerate(zip(places, rates, strict=True)):
-                best = colors.ratio(shown, at)
-                if rate and best and best[0] == name:
-                    style = dict(fontsize=7, weight="bold", bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
-                    axes.annotate(
-                        f"{best[1]:.2f}", (place, rate), (0, 2), textcoords="offset points", ha="center", **style
-                    )
+        for at, workload in enumerate(workloads):
+            # What a candidate cannot run leaves no gap.
+            present = {name: rate for name, rates in shown.items() if (rate := rates[at])}
+            for index, (name, rate) in enumerate(present.items()):
+                place = at + (index - (len(present) - 1) / 2) * width
+                axes.bar(place, rate, width, label=name, color=palette[name])
+                if name == colors.best_of_ours(shown, at):
+                    self._annotate(axes, workload, (place, rate), colors.ratio(shown, at))
         for title, rates in self._rooflines(workloads).items():
             for at, rate in enumerate(rates):
                 if rate:
                     axes.hlines(rate, at - 0.45, at + 0.45, colors="black", linestyles="dashed", label=title)
         names = [title.replace(": ", "\n").replace(", ", "\n") for title in workloads]
         axes.set_xticks(range(len(workloads)), names, fontsize=7)
+
+    def _annotate(self, axes: Any, workload: str, end: tuple[float, float], ratio: tuple[str, float] | None) -> None:
+        """Write at the end of a bar what ours is of the best peer, or, where there is none, of its 16 bits."""
+        over_wide = self._over_wide(workload)
+        if ratio is None and over_wide is None:
+            return
+        text = f"{over_wide:.2f} of its\n16 bits" if ratio is None else f"{ratio[1]:.2f}"
+        style = dict(fontsize=6 if ratio is None else 7, bbox=dict(facecolor="white", edgecolor="none", pad=0.5))
+        weight = "normal" if ratio is None else "bold"
+        axes.annotate(text, end, (0, 2), textcoords="offset points", ha="center", weight=weight, **style)
 
     def _plot_series(self, path: Path) -> None:
         """Plot a panel for each series, a line for each candidate."""
@@ -265,7 +336,7 @@ class Run:
             axes.set_title(series, fontsize=8)
         self._finish(figure, path)
 
-    def _finish(self, figure: Any, path: Path) -> None:
+    def _finish(self, figure: Any, path: Path, what: str = "") -> None:
         from matplotlib import pyplot
 
         drawn: dict[str, Any] = {}
@@ -278,22 +349,40 @@ class Run:
         figure.legend(drawn.values(), drawn.keys(), fontsize=7, loc="outside right upper")
         figure.supylabel(f"{self.labels.unit} ({self.labels.counting})", fontsize=9)
         family = self.labels.family
-        figure.suptitle(f"{family[0].upper()}{family[1:]} on one {self.gpu}, {self.date}")
+        figure.suptitle(f"{family[0].upper()}{family[1:]}{what} on one {self.gpu}, {self.date}")
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
 
 
-def _name(workload: str) -> str:
-    return workload.partition(":")[0]
+def _error(row: Row | None) -> float | None:
+    return row.error / ERROR_UNIT if row and row.rate and row.error else None
 
 
-def _table(title: str, rows: Mapping[str, Sequence[float | None]], headers: Sequence[object], digits: int = 0) -> str:
+Figures = Mapping[str, Sequence["float | None"]]
+
+
+def _measured_rows(rows: Figures) -> dict[str, list[float | None]]:
+    """Return the rows that have a figure."""
+    return {name: list(row) for name, row in rows.items() if any(each is not None for each in row)}
+
+
+def _listed(titles: Sequence[str]) -> str:
+    return "\n".join(f"- {title}" for title in titles)
+
+
+def _table(title: str, rows: Figures, headers: Sequence[object], digits: int = 0, ratios: Figures | None = None) -> str:
+    """Return a table of figures, below which are ratios with two digits behind the point."""
     from tabulate import tabulate
 
-    cells = [[name, *("-" if each is None else f"{each:.{digits}f}" for each in row)] for name, row in rows.items()]
+    cells = [_cells(name, row, digits) for name, row in rows.items()]
+    cells += [_cells(name, row, 2) for name, row in (ratios or {}).items()]
     alignment = ("left", *["right"] * len(headers))
     # Figures are text here: as numbers, tabulate would lose their last zeros.
     return tabulate(cells, [title, *map(str, headers)], tablefmt="github", colalign=alignment, disable_numparse=True)
+
+
+def _cells(name: str, row: Sequence[float | None], digits: int) -> list[str]:
+    return [name, *("-" if each is None else f"{each:.{digits}f}" for each in row)]
 
 
 def _in_rows(items: Sequence[str], most: int) -> list[Sequence[str]]:

@@ -21,6 +21,7 @@ from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.skeleton import SharedTiles
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.sm90.query_widening import widen_queries
 
 TURN_BARRIER = 1  # named barriers 1.. give the consumer warpgroups turns at the tensor cores
 GROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
@@ -104,6 +105,8 @@ class Attend(Consumer):
             if keys.begin < keys.end:
                 row = self.logit_row(tile, warp_row)
                 q_stage = q_ring.stage(work)
+                if const_expr(self.kernel.config.widens_q):
+                    widen_queries(self.kernel, self.tiles.q, q_stage, row_group, GROUP_BARRIER, group)
                 operands.begin(q_stage, tile, keys.end - 1)
                 self.first_step(operands, turns, q_stage, kv_step, keys.end - 1, row)
                 step = partial(self.next_step, operands, turns, q_stage, row)

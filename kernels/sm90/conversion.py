@@ -12,7 +12,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, const_expr
+from cutlass import Float16, Int32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.hardware import WARPGROUP, WARPS
@@ -179,8 +179,10 @@ class DequantisingStream(WideningStream):
 
     @property
     def apart(self) -> bool:
-        """Say whether scales that are not neighbours are in a register each, where there are as many."""
-        return self.scales.blocks // self.row_parts <= SCALES_APART
+        """Say whether scales that are not neighbours are in a register each, where there are as many. In place, with
+        float16, there are not: four registers spilled in each step (by machine code, 2026-11-25)."""
+        has_registers = not self.in_place or self.kernel.dtype is not Float16
+        return has_registers and self.scales.blocks // self.row_parts <= SCALES_APART
 
     def _factors(self, scales: list, pair: int):
         """Return the scales of two neighbouring blocks of a thread."""

@@ -68,6 +68,11 @@ NVFP4_PREFILL = [
         ("fp16", "e4m3", (192, 192), MaskKind.CAUSAL, ROWS, KvType.NVFP4, {}),
         ("fp16", "nvfp4", (64, 64), MaskKind.SLIDING_WINDOW, PAGES16, KvType.NVFP4, dict(short_steps=True)),
         ("bf16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES64, KvType.NVFP4, dict(packs_heads=True)),
+        ("fp16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(widens_q=True)),
+        ("fp16", "e4m3", (192, 128), MaskKind.CAUSAL, PAGES64, KvType.NVFP4, dict(widens_q=True, packs_heads=True)),
+        ("fp16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(widens_q=True)),
+        ("fp16", "fp16", (256, 256), MaskKind.SLIDING_WINDOW, ROWS, KvType.NVFP4, dict(packs_heads=True)),
+        ("fp16", "fp16", (192, 192), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, {}),
         ("e4m3", "nvfp4", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.WIDE, {}),
     )
 ]
@@ -119,8 +124,9 @@ CONFIGS: list[KernelConfig] = [
     *BLACKWELL,
 ]
 # Two values that are read once for each chunk, see ``_WIDENED_TILES``, as many of a warp that merges, once a share, and
-# two of heads that share windows of e4m3, once for each work tile.
+# two of heads that share windows of e4m3, once for each work tile; two of a warpgroup that dequantises into float16.
 SPILL = (
+    "prefill_sm_90a_fp16_d192_causal_kv_nvfp4",
     "decode_sm_90a_fp16_d512_draft_kv_e4m3",
     *(f"mla_sm_90a_e4m3_to_bf16_d576_512_causal_pages{rows}" for rows in ("8", "16")),
     "prefill_sm_90a_e4m3_to_bf16_d192_sliding_window_packed",

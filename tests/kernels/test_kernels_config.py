@@ -70,6 +70,7 @@ class TestShipped:
             short_steps=True,
             packs_heads=True,
             kv_type=KvType.E4M3,
+            widens_q=True,
             uneven_pages=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)

@@ -69,11 +69,14 @@ class TestRefusals:
         assert "torch.bfloat16, torch.float16" in message
 
     def test_queries_of_8_bits_over_nvfp4(self) -> None:
-        """Entries widen them: e4m3 does not hold what elements times their scales are."""
+        """Where kernels do not widen them entries do: e4m3 does not hold what elements times their scales are."""
         scales = BlockScales(*(empty(5, 2, 16, 8, dtype=torch.float8_e4m3fn) for _ in "kv"))
         query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
         key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)
-        message = self.refusal(paged(key, value, query=query, kv_scales=scales))
+        problem = paged(key, value, query=query, kv_scales=scales)
+        config = resolve(problem, "sm_90a")
+        assert (config.widens_q, config.dtype, config.out_dtype) == (True, "fp16", "e4m3")
+        message = self.refusal(problem, "sm_120a")
         assert "query dtype torch.float8_e4m3fn has no kernel" in message
         assert "with NVFP4 K and V; supported: torch.bfloat16, torch.float16" in message
 

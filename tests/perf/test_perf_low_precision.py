@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -214,12 +215,15 @@ def test_tables_and_plots_of_narrow_types(tmp_path: Path) -> None:
             rows.append(Row(case.title, title, **found))
     run = Run("no GPU", "today", {}, PREFILL.labels, rows)
     run.save(tmp_path / "prefill.json")
-    assert (tmp_path / "prefill.png").exists()
-    lines = {cells[0]: cells[1:] for cells in map(cells_of, run.markdown().splitlines()) if len(cells) == 4}
-    assert lines["roofline"] == ["700", "1300", "700"]
-    assert lines[f"floor: {MATMUL_8}"] == ["-", "1000.0", "-"]
-    assert lines["FlashAttention 3"][2] == "-"
-    assert [name for name in lines if not name.startswith("-")][1:3] == ["hopwell", "hopwell, pages of 16"]
+    assert {path.name for path in tmp_path.glob("*.png")} == {f"prefill{part}.png" for part in ("", "-fp8", "-nvfp4")}
+    tables = [
+        {cells[0]: cells[1:] for cells in map(cells_of, text.splitlines()) if len(cells) == 2}
+        for text in re.split("^In .*:$", run.markdown(), flags=re.MULTILINE)[1:]
+    ]
+    assert [table["roofline"] for table in tables] == [["700"], ["1300"], ["700"]]
+    assert [f"floor: {MATMUL_8}" in table for table in tables] == [False, True, False]
+    assert ["FlashAttention 3" in table for table in tables] == [True, True, False]
+    assert list(tables[0])[2:4] == ["hopwell", "hopwell, pages of 16"]
     assert "hopwell, pages of 16" in colors.shown({name: [1.0] for name in PREFILL.candidates})
 
 

@@ -341,14 +341,17 @@ def test_demand_of_prefill() -> None:
     ("arguments", "cases", "candidates"),
     [
         (["--cases", "C1"], ["C1"], 6),
-        (["--cases", "line-*,C2"], ["line-8", "line-16", "C2"], 6),
+        (["--cases", "C2,C1"], ["C2", "C1"], 6),
         (["--cases", "C?", "--candidates", "clone", "--candidates", "wrong, *"], ["C1", "C2"], 2),
     ],
 )
 def test_names_and_globs_pick(arguments: list[str], cases: list[str], candidates: int, tmp_path: Path) -> None:
     assert sweep(tmp_path, *arguments).exit_code == 0
     rows = Run.load(tmp_path / "copies.json").rows
-    assert list(dict.fromkeys(row.workload.split(":")[0] for row in rows)) == cases
+    found = list(dict.fromkeys(row.workload.split(":")[0] for row in rows))
+    assert found == sorted(cases), "a file has the order of the family"
+    [(_, chosen, _)] = command._chosen(arguments[1], None)
+    assert [case.name for case in chosen] == cases, "cases are measured in the order of the patterns"
     assert len({row.candidate for row in rows}) == candidates
 
 

@@ -214,6 +214,30 @@ def test_long_sums(device: str) -> None:
     assert torch.equal(execute(ByteBatch.in_bytes(one, 64, mask, BF16)), out[:4])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(128, 128), (64, 64)], ids=str)
+def test_error_does_not_grow_with_keys(dims: tuple[int, int]) -> None:
+    """Products of 8 bits are summed with 13 to 14 bits of mantissa, until they are flushed."""
+    errors = {}
+    for keys in (4096, 131_072):
+        data = batch(dims, "cuda", q_lens=[64], kv_lens=[keys])
+        exact = data.expected(CAUSAL).out
+        errors[keys] = float((execute(data.in_bytes(64, CAUSAL, BF16)).double() - exact).norm() / exact.norm())
+    print(errors)
+    assert errors[131_072] <= 1.2 * errors[4096]
+
+
+def test_equal_keys_at_the_edges_of_tiles(device: str) -> None:
+    """Their logits are hundreds below all others, and the only ones of rows that see nothing else."""
+    data = batch((64, 64), device, q_lens=[270], kv_lens=[270])
+    data.q[:] = 16.0
+    for k in data.k:
+        place = torch.arange(len(k), device=device) % 128
+        k[(place == 0) | (place == 127)] = -7.0
+    data.check_bytes(execute(data.in_bytes(16, CAUSAL, BF16)), CAUSAL)
+    data.check_bytes(execute(data.in_bytes(16, window(0), BF16)), window(0))
+
+
 def test_places_of_pages_and_requests_change_no_bit(device: str) -> None:
     data = batch((128, 128), device)
     problem = data.in_bytes(16, CAUSAL, FP8)
@@ -307,6 +331,26 @@ def test_fmha_v2_layouts_give_the_same_bits(device: str) -> None:
     assert out.dtype == FP8
     assert torch.equal(out, fmha_v2(data, packed, "PACKED_QKV"))
     assert torch.equal(out, fmha_v2(data, (data.q, contiguous), "CONTIGUOUS_Q_KV"))
+    pages, values, table = data.pages(16)
+    pool = torch.stack((pages.to(FP8).view(torch.uint8), values.to(FP8).view(torch.uint8)), 1)
+    for layout, stored in (("HND", pool), ("NHD", pool.transpose(2, 3).contiguous())):
+        paged = fmha_v2(data, (data.q, stored.view(FP8)), f"Q_PAGED_KV_{layout}", block_tables=table)
+        assert torch.equal(out, paged)
+
+
+def test_fmha_v2_outputs_and_skip_softmax(device: str) -> None:
+    """All outputs are of the same sums; a threshold that leaves nothing out leaves the error of weights."""
+    data = batch((64, 64), device, q_lens=[70, 5], kv_lens=[130, 5])
+    key, value, _ = data.ragged()
+    wide, data.q = data.q, data.q.to(FP8)
+    tensors = data.q, key.to(FP8), value.to(FP8)
+    half, brain = (fmha_v2(data, tensors, "SEPARATE_Q_K_V", out_dtype=dtype) for dtype in (FP16, BF16))
+    narrow = fmha_v2(data, tensors, "SEPARATE_Q_K_V")
+    all_tiles = fmha_v2(data, tensors, "SEPARATE_Q_K_V", out_dtype=FP16, skip_softmax_threshold_scale_factor=1e-30)
+    data.q = wide
+    for out in (half, brain, narrow, all_tiles):
+        data.check_bytes(out, CAUSAL)
+    assert (half.double() - brain.double()).abs().max() <= 2.0**-8 * half.abs().max()
 
 
 def test_cudnn_entry(device: str) -> None:

@@ -12,7 +12,10 @@ from entry_calls import context
 from low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
 
 from hopwell import FP4Tensor, layouts
+from hopwell._context import widened_query
+from hopwell.kernels import probes
 from hopwell.kernels.config import KvType
+from hopwell.kernels.families import resolve
 from hopwell.kernels.problem import Mask
 
 # (head dims, page size, mask, query): boxes of every size and rows, steps of 64, 96 and 128 keys, one and two threads
@@ -30,8 +33,8 @@ CASES = [
     ((192, 128), 32, window(70), FP16),
 ]
 EMULATED = [
-    *(("sm_90a", CASES[i]) for i in (0, 3, 5, 8)),
-    *(("sm_120a", CASES[i]) for i in (0, 9)),
+    *(("sm_90a", CASES[i]) for i in (0, 3, 5, 6, 7, 8)),
+    *(("sm_120a", CASES[i]) for i in (0, 3, 9)),
 ]
 
 
@@ -82,6 +85,36 @@ def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
 
     with emulator.use(arch, race=True, proxy=True, strict=True, schedule="random", seed=3):
         check(*case, device="cpu")
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+def test_queries_are_widened_by_kernels_or_by_a_copy(arch: str) -> None:
+    """Kernels of Hopper read e4m3 queries over NVFP4 themselves; such a kernel is another one."""
+    from hopwell import emulator
+
+    data = batch((128, 128), "cpu", q_dtype=E4M3)
+    with emulator.use(arch):
+        query = widened_query(data.q)
+    assert (query is data.q) == (arch == "sm_90a")
+    assert torch.equal(query.float(), data.q.float())
+    names = [resolve(probes.prefill(query=dtype, kv=NVFP4, out=BF16), "sm_90a").name for dtype in (E4M3, FP16)]
+    assert names[0].replace("_q_e4m3", "") == names[1] != names[0]
+
+
+def test_strides_of_narrow_queries(device: str) -> None:
+    """Heads before tokens, and rows with others between them; tiles of one head, and those that heads share."""
+    for q_lens in ([70, 0, 5, 7], [3, 1, 0, 2]):
+        data = batch((128, 128), device, q_dtype=E4M3, q_lens=q_lens)
+        key, value, table = data.pages(16)
+        given = options(data, CAUSAL) | dict(kv_block_scales=data.block_scales(16, "interleaved"), out_dtype=BF16)
+        out = context(data, (key, value), table, **given)
+        narrow, (tokens, heads, width) = data.q, data.q.shape
+        for shape, order in (((tokens, heads, width + 32), (0, 1, 2)), ((heads, tokens, width), (1, 0, 2))):
+            room = torch.full(shape, torch.nan, device=device).to(E4M3)
+            data.q = room.permute(order)[..., :width]
+            data.q.copy_(narrow)
+            assert torch.equal(out, context(data, (key, value), table, **given))
 
 
 @pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])

@@ -1,0 +1,46 @@
+"""Queries of e4m3 beside keys and values of NVFP4, which are multiplied as float16: a consumer warpgroup widens its
+rows of a tile of Q once, in the place that they were loaded to, before it multiplies them.
+
+TMA fills the last column blocks of a stage with rows of half as many bytes as there will be. Each of them becomes two,
+one after the other from the left: by then what lay there has been read. So a thread holds 16 registers of Q at a time.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float16
+
+from hopwell.kernels.config import BLOCK_COLUMNS, KvType
+from hopwell.kernels.hardware import WARPGROUP
+from hopwell.kernels.parts import copy
+from hopwell.kernels.parts.device import shared_address
+from hopwell.kernels.parts.widen import widened_words
+from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
+
+BLOCK_CHUNKS = BLOCK_COLUMNS // copy.CHUNK_BYTES  # chunks of 8 bits that become a column block
+ROWS_AT_ONCE = WARPGROUP // BLOCK_CHUNKS  # of a column block
+
+
+def widen_queries(kernel, tile, stage, row_group, barrier: int, group) -> None:
+    """Widen the rows of ``row_group`` of Q's stage; the whole warpgroup ``group`` calls this. It meets at the named
+    barrier ``barrier`` + ``group``."""
+    config, rows = kernel.config, kernel.tile.m
+    wide, loaded = config.q_columns, config.loaded_q_columns
+    target = shared_address(tile.iterator) + stage * (rows * wide * 2)
+    source = target + (wide - loaded) // BLOCK_COLUMNS * rows * copy.SWIZZLE_ROW_BYTES
+    thread = cute.arch.thread_idx()[0] % WARPGROUP
+    row, chunk = row_group * WARPGROUP_ROWS + thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
+    for first in range(0, wide // BLOCK_COLUMNS, 2):
+        places = [
+            (row + below, block * BLOCK_CHUNKS + chunk)
+            for block in range(first, min(first + 2, wide // BLOCK_COLUMNS))
+            for below in range(0, WARPGROUP_ROWS, ROWS_AT_ONCE)
+        ]
+        words = [copy.load_shared(copy.tile_chunk(source, *place, rows, loaded, False), 4) for place in places]
+        cute.arch.barrier(barrier_id=barrier + group, number_of_threads=WARPGROUP)
+        for (at, narrow_chunk), narrow in zip(places, words, strict=True):
+            halves = [half for word in narrow for half in widened_words(KvType.E4M3, Float16, word)]
+            for i in range(2):
+                place = copy.tile_chunk(target, at, 2 * narrow_chunk + i, rows, wide, False)
+                copy.store_shared(place, halves[4 * i : 4 * i + 4])
+    # The tensor cores read, and TMA fills with the next Q, what was written here through another proxy.
+    cute.arch.fence_proxy("async.shared", space="cta")
+    cute.arch.barrier(barrier_id=barrier + group, number_of_threads=WARPGROUP)

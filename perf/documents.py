@@ -1,0 +1,46 @@
+"""Tables of Markdown files that are written anew from the files of runs."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from hopwell.perf.precision import name_of
+from hopwell.perf.results import Run
+
+# A comment names a run's JSON file, beside the document or from there, and the cases, as ``--cases`` of a sweep does.
+PLACE = re.compile(r"(<!-- table of (\S+): (\S+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+
+
+def with_tables(document: Path) -> str:
+    """Return the text of a Markdown file with the tables that its comments ask for.
+
+    Raises:
+        ValueError: a comment names a file that does not exist, or cases that were not measured.
+    """
+
+    def table(place: re.Match[str]) -> str:
+        begin, path, cases, _, end = place.groups()
+        return f"{begin}\n{summary(document.parent, path, cases.split(','))}\n\n{end}"
+
+    return PLACE.sub(table, document.read_text())
+
+
+def summary(folder: Path, path: str, patterns: list[str]) -> str:
+    """Return on what and when a run was measured, where all of it is, and the table of the cases of these patterns.
+
+    Raises:
+        ValueError: there is no such file, or it has no case of a pattern.
+    """
+    if not (folder / path).exists():
+        raise ValueError(f"a table is to be of {folder / path}, which does not exist")
+    run = Run.load(folder / path)
+    titles: dict[str, None] = {}
+    for pattern in patterns:
+        found = [title for title in run.alone if fnmatchcase(name_of(title), pattern)]
+        if not found:
+            names = ", ".join(map(name_of, run.alone))
+            raise ValueError(f"no case of {path} is named {pattern!r}; there are {names}")
+        titles |= dict.fromkeys(found)
+    return f"{run.gpu}, {run.date} ([all]({Path(path).with_suffix('.md')})):\n\n{run.summary(list(titles))}"
