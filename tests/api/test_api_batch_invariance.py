@@ -20,7 +20,7 @@ def unswitched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def many_rows() -> dict[str, Any]:
-    """A call of more than 16 rows: those of fewer are batch invariant by themselves."""
+    """Make a call of more than 16 rows: those of fewer are batch invariant by themselves."""
     arguments = form(MLA, "dense")
     return {**arguments, "query": arguments["query"].repeat(1, 1, 17, 1)}
 

@@ -82,7 +82,7 @@ class TestWorkspace:
     def test_too_small(
         self, entry: str, names: dict[str, str], recorded: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Memory of our own then, the same in all calls of a thread, and one line about it."""
+        """Memory is our own then, the same in all calls of a thread, and one line tells about it."""
         name = names[entry]
         own_scratch.cache_clear()
         size = form(entry, name)["workspace_buffer"].numel()

@@ -145,7 +145,7 @@ class TestWorkspace:
     @pytest.mark.parametrize("rank", [256, 512])
     @pytest.mark.parametrize("heads", [1, 16, 33, 128])
     def test_holds_what_the_kernel_puts_there(self, heads: int, rank: int, launched: Problems) -> None:
-        """The slots of the largest table and any number of requests, wherever the buffer begins."""
+        """The slots of the largest table and any number of requests fit, wherever the buffer begins."""
         for q_len, width, batch in itertools.product((1, 4), (1, 100, 10_000), (1, 300)):
             size = mla_workspace_bytes(heads, 64 * width, q_len, rank, "cpu")
             workspace = torch.empty(size, dtype=U8)

@@ -83,7 +83,7 @@ def addresses(problem: AttentionProblem, which: str, request: int, kv_len: int) 
 
 
 def expected_row(arguments: dict[str, Any], part: int, request: int, key: int, head: int) -> torch.Tensor:
-    """The K (part 0) or V (part 1) row in the tensors that were passed, straight from their documentation."""
+    """Return the K (part 0) or V (part 1) row in the tensors that were passed, straight from their documentation."""
     page, row = TABLE[request][key // PAGE], key % PAGE
     token = sum(KV_LENS[:request]) + key
     if "kv_cache" in arguments:

@@ -20,7 +20,7 @@ RUNNING = [case for case in IN_PLACE if not case.function.__name__.startswith(CU
 
 
 def output_of(results: Any) -> torch.Tensor:
-    """The output of a call, which may have a log-sum-exp beside it."""
+    """Return the output of a call, which may have a log-sum-exp beside it."""
     return results[0] if isinstance(results, tuple) else results
 
 

@@ -156,7 +156,7 @@ class TestWorkspace:
     def test_holds_what_the_kernel_puts_there(
         self, heads: int, kv_heads: int, head_dim: int, launched: Problems, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The slots of the largest table and any number of requests, wherever the buffer begins. On so many
+        """The slots of the largest table and any number of requests fit, wherever the buffer begins. On so many
         multiprocessors that few rows take more than the least there is."""
         monkeypatch.setattr(plan, "EMULATED_SMS", 132)
         kinds = itertools.product((1, 5, 33), (1, 100, 10_000), (1, 300), (BF16, FP8))

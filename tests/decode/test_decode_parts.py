@@ -147,7 +147,7 @@ def test_capacity_does_not_matter(kind: Kind) -> None:
 @EXPENSIVE_KINDS
 @pytest.mark.parametrize("page_size", [4, 16, 64])
 def test_pools_beyond_32_bit_offsets(page_size: int, kind: Kind) -> None:
-    """Pages past 2^32 elements, with every way to fetch; K and V in one stacked pool."""
+    """Pages lie past 2^32 elements, for every way to fetch, with K and V in one stacked pool."""
     problem = batch(kind, kv_heads=4).decode(page_size)
     pages, *rest = problem.key.shape
     total = 2**31 // problem.key[0].numel() + pages
@@ -243,7 +243,7 @@ def test_streams_and_threads_do_not_disturb_each_other(kind: Kind) -> None:
 
 @KINDS
 def test_programmatic_launch_does_not_change_results(kind: Kind) -> None:
-    """A chain of launches, each reading what the one before wrote, all with one scratch."""
+    """In a chain of launches each reads what the one before wrote, and all have one scratch."""
     data = batch(kind)
     results = []
     for programmatic in (False, True):

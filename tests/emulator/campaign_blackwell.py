@@ -21,8 +21,8 @@ from hopwell.kernels import execute, plan
 
 
 def case() -> None:
-    """Two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is short,
-    and there are many."""
+    """Return two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is
+    short, and there are many."""
     data = Batch([260, 3, 130, 2], [300, 10, 150, 0], heads=1, kv_heads=1, device="cpu")
     with mock.patch.object(plan, "EMULATED_SMS", 1):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))

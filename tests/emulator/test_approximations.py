@@ -20,7 +20,7 @@ MEASURED = np.load(Path(__file__).with_name("h200_approximations.npz"))
 
 
 def apply(text: str, inputs: np.ndarray) -> np.ndarray:
-    """Bits of the results %y of PTX text for bits %x."""
+    """Return the bits of the results %y of PTX text for bits %x."""
     padded = np.zeros(-(-len(inputs) // 32) * 32, np.uint32)
     padded[: len(inputs)] = inputs
     out = torch.zeros(len(padded), dtype=torch.int32)

@@ -14,7 +14,7 @@ STORE = "st.global.b32 [%a0], %r45;"
 
 
 def result(text: str) -> float:
-    """%r45 after PTX that finds A, B and 1 in %r40, %r41 and %r42."""
+    """Return %r45 after PTX that finds A, B and 1 in %r40, %r41 and %r42."""
     out = torch.zeros(1)
     run_ptx(LOAD + text + STORE, out, race=False)
     return out.item()

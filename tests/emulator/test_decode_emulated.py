@@ -63,8 +63,8 @@ def lengths(chunk: int) -> list[int]:
 
 
 def drafts(chunk: int, most: int) -> list[tuple[int, int]]:
-    """New tokens, up to ``most``, and keys: fewer keys than tokens, drafts across the end of a chunk, and requests
-    without tokens."""
+    """Return new tokens, up to ``most``, and keys: fewer keys than tokens, drafts across the end of a chunk, and
+    requests without tokens."""
     return [(3, 1), (0, 40), (5, 5), (1, chunk), (most, chunk + most // 4), (2, 0), (most - 4, 2 * chunk + 40)]
 
 

@@ -224,7 +224,7 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def same_floats(got: np.ndarray, wanted: np.ndarray, what: str) -> None:
-    """Equal bits, any NaN for a NaN."""
+    """Tell whether bits are equal, any NaN to a NaN."""
     g, w = got.view(np.float32), wanted.astype(np.float32)
     nan = np.isnan(w)
     np.testing.assert_array_equal(np.isnan(g), nan, err_msg=what)
@@ -363,7 +363,7 @@ def test_ex2_special_values():
 
 # ------------------------------------------------------------------ half precision
 def test_half_arithmetic_rounds_once():
-    """fma in f16x2 and bf16x2 against exact rational arithmetic."""
+    """Hold fma in f16x2 and bf16x2 against exact rational arithmetic."""
     from fractions import Fraction
 
     rng = np.random.default_rng(3)

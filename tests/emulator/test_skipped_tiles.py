@@ -18,7 +18,8 @@ DETECTORS = dict(race=True, proxy=True, strict=True)
 
 
 def batch(arch: str, head_dim: int, rows: int) -> Batch:
-    """Keys that weigh nothing but for the last ``rows`` ones, of which each row sees one at least: a logit of 64."""
+    """Make keys that weigh nothing but for the last ``rows`` ones, of which each row sees one at least: a logit of
+    64."""
     keys = TILES * tile_n((head_dim, head_dim), arch=arch)
     data = Batch([rows], [keys], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
     data.q.zero_()

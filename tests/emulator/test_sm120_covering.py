@@ -41,7 +41,7 @@ def pages(size: int | None) -> tuple[KvFetch, int]:
 
 
 def covered_elsewhere() -> Iterator[Cell]:
-    """What the tests of prefill and decode on sm_120 run."""
+    """Return what the tests of prefill and decode on sm_120 run."""
     yield from map(Cell.of, COVERING_SM120_DECODE)
     cases = [(BF16, case) for case in prefill.CASES]
     for types, module in ((("e4m3", KvType.WIDE), e4m3), (("bf16", KvType.E4M3), byte_cache)):
@@ -53,7 +53,7 @@ def covered_elsewhere() -> Iterator[Cell]:
 
 
 def in_schedules(launch: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The output, the same in an ordinary and an adverse schedule under all detectors."""
+    """Return the output, the same in an ordinary and an adverse schedule under all detectors."""
     first = None
     for setting in schedules(4, 1, arch=ARCH, strict=True):
         with setting():
@@ -82,7 +82,7 @@ def run_prefill(cell: Cell) -> None:
 
 
 def served(cell: Cell, problem: AttentionProblem) -> Callable[[], torch.Tensor]:
-    """The launch of a problem, whose kernel is the cell's."""
+    """Return the launch of a problem, whose kernel is the cell's."""
     assert Cell.of(families.resolve(problem, ARCH)) == cell
     return lambda: execute(problem)
 

@@ -57,8 +57,8 @@ def test_decode(config: DecodeConfig) -> None:
 
 @pytest.mark.parametrize("config", MLA, ids=lambda config: config.name)
 def test_mla(config: MlaConfig) -> None:
-    """Lists with gaps, and dense keys in pages of one and of 64, in several tiles of rows. The first one's token does
-    not see the last key, which has a leaf to itself."""
+    """Lists have gaps, and dense keys are in pages of one and of 64, in several tiles of rows. The first one's token
+    does not see the last key, which has a leaf to itself."""
     dims, page = (config.head_dim_qk, config.head_dim_v), config.box_rows or 1
     heads, top_k = (20, 132) if config.sparse else (17, 0)
     case = mla_cases.Case([2, 1, 2, 0], [1, 129, config.chunk_tokens + 1, 3], heads, dims, top_k=top_k, ragged=True)

@@ -63,7 +63,7 @@ class Problem:
         )  # fmt: skip
 
     def images(self) -> list[np.ndarray]:
-        """A behind B in each CTA's shared memory."""
+        """Put A behind B in each CTA's shared memory."""
         own_m, own_n = self.m // self.ctas, self.n // self.ctas
         out = []
         for cta in range(self.ctas):

@@ -30,12 +30,12 @@ def shipped_of(dims: tuple[int, int]) -> list[PrefillConfig]:
 
 
 def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
-    """Every way in which shipped kernels of ``dims`` fetch K and V."""
+    """Return every way in which shipped kernels of ``dims`` fetch K and V."""
     return list(dict.fromkeys((config.kv_fetch, config.box_rows) for config in shipped_of(dims)))
 
 
 def every_tile(dims: tuple[int, int]) -> list[Tile]:
-    """The tiles of all kernels of ``dims``."""
+    """Return the tiles of all kernels of ``dims``."""
     return list(dict.fromkeys(config.tile for plain in shipped_of(dims) for config in with_features(plain)))
 
 
@@ -113,8 +113,8 @@ def covering_configs() -> list[PrefillConfig]:
 
 
 def covering_byte_configs() -> list[PrefillConfig]:
-    """Prefill kernels with operands of 8 bits: each head dim, fetch, mask, score and choice once, in the kernels with
-    most to keep in registers where head dims leave the choice. Outputs differ in the epilogue alone."""
+    """Yield prefill kernels with operands of 8 bits: each head dim, fetch, mask, score and choice once, in the kernels
+    with most to keep in registers where head dims leave the choice. Outputs differ in the epilogue alone."""
     middle, widest = (128, 128), (256, 256)
     causal, window = MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW
     chosen: list[tuple[tuple[int, int], MaskKind, tuple[KvFetch, int], str, dict[str, Any]]] = [

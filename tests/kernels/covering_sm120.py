@@ -58,7 +58,7 @@ PAGES[Family.MLA] = (*PAGES[Family.DECODE], LISTED)
 
 
 def every_cell() -> list[Cell]:
-    """All kinds of launches. Masks of ranks that share keys have tests of their own."""
+    """Yield all kinds of launches. Masks of ranks that share keys have tests of their own."""
     cells = (
         Cell(family, *choice)
         for family, choices in CHOICES.items()

@@ -133,7 +133,7 @@ class Warp:
 
     @property
     def order(self) -> list[str]:
-        """Names of the events, repeated ones once."""
+        """Return the names of the events, repeated ones once."""
         return [name for name, _ in itertools.groupby(event[0] for event in self.events)]
 
 

@@ -219,7 +219,8 @@ def test_products_of_warps(config: Sm120PrefillConfig) -> None:
 
 @pytest.mark.parametrize("config", [*COVERING_DECODE, *COVERING_MLA, PREFILL[0]], ids=lambda config: config.name)
 def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None:
-    """First, or with few rows first or like all else, which the schedule finds out. Copies by lanes have no policy."""
+    """Keys leave first, or with few rows first or like all else, which the schedule finds out. Copies by lanes have no
+    policy."""
     ptx = artifact(config).ptx.read_text()
     by_tma = config.reads_kv_once and config.kv_fetch is KvFetch.PAGE_BOXES
     has_tree = isinstance(config, DecodeConfig) and config.has_tree

@@ -135,7 +135,8 @@ class TestCovering:
 
     @pytest.mark.parametrize("dims", MAIN_DIMS, ids=str)
     def test_main_head_dims(self, dims: tuple[int, int]) -> None:
-        """All masks but chunks in nearly every way to fetch, all scores, skip-softmax, and every choice for speed."""
+        """There are all masks but chunks in nearly every way to fetch, all scores, skip-softmax, and every choice for
+        speed."""
 
         def of_dims(configs: list[PrefillConfig]) -> set[PrefillConfig]:
             return {c for c in configs if (c.head_dim_qk, c.head_dim_v) == dims and c.dtype == "bf16"}
@@ -347,7 +348,7 @@ class TestChoices:
 
     @staticmethod
     def of(tokens: int, group: int = 4, dims: tuple[int, int] = (128, 128), **changes: object) -> PrefillConfig:
-        """The config for 3 requests."""
+        """Return the config for 3 requests."""
         problem = paged(*cache("tuple-HND", 16, dims))
         return resolve(replace(problem, query=empty(tokens, 2 * group, dims[0]), **changes), ARCH)
 

@@ -68,7 +68,7 @@ class Batch:
         return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, 0, False, UnitKeeper())
 
     def items(self) -> Iterator[tuple[int, int]]:
-        """(index, keys) of every request with new tokens, or of every token with a list, in order."""
+        """Return (index, keys) of every request with new tokens, or of every token with a list, in order."""
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         for request, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             if not self.listed:
@@ -94,7 +94,7 @@ class PortionWarp(SchedulingWarp):
 
 
 def posted(schedule: PortionSchedule, cta: int, monkeypatch: pytest.MonkeyPatch) -> list[SplitTile]:
-    """The units of a CTA."""
+    """Return the units of a CTA."""
     warp = PortionWarp([])
     with monkeypatch.context() as patches:
         warp.use(patches, portions)

@@ -85,7 +85,7 @@ def of(columns: int, leaves: int, requests: int, ctas: int, most_blocks: int = B
 
 
 def range_of(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
-    """(column, first leaf, end) of a CTA, or of a ticket."""
+    """Return (column, first leaf, end) of a CTA, or of a ticket."""
     row, column = row_and_column(Int32(number), Divisor.of(Int32(columns)))
     first, end = ranges_of(row)
     return host(column), host(first), host(end)
@@ -185,11 +185,11 @@ class Batch:
 
     @property
     def lines(self) -> list[int]:
-        """Lines of a head, by the index of their requests."""
+        """Return the lines of a head, by the index of their requests."""
         return list(range(len(self.kv_lens)))
 
     def leaves(self, request: int) -> range:
-        """Leaves of keys that the request's row sees, counted from the left; one if it sees none."""
+        """Count the leaves of keys that the request's row sees, counted from the left; one if it sees none."""
         kv_len = self.kv_lens[request]
         first = max(kv_len - 1 - self.window, 0) // LEAF if self.window >= 0 else 0
         return range(first, max(-(-kv_len // LEAF), first + 1))
@@ -220,7 +220,7 @@ class ListBatch(Batch):
 
 
 def published(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[RangeTile]:
-    """What all CTAs post; the first one gets all tickets."""
+    """Return what all CTAs post; the first one gets all tickets."""
     found = []
     monkeypatch.setattr(ranges_module, "hand_back_tickets", lambda addresses, ctas: None)
     for cta in range(batch.ctas):
@@ -370,7 +370,7 @@ class SharedInts:
 
 
 def expected(first: int, leaves: int, level: int) -> Any:
-    """The node from a leaf on of a line."""
+    """Return the node from a leaf on of a line."""
     if level == 0:
         return first
     right = first + (1 << (level - 1))
@@ -430,7 +430,7 @@ class Left(list[tuple[Any, Any]]):
 
 
 def keys_of(begin: int, end: int) -> TileRange:
-    """All of which every row sees."""
+    """Return keys, all of which every row sees."""
     return TileRange(*[Int32(leaf) for leaf in (begin, end, begin, end)], Int32(0))
 
 

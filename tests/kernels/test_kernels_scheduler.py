@@ -45,7 +45,7 @@ class Memory:
         self.arrays: dict[int, list[int]] = {}
 
     def put(self, values: list[int]) -> Int64:
-        """The address of ``values``, which the device reads as signed, whatever they were on the host."""
+        """Return the address of ``values``, which the device reads as signed, whatever they were on the host."""
         address = 4096 * (len(self.arrays) + 1)
         self.arrays[address] = [(value + 2**31) % 2**32 - 2**31 for value in values]
         return Int64(address)
@@ -160,8 +160,8 @@ class Requests:
         return TileSchedule(g, a, IntervalMask(self.kind, Int32(32 if self.kind is MaskKind.CHUNKED else 0)), 64, shape)
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """(request, first head, first row) of every tile. Requests one after the other, and sections of a request's
-        heads; later tiles, which see more keys, come first; the heads of a section run side by side."""
+        """Return (request, first head, first row) of every tile. Requests one after the other, and sections of a
+        request's heads; later tiles, which see more keys, come first; the heads of a section run side by side."""
         section = self.section or self.heads
         return [
             (index, first + head, row)
@@ -220,7 +220,7 @@ def published(
     ids=range(8),
 )
 def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tile once, in the order of the list."""
+    """Every tile comes once, in the order of the list."""
     listed = requests.listed()
     found = {}
     for cta in range(ctas):

@@ -119,6 +119,6 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
 
 
 def test_counters() -> None:
-    """A generation, and what is there of a group and of a request, for each slot."""
+    """Each slot has a generation, and says what is there of a group and of a request."""
     assert counter_ints(0) == TICKETS
     assert counter_ints(100) - counter_ints(99) == SLOT_COUNTERS

@@ -180,7 +180,7 @@ def test_output(tokens, heads, dim, o_sf_scale):
 
 
 def test_output_start_index():
-    """Two outputs in one scale buffer, the second behind the first."""
+    """Two outputs lie in one scale buffer, the second behind the first."""
     x = normal(3, 2, 32)
     data, scales = quantize_nvfp4_output(torch.cat((normal(6, 2, 32, seed=1), x)), 1.5)
     values = dequantize_nvfp4_output(data[6:], scales, 1.5, scale_start_index=6)

@@ -61,5 +61,5 @@ def mixed_calls(device: str) -> list[Call]:
 
 
 def bits(result: torch.Tensor) -> torch.Tensor:
-    """A result to compare, also where it is NaN."""
+    """Return a result to compare, also where it is NaN."""
     return result.view(torch.uint8)

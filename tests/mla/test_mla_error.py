@@ -23,7 +23,7 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def flashmla_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Keys [tokens, 576] as its sparse kernel widens rows of 656 bytes: scales are rounded to bfloat16 first."""
+    """Return keys [tokens, 576] as its sparse kernel widens rows of 656 bytes: scales are rounded to bfloat16 first."""
     assert rows.shape[1] == FP8_DS_MLA_BYTES
     latent, scales, rotary = rows.split([LATENT, LATENT // SCALE_COLUMNS * 4, FP8_DS_MLA_BYTES - LATENT - 16], 1)
     scales = scales.contiguous().view(torch.float32).bfloat16().float().repeat_interleave(SCALE_COLUMNS, 1)
@@ -32,7 +32,7 @@ def flashmla_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def modelled(data: MlaBatch, request: int) -> torch.Tensor:
-    """[heads, 512] of a request with one new token."""
+    """Return [heads, 512] of a request with one new token."""
     q = data.q[request]
     if isinstance(data, PackedBatch):
         keys = flashmla_rows(data.rows[request][:, 0])
@@ -72,7 +72,7 @@ def test_error_of_long_requests(kind: str, heads: int) -> None:
 
 
 def over_allowed(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Errors over what FlashInfer's test of sparse attention allows."""
+    """Divide errors by what FlashInfer's test of sparse attention allows."""
     return (out - exact).abs() / (8e-4 + 2e-2 * exact.abs())
 
 

@@ -122,7 +122,7 @@ def test_entries_that_do_not_count_are_not_followed(heads: int, top_k: int) -> N
 @BOTH_ROWS
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_strides(page_size: int, heads: int, top_k: int) -> None:
-    """Queries, cache and output between rows of others."""
+    """Queries, cache and output lie between rows of others."""
     data = batch(top_k, heads=heads)
     problem = data.decode(page_size)
     want = execute(problem)
@@ -162,7 +162,7 @@ def frees_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("frees_memory")
 @pytest.mark.parametrize("page_size", [4, 16, 64])
 def test_pools_beyond_32_bit_offsets(page_size: int, heads: int, top_k: int) -> None:
-    """Pages past 2^31 elements, with every way to fetch them."""
+    """Pages lie past 2^31 elements, with every way to fetch them."""
     problem = batch(top_k, heads=heads).decode(page_size)
     pages, *rest = problem.key.shape
     shift = 2**31 // problem.key[0].numel() + 1
@@ -298,7 +298,7 @@ def test_streams_and_threads_do_not_disturb_each_other(heads: int, top_k: int) -
 @KINDS
 @BOTH_ROWS
 def test_programmatic_launch_does_not_change_results(heads: int, top_k: int) -> None:
-    """A chain of launches, each with what the one before wrote in its queries, all with one scratch."""
+    """In a chain of launches each has what the one before wrote in its queries, and all have one scratch."""
     data = batch(top_k, heads=heads)
     results = []
     for programmatic in (False, True):

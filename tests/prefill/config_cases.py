@@ -57,8 +57,8 @@ def check_config(
     kv_heads: int = 1,
     device: str = "cuda",
 ) -> None:
-    """Requests of (query, KV) ``lengths`` with one of ``sinks`` for each query head: output, log-sum-exp and
-    statistics match."""
+    """Check a config with requests of (query, KV) ``lengths`` with one of ``sinks`` for each query head: output,
+    log-sum-exp and statistics match."""
     data = Batch(
         *lengths,
         heads=len(sinks),

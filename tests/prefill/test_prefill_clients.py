@@ -12,7 +12,7 @@ from test_prefill_fp8 import BF16, FP8, ByteBatch
 
 
 def padded(data: Batch, dtype: torch.dtype) -> torch.Tensor:
-    """An output with rows for more tokens, as full graphs have them."""
+    """Allocate an output with rows for more tokens, as full graphs have them."""
     return torch.full((data.tokens + 6, data.heads, data.head_dim), 7.0, dtype=BF16, device=data.device).to(dtype)
 
 

@@ -26,8 +26,8 @@ def dims_of(config: PrefillConfig) -> tuple[int, int]:
 
 
 def cases() -> list[PrefillConfig]:
-    """The main head dims in full, of what is chosen for speed in bf16; of the others, which differ in tile sizes alone,
-    the causal bf16 kernels."""
+    """Return the main head dims in full, of what is chosen for speed in bf16; of the others, which differ in tile sizes
+    alone, the causal bf16 kernels."""
     found = list(FP16_FEATURES)
     for config in shipped_configs():
         main = dims_of(config) in MAIN_DIMS

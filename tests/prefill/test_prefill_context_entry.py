@@ -149,7 +149,7 @@ def test_options(dtype: torch.dtype, other: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_scales(dtype: torch.dtype, device: str) -> None:
-    """A float, a tensor that the kernel reads, or a tensor on the host."""
+    """A scale is a float, a tensor that the kernel reads, or a tensor on the host."""
     data = batch(device, dtype=dtype)
     key, value, table = data.pages(16)
     plain = context(data, (key, value), table, bmm1_scale=0.07, bmm2_scale=1.5)

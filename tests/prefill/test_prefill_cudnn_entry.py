@@ -28,7 +28,7 @@ def ragged_offsets(data: Batch) -> dict[str, torch.Tensor]:
 
 
 def ragged_rows(data: Batch, padded: torch.Tensor) -> torch.Tensor:
-    """The rows of a padded log-sum-exp that belong to a request."""
+    """Return the rows of a padded log-sum-exp that belong to a request."""
     return torch.cat([padded[i, :n] for i, n in enumerate(data.q_lens)])
 
 
@@ -123,8 +123,8 @@ def test_lengths(on: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
-    """Padded or ragged by offsets, allocated or given. Rows of nobody are -inf where padded, else they stay as they
-    are. The output does not change."""
+    """It is padded or ragged by offsets, allocated or given. Rows of nobody are -inf where padded, else they stay as
+    they are. The output does not change."""
     data = batch(device)
     key, value, table = data.pages(16)
     options: dict[str, Any] = dict(block_tables=table)

@@ -21,7 +21,7 @@ def sinks(data: Batch) -> torch.Tensor:
 
 
 def wide(arguments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Indices with 64 bits."""
+    """Return indices with 64 bits."""
     return {name: value.long() for name, value in arguments.items()}
 
 

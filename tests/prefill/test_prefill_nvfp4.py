@@ -35,7 +35,7 @@ EMULATED = [
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> LowPrecisionBatch:
-    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
     settings = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], kv_dtype=NVFP4, q_dtype=BF16) | changes
     heads = dict(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
     return LowPrecisionBatch(device=device, **heads, **settings)
@@ -47,7 +47,7 @@ def options(data: LowPrecisionBatch, mask: Mask) -> dict[str, Any]:
 
 
 def wide(data: LowPrecisionBatch, page_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cache's pages in 16 bits, which hold what codes times their scales are. Poison is NaN."""
+    """Return the cache's pages in 16 bits, which hold what codes times their scales are. Poison is NaN."""
     key, value, _ = data.pages(page_size)
     k_scales, v_scales = data.block_scales(page_size, "linear")
     return tuple(layouts.dequantize_nvfp4(*part, dtype=dtype) for part in ((key, k_scales), (value, v_scales)))

@@ -176,7 +176,7 @@ def test_log_sum_exp(natural: bool) -> None:
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, window(40)], ids=lambda mask: mask.kind.value)
 def test_sinks(mask: Mask) -> None:
-    """One more key per head with a value of zero, from no weight at all to all of it."""
+    """A sink is one more key per head with a value of zero, from no weight at all to all of it."""
     data = batch(heads=8)
     sinks = torch.tensor([-math.inf, -1e4, -5.0, 0.0, 3.0, 50.0, 1e4, 1e30], device="cuda")
     problem = data.problem(16, mask, sinks=sinks, lse=data.ragged_lse())
@@ -227,7 +227,7 @@ def test_programmatic_launch_does_not_change_results() -> None:
 
 
 def test_pools_beyond_32_bit_offsets() -> None:
-    """Pages past 2^32 elements, with every way to fetch; K and V in one stacked pool."""
+    """Pages lie past 2^32 elements, for every way to fetch, with K and V in one stacked pool."""
     data = Batch([70, 3], [300, 129], kv_heads=8, heads=8)
     for page_size in (4, 16, 64):
         key, value, table = data.pages(page_size)

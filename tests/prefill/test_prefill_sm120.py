@@ -35,7 +35,7 @@ CASES = [
 
 
 def batch(dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Batch:
-    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
     lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], heads=4, kv_heads=2) | changes
     return Batch(head_dim=dims[0], v_head_dim=dims[1], device="cpu", dtype=dtype, **lengths)
 

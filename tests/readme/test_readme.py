@@ -22,7 +22,7 @@ ENTRIES = [batch.ENTRY for batch in DEMO]
 
 
 def examples(heading: str) -> list[str]:
-    """The blocks of Python code under a heading."""
+    """Return the blocks of Python code under a heading."""
     section = re.search(rf"^## {heading}\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
     assert section is not None
     return re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
