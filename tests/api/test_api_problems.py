@@ -70,7 +70,7 @@ def fmha_v2(name: str = "contiguous", **changes: Any) -> Any:
 
 
 def addresses(problem: AttentionProblem, which: str, request: int, kv_len: int) -> list[list[int]]:
-    """Where the problem says that the K or V rows of a request are: [key][kv head]."""
+    """Return where the problem says that the K or V rows of a request are: [key][kv head]."""
     tensor = getattr(problem, which)
     if problem.page_table is None:
         start = starts(problem.k_offsets if which == "key" else problem.v_offsets)[request]

@@ -36,7 +36,7 @@ def test_small_case(config: DecodeConfig) -> None:
 
 
 def sanitized() -> dict[str, list[DecodeConfig]]:
-    """What goes under the sanitizers, in parts that take a minute or so and may run side by side."""
+    """Return what goes under the sanitizers, in parts that take a minute or so and may run side by side."""
     parts = defaultdict(list)
     for config in SHIPPED:
         if config.dtype == "bf16" and config.box_rows in (0, 16):

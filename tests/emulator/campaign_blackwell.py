@@ -21,7 +21,7 @@ from hopwell.kernels import execute, plan
 
 
 def case() -> None:
-    """Return two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is
+    """Run two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is
     short, and there are many."""
     data = Batch([260, 3, 130, 2], [300, 10, 150, 0], heads=1, kv_heads=1, device="cpu")
     with mock.patch.object(plan, "EMULATED_SMS", 1):
@@ -29,7 +29,7 @@ def case() -> None:
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
-    """Why an undetected fault changes nothing, or ""."""
+    """Say why an undetected fault changes nothing, or ""."""
     return campaign_prefill.equivalent(fault, kernel) or _own_reason(fault, kernel)
 
 

@@ -15,7 +15,7 @@ EDGES = [0, 1, 2, 3, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF,
 
 
 def words(seed: int, width: int = 32) -> np.ndarray:
-    """Bit patterns: edges first, then random ones."""
+    """Return bit patterns: edges first, then random ones."""
     rng = np.random.default_rng(seed)
     x = rng.integers(0, 2**width, N, dtype=np.uint64)
     edges = np.array(EDGES, np.uint64)

@@ -34,7 +34,7 @@ CONFIGS = [
 
 
 def feature_configs() -> Iterator[PrefillConfig]:
-    """Return chunks, scores and skipped tiles with two head dims; other head dims with each way to fetch."""
+    """Yield configs of chunks, scores and skipped tiles with two head dims; other head dims with each way to fetch."""
     for config in BF16:
         dims = (config.head_dim_qk, config.head_dim_v)
         if config.box_rows not in (0, 16):
@@ -62,7 +62,7 @@ def cases() -> Iterator[object]:
 
 
 def fp16_configs() -> Iterator[PrefillConfig]:
-    """Return one of each head dim, with another mask and way to fetch each."""
+    """Yield one of each head dim, with another mask and way to fetch each."""
     wanted = {
         (64, 64): (MaskKind.CAUSAL, KvFetch.PAGE_ROWS, 0),
         (128, 128): (MaskKind.FULL, KvFetch.CONTIGUOUS, 0),

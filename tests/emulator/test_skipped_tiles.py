@@ -30,7 +30,7 @@ def batch(arch: str, head_dim: int, rows: int) -> Batch:
 
 
 def skipped(arch: str, data: Batch, page_size: int | None) -> int:
-    """How many tiles are left out, without a difference to the output."""
+    """Count the tiles that are left out, without a difference to the output."""
     with emulator.use(arch, **DETECTORS):
         out, count = with_count(data, page_size, softmax_scale=1.0, skip_softmax=1.0)
     data.expected(CAUSAL, scale=1.0).check(out)

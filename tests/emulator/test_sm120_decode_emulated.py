@@ -68,7 +68,7 @@ def test_mla(config: MlaConfig) -> None:
 
 
 def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
-    """Bit for bit: requests of several CTAs' parts, and rows of two tiles, each alone and with others."""
+    """Requests of several CTAs' parts, and rows of two tiles, have the same bits alone and with others."""
     data = DecodeBatch([5, 5, 5], [700, 3, 900], heads=16, kv_heads=2, head_dim=128, device="cpu")
     out, other = execute(data.decode(16, DRAFT)), data.decode(16, DRAFT, order=7)
     same(data.decode(16, DRAFT), key=other.key, value=other.value, page_table=other.page_table)
@@ -77,7 +77,7 @@ def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
 
 
 def test_drafts_over_nvfp4_caches() -> None:
-    """In several tiles of rows, through the entry: a request by itself gives the bits that it gives in the batch."""
+    """Through the entry, in several tiles of rows, a request by itself gives the bits that it gives in the batch."""
     nvfp4.test_drafts_with_a_window_and_sinks(group=20, device="cpu")
 
 

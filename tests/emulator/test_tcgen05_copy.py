@@ -147,7 +147,7 @@ TRANSFERS = [
 
 
 def transfer(direction: str, shape: str, repeat: int, n: int, column: int, lane: int, split: int, suffix="") -> str:
-    """Write a load into, or a store of %r32.. by each warp, in its own lanes."""
+    """Write a load into %r32.. or a store of them by each warp, in its own lanes."""
     registers = "{" + ", ".join(f"%r{32 + k}" for k in range(n)) + "}"
     half = f", {split}" if shape == "16x32bx2" else ""
     op = f"tcgen05.{direction}.sync.aligned.{shape}.x{repeat}{suffix}.b32"

@@ -73,7 +73,7 @@ class Problem:
         return out
 
     def scale_words(self, tmem: np.ndarray, column: int, scales: np.ndarray, first_byte: int, halves: int) -> None:
-        """Row r of a half: lane r % 32 of each of its quarters, column r / 32, bytes from ``first_byte``."""
+        """Put row r of a half in lane r % 32 of each of its quarters, column r / 32, bytes from ``first_byte``."""
         per_half = len(scales) // halves
         raw = tmem.view(np.uint8).reshape(LANES, -1, 4)
         for h in range(halves):

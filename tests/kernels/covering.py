@@ -113,7 +113,7 @@ def covering_configs() -> list[PrefillConfig]:
 
 
 def covering_byte_configs() -> list[PrefillConfig]:
-    """Yield prefill kernels with operands of 8 bits: each head dim, fetch, mask, score and choice once, in the kernels
+    """Return prefill kernels with operands of 8 bits: each head dim, fetch, mask, score and choice once, in the kernels
     with most to keep in registers where head dims leave the choice. Outputs differ in the epilogue alone."""
     middle, widest = (128, 128), (256, 256)
     causal, window = MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW

@@ -28,15 +28,15 @@ class Cell(NamedTuple):
 
     @property
     def exists(self) -> bool:
-        """Whether there are such launches: lanes copy 8-bit keys of MLA, NVFP4 caches have pages, and the entry that
-        takes them has no chunks. Of MLA in fp16, which takes long to compile, pages of 64 stand for others."""
+        """Tell whether there are such launches: lanes copy 8-bit keys of MLA, NVFP4 caches have pages, and the entry
+        that takes them has no chunks. Of MLA in fp16, which takes long to compile, pages of 64 stand for others."""
         if self.family is Family.MLA:
             kept = {BF16: PAGES[Family.MLA], FP16: (PAGES64,)}
             return self.pages in kept.get(self.types, (ROWS, LISTED))
         return not (self.types[1] is KvType.NVFP4 and (self.pages == CONTIGUOUS or self.mask is MaskKind.CHUNKED))
 
     def pairs(self) -> Iterator[tuple]:
-        """What is run together with what."""
+        """Return what is run together with what."""
         yield from ((self.family, *pair) for pair in itertools.combinations(self[1:], 2))
 
     def __str__(self) -> str:
@@ -58,7 +58,7 @@ PAGES[Family.MLA] = (*PAGES[Family.DECODE], LISTED)
 
 
 def every_cell() -> list[Cell]:
-    """Yield all kinds of launches. Masks of ranks that share keys have tests of their own."""
+    """Return all kinds of launches. Masks of ranks that share keys have tests of their own."""
     cells = (
         Cell(family, *choice)
         for family, choices in CHOICES.items()

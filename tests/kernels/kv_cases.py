@@ -159,7 +159,7 @@ class Ring:
 
 
 def host_warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
-    """Device code on the host: Python's loops, integers and branches in the place of traced ones."""
+    """Run device code on the host: with Python's loops, integers and branches in the place of traced ones."""
     warp = Warp()
     monkeypatch.setattr(cute.arch, "lane_idx", lambda: warp.lane)
     monkeypatch.setattr(cute.arch, "shuffle_sync", lambda of_lanes, lane: of_lanes[lane])

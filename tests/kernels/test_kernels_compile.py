@@ -231,7 +231,7 @@ def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None
 
 @pytest.mark.parametrize("config", BLACKWELL, ids=lambda config: config.name)
 def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> None:
-    """What the PTX has of each kind; loops over steps and query tiles are not unrolled."""
+    """Instructions of each kind are counted in the PTX; loops over steps and query tiles are not unrolled."""
     ptx, tile = artifact(config).ptx.read_text(), config.tile
     assert "wgmma" not in ptx
 

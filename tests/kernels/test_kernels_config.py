@@ -308,7 +308,7 @@ class TestResolve:
                 assert (config in shipped) == (score is ScoreKind.SCALED and skip == 0)
 
     def test_run_time_facts_do_not_make_other_kernels(self) -> None:
-        """Apart from the number of queries and the size of a window: see TestChoices."""
+        """The number of queries and the size of a window do: see TestChoices."""
         views = cache("tuple-HND", 16, (128, 128))
         problem = paged(*views)
         want = resolve(problem, ARCH)

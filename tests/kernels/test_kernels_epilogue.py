@@ -297,7 +297,7 @@ class Memory(dict[int, float]):
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, Memory]:
-    """Arrays by address."""
+    """Return arrays by address."""
     arrays: dict[int, Memory] = {}
     monkeypatch.setattr(epilogue, "global_array", lambda dtype, address: arrays.setdefault(address, Memory()))
     return arrays

@@ -312,7 +312,7 @@ class TestBoxes:
 
 
 def copies(source: Any, rows: list[int], stage: int, warp: Warp) -> dict[int, int | None]:
-    """What a warp copies to each 16 bytes of a stage, None for zeros; row i is at address ``rows[i]``."""
+    """Return what a warp copies to each 16 bytes of a stage, None for zeros; row i is at address ``rows[i]``."""
     of_groups = [rows[i : i + 32] for i in range(0, len(rows), 32)]
     for warp.lane in range(32):
         before = len(warp.events)

@@ -236,7 +236,7 @@ class Scores:
 
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Device code on the host: loops are unrolled by Python, and the lane is the one in the returned dict."""
+    """Run device code on the host: loops are unrolled by Python, and the lane is the one in the returned dict."""
     current = {"lane": 0}
     monkeypatch.setattr(cutlass, "range_constexpr", range)
     monkeypatch.setattr(cute.arch, "lane_idx", lambda: current["lane"])
@@ -244,7 +244,7 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 
 def test_lanes_share_out_a_tile(lane: dict[str, int]) -> None:
-    """16 rows of a warp and all columns: each element belongs to one lane and one register of it."""
+    """Each element of a warp's 16 rows and all columns belongs to one lane and one register of it."""
     tile_n = 64
     columns = tile_n // RowFragment.lanes_per_row
     elements = []

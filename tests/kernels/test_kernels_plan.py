@@ -197,7 +197,7 @@ COUNTERS = SimpleNamespace(reserve=lambda: None, address=lambda: 77, bytes=8)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What compiled kernels are called with."""
+    """Return what compiled kernels are called with."""
     recorded: list[tuple[Any, ...]] = []
     monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: recorded.append(arguments))
     monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_90a")

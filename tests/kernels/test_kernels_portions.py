@@ -104,7 +104,7 @@ def posted(schedule: PortionSchedule, cta: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def pieces(schedule: PortionSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many pieces there are, as every lane counts them."""
+    """Say how many pieces there are, as every lane counts them."""
     warp, counts = PortionWarp([]), []
     with monkeypatch.context() as patches:
         warp.use(patches, portions)

@@ -69,7 +69,7 @@ class TestRefusals:
         assert "torch.bfloat16, torch.float16" in message
 
     def test_queries_of_8_bits_over_nvfp4(self) -> None:
-        """Entries widen them: e4m3 does not hold what elements times their scales are."""
+        """Entries widen such queries: e4m3 does not hold what elements times their scales are."""
         scales = BlockScales(*(empty(5, 2, 16, 8, dtype=torch.float8_e4m3fn) for _ in "kv"))
         query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
         key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)

@@ -379,7 +379,7 @@ def expected(first: int, leaves: int, level: int) -> Any:
 
 
 def the_same(passes: list[Any], pairs: int) -> Any:
-    """What all passes over the columns have found."""
+    """Return what all passes over the columns have found."""
     assert all(found == passes[0] for found in passes)
     return passes[0]
 
@@ -435,7 +435,7 @@ def keys_of(begin: int, end: int) -> TileRange:
 
 
 def attend(tree: HostTree, part: RangeTile) -> Any:
-    """What a CTA does with a part; the line's root, if it gets that far."""
+    """Do what a CTA does with a part; return the line's root, if it gets that far."""
     node, state, leaves = HostNode(), tree.state, host(part.leaves)
     state.lanes.own.lane = 0
 

@@ -183,7 +183,7 @@ def published(
     monkeypatch: pytest.MonkeyPatch,
     kind: type[TileSchedule] = TileSchedule,
 ) -> list[tuple[Any, ...]]:
-    """What the warp of a CTA does whose places in the list are these: its own number, and then by ticket."""
+    """Return what the warp of a CTA does whose places in the list are these: its own number, and then by ticket."""
     warp, first = SchedulingWarp([place - GRID for place in places[1:]]), Int32(places[0])
 
     class Told(kind):  # type: ignore[misc, valid-type]

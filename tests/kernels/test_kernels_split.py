@@ -203,7 +203,7 @@ def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.M
 
 
 def counted_pieces(schedule: SplitSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many pieces there are, as every lane counts them."""
+    """Say how many pieces there are, as every lane counts them."""
     warp, counts = SchedulingWarp([]), []
     with monkeypatch.context() as patches:
         use(warp, patches)

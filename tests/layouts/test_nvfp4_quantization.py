@@ -121,7 +121,7 @@ def test_zero_tiny_and_broken_blocks():
     st.floats(2.0**-10, 2.0**10, width=32),
 )
 def test_dequantize(data, scales, global_scale):
-    """Any bytes, not just those that quantizing yields: scale factors may even be negative."""
+    """Any bytes can be read, not just those that quantizing yields: scale factors may even be negative."""
     values = dequantize_nvfp4(
         torch.tensor(data, dtype=torch.uint8),
         torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn),

@@ -69,7 +69,7 @@ class LatentCache:
         return self.page_size * self.width
 
     def slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Where in the pool the tokens at ``position`` of ``request`` are."""
+        """Say where in the pool the tokens at ``position`` of ``request`` are."""
         return self.block_tables[request, position // self.page_size] * self.page_size + position % self.page_size
 
     def append(self, rows: torch.Tensor, slots: torch.Tensor) -> None:

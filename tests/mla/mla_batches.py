@@ -49,7 +49,7 @@ class MlaBatch(DecodeBatch):
 
     @property
     def scale(self) -> float:
-        """DeepSeek's: that of the heads before absorption, 128 + 64 columns wide."""
+        """Return DeepSeek's scale: that of the heads before absorption, 128 + 64 columns wide."""
         return 192**-0.5
 
     def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
@@ -138,7 +138,7 @@ class PackedBatch(MlaBatch):
         self.v = [k[..., : self.v_head_dim] for k in self.k]
 
     def packed(self, page_size: int) -> torch.Tensor:
-        """The cache: uint8 [pages, 1, page_size, 656]."""
+        """Return the cache: uint8 [pages, 1, page_size, 656]."""
         _, _, table = self.pages(page_size)
         shape = int(table.max()) + 4, page_size, FP8_DS_MLA_BYTES
         pool = torch.full(shape, NAN_BYTE, dtype=torch.uint8, device=self.device)

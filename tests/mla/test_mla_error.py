@@ -77,8 +77,9 @@ def over_allowed(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def test_outliers_of_short_lists_are_of_rounded_weights() -> None:
-    """A model of what the kernels round, in the sizes and values of FlashInfer's test: lists of 128 tokens. Neither
-    float16 pieces nor the output come near what is allowed; weights do, less often where tiles have own references."""
+    """A model of what the kernels round is tried in the sizes and values of FlashInfer's test: lists of 128 tokens.
+    Neither float16 pieces nor the output come near what is allowed; weights do, less often where tiles have own
+    references."""
     generator = torch.Generator().manual_seed(1)
     errors: dict[str, list[torch.Tensor]] = {"output": [], "pieces": [], "weights": [], "weights of own references": []}
     for _ in range(16):

@@ -82,7 +82,7 @@ def test_the_loop_that_masks_least_is_read() -> None:
 
 
 def test_units_of_a_step() -> None:
-    """Eight warps: products of 64 x 4096 FLOP, 32 exponentials of a lane and so on."""
+    """Eight warps have products of 64 x 4096 FLOP, 32 exponentials of a lane and so on."""
     does = LoopWork({PLAIN_16: 64 * 4096}, {MUFU: 32, ALU: 64}, 64 * 512, 400)
     units = predict(does, Shape(8, 32768), PRO).step.units
     assert units[MMA] == 8 * 64 * 4096 / 1024

@@ -46,7 +46,8 @@ def test_vllm_context(out_dtype: torch.dtype | None, device: str) -> None:
 
 @pytest.mark.parametrize("left", [-1, 40])
 def test_sglang_context(left: int, device: str) -> None:
-    """Its default on Blackwell: NHD pools seen as HND, sinks or none, and what other kernels would need by name."""
+    """Its default on Blackwell is taken: NHD pools seen as HND, sinks or none, and what other kernels would need by
+    name."""
     data = Batch(Q_LENS, KV_LENS, 4, 2, device=device)
     key, value, table = data.pages(16)
     pair = tuple(pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (key, value))

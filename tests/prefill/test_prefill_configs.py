@@ -43,7 +43,7 @@ def cases() -> list[PrefillConfig]:
 
 
 def small_case(config: PrefillConfig) -> None:
-    """Empty, short and long requests, checked against float64: three tiles of queries, or few where heads are to be
+    """Check empty, short and long requests against float64: three tiles of queries, or few where heads are to be
     packed."""
     tile = config.tile
     lengths = ([5, 0, 1, (1 if config.packs_heads else 2) * tile.m + 3], [9, 3, 0, 6 * tile.n + 5])
@@ -58,7 +58,7 @@ def test_small_case(config: PrefillConfig) -> None:
 
 
 def sanitized() -> dict[str, list[PrefillConfig]]:
-    """What goes under the sanitizers, in parts that take a minute or so and may run side by side."""
+    """Return what goes under the sanitizers, in parts that take a minute or so and may run side by side."""
     parts, others = defaultdict(list, fp16=list(FP16_FEATURES)), defaultdict(list)
     for config in cases():
         if config.dtype != "bf16":

@@ -182,8 +182,8 @@ def in_storage(data: Batch, lengths: Sequence[int], ragged: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("padding", [0, 24], ids=["fused", "padded"])
 def test_offsets_count_elements_of_storage(padding: int, device: str) -> None:
-    """The call of vLLM's vision encoders: Q, K and V are slices of one tensor, and scales are None. Requests after the
-    first start where the offsets of that tensor say; with padding each tensor has a token stride of its own."""
+    """In the call of vLLM's vision encoders Q, K and V are slices of one tensor, and scales are None. Requests after
+    the first start where the offsets of that tensor say; with padding each tensor has a token stride of its own."""
     lengths = [70, 0, 130, 1]
     data = Batch(lengths, lengths, 4, 4, 80, device=device)
     expected = data.expected(FULL)
@@ -238,7 +238,8 @@ def test_requests_longer_than_their_bound(ragged: bool, device: str) -> None:
 
 
 def test_offsets_in_tokens(device: str) -> None:
-    """The call of FlashInfer's wrappers: cumulative lengths in place of offsets, a packed log-sum-exp to base 2."""
+    """The call of FlashInfer's wrappers has cumulative lengths in place of offsets, and a packed log-sum-exp to base
+    2."""
     data = batch(device)
     key, value, _ = data.ragged()
     q_starts, k_starts = data.ints(starts(data.q_lens)), data.ints(starts(data.kv_lens))

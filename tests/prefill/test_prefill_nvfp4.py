@@ -85,7 +85,8 @@ def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
 
 @pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
 def test_forms_of_the_cache_give_the_same_bits(device: str, few: bool) -> None:
-    """Stacked, NHD, scales as bytes and under their other name; an e4m3 output unless asked otherwise."""
+    """Caches are stacked or NHD, scales come as bytes and under their other name; there is an e4m3 output unless asked
+    otherwise."""
     changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
     data = batch((64, 64), device, q_dtype=E4M3, **changes)
     key, value, table = data.pages(16)

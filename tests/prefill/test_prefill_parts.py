@@ -66,7 +66,7 @@ def test_strides_of_a_cache_do_not_matter(form: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [None, 4, 16])
 def test_one_head_of_keys_for_all(page_size: int | None) -> None:
-    """A head stride of 0: one KV head seen as two."""
+    """One KV head is seen as two, by a head stride of 0."""
     data = batch(kv_heads=1)
     problem = data.problem(page_size)
     wide = [t.expand(-1, 2, -1, -1) for t in (problem.key, problem.value)]
