@@ -13,6 +13,7 @@ from batches import same, starts
 from concurrent_launches import check_threads, check_two_branches
 from decode_batches import DRAFT, FULL, DecodeBatch
 from decode_cases import KV_DTYPES, draft_bits
+from replays import check_replays
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes
@@ -205,20 +206,14 @@ class Buffers:
 def test_graph_replays_with_other_lengths_and_tables(kind: Kind, mask: Mask) -> None:
     """Lengths that grow and shrink under a graph give the bits of a call of their own."""
     buffers = Buffers(kind, mask)
-    buffers.call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        buffers.call()
-    for seed, kv_lens in enumerate(Buffers.LENGTHS):
-        data = batch(kind, mask, kv_lens, seed=seed)
-        buffers.fill(data, mask)
-        for _ in range(3):
-            buffers.arguments["out"].fill_(7)
-            graph.replay()
-        replayed = buffers.arguments["out"].clone()
-        data.expected_decode(mask).check(replayed)
-        assert torch.equal(buffers.call(), replayed)
+    batches = (batch(kind, mask, kv_lens, seed=seed) for seed, kv_lens in enumerate(Buffers.LENGTHS))
+    check_replays(
+        buffers.call,
+        buffers.arguments["out"],
+        batches,
+        lambda data: buffers.fill(data, mask),
+        lambda data, out: data.expected_decode(mask).check(out),
+    )
 
 
 @KINDS

@@ -14,6 +14,7 @@ from batches import same, starts
 from concurrent_launches import check_threads, check_two_branches
 from mla_batches import MlaBatch, listing
 from mla_cases import BOTH_ROWS
+from replays import check_replays
 
 import hopwell
 from hopwell.kernels import Plan, execute
@@ -221,20 +222,8 @@ class Buffers:
         return hopwell.trtllm_batch_decode_with_kv_cache_mla(**self.arguments)
 
     def check_replays(self, batches: Iterable[MlaBatch]) -> None:
-        """One graph serves all batches: it gives what is expected, and the bits of a call of its own each time."""
-        self.call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.call()
-        for data in batches:
-            self.fill(data)
-            for _ in range(3):
-                self.arguments["out"].fill_(7)
-                graph.replay()
-            replayed = self.arguments["out"].clone()
-            data.expected_mla().check(replayed.flatten(0, 1))
-            assert torch.equal(self.call(), replayed)
+        out = self.arguments["out"]
+        check_replays(self.call, out, batches, self.fill, lambda data, o: data.expected_mla().check(o.flatten(0, 1)))
 
 
 @KINDS
