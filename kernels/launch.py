@@ -115,7 +115,7 @@ class DecodeGeometry(NamedTuple):
     slots: int  # for partial results
     slot_rows: int
     portions: int  # of MLA: that the keys of all requests are cut into for a row tile
-    spilled_levels: int  # of decode with few rows: of a CTA's tree, in memory
+    far_levels: int  # of decode with few rows: those of a CTA's tree in global memory
     shards: int  # ranks that share the keys
     shard: int  # this one
     capacity: int  # keys of a request that the table has room for

@@ -138,9 +138,9 @@ def bundle_bits(columns: int) -> int:
     return BUNDLE_BITS if columns <= MOST_TREE_COLUMNS else WIDE_BUNDLE_BITS
 
 
-def spilled_levels(leaf: int, capacity: int, near: int) -> int:
-    """Say how many levels of a CTA's tree are in memory, besides ``near`` ones: those below the root of the longest
-    line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
+def far_levels(leaf: int, capacity: int, near: int) -> int:
+    """Say how many levels of a CTA's tree are in global memory, beyond the ``near`` ones: those below the root of the
+    longest line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
     leaves = -(-max(capacity, 1) // leaf)
     return max((leaves - 1).bit_length() - near, 0)
 
@@ -164,10 +164,10 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 
     def of(tile: int, width: int, size: int) -> int:
         near = LEAST_NEAR_LEVELS if tiled else shared_levels(tile, width, size)
-        spilled, tiles = spilled_levels(leaf_tokens(tile, width, size, tiled), capacity, near), 1
+        far, tiles = far_levels(leaf_tokens(tile, width, size, tiled), capacity, near), 1
         if tiled:
             tiles = -(-rows // tile)
-        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], spilled, size)
+        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], far, size)
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
     widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled)) + 1, BLOCK_COLUMNS)
@@ -178,15 +178,15 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
     """Say how many bytes of scratch an MLA launch needs for the trees of so many tiles, with up to ``columns`` of
     output."""
-    spilled = spilled_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
+    far = far_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
-    return max(_nodes_bytes(LATENT_FEW_ROWS, row_tiles, width, sms, spilled) for width in widths)
+    return max(_nodes_bytes(LATENT_FEW_ROWS, row_tiles, width, sms, far) for width in widths)
 
 
-def _nodes_bytes(rows: int, row_tiles: int, columns: int, ctas: int, spilled: int, element_bytes: int = 2) -> int:
-    """Count the bytes of the nodes that several CTAs merge, and of the ``spilled`` levels that each CTA has in
+def _nodes_bytes(rows: int, row_tiles: int, columns: int, ctas: int, far: int, element_bytes: int = 2) -> int:
+    """Count the bytes of the nodes that several CTAs merge, and of the ``far`` levels that each CTA has in
     memory."""
-    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + spilled * ctas) * node_bytes(rows, columns)
+    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + far * ctas) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int) -> int:

@@ -60,7 +60,7 @@ class NarrowOperands(WarpOperands):
 
 
 @dataclass
-class ByteOperands(NarrowOperands):
+class WarpByteOperands(NarrowOperands):
     """Q, K, V and P in e4m3. A lane's P has keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen side by side, and so
     do words of V when they have been put together."""
 

@@ -162,7 +162,7 @@ class TestWorkspace:
             g = decode_geometry(problem, config)
             needed = g.slots * slot_bytes(g.slot_rows, rank, latent=True)
             if config.has_tree:
-                needed = (g.slots + g.spilled_levels * g.grid) * node_bytes(config.tile.m, rank)
+                needed = (g.slots + g.far_levels * g.grid) * node_bytes(config.tile.m, rank)
             assert needed + ALIGNMENT - 1 <= size
             assert problem.scratch.nbytes == size
 

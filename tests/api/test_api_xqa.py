@@ -179,7 +179,7 @@ class TestWorkspace:
             g = decode_geometry(problem, config)
             needed = g.slots * g.slot_rows * (head_dim + STATISTICS) * 4
             if config.has_tree:
-                needed = (g.slots + g.spilled_levels * g.grid) * node_bytes(config.tile.m, head_dim)
+                needed = (g.slots + g.far_levels * g.grid) * node_bytes(config.tile.m, head_dim)
             assert needed + ALIGNMENT - 1 <= size
             assert problem.scratch.nbytes == size
 

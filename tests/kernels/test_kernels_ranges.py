@@ -48,10 +48,10 @@ from hopwell.kernels.splitting import (
     RESIDENT_BYTES,
     TIERS,
     WIDE_BUNDLE_BITS,
+    far_levels,
     node_slots,
     share_blocks,
     shared_levels,
-    spilled_levels,
 )
 
 pytestmark = pytest.mark.traced
@@ -329,9 +329,9 @@ class HostTree(Tree):
     def _store(self, address: int, value: Any, store: Any) -> None:
         self.state.stored[self.thread][host(address)] = value
 
-    def _spilled(self, level: Any) -> Any:
-        assert host(level) - self.near_levels < host(self.geometry.spilled_levels)
-        return super()._spilled(level)
+    def _far(self, level: Any) -> Any:
+        assert host(level) - self.near_levels < host(self.geometry.far_levels)
+        return super()._far(level)
 
     def _fill(self, bundle: Bundle, block: Any, slots: Any) -> Any:
         with self.state.lock:
@@ -477,8 +477,8 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     addresses = (1 << 20, 1 << 30, Int64(0), Int64(1 << 40))
     # Narrow nodes with levels in shared memory, or wide ones with the first level in registers.
     sizes = random.choice(((shared_levels(rows, 128), rows, 128), (1, LATENT_FEW_ROWS, 512, HostNode())))
-    levels = spilled_levels(1, leaves, sizes[0])  # of requests of as many keys
-    geometry = device_tuple(DecodeGeometry, slots=slots, spilled_levels=levels)
+    levels = far_levels(1, leaves, sizes[0])  # of requests of as many keys
+    geometry = device_tuple(DecodeGeometry, slots=slots, far_levels=levels)
     tree = HostTree(*addresses, geometry, *sizes)
     blocks = -(-leaves >> shift)
     cuts = sorted(random.sample(range(1, blocks), random.randint(0, min(blocks - 1, 12)))) if blocks > 1 else []

@@ -26,12 +26,12 @@ from hopwell.kernels.splitting import (
     UNDER_WAY,
     chunk_tokens,
     counter_ints,
+    far_levels,
     node_bytes,
     node_slots,
     scratch_bytes,
     slot_bytes,
     slot_count,
-    spilled_levels,
 )
 
 CAPACITIES = (0, 1, 511, 512, 513, 5000, 255 * 512, 255 * 512 + 1, 256 * 512, 256 * 512 + 1, 1 << 20, 2**31 - 1)
@@ -113,7 +113,7 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
     for config, kv_heads, tiles, sms in itertools.product(configs.values(), (1, 8), (1, 2, 17), (4, 188)):
         rows, columns, latent = config.rows * tiles, config.head_dim_v, config.family is Family.MLA
         slots = node_slots(config.rows, kv_heads * tiles, columns, sms * config.ctas_per_sm, config.kv_bytes)
-        levels = spilled_levels(config.chunk_tokens, capacity, config.near_levels) * sms * config.ctas_per_sm
+        levels = far_levels(config.chunk_tokens, capacity, config.near_levels) * sms * config.ctas_per_sm
         found = scratch_bytes(rows, kv_heads, columns, capacity, sms, latent, tiled=True)
         assert found >= (slots + levels) * node_bytes(config.rows, columns) + ALIGNMENT
 
