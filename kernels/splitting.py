@@ -47,7 +47,7 @@ MOST_PORTION_ROUNDS = 4
 # an eighth of that of a bfloat16 result, and half as many bytes are stored and merged.
 LATENT_PIECE_BYTES = 2
 SHARES = 8  # of MLA, that a piece of ROWS comes with: what is left to merge at the end goes to all warps in small parts
-# float32 of a row and piece: (reference, sum) of the piece, then those of its group, or of MLA inverse scales
+# A row of a piece has so many float32: (reference, sum) of the piece, then of its group, or MLA's inverse scales.
 STATISTICS = 4
 # What follows is for decode with few rows: keys are cut into leaves, and what has been computed of them is merged as a
 # binary tree, see parts/tree.py.
@@ -57,11 +57,11 @@ MOST_TILED_COLUMNS = 512  # of head dims where rows are in tiles of few, however
 BYTE_FEW_ROWS = FEW_ROWS[:1]  # over 8-bit caches: what there are registers for
 LATENT_FEW_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
-# Tiles of a leaf. There are more where tiles are small, or where merging leaves of so many rows takes its time: 32 x
-# 8192 tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows of 16 bits
-# it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens. MLA has 8, as its nodes are large beside its keys:
-# with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27 (H200,
-# 2026-11-23).
+# A leaf has so many tiles. There are more where tiles are small, or where merging leaves of so many rows takes its
+# time: 32 x 8192 tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows
+# of 16 bits it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens. MLA has 8, as its nodes are large beside
+# its keys: with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27
+# (H200, 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
 LATENT_NEAR_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that merges

@@ -22,7 +22,7 @@ from hopwell.kernels.sm90.decode_few_rows import LeafTiles
 from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90, LatentLeafAttend, LatentMerge, LatentOperands
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
-# Of two bytes each of two elements of 16 bits, the lower ones before the upper ones.
+# Two elements of 16 bits are taken apart: their lower bytes come before their upper ones.
 BYTES_APART = 0x3120
 
 
@@ -116,7 +116,7 @@ class ByteLatentAttend(LatentLeafAttend):
         g, t = place_in_warp()
         base = shared_address(self.tiles.p.iterator)
         for product in cutlass.range_constexpr(scores.products):
-            # Of keys g and 8 + g a lane has rows 2t and 2t + 1: two bytes are an element of the matrix that is
+            # A lane has rows 2t and 2t + 1 of keys g and 8 + g: two bytes are an element of the matrix that is
             # transposed, and a lane gets row g of keys 2t and 8 + 2t, 2t + 1 and 9 + 2t.
             pairs = [scores.get(2 * product + row, c) for row in range(2) for c in range(2)]
             word = transposed(copy.pack_e4m3_x4(pairs))

@@ -301,7 +301,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         self.merge.run(tile.piece, Int32(0), addresses, geometry, self.output_scale, self.kernel.out_dtype)
         self.merge.hand_back(self.kernel.merging_warps(geometry), tile.piece)
 
-    # One copy of a step for each warpgroup: with copies for masked and last steps, instruction fetches made the first
+    # Each warpgroup has one copy of a step: with copies for masked and last steps, instruction fetches made the first
     # three steps of a unit take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). And branches only where no
     # product is under way: ptxas serialises all products where one of them meets a branch.
 

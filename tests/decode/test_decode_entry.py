@@ -109,7 +109,7 @@ def test_scales_sinks_and_window(device: str) -> None:
     assert torch.equal(out, xqa(data, problem, **options, **tensors))
 
 
-# Of few rows of each KV head, and of many, which have a kernel of their own.
+# Few rows of each KV head, and many, have a kernel of their own.
 both_kernels = pytest.mark.parametrize("heads", [4, 36])
 
 

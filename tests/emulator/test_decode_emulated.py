@@ -189,7 +189,7 @@ def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
     check_config(config, case, 16, "cpu", [setting("priority", seed, resident=4)])
 
 
-# Of one head every CTA has a range of its own, of three heads some CTAs have none, and of five all are handed out: of
+# With one head every CTA has a range of its own, with three some CTAs have none, and with five all are handed out: with
 # nine where two CTAs share a multiprocessor.
 @pytest.mark.parametrize(
     ("head_dim", "rows", "kv_heads", "kv_type"),

@@ -179,7 +179,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
         every_size = c.dtype == "bf16" and c.mask is MaskKind.FULL and plain[1]
         return every_size or (c.head_dim_qk == 128 and stands and (c.rows == FEW_ROWS[0] or plain[1]))
 
-    # Padded columns, in both ways to fetch: boxes, and rows that are filled up. And an output of 8 bits.
+    # There are padded columns in both ways to fetch: boxes, and rows that are filled up; and an output of 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
     rows = {KvType.WIDE: splitting.ROWS, KvType.E4M3: MOST_ROWS_IN_REGISTERS}
     kinds = [(kind, count) for kind, most in rows.items() for count in (most, FEW_ROWS[0])]

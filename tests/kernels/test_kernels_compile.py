@@ -44,7 +44,7 @@ pytestmark = pytest.mark.compile
 
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
 PREFILL = covering_configs()
-# Of the same code for sm_103a one of each head dim, and one of those with most to keep in registers.
+# On sm_103a the code is that of sm_100a: a kernel of each head dim will do, and one with most to keep in registers.
 SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
 BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),

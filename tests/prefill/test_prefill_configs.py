@@ -17,7 +17,8 @@ from hopwell.kernels.problem import MaskKind, ScoreKind
 
 pytestmark = pytest.mark.gpu
 
-# Besides the main ones: columns that fill no swizzle block, and warpgroups that share rows. Of the rest a kernel each.
+# Besides the main ones: columns that fill no swizzle block, and warpgroups that share rows. The rest have a kernel
+# each.
 FULLY_SANITIZED = (*MAIN_DIMS, (80, 80), (512, 512))
 
 

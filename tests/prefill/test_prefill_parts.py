@@ -214,7 +214,7 @@ def test_unsigned_lengths_offsets_and_tables() -> None:
 def test_programmatic_launch_does_not_change_results() -> None:
     problem = batch().problem(16)
     same(problem, programmatic_launch=True)
-    # A chain of launches, each reading what the one before wrote.
+    # In a chain of launches each reads what the one before wrote.
     data = Batch([512], [512], kv_heads=4)
     results = []
     for programmatic in (False, True):
