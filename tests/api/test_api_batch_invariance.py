@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_calls import FUNCTIONS, MLA, form
+from helpers.api_calls import FUNCTIONS, MLA, form
 
 import hopwell
 from hopwell import _switches

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import BATCH, DEFAULT, FP8, FUNCTIONS, HEADS, MLA, PAGE, TABLE, U8, XQA, form, ints, refused
+from helpers.api_calls import BATCH, DEFAULT, FP8, FUNCTIONS, HEADS, MLA, PAGE, TABLE, U8, XQA, form, ints, refused
 
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.scratch import own_scratch

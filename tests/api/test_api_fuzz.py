@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_calls import FORMS, Form, data
+from helpers.api_calls import FORMS, Form, data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import (
+from helpers.api_calls import (
     BATCH,
     BF16,
     FP16,

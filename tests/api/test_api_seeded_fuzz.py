@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import FORMS, Form, misaligned
+from helpers.api_calls import FORMS, Form, misaligned
 from test_api_tensor_kinds import KINDS
 
 import hopwell

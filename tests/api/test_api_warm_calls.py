@@ -7,10 +7,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import api_calls
 import pytest
 import torch
-from api_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, IN_PLACE, MLA, XQA, Form, form
+from helpers import api_calls
+from helpers.api_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, IN_PLACE, MLA, XQA, Form, form
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopwell import _launch, _repeat

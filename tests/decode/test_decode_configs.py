@@ -6,8 +6,8 @@ import sys
 from collections import defaultdict
 
 import pytest
-from decode_cases import Case, check_config, fewest_rows
-from sanitizer import TOOLS, check_sanitized
+from helpers.decode_cases import Case, check_config, fewest_rows
+from helpers.sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from decode_batches import FULL, DecodeBatch
-from decode_cases import draft_bits
-from entry_calls import cache_forms, repeated
+from helpers.decode_batches import FULL, DecodeBatch
+from helpers.decode_cases import draft_bits
+from helpers.entry_calls import cache_forms, repeated
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes

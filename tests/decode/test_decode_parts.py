@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import same, starts
-from concurrent_launches import check_threads, check_two_branches
-from decode_batches import DRAFT, FULL, DecodeBatch
-from decode_cases import KV_DTYPES, draft_bits
-from replays import check_replays
+from helpers.batches import same, starts
+from helpers.concurrent_launches import check_threads, check_two_branches
+from helpers.decode_batches import DRAFT, FULL, DecodeBatch
+from helpers.decode_cases import KV_DTYPES, draft_bits
+from helpers.replays import check_replays
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes

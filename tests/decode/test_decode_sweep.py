@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from decode_batches import DecodeBatch
-from decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for
+from helpers.decode_batches import DecodeBatch
+from helpers.decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for
 
 from hopwell.kernels import execute
 from hopwell.kernels.config import KvType

@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "prefill"))
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from batches import CAUSAL, Batch, window
+from helpers.batches import CAUSAL, Batch, window
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault

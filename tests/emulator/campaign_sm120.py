@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 
-sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "prefill", "decode")]
+sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "")]
 
 import campaign_prefill
-from batches import Batch
 from campaign_prefill import next_warp_barrier
-from decode_batches import DecodeBatch
+from helpers.batches import Batch
+from helpers.decode_batches import DecodeBatch
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault

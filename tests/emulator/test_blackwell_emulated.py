@@ -14,9 +14,9 @@ import test_prefill_context_entry as context_entry
 import test_prefill_cudnn_entry as cudnn_entry
 import test_prefill_fmha_v2_entry as fmha_v2_entry
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, same, window
-from covering import covering_blackwell_configs
-from emulated_prefill import check, page_sizes
+from helpers.batches import CAUSAL, FULL, Batch, chunked, same, window
+from helpers.covering import covering_blackwell_configs
+from helpers.emulated_prefill import check, page_sizes
 
 from hopwell import emulator
 from hopwell.kernels import execute

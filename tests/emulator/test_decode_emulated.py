@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import COVERING_DECODE
-from decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for, fewest_rows, mask_of
-from schedules import schedules, setting
+from helpers.covering import COVERING_DECODE
+from helpers.decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for, fewest_rows, mask_of
+from helpers.schedules import schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import execute, splitting

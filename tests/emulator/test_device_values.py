@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import entry_calls
 import pytest
 import torch
-from batches import CAUSAL, Batch
-from decode_batches import DecodeBatch
-from mla_batches import MlaBatch
+from helpers import entry_calls
+from helpers.batches import CAUSAL, Batch
+from helpers.decode_batches import DecodeBatch
+from helpers.mla_batches import MlaBatch
 
 from hopwell import emulator
 from hopwell.kernels import execute, plan

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import COVERING_MLA
-from mla_batches import MlaBatch
-from mla_cases import (
+from helpers.covering import COVERING_MLA
+from helpers.mla_batches import MlaBatch
+from helpers.mla_cases import (
     BOTH_ROWS,
     GAPS,
     LISTINGS,
@@ -28,7 +28,7 @@ from mla_cases import (
     chunk_tokens,
     heads_of,
 )
-from schedules import schedules, setting
+from helpers.schedules import schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import execute, plan, settings, splitting

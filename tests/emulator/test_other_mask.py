@@ -7,9 +7,9 @@ from typing import Any
 
 import cutlass
 import pytest
-import reference
 import torch
-from batches import Batch
+from helpers import reference
+from helpers.batches import Batch
 
 from hopwell import emulator
 from hopwell.kernels import execute

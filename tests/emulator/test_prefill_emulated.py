@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from config_cases import FP16_FEATURES, MAIN_DIMS
-from covering import covering_configs, stands_for_masks
-from emulated_prefill import check, page_sizes
+from helpers.config_cases import FP16_FEATURES, MAIN_DIMS
+from helpers.covering import covering_configs, stands_for_masks
+from helpers.emulated_prefill import check, page_sizes
 
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import shipped_configs

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import decode_cases
 import pytest
 import test_mla_bytes as mla_bytes
 import test_prefill_byte_cache as byte_cache
@@ -13,12 +12,13 @@ import test_prefill_fp8 as e4m3
 import test_prefill_nvfp4 as nvfp4
 import test_prefill_sm120 as prefill
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, window
-from covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
-from covering_sm120 import BF16, Cell, every_cell, filling, missing
-from entry_calls import context
-from mla_batches import MlaBatch
-from schedules import schedules
+from helpers import decode_cases
+from helpers.batches import CAUSAL, FULL, Batch, chunked, window
+from helpers.covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
+from helpers.covering_sm120 import BF16, Cell, every_cell, filling, missing
+from helpers.entry_calls import context
+from helpers.mla_batches import MlaBatch
+from helpers.schedules import schedules
 from test_decode_clients import test_context_parallel_ranks as ranks_of_decode
 from test_mla_clients import test_context_parallel_ranks as ranks_of_mla
 from test_mla_entry import TOP_K, mla

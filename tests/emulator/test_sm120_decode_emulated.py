@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import decode_cases
-import mla_cases
 import pytest
 import test_decode_nvfp4 as nvfp4
 import torch
-from batches import same
-from covering import COVERING_SM120_DECODE
-from decode_batches import DRAFT, DecodeBatch
-from mla_batches import MlaBatch
-from schedules import schedules
+from helpers import decode_cases, mla_cases
+from helpers.batches import same
+from helpers.covering import COVERING_SM120_DECODE
+from helpers.decode_batches import DRAFT, DecodeBatch
+from helpers.mla_batches import MlaBatch
+from helpers.schedules import schedules
 
 from hopwell import emulator
 from hopwell.kernels import execute

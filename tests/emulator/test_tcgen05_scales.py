@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tmem_harness import (
+from helpers.tmem_harness import (
     LANES,
     VALUES,
     address,

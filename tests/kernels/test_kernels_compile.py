@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from covering import (
+from helpers.covering import (
     COVERING_BYTES,
     COVERING_DECODE,
     COVERING_MLA,

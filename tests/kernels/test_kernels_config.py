@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from covering import MAIN_DIMS, covering_configs, every_tile, stands_for_masks, with_features
-from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
+from helpers.covering import MAIN_DIMS, covering_configs, every_tile, stands_for_masks, with_features
+from helpers.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
 from hopwell.kernels.config import (
     DTYPES,

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from covering import COVERING_DECODE
-from kernel_problems import CACHES, cache, empty, paged
+from helpers.covering import COVERING_DECODE
+from helpers.kernel_problems import CACHES, cache, empty, paged
 
 from hopwell.kernels.config import DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.decode_config import (

@@ -11,10 +11,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import host_math
 import pytest
-from host_math import number
-from lane_threads import Lanes
+from helpers import host_math
+from helpers.host_math import number
+from helpers.lane_threads import Lanes
 
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.families import shipped_configs

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from cutlass import Int32
-from kv_cases import (
+from helpers.kv_cases import (
     ADDRESSES,
     CASES,
     HEADS,

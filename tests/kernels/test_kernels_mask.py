@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import cutlass
 import cutlass.cute as cute
 import pytest
-from covering import every_tile
 from cutlass import Int32
-from kernel_problems import cache, paged
+from helpers.covering import every_tile
+from helpers.kernel_problems import cache, paged
 
 from hopwell.kernels.families import resolve
 from hopwell.kernels.parts.fragment import RowFragment

@@ -9,8 +9,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import pytest
-from covering import every_tile, with_features
 from cutlass import Int32
+from helpers.covering import every_tile, with_features
 
 from hopwell.kernels.config import WORK_STAGES, KvFetch
 from hopwell.kernels.families import shipped_configs

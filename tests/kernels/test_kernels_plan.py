@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_problems import cache, contiguous, empty, paged
+from helpers.kernel_problems import cache, contiguous, empty, paged
 
 from hopwell.kernels import plan
 from hopwell.kernels.families import resolve

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32
-from lane_threads import SchedulingWarp, device_tuple, host
+from helpers.lane_threads import SchedulingWarp, device_tuple, host
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry

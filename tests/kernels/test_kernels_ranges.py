@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64
-from lane_threads import Lanes, SchedulingWarp, device_tuple, host
+from helpers.lane_threads import Lanes, SchedulingWarp, device_tuple, host
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.config import KvType

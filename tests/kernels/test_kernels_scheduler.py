@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64, Uint32
-from lane_threads import SchedulingWarp, host
+from helpers.lane_threads import SchedulingWarp, host
 
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.launch import Addresses, Geometry

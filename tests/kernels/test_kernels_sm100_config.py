@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import covering_blackwell_configs
-from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
+from helpers.covering import covering_blackwell_configs
+from helpers.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
 from hopwell.kernels import sm100_config
 from hopwell.kernels.config import DTYPES, KvFetch, kv_fetch

@@ -11,11 +11,11 @@ import random
 from typing import Any
 
 import cutlass.cute as cute
-import host_math
 import numpy as np
 import pytest
 from cutlass import Float32, Int32
-from host_math import INF, Fragment, Registers, number
+from helpers import host_math
+from helpers.host_math import INF, Fragment, Registers, number
 
 from hopwell.kernels.parts import skip as skip_module
 from hopwell.kernels.parts import softmax as softmax_module

@@ -23,7 +23,7 @@ from typing import Any
 
 import platformdirs
 import pytest
-from fake_dsl import Compiler
+from helpers.fake_dsl import Compiler
 
 from hopwell.kernels import compile_ahead, toolchain
 from hopwell.kernels.families import shipped_configs

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LN_2, same, starts
-from byte_batches import E4M3, ByteMlaBatch
-from mla_batches import listing
-from mla_cases import BOTH_ROWS, DIMS, FEW, GAPS, MANY, Case, check_case, check_counts, check_gaps
+from helpers.batches import LN_2, same, starts
+from helpers.byte_batches import E4M3, ByteMlaBatch
+from helpers.mla_batches import listing
+from helpers.mla_cases import BOTH_ROWS, DIMS, FEW, GAPS, MANY, Case, check_case, check_counts, check_gaps
 from test_mla_clients import call
 from test_mla_entry import TOP_K, mla
 from test_mla_parts import Buffers

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import starts
-from entry_calls import repeated
-from mla_batches import MlaBatch, listing
+from helpers.batches import starts
+from helpers.entry_calls import repeated
+from helpers.mla_batches import MlaBatch, listing
 from test_mla_bytes import PackedBatch
 
 from hopwell import decode

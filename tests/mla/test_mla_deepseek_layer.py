@@ -6,10 +6,10 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import deepseek_layer
 import pytest
 import torch
-from deepseek_layer import LatentAttention, LatentCache, Sizes, generate
+from helpers import deepseek_layer
+from helpers.deepseek_layer import LatentAttention, LatentCache, Sizes, generate
 
 from hopwell import layouts
 

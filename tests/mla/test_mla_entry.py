@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from entry_calls import repeated
-from mla_batches import MlaBatch, listing
-from mla_cases import ARCH, BOTH_ROWS, FEW, MANY
+from helpers.entry_calls import repeated
+from helpers.mla_batches import MlaBatch, listing
+from helpers.mla_cases import ARCH, BOTH_ROWS, FEW, MANY
 
 import hopwell
 from hopwell.kernels.mla_config import resolve_mla

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from byte_batches import E4M3, TILE, ByteMlaBatch, attention_by_tiles
-from mla_batches import MlaBatch, PackedBatch
+from helpers.byte_batches import E4M3, TILE, ByteMlaBatch, attention_by_tiles
+from helpers.mla_batches import MlaBatch, PackedBatch
 from test_mla_bytes import batch
 from test_mla_entry import mla
 

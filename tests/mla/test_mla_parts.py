@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import same, starts
-from concurrent_launches import check_threads, check_two_branches
-from mla_batches import MlaBatch, listing
-from mla_cases import BOTH_ROWS
-from replays import check_replays
+from helpers.batches import same, starts
+from helpers.concurrent_launches import check_threads, check_two_branches
+from helpers.mla_batches import MlaBatch, listing
+from helpers.mla_cases import BOTH_ROWS
+from helpers.replays import check_replays
 
 import hopwell
 from hopwell.kernels import Plan, execute

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_batches import MlaBatch, listing
-from mla_cases import (
+from helpers.mla_batches import MlaBatch, listing
+from helpers.mla_cases import (
     BOTH_ROWS,
     DIMS,
     GAPS,

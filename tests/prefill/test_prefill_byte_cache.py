@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, starts, window
-from low_precision import check_bits_of_16_bits
+from helpers.batches import CAUSAL, FULL, Batch, chunked, starts, window
+from helpers.low_precision import check_bits_of_16_bits
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.config import KvType

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, starts, window
-from entry_calls import KV_LENS, Q_LENS, context, cudnn, elements
+from helpers.batches import CAUSAL, FULL, Batch, starts, window
+from helpers.entry_calls import KV_LENS, Q_LENS, context, cudnn, elements
 from test_prefill_fp8 import BF16, FP8, ByteBatch
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, check_statistics, starts
-from concurrent_launches import check_jobs, check_threads, check_two_branches
-from entry_calls import context_arguments, cudnn_arguments, elements, fmha_v2_arguments
+from helpers.batches import CAUSAL, FULL, Batch, check_statistics, starts
+from helpers.concurrent_launches import check_jobs, check_threads, check_two_branches
+from helpers.entry_calls import context_arguments, cudnn_arguments, elements, fmha_v2_arguments
 from torch.utils._pytree import tree_leaves
 
 import hopwell

@@ -6,9 +6,9 @@ import sys
 from collections import defaultdict
 
 import pytest
-from config_cases import FP16_FEATURES, MAIN_DIMS, check_config
-from covering import with_features
-from sanitizer import TOOLS, check_sanitized
+from helpers.config_cases import FP16_FEATURES, MAIN_DIMS, check_config
+from helpers.covering import with_features
+from helpers.sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import shipped_configs

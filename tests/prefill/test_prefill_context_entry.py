@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, window
-from config_cases import MAIN_DIMS
-from entry_calls import KV_LENS, Q_LENS, cache_forms, context
+from helpers.batches import CAUSAL, FULL, Batch, window
+from helpers.config_cases import MAIN_DIMS
+from helpers.entry_calls import KV_LENS, Q_LENS, cache_forms, context
 
 from hopwell.kernels import execute
 from hopwell.kernels.prefill_config import TILES

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, starts
-from entry_calls import KV_LENS, Q_LENS, cudnn, elements
+from helpers.batches import CAUSAL, FULL, Batch, starts
+from helpers.entry_calls import KV_LENS, Q_LENS, cudnn, elements
 
 BF16, FP16 = torch.bfloat16, torch.float16
 

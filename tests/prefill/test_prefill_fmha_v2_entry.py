@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import reference
 import torch
-from batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
-from config_cases import MAIN_DIMS
-from entry_calls import KV_LENS, Q_LENS, fmha_v2
+from helpers import reference
+from helpers.batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
+from helpers.config_cases import MAIN_DIMS
+from helpers.entry_calls import KV_LENS, Q_LENS, fmha_v2
 
 from hopwell.kernels import execute
 from hopwell.kernels.prefill_config import TILES

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
-from entry_calls import context, cudnn, fmha_v2
-from skipped_tiles import attention_with_skips
+from helpers import reference
+from helpers.batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
+from helpers.entry_calls import context, cudnn, fmha_v2
+from helpers.skipped_tiles import attention_with_skips
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import resolve

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Batch, starts
-from entry_calls import context, cudnn, fmha_v2
+from helpers.batches import Batch, starts
+from helpers.entry_calls import context, cudnn, fmha_v2
 
 BF16 = torch.bfloat16
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, starts
-from low_precision import (
+from helpers.batches import CAUSAL, FULL, starts
+from helpers.low_precision import (
     BF16,
     E4M3,
     LN_2,

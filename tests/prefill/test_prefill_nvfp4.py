@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, window
-from entry_calls import context
-from low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
+from helpers.batches import CAUSAL, FULL, window
+from helpers.entry_calls import context
+from helpers.low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
 
 from hopwell import FP4Tensor, layouts
 from hopwell.kernels.problem import Mask

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, same, starts, window
+from helpers.batches import CAUSAL, FULL, Batch, same, starts, window
 
 from hopwell.kernels import execute
 from hopwell.kernels.problem import LogSumExp, LseLayout, Mask, PageTable, TokenOffsets

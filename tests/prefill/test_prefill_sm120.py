@@ -12,10 +12,10 @@ import test_prefill_cudnn_entry as cudnn_entry
 import test_prefill_fp8 as e4m3
 import test_prefill_nvfp4 as nvfp4
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, window
-from entry_calls import context
-from low_precision import BF16, LowPrecisionBatch, at_tile_edges
-from skipped_tiles import check_left_out
+from helpers.batches import CAUSAL, FULL, Batch, chunked, window
+from helpers.entry_calls import context
+from helpers.low_precision import BF16, LowPrecisionBatch, at_tile_edges
+from helpers.skipped_tiles import check_left_out
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import implementation

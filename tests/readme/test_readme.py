@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import check_attention
+from helpers.oracles import check_attention
 
 from hopwell import _demo, emulator
 from hopwell.__main__ import main

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import reference
 import torch
-from batches import Batch, Expected, starts
 
+from helpers import reference
+from helpers.batches import Batch, Expected, starts
 from hopwell import layouts
 from hopwell._decoding import workspace_bytes
 from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, Mask, MaskKind, PageTable, TokenOffsets

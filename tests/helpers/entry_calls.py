@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from batches import Batch, starts
 
 import hopwell
+from helpers.batches import Batch, starts
 
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
 

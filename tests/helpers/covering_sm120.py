@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from covering import CONTIGUOUS, LISTED, PAGES16, PAGES64, ROWS
-
+from helpers.covering import CONTIGUOUS, LISTED, PAGES16, PAGES64, ROWS
 from hopwell.kernels.config import KernelConfig, KvFetch, KvType
 from hopwell.kernels.prefill_config import MASKS
 from hopwell.kernels.problem import Family, MaskKind

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from ptx_harness import run_ptx
+
+from helpers.ptx_harness import run_ptx
 
 LANES = 128
 DATA = 1024  # offset of the shared-memory image; the tensor-memory address and the mbarrier lie before it

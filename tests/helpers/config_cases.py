@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from batches import Batch, check_statistics
 
+from helpers.batches import Batch, check_statistics
 from hopwell.kernels import execute
 from hopwell.kernels.config import DTYPES, KvFetch
 from hopwell.kernels.families import resolve

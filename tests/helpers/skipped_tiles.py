@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import reference
 import torch
-from batches import Batch
 
+from helpers import reference
+from helpers.batches import Batch
 from hopwell.kernels import execute
 from hopwell.kernels.families import prefill_type
 from hopwell.kernels.problem import Mask, Score

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import reference
 import torch
 
+from helpers import reference
 from hopwell.kernels import execute
 from hopwell.kernels.problem import (
     AttentionProblem,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from batches import Expected, starts
-from decode_batches import DecodeBatch
 
+from helpers.batches import Expected, starts
+from helpers.decode_batches import DecodeBatch
 from hopwell.kernels import Plan, families
 from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, KvFetch, KvType
 from hopwell.kernels.decode_config import DTYPES, FP8, NARROW_TYPES, DecodeConfig, tile_rows

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import reference
 import torch
-from batches import CAUSAL, Expected, starts
-from decode_batches import DecodeBatch
 
+from helpers import reference
+from helpers.batches import CAUSAL, Expected, starts
+from helpers.decode_batches import DecodeBatch
 from hopwell.kernels.problem import AttentionProblem, Family, Mask
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla, mla_kv_views, quantize_fp8_ds_mla
 from hopwell.layouts.mla_rows import LATENT

@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import reference
 import torch
-from batches import CAUSAL, Expected, starts
-from mla_batches import MlaBatch
 
+from helpers import reference
+from helpers.batches import CAUSAL, Expected, starts
+from helpers.mla_batches import MlaBatch
 from hopwell.kernels.problem import AttentionProblem, Mask
 
 E4M3 = torch.float8_e4m3fn

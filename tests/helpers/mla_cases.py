@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from byte_batches import ByteMlaBatch
-from decode_cases import PLAIN, Setting, check_problem
-from mla_batches import MlaBatch, PackedBatch, listing
 
+from helpers.byte_batches import ByteMlaBatch
+from helpers.decode_cases import PLAIN, Setting, check_problem
+from helpers.mla_batches import MlaBatch, PackedBatch, listing
 from hopwell.kernels import execute, families
 from hopwell.kernels.config import KvType
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import reference
 import torch
-from batches import CAUSAL, Batch, starts
 
+from helpers import reference
+from helpers.batches import CAUSAL, Batch, starts
 from hopwell import layouts
 from hopwell.kernels import support
 from hopwell.kernels.problem import Mask, Score
