@@ -14,11 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 
 GRAPH_MS = 12.0
 ROUNDS = 21
+# A graph that replays in less than this share of the time of its calls holds none of their launches: a peer that
+# launches on a stream of its own leaves nothing in it (FlashInfer's FMHAv2 at head dims 64 and 256, H100, 2026-11-25).
+LEAST_REPLAY = 1e-3
 FIRST_CALLS = 3
 # Run by itself: everything but the call has happened before, as in a server that has loaded its weights.
 FIRST_CALL = """
@@ -41,45 +45,59 @@ def interleaved(
     graphs = {}
     for name, call in calls.items():
         try:
-            graphs[name] = _graph(call, graph_ms)
+            graphs[name] = Captured.of(call, graph_ms)
         except Exception:  # a peer may fail in any way; what ends the whole process raises in the next line
             torch.cuda.synchronize()
-    for graph, _ in graphs.values():
-        graph.replay()
+    for captured in graphs.values():
+        captured.graph.replay()
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in graphs}
     shuffle = random.Random(0)
     for _ in range(rounds):
         events = {}
         for name in shuffle.sample(list(graphs), len(graphs)):
-            graph, _ = graphs[name]
             events[name] = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
             events[name][0].record()
-            graph.replay()
+            graphs[name].graph.replay()
             events[name][1].record()
         torch.cuda.synchronize()
         for name, (begin, end) in events.items():
-            times[name].append(begin.elapsed_time(end) / graphs[name][1])
-    return {name: statistics.median(values) for name, values in times.items()}
+            times[name].append(begin.elapsed_time(end) / graphs[name].calls)
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    return {name: median for name, median in medians.items() if graphs[name].holds_launches(median)}
 
 
-def _graph(call: Callable[[], object], graph_ms: float) -> tuple[torch.cuda.CUDAGraph, int]:
-    """Capture a graph of as many calls as last ``graph_ms``."""
-    for _ in range(3):
-        call()
-    torch.cuda.synchronize()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    for _ in range(3):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    count = max(1, round(graph_ms / (begin.elapsed_time(end) / 3)))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
+@dataclass
+class Captured:
+    """A graph of several calls."""
+
+    graph: torch.cuda.CUDAGraph
+    calls: int
+    milliseconds: float  # that a call took by itself, before it was captured
+
+    @staticmethod
+    def of(call: Callable[[], object], graph_ms: float) -> Captured:
+        """Capture a graph of as many calls as last ``graph_ms``."""
+        for _ in range(3):
             call()
-    return graph, count
+        torch.cuda.synchronize()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(3):
+            call()
+        end.record()
+        torch.cuda.synchronize()
+        milliseconds = begin.elapsed_time(end) / 3
+        graph = torch.cuda.CUDAGraph()
+        calls = max(1, round(graph_ms / milliseconds))
+        with torch.cuda.graph(graph):
+            for _ in range(calls):
+                call()
+        return Captured(graph, calls, milliseconds)
+
+    def holds_launches(self, replayed: float) -> bool:
+        """Tell whether the graph, whose calls replay in ``replayed`` milliseconds each, does what they do."""
+        return replayed > LEAST_REPLAY * self.milliseconds
 
 
 def host_microseconds(

@@ -207,19 +207,22 @@ def test_what_cannot_be_captured_or_held_is_listed(monkeypatch: pytest.MonkeyPat
 
 
 def test_calls_that_cannot_be_captured_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others are timed."""
+    """The others are timed. A graph that replays in next to no time beside its calls holds none of their launches."""
 
-    def graph(call: Any, graph_ms: float) -> Any:
+    def capture(call: Any, graph_ms: float) -> Any:
         call()
-        return Silent(), 2
+        return measure.Captured(Silent(), 2, 9e3 if call is elsewhere else 4.0)  # type: ignore[arg-type]
+
+    def elsewhere() -> None: ...
 
     def refuse() -> None:
         raise RuntimeError("operation not permitted when stream is capturing")
 
-    monkeypatch.setattr(measure, "_graph", graph)
+    monkeypatch.setattr(measure.Captured, "of", capture)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Silent())
-    assert measure.interleaved({"refuses": refuse, "runs": lambda: None}) == {"runs": 2.0}
+    calls = {"refuses": refuse, "elsewhere": elsewhere, "runs": lambda: None}
+    assert measure.interleaved(calls) == {"runs": 2.0}
 
 
 class Silent:
