@@ -30,7 +30,7 @@ INTEGERS = (torch.int32, torch.uint32, torch.int64)
 INT32_MAX = 2**31 - 1
 UINT32_MAX = 2**32 - 1
 FLOAT32_MAX = torch.finfo(torch.float32).max
-# Those of torch.Tensor, and of classes such as torch.nn.Parameter that do without.
+# What torch.Tensor has, and what classes have that do without, such as torch.nn.Parameter.
 _TENSOR: Any = torch.Tensor  # whose class methods type checkers do not know
 TORCH_FUNCTIONS = (_TENSOR.__torch_function__.__func__, torch._C._disabled_torch_function_impl)
 

@@ -17,7 +17,7 @@ from hopwell.kernels.splitting import scratch_bytes
 
 NATURAL_BASE = "basee"
 LSE_BASES = (NATURAL_BASE, "base2")
-# Defaults of arguments. Most calls leave them as they are, which shows by these very objects.
+# Most calls leave these defaults of arguments as they are, which shows by these very objects.
 AUTO = "auto"
 ONE_RANK, FIRST_RANK = 1, 0
 

@@ -231,8 +231,8 @@ def _gpu_has_kernels() -> bool:
 
 def _on_gpu() -> int:
     print(torch.cuda.get_device_name(), flush=True)
-    # The attention of a Llama-3-8B layer: prompts, and one that continues after a cached prefix; then steps. And steps
-    # of a DeepSeek-V3 layer.
+    # A Llama-3-8B layer attends to prompts, of which one continues after a cached prefix, and then to steps; so does a
+    # DeepSeek-V3 layer to steps.
     prompts = Prefill("cuda", [8192, 4096, 4096, 2000, 9000], 32, 8, q_lens=[8192, 4096, 4096, 2000, 1000])
     kv_lens = [*range(1000, 9000, 125)]
     return _show(_time, prompts, Decode("cuda", kv_lens, 32, 8), MlaDecode("cuda", kv_lens, 128))

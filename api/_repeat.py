@@ -81,7 +81,7 @@ def _overlaps(written: str, others: str) -> list[str]:
 
 
 OUT_OVERLAPS = _overlaps("o", "qkv")
-# The results besides the output, the workspace, and the scales of an NVFP4 output.
+# A call also writes results besides the output, the workspace, and the scales of an NVFP4 output.
 MORE_OVERLAPS = {name: _overlaps(name, "qkvo") for name in "swt"}
 
 

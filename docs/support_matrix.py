@@ -23,7 +23,7 @@ STYLE = {"yes": "{}", EMULATED: "*{}*", EMULATED + ON_HOPPER: "*{}*"}  # of an a
 
 
 def full_page() -> str:
-    """What docs/support.md holds."""
+    """Return what docs/support.md holds."""
     return (
         "# What each entry can do on each architecture\n\n"
         '"yes" is what has run on GPUs of that architecture. "emulator-verified" has not: its kernels compile for it,\n'
@@ -33,7 +33,7 @@ def full_page() -> str:
 
 
 def compact_matrix() -> str:
-    """All entries in one table: features as rows, and in the cells the architectures that have them."""
+    """Return all entries in one table: features as rows, and in the cells the architectures that have them."""
     sections = support_matrix().strip().split("\n\n`")
     entries = [section.strip("`").partition("`")[0].rpartition(".")[2] for section in sections]  # of several the first
     names = [SHORT_NAMES.get(entry, entry) for entry in entries]

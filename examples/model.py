@@ -146,7 +146,7 @@ AttentionInterface.register("hopwell", paged_attention)
 
 @torch.inference_mode()
 def generate(model, prompts, steps, cache="bf16", given=None):
-    """Logits of the prompts' tokens and the requests' next tokens, then those of each step.
+    """Return the logits of the prompts' tokens and the requests' next tokens, then those of each step.
 
     Each token is the most likely one, or is ``given``, a tensor for each step.
     """
@@ -162,7 +162,7 @@ def generate(model, prompts, steps, cache="bf16", given=None):
 
 
 def compare(reference, logits):
-    """How logits differ from those of a 16-bit cache after the same tokens.
+    """Tell how logits differ from those of a 16-bit cache after the same tokens.
 
     The perplexity is that of a text drawn from the reference: exp of the cross entropy, which is least, exp of the
     reference's own entropy, where both are the same. Its excess is exp of the mean Kullback-Leibler divergence, less 1.
@@ -179,7 +179,7 @@ def compare(reference, logits):
 
 
 def sizes(on_gpu):
-    """Arguments of the model's config, lengths of the prompts, and steps: small ones for the emulator."""
+    """Return the arguments of the model's config, lengths of the prompts, and steps: small ones for the emulator."""
     if on_gpu:
         heads = dict(num_attention_heads=32, num_key_value_heads=8, head_dim=128)
         layers = dict(hidden_size=4096, intermediate_size=8192, num_hidden_layers=4, max_position_embeddings=8192)
@@ -190,7 +190,7 @@ def sizes(on_gpu):
 
 
 def report(runs):
-    """A row for the prompts and one for the steps of each narrow cache."""
+    """Print a row for the prompts and one for the steps of each narrow cache."""
     (_, reference), *others = runs.items()
     rows = []
     for cache, logits in others:

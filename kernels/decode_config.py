@@ -45,12 +45,12 @@ NARROW_HEAD_DIMS = {
 }
 KV_TYPES = (KvType.WIDE, *EIGHT_BIT_TYPES.values())  # of kernels that are compiled ahead
 MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)  # that are compiled ahead
-# Of several new tokens: the others have one position for all rows.
+# Requests may have several new tokens with these masks: with the others all rows have one position.
 DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT, MaskKind.CYCLIC)
 HEAD_DIMS = support.DECODE_HEAD_DIMS
 COMPILED_HEAD_DIMS = (64, 128, 256, 512)  # the others are compiled on demand only
 
-# By columns in shared memory. Stages are what keeps memory busy: 128 KiB of K and V under way or waiting.
+# Tiles go by columns in shared memory. Stages are what keeps memory busy: 128 KiB of K and V under way or waiting.
 _TILES = {
     64: Tile(ROWS, 128, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
     128: Tile(ROWS, 64, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
@@ -63,9 +63,9 @@ _TREE_TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_regi
 # Over 8-bit caches the tile has half of the registers. Q goes into registers, so that one stage of it is enough.
 _BYTE_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
 _STAGE_BYTES = 65536  # of K, and of V, of all CTAs of a multiprocessor
-# The same where rows are narrower than a line of the L2 cache. With more under way, CTAs whose heads share lines come
-# for them at times further apart: 256 x 1024 tokens of 4 bits took 132 instead of 127 us, and 32 x 8192 whose heads lie
-# apart 113 instead of 108 (H100, 2026-11-25).
+# It is so much where rows are narrower than a line of the L2 cache. With more under way, CTAs whose heads share lines
+# come for them at times further apart: 256 x 1024 tokens of 4 bits took 132 instead of 127 us, and 32 x 8192 whose
+# heads lie apart 113 instead of 108 (H100, 2026-11-25).
 _NARROW_STAGE_BYTES = 32768
 # With caches of 8 bits eight warps have keys of their own, and a warpgroup merges with what registers they leave: where
 # widths are no powers of two, it takes some more.
@@ -82,7 +82,7 @@ _BYTE_TILES = {
 # rows, 0.126 with 32 and 0.252 with 64 where it is widened in registers, and 0.153 where it is widened in place.
 MOST_ROWS_IN_REGISTERS, MOST_COLUMNS_IN_REGISTERS = 32, 256
 _WIDENED_TILES = {columns: replace(tile, converting_registers=88) for columns, tile in _TILES.items()}
-# Of drafts of float16 over e4m3, attend has two values in memory, read once for each chunk. Eight registers more
+# With drafts of float16 over e4m3, attend has two values in memory, read once for each chunk. Eight registers more
 # for it would have the warps that load or widen spill in every step.
 _WIDENED_TILES[512] = replace(_WIDENED_TILES[512], consumer_registers=192)
 # Loaders that copy scales besides take more registers.

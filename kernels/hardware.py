@@ -17,7 +17,6 @@ class Architecture:
 
     Attributes:
         name: what the compiler calls it.
-        generation: what its users call it.
         capability: the compute capability of its devices; minor None stands for any.
         shared_bytes: shared memory that a CTA can have.
         reserved_bytes: shared memory that the system takes with each CTA.
@@ -26,7 +25,6 @@ class Architecture:
     """
 
     name: str
-    generation: str
     capability: tuple[int, int | None]
     shared_bytes: int
     tensor_memory_columns: int
@@ -41,10 +39,10 @@ class Architecture:
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
-        Architecture("sm_90a", "Hopper", (9, 0), 227 << 10, 0, "wgmma"),
-        Architecture("sm_100a", "Blackwell", (10, 0), 227 << 10, 512, "tcgen05"),
-        Architecture("sm_103a", "Blackwell Ultra", (10, 3), 227 << 10, 512, "tcgen05"),
-        Architecture("sm_120a", "RTX Blackwell", (12, None), 99 << 10, 0, "mma.sync"),
+        Architecture("sm_90a", (9, 0), 227 << 10, 0, "wgmma"),  # Hopper
+        Architecture("sm_100a", (10, 0), 227 << 10, 512, "tcgen05"),  # Blackwell
+        Architecture("sm_103a", (10, 3), 227 << 10, 512, "tcgen05"),  # Blackwell Ultra
+        Architecture("sm_120a", (12, None), 99 << 10, 0, "mma.sync"),  # RTX Blackwell
     )
 }
 

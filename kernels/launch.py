@@ -115,7 +115,7 @@ class DecodeGeometry(NamedTuple):
     slots: int  # for partial results
     slot_rows: int
     portions: int  # of MLA: that the keys of all requests are cut into for a row tile
-    spilled_levels: int  # of decode with few rows: of a CTA's tree, in memory
+    far_levels: int  # of decode with few rows: those of a CTA's tree in global memory
     shards: int  # ranks that share the keys
     shard: int  # this one
     capacity: int  # keys of a request that the table has room for
@@ -164,9 +164,9 @@ class Geometry(NamedTuple):
 
 SCALE_STRIDES = ("k_scale_page", "k_scale_head", "k_scale_row", "v_scale_page", "v_scale_head", "v_scale_row")
 
-# Sizes, strides in elements, and the grid of decode with scales of blocks.
+# These are sizes, strides in elements, and the grid of decode with scales of blocks.
 ScaledDecodeGeometry = namedtuple("ScaledDecodeGeometry", (*DecodeGeometry._fields, *SCALE_STRIDES))  # type: ignore[misc]
-# Sizes, strides in elements, and the grid of prefill with scales of blocks.
+# These are sizes, strides in elements, and the grid of prefill with scales of blocks.
 ScaledGeometry = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
     "ScaledGeometry",
     (

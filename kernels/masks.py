@@ -81,11 +81,11 @@ class MaskKinds(enum.Enum):
 class MaskKind(MaskKinds):
     """Which keys a row sees. Row t of a request with q_len queries and kv_len keys is at p = kv_len - q_len + t."""
 
-    # Every key of the request.
+    # A row sees every key of the request.
     FULL = MaskRule("full", "full", "no mask")
-    # Keys 0..p (bottom-right aligned).
+    # A row sees keys 0..p (bottom-right aligned).
     CAUSAL = MaskRule("causal", "causal", "causal mask (bottom-right)", end=_to_itself)
-    # Keys p - window_left..p.
+    # A row sees keys p - window_left..p.
     SLIDING_WINDOW = MaskRule("sliding_window", "window", "sliding window", _window, _to_itself, "window_left")
     # Keys (p // chunk) * chunk..p.
     CHUNKED = MaskRule("chunked", "chunked", "chunked mask", _chunk, _to_itself, "chunk")

@@ -34,11 +34,11 @@ from hopwell.kernels.problem import MAX_KEYS, AttentionProblem, Family, LseLayou
 from hopwell.kernels.splitting import (
     TICKETS,
     counter_ints,
+    far_levels,
     node_slots,
     portions,
     slot_count,
     slot_rows,
-    spilled_levels,
     tree_counter_ints,
 )
 from hopwell.kernels.tickets import tickets
@@ -315,7 +315,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
         slots=slots,
         slot_rows=slot_rows(rows, problem.is_latent),
         portions=portions(max(row_tiles, 1), grid),
-        spilled_levels=spilled_levels(config.chunk_tokens, capacity, config.near_levels),
+        far_levels=far_levels(config.chunk_tokens, capacity, config.near_levels),
         shards=1 if problem.shard is None else problem.shard.count,
         shard=0 if problem.shard is None else problem.shard.index,
         capacity=_capacity(problem),

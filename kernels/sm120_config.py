@@ -48,7 +48,7 @@ def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
 # steps of 32 spill up to 10 once a work tile, outside of it. K and V of 8 or 4 bits keep the keys of a step. Over NVFP4
 # caches, 192 and 256 columns spill up to 9 registers in a step, 256 up to 30 in one with a mask. Such steps have from
 # 1600 to 3200 instructions, and smaller tiles would convert as many elements for fewer rows.
-# Of 512 columns two warps share 16 rows, each for half of O.
+# With 512 columns two warps share 16 rows, each for half of O.
 _OF_COLUMNS = {
     64: _tile(128, 64, 4),
     128: _tile(128, 32, 4),

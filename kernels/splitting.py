@@ -49,7 +49,7 @@ MOST_PORTION_ROUNDS = 4
 # an eighth of that of a bfloat16 result, and half as many bytes are stored and merged.
 LATENT_PIECE_BYTES = 2
 SHARES = 8  # of MLA, that a piece of ROWS comes with: what is left to merge at the end goes to all warps in small parts
-# float32 of a row and piece: (reference, sum) of the piece, then those of its group, or of MLA inverse scales
+# A row of a piece has so many float32: (reference, sum) of the piece, then of its group, or MLA's inverse scales.
 STATISTICS = 4
 # What follows is for decode with few rows: keys are cut into leaves, and what has been computed of them is merged as a
 # binary tree, see parts/tree.py.
@@ -59,11 +59,11 @@ MOST_TILED_COLUMNS = 512  # of head dims where rows are in tiles of few, however
 BYTE_FEW_ROWS = FEW_ROWS[:1]  # over 8-bit caches: what there are registers for
 LATENT_FEW_ROWS = 16  # of MLA
 LEAF_TILE = 64  # keys of a tile in shared memory
-# Tiles of a leaf. There are more where tiles are small, or where merging leaves of so many rows takes its time: 32 x
-# 8192 tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows of 16 bits
-# it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens. MLA has 8, as its nodes are large beside its keys:
-# with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27 (H200,
-# 2026-11-23).
+# A leaf has so many tiles. There are more where tiles are small, or where merging leaves of so many rows takes its
+# time: 32 x 8192 tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows
+# of 16 bits it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens. MLA has 8, as its nodes are large beside
+# its keys: with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27
+# (H200, 2026-11-23).
 LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
 LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
 LATENT_NEAR_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that merges
@@ -140,9 +140,9 @@ def bundle_bits(columns: int) -> int:
     return BUNDLE_BITS if columns <= MOST_TREE_COLUMNS else WIDE_BUNDLE_BITS
 
 
-def spilled_levels(leaf: int, capacity: int, near: int) -> int:
-    """Say how many levels of a CTA's tree are in memory, besides ``near`` ones: those below the root of the longest
-    line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
+def far_levels(leaf: int, capacity: int, near: int) -> int:
+    """Say how many levels of a CTA's tree are in global memory, beyond the ``near`` ones: those below the root of the
+    longest line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
     leaves = -(-max(capacity, 1) // leaf)
     return max((leaves - 1).bit_length() - near, 0)
 
@@ -166,10 +166,10 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 
     def of(tile: int, width: int, size: int) -> int:
         near = LEAST_NEAR_LEVELS if tiled else shared_levels(tile, width, size)
-        spilled, tiles = spilled_levels(leaf_tokens(tile, width, size, tiled), capacity, near), 1
+        far, tiles = far_levels(leaf_tokens(tile, width, size, tiled), capacity, near), 1
         if tiled:
             tiles = -(-rows // tile)
-        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], spilled, size)
+        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], far, size)
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
     widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled)) + 1, BLOCK_COLUMNS)
@@ -180,15 +180,15 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
     """Say how many bytes of scratch an MLA launch needs for the trees of so many tiles, with up to ``columns`` of
     output."""
-    spilled = spilled_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
+    far = far_levels(LATENT_LEAF_TOKENS, capacity, LATENT_NEAR_LEVELS)
     widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
-    return max(_nodes_bytes(LATENT_FEW_ROWS, row_tiles, width, sms, spilled) for width in widths)
+    return max(_nodes_bytes(LATENT_FEW_ROWS, row_tiles, width, sms, far) for width in widths)
 
 
-def _nodes_bytes(rows: int, row_tiles: int, columns: int, ctas: int, spilled: int, element_bytes: int = 2) -> int:
-    """Count the bytes of the nodes that several CTAs merge, and of the ``spilled`` levels that each CTA has in
+def _nodes_bytes(rows: int, row_tiles: int, columns: int, ctas: int, far: int, element_bytes: int = 2) -> int:
+    """Count the bytes of the nodes that several CTAs merge, and of the ``far`` levels that each CTA has in
     memory."""
-    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + spilled * ctas) * node_bytes(rows, columns)
+    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + far * ctas) * node_bytes(rows, columns)
 
 
 def tree_counter_ints(slots: int) -> int:

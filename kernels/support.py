@@ -25,7 +25,7 @@ APPEND = "append_paged_kv_cache"
 NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
 SAME_AS = {TRTLLM_DECODE: XQA, NVFP4_APPEND: APPEND}  # entries without a table of their own
 
-# (QK, V) of the prefill kernels
+# Prefill kernels have these head dims (QK, V).
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
 # Compiled on demand only.
@@ -50,7 +50,7 @@ SM120 = hardware.with_instruction("mma.sync")
 
 # A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
 FAMILY_BUILDS = {"sm_120a": "sm_120f"}
-# Architectures besides their own that can run kernels, compiled for them. Those of sm_120a multiply with mma.sync and
+# Architectures besides their own that can run kernels, compiled for them. Kernels of sm_120a multiply with mma.sync and
 # load with TMA, which the others have as well; what needs the block-scaled instructions is refused when it compiles.
 ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 

@@ -196,7 +196,7 @@ def _sweep(family: Family, cases: Sequence[Case], candidates: Sequence[str], opt
             if time.monotonic() >= options.deadline:
                 left.append(case.name)
                 continue
-            # A step for each candidate's preparation, and one for all their timing.
+            # Each candidate's preparation is a step, and so is the timing of all.
             rows = _measure(family, case, candidates, lambda step: progress.update(task, advance=1, description=step))
             torch.cuda.empty_cache()
             run.rows += rows

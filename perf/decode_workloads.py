@@ -142,7 +142,7 @@ DECODE = (
     _uniform("D2-d256", 32, 8192, heads=32, kv_heads=4, head_dim=256),
     Decode("uneven", f"{LONG} among {len(UNEVEN) - 1} x {SHORT}", UNEVEN),
     _uniform("even", len(UNEVEN), sum(UNEVEN) // len(UNEVEN)),
-    # Caches of 8 bits with more rows: widened in registers, and in place.
+    # With more rows, caches of 8 bits are widened in registers, and in place.
     *(_with_fp8_cache(_uniform(f"D2-q{new}", 32, 8192, q_len=new)) for new in (2, 4, 8)),
     _with_fp8_cache(_uniform("D-d512", 32, 4096, heads=32, kv_heads=4, head_dim=512)),
     _uniform("D-d512", 32, 4096, heads=32, kv_heads=4, head_dim=512),

@@ -126,7 +126,7 @@ class PtxLoops:
         (self.correction,) = (loop for loop in self._having("tcgen05.ld", "tcgen05.st") if not self._has(loop, "ex2"))
         (self.store,) = (loop for loop in self._having("tcgen05.ld", "st.global") if not self._has(loop, "tcgen05.st"))
         (self.products,) = innermost(self.loops, self._has_both_products)
-        # Those of K and V run inside the loop over work tiles; Q is loaded once in each.
+        # Loops that load K and V run inside the loop over work tiles; Q is loaded once in each.
         loads = [loop for loop in self._having("cp.async.bulk.tensor") if around(self.loops, loop)]
         self.loads = [i for loop in loads for i in loop.path]
 

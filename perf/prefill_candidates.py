@@ -288,7 +288,7 @@ def flashinfer_planned(page_size: int | None = None, *, backend: str) -> Candida
             window_left=work.window_left,
         )
         sizes = (work.heads, work.kv_heads, work.head_dim)
-        # Of queries, keys and values of 8 bits, by head.
+        # The peer takes scales of queries, keys and values of 8 bits by head.
         counts = (work.heads, work.kv_heads, work.kv_heads) if t.dtype is not BF16 else ()
         scales = [torch.ones(count, device=t.device) for count in counts]
         if page_size is None:

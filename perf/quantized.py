@@ -20,9 +20,9 @@ BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 NVFP4 = torch.uint8  # two elements a byte, with a scale factor of a byte for each 16 of them
 ELEMENT_BYTES = {BF16: 2.0, E4M3: 1.0, NVFP4: 1 / 2 + 1 / 16}
 CACHES = {BF16: "", E4M3: ", e4m3 cache", NVFP4: ", NVFP4 cache"}  # in titles
-# Relative, of attention on random data, by the dtypes of the query and of the cache. A wrong mask gives ten times as
-# much in prefill, and a page of 16 keys too few among 8192 five times as much in decode. Some peers quantize the query
-# and the weights as the cache is.
+# Errors are relative, of attention on random data, by the dtypes of the query and of the cache. A wrong mask gives ten
+# times as much in prefill, and a page of 16 keys too few among 8192 five times as much in decode. Some peers quantize
+# the query and the weights as the cache is.
 MAX_ERROR, MAX_BYTE_ERROR = 8e-3, 6e-2
 
 

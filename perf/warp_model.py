@@ -101,7 +101,7 @@ CARDS = (
     ),
 )  # fmt: skip
 
-# The same loops, compiled for Hopper: what the model says of them can be measured.
+# Compiled for Hopper, the same loops can be measured against what the model says of them.
 HOPPER_CARD = Card(
     "H200", 132, 1.98e9, 4800e9, {PLAIN_16: 2048},
     "4800 GB/s and 1.98 GHz. Assumed: mma.sync has half of the rate of a warpgroup's products",

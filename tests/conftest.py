@@ -34,5 +34,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     ids=["gpu", "emulator"],
 )
 def device(request: pytest.FixtureRequest) -> str:
-    """Where the tensors of a call are. With tensors on the CPU the same kernel runs on the emulator."""
+    """Say where the tensors of a call are. With tensors on the CPU the same kernel runs on the emulator."""
     return request.param

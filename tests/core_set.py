@@ -17,7 +17,7 @@ KERNELS_OF_A_CELL = 1  # in either kind of test
 
 
 def cell(item: pytest.Item) -> Hashable | None:
-    """What a test that compiles kernels stands for in the core set; None for the other tests.
+    """Say what a test that compiles kernels stands for in the core set; None for the other tests.
 
     Tests of the same cell can stand for each other there.
     """
@@ -33,7 +33,7 @@ def cell(item: pytest.Item) -> Hashable | None:
 
 
 def core(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The tests of the core set in their order: the first ones of each cell, and all that compile nothing."""
+    """Return the tests of the core set in their order: the first ones of each cell, and all that compile nothing."""
     taken: Counter[Hashable] = Counter()
     chosen = []
     for item in items:

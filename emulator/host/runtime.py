@@ -26,7 +26,7 @@ _handles = itertools.count(0x1000, 16)
 # them, and so must the callbacks that the library holds.
 _kernels: dict[int, str] = {}
 _alive: list[Runtime] = []
-# Of this thread's call, not of a module: the callbacks of a library are those of the last module that was made of it.
+# Errors belong to this thread's call, not to a module: a library has the callbacks of the last module made of it.
 _errors = threading.local()
 
 

@@ -18,7 +18,7 @@ from hopwell.kernels.parts.device import prmt
 # and both of bfloat16.
 F16_UPPER = (0x3E3C3800, 0x46444240)
 BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
-# Bits of signs in words with one code in a byte, and of codes in the upper bytes of two float16.
+# These are the bits of signs in words with one code in a byte, and of codes in the upper bytes of two float16.
 SIGNS, UPPER_BYTES = 0x80808080, 0x8E008E00
 ADDRESS_BITS = 30  # more than an address of shared memory has
 BY_HALVES_EXPONENT = -14  # of the factor by which :func:`by_halves` is off

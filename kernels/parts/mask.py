@@ -172,7 +172,7 @@ class DraftMask(IntervalMask):
             for c in cutlass.range_constexpr(scores.columns):
                 group, place = divmod(scores.column_offset(c), WORD_BITS)
                 if const_expr(place == 0):
-                    # Keys tile_start + 32 * group..: the upper bits of one word and the lower ones of the next.
+                    # Keys from tile_start + 32 * group on have the upper bits of a word and the lower ones of the next.
                     words.append(row.word(r, first_word + (group + 1)))
                     above = words[-1] << (Uint32(31) - shift) << Uint32(1)
                     bits = ((words[-2] >> shift) | above) >> scores.first_column().to(Uint32)

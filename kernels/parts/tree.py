@@ -266,13 +266,13 @@ class Tree(DeviceStruct):
         place = (line.line_start + (block << line.shift)) >> line.shift
         return line.first_slot + 2 * place + (block == 0).to(Int32)
 
-    def _spilled(self, level):
-        """Return the address of a level of this CTA's that has no place in shared memory."""
-        place = cute.arch.block_idx()[0] * Int32(self.geometry.spilled_levels) + level - self.near_levels
+    def _far(self, level):
+        """Return the address of a far level of this CTA's: one that has no place in shared memory."""
+        place = cute.arch.block_idx()[0] * Int32(self.geometry.far_levels) + level - self.near_levels
         return self._node(Int32(self.geometry.slots) + place)
 
     def _near(self, level) -> list:
-        """Return the node that waits at a level that is not in memory."""
+        """Return the node that waits at a near level: in shared memory or registers."""
         return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.quads()
 
     def _keep_near(self, node: Node, level) -> None:
@@ -286,7 +286,7 @@ class Tree(DeviceStruct):
         if level < self.near_levels:
             node.add_left(self._near(level))
         else:
-            node.add_left(self._load(self._spilled(level)))
+            node.add_left(self._load(self._far(level)))
 
     def hand_over(self, node: Node) -> None:
         """Put a node into shared memory for :meth:`take` of another warpgroup."""
@@ -301,7 +301,7 @@ class Tree(DeviceStruct):
         if level < self.near_levels:
             self._keep_near(node, level)
         else:
-            self._store(self._spilled(level), node.quads(), copy.store_global)
+            self._store(self._far(level), node.quads(), copy.store_global)
 
     @cute.jit
     def leave(self, node: Node, line: RangeTile, leaf) -> None:
@@ -317,7 +317,7 @@ class Tree(DeviceStruct):
             if level < self.near_levels:
                 self._store(target, self._near(level), copy.store_global)
             else:
-                self._store(target, self._load(self._spilled(level)), copy.store_global)
+                self._store(target, self._load(self._far(level)), copy.store_global)
             left = left.plus(level, leaf)
             leaf += Int32(1) << level
         return left

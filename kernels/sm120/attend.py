@@ -158,7 +158,7 @@ class WarpOperands(RowOperands):
         for step in range(self.steps(config)):
             a = self._q_of_step(q_tile, step)
             for pair in range(self.tile_n // (2 * MMA_COLUMNS)):
-                # Two eights of keys by two chunks of columns.
+                # Lanes address two eights of keys by two chunks of columns.
                 key, chunk = 16 * pair + lane // 16 * 8 + lane % 8, 2 * step + lane // 8 % 2
                 words = copy.load_matrix_x4(copy.tile_chunk(stage, key, chunk, self.tile_n, columns, columns_first))
                 for half in range(2):

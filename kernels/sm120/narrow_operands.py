@@ -60,7 +60,7 @@ class NarrowOperands(WarpOperands):
 
 
 @dataclass
-class ByteOperands(NarrowOperands):
+class WarpByteOperands(NarrowOperands):
     """Q, K, V and P in e4m3. A lane's P has keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen side by side, and so
     do words of V when they have been put together."""
 
@@ -120,8 +120,8 @@ class WidenedOperands(NarrowOperands):
         return list(words)
 
 
-# Bytes of two words for lanes whose block of 16 columns is the first of two: the first byte of both, then the third.
-# Those of the second block are one byte further on.
+# Lanes whose block of 16 columns is the first of two take of two words the first byte of both, then the third.
+# For lanes of the second block they are one byte further on.
 PAIRED_SCALES, NEXT_SCALE = 0x6240, 0x1111
 
 

@@ -9,7 +9,7 @@ from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.sm90.prefill import PrefillSm90, with_arguments
 from hopwell.kernels.sm120.attend import ConvertedOperands, SkippingWarpAttend, WarpAttend, WarpOperands
 from hopwell.kernels.sm120.kernel import LaneReaders
-from hopwell.kernels.sm120.narrow_operands import ByteOperands, DequantisedOperands, WidenedOperands
+from hopwell.kernels.sm120.narrow_operands import DequantisedOperands, WarpByteOperands, WidenedOperands
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
 
 
@@ -51,7 +51,7 @@ class PrefillSm120(LaneReaders, PrefillSm90):
     def operands_type(self) -> type[WarpOperands]:
         """Return what warps multiply."""
         if self.config.multiplies_bytes:
-            return ByteOperands
+            return WarpByteOperands
         if self.config.widens:
             return ConvertedOperands
         return {KvType.WIDE: WarpOperands, KvType.E4M3: WidenedOperands, KvType.NVFP4: DequantisedOperands}[

@@ -85,7 +85,7 @@ class WarpProducts(DeviceStruct):
             if step % 2 == 0:
                 rows = self._rows(lane, p_tile, LEAF_TILE, first_key // MMA_DEPTH + step)
             for block in range(columns // BLOCK_COLUMNS):
-                # Two eights of columns, of two eights of keys.
+                # Lanes address two eights of columns, of two eights of keys.
                 key = MMA_DEPTH * step + lane // 16 * 8 + lane % 8
                 chunk = copy.CHUNKS_PER_ROW * block + 2 * warp_in_group() + lane // 8 % 2
                 a = copy.load_matrix_x4(self._chunk(values, part, key, chunk), transposes=True)

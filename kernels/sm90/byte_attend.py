@@ -89,7 +89,7 @@ class WarpKeys(DeviceStruct):
 
 
 @dataclass
-class ByteOperands(ByteProducts):
+class ByteDecodeOperands(ByteProducts):
     """Products over STEP_KEYS keys at a time, with O^T += V^T P^T. S and O are in registers; a lane has part g of a
     column block of V, and of O."""
 
@@ -97,9 +97,9 @@ class ByteOperands(ByteProducts):
     o: Any
 
     @staticmethod
-    def create(kernel, tiles, products: int) -> "ByteOperands":
+    def create(kernel, tiles, products: int) -> "ByteDecodeOperands":
         rows = products * MMA_COLUMNS
-        return ByteOperands(
+        return ByteDecodeOperands(
             **ByteProducts.fields(kernel, tiles, products),
             s=cute.make_rmem_tensor(STEP_KEYS * rows // LANES, Float32),
             o=cute.make_rmem_tensor(padded(kernel.config.head_dim_qk) * rows // LANES, Float32),
@@ -199,7 +199,7 @@ class Exchange(DeviceStruct):
 
 
 @dataclass
-class ByteAttend(DecodeAttend):
+class ByteDecodeAttend(DecodeAttend):
     """The warps of attend, which do nothing but attend: what they find is added up by the warpgroup that merges.
 
     Of a unit with no more rows than a warp has, each of 8 warps has 32 of the 128 keys of every other tile:
@@ -231,7 +231,7 @@ class ByteAttend(DecodeAttend):
     def attend_unit(self, products: cutlass.Constexpr[int], tile: SplitTile, count, kv_step, work) -> None:
         """Attend to a unit with ``count`` rows, 8 * ``products`` of them for each warp."""
         q_ring = self.rings.q
-        operands = ByteOperands.create(self.kernel, self.tiles, products)
+        operands = ByteDecodeOperands.create(self.kernel, self.tiles, products)
         softmax = ColumnSoftmax.over(self.softmax.scale, 2 * products)
         mine = WarpKeys.of(count, products, self.kernel)
         q_ring.wait_full(work)
@@ -249,7 +249,9 @@ class ByteAttend(DecodeAttend):
         self.rings.piece.fill(work)
 
     @cute.jit
-    def attend_tile(self, operands: ByteOperands, softmax, mine: WarpKeys, keys: TileRange, n, row, kv_step) -> None:
+    def attend_tile(
+        self, operands: ByteDecodeOperands, softmax, mine: WarpKeys, keys: TileRange, n, row, kv_step
+    ) -> None:
         """Attend to this warp's keys of tile n."""
         k_ring, v_ring = self.rings.k, self.rings.v
         masked = n < keys.full_begin or n >= keys.full_end
@@ -273,7 +275,7 @@ class ByteAttend(DecodeAttend):
         v_ring.release(kv_step)
 
     @cute.jit
-    def hand_over(self, operands: ByteOperands, softmax, mine: WarpKeys, count) -> None:
+    def hand_over(self, operands: ByteDecodeOperands, softmax, mine: WarpKeys, count) -> None:
         """Leave this warp's rows for :class:`ByteMerge`."""
         exchange = Exchange.create(self.kernel, self.tiles)
         scores, (g, _) = operands.scores(), place_in_warp()

@@ -21,7 +21,7 @@ from hopwell.kernels.parts.epilogue import STAGING_BYTES, OutputRows, output_row
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.skeleton import SharedTiles
 from hopwell.kernels.sm90.byte_prefill import ByteOperands
-from hopwell.kernels.sm90.overlapped_attend import ShadedAttend
+from hopwell.kernels.sm90.overlapped_attend import OverlappedAttend
 
 # Steps are counted from the first key of a request, so that what is flushed when depends on the keys alone, and neither
 # on the rows that share a tile nor on the batch.
@@ -35,7 +35,7 @@ FLUSHED_BYTES = LANES * FLUSHED_CHUNKS * copy.CHUNK_BYTES  # of a warp
 
 
 @dataclass
-class FlushingByteAttend(ShadedAttend):
+class FlushingByteAttend(OverlappedAttend):
     """Each tile has a reference of its own, see ``TileSoftmax``, to which O is always brought under Q K^T."""
 
     def operands(self, row_group, column_group, addresses, geometry) -> "FlushedOperands":
@@ -52,11 +52,11 @@ class FlushingByteAttend(ShadedAttend):
         # Here S needs no registers. The last of so many tiles, so that short requests have no flush.
         if n % FLUSHED_STEPS == FLUSHED_STEPS - 1:
             operands.flush(self.softmax)
-        ShadedAttend.next_step(self, operands, turns, q_stage, row, kv_step, n, masked)
+        OverlappedAttend.next_step(self, operands, turns, q_stage, row, kv_step, n, masked)
 
     @cute.jit
     def last_step(self, operands, kv_step):
-        ShadedAttend.last_step(self, operands, kv_step)
+        OverlappedAttend.last_step(self, operands, kv_step)
         operands.add_flushed(self.softmax)
 
 

@@ -19,10 +19,10 @@ from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, tra
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.byte_mla import Values
 from hopwell.kernels.sm90.decode_few_rows import LeafTiles
-from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90, LatentLeafAttend, LatentLeafOperands, LatentMerge
+from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90, LatentLeafAttend, LatentMerge, LatentOperands
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 
-# Of two bytes each of two elements of 16 bits, the lower ones before the upper ones.
+# Two elements of 16 bits are taken apart: their lower bytes come before their upper ones.
 BYTES_APART = 0x3120
 
 
@@ -36,8 +36,8 @@ class ByteFewRowsMlaSm90(FewRowsMlaSm90):
     def softmax(self, scale) -> "TileColumnSoftmax":
         return TileColumnSoftmax.create(scale, self.tile.m // QUAD)
 
-    def consumer(self, **parts: Any) -> "ByteLeafAttend":
-        return ByteLeafAttend(**parts)
+    def consumer(self, **parts: Any) -> "ByteLatentAttend":
+        return ByteLatentAttend(**parts)
 
     @property
     def merge_type(self) -> type[LatentMerge]:
@@ -50,8 +50,8 @@ class TileColumnSoftmax(ColumnSoftmax, TileSoftmax):
 
 
 @dataclass
-class ByteLeafOperands(LatentLeafOperands):
-    """Operands of one tile at a time. ``products`` with zero accumulators are added to O."""
+class ByteLatentOperands(LatentOperands):
+    """Operands whose values come into registers. ``products`` with zero accumulators are added to O."""
 
     values: tuple  # first operands of the products with a part of the value, 64 columns each
     added: tuple  # these products
@@ -60,29 +60,16 @@ class ByteLeafOperands(LatentLeafOperands):
     kernel: Any
 
     @staticmethod
-    def create(kernel, tiles: LeafTiles) -> "ByteLeafOperands":
-        t, source, (depth_qk, columns) = kernel.tile, warpgroup.OperandSource, kernel.config.depth
-        half, shape = columns // 2, (WARPGROUP_ROWS, t.m)
-        qk_mma = make_mma(kernel.dtype, shape, source.SMEM, OperandMajorMode.K, warpgroups=1)
-        pv_mma = make_mma(kernel.dtype, shape, source.RMEM, OperandMajorMode.K, warpgroups=1)
-        qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        blocks = range(half // WARPGROUP_ROWS)
+    def create(kernel, tiles: LeafTiles) -> "ByteLatentOperands":
+        t, source, shape = kernel.tile, warpgroup.OperandSource, (WARPGROUP_ROWS, kernel.tile.m)
+        qk_mma, pv_mma = (
+            make_mma(kernel.dtype, shape, place, OperandMajorMode.K, warpgroups=1)
+            for place in (source.SMEM, source.RMEM)
+        )
+        pv, blocks = pv_mma.get_slice(0), range(kernel.config.depth[1] // 2 // WARPGROUP_ROWS)
         product = pv.partition_shape_C(shape)
-        return ByteLeafOperands(
-            qk_mma=qk_mma,
-            pv_mma=pv_mma,
-            q=qk.make_fragment_B(qk.partition_B(tiles.q)),
-            k=tuple(qk.make_fragment_A(qk.partition_A(part)) for part in (tiles.k, tiles.v)),
-            v=(),
-            p=pv.make_fragment_B(pv.partition_B(tiles.p)),
-            s=cute.make_rmem_tensor(qk.partition_shape_C((t.n, t.m)), Float32),
-            o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
-            s_layout=cute.make_layout(qk.partition_shape_C((t.n, t.m))),
-            tile_n=t.n,
-            products=t.m // MMA_COLUMNS,
-            o_parts=(),
-            depths=(half, depth_qk - half),
-            columns=columns,
+        return ByteLatentOperands(
+            **LatentOperands.latent_fields(kernel, tiles, (qk_mma, pv_mma)),
             values=tuple(pv.make_fragment_A(pv.partition_shape_A((WARPGROUP_ROWS, t.n))) for _ in blocks),
             added=tuple(cute.make_rmem_tensor(product, Float32) for _ in blocks),
             factors=cute.make_rmem_tensor(t.m // QUAD, Float32),
@@ -113,10 +100,10 @@ class ByteLeafOperands(LatentLeafOperands):
 
 
 @dataclass
-class ByteLeafAttend(LatentLeafAttend):
+class ByteLatentAttend(LatentLeafAttend):
     """The consumer warpgroup."""
 
-    operands_type: ClassVar[type] = ByteLeafOperands
+    operands_type: ClassVar[type] = ByteLatentOperands
 
     def rescale(self, operands) -> None:
         """Let O follow when a product is added to it."""
@@ -129,7 +116,7 @@ class ByteLeafAttend(LatentLeafAttend):
         g, t = place_in_warp()
         base = shared_address(self.tiles.p.iterator)
         for product in cutlass.range_constexpr(scores.products):
-            # Of keys g and 8 + g a lane has rows 2t and 2t + 1: two bytes are an element of the matrix that is
+            # A lane has rows 2t and 2t + 1 of keys g and 8 + g: two bytes are an element of the matrix that is
             # transposed, and a lane gets row g of keys 2t and 8 + 2t, 2t + 1 and 9 + 2t.
             pairs = [scores.get(2 * product + row, c) for row in range(2) for c in range(2)]
             word = transposed(copy.pack_e4m3_x4(pairs))

@@ -17,9 +17,9 @@ from hopwell.kernels.sm90.attend import Operands
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 
-# Columns of V in one product at most. The tensor cores of Hopper add products of 8-bit operands with 13 to 14 bits of
-# mantissa, so O is accumulated by float32 instructions, tile by tile, from products with zero accumulators: these take
-# registers, which O, S and P have to leave.
+# One product has at most so many columns of V. The tensor cores of Hopper add products of 8-bit operands with 13 to 14
+# bits of mantissa, so O is accumulated by float32 instructions, tile by tile, from products with zero accumulators:
+# these take registers, which O, S and P have to leave.
 PART_COLUMNS = 64
 PRODUCT_REGISTERS = 184  # of a lane for S, P, O and a part of a product; with more, kernels spill
 

@@ -70,7 +70,7 @@ class WideningStream(Stream):
     anything is written over it, and stages are given back on ``target_ring``.
 
     A thread reads chunk c of 4 of a row that fill one column block when they are wide, and so on in steps of 32 rows.
-    Of 8 lanes, which have two rows, neither reads nor writes meet in a bank: rows differ in bits 0 and 2, which say
+    Neither reads nor writes of 8 lanes, which have two rows, conflict in a bank: rows differ in bits 0 and 2, which say
     where the swizzle puts chunks.
 
     Reads wait for the tensor cores, which read shared memory most of the time. So as many as there are registers for

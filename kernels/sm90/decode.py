@@ -28,7 +28,7 @@ from hopwell.kernels.parts.split import SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.problem import MaskKind, ScoreKind
 from hopwell.kernels.skeleton import example_arguments
-from hopwell.kernels.sm90.byte_attend import ByteAttend, ByteMerge, Exchange
+from hopwell.kernels.sm90.byte_attend import ByteDecodeAttend, ByteMerge, Exchange
 from hopwell.kernels.sm90.conversion import Conversion
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
@@ -232,7 +232,7 @@ class DecodeSm90(AttentionSm90):
 
     def consumer(self, **parts: Any) -> "DecodeAttend":
         """Return what the consumer warpgroups run."""
-        return (ByteAttend if self.config.widens_in_registers else DecodeAttend)(**parts)
+        return (ByteDecodeAttend if self.config.widens_in_registers else DecodeAttend)(**parts)
 
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, q_atom, tiles, rings) -> SplitSchedule:
         c = self.config

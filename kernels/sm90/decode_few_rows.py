@@ -120,16 +120,22 @@ class LeafTiles(SharedTiles):
     p: Any  # [rows, LEAF_TILE, p_tiles]
 
 
+def transposed_values(kernel, pv_mma, part, width: int, columns: int):
+    """Return the first operand of V^T P^T: ``columns`` of a part of V, whose rows have ``width`` in shared memory."""
+    t, pv = kernel.tile, pv_mma.get_slice(0)
+    layout = cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * width))
+    return pv.make_fragment_A(pv.partition_A(cute.composition(part, layout)))
+
+
 @dataclass
 class ColumnOperands(DeviceStruct):
-    """Matrix operands of a warpgroup's transposed products: K and V are A, Q and P are B, all in shared memory; S^T and
-    O^T are in registers."""
+    """Matrix operands of a warpgroup's transposed products: K and V are A, Q and P are B; S^T and O^T are in registers,
+    the others, but for V of some, in shared memory."""
 
     qk_mma: Any
     pv_mma: Any
     q: Any
     k: tuple  # of parts of a key's columns, each of which has stages of its own
-    v: tuple
     p: Any
     s: Any  # of tiles, one behind the other
     o: Any
@@ -138,26 +144,20 @@ class ColumnOperands(DeviceStruct):
     products: int  # of 8 rows, side by side
 
     @staticmethod
-    def fields(kernel, tiles: LeafTiles, keys: tuple, values: tuple, scored_tiles: int) -> dict[str, Any]:
-        """Return the values of the fields above by their names. ``keys`` are the parts of K, ``values`` those of V,
-        each with its columns in shared memory and those of the output."""
-        t = kernel.tile
-        qk_mma, pv_mma = make_transposed_mmas(kernel.dtype, t.m)
+    def fields(kernel, tiles: LeafTiles, mmas: tuple, keys: tuple, columns: int, scored_tiles: int) -> dict[str, Any]:
+        """Return the values of the fields above by their names. ``keys`` are the parts of K, ``columns`` those of the
+        output."""
+        t, (qk_mma, pv_mma) = kernel.tile, mmas
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
-        transposed = [
-            cute.composition(part, cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * width)))
-            for part, width, columns in values
-        ]
         s_layout = cute.make_layout(qk.partition_shape_C((t.n, t.m)))
         return dict(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
             q=qk.make_fragment_B(qk.partition_B(tiles.q)),
             k=tuple(qk.make_fragment_A(qk.partition_A(part)) for part in keys),
-            v=tuple(pv.make_fragment_A(pv.partition_A(part)) for part in transposed),
             p=pv.make_fragment_B(pv.partition_B(tiles.p)),
             s=cute.make_rmem_tensor(cute.size(s_layout) * scored_tiles, Float32),
-            o=cute.make_rmem_tensor(pv.partition_shape_C((sum(columns for *_, columns in values), t.m)), Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
             s_layout=s_layout,
             tile_n=t.n,
             products=t.m // MMA_COLUMNS,
@@ -188,15 +188,16 @@ class ColumnOperands(DeviceStruct):
 class LeafOperands(ColumnOperands):
     """Operands of all tiles of a leaf at once."""
 
+    v: Any
     depth_qk: int
     leaf_tiles: int
 
     @staticmethod
     def create(kernel, tiles: LeafTiles) -> "LeafOperands":
-        columns = kernel.config.columns[1]
-        values = ((tiles.v, columns, columns),)
+        columns, mmas = kernel.config.columns[1], make_transposed_mmas(kernel.dtype, kernel.tile.m)
         return LeafOperands(
-            **ColumnOperands.fields(kernel, tiles, (tiles.k,), values, kernel.step_tiles),
+            **ColumnOperands.fields(kernel, tiles, mmas, (tiles.k,), columns, kernel.step_tiles),
+            v=transposed_values(kernel, mmas[1], tiles.v, columns, columns),
             depth_qk=kernel.config.depth[0],
             leaf_tiles=kernel.step_tiles,
         )
@@ -217,7 +218,7 @@ class LeafOperands(ColumnOperands):
         """Compute O^T of a leaf. The product of its last tile is still under way."""
         for i in range(self.leaf_tiles):
             ring.wait_full(step + i)
-            v, p = self.v[0][None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
+            v, p = self.v[None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
             issue_mma(self.pv_mma, self.o, v, p, self.tile_n, i > 0)
             if i > 0:
                 warpgroup.wait_group(1)

@@ -325,7 +325,7 @@ class MlaAttend(LatentRows, DecodeAttend):
                 work += 1
                 tile = self.board.read(work)
 
-    # One copy of a step for each warpgroup: with copies for masked and last steps, instruction fetches made the first
+    # Each warpgroup has one copy of a step: with copies for masked and last steps, instruction fetches made the first
     # three steps of a unit take 10000 to 16000 cycles instead of 6000 (H200, 2026-11-21). And branches only where no
     # product is under way: ptxas serialises all products where one of them meets a branch.
 

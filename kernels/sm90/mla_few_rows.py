@@ -23,11 +23,17 @@ from hopwell.kernels.parts.ranges import ListRangeSchedule, RangeSchedule, Range
 from hopwell.kernels.parts.tree import Node, Tree
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import LOADERS, example_arguments
-from hopwell.kernels.sm90.decode_few_rows import ColumnOperands, FewRowsDecodeSm90, LeafConsumer, LeafTiles
+from hopwell.kernels.sm90.decode_few_rows import (
+    ColumnOperands,
+    FewRowsDecodeSm90,
+    LeafConsumer,
+    LeafTiles,
+    transposed_values,
+)
 from hopwell.kernels.sm90.kernel import Q_WARP
 from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
 from hopwell.kernels.sm90.leaf_tree import LeafTree
-from hopwell.kernels.sm90.mma import issue_mma
+from hopwell.kernels.sm90.mma import issue_mma, make_transposed_mmas
 from hopwell.kernels.splitting import node_bytes
 
 
@@ -100,26 +106,17 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
 
 @dataclass
-class LatentLeafOperands(ColumnOperands):
+class LatentOperands(ColumnOperands):
     """Operands of one tile at a time, whose keys are values as well: of two parts, the left and the right one."""
 
-    o_parts: tuple
     depths: tuple[int, int]  # columns of the parts that are multiplied
     columns: int  # of the output
 
     @staticmethod
-    def create(kernel, tiles: LeafTiles) -> "LatentLeafOperands":
-        (depth_qk, columns), widths, parts = kernel.config.depth, kernel.config.columns, (tiles.k, tiles.v)
-        half = columns // 2
-        values = tuple((part, width, half) for part, width in zip(parts, widths, strict=True))
-        fields = ColumnOperands.fields(kernel, tiles, parts, values, 1)
-        o, layout = fields["o"], cute.make_layout(fields["pv_mma"].partition_shape_C((half, kernel.tile.m)))
-        return LatentLeafOperands(
-            **fields,
-            o_parts=tuple(cute.make_tensor(o.iterator + i * cute.size(layout), layout) for i in range(2)),
-            depths=(half, depth_qk - half),
-            columns=columns,
-        )
+    def latent_fields(kernel, tiles: LeafTiles, mmas: tuple) -> dict[str, Any]:
+        depth_qk, columns = kernel.config.depth
+        fields = ColumnOperands.fields(kernel, tiles, mmas, (tiles.k, tiles.v), columns, 1)
+        return dict(**fields, depths=(columns // 2, depth_qk - columns // 2), columns=columns)
 
     def multiply_keys(self, rings, step, q_stage) -> None:
         """Compute S^T of tile ``step``: over the columns of its left part (0), and then of its right part (1)."""
@@ -129,6 +126,32 @@ class LatentLeafOperands(ColumnOperands):
             issue_mma(self.qk_mma, self._tile_scores(0), k, q, self.depths[part], part > 0, (0, part * self.depths[0]))
         warpgroup.wait_group(0)
 
+    def output(self) -> ColumnFragment:
+        return ColumnFragment(self.o, self.columns // (WARPS * ColumnFragment.lanes_per_row), self.products)
+
+    def rescale_output(self, factors) -> None:
+        self.output().scale_rows(factors)
+
+
+@dataclass
+class LatentLeafOperands(LatentOperands):
+    """Operands that all lie in shared memory."""
+
+    v: tuple  # of both parts
+    o_parts: tuple
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "LatentLeafOperands":
+        mmas, half = make_transposed_mmas(kernel.dtype, kernel.tile.m), kernel.config.depth[1] // 2
+        fields = LatentOperands.latent_fields(kernel, tiles, mmas)
+        o, layout = fields["o"], cute.make_layout(mmas[1].partition_shape_C((half, kernel.tile.m)))
+        parts = zip((tiles.k, tiles.v), kernel.config.columns, strict=True)
+        return LatentLeafOperands(
+            **fields,
+            v=tuple(transposed_values(kernel, mmas[1], part, width, half) for part, width in parts),
+            o_parts=tuple(cute.make_tensor(o.iterator + i * cute.size(layout), layout) for i in range(2)),
+        )
+
     def multiply_values(self, rings, step) -> None:
         """Add V^T P^T of tile ``step`` to the left (0) and right (1) half of O^T, and give the tile's parts back."""
         for part, ring in enumerate(rings):
@@ -137,12 +160,6 @@ class LatentLeafOperands(ColumnOperands):
         for part, ring in enumerate(rings):
             warpgroup.wait_group(1 - part)
             ring.release(step)
-
-    def output(self) -> ColumnFragment:
-        return ColumnFragment(self.o, self.columns // (WARPS * ColumnFragment.lanes_per_row), self.products)
-
-    def rescale_output(self, factors) -> None:
-        self.output().scale_rows(factors)
 
 
 class LatentLeaves(LatentRows):

@@ -18,7 +18,7 @@ GATED_EIGHTHS = 7  # eighths of the second row's exponentials that come before t
 
 
 @dataclass
-class ShadedAttend(PrefillAttend):
+class OverlappedAttend(PrefillAttend):
     """O is brought to a new reference between the issue of Q K^T and that of P V, hence under Q K^T.
 
     At the end of a step, as in ``Attend``, nothing runs on the tensor cores for this warpgroup meanwhile. Against that
@@ -56,14 +56,14 @@ class ShadedAttend(PrefillAttend):
 
 
 @dataclass
-class PairedAttend(ShadedAttend):
+class PairedAttend(OverlappedAttend):
     """Unmasked steps come two by two and have a P each, so that rounding one does not wait for the other's product.
 
     ptxas moves the wait for P V ahead of nearly all exponentials: 237 stall cycles behind "S is there", where P V takes
     512. The release of K therefore depends on exponentials of the second row here, and the wait for P V follows it,
     with little but the last exponentials behind it: 181 and 261 of the 705 stall cycles from S to the end of a step,
     580 of 817 in ``Attend``. Against that loop: 1.03 of the rate at 1 x 16384 and 4 x 4096 tokens at the power limit,
-    1.02 after a rest (H100, 2026-11-25). One P and the same dependence were no faster than ``ShadedAttend``.
+    1.02 after a rest (H100, 2026-11-25). One P and the same dependence were no faster than ``OverlappedAttend``.
     """
 
     def operands(self, row_group, column_group, addresses, geometry) -> "PairedOperands":

@@ -30,7 +30,7 @@ from hopwell.kernels.sm90.byte_flush import FLUSHED_BYTES, FlushingByteAttend
 from hopwell.kernels.sm90.byte_prefill import ByteAttend
 from hopwell.kernels.sm90.conversion import Conversion
 from hopwell.kernels.sm90.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
-from hopwell.kernels.sm90.overlapped_attend import PairedAttend, ShadedAttend
+from hopwell.kernels.sm90.overlapped_attend import OverlappedAttend, PairedAttend
 from hopwell.kernels.sm90.skip import SkippingAttend, SkippingByteAttend
 
 
@@ -160,7 +160,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         """Return what the consumer warpgroups do, without skip-softmax and with it."""
         if self.config.multiplies_bytes:
             return FlushingByteAttend if self.config.flushes_output else ByteAttend, SkippingByteAttend
-        return PairedAttend if self.config.pairs_steps else ShadedAttend, SkippingAttend
+        return PairedAttend if self.config.pairs_steps else OverlappedAttend, SkippingAttend
 
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         edges = super()._kv_edges(consumer, warps)

@@ -48,7 +48,7 @@ class RecordingPlan:
 
 @pytest.fixture(autouse=True)
 def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
-    """The recording plan, with nothing recorded and no call prepared."""
+    """Return the recording plan, with nothing recorded and no call prepared."""
     monkeypatch.setattr(_launch, "Plan", RecordingPlan)
     prefill = [(hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2")]
     for module, calls in (*prefill, (cudnn, "_CUDNN"), (decode, "_XQA"), (decode, "_TRTLLM"), (mla, "_MLA")):
@@ -60,5 +60,5 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
 
 @pytest.fixture
 def launched(recorded: type[RecordingPlan]) -> list[AttentionProblem]:
-    """The problems that went through the checks to a launch."""
+    """Return the problems that went through the checks to a launch."""
     return recorded.problems

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from api_calls import FUNCTIONS, MLA, form
+from helpers.api_calls import FUNCTIONS, MLA, form
 
 import hopwell
 from hopwell import _switches
@@ -20,7 +20,7 @@ def unswitched(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def many_rows() -> dict[str, Any]:
-    """A call of more than 16 rows: those of fewer are batch invariant by themselves."""
+    """Make a call of more than 16 rows: those of fewer are batch invariant by themselves."""
     arguments = form(MLA, "dense")
     return {**arguments, "query": arguments["query"].repeat(1, 1, 17, 1)}
 

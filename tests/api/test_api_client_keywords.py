@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import (
+from helpers.api_calls import (
     BATCH,
     CONTEXT,
     CUDNN,

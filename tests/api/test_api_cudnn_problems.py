@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from api_calls import (
+from helpers.api_calls import (
     BATCH,
     HEADS,
     KV_HEADS,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import BATCH, FUNCTIONS, HEADS, MLA, TABLE, XQA, form, ints
+from helpers.api_calls import BATCH, FUNCTIONS, HEADS, MLA, TABLE, XQA, form, ints
 
 import hopwell
 from hopwell.kernels.problem import AttentionProblem

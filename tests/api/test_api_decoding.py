@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import BATCH, DEFAULT, FP8, FUNCTIONS, HEADS, MLA, PAGE, TABLE, U8, XQA, form, ints, refused
+from helpers.api_calls import BATCH, DEFAULT, FP8, FUNCTIONS, HEADS, MLA, PAGE, TABLE, U8, XQA, form, ints, refused
 
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.scratch import own_scratch
@@ -82,7 +82,7 @@ class TestWorkspace:
     def test_too_small(
         self, entry: str, names: dict[str, str], recorded: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Memory of our own then, the same in all calls of a thread, and one line about it."""
+        """Memory is our own then, the same in all calls of a thread, and one line tells about it."""
         name = names[entry]
         own_scratch.cache_clear()
         size = form(entry, name)["workspace_buffer"].numel()

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import api_calls
 import pytest
 import torch
-from api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, XQA, Form, form
+from helpers import api_calls
+from helpers.api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, XQA, Form, form
 
 import hopwell
 from hopwell.kernels import settings

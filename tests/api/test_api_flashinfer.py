@@ -64,8 +64,8 @@ def parameters(function: Any) -> dict[str, inspect.Parameter]:
 
 
 def differences(theirs: Any, ours: Any, known: Known) -> list[str]:
-    """What callers of ``theirs`` cannot rely on with ``ours``; ``known`` differences are left out. At a place that only
-    takes a name here, there is an error, which is no wrong result."""
+    """Say what callers of ``theirs`` cannot rely on with ``ours``; ``known`` differences are left out. At a place that
+    only takes a name here, there is an error, which is no wrong result."""
     wanted, got = parameters(theirs), parameters(ours)
     found = [f"{name} is missing" for name in wanted if name not in got]
     found += [f"{name} is new" for name in got if name not in wanted and name not in known.added]

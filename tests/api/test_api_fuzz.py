@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_calls import FORMS, Form, data
+from helpers.api_calls import FORMS, Form, data
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -94,7 +94,7 @@ def resized(tensor: torch.Tensor, dim: int, size: int) -> torch.Tensor:
 
 
 def spread(tensor: torch.Tensor, dim: int, gap: int) -> torch.Tensor:
-    """A tensor of the same shape with elements skipped in memory in one dimension."""
+    """Return a tensor of the same shape with elements skipped in memory in one dimension."""
     if not tensor.dim():
         return tensor
     sizes = list(tensor.shape)
@@ -134,7 +134,7 @@ changes: st.SearchStrategy[Change] = st.one_of(
 
 @st.composite
 def broken(draw: st.DrawFn, value: Any) -> Any:
-    """``value`` with something wrong; inside a tuple possibly only one part of it."""
+    """Return ``value`` with something wrong; inside a tuple possibly only one part of it."""
     if isinstance(value, (tuple, list)) and draw(st.booleans()):
         parts = list(value)
         index = draw(st.integers(0, len(parts) - 1))

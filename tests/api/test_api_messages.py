@@ -6,7 +6,7 @@ import time
 
 import pytest
 import torch
-from api_calls import CONTEXT, FMHA, XQA, refused
+from helpers.api_calls import CONTEXT, FMHA, XQA, refused
 
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.mla import mla_workspace_bytes

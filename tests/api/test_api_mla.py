@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import (
+from helpers.api_calls import (
     BATCH,
     BF16,
     FP16,
@@ -145,7 +145,7 @@ class TestWorkspace:
     @pytest.mark.parametrize("rank", [256, 512])
     @pytest.mark.parametrize("heads", [1, 16, 33, 128])
     def test_holds_what_the_kernel_puts_there(self, heads: int, rank: int, launched: Problems) -> None:
-        """The slots of the largest table and any number of requests, wherever the buffer begins."""
+        """The slots of the largest table and any number of requests fit, wherever the buffer begins."""
         for q_len, width, batch in itertools.product((1, 4), (1, 100, 10_000), (1, 300)):
             size = mla_workspace_bytes(heads, 64 * width, q_len, rank, "cpu")
             workspace = torch.empty(size, dtype=U8)
@@ -162,7 +162,7 @@ class TestWorkspace:
             g = decode_geometry(problem, config)
             needed = g.slots * slot_bytes(g.slot_rows, rank, latent=True)
             if config.has_tree:
-                needed = (g.slots + g.spilled_levels * g.grid) * node_bytes(config.tile.m, rank)
+                needed = (g.slots + g.far_levels * g.grid) * node_bytes(config.tile.m, rank)
             assert needed + ALIGNMENT - 1 <= size
             assert problem.scratch.nbytes == size
 

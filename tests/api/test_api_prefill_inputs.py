@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import (
+from helpers.api_calls import (
     BF16,
     CUDNN,
     DIM,

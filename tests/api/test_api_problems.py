@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from api_calls import (
+from helpers.api_calls import (
     BATCH,
     BF16,
     DIM,
@@ -70,7 +70,7 @@ def fmha_v2(name: str = "contiguous", **changes: Any) -> Any:
 
 
 def addresses(problem: AttentionProblem, which: str, request: int, kv_len: int) -> list[list[int]]:
-    """Where the problem says that the K or V rows of a request are: [key][kv head]."""
+    """Return where the problem says that the K or V rows of a request are: [key][kv head]."""
     tensor = getattr(problem, which)
     if problem.page_table is None:
         start = starts(problem.k_offsets if which == "key" else problem.v_offsets)[request]
@@ -83,7 +83,7 @@ def addresses(problem: AttentionProblem, which: str, request: int, kv_len: int) 
 
 
 def expected_row(arguments: dict[str, Any], part: int, request: int, key: int, head: int) -> torch.Tensor:
-    """The K (part 0) or V (part 1) row in the tensors that were passed, straight from their documentation."""
+    """Return the K (part 0) or V (part 1) row in the tensors that were passed, straight from their documentation."""
     page, row = TABLE[request][key // PAGE], key % PAGE
     token = sum(KV_LENS[:request]) + key
     if "kv_cache" in arguments:

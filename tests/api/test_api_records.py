@@ -6,8 +6,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import api_calls
 import pytest
+from helpers import api_calls
 
 from hopwell import _context, _cudnn, _fmha_v2, _mla, _xqa, cudnn, decode, mla, prefill
 from hopwell._launch import record

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import FORMS, Form, misaligned
+from helpers.api_calls import FORMS, Form, misaligned
 from test_api_tensor_kinds import KINDS
 
 import hopwell
@@ -61,7 +61,7 @@ CHANGES: tuple[Callable[[torch.Tensor, random.Random], torch.Tensor], ...] = (
 
 
 def broken(value: Any, rng: random.Random) -> Any:
-    """``value`` with something wrong; inside a tuple possibly only one part of it."""
+    """Return ``value`` with something wrong; inside a tuple possibly only one part of it."""
     if isinstance(value, (tuple, list)) and value and rng.random() < 0.6:
         parts = list(value)
         place = rng.randrange(len(parts))
@@ -76,7 +76,7 @@ def broken(value: Any, rng: random.Random) -> Any:
 
 
 def failure(form: Form, arguments: dict[str, Any]) -> str | None:
-    """What a call did that it should not; None where it was right."""
+    """Say what a call did that it should not; None where it was right."""
     try:
         form.function(**arguments)
     except ERRORS as error:

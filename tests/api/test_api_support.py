@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from api_calls import FORMS, Form
+from helpers.api_calls import FORMS, Form
 
 from hopwell import emulator
 from hopwell.kernels import features, probes, support

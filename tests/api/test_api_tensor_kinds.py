@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import FORMS, Form
+from helpers.api_calls import FORMS, Form
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hopwell import _repeat

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from api_calls import (
+from helpers.api_calls import (
     CONTEXT,
     CUDNN,
     DEFAULT,

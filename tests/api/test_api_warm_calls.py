@@ -7,10 +7,10 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-import api_calls
 import pytest
 import torch
-from api_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, IN_PLACE, MLA, XQA, Form, form
+from helpers import api_calls
+from helpers.api_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, IN_PLACE, MLA, XQA, Form, form
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hopwell import _launch, _repeat
@@ -20,7 +20,7 @@ RUNNING = [case for case in IN_PLACE if not case.function.__name__.startswith(CU
 
 
 def output_of(results: Any) -> torch.Tensor:
-    """The output of a call, which may have a log-sum-exp beside it."""
+    """Return the output of a call, which may have a log-sum-exp beside it."""
     return results[0] if isinstance(results, tuple) else results
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from api_calls import (
+from helpers.api_calls import (
     BATCH,
     BF16,
     DIM,
@@ -156,7 +156,7 @@ class TestWorkspace:
     def test_holds_what_the_kernel_puts_there(
         self, heads: int, kv_heads: int, head_dim: int, launched: Problems, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """The slots of the largest table and any number of requests, wherever the buffer begins. On so many
+        """The slots of the largest table and any number of requests fit, wherever the buffer begins. On so many
         multiprocessors that few rows take more than the least there is."""
         monkeypatch.setattr(plan, "EMULATED_SMS", 132)
         kinds = itertools.product((1, 5, 33), (1, 100, 10_000), (1, 300), (BF16, FP8))
@@ -179,7 +179,7 @@ class TestWorkspace:
             g = decode_geometry(problem, config)
             needed = g.slots * g.slot_rows * (head_dim + STATISTICS) * 4
             if config.has_tree:
-                needed = (g.slots + g.spilled_levels * g.grid) * node_bytes(config.tile.m, head_dim)
+                needed = (g.slots + g.far_levels * g.grid) * node_bytes(config.tile.m, head_dim)
             assert needed + ALIGNMENT - 1 <= size
             assert problem.scratch.nbytes == size
 

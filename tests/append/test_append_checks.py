@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from append_cases import BF16, FP8, FP16, NVFP4, Case, Data
+from helpers.append_cases import BF16, FP8, FP16, NVFP4, Case, Data
 
 import hopwell
 from hopwell import emulator, page

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from append_cases import BF16, FP8, FP16, NVFP4, Case, Data
+from helpers.append_cases import BF16, FP8, FP16, NVFP4, Case, Data
 
 import hopwell
 from hopwell import emulator
@@ -169,7 +169,7 @@ def test_graphs_replay_with_new_contents() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("cache", [BF16, FP8, NVFP4], ids=str)
 def test_many_tokens(cache: torch.dtype) -> None:
-    """More than fit the GPU at once, again with other tensors of the same kind."""
+    """More tokens than fit the GPU at once are appended, and again with other tensors of the same kind."""
     case = Case(old=(0, 100, 7), new=(3000, 1, 5000), kv_heads=8, dims=(128, 128), page_size=16, cache=cache)
     for _ in range(2):
         data = Data(replace(case, device="cuda"))

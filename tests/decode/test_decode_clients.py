@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import starts
-from decode_batches import DRAFT, FULL, NVFP4, DecodeBatch
-from decode_cases import draft_bits
-from entry_calls import repeated
+from helpers.batches import starts
+from helpers.decode_batches import DRAFT, FULL, NVFP4, DecodeBatch
+from helpers.decode_cases import draft_bits
+from helpers.entry_calls import repeated
 
 from hopwell import decode
 from hopwell.kernels.problem import Mask, MaskKind

@@ -6,8 +6,8 @@ import sys
 from collections import defaultdict
 
 import pytest
-from decode_cases import Case, check_config, fewest_rows
-from sanitizer import TOOLS, check_sanitized
+from helpers.decode_cases import Case, check_config, fewest_rows
+from helpers.sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
@@ -36,7 +36,7 @@ def test_small_case(config: DecodeConfig) -> None:
 
 
 def sanitized() -> dict[str, list[DecodeConfig]]:
-    """What goes under the sanitizers, in parts that take a minute or so and may run side by side."""
+    """Return what goes under the sanitizers, in parts that take a minute or so and may run side by side."""
     parts = defaultdict(list)
     for config in SHIPPED:
         if config.dtype == "bf16" and config.box_rows in (0, 16):

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from decode_batches import FULL, DecodeBatch
-from decode_cases import draft_bits
-from entry_calls import cache_forms, repeated
+from helpers.decode_batches import FULL, DecodeBatch
+from helpers.decode_cases import draft_bits
+from helpers.entry_calls import cache_forms, repeated
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes
@@ -109,7 +109,7 @@ def test_scales_sinks_and_window(device: str) -> None:
     assert torch.equal(out, xqa(data, problem, **options, **tensors))
 
 
-# Of few rows of each KV head, and of many, which have a kernel of their own.
+# Few rows of each KV head, and many, have a kernel of their own.
 both_kernels = pytest.mark.parametrize("heads", [4, 36])
 
 

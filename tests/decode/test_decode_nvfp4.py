@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from decode_batches import NVFP4, DecodeBatch, nvfp4
-from decode_cases import draft_bits
-from entry_calls import cache_forms
+from helpers.decode_batches import NVFP4, DecodeBatch, nvfp4
+from helpers.decode_cases import draft_bits
+from helpers.entry_calls import cache_forms
 from test_decode_entry import KV_LENS, xqa
 
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import same, starts
-from concurrent_launches import check_threads, check_two_branches
-from decode_batches import DRAFT, FULL, DecodeBatch
-from decode_cases import KV_DTYPES, draft_bits
+from helpers.batches import same, starts
+from helpers.concurrent_launches import check_threads, check_two_branches
+from helpers.decode_batches import DRAFT, FULL, DecodeBatch
+from helpers.decode_cases import KV_DTYPES, draft_bits
+from helpers.replays import check_replays
 
 import hopwell
 from hopwell.decode import xqa_workspace_bytes
@@ -147,7 +148,7 @@ def test_capacity_does_not_matter(kind: Kind) -> None:
 @EXPENSIVE_KINDS
 @pytest.mark.parametrize("page_size", [4, 16, 64])
 def test_pools_beyond_32_bit_offsets(page_size: int, kind: Kind) -> None:
-    """Pages past 2^32 elements, with every way to fetch; K and V in one stacked pool."""
+    """Pages lie past 2^32 elements, for every way to fetch, with K and V in one stacked pool."""
     problem = batch(kind, kv_heads=4).decode(page_size)
     pages, *rest = problem.key.shape
     total = 2**31 // problem.key[0].numel() + pages
@@ -205,20 +206,14 @@ class Buffers:
 def test_graph_replays_with_other_lengths_and_tables(kind: Kind, mask: Mask) -> None:
     """Lengths that grow and shrink under a graph give the bits of a call of their own."""
     buffers = Buffers(kind, mask)
-    buffers.call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        buffers.call()
-    for seed, kv_lens in enumerate(Buffers.LENGTHS):
-        data = batch(kind, mask, kv_lens, seed=seed)
-        buffers.fill(data, mask)
-        for _ in range(3):
-            buffers.arguments["out"].fill_(7)
-            graph.replay()
-        replayed = buffers.arguments["out"].clone()
-        data.expected_decode(mask).check(replayed)
-        assert torch.equal(buffers.call(), replayed)
+    batches = (batch(kind, mask, kv_lens, seed=seed) for seed, kv_lens in enumerate(Buffers.LENGTHS))
+    check_replays(
+        buffers.call,
+        buffers.arguments["out"],
+        batches,
+        lambda data: buffers.fill(data, mask),
+        lambda data, out: data.expected_decode(mask).check(out),
+    )
 
 
 @KINDS
@@ -243,7 +238,7 @@ def test_streams_and_threads_do_not_disturb_each_other(kind: Kind) -> None:
 
 @KINDS
 def test_programmatic_launch_does_not_change_results(kind: Kind) -> None:
-    """A chain of launches, each reading what the one before wrote, all with one scratch."""
+    """In a chain of launches each reads what the one before wrote, and all have one scratch."""
     data = batch(kind)
     results = []
     for programmatic in (False, True):

@@ -6,8 +6,8 @@ from itertools import product
 
 import pytest
 import torch
-from decode_batches import DecodeBatch
-from decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for
+from helpers.decode_batches import DecodeBatch
+from helpers.decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for
 
 from hopwell.kernels import execute
 from hopwell.kernels.config import KvType
@@ -23,7 +23,7 @@ WIDE, E4M3, INT8, NVFP4 = KvType.WIDE, KvType.E4M3, KvType.INT8, KvType.NVFP4
 
 
 def lengths(chunk: int, page: int) -> list[int]:
-    """Around the sizes that kernels work in, and long enough for merges in one level and in two."""
+    """Return lengths around the sizes that kernels work in, and long enough for merges in one level and in two."""
     return [0, 1, page, page + 1, 63, 64, 65, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, 17 * chunk, 40 * chunk + 9]
 
 

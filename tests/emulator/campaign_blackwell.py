@@ -9,11 +9,11 @@ from unittest import mock
 
 import torch
 
-sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "prefill")]
+sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "")]
 
 import campaign_prefill
-from batches import Batch
 from campaign_prefill import next_warp_barrier
+from helpers.batches import Batch
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault, waits
@@ -21,15 +21,15 @@ from hopwell.kernels import execute, plan
 
 
 def case() -> None:
-    """Two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is short,
-    and there are many."""
+    """Run two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is
+    short, and there are many."""
     data = Batch([260, 3, 130, 2], [300, 10, 150, 0], heads=1, kv_heads=1, device="cpu")
     with mock.patch.object(plan, "EMULATED_SMS", 1):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
-    """Why an undetected fault changes nothing, or ""."""
+    """Say why an undetected fault changes nothing, or ""."""
     return campaign_prefill.equivalent(fault, kernel) or _own_reason(fault, kernel)
 
 

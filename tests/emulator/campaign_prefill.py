@@ -8,9 +8,9 @@ import sys
 
 import torch
 
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "prefill"))
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-from batches import CAUSAL, Batch, window
+from helpers.batches import CAUSAL, Batch, window
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault
@@ -66,19 +66,19 @@ def next_warp_barrier(kernel: Kernel, pc: int) -> int:
 
 
 def every_lane_arrives(kernel: Kernel, pc: int) -> bool:
-    """Whether the instructions from ``pc`` on come to an arrival that no branch leaves to one lane."""
+    """Tell whether the instructions from ``pc`` on come to an arrival that no branch leaves to one lane."""
     first = next(i for i in kernel.instrs[pc:] if i.op.startswith(("bra", "mbarrier.arrive", "bar.")))
     return first.op.startswith("mbarrier.arrive")
 
 
 def comes_before(kernel: Kernel, pc: int, first: str, other: str) -> bool:
-    """Whether the next instruction after ``pc`` that begins with either is the ``first``."""
+    """Tell whether the next instruction after ``pc`` that begins with either is the ``first``."""
     either = (i.op for i in kernel.instrs[pc + 1 :] if i.op.startswith((first, other)))
     return next(either, other).startswith(first)
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
-    """Why an undetected fault changes nothing, or ""."""
+    """Say why an undetected fault changes nothing, or ""."""
     for kind, pattern, reason in REASONS:
         if fault.kind == kind and re.match(pattern, fault.text):
             return reason

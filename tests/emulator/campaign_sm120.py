@@ -10,12 +10,12 @@ from unittest import mock
 
 import torch
 
-sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "prefill", "decode")]
+sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "")]
 
 import campaign_prefill
-from batches import Batch
 from campaign_prefill import next_warp_barrier
-from decode_batches import DecodeBatch
+from helpers.batches import Batch
+from helpers.decode_batches import DecodeBatch
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault
@@ -23,21 +23,21 @@ from hopwell.kernels import execute, plan
 
 
 def case() -> None:
-    """Prefill: two query tiles, none to three tiles of keys, for one CTA, which uses every stage again."""
+    """Run prefill with two query tiles, none to three tiles of keys, for one CTA, which uses every stage again."""
     data = Batch([140, 3, 70, 2], [170, 300, 100, 0], heads=1, kv_heads=1, device="cpu")
     with mock.patch.object(plan, "EMULATED_SMS", 1):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
 
 def decode() -> None:
-    """Decode: requests of none to seven leaves, the longest of which two CTAs share."""
+    """Run decode with requests of none to seven leaves, the longest of which two CTAs share."""
     data = DecodeBatch([1, 1, 2, 1], [800, 0, 140, 70], heads=4, kv_heads=1, head_dim=128, device="cpu")
     with mock.patch.object(plan, "EMULATED_SMS", 2):
         execute(data.decode(16, sinks=torch.linspace(-1, 1, 4)))
 
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
-    """Why an undetected fault changes nothing, or ""."""
+    """Say why an undetected fault changes nothing, or ""."""
     if fault.kind == "drop bar.sync" and re.match(r"bar\.sync %r\d+, 128", fault.text):
         return "only tells the compiler that a warpgroup has converged: its warps have nothing in common"
     return campaign_prefill.equivalent(fault, kernel) or _own_reason(fault, kernel)
@@ -59,5 +59,5 @@ def _own_reason(fault: Fault, kernel: Kernel) -> str:
 
 
 def _names(kernel: Kernel, barrier: int) -> bool:
-    """Whether an instruction has the barrier of this number."""
+    """Tell whether an instruction has the barrier of this number."""
     return any(re.match(rf"bar\.\w+ {barrier}\b", i.text) for i in kernel.instrs)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ptx_harness import run_ptx
+from helpers.ptx_harness import run_ptx
 
 from hopwell.emulator import EmulatorError
 from hopwell.emulator.native import HERE
@@ -20,7 +20,7 @@ MEASURED = np.load(Path(__file__).with_name("h200_approximations.npz"))
 
 
 def apply(text: str, inputs: np.ndarray) -> np.ndarray:
-    """Bits of the results %y of PTX text for bits %x."""
+    """Return the bits of the results %y of PTX text for bits %x."""
     padded = np.zeros(-(-len(inputs) // 32) * 32, np.uint32)
     padded[: len(inputs)] = inputs
     out = torch.zeros(len(padded), dtype=torch.int32)
@@ -76,7 +76,7 @@ def test_full_division_scales_its_operands():
 @pytest.mark.parametrize("op", ["ex2", "lg2", "rcp", "rsqrt", "sqrt"])
 @pytest.mark.parametrize("ftz", ["", ".ftz"])
 def test_special_values(op, ftz):
-    """PTX ISA, tables of ex2, lg2, rcp, rsqrt and sqrt."""
+    """They are those of the PTX ISA's tables of ex2, lg2, rcp, rsqrt and sqrt."""
     x = np.array([np.inf, -np.inf, 0.0, -0.0, -1.0, np.nan, 1e-40, -1e-40, 3e38, 1.0], np.float32)
     wanted = {
         "ex2": [np.inf, 0, 1, 1, 0.5, np.nan, 1, 1, np.inf, 2],

@@ -7,8 +7,8 @@ import cutlass.cute as cute
 import pytest
 import torch
 from cutlass.cute.nvgpu import cpasync, warp
-from dsl_harness import compiled, fake
-from ptx_harness import run_ptx
+from helpers.dsl_harness import compiled, fake
+from helpers.ptx_harness import run_ptx
 
 from hopwell.emulator import EmulatorError, use
 from hopwell.emulator.host.runtime import (
@@ -102,7 +102,7 @@ class Product:
 
 @pytest.mark.parametrize("build", ["sm_120f", "sm_90a"])
 def test_one_source_for_the_family_and_for_hopper(build: str) -> None:
-    """TMA and mma.sync of a kernel for sm_120, compiled for its family and for Hopper."""
+    """TMA and mma.sync of a kernel for sm_120 give the same, compiled for its family and for Hopper."""
     bf16, f32 = cutlass.BFloat16, cutlass.Float32
     run = compiled(Product, (), lambda: (fake(bf16), fake(bf16), fake(f32)), build)
     a, b = (torch.randint(-8, 9, (rows, Product.k)).to(torch.bfloat16) for rows in (Product.m, Product.n))

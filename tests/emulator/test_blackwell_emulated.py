@@ -14,9 +14,9 @@ import test_prefill_context_entry as context_entry
 import test_prefill_cudnn_entry as cudnn_entry
 import test_prefill_fmha_v2_entry as fmha_v2_entry
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, same, window
-from covering import covering_blackwell_configs
-from emulated_prefill import check, page_sizes
+from helpers.batches import CAUSAL, FULL, Batch, chunked, same, window
+from helpers.covering import covering_blackwell_configs
+from helpers.emulated_prefill import check, page_sizes
 
 from hopwell import emulator
 from hopwell.kernels import execute
@@ -61,7 +61,7 @@ Q_LENS, KV_LENS = [257, 0, 128, 65, 3, 129, 1], [385, 3, 256, 0, 129, 127, 128]
     ids=lambda value: value.kind.value if isinstance(value, Mask) else None,
 )
 def test_counts_of_keys_are_those_of_hopper(mask: Mask, page_size: int | None) -> None:
-    """Equal keys and one-hot values: a row's output counts the keys that it sees, and both architectures divide the
+    """With equal keys and one-hot values a row's output counts the keys that it sees, and both architectures divide the
     same integers."""
     data = Batch(Q_LENS, KV_LENS, heads=2, kv_heads=1, device="cpu")
     for k, v in zip(data.k, data.v, strict=True):
@@ -127,7 +127,8 @@ def test_order_of_pages_does_not_matter() -> None:
     ids=lambda value: value.__name__ if callable(value) else "",
 )
 def test_entries(test: Callable[..., None], arguments: tuple[object, ...]) -> None:
-    """What the entries' own tests ask of other architectures: caches, strides, statistics, log-sum-exp."""
+    """What the entries' own tests ask of other architectures holds as well: caches, strides, statistics,
+    log-sum-exp."""
     with emulator.use("sm_100a"):
         test(*arguments, "cpu")
 

@@ -7,7 +7,7 @@ import campaign_prefill
 import campaign_sm120
 import pytest
 import torch
-from ptx_harness import empty, run_ptx
+from helpers.ptx_harness import empty, run_ptx
 
 from hopwell import emulator
 from hopwell.emulator.tools.campaign import Campaign, run_campaign, summary

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx_harness import run_ptx
+from helpers.ptx_harness import run_ptx
 
 # Their product is 1 + 2^-36, which rounds to 1.
 A, B = 1 - 2.0**-12 + 2.0**-24, 1 + 2.0**-12
@@ -14,7 +14,7 @@ STORE = "st.global.b32 [%a0], %r45;"
 
 
 def result(text: str) -> float:
-    """%r45 after PTX that finds A, B and 1 in %r40, %r41 and %r42."""
+    """Return %r45 after PTX that finds A, B and 1 in %r40, %r41 and %r42."""
     out = torch.zeros(1)
     run_ptx(LOAD + text + STORE, out, race=False)
     return out.item()

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import COVERING_DECODE
-from decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for, fewest_rows, mask_of
-from schedules import schedules, setting
+from helpers.covering import COVERING_DECODE
+from helpers.decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for, fewest_rows, mask_of
+from helpers.schedules import schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import execute, splitting
@@ -63,14 +63,15 @@ def lengths(chunk: int) -> list[int]:
 
 
 def drafts(chunk: int, most: int) -> list[tuple[int, int]]:
-    """New tokens, up to ``most``, and keys: fewer keys than tokens, drafts across the end of a chunk, and requests
-    without tokens."""
+    """Return new tokens, up to ``most``, and keys: fewer keys than tokens, drafts across the end of a chunk, and
+    requests without tokens."""
     return [(3, 1), (0, 40), (5, 5), (1, chunk), (most, chunk + most // 4), (2, 0), (most - 4, 2 * chunk + 40)]
 
 
 @pytest.mark.parametrize(("config", "page_size"), cases())
 def test_decode(config: DecodeConfig, page_size: int) -> None:
-    """A few requests from no keys to three chunks or leaves; with drafts all rows of a tile, or more than it has."""
+    """A few requests have from no keys to three chunks or leaves; with drafts all rows of a tile, or more than it
+    has."""
     seed, chunk = CONFIGS.index(config), config.chunk_tokens
     group = min(fewest_rows(config) + (0, 2, 3, 6, 15)[seed % 5], config.rows)
     case = Case([1] * 7, lengths(chunk), group, kv_heads=2)
@@ -141,7 +142,8 @@ def test_a_single_request_is_as_one_of_several(head_dim: int, kv_type: KvType, w
 
 @pytest.mark.parametrize(("head_dim", "kv_heads"), [(128, 1), (256, 2), (512, 1)])
 def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
-    """Chunks of one group and one more, of three groups and of one whole one; and a window that leaves few."""
+    """There are chunks of one group and one more, of three groups and of one whole one; and a window that leaves
+    few."""
     full, windowed = (config_for(head_dim, mask, 16, rows=33) for mask in (MaskKind.FULL, MaskKind.SLIDING_WINDOW))
     n, chunk = GROUP_PIECES, full.chunk_tokens
     kv_lens = [(n + 1) * chunk, 2 * n * chunk + 1, n * chunk][: 3 if head_dim == 128 else 1]
@@ -178,15 +180,16 @@ def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: i
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize("seed", range(4))
 def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
-    """Ten slots, and requests of four pieces in those of two requests of two: the second may be done before the first,
-    which still counts its pieces in the slot where the four are to be counted. One schedule in ten does that."""
+    """There are ten slots, and requests of four pieces get those of two requests of two: the second may be done before
+    the first, which still counts its pieces in the slot where the four are to be counted. One schedule in ten does
+    that."""
     config = config_for(64, MaskKind.FULL, 16, rows=33)
     chunks = ([2] * 5 + [4, 4, 2]) * 3
     case = Case([1] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group=33, sinks=False)
     check_config(config, case, 16, "cpu", [setting("priority", seed, resident=4)])
 
 
-# Of one head every CTA has a range of its own, of three heads some CTAs have none, and of five all are handed out: of
+# With one head every CTA has a range of its own, with three some CTAs have none, and with five all are handed out: with
 # nine where two CTAs share a multiprocessor.
 @pytest.mark.parametrize(
     ("head_dim", "rows", "kv_heads", "kv_type"),

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import entry_calls
 import pytest
 import torch
-from batches import CAUSAL, Batch
-from decode_batches import DecodeBatch
-from mla_batches import MlaBatch
+from helpers import entry_calls
+from helpers.batches import CAUSAL, Batch
+from helpers.decode_batches import DecodeBatch
+from helpers.mla_batches import MlaBatch
 
 from hopwell import emulator
 from hopwell.kernels import execute, plan
@@ -106,7 +106,7 @@ def test_requests_of_decode_end_with_their_bound(kind: type[DecodeBatch], heads:
     for start, end in ((2, 10), (2, 2**31 - 1)):
         places = data.ints([0, 1, start, end])
         assert torch.equal(execute(replace(problem, q_offsets=TokenOffsets(places))), want)
-    # Of requests of three tokens the first ones alone are written.
+    # Requests have three tokens, of which the first ones alone are written.
     query, out = (torch.full((9, *rows.shape[1:]), 7.0, dtype=data.dtype) for rows in (problem.query, want))
     query[::3] = problem.query
     longer = replace(problem, query=query, out=out, q_offsets=TokenOffsets(data.ints([0, 3, 6, 9])))

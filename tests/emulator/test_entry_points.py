@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import entry_calls
 import pytest
 import torch
-from batches import CAUSAL, Batch
+from helpers import entry_calls
+from helpers.batches import CAUSAL, Batch
 
 from hopwell import emulator
 from hopwell.kernels import plan

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from ptx_harness import run_ptx
+from helpers.ptx_harness import run_ptx
 
 RNG = np.random.default_rng(7)
 N = 128
@@ -15,7 +15,7 @@ EDGES = [0, 1, 2, 3, 31, 32, 33, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFFFF,
 
 
 def words(seed: int, width: int = 32) -> np.ndarray:
-    """Bit patterns: edges first, then random ones."""
+    """Return bit patterns: edges first, then random ones."""
     rng = np.random.default_rng(seed)
     x = rng.integers(0, 2**width, N, dtype=np.uint64)
     edges = np.array(EDGES, np.uint64)
@@ -224,7 +224,7 @@ def bits(x: np.ndarray) -> np.ndarray:
 
 
 def same_floats(got: np.ndarray, wanted: np.ndarray, what: str) -> None:
-    """Equal bits, any NaN for a NaN."""
+    """Tell whether bits are equal, any NaN to a NaN."""
     g, w = got.view(np.float32), wanted.astype(np.float32)
     nan = np.isnan(w)
     np.testing.assert_array_equal(np.isnan(g), nan, err_msg=what)
@@ -363,7 +363,7 @@ def test_ex2_special_values():
 
 # ------------------------------------------------------------------ half precision
 def test_half_arithmetic_rounds_once():
-    """fma in f16x2 and bf16x2 against exact rational arithmetic."""
+    """Hold fma in f16x2 and bf16x2 against exact rational arithmetic."""
     from fractions import Fraction
 
     rng = np.random.default_rng(3)

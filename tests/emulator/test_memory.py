@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx_harness import empty, run_ptx
+from helpers.ptx_harness import empty, run_ptx
 
 from hopwell.emulator import MemoryFault, UninitializedRead, Unsupported
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import COVERING_MLA
-from mla_batches import MlaBatch
-from mla_cases import (
+from helpers.covering import COVERING_MLA
+from helpers.mla_batches import MlaBatch
+from helpers.mla_cases import (
     BOTH_ROWS,
     GAPS,
     LISTINGS,
@@ -28,7 +28,7 @@ from mla_cases import (
     chunk_tokens,
     heads_of,
 )
-from schedules import schedules, setting
+from helpers.schedules import schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import execute, plan, settings, splitting
@@ -53,7 +53,7 @@ def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None =
 
 @pytest.mark.parametrize("config", COVERING_MLA, ids=lambda config: config.name)
 def test_fetches(config: MlaConfig) -> None:
-    """Every way to fetch: no keys, fewer than new tokens, the edges of tiles, and two chunks."""
+    """Every way to fetch meets no keys, fewer than new tokens, the edges of tiles, and two chunks."""
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     kv_lens = [0, 1, 70, config.chunk_tokens + 1]
     case = Case([2] * 4, kv_lens, heads=heads_of(config, 2), dims=dims, top_k=top_k, dtype=config.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx_harness import run_ptx
+from helpers.ptx_harness import run_ptx
 
 N = 4096
 
@@ -25,7 +25,7 @@ def convert(text: str, x: np.ndarray) -> np.ndarray:
 
 
 def dense() -> np.ndarray:
-    """Float patterns: a stride over all of them, and every value near the boundaries of the small formats."""
+    """Return float patterns: a stride over all of them, and every value near the boundaries of the small formats."""
     step = np.arange(N // 2, dtype=np.uint64) * (2**32 // (N // 2) + 1)
     near = (np.linspace(-70000, 70000, N // 4)).astype(np.float32).view(np.uint32)
     small = (np.linspace(-2, 2, N // 4) * 2.0**-6).astype(np.float32).view(np.uint32)

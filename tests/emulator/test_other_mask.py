@@ -7,9 +7,9 @@ from typing import Any
 
 import cutlass
 import pytest
-import reference
 import torch
-from batches import Batch
+from helpers import reference
+from helpers.batches import Batch
 
 from hopwell import emulator
 from hopwell.kernels import execute
@@ -30,7 +30,7 @@ PREFIX = 70
 
 
 def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.Tensor:
-    """[q_len, kv_len], true where a row sees a key."""
+    """Return [q_len, kv_len], true where a row sees a key."""
     position = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
     key = torch.arange(kv_len, device=device)[None]
     return (key <= position) | (key < mask.window_left)

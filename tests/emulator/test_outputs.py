@@ -77,7 +77,7 @@ def test_distances():
 
 
 def test_cases_cover_what_there_is():
-    """Every head dim, and a file that stays small."""
+    """Every head dim is there, and the file stays small."""
     every = list(cases())
     assert len({case.name for case in every}) == len(every) <= 60
     assert {dims if isinstance(dims, tuple) else (dims, dims) for dims in DIMS} == set(TILES)

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from config_cases import FP16_FEATURES, MAIN_DIMS
-from covering import covering_configs, stands_for_masks
-from emulated_prefill import check, page_sizes
+from helpers.config_cases import FP16_FEATURES, MAIN_DIMS
+from helpers.covering import covering_configs, stands_for_masks
+from helpers.emulated_prefill import check, page_sizes
 
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import shipped_configs
@@ -34,7 +34,7 @@ CONFIGS = [
 
 
 def feature_configs() -> Iterator[PrefillConfig]:
-    """Chunks, scores and skipped tiles with two head dims; other head dims with each way to fetch."""
+    """Yield configs of chunks, scores and skipped tiles with two head dims; other head dims with each way to fetch."""
     for config in BF16:
         dims = (config.head_dim_qk, config.head_dim_v)
         if config.box_rows not in (0, 16):
@@ -62,7 +62,7 @@ def cases() -> Iterator[object]:
 
 
 def fp16_configs() -> Iterator[PrefillConfig]:
-    """One of each head dim, with another mask and way to fetch each."""
+    """Yield one of each head dim, with another mask and way to fetch each."""
     wanted = {
         (64, 64): (MaskKind.CAUSAL, KvFetch.PAGE_ROWS, 0),
         (128, 128): (MaskKind.FULL, KvFetch.CONTIGUOUS, 0),

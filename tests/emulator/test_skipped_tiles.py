@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from batches import CAUSAL, Batch, chunked, window
-from skipped_tiles import check_left_out, tile_n, with_count
+from helpers import reference
+from helpers.batches import CAUSAL, Batch, chunked, window
+from helpers.skipped_tiles import check_left_out, tile_n, with_count
 
 from hopwell import emulator
 from hopwell.kernels.problem import Mask, Score, ScoreKind
@@ -18,7 +18,8 @@ DETECTORS = dict(race=True, proxy=True, strict=True)
 
 
 def batch(arch: str, head_dim: int, rows: int) -> Batch:
-    """Keys that weigh nothing but for the last ``rows`` ones, of which each row sees one at least: a logit of 64."""
+    """Make keys that weigh nothing but for the last ``rows`` ones, of which each row sees one at least: a logit of
+    64."""
     keys = TILES * tile_n((head_dim, head_dim), arch=arch)
     data = Batch([rows], [keys], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
     data.q.zero_()
@@ -29,7 +30,7 @@ def batch(arch: str, head_dim: int, rows: int) -> Batch:
 
 
 def skipped(arch: str, data: Batch, page_size: int | None) -> int:
-    """How many tiles are left out, without a difference to the output."""
+    """Count the tiles that are left out, without a difference to the output."""
     with emulator.use(arch, **DETECTORS):
         out, count = with_count(data, page_size, softmax_scale=1.0, skip_softmax=1.0)
     data.expected(CAUSAL, scale=1.0).check(out)

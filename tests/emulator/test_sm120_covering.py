@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-import decode_cases
 import pytest
 import test_mla_bytes as mla_bytes
 import test_prefill_byte_cache as byte_cache
@@ -13,12 +12,13 @@ import test_prefill_fp8 as e4m3
 import test_prefill_nvfp4 as nvfp4
 import test_prefill_sm120 as prefill
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, window
-from covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
-from covering_sm120 import BF16, Cell, every_cell, filling, missing
-from entry_calls import context
-from mla_batches import MlaBatch
-from schedules import schedules
+from helpers import decode_cases
+from helpers.batches import CAUSAL, FULL, Batch, chunked, window
+from helpers.covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
+from helpers.covering_sm120 import BF16, Cell, every_cell, filling, missing
+from helpers.entry_calls import context
+from helpers.mla_batches import MlaBatch
+from helpers.schedules import schedules
 from test_decode_clients import test_context_parallel_ranks as ranks_of_decode
 from test_mla_clients import test_context_parallel_ranks as ranks_of_mla
 from test_mla_entry import TOP_K, mla
@@ -41,7 +41,7 @@ def pages(size: int | None) -> tuple[KvFetch, int]:
 
 
 def covered_elsewhere() -> Iterator[Cell]:
-    """What the tests of prefill and decode on sm_120 run."""
+    """Return what the tests of prefill and decode on sm_120 run."""
     yield from map(Cell.of, COVERING_SM120_DECODE)
     cases = [(BF16, case) for case in prefill.CASES]
     for types, module in ((("e4m3", KvType.WIDE), e4m3), (("bf16", KvType.E4M3), byte_cache)):
@@ -53,7 +53,7 @@ def covered_elsewhere() -> Iterator[Cell]:
 
 
 def in_schedules(launch: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """The output, the same in an ordinary and an adverse schedule under all detectors."""
+    """Return the output, the same in an ordinary and an adverse schedule under all detectors."""
     first = None
     for setting in schedules(4, 1, arch=ARCH, strict=True):
         with setting():
@@ -82,7 +82,7 @@ def run_prefill(cell: Cell) -> None:
 
 
 def served(cell: Cell, problem: AttentionProblem) -> Callable[[], torch.Tensor]:
-    """The launch of a problem, whose kernel is the cell's."""
+    """Return the launch of a problem, whose kernel is the cell's."""
     assert Cell.of(families.resolve(problem, ARCH)) == cell
     return lambda: execute(problem)
 

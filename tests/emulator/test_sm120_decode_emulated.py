@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import decode_cases
-import mla_cases
 import pytest
 import test_decode_nvfp4 as nvfp4
 import torch
-from batches import same
-from covering import COVERING_SM120_DECODE
-from decode_batches import DRAFT, DecodeBatch
-from mla_batches import MlaBatch
-from schedules import schedules
+from helpers import decode_cases, mla_cases
+from helpers.batches import same
+from helpers.covering import COVERING_SM120_DECODE
+from helpers.decode_batches import DRAFT, DecodeBatch
+from helpers.mla_batches import MlaBatch
+from helpers.schedules import schedules
 
 from hopwell import emulator
 from hopwell.kernels import execute
@@ -57,8 +56,8 @@ def test_decode(config: DecodeConfig) -> None:
 
 @pytest.mark.parametrize("config", MLA, ids=lambda config: config.name)
 def test_mla(config: MlaConfig) -> None:
-    """Lists with gaps, and dense keys in pages of one and of 64, in several tiles of rows. The first one's token does
-    not see the last key, which has a leaf to itself."""
+    """Lists have gaps, and dense keys are in pages of one and of 64, in several tiles of rows. The first one's token
+    does not see the last key, which has a leaf to itself."""
     dims, page = (config.head_dim_qk, config.head_dim_v), config.box_rows or 1
     heads, top_k = (20, 132) if config.sparse else (17, 0)
     case = mla_cases.Case([2, 1, 2, 0], [1, 129, config.chunk_tokens + 1, 3], heads, dims, top_k=top_k, ragged=True)
@@ -68,7 +67,7 @@ def test_mla(config: MlaConfig) -> None:
 
 
 def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
-    """Bit for bit: requests of several CTAs' parts, and rows of two tiles, each alone and with others."""
+    """Requests of several CTAs' parts, and rows of two tiles, have the same bits alone and with others."""
     data = DecodeBatch([5, 5, 5], [700, 3, 900], heads=16, kv_heads=2, head_dim=128, device="cpu")
     out, other = execute(data.decode(16, DRAFT)), data.decode(16, DRAFT, order=7)
     same(data.decode(16, DRAFT), key=other.key, value=other.value, page_table=other.page_table)
@@ -77,7 +76,7 @@ def test_a_batch_is_its_requests_wherever_their_pages_are() -> None:
 
 
 def test_drafts_over_nvfp4_caches() -> None:
-    """In several tiles of rows, through the entry: a request by itself gives the bits that it gives in the batch."""
+    """Through the entry, in several tiles of rows, a request by itself gives the bits that it gives in the batch."""
     nvfp4.test_drafts_with_a_window_and_sinks(group=20, device="cpu")
 
 

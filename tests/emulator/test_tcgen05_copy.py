@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tmem_harness import LANES, address, descriptor, k_major, noise, run_tmem
+from helpers.tmem_harness import LANES, address, descriptor, k_major, noise, run_tmem
 
 from hopwell.emulator import EmulatorError, MemoryFault
 
@@ -32,7 +32,7 @@ def words(rows: np.ndarray) -> np.ndarray:
 
 
 def copied(shape: str, before: np.ndarray, source: np.ndarray, column: int) -> np.ndarray:
-    """One CTA's tensor memory after a copy of ``source`` (words, [row][column])."""
+    """Return one CTA's tensor memory after a copy of ``source`` (words, [row][column])."""
     wanted = before.copy()
     for group, firsts in enumerate(SHAPES[shape][2]):
         for first in firsts:
@@ -129,7 +129,7 @@ def test_shift_then_copy_refreshes_the_last_lane_in_order():
 
 # ------------------------------------------------------------------ loads and stores
 def cell(shape: str, t: int, r: int, split: int) -> tuple[int, int]:
-    """Lane and column of register r of thread t."""
+    """Return the lane and column of register r of thread t."""
     return {
         "32x32b": (t, r),
         "16x64b": (t // 4 + 8 * (t % 2), t // 2 % 2 + 2 * r),
@@ -147,7 +147,7 @@ TRANSFERS = [
 
 
 def transfer(direction: str, shape: str, repeat: int, n: int, column: int, lane: int, split: int, suffix="") -> str:
-    """A load into, or a store of %r32.. by each warp, in its own lanes."""
+    """Write a load into %r32.. or a store of them by each warp, in its own lanes."""
     registers = "{" + ", ".join(f"%r{32 + k}" for k in range(n)) + "}"
     half = f", {split}" if shape == "16x32bx2" else ""
     op = f"tcgen05.{direction}.sync.aligned.{shape}.x{repeat}{suffix}.b32"
@@ -159,7 +159,7 @@ def transfer(direction: str, shape: str, repeat: int, n: int, column: int, lane:
 
 @pytest.mark.parametrize(("shape", "repeat", "n", "lane"), TRANSFERS)
 def test_load_shapes(shape, repeat, n, lane):
-    """A load of the shape, and a store of its registers as lanes x registers."""
+    """What a load of the shape leaves is compared by a store of its registers as lanes x registers."""
     before = noise(1, LANES, COLUMNS)
     moved = transfer("ld", shape, repeat, n, 4, lane, 11) + transfer("st", "32x32b", n, n, 32, 0, 0)
     after = run_tmem("", before, everyone=moved)

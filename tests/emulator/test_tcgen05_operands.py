@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx_harness import empty, run_ptx
-from tmem_harness import (
+from helpers.ptx_harness import empty, run_ptx
+from helpers.tmem_harness import (
     LANES,
     VALUES,
     address,
@@ -122,7 +122,7 @@ def test_shapes_and_places_of_a(kind, m, ctas, in_tmem):
 @pytest.mark.parametrize("in_tmem", [False, True], ids=["shared", "tensor"])
 @pytest.mark.parametrize(("kind", "b_kind"), [("e2m1", "e4m3"), ("e2m3", "e2m1"), ("e3m2", "e3m2"), ("e4m3", "e2m3")])
 def test_sub_byte_formats(kind, b_kind, in_tmem):
-    """Packed in the first bytes of each 16 in shared memory, a byte each in tensor memory."""
+    """Elements are packed in the first bytes of each 16 in shared memory, and have a byte each in tensor memory."""
     problem = Product(kind, 128, 1, in_tmem, b_kind=b_kind)
     np.testing.assert_array_equal(problem.run(), problem.wanted(problem.value))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from tmem_harness import (
+from helpers.tmem_harness import (
     LANES,
     VALUES,
     address,
@@ -63,7 +63,7 @@ class Problem:
         )  # fmt: skip
 
     def images(self) -> list[np.ndarray]:
-        """A behind B in each CTA's shared memory."""
+        """Put A behind B in each CTA's shared memory."""
         own_m, own_n = self.m // self.ctas, self.n // self.ctas
         out = []
         for cta in range(self.ctas):
@@ -73,7 +73,7 @@ class Problem:
         return out
 
     def scale_words(self, tmem: np.ndarray, column: int, scales: np.ndarray, first_byte: int, halves: int) -> None:
-        """Row r of a half: lane r % 32 of each of its quarters, column r / 32, bytes from ``first_byte``."""
+        """Put row r of a half in lane r % 32 of each of its quarters, column r / 32, bytes from ``first_byte``."""
         per_half = len(scales) // halves
         raw = tmem.view(np.uint8).reshape(LANES, -1, 4)
         for h in range(halves):

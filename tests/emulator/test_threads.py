@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import entry_calls
 import pytest
 import torch
-from batches import Batch
+from helpers import entry_calls
+from helpers.batches import Batch
+from helpers.ptx_harness import empty, run_ptx
 from mixed_calls import bits, mixed_calls
-from ptx_harness import empty, run_ptx
 
 from hopwell import emulator
 from hopwell.kernels import plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx_harness import empty, run_ptx
+from helpers.ptx_harness import empty, run_ptx
 
 from hopwell.emulator import Deadlock, MemoryFault, Unsupported
 from hopwell.emulator.engines import tensor_map
@@ -17,7 +17,7 @@ I32, F32, BF16, PADDED4 = 3, 7, 9, 14
 def descriptor(
     kind: int, tensor: torch.Tensor, shape, strides, box, swizzle: int = 0, steps=None, **more
 ) -> torch.Tensor:
-    """A tensor map in memory, encoded as the driver would."""
+    """Make a tensor map in memory, encoded as the driver would."""
     raw = tensor_map.encode(kind, tensor.data_ptr(), shape, strides, box, steps or [1] * len(shape), swizzle, **more)
     storage = torch.zeros(256, dtype=torch.uint8)
     start = -storage.data_ptr() % 64
@@ -47,7 +47,7 @@ def matrix(rows: int, cols: int, dtype=torch.int32) -> torch.Tensor:
 
 
 def run_load(source: torch.Tensor, tmap: torch.Tensor, at, nbytes, announced=None, **settings) -> np.ndarray:
-    """Bytes of shared memory after one load by lane 0."""
+    """Return the bytes of shared memory after one load by lane 0."""
     out = torch.full((nbytes,), 0xAA, dtype=torch.uint8)
     announced = nbytes if announced is None else announced
     coords = ", ".join(str(c) for c in at)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import entry_calls
 import pytest
 import torch
-from batches import Batch
+from helpers import entry_calls
+from helpers.batches import Batch
 
 import hopwell
 

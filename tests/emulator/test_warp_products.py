@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from ptx_harness import empty, run_ptx
-from tmem_harness import VALUES, draw
+from helpers.ptx_harness import empty, run_ptx
+from helpers.tmem_harness import VALUES, draw
 
 from hopwell.emulator import EmulatorError
 from hopwell.emulator.tools import devices
@@ -22,8 +22,8 @@ LOADS = "mul.wide.u32 %d3, %tid, 4; add.u64 %d4, %a0, %d3; add.u64 %d5, %a1, %d3
 
 
 def words_of_rows(rows: np.ndarray, registers: int, halves: int) -> np.ndarray:
-    """Registers [register][lane] of an operand from the bytes of its rows; A's registers alternate between the rows of
-    both ``halves``."""
+    """Return the registers [register][lane] of an operand from the bytes of its rows; A's registers alternate between
+    the rows of both ``halves``."""
     out = np.empty((registers, 32), np.uint32)
     for r in range(registers):
         row = GROUP + 8 * (r % halves)
@@ -33,7 +33,7 @@ def words_of_rows(rows: np.ndarray, registers: int, halves: int) -> np.ndarray:
 
 
 def matrix_of(words: np.ndarray) -> np.ndarray:
-    """D [16][8] of its registers."""
+    """Return D [16][8] of its registers."""
     out = np.empty((16, 8), np.float32)
     for r in range(4):
         out[GROUP + 8 * (r // 2), 2 * PLACE + r % 2] = words[r].view(np.float32)
@@ -79,7 +79,7 @@ def test_16_bit_products(kind: str) -> None:
 
 
 def in_bytes(codes: np.ndarray, kind: str) -> np.ndarray:
-    """Elements of kind::f8f6f4, one to a byte; those of four bits in its middle."""
+    """Return the elements of kind::f8f6f4, one to a byte; those of four bits in its middle."""
     return codes << 2 if kind == "e2m1" else codes
 
 
@@ -214,7 +214,7 @@ def test_ldmatrix_of_16_bit_elements(count: int, trans: bool) -> None:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("bits", [8, 4, 6])
 def test_ldmatrix_transposes_bytes(count: int, bits: int) -> None:
-    """Two registers of a 16 x 16 matrix, each with eight of its columns as rows."""
+    """Two registers come of a 16 x 16 matrix, each with eight of its columns as rows."""
     rows = noise(16 * count)
     source = {8: "b8", 4: "b8x16.b4x16_p64", 6: "b8x16.b6x16_p32"}[bits]
     op = f"ldmatrix.sync.aligned.m16n16.x{count}.trans.shared.{source}"
@@ -239,13 +239,13 @@ def test_ldmatrix_unpacks_to_bytes(count: int, bits: int) -> None:
 
 
 def unpacked(rows: np.ndarray, bits: int) -> np.ndarray:
-    """The sixteen elements that the first bytes of each row hold."""
+    """Return the sixteen elements that the first bytes of each row hold."""
     numbers = [int.from_bytes(row.tobytes(), "little") for row in rows]
     return np.array([[n >> bits * k & (1 << bits) - 1 for k in range(16)] for n in numbers], np.uint8)
 
 
 def test_byte_matrices_feed_the_product() -> None:
-    """V [32 keys][16 columns] as two B operands: registers 0 and 2 of the transposing load, then 1 and 3."""
+    """V [32 keys][16 columns] becomes two B operands: registers 0 and 2 of the transposing load, then 1 and 3."""
     v = draw("e4m3", (32, 16), 0.5, 4, 1)
     words = loaded("ldmatrix.sync.aligned.m16n16.x2.trans.shared.b8", v, 4, 32)
     for tile in range(2):
@@ -257,7 +257,7 @@ def test_byte_matrices_feed_the_product() -> None:
 )
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_stmatrix(shape: str, element: str, trans: bool, count: int) -> None:
-    """Rows of 16 bytes in shared memory from registers; bytes exist transposed only."""
+    """Rows of 16 bytes in shared memory come from registers; bytes exist transposed only."""
     words = np.random.default_rng(count).integers(0, 2**32, (count, 32), np.uint32)
     x, y = torch.from_numpy(words.view(np.int32).reshape(-1)), empty(32 * count)
     names = [f"%r{10 + k}" for k in range(count)]
@@ -288,7 +288,8 @@ CHAIN, TILES = 4, 256
 
 
 def chain_text(kind: str) -> str:
-    """A kernel of products in a chain, one warp for each block; its operands are words [block][register][lane]."""
+    """Write a kernel of products in a chain, one warp for each block; its operands are words
+    [block][register][lane]."""
     each, depth = 6, 32 if kind == "e4m3" else 16
     op = f"mma.sync.aligned.m16n8k{depth}.row.col.f32.{kind}.{kind}.f32"
     row = CHAIN * each * 128
@@ -309,7 +310,7 @@ def chain_text(kind: str) -> str:
 
 
 def chains(kind: str, device: devices.Device) -> np.ndarray:
-    """Bits of the sums of random operands."""
+    """Return the bits of the sums of random operands."""
     generator = np.random.default_rng(3)
     count = TILES * CHAIN * 6 * 32
     if kind == "e4m3":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ptx_harness import empty, run_ptx
+from helpers.ptx_harness import empty, run_ptx
 
 from hopwell.emulator import Deadlock, EmulatorError
 
@@ -12,7 +12,7 @@ STORE = "mul.wide.u32 %d3, %tid, 4; add.u64 %d4, %a0, %d3; st.global.b32 [%d4], 
 
 
 def lanes(body: str, block: int = 32, **settings) -> list[int]:
-    """What each thread leaves in %r50."""
+    """Return what each thread leaves in %r50."""
     y = empty(block)
     run_ptx(body + STORE, y, block=block, **settings)
     return y.tolist()

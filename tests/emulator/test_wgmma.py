@@ -10,7 +10,7 @@ import pytest
 import torch
 from cutlass import Boolean, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
-from dsl_harness import TORCH, compiled, fake
+from helpers.dsl_harness import TORCH, compiled, fake
 
 from hopwell.emulator import report, use
 
@@ -98,7 +98,7 @@ class Product:
 
 
 def product(dtype, n, k, d_start=None, seed=0, low=-3, high=4, **options):
-    """(emulated result, a, b)."""
+    """Return (emulated result, a, b)."""
     acc = options.get("acc", cutlass.Float32)
     parameters = (dtype.__name__, n, k, sorted((key, str(value)) for key, value in options.items()))
     function = compiled(
@@ -202,7 +202,7 @@ def test_short_fp8_accumulator():
 
 
 def model(a: np.ndarray, b: np.ndarray, c: np.ndarray, step: int, fraction: int) -> np.ndarray:
-    """The model of native/product.c in rational arithmetic."""
+    """Compute the model of native/product.c in rational arithmetic."""
     from fractions import Fraction
 
     def exponent(x: float) -> int:

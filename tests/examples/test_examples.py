@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import check_attention, check_generation
+from helpers.oracles import check_attention, check_generation
 
 from hopwell import layouts
 
@@ -20,7 +20,7 @@ PARTS = ("prompts", "steps")
 
 
 def run(name: str, device: str, monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
-    """What the names of an example are at its end."""
+    """Return what the names of an example are at its end."""
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *options])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device == "cuda")
     return runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")

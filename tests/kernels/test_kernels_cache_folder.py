@@ -10,7 +10,7 @@ import stat
 from collections.abc import Iterator
 
 import pytest
-from fake_dsl import Compiler
+from helpers.fake_dsl import Compiler
 
 from hopwell.kernels import cache_folder, settings, toolchain
 from hopwell.kernels.cache_folder import UNFINISHED

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from covering import (
+from helpers.covering import (
     COVERING_BYTES,
     COVERING_DECODE,
     COVERING_MLA,
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.compile
 
 SYSTEM_SHARED_BYTES = 1024  # of each CTA, beyond the SHARED_BYTES that it can use
 PREFILL = covering_configs()
-# Of the same code for sm_103a one of each head dim, and one of those with most to keep in registers.
+# On sm_103a the code is that of sm_100a: a kernel of each head dim will do, and one with most to keep in registers.
 SM_103A = ("d64_full_contiguous", "d128_causal_pages16", "d192_128_causal_rows", "d128_causal_skip_softmax_pages16")
 BLACKWELL = [
     *covering_blackwell_configs("sm_100a"),
@@ -226,7 +226,8 @@ def test_products_of_warps(config: Sm120PrefillConfig) -> None:
 
 @pytest.mark.parametrize("config", [*COVERING_DECODE, *COVERING_MLA, PREFILL[0]], ids=lambda config: config.name)
 def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None:
-    """First, or with few rows first or like all else, which the schedule finds out. Copies by lanes have no policy."""
+    """Keys leave first, or with few rows first or like all else, which the schedule finds out. Copies by lanes have no
+    policy."""
     ptx = artifact(config).ptx.read_text()
     by_tma = config.reads_kv_once and config.kv_fetch is KvFetch.PAGE_BOXES
     has_tree = isinstance(config, DecodeConfig) and config.has_tree
@@ -237,7 +238,7 @@ def test_keys_leave_the_cache_as_their_kernel_says(config: KernelConfig) -> None
 
 @pytest.mark.parametrize("config", BLACKWELL, ids=lambda config: config.name)
 def test_tensor_cores_and_copies_of_blackwell(config: Sm100PrefillConfig) -> None:
-    """What the PTX has of each kind; loops over steps and query tiles are not unrolled."""
+    """Instructions of each kind are counted in the PTX; loops over steps and query tiles are not unrolled."""
     ptx, tile = artifact(config).ptx.read_text(), config.tile
     assert "wgmma" not in ptx
 

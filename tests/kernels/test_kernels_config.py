@@ -9,8 +9,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from covering import MAIN_DIMS, covering_configs, every_tile, stands_for_masks, with_features
-from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
+from helpers.covering import MAIN_DIMS, covering_configs, every_tile, stands_for_masks, with_features
+from helpers.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
 from hopwell.kernels.config import (
     DTYPES,
@@ -136,7 +136,8 @@ class TestCovering:
 
     @pytest.mark.parametrize("dims", MAIN_DIMS, ids=str)
     def test_main_head_dims(self, dims: tuple[int, int]) -> None:
-        """All masks but chunks in nearly every way to fetch, all scores, skip-softmax, and every choice for speed."""
+        """There are all masks but chunks in nearly every way to fetch, all scores, skip-softmax, and every choice for
+        speed."""
 
         def of_dims(configs: list[PrefillConfig]) -> set[PrefillConfig]:
             return {c for c in configs if (c.head_dim_qk, c.head_dim_v) == dims and c.dtype == "bf16"}
@@ -308,7 +309,7 @@ class TestResolve:
                 assert (config in shipped) == (score is ScoreKind.SCALED and skip == 0)
 
     def test_run_time_facts_do_not_make_other_kernels(self) -> None:
-        """Apart from the number of queries and the size of a window: see TestChoices."""
+        """The number of queries and the size of a window do: see TestChoices."""
         views = cache("tuple-HND", 16, (128, 128))
         problem = paged(*views)
         want = resolve(problem, ARCH)
@@ -348,7 +349,7 @@ class TestChoices:
 
     @staticmethod
     def of(tokens: int, group: int = 4, dims: tuple[int, int] = (128, 128), **changes: object) -> PrefillConfig:
-        """The config for 3 requests."""
+        """Return the config for 3 requests."""
         problem = paged(*cache("tuple-HND", 16, dims))
         return resolve(replace(problem, query=empty(tokens, 2 * group, dims[0]), **changes), ARCH)
 

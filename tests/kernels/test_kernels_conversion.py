@@ -10,7 +10,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import pytest
-from lane_threads import Lanes
+from helpers.lane_threads import Lanes
 
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts import copy

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from covering import COVERING_DECODE
-from kernel_problems import CACHES, cache, empty, paged
+from helpers.covering import COVERING_DECODE
+from helpers.kernel_problems import CACHES, cache, empty, paged
 
 from hopwell.kernels.config import DTYPES, KvFetch, KvType, paged_fetches
 from hopwell.kernels.decode_config import (
@@ -74,19 +74,19 @@ UNSEEN: dict[str, dict[str, Any]] = {
 
 
 def rows_of(dim: int, kv_type: KvType) -> list[int]:
-    """Rows of the tiles of a head dim."""
+    """Return the rows of the tiles of a head dim."""
     return sorted({tile_rows(rows, dim, kv_type) for rows in (*FEW_ROWS, ROWS)})
 
 
 def of_rows(dim: int, kv_type: KvType, rows: int) -> list[DecodeConfig]:
-    """Every kernel of a head dim and so many rows with bf16 queries, shipped or not."""
+    """Return every kernel of a head dim and so many rows with bf16 queries, shipped or not."""
     common = (ARCH, "bf16", "bf16", dim, dim)
     tile_n = DecodeConfig(*common, MaskKind.FULL, *paged_fetches(1)[0], kv_type, rows).tile.n
     return [DecodeConfig(*common, mask, *fetch, kv_type, rows) for mask in MASKS for fetch in paged_fetches(tile_n)]
 
 
 def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
-    """Configs of a head dim with tiles of any rows."""
+    """Return the configs of a head dim with tiles of any rows."""
     return [config for rows in rows_of(dim, kv_type) for config in of_rows(dim, kv_type, rows)]
 
 
@@ -141,7 +141,8 @@ class TestShipped:
         assert list(shipped_configs("sm_100a", Family.DECODE)) == []
 
     def test_what_is_compiled_in_tests_stands_for_all(self) -> None:
-        """Every head dim with every mask and with every way to fetch, and every dtype; few rows with each of them."""
+        """There is every head dim with every mask and with every way to fetch, and every dtype; few rows come with each
+        of them."""
         for facts in (
             lambda c: (c.head_dim_qk, c.rows, c.kv_bytes),
             lambda c: (c.dtype, c.rows),
@@ -156,7 +157,7 @@ class TestShipped:
 class TestResources:
     @pytest.mark.parametrize(("dim", "kv_type"), EVERY_DIM)
     def test_every_head_dim_fits(self, dim: int, kv_type: KvType) -> None:
-        """Shared memory, registers at the launch, and rows of one tile."""
+        """Shared memory, registers at the launch, and rows of one tile suffice."""
         for config in of_dim(dim, kv_type):
             assert kernel_of(config).shared_bytes * config.ctas_per_sm <= SHARED_BYTES
             assert config.tile.m == config.rows

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from cutlass import Int32
-from lane_threads import host
+from helpers.lane_threads import host
 
 from hopwell.kernels.parts import device
 from hopwell.kernels.parts.device import Divisor

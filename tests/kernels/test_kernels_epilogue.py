@@ -11,10 +11,10 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-import host_math
 import pytest
-from host_math import number
-from lane_threads import Lanes
+from helpers import host_math
+from helpers.host_math import number
+from helpers.lane_threads import Lanes
 
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.families import shipped_configs
@@ -120,7 +120,7 @@ class Warp(Lanes):
         return [self._words[place] for place in places]
 
     def run(self, work: Callable[[], None]) -> None:
-        """``work`` in every lane."""
+        """Run ``work`` in every lane."""
 
         def of_lane() -> None:
             self.own.phase = 0
@@ -233,8 +233,8 @@ def test_rows_are_written_once(
 def test_rows_staged_as_floats_are_written_once(
     rows_out: Any, kind: Any, columns: int, warp: Warp, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The test above, for fragments whose neighbours are not a lane's pairs, and for output of 8 bits: then 8 bytes go
-    out at a time. Two rows' stores may share banks."""
+    """What the test above shows holds for fragments whose neighbours are not a lane's pairs, and for output of 8 bits:
+    then 8 bytes go out at a time. Two rows' stores may share banks."""
     warp.most_in_a_bank = 2
     stored: list[tuple[int, list[tuple[float, ...]]]] = []
     monkeypatch.setattr(copy, "pack_x2", lambda dtype, low, high: (low, high))
@@ -297,14 +297,14 @@ class Memory(dict[int, float]):
 
 @pytest.fixture
 def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, Memory]:
-    """Arrays by address."""
+    """Return arrays by address."""
     arrays: dict[int, Memory] = {}
     monkeypatch.setattr(epilogue, "global_array", lambda dtype, address: arrays.setdefault(address, Memory()))
     return arrays
 
 
 def test_statistics(memory: dict[int, Memory]) -> None:
-    """A pair for each row and head; rows past the request's end belong to another one."""
+    """Each row and head gets a pair; rows past the request's end belong to another one."""
     rows = StatisticsRows(address=4096, first=30, row=6, count=3)
     for row in range(5):
         StatisticsRows.store.__wrapped__(rows, row, 10.0 + row, 20.0 + row)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_problems import cache, empty, paged
+from helpers.kernel_problems import cache, empty, paged
 
 from hopwell.kernels import features, support
 from hopwell.kernels.families import IMPLEMENTATIONS, architectures, build, refuse, resolve, shipped_configs

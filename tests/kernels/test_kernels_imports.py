@@ -35,7 +35,7 @@ def run_nodes(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(module: str) -> Iterator[str]:
-    """The modules of this project that ``module`` imports."""
+    """Return the modules of this project that ``module`` imports."""
     file = FILES[module]
     package = module.split(".") if file.name == "__init__.py" else module.split(".")[:-1]
     for node in run_nodes(ast.parse(file.read_text())):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_problems import CACHES, cache, contiguous, empty, paged
+from helpers.kernel_problems import CACHES, cache, contiguous, empty, paged
 
 from hopwell.kernels.config import (
     KvFetch,

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from cutlass import Int32
-from kv_cases import (
+from helpers.kv_cases import (
     ADDRESSES,
     CASES,
     HEADS,
@@ -186,7 +186,7 @@ class Line(NamedTuple):
 
 
 def lines(case: Case, coordinates: tuple[int, ...]) -> list[Line]:
-    """What a box holds, 128 bytes after 128 bytes."""
+    """Return what a box holds, 128 bytes after 128 bytes."""
     if case.kind is PageBoxes:
         *corner, group, slot = coordinates
         blocks = case.columns // BLOCK_COLUMNS
@@ -207,7 +207,8 @@ def largest_page(case: Case) -> int:
 class TestBoxes:
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
     def test_boxes_cover_a_stage(self, case: Case, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Every row and column block once, where consumers look for it, and as many bytes as are waited for."""
+        """Every row and column block comes once, where consumers look for it, and as many bytes come as are waited
+        for."""
         page_size, tile, stage = largest_page(case), 2, 1
         end = (tile + 1) * case.tile_n
         table = put_table(monkeypatch, page_size, 0, end)
@@ -276,7 +277,7 @@ class TestBoxes:
 
     @cases(ContiguousBoxes)
     def test_tiles_come_once_from_right_to_left(self, case: Case, warp: Warp) -> None:
-        """Partial ones, at either end and past the last key, by way of the barrier of their own."""
+        """Partial ones, at either end and past the last key, come by way of the barrier of their own."""
         n = case.tile_n
         for first, end in (
             (0, 5 * n),
@@ -311,7 +312,7 @@ class TestBoxes:
 
 
 def copies(source: Any, rows: list[int], stage: int, warp: Warp) -> dict[int, int | None]:
-    """What a warp copies to each 16 bytes of a stage, None for zeros; row i is at address ``rows[i]``."""
+    """Return what a warp copies to each 16 bytes of a stage, None for zeros; row i is at address ``rows[i]``."""
     of_groups = [rows[i : i + 32] for i in range(0, len(rows), 32)]
     for warp.lane in range(32):
         before = len(warp.events)
@@ -327,7 +328,7 @@ def copies(source: Any, rows: list[int], stage: int, warp: Warp) -> dict[int, in
 
 
 def row_addresses(tile_n: int) -> list[int]:
-    """Some of them not needed."""
+    """Return addresses of rows, some of them not needed."""
     return [0 if row % 5 == 2 else (1 << 40) + 4096 * row for row in range(tile_n)]
 
 

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 import cutlass
 import cutlass.cute as cute
 import pytest
-from covering import every_tile
 from cutlass import Int32
-from kernel_problems import cache, paged
+from helpers.covering import every_tile
+from helpers.kernel_problems import cache, paged
 
 from hopwell.kernels.families import resolve
 from hopwell.kernels.parts.fragment import RowFragment
@@ -56,7 +56,7 @@ def name(mask: Mask) -> str:
 
 
 def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
-    """The definition, key by key."""
+    """Apply the definition, key by key."""
     keys = range(kv_len)
     if mask.kind is MaskKind.FULL:
         return set(keys)
@@ -67,7 +67,7 @@ def visible(mask: Mask, position: int, kv_len: int) -> set[int]:
 
 
 def traced(mask: Mask) -> IntervalMask:
-    """The device code's mask, with the size that a launch passes for ``mask``."""
+    """Return the device code's mask, with the size that a launch passes for ``mask``."""
     problem = paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)
     passed = geometry(problem, resolve(problem, "sm_90a"))
     return IntervalMask(mask.kind, Int32(passed.mask_size))
@@ -95,7 +95,7 @@ def test_keys_of_a_row(mask: Mask) -> None:
 
 
 def query_tiles(q_len: int, tile_m: int) -> Iterator[tuple[int, int]]:
-    """First and last row of each tile of a request."""
+    """Return the first and last row of each tile of a request."""
     for first in range(0, q_len, tile_m):
         yield first, min(first + tile_m, q_len) - 1
 
@@ -139,7 +139,7 @@ def check_tiles(mask: Mask, device: IntervalMask, q_len: int, kv_len: int, tile_
 
 @pytest.mark.parametrize("mask", MASKS, ids=name)
 def test_tiles_of_small_requests(mask: Mask) -> None:
-    """All lengths around a few tiles of 4 keys, requests with fewer keys than queries among them."""
+    """All lengths around a few tiles of 4 keys are tried, requests with fewer keys than queries among them."""
     device = traced(mask)
     for q_len, kv_len in itertools.product(range(1, 9), range(18)):
         check_tiles(mask, device, q_len, kv_len, 3, 4)
@@ -236,7 +236,7 @@ class Scores:
 
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
-    """Device code on the host: loops are unrolled by Python, and the lane is the one in the returned dict."""
+    """Run device code on the host: loops are unrolled by Python, and the lane is the one in the returned dict."""
     current = {"lane": 0}
     monkeypatch.setattr(cutlass, "range_constexpr", range)
     monkeypatch.setattr(cute.arch, "lane_idx", lambda: current["lane"])
@@ -244,7 +244,7 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
 
 
 def test_lanes_share_out_a_tile(lane: dict[str, int]) -> None:
-    """16 rows of a warp and all columns: each element belongs to one lane and one register of it."""
+    """Each element of a warp's 16 rows and all columns belongs to one lane and one register of it."""
     tile_n = 64
     columns = tile_n // RowFragment.lanes_per_row
     elements = []

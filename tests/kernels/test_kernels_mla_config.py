@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from covering import COVERING_MLA
-from kernel_problems import empty, paged
+from helpers.covering import COVERING_MLA
+from helpers.kernel_problems import empty, paged
 
 from hopwell.kernels import mla_config, settings
 from hopwell.kernels.config import KvFetch, KvType

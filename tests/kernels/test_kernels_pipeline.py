@@ -9,8 +9,8 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 import pytest
-from covering import every_tile, with_features
 from cutlass import Int32
+from helpers.covering import every_tile, with_features
 
 from hopwell.kernels.config import WORK_STAGES, KvFetch
 from hopwell.kernels.families import shipped_configs
@@ -51,7 +51,7 @@ class TestEdge:
 
     @pytest.mark.parametrize("stages", [1, 2, 4, 8])
     def test_barriers(self, stages: int) -> None:
-        """A full and an empty one for each stage."""
+        """Each stage has a full and an empty one."""
         assert replace(EDGE, stages=stages).barriers == 2 * stages
 
     def test_barrier_count(self) -> None:
@@ -191,7 +191,7 @@ class TestRing:
 
 
 def kernels(dims: tuple[int, int]) -> list[PrefillSm90]:
-    """All shipped kernels of ``dims``, and those with other scores and with skip-softmax."""
+    """Return all shipped kernels of ``dims``, and those with other scores and with skip-softmax."""
     shipped = [config for config in SHIPPED if (config.head_dim_qk, config.head_dim_v) == dims]
     return [PrefillSm90(config) for plain in shipped for config in with_features(plain)]
 

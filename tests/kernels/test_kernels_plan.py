@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_problems import cache, contiguous, empty, paged
+from helpers.kernel_problems import cache, contiguous, empty, paged
 
 from hopwell.kernels import plan
 from hopwell.kernels.families import resolve
@@ -163,7 +163,7 @@ class TestGeometry:
         [(1, 8, 8), (8, 4, 32), (32, 1, 32), (40, 1, 20), (36, 2, 36), (37, 1, 1), (128, 1, 32)],
     )
     def test_sections(self, monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, section: int) -> None:
-        """Up to 33 KV heads for 132 SMs, in sections of one size."""
+        """Up to 33 KV heads for 132 SMs are in sections of one size."""
         monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
         views = cache("tuple-HND", 16, (128, 128), heads=kv_heads)
         assert self.of(paged(*views, query=empty(600, kv_heads * group, 128))).section == section
@@ -197,7 +197,7 @@ COUNTERS = SimpleNamespace(reserve=lambda: None, address=lambda: 77, bytes=8)
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
-    """What compiled kernels are called with."""
+    """Return what compiled kernels are called with."""
     recorded: list[tuple[Any, ...]] = []
     monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: recorded.append(arguments))
     monkeypatch.setattr(plan.support, "native_arch", lambda device: "sm_90a")

@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32
-from lane_threads import SchedulingWarp, device_tuple, host
+from helpers.lane_threads import SchedulingWarp, device_tuple, host
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
@@ -70,7 +70,7 @@ class Batch:
         return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, 0, False, UnitKeeper())
 
     def items(self) -> Iterator[tuple[int, int]]:
-        """(index, keys) of every request with new tokens, or of every token with a list, in order."""
+        """Return (index, keys) of every request with new tokens, or of every token with a list, in order."""
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         for request, (q_len, kv_len) in enumerate(zip(self.q_lens, self.kv_lens, strict=True)):
             if not self.listed:
@@ -97,7 +97,7 @@ class PortionWarp(SchedulingWarp):
 
 
 def posted(schedule: PortionSchedule, cta: int, monkeypatch: pytest.MonkeyPatch) -> list[SplitTile]:
-    """The units of a CTA, after which it gets those that are pieces again, without keys, in the same order."""
+    """Return the units of a CTA, after which it gets those that are pieces again, without keys, in the same order."""
     warp = PortionWarp([])
     with monkeypatch.context() as patches:
         warp.use(patches, portions)
@@ -112,7 +112,7 @@ def posted(schedule: PortionSchedule, cta: int, monkeypatch: pytest.MonkeyPatch)
 
 
 def part_of(tile: SplitTile) -> list[int]:
-    """What merging has to know of a piece."""
+    """Return what merging has to know of a piece."""
     numbers = (tile.request.o_start, tile.request.q_len, tile.first_row, tile.chunk, tile.chunks, tile.first_piece)
     return [host(number) for number in numbers]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_problems import cache, contiguous, empty, paged
+from helpers.kernel_problems import cache, contiguous, empty, paged
 
 from hopwell._features import require_problem
 from hopwell.kernels.config import (

@@ -14,7 +14,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64
-from lane_threads import Lanes, SchedulingWarp, device_tuple, host
+from helpers.lane_threads import Lanes, SchedulingWarp, device_tuple, host
 from test_kernels_scheduler import Memory
 
 from hopwell.kernels.config import KvType
@@ -48,10 +48,10 @@ from hopwell.kernels.splitting import (
     RESIDENT_BYTES,
     TIERS,
     WIDE_BUNDLE_BITS,
+    far_levels,
     node_slots,
     share_blocks,
     shared_levels,
-    spilled_levels,
 )
 
 pytestmark = pytest.mark.traced
@@ -85,7 +85,7 @@ def of(columns: int, leaves: int, requests: int, ctas: int, most_blocks: int = B
 
 
 def range_of(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
-    """(column, first leaf, end) of a CTA, or of a ticket."""
+    """Return (column, first leaf, end) of a CTA, or of a ticket."""
     row, column = row_and_column(Int32(number), Divisor.of(Int32(columns)))
     first, end = ranges_of(row)
     return host(column), host(first), host(end)
@@ -185,11 +185,11 @@ class Batch:
 
     @property
     def lines(self) -> list[int]:
-        """Lines of a head, by the index of their requests."""
+        """Return the lines of a head, by the index of their requests."""
         return list(range(len(self.kv_lens)))
 
     def leaves(self, request: int) -> range:
-        """Leaves of keys that the request's row sees, counted from the left; one if it sees none."""
+        """Count the leaves of keys that the request's row sees, counted from the left; one if it sees none."""
         kv_len = self.kv_lens[request]
         first = max(kv_len - 1 - self.window, 0) // LEAF if self.window >= 0 else 0
         return range(first, max(-(-kv_len // LEAF), first + 1))
@@ -220,7 +220,7 @@ class ListBatch(Batch):
 
 
 def published(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> list[RangeTile]:
-    """What all CTAs post; the first one gets all tickets."""
+    """Return what all CTAs post; the first one gets all tickets."""
     found = []
     monkeypatch.setattr(ranges_module, "hand_back_tickets", lambda addresses, ctas: None)
     for cta in range(batch.ctas):
@@ -329,9 +329,9 @@ class HostTree(Tree):
     def _store(self, address: int, value: Any, store: Any) -> None:
         self.state.stored[self.thread][host(address)] = value
 
-    def _spilled(self, level: Any) -> Any:
-        assert host(level) - self.near_levels < host(self.geometry.spilled_levels)
-        return super()._spilled(level)
+    def _far(self, level: Any) -> Any:
+        assert host(level) - self.near_levels < host(self.geometry.far_levels)
+        return super()._far(level)
 
     def _fill(self, bundle: Bundle, block: Any, slots: Any) -> Any:
         with self.state.lock:
@@ -370,7 +370,7 @@ class SharedInts:
 
 
 def expected(first: int, leaves: int, level: int) -> Any:
-    """The node from a leaf on of a line."""
+    """Return the node from a leaf on of a line."""
     if level == 0:
         return first
     right = first + (1 << (level - 1))
@@ -379,7 +379,7 @@ def expected(first: int, leaves: int, level: int) -> Any:
 
 
 def the_same(passes: list[Any], pairs: int) -> Any:
-    """What all passes over the columns have found."""
+    """Return what all passes over the columns have found."""
     assert all(found == passes[0] for found in passes)
     return passes[0]
 
@@ -430,12 +430,12 @@ class Left(list[tuple[Any, Any]]):
 
 
 def keys_of(begin: int, end: int) -> TileRange:
-    """All of which every row sees."""
+    """Return keys, all of which every row sees."""
     return TileRange(*[Int32(leaf) for leaf in (begin, end, begin, end)], Int32(0))
 
 
 def attend(tree: HostTree, part: RangeTile) -> Any:
-    """What a CTA does with a part; the line's root, if it gets that far."""
+    """Do what a CTA does with a part; return the line's root, if it gets that far."""
     node, state, leaves = HostNode(), tree.state, host(part.leaves)
     state.lanes.own.lane = 0
 
@@ -477,8 +477,8 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     addresses = (1 << 20, 1 << 30, Int64(0), Int64(1 << 40))
     # Narrow nodes with levels in shared memory, or wide ones with the first level in registers.
     sizes = random.choice(((shared_levels(rows, 128), rows, 128), (1, LATENT_FEW_ROWS, 512, HostNode())))
-    levels = spilled_levels(1, leaves, sizes[0])  # of requests of as many keys
-    geometry = device_tuple(DecodeGeometry, slots=slots, spilled_levels=levels)
+    levels = far_levels(1, leaves, sizes[0])  # of requests of as many keys
+    geometry = device_tuple(DecodeGeometry, slots=slots, far_levels=levels)
     tree = HostTree(*addresses, geometry, *sizes)
     blocks = -(-leaves >> shift)
     cuts = sorted(random.sample(range(1, blocks), random.randint(0, min(blocks - 1, 12)))) if blocks > 1 else []

@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64, Uint32
-from lane_threads import SchedulingWarp, host
+from helpers.lane_threads import SchedulingWarp, host
 
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.launch import Addresses, Geometry
@@ -45,7 +45,7 @@ class Memory:
         self.arrays: dict[int, list[int]] = {}
 
     def put(self, values: list[int]) -> Int64:
-        """The address of ``values``, which the device reads as signed, whatever they were on the host."""
+        """Return the address of ``values``, which the device reads as signed, whatever they were on the host."""
         address = 4096 * (len(self.arrays) + 1)
         self.arrays[address] = [(value + 2**31) % 2**32 - 2**31 for value in values]
         return Int64(address)
@@ -160,8 +160,8 @@ class Requests:
         return TileSchedule(g, a, IntervalMask(self.kind, Int32(32 if self.kind is MaskKind.CHUNKED else 0)), 64, shape)
 
     def listed(self) -> list[tuple[int, int, int]]:
-        """(request, first head, first row) of every tile. Requests one after the other, and sections of a request's
-        heads; later tiles, which see more keys, come first; the heads of a section run side by side."""
+        """Return (request, first head, first row) of every tile. Requests one after the other, and sections of a
+        request's heads; later tiles, which see more keys, come first; the heads of a section run side by side."""
         section = self.section or self.heads
         return [
             (index, first + head, row)
@@ -183,7 +183,7 @@ def published(
     monkeypatch: pytest.MonkeyPatch,
     kind: type[TileSchedule] = TileSchedule,
 ) -> list[tuple[Any, ...]]:
-    """What the warp of a CTA does whose places in the list are these: its own number, and then by ticket."""
+    """Return what the warp of a CTA does whose places in the list are these: its own number, and then by ticket."""
     warp, first = SchedulingWarp([place - GRID for place in places[1:]]), Int32(places[0])
 
     class Told(kind):  # type: ignore[misc, valid-type]
@@ -220,7 +220,7 @@ def published(
     ids=range(8),
 )
 def test_the_list_of_tiles(requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tile once, in the order of the list."""
+    """Every tile comes once, in the order of the list."""
     listed = requests.listed()
     found = {}
     for cta in range(ctas):

@@ -27,7 +27,7 @@ OPERANDS = {
 def problem(
     dims: tuple[int, int], dtypes: tuple[torch.dtype, ...], page_size: int | None, mask: Mask, q_len: int
 ) -> AttentionProblem:
-    """Four heads that share one of K and V. Only shapes and types count."""
+    """Make a problem of four heads that share one of K and V. Only shapes and types count."""
     query, cache, out = dtypes
     rows = page_size or 1000
     key, value = (torch.empty(2, 1, rows, dim, device="meta", dtype=cache) for dim in dims)

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from covering import covering_blackwell_configs
-from kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
+from helpers.covering import covering_blackwell_configs
+from helpers.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
 from hopwell.kernels import sm100_config
 from hopwell.kernels.config import DTYPES, KvFetch, kv_fetch
@@ -120,7 +120,7 @@ class TestKvFetch:
 class TestResources:
     @pytest.mark.parametrize("dims", TILES, ids=str)
     def test_tensor_memory(self, dims: tuple[int, int]) -> None:
-        """S of both query tiles, then O of both: 512 columns."""
+        """S of both query tiles comes first, then O of both: 512 columns."""
         c = config(dims)
         assert c.s_column == 0
         assert c.o_column == 2 * c.tile.n

@@ -11,11 +11,11 @@ import random
 from typing import Any
 
 import cutlass.cute as cute
-import host_math
 import numpy as np
 import pytest
 from cutlass import Float32, Int32
-from host_math import INF, Fragment, Registers, number
+from helpers import host_math
+from helpers.host_math import INF, Fragment, Registers, number
 
 from hopwell.kernels.parts import skip as skip_module
 from hopwell.kernels.parts import softmax as softmax_module
@@ -63,7 +63,7 @@ def packed_softmax(scale: float, polynomial_eighths: int = 3) -> PackedSoftmax:
 
 
 def scores(*, tiles: int = 5, spread: float = 20.0, seed: int = 0) -> list[list[list[float]]]:
-    """Tiles of rows of raw scores."""
+    """Draw tiles of rows of raw scores."""
     draw = random.Random(seed)
     return [[[draw.gauss(0, spread) for _ in range(TILE)] for _ in range(ROWS)] for _ in range(tiles)]
 
@@ -306,7 +306,7 @@ def score_map(kind: ScoreKind, scale: float = 0.25, cap: float = 30.0, heads: in
 
 
 def paper_slopes(heads: int) -> list[float]:
-    """Slopes computed like Press et al. do in the code of "Train Short, Test Long"."""
+    """Return slopes computed like Press et al. do in the code of "Train Short, Test Long"."""
     power = 2 ** math.floor(math.log2(heads))
     first = 2 ** (-(2 ** -(math.log2(power) - 3)))
     slopes = [first ** (i + 1) for i in range(power)]

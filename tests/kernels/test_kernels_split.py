@@ -13,7 +13,7 @@ import cutlass
 import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64
-from lane_threads import SchedulingWarp, device_tuple, host
+from helpers.lane_threads import SchedulingWarp, device_tuple, host
 from test_kernels_mask import Scores
 from test_kernels_scheduler import Memory
 
@@ -179,7 +179,7 @@ class TestSpan:
 
 
 def units_of(requests: Requests, schedule: SplitSchedule) -> Iterator[tuple[int, int, int, int]]:
-    """(request, chunk, KV head, row tile) in the order of the list."""
+    """Return (request, chunk, KV head, row tile) in the order of the list."""
     for index in range(len(requests.q_lens)):
         places = itertools.product(range(requests.kv_heads), range(requests.row_tiles))
         yield from (
@@ -203,7 +203,7 @@ def published(schedule: SplitSchedule, tickets: list[int], monkeypatch: pytest.M
 
 
 def counted_pieces(schedule: SplitSchedule, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many pieces there are, as every lane counts them."""
+    """Say how many pieces there are, as every lane counts them."""
     warp, counts = SchedulingWarp([]), []
     with monkeypatch.context() as patches:
         use(warp, patches)
@@ -233,7 +233,7 @@ BATCHES = [
 @pytest.mark.parametrize("requests", BATCHES, ids=range(len(BATCHES)))
 @pytest.mark.parametrize("ctas", [1, 3])
 def test_units_and_pieces(requests: Requests, ctas: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every unit once, in the order of the list; pieces are numbered in that order, without gaps."""
+    """Every unit comes once, in the order of the list; pieces are numbered in that order, without gaps."""
     schedule = requests.schedule(memory)
     listed = list(units_of(requests, schedule))
     total = len(listed)
@@ -316,7 +316,7 @@ class TestSlots:
 
     @pytest.fixture
     def generations(self, monkeypatch: pytest.MonkeyPatch) -> dict[int, int]:
-        """Generations of the slots."""
+        """Return the generations of the slots."""
         found = dict.fromkeys(range(self.SLOTS), 2)
         first = 4 * (TICKETS + GENERATION * self.SLOTS)
 

@@ -26,12 +26,12 @@ from hopwell.kernels.splitting import (
     UNDER_WAY,
     chunk_tokens,
     counter_ints,
+    far_levels,
     node_bytes,
     node_slots,
     scratch_bytes,
     slot_bytes,
     slot_count,
-    spilled_levels,
 )
 
 CAPACITIES = (0, 1, 511, 512, 513, 5000, 255 * 512, 255 * 512 + 1, 256 * 512, 256 * 512 + 1, 1 << 20, 2**31 - 1)
@@ -74,8 +74,8 @@ def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("rows", [1, 16, 64, 128, 256, 1000, 128 * 300])
 def test_the_ring_holds_more_than_one_latent_request(rows: int, capacity: int) -> None:
-    """Which has the row tiles of the one with the most rows, and as many chunks as its own rows, one tile or none, let
-    it have."""
+    """A request has the row tiles of the one with the most rows, and as many chunks as its own rows, one tile or none,
+    let it have."""
     chunks = min(-(-capacity // chunk_tokens(512, latent=True)), LATENT_UNITS)
     slots = slot_count(rows, 1, 512, capacity, 132, latent=True)
     assert slots >= chunks * -(-rows // ROWS) + LATENT_UNDER_WAY * 132
@@ -113,12 +113,12 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
     for config, kv_heads, tiles, sms in itertools.product(configs.values(), (1, 8), (1, 2, 17), (4, 188)):
         rows, columns, latent = config.rows * tiles, config.head_dim_v, config.family is Family.MLA
         slots = node_slots(config.rows, kv_heads * tiles, columns, sms * config.ctas_per_sm, config.kv_bytes)
-        levels = spilled_levels(config.chunk_tokens, capacity, config.near_levels) * sms * config.ctas_per_sm
+        levels = far_levels(config.chunk_tokens, capacity, config.near_levels) * sms * config.ctas_per_sm
         found = scratch_bytes(rows, kv_heads, columns, capacity, sms, latent, tiled=True)
         assert found >= (slots + levels) * node_bytes(config.rows, columns) + ALIGNMENT
 
 
 def test_counters() -> None:
-    """A generation, and what is there of a group and of a request, for each slot."""
+    """Each slot has a generation, and says what is there of a group and of a request."""
     assert counter_ints(0) == TICKETS
     assert counter_ints(100) - counter_ints(99) == SLOT_COUNTERS

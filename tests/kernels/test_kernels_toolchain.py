@@ -23,7 +23,7 @@ from typing import Any
 
 import platformdirs
 import pytest
-from fake_dsl import Compiler
+from helpers.fake_dsl import Compiler
 
 from hopwell.kernels import compile_ahead, toolchain
 from hopwell.kernels.families import shipped_configs
@@ -49,7 +49,7 @@ SOURCES = pathlib.Path(toolchain.__file__).parent
 
 @pytest.fixture(autouse=True)
 def compiler(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
-    """A compiler of our own and an empty cache."""
+    """Provide a compiler of our own and an empty cache."""
     fake = Compiler(tmp_path / "record")
     fake.install(monkeypatch)
     monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / "cache"))

@@ -27,7 +27,7 @@ def page_shape(layout, heads, page_size, dim):
 
 
 def dense_offset(layout, heads, page_size, dim, head, token, d):
-    """Elements from the start of a dense page."""
+    """Count the elements from the start of a dense page."""
     if layout == "HND":
         return (head * page_size + token) * dim + d
     return (token * heads + head) * dim + d

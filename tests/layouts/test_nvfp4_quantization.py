@@ -121,7 +121,7 @@ def test_zero_tiny_and_broken_blocks():
     st.floats(2.0**-10, 2.0**10, width=32),
 )
 def test_dequantize(data, scales, global_scale):
-    """Any bytes, not just those that quantizing yields: scale factors may even be negative."""
+    """Any bytes can be read, not just those that quantizing yields: scale factors may even be negative."""
     values = dequantize_nvfp4(
         torch.tensor(data, dtype=torch.uint8),
         torch.tensor(scales, dtype=torch.uint8).view(torch.float8_e4m3fn),
@@ -180,7 +180,7 @@ def test_output(tokens, heads, dim, o_sf_scale):
 
 
 def test_output_start_index():
-    """Two outputs in one scale buffer, the second behind the first."""
+    """Two outputs lie in one scale buffer, the second behind the first."""
     x = normal(3, 2, 32)
     data, scales = quantize_nvfp4_output(torch.cat((normal(6, 2, 32, seed=1), x)), 1.5)
     values = dequantize_nvfp4_output(data[6:], scales, 1.5, scale_start_index=6)

@@ -16,7 +16,7 @@ from hopwell.layouts import (
 
 
 def byte(m, n, columns):
-    """The documented formula, in integers."""
+    """Apply the documented formula, in integers."""
     return ((m // 128) * (columns // 4) + n // 4) * 512 + (m % 32) * 16 + ((m % 128) // 32) * 4 + n % 4
 
 

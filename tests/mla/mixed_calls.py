@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import entry_calls
 import test_decode_nvfp4
 import test_mla_bytes
 import torch
-from batches import Batch
-from decode_batches import NVFP4, DecodeBatch
-from mla_batches import MlaBatch
+from helpers import entry_calls
+from helpers.batches import Batch
+from helpers.decode_batches import NVFP4, DecodeBatch
+from helpers.mla_batches import MlaBatch
 from test_decode_entry import xqa
 from test_mla_entry import mla
 
@@ -61,5 +61,5 @@ def mixed_calls(device: str) -> list[Call]:
 
 
 def bits(result: torch.Tensor) -> torch.Tensor:
-    """A result to compare, also where it is NaN."""
+    """Return a result to compare, also where it is NaN."""
     return result.view(torch.uint8)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import LN_2, same, starts
-from byte_batches import E4M3, ByteMlaBatch
-from mla_batches import listing
-from mla_cases import BOTH_ROWS, DIMS, FEW, GAPS, MANY, Case, check_case, check_counts, check_gaps
+from helpers.batches import LN_2, same, starts
+from helpers.byte_batches import E4M3, ByteMlaBatch
+from helpers.mla_batches import listing
+from helpers.mla_cases import BOTH_ROWS, DIMS, FEW, GAPS, MANY, Case, check_case, check_counts, check_gaps
 from test_mla_clients import call
 from test_mla_entry import TOP_K, mla
 from test_mla_parts import Buffers
@@ -34,14 +34,14 @@ def batch(device: str, q_len: int = 1, top_k: int = 0, kv_lens: list[int] = KV_L
 
 
 def bytes_of(data: ByteMlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
-    """The entry's output for queries of 8 bits."""
+    """Return the entry's output for queries of 8 bits."""
     q_len = data.q_lens[0]
     query = problem.query.view(data.size, q_len, data.heads, data.head_dim)
     return mla(data, problem, **dict(query=query) | more)
 
 
 def test_kernels_multiply_bytes() -> None:
-    """What the other tests of this file rely on."""
+    """The other tests of this file rely on it."""
     assert takes_bytes("sm_90a")
     assert not takes_bytes("sm_120a")
     for heads, rows in ((FEW, LATENT_FEW_ROWS), (MANY, ROWS)):
@@ -155,7 +155,7 @@ def test_masks_are_exact(heads: int, device: str) -> None:
 
 @BOTH_ROWS
 def test_all_at_once(heads: int, device: str) -> None:
-    """Ragged new tokens, more of them than keys, sinks and the log-sum-exp; with scales on the device on a GPU."""
+    """Ragged new tokens, more of them than keys, meet sinks and the log-sum-exp; with scales on the device on a GPU."""
     sizes = [3, 0, 1, 2, 3], [1, 40, 0, 130, 700]
     if device == "cuda":
         check_case(Case(*sizes, heads=heads, ragged=True, tensor_scales=True, dtype="e4m3"), 16)
@@ -197,8 +197,9 @@ def along_last_column(data: ByteMlaBatch, logits: torch.Tensor) -> ByteMlaBatch:
 @FULL_TILES
 @pytest.mark.parametrize("place", [3, 600, 1099])
 def test_tails_keep_their_weight(place: int, heads: int, device: str) -> None:
-    """A key of 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other tiles,
-    be these visited before or after. Relative to the largest weight of all, e4m3 would round every one of them to 0."""
+    """One key has 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other
+    tiles, be these visited before or after. Relative to the largest weight of all, e4m3 would round every one of them
+    to 0."""
     keys = 1100
     token = torch.arange(keys, device=device)
     data = along_last_column(batch(device, kv_lens=[keys], heads=heads), token == place)

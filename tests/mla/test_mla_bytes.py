@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from batches import starts
-from byte_batches import E4M3
-from mla_batches import MlaBatch, PackedBatch, listing
-from mla_cases import FEW, MANY
+from helpers.batches import starts
+from helpers.byte_batches import E4M3
+from helpers.mla_batches import MlaBatch, PackedBatch, listing
+from helpers.mla_cases import FEW, MANY
 from test_mla_entry import KINDS, TOP_K, arguments, mla, refused
 
 import hopwell

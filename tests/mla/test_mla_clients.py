@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import starts
-from entry_calls import repeated
-from mla_batches import MlaBatch, listing
+from helpers.batches import starts
+from helpers.entry_calls import repeated
+from helpers.mla_batches import MlaBatch, listing
 from test_mla_bytes import PackedBatch
 
 from hopwell import decode
@@ -48,7 +48,7 @@ def even(data: MlaBatch) -> torch.Tensor:
 
 @pytest.mark.parametrize("heads", [8, 40])
 def test_vllm_and_sglang(heads: int, device: str) -> None:
-    """Either engine's arguments. The log-sum-exp has base 2, or the one that is asked for."""
+    """Either engine's arguments are taken. The log-sum-exp has base 2, or the one that is asked for."""
     data = batch(device, [1] * 4, heads=heads)
     problem, expected = data.decode(64), data.expected_mla()
     options: dict[str, Any] = dict(query=even(data), skip_softmax_threshold_scale_factor=None, enable_dcp=False)

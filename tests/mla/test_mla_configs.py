@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 
 import pytest
-from mla_cases import Case, check_case, heads_of
-from sanitizer import TOOLS, check_sanitized
+from helpers.mla_cases import Case, check_case, heads_of
+from helpers.sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
 from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS

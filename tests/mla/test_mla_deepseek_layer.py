@@ -6,10 +6,10 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 
-import deepseek_layer
 import pytest
 import torch
-from deepseek_layer import LatentAttention, LatentCache, Sizes, generate
+from helpers import deepseek_layer
+from helpers.deepseek_layer import LatentAttention, LatentCache, Sizes, generate
 
 from hopwell import layouts
 
@@ -31,7 +31,7 @@ class RecordedLayer(LatentAttention):
 
 
 def latent_rows(cache: LatentCache, request: int) -> torch.Tensor:
-    """The values [tokens, 576] that the cache has of a request, in float32."""
+    """Return the values [tokens, 576] that the cache has of a request, in float32."""
     position = torch.arange(int(cache.seq_lens[request]), device=cache.pool.device)
     rows = cache.pool.view(-1, cache.pool.shape[-1])[cache.slots(torch.full_like(position, request), position).long()]
     if cache.kind == "fp8_ds_mla":
@@ -40,8 +40,8 @@ def latent_rows(cache: LatentCache, request: int) -> torch.Tensor:
 
 
 def unabsorbed(layer: LatentAttention, hidden: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """The outputs of the last tokens of a request [tokens, hidden], with every head's keys and values, made of the
-    cache's ``rows``. ``seen`` [tokens, keys] says which of them count."""
+    """Return the outputs of the last tokens of a request [tokens, hidden], with every head's keys and values, made of
+    the cache's ``rows``. ``seen`` [tokens, keys] says which of them count."""
     s, new = layer.sizes, len(seen)
     position = torch.arange(len(hidden), device=hidden.device)
     latent, k_rope = rows.to(hidden.dtype).split([s.kv_lora, s.rope], -1)
@@ -55,7 +55,7 @@ def unabsorbed(layer: LatentAttention, hidden: torch.Tensor, rows: torch.Tensor,
 
 
 def visible(layer: RecordedLayer, request: int, new: int, total: int, q_len: int) -> torch.Tensor:
-    """[new, total]: the keys in front of each new token and its own, or those of them that were chosen."""
+    """Return [new, total]: the keys in front of each new token and its own, or those of them that were chosen."""
     device = layer.project.device
     causal = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
     if not layer.sizes.top_k:

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from entry_calls import repeated
-from mla_batches import MlaBatch, listing
-from mla_cases import ARCH, BOTH_ROWS, FEW, MANY
+from helpers.entry_calls import repeated
+from helpers.mla_batches import MlaBatch, listing
+from helpers.mla_cases import ARCH, BOTH_ROWS, FEW, MANY
 
 import hopwell
 from hopwell.kernels.mla_config import resolve_mla
@@ -82,7 +82,7 @@ def test_index_types(heads: int, top_k: int, device: str) -> None:
 @BOTH_ROWS
 @pytest.mark.parametrize("q_len", [1, 2, 3])
 def test_heads_of_both_kernels(q_len: int, heads: int, top_k: int) -> None:
-    """What tests with few rows and with many rely on."""
+    """Tests with few rows and with many rely on these numbers of heads."""
     rows = resolve_mla(batch("cpu", q_len, top_k, heads=heads).decode(64), ARCH).rows
     assert rows == (LATENT_FEW_ROWS if heads == FEW else ROWS)
 
@@ -175,7 +175,7 @@ def test_inputs_of_other_strides(heads: int, top_k: int, device: str) -> None:
 
 @KINDS
 def test_scales_and_sinks(top_k: int, device: str) -> None:
-    """Scales as floats and as tensors, sinks as a tensor and as a list of one."""
+    """Scales come as floats and as tensors, sinks as a tensor and as a list of one."""
     data = batch(device, 2, top_k)
     problem = data.decode(64)
     sinks = torch.randn(data.heads, generator=torch.Generator().manual_seed(1)).to(device)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from byte_batches import E4M3, TILE, ByteMlaBatch, attention_by_tiles
-from mla_batches import MlaBatch, PackedBatch
+from helpers.byte_batches import E4M3, TILE, ByteMlaBatch, attention_by_tiles
+from helpers.mla_batches import MlaBatch, PackedBatch
 from test_mla_bytes import batch
 from test_mla_entry import mla
 
@@ -23,7 +23,7 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def flashmla_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Keys [tokens, 576] as its sparse kernel widens rows of 656 bytes: scales are rounded to bfloat16 first."""
+    """Return keys [tokens, 576] as its sparse kernel widens rows of 656 bytes: scales are rounded to bfloat16 first."""
     assert rows.shape[1] == FP8_DS_MLA_BYTES
     latent, scales, rotary = rows.split([LATENT, LATENT // SCALE_COLUMNS * 4, FP8_DS_MLA_BYTES - LATENT - 16], 1)
     scales = scales.contiguous().view(torch.float32).bfloat16().float().repeat_interleave(SCALE_COLUMNS, 1)
@@ -32,7 +32,7 @@ def flashmla_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def modelled(data: MlaBatch, request: int) -> torch.Tensor:
-    """[heads, 512] of a request with one new token."""
+    """Return [heads, 512] of a request with one new token."""
     q = data.q[request]
     if isinstance(data, PackedBatch):
         keys = flashmla_rows(data.rows[request][:, 0])
@@ -72,13 +72,14 @@ def test_error_of_long_requests(kind: str, heads: int) -> None:
 
 
 def over_allowed(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Errors over what FlashInfer's test of sparse attention allows."""
+    """Divide errors by what FlashInfer's test of sparse attention allows."""
     return (out - exact).abs() / (8e-4 + 2e-2 * exact.abs())
 
 
 def test_outliers_of_short_lists_are_of_rounded_weights() -> None:
-    """A model of what the kernels round, in the sizes and values of FlashInfer's test: lists of 128 tokens. Neither
-    float16 pieces nor the output come near what is allowed; weights do, less often where tiles have own references."""
+    """A model of what the kernels round is tried in the sizes and values of FlashInfer's test: lists of 128 tokens.
+    Neither float16 pieces nor the output come near what is allowed; weights do, less often where tiles have own
+    references."""
     generator = torch.Generator().manual_seed(1)
     errors: dict[str, list[torch.Tensor]] = {"output": [], "pieces": [], "weights": [], "weights of own references": []}
     for _ in range(16):

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from batches import same, starts
-from concurrent_launches import check_threads, check_two_branches
-from mla_batches import MlaBatch, listing
-from mla_cases import BOTH_ROWS
+from helpers.batches import same, starts
+from helpers.concurrent_launches import check_threads, check_two_branches
+from helpers.mla_batches import MlaBatch, listing
+from helpers.mla_cases import BOTH_ROWS
+from helpers.replays import check_replays
 
 import hopwell
 from hopwell.kernels import Plan, execute
@@ -122,7 +123,7 @@ def test_entries_that_do_not_count_are_not_followed(heads: int, top_k: int) -> N
 @BOTH_ROWS
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_strides(page_size: int, heads: int, top_k: int) -> None:
-    """Queries, cache and output between rows of others."""
+    """Queries, cache and output lie between rows of others."""
     data = batch(top_k, heads=heads)
     problem = data.decode(page_size)
     want = execute(problem)
@@ -162,7 +163,7 @@ def frees_memory() -> Iterator[None]:
 @pytest.mark.usefixtures("frees_memory")
 @pytest.mark.parametrize("page_size", [4, 16, 64])
 def test_pools_beyond_32_bit_offsets(page_size: int, heads: int, top_k: int) -> None:
-    """Pages past 2^31 elements, with every way to fetch them."""
+    """Pages lie past 2^31 elements, with every way to fetch them."""
     problem = batch(top_k, heads=heads).decode(page_size)
     pages, *rest = problem.key.shape
     shift = 2**31 // problem.key[0].numel() + 1
@@ -221,20 +222,8 @@ class Buffers:
         return hopwell.trtllm_batch_decode_with_kv_cache_mla(**self.arguments)
 
     def check_replays(self, batches: Iterable[MlaBatch]) -> None:
-        """One graph serves all batches: it gives what is expected, and the bits of a call of its own each time."""
-        self.call()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.call()
-        for data in batches:
-            self.fill(data)
-            for _ in range(3):
-                self.arguments["out"].fill_(7)
-                graph.replay()
-            replayed = self.arguments["out"].clone()
-            data.expected_mla().check(replayed.flatten(0, 1))
-            assert torch.equal(self.call(), replayed)
+        out = self.arguments["out"]
+        check_replays(self.call, out, batches, self.fill, lambda data, o: data.expected_mla().check(o.flatten(0, 1)))
 
 
 @KINDS
@@ -298,7 +287,7 @@ def test_streams_and_threads_do_not_disturb_each_other(heads: int, top_k: int) -
 @KINDS
 @BOTH_ROWS
 def test_programmatic_launch_does_not_change_results(heads: int, top_k: int) -> None:
-    """A chain of launches, each with what the one before wrote in its queries, all with one scratch."""
+    """In a chain of launches each has what the one before wrote in its queries, and all have one scratch."""
     data = batch(top_k, heads=heads)
     results = []
     for programmatic in (False, True):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from mla_batches import MlaBatch, listing
-from mla_cases import (
+from helpers.mla_batches import MlaBatch, listing
+from helpers.mla_cases import (
     BOTH_ROWS,
     DIMS,
     GAPS,
@@ -156,7 +156,7 @@ def test_one_gap_anywhere(heads: int) -> None:
 @pytest.mark.parametrize("top_k", [128, 2048])
 @pytest.mark.parametrize("size", [1, 16, 128])
 def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, heads: int) -> None:
-    """The sizes, values and tolerances that other implementations of the same function are tested with."""
+    """The sizes, values and tolerances are those that other implementations of the same function are tested with."""
     kv_lens = [4096] * size
     lists = [listing("distinct", q_len, 4096, top_k, seed) for seed in range(size)]
     data = MlaBatch([q_len] * size, kv_lens, heads, lists=lists)

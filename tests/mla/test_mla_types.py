@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from batches import starts
-from byte_batches import E4M3, ByteMlaBatch
-from entry_calls import repeated
-from mla_batches import MlaBatch, PackedBatch, listing
-from mla_cases import DIMS, FEW, MANY, SPARSE_DIMS
+from helpers.batches import starts
+from helpers.byte_batches import E4M3, ByteMlaBatch
+from helpers.entry_calls import repeated
+from helpers.mla_batches import MlaBatch, PackedBatch, listing
+from helpers.mla_cases import DIMS, FEW, MANY, SPARSE_DIMS
 from test_mla_entry import TOP_K
 
 import hopwell

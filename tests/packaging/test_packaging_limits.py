@@ -37,7 +37,7 @@ def parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
 
 
 def beyond(folder: pathlib.Path) -> list[str]:
-    """What is too long, or has too many parameters, in a folder and all below it."""
+    """List what is too long, or has too many parameters, in a folder and all below it."""
     found = []
     for file in sorted(file for file in folder.rglob("*") if file.suffix in SOURCES):
         lines = len(file.read_text().splitlines())

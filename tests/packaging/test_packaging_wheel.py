@@ -52,7 +52,7 @@ print(json.dumps(dict(
 
 
 def sources() -> dict[str, Path]:
-    """Every file that belongs in the wheel, by its name there."""
+    """Return every file that belongs in the wheel, by its name there."""
     return {
         f"{place}/{path.relative_to(ROOT / folder).as_posix()}": path
         for folder, place in FOLDERS.items()
@@ -69,7 +69,7 @@ def run(*command: object, **options: Any) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built of a copy of the sources, because building writes beside them; once for all test processes."""
+    """Build a wheel of a copy of the sources, because building writes beside them; once for all test processes."""
     shared = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
         shared = shared.parent

@@ -9,14 +9,14 @@ import re
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
-FOLDERS = ("api", "emulator", "kernels", "layouts", "perf", "tests")
+FOLDERS = ("api", "docs", "emulator", "examples", "kernels", "layouts", "perf", "tests")
 FRAGMENT = re.compile(r"(Of|The same|Those|That of|As for|Likewise|By|Also|And|Or)\b|As :\w+:|As (above|in)\b")
 # What begins with one of these is a sentence where more than the circumstance follows.
 CIRCUMSTANCE = re.compile(r"(In|On|With|Without|For|To|As)\b[^,:;]*$")
 
 
 def fragments(file: pathlib.Path) -> list[str]:
-    """Openings of the docstrings of ``file`` that begin as fragments do."""
+    """Return the openings of the docstrings of ``file`` that begin as fragments do."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, kinds)]
     texts = [" ".join((ast.get_docstring(node) or "").split()) for node in nodes]

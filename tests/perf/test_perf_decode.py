@@ -100,7 +100,7 @@ def test_masks_are_causal(q_len: int) -> None:
 
 
 def attention(t: DecodeTensors, request: int, hidden: int = 0, causal: bool = True) -> torch.Tensor:
-    """A request's output with the first keys ``hidden``."""
+    """Return a request's output with the first keys ``hidden``."""
     work, length = t.work, t.work.kv_lens[request]
     q = t.q.view(work.batch, work.q_len, work.heads, -1)[request].transpose(0, 1).double()
     k, v = (tokens.split(work.kv_lens)[request].transpose(0, 1).double() for tokens in (t.k, t.v))

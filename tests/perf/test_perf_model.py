@@ -173,7 +173,8 @@ def test_a_step_is_as_long_as_its_busiest_unit() -> None:
 
 
 def test_prediction() -> None:
-    """Three work tiles of 8 steps on two SMs: one SM has two, and nothing else happens for half of the other's time."""
+    """Three work tiles have 8 steps each, on two SMs: one SM has two, and nothing else happens for half of the other's
+    time."""
     rates = replace(B200, sms=2, launch=1000)
     steady, masked = Step({"MMA": 2048.0}), Step({"MMA": 3072.0})
     kernel = KernelModel(steady, masked, mma=2048.0, drain=100.0, q_wait=10.0, store=1.0, keys=128)

@@ -91,7 +91,7 @@ COPIES = Family(
 
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The family above, and a card on which every call takes 2 ms."""
+    """Provide the family above, and a card on which every call takes 2 ms."""
     monkeypatch.setattr(command, "_families", lambda: (COPIES,))
     for name, amount in (("multiply", 8e6), ("read", 4e5)):
         monkeypatch.setitem(CEILINGS, name, Ceiling(lambda t: lambda: None, amount))
@@ -300,7 +300,7 @@ def figures(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def legend(figure: Any) -> set[str]:
-    """What the one legend says, which hides no axes."""
+    """Return what the one legend says, which hides no axes."""
     [found] = figure.legends
     for axes in figure.axes:
         assert axes.get_legend() is None
@@ -326,7 +326,7 @@ def test_families_measure_what_may_decide(family: Family, ceilings: list[str]) -
 
 
 def test_demand_of_prefill() -> None:
-    """4 new tokens of 6, 8 heads of 16 and 8 numbers, 2 of keys and values."""
+    """There are 4 new tokens of 6, 8 heads of 16 and 8 numbers, and 2 of keys and values."""
     case = Prefill("", "", (4,), (6,), 8, 2, 16, 8, causal=False)
     queries = 2 * 4 * 8 * (16 + 8)
     assert case.demand == {MATMUL: 2 * 8 * (16 + 8) * 4 * 6, READ: queries + 2 * 6 * 2 * (16 + 8)}
@@ -428,7 +428,7 @@ def test_warm_calls_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def numbers_to_add() -> dict[str, Any]:
-    """What a process of its own finds in this module."""
+    """Return what a process of its own finds in this module."""
     return {"add": lambda: torch.ones(4) + 1, "fail": missing}
 
 

@@ -82,7 +82,7 @@ def test_the_loop_that_masks_least_is_read() -> None:
 
 
 def test_units_of_a_step() -> None:
-    """Eight warps: products of 64 x 4096 FLOP, 32 exponentials of a lane and so on."""
+    """Eight warps have products of 64 x 4096 FLOP, 32 exponentials of a lane and so on."""
     does = LoopWork({PLAIN_16: 64 * 4096}, {MUFU: 32, ALU: 64}, 64 * 512, 400)
     units = predict(does, Shape(8, 32768), PRO).step.units
     assert units[MMA] == 8 * 64 * 4096 / 1024
@@ -146,7 +146,7 @@ def test_warps_that_convert_count_beside_those_that_multiply() -> None:
 
 
 def test_loops_know_their_keys_and_bytes() -> None:
-    """A step of 64 keys of 576 and 512 columns, 16 rows and four warps; and one of prefill."""
+    """The steps are one of 64 keys of 576 and 512 columns, 16 rows and four warps, and one of prefill."""
     latent, first = warp_report.mla("MLA"), warp_report.prefill("prefill", (128, 128))
     does = LoopWork({PLAIN_16: 2 * 16 * 64 * (576 + 512) // 4}, {}, 0, 1)
     assert (latent.keys(does), latent.key_bytes, latent.streams) == (64, 1152, True)
@@ -158,7 +158,7 @@ def test_loops_know_their_keys_and_bytes() -> None:
 
 
 def test_what_stays_unhidden_counts_on_every_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step of 2048 cycles there, and of 4096 on a card of half of the rate; a quarter of the time is unexplained."""
+    """A step takes 2048 cycles there, and 4096 on a card of half of the rate; a quarter of the time is unexplained."""
     does = LoopWork({PLAIN_16: 4096 * 128}, {}, 0, 1)
     monkeypatch.setattr(warp_report, "work_of", lambda loop: does)
     one = warp_report.prefill("prefill", (128, 128))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, starts, window
-from low_precision import check_bits_of_16_bits
+from helpers.batches import CAUSAL, FULL, Batch, chunked, starts, window
+from helpers.low_precision import check_bits_of_16_bits
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.config import KvType
@@ -37,8 +37,8 @@ EMULATED = [
 
 
 def batch(dims: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Batch:
-    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries. K and V are values
-    that e4m3 has."""
+    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries. K and V are
+    values that e4m3 has."""
     lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4]) | changes
     data = Batch(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], device=device, dtype=dtype, **lengths)
     for tensors in (data.k, data.v):
@@ -47,7 +47,7 @@ def batch(dims: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat1
 
 
 def quantised(problem: AttentionProblem) -> AttentionProblem:
-    """The problem with K and V in 8 bits. What was NaN still is."""
+    """Return the problem with K and V in 8 bits. What was NaN still is."""
     return replace(problem, key=problem.key.to(FP8), value=problem.value.to(FP8))
 
 
@@ -82,7 +82,7 @@ def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
 
 @pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
 def test_context_entry(device: str, few: bool) -> None:
-    """Every element value, sinks, separate page strides; heads share tiles where queries are few."""
+    """There are every element value, sinks, and separate page strides; heads share tiles where queries are few."""
     changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
     data = batch((128, 128), device, **changes)
     values = torch.arange(256, dtype=torch.uint8, device=device).view(FP8).to(data.dtype)

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, starts, window
-from entry_calls import KV_LENS, Q_LENS, context, cudnn, elements
+from helpers.batches import CAUSAL, FULL, Batch, starts, window
+from helpers.entry_calls import KV_LENS, Q_LENS, context, cudnn, elements
 from test_prefill_fp8 import BF16, FP8, ByteBatch
 
 
 def padded(data: Batch, dtype: torch.dtype) -> torch.Tensor:
-    """An output with rows for more tokens, as full graphs have them."""
+    """Allocate an output with rows for more tokens, as full graphs have them."""
     return torch.full((data.tokens + 6, data.heads, data.head_dim), 7.0, dtype=BF16, device=data.device).to(dtype)
 
 
@@ -46,7 +46,8 @@ def test_vllm_context(out_dtype: torch.dtype | None, device: str) -> None:
 
 @pytest.mark.parametrize("left", [-1, 40])
 def test_sglang_context(left: int, device: str) -> None:
-    """Its default on Blackwell: NHD pools seen as HND, sinks or none, and what other kernels would need by name."""
+    """Its default on Blackwell is taken: NHD pools seen as HND, sinks or none, and what other kernels would need by
+    name."""
     data = Batch(Q_LENS, KV_LENS, 4, 2, device=device)
     key, value, table = data.pages(16)
     pair = tuple(pool.transpose(1, 2).contiguous().transpose(1, 2) for pool in (key, value))

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, check_statistics, starts
-from concurrent_launches import check_jobs, check_threads, check_two_branches
-from entry_calls import context_arguments, cudnn_arguments, elements, fmha_v2_arguments
+from helpers.batches import CAUSAL, FULL, Batch, check_statistics, starts
+from helpers.concurrent_launches import check_jobs, check_threads, check_two_branches
+from helpers.entry_calls import context_arguments, cudnn_arguments, elements, fmha_v2_arguments
 from torch.utils._pytree import tree_leaves
 
 import hopwell
@@ -31,14 +31,14 @@ BOUNDS = dict(max_q_len=300, max_kv_len=960)
 
 
 def room(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """The tensor at the beginning of a longer one, with NaN behind it."""
+    """Return the tensor at the beginning of a longer one, with NaN behind it."""
     longer = tensor.new_full((size, *tensor.shape[1:]), math.nan)
     longer[: tensor.shape[0]] = tensor
     return longer
 
 
 def paged(data: Batch, order: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """K and V pages and their table."""
+    """Return K and V pages and their table."""
     key, value, table = data.pages(16, order=order)
     return room(key, PAGES), room(value, PAGES), torch.nn.functional.pad(table, (0, WIDTH - table.shape[1]), value=-1)
 
@@ -102,7 +102,7 @@ def cudnn_paged(data: Batch) -> dict[str, Any]:
 
 
 def cudnn_ragged(data: Batch) -> dict[str, Any]:
-    """Offsets for each tensor, with gaps between the requests of K and of V."""
+    """Call with offsets for each tensor, and with gaps between the requests of K and of V."""
     key, _, k_begins = data.ragged(gap=2)
     _, value, v_begins = data.ragged(gap=5)
     return cudnn(

@@ -6,9 +6,9 @@ import sys
 from collections import defaultdict
 
 import pytest
-from config_cases import FP16_FEATURES, MAIN_DIMS, check_config
-from covering import with_features
-from sanitizer import TOOLS, check_sanitized
+from helpers.config_cases import FP16_FEATURES, MAIN_DIMS, check_config
+from helpers.covering import with_features
+from helpers.sanitizer import TOOLS, check_sanitized
 
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import shipped_configs
@@ -17,7 +17,8 @@ from hopwell.kernels.problem import MaskKind, ScoreKind
 
 pytestmark = pytest.mark.gpu
 
-# Besides the main ones: columns that fill no swizzle block, and warpgroups that share rows. Of the rest a kernel each.
+# Besides the main ones: columns that fill no swizzle block, and warpgroups that share rows. The rest have a kernel
+# each.
 FULLY_SANITIZED = (*MAIN_DIMS, (80, 80), (512, 512))
 
 
@@ -26,8 +27,8 @@ def dims_of(config: PrefillConfig) -> tuple[int, int]:
 
 
 def cases() -> list[PrefillConfig]:
-    """The main head dims in full, of what is chosen for speed in bf16; of the others, which differ in tile sizes alone,
-    the causal bf16 kernels."""
+    """Return the main head dims in full, of what is chosen for speed in bf16; of the others, which differ in tile sizes
+    alone, the causal bf16 kernels."""
     found = list(FP16_FEATURES)
     for config in shipped_configs():
         main = dims_of(config) in MAIN_DIMS
@@ -43,7 +44,7 @@ def cases() -> list[PrefillConfig]:
 
 
 def small_case(config: PrefillConfig) -> None:
-    """Empty, short and long requests, checked against float64: three tiles of queries, or few where heads are to be
+    """Check empty, short and long requests against float64: three tiles of queries, or few where heads are to be
     packed."""
     tile = config.tile
     lengths = ([5, 0, 1, (1 if config.packs_heads else 2) * tile.m + 3], [9, 3, 0, 6 * tile.n + 5])
@@ -58,7 +59,7 @@ def test_small_case(config: PrefillConfig) -> None:
 
 
 def sanitized() -> dict[str, list[PrefillConfig]]:
-    """What goes under the sanitizers, in parts that take a minute or so and may run side by side."""
+    """Return what goes under the sanitizers, in parts that take a minute or so and may run side by side."""
     parts, others = defaultdict(list, fp16=list(FP16_FEATURES)), defaultdict(list)
     for config in cases():
         if config.dtype != "bf16":

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, window
-from config_cases import MAIN_DIMS
-from entry_calls import KV_LENS, Q_LENS, cache_forms, context
+from helpers.batches import CAUSAL, FULL, Batch, window
+from helpers.config_cases import MAIN_DIMS
+from helpers.entry_calls import KV_LENS, Q_LENS, cache_forms, context
 
 from hopwell.kernels import execute
 from hopwell.kernels.prefill_config import TILES
@@ -37,7 +37,8 @@ def test_caches(page_size: int, dims: tuple[int, int], device: str) -> None:
 
 @pytest.mark.parametrize(("page_size", "dim"), [(3, 64), (24, 128), (48, 80), (1000, 64)])
 def test_pages_of_any_size(page_size: int, dim: int, device: str) -> None:
-    """Rows, boxes of all columns and of a block of them, and pages taller than requests: to the bit as pages of 16."""
+    """Rows, boxes of all columns and of a block of them, and pages taller than requests give the bits of pages of
+    16."""
     data = batch(device, head_dim=dim, v_head_dim=dim)
     pages = {size: data.pages(size) for size in (16, page_size)}
     even, uneven = (context(data, (key, value), table) for key, value, table in pages.values())
@@ -149,7 +150,7 @@ def test_options(dtype: torch.dtype, other: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 def test_scales(dtype: torch.dtype, device: str) -> None:
-    """A float, a tensor that the kernel reads, or a tensor on the host."""
+    """A scale is a float, a tensor that the kernel reads, or a tensor on the host."""
     data = batch(device, dtype=dtype)
     key, value, table = data.pages(16)
     plain = context(data, (key, value), table, bmm1_scale=0.07, bmm2_scale=1.5)
@@ -194,7 +195,7 @@ def test_repeated_with_other_tensors(device: str) -> None:
 
 
 def test_pools_of_other_strides(device: str) -> None:
-    """K and V of unlike strides: V's pages are every other one of a pool, K's are dense."""
+    """K and V have unlike strides: V's pages are every other one of a pool, K's are dense."""
     data = batch(device)
     key, value, table = data.pages(16)
     wide = torch.full((value.shape[0], 2, *value.shape[1:]), torch.nan, dtype=data.dtype, device=device)
@@ -204,7 +205,7 @@ def test_pools_of_other_strides(device: str) -> None:
 
 @pytest.mark.parametrize("natural", [False, True], ids=["log2", "ln"])
 def test_context_parallel_calls(natural: bool, device: str) -> None:
-    """The calls of vLLM's decode context parallelism: log-sum-exp wanted, and no mask for keys of earlier chunks."""
+    """The calls of vLLM's decode context parallelism want the log-sum-exp, and no mask for keys of earlier chunks."""
     data = batch(device)
     key, value, table = data.pages(16)
     counters = torch.zeros(64, dtype=torch.int32, device=device)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, starts
-from entry_calls import KV_LENS, Q_LENS, cudnn, elements
+from helpers.batches import CAUSAL, FULL, Batch, starts
+from helpers.entry_calls import KV_LENS, Q_LENS, cudnn, elements
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -28,7 +28,7 @@ def ragged_offsets(data: Batch) -> dict[str, torch.Tensor]:
 
 
 def ragged_rows(data: Batch, padded: torch.Tensor) -> torch.Tensor:
-    """The rows of a padded log-sum-exp that belong to a request."""
+    """Return the rows of a padded log-sum-exp that belong to a request."""
     return torch.cat([padded[i, :n] for i, n in enumerate(data.q_lens)])
 
 
@@ -123,8 +123,8 @@ def test_lengths(on: str, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
 @pytest.mark.parametrize("ragged", [False, True], ids=["padded", "ragged"])
 def test_log_sum_exp(ragged: bool, given: bool, device: str) -> None:
-    """Padded or ragged by offsets, allocated or given. Rows of nobody are -inf where padded, else they stay as they
-    are. The output does not change."""
+    """It is padded or ragged by offsets, allocated or given. Rows of nobody are -inf where padded, else they stay as
+    they are. The output does not change."""
     data = batch(device)
     key, value, table = data.pages(16)
     options: dict[str, Any] = dict(block_tables=table)
@@ -182,8 +182,8 @@ def in_storage(data: Batch, lengths: Sequence[int], ragged: torch.Tensor) -> tor
 
 @pytest.mark.parametrize("padding", [0, 24], ids=["fused", "padded"])
 def test_offsets_count_elements_of_storage(padding: int, device: str) -> None:
-    """The call of vLLM's vision encoders: Q, K and V are slices of one tensor, and scales are None. Requests after the
-    first start where the offsets of that tensor say; with padding each tensor has a token stride of its own."""
+    """In the call of vLLM's vision encoders Q, K and V are slices of one tensor, and scales are None. Requests after
+    the first start where the offsets of that tensor say; with padding each tensor has a token stride of its own."""
     lengths = [70, 0, 130, 1]
     data = Batch(lengths, lengths, 4, 4, 80, device=device)
     expected = data.expected(FULL)
@@ -238,7 +238,8 @@ def test_requests_longer_than_their_bound(ragged: bool, device: str) -> None:
 
 
 def test_offsets_in_tokens(device: str) -> None:
-    """The call of FlashInfer's wrappers: cumulative lengths in place of offsets, a packed log-sum-exp to base 2."""
+    """The call of FlashInfer's wrappers has cumulative lengths in place of offsets, and a packed log-sum-exp to base
+    2."""
     data = batch(device)
     key, value, _ = data.ragged()
     q_starts, k_starts = data.ints(starts(data.q_lens)), data.ints(starts(data.kv_lens))

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
-from config_cases import MAIN_DIMS
+from helpers.batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
+from helpers.config_cases import MAIN_DIMS
 
 from hopwell.kernels import execute
 from hopwell.kernels.prefill_config import TILES

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import reference
 import torch
-from batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
-from config_cases import MAIN_DIMS
-from entry_calls import KV_LENS, Q_LENS, fmha_v2
+from helpers import reference
+from helpers.batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
+from helpers.config_cases import MAIN_DIMS
+from helpers.entry_calls import KV_LENS, Q_LENS, fmha_v2
 
 from hopwell.kernels import execute
 from hopwell.kernels.prefill_config import TILES
@@ -35,7 +35,7 @@ def batch(layout: str, device: str, **options: Any) -> Batch:
 
 
 def call(data: Batch, layout: str, page_size: int = 16, **options: Any) -> Any:
-    """The entry with the batch's tensors in a layout."""
+    """Call the entry with the batch's tensors in a layout."""
     if layout in ("PACKED_QKV", "CONTIGUOUS_Q_KV", "SEPARATE_Q_K_V"):
         key, value, _ = data.ragged()
         qkv: Any = (data.q, key, value)
@@ -60,14 +60,14 @@ def call(data: Batch, layout: str, page_size: int = 16, **options: Any) -> Any:
 
 
 def log_sum_exp(statistics: torch.Tensor, data: Batch, score: Score, scale: float) -> torch.Tensor:
-    """What callers of FlashInfer rebuild from the statistics: [..., 0] is divided by sqrt(head_dim), and lacks the
-    scale where the logits are plain."""
+    """Return what callers of FlashInfer rebuild from the statistics: [..., 0] is divided by sqrt(head_dim), and lacks
+    the scale where the logits are plain."""
     factor = math.sqrt(data.head_dim) * (scale if score == reference.PLAIN else 1.0)
     return statistics[..., 0] * factor + statistics[..., 1].log()
 
 
 def named(cases: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Cases under the values of their options."""
+    """Return the cases under the values of their options."""
     return [pytest.param(*case, id="-".join(map(str, case[0].values()))) for case in cases]
 
 
@@ -202,7 +202,7 @@ def test_scales(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "other"), [(BF16, "float16"), (FP16, "bfloat16")], ids=str)
 def test_outputs(dtype: torch.dtype, other: str, device: str) -> None:
-    """An output with strides of its own, and one of another dtype under its name."""
+    """An output may have strides of its own, and another dtype under its name."""
     data = batch("SEPARATE_Q_K_V", device, dtype=dtype)
     room = torch.full((data.tokens, 5, 136), 7.0, dtype=data.dtype, device=device)
     out = room[:, 1:, :128]

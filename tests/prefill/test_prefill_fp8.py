@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import reference
 import torch
-from batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
-from entry_calls import context, cudnn, fmha_v2
-from skipped_tiles import attention_with_skips
+from helpers import reference
+from helpers.batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
+from helpers.entry_calls import context, cudnn, fmha_v2
+from helpers.skipped_tiles import attention_with_skips
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import resolve
@@ -54,7 +54,7 @@ class ByteBatch(Batch):
             tensors[:] = [values.to(FP8).to(self.dtype) for values in tensors]
 
     def in_bytes(self, page_size: int | None, mask: Mask, out: torch.dtype, **changes: Any) -> AttentionProblem:
-        """The batch as a problem in e4m3, with an output full of NaN."""
+        """Return the batch as a problem in e4m3, with an output full of NaN."""
         wide = self.problem(page_size, mask, **changes)
         assert wide.out is not None
         narrow = {name: getattr(wide, name).to(FP8) for name in ("query", "key", "value")}
@@ -88,7 +88,7 @@ class ByteBatch(Batch):
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> ByteBatch:
-    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
     lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4]) | changes
     return ByteBatch(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], device=device, **lengths)
 
@@ -121,9 +121,9 @@ def test_within_the_error_of_weights_emulated(arch: str, case: tuple) -> None:
 
 @pytest.mark.parametrize("place", [100, 300, 513])
 def test_tails_keep_their_weight(place: int, device: str) -> None:
-    """A key of 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other tiles,
-    to four bits, be these visited before or after. Relative to the largest weight of all, e4m3 would round every one of
-    them to 0."""
+    """One key has 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other
+    tiles, to four bits, be these visited before or after. Relative to the largest weight of all, e4m3 would round every
+    one of them to 0."""
     data = batch((64, 64), device, q_lens=[3], kv_lens=[515])
     data.q[:] = 0.0
     data.q[..., 0] = 1.0
@@ -137,8 +137,8 @@ def test_tails_keep_their_weight(place: int, device: str) -> None:
 
 
 def test_uniform_weights_and_far_sinks(device: str) -> None:
-    """A scale of zero, and sinks that leave nothing or change nothing; head dims that fill neither a row of shared
-    memory nor an operand, in pages smaller than a box."""
+    """The scale is zero, and sinks leave nothing or change nothing; head dims fill neither a row of shared memory nor
+    an operand, in pages smaller than a box."""
     data = batch((80, 80), device)
     hides_late = window(20)  # from most rows the last tile of keys that their warpgroup visits
     data.check_bytes(execute(data.in_bytes(4, hides_late, BF16, softmax_scale=0.0)), hides_late, scale=0.0)
@@ -321,7 +321,7 @@ def test_fmha_v2_entry(device: str, options: dict[str, Any]) -> None:
 
 
 def test_fmha_v2_layouts_give_the_same_bits(device: str) -> None:
-    """Packed QKV, contiguous Q and KV, and separate tensors; an e4m3 output unless asked otherwise."""
+    """Inputs are packed QKV, contiguous Q and KV, and separate tensors; an e4m3 output unless asked otherwise."""
     data = ByteBatch([70, 5], [70, 5], heads=2, kv_heads=2, head_dim=64, device=device)
     key, value, _ = data.ragged()
     data.q, key, value = (tensor.to(FP8).view(torch.uint8) for tensor in (data.q, key, value))
@@ -354,7 +354,7 @@ def test_fmha_v2_outputs_and_skip_softmax(device: str) -> None:
 
 
 def test_cudnn_entry(device: str) -> None:
-    """The scales of q, k and v, each by itself, and an output of 16 bits."""
+    """It takes the scales of q, k and v, each by itself, and has an output of 16 bits."""
     data = batch((128, 128), device)
     key, value, table = data.pages(16)
     wide, data.q = data.q, data.q.to(FP8)

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from batches import Batch, starts
-from entry_calls import context, cudnn, fmha_v2
+from helpers.batches import Batch, starts
+from helpers.entry_calls import context, cudnn, fmha_v2
 
 BF16 = torch.bfloat16
 
@@ -21,7 +21,7 @@ def sinks(data: Batch) -> torch.Tensor:
 
 
 def wide(arguments: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Indices with 64 bits."""
+    """Return indices with 64 bits."""
     return {name: value.long() for name, value in arguments.items()}
 
 

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, starts
-from low_precision import (
+from helpers.batches import CAUSAL, FULL, starts
+from helpers.low_precision import (
     BF16,
     E4M3,
     LN_2,
@@ -31,7 +31,8 @@ def batch(**changes: object) -> LowPrecisionBatch:
 
 
 def unpaged(pool: torch.Tensor, table: torch.Tensor, length: int) -> torch.Tensor:
-    """A request's tokens [kv_len, kv_heads, width], and that what follows them in its last page is poison."""
+    """Return a request's tokens [kv_len, kv_heads, width], having checked that what follows them in its last page is
+    poison."""
     pages = octets(pool)[table[: -(-length // PAGE)].long()]
     rows = pages.transpose(1, 2).flatten(0, 1)
     return rows[:length].contiguous().view(pool.dtype)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, window
-from entry_calls import context
-from low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
+from helpers.batches import CAUSAL, FULL, window
+from helpers.entry_calls import context
+from helpers.low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
 
 from hopwell import FP4Tensor, layouts
 from hopwell._context import widened_query
@@ -39,7 +39,7 @@ EMULATED = [
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> LowPrecisionBatch:
-    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
     settings = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], kv_dtype=NVFP4, q_dtype=BF16) | changes
     heads = dict(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
     return LowPrecisionBatch(device=device, **heads, **settings)
@@ -51,7 +51,7 @@ def options(data: LowPrecisionBatch, mask: Mask) -> dict[str, Any]:
 
 
 def wide(data: LowPrecisionBatch, page_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """The cache's pages in 16 bits, which hold what codes times their scales are. Poison is NaN."""
+    """Return the cache's pages in 16 bits, which hold what codes times their scales are. Poison is NaN."""
     key, value, _ = data.pages(page_size)
     k_scales, v_scales = data.block_scales(page_size, "linear")
     return tuple(layouts.dequantize_nvfp4(*part, dtype=dtype) for part in ((key, k_scales), (value, v_scales)))
@@ -119,7 +119,8 @@ def test_strides_of_narrow_queries(device: str) -> None:
 
 @pytest.mark.parametrize("few", [False, True], ids=["plain", "packed"])
 def test_forms_of_the_cache_give_the_same_bits(device: str, few: bool) -> None:
-    """Stacked, NHD, scales as bytes and under their other name; an e4m3 output unless asked otherwise."""
+    """Caches are stacked or NHD, scales come as bytes and under their other name; there is an e4m3 output unless asked
+    otherwise."""
     changes = dict(q_lens=[3, 1, 2], kv_lens=[300, 1, 70]) if few else {}
     data = batch((64, 64), device, q_dtype=E4M3, **changes)
     key, value, table = data.pages(16)

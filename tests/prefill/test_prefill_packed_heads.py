@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, starts, window
+from helpers.batches import CAUSAL, FULL, Batch, chunked, starts, window
 
 from hopwell import emulator
 from hopwell.kernels import execute

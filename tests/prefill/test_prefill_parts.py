@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, same, starts, window
+from helpers.batches import CAUSAL, FULL, Batch, same, starts, window
 
 from hopwell.kernels import execute
 from hopwell.kernels.problem import LogSumExp, LseLayout, Mask, PageTable, TokenOffsets
@@ -66,7 +66,7 @@ def test_strides_of_a_cache_do_not_matter(form: str, page_size: int) -> None:
 
 @pytest.mark.parametrize("page_size", [None, 4, 16])
 def test_one_head_of_keys_for_all(page_size: int | None) -> None:
-    """A head stride of 0: one KV head seen as two."""
+    """One KV head is seen as two, by a head stride of 0."""
     data = batch(kv_heads=1)
     problem = data.problem(page_size)
     wide = [t.expand(-1, 2, -1, -1) for t in (problem.key, problem.value)]
@@ -176,7 +176,7 @@ def test_log_sum_exp(natural: bool) -> None:
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, window(40)], ids=lambda mask: mask.kind.value)
 def test_sinks(mask: Mask) -> None:
-    """One more key per head with a value of zero, from no weight at all to all of it."""
+    """A sink is one more key per head with a value of zero, from no weight at all to all of it."""
     data = batch(heads=8)
     sinks = torch.tensor([-math.inf, -1e4, -5.0, 0.0, 3.0, 50.0, 1e4, 1e30], device="cuda")
     problem = data.problem(16, mask, sinks=sinks, lse=data.ragged_lse())
@@ -214,7 +214,7 @@ def test_unsigned_lengths_offsets_and_tables() -> None:
 def test_programmatic_launch_does_not_change_results() -> None:
     problem = batch().problem(16)
     same(problem, programmatic_launch=True)
-    # A chain of launches, each reading what the one before wrote.
+    # In a chain of launches each reads what the one before wrote.
     data = Batch([512], [512], kv_heads=4)
     results = []
     for programmatic in (False, True):
@@ -227,7 +227,7 @@ def test_programmatic_launch_does_not_change_results() -> None:
 
 
 def test_pools_beyond_32_bit_offsets() -> None:
-    """Pages past 2^32 elements, with every way to fetch; K and V in one stacked pool."""
+    """Pages lie past 2^32 elements, for every way to fetch, with K and V in one stacked pool."""
     data = Batch([70, 3], [300, 129], kv_heads=8, heads=8)
     for page_size in (4, 16, 64):
         key, value, table = data.pages(page_size)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from batches import Batch
-from entry_calls import context_arguments, repeated
-from late_copy import copy_function
+from helpers.batches import Batch
+from helpers.entry_calls import context_arguments, repeated
+from helpers.late_copy import copy_function
 
 import hopwell
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from batches import Batch
-from entry_calls import KV_LENS, Q_LENS, context_arguments, cudnn_arguments, fmha_v2_arguments
+from helpers.batches import Batch
+from helpers.entry_calls import KV_LENS, Q_LENS, context_arguments, cudnn_arguments, fmha_v2_arguments
 
 import hopwell
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import reference
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, window
-from skipped_tiles import check_left_out, tile_n, with_count
+from helpers import reference
+from helpers.batches import CAUSAL, FULL, Batch, chunked, window
+from helpers.skipped_tiles import check_left_out, tile_n, with_count
 
 from hopwell.kernels.problem import Mask, Score, ScoreKind
 

@@ -12,10 +12,10 @@ import test_prefill_cudnn_entry as cudnn_entry
 import test_prefill_fp8 as e4m3
 import test_prefill_nvfp4 as nvfp4
 import torch
-from batches import CAUSAL, FULL, Batch, chunked, window
-from entry_calls import context
-from low_precision import BF16, LowPrecisionBatch, at_tile_edges
-from skipped_tiles import check_left_out
+from helpers.batches import CAUSAL, FULL, Batch, chunked, window
+from helpers.entry_calls import context
+from helpers.low_precision import BF16, LowPrecisionBatch, at_tile_edges
+from helpers.skipped_tiles import check_left_out
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import implementation
@@ -35,7 +35,7 @@ CASES = [
 
 
 def batch(dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Batch:
-    """Requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
+    """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
     lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], heads=4, kv_heads=2) | changes
     return Batch(head_dim=dims[0], v_head_dim=dims[1], device="cpu", dtype=dtype, **lengths)
 

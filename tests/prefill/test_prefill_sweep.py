@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from batches import CAUSAL, FULL, Batch, window
-from config_cases import MAIN_DIMS
+from helpers.batches import CAUSAL, FULL, Batch, window
+from helpers.config_cases import MAIN_DIMS
 
 from hopwell.kernels import execute
 from hopwell.kernels.families import resolve

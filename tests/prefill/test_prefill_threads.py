@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
-import entry_calls
 import pytest
 import torch
-from batches import Batch
+from helpers import entry_calls
+from helpers.batches import Batch
 
 import hopwell
 

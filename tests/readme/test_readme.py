@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracles import check_attention
+from helpers.oracles import check_attention
 
 from hopwell import _demo, emulator
 from hopwell.__main__ import main
@@ -22,7 +22,7 @@ ENTRIES = [batch.ENTRY for batch in DEMO]
 
 
 def examples(heading: str) -> list[str]:
-    """The blocks of Python code under a heading."""
+    """Return the blocks of Python code under a heading."""
     section = re.search(rf"^## {heading}\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
     assert section is not None
     return re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
@@ -128,12 +128,8 @@ def test_paged_cache_example_without_a_gpu() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    """Links and pictures of the README and the documents that are files of this repository."""
+    """Links and pictures of the README and the documents, where they name files of this repository, name real ones."""
     documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
     for document in documents:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
-
-
-def test_readme_is_short() -> None:
-    assert README.count("\n") <= 250

@@ -24,7 +24,7 @@ RESOLVED_WITH_ENGINES = {"numpy": "2.3.5", "torch": "2.14.0", "cuda-python": "13
 
 
 def requirements() -> dict[str, Requirement]:
-    """The requirements of an installation without extras."""
+    """Return the requirements of an installation without extras."""
     text = (ROOT / "pyproject.toml").read_text()
     (listed,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.MULTILINE | re.DOTALL)
     found = [Requirement(line) for line in re.findall(r'"([^"]+)"', listed)]
@@ -71,7 +71,7 @@ def test_compiled_kernels_are_loaded(orcjit: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.emulator
 def test_three_kernels_are_right() -> None:
-    """Prefill, decode and MLA decode against float64."""
+    """Prefill, decode and MLA decode are held against float64."""
     done = subprocess.run([sys.executable, "-m", "hopwell", "demo"], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count(": right\n") == 3, done.stdout

@@ -32,13 +32,13 @@ TORCH = {
 
 
 def fake(dtype: Any, rank: int = 2, align: int = 16) -> Any:
-    """A row-major tensor of any extents."""
+    """Make a row-major tensor of any extents."""
     stride = (*tuple(cute.sym_int64() for _ in range(rank - 1)), 1)
     return make_fake_tensor(dtype, tuple(cute.sym_int() for _ in range(rank)), stride=stride, assumed_align=align)
 
 
 def compiled(make: Callable[[], Any], parameters: tuple, arguments: Callable[[], tuple], arch: str) -> Function:
-    """The emulated function of ``make()`` called with ``arguments()`` and a stream.
+    """Return the emulated function of ``make()`` called with ``arguments()`` and a stream.
 
     ``parameters`` distinguish this kernel from others that the same module builds.
     """

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import reference
 import torch
-from batches import CAUSAL, Batch, starts
 
+from helpers import reference
+from helpers.batches import CAUSAL, Batch, starts
 from hopwell import layouts
 from hopwell.kernels import support
 from hopwell.kernels.config import KvType
@@ -80,8 +80,8 @@ class LowPrecisionBatch(Batch):
     def block_scales(
         self, page_size: int, v_scale_layout: str, *, order: int = 0, spare: int = 3
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block scales of NVFP4 pages of the same order, [pages, kv_heads, page_size, dim / 16]; V's "linear" for XQA,
-        "interleaved" for the context entry."""
+        """Return the block scales of NVFP4 pages of the same order, [pages, kv_heads, page_size, dim / 16]; V's
+        "linear" for XQA, "interleaved" for the context entry."""
         counts, ids, _ = self._table(page_size, order, spare)
         nan = torch.tensor(math.nan).to(E4M3).view(torch.uint8).item()
         key, value = (
@@ -93,7 +93,7 @@ class LowPrecisionBatch(Batch):
         return key, value
 
     def ragged(self, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """K and V [tokens, kv_heads, dim] of ``kv_dtype`` with ``gap`` NaN tokens before each request, and the
+        """Return K and V [tokens, kv_heads, dim] of ``kv_dtype`` with ``gap`` NaN tokens before each request, and the
         starts."""
         begins = [begin + gap * (i + 1) for i, begin in enumerate(starts(self.kv_lens))]
         dense = []
@@ -167,7 +167,7 @@ class ExpectedLow:
     lse: torch.Tensor  # natural
 
     def error(self, out: torch.Tensor) -> float:
-        """Relative error of a whole output."""
+        """Compute the relative error of a whole output."""
         return float((out.double() - self.out).norm() / self.out.norm())
 
     def check(self, out: torch.Tensor, most: float = math.inf) -> None:
@@ -253,15 +253,15 @@ def light_weights(kv_len: int, gap: int = 12, at: int = 0) -> torch.Tensor:
 
 
 def rising(kv_len: int, tile: int, rise: float, *, to_the_left: bool) -> torch.Tensor:
-    """Scores that rise by ``rise`` from each tile of ``tile`` keys to the next, from 0. Where the running maximum lags
-    behind by as much, weights exceed 1 by 2^rise."""
+    """Return scores that rise by ``rise`` from each tile of ``tile`` keys to the next, from 0. Where the running
+    maximum lags behind by as much, weights exceed 1 by 2^rise."""
     steps = torch.arange(kv_len) // tile
     return rise * (steps.max() - steps if to_the_left else steps).float()
 
 
 def at_tile_edges(batch: LowPrecisionBatch, tile: int, query: float = 16.0, key: float = -7.0) -> LowPrecisionBatch:
-    """The batch with all of Q ``query``, and all of the first and of the last key of each tile ``key``: logits far
-    below those of other keys, and the only ones of rows that see nothing else."""
+    """Return the batch with all of Q ``query``, and all of the first and of the last key of each tile ``key``: logits
+    far below those of other keys, and the only ones of rows that see nothing else."""
     batch.q = torch.full(batch.q.shape, query, device=batch.device).to(batch.q_dtype)
     keys = []
     for k in batch.k:

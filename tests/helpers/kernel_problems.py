@@ -44,7 +44,7 @@ def cache(
     heads: int = 2,
     dtype: torch.dtype = torch.bfloat16,
 ) -> list[torch.Tensor]:
-    """Canonical views [pages, heads, page_size, dim] of K and V in a cache of ``form``.
+    """Return canonical views [pages, heads, page_size, dim] of K and V in a cache of ``form``.
 
     A stacked cache holds K and V of one width in one tensor, so V is cut to its own width where that is smaller.
     """

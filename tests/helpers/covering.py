@@ -30,12 +30,12 @@ def shipped_of(dims: tuple[int, int]) -> list[PrefillConfig]:
 
 
 def fetches(dims: tuple[int, int]) -> list[tuple[KvFetch, int]]:
-    """Every way in which shipped kernels of ``dims`` fetch K and V."""
+    """Return every way in which shipped kernels of ``dims`` fetch K and V."""
     return list(dict.fromkeys((config.kv_fetch, config.box_rows) for config in shipped_of(dims)))
 
 
 def every_tile(dims: tuple[int, int]) -> list[Tile]:
-    """The tiles of all kernels of ``dims``."""
+    """Return the tiles of all kernels of ``dims``."""
     return list(dict.fromkeys(config.tile for plain in shipped_of(dims) for config in with_features(plain)))
 
 
@@ -113,8 +113,8 @@ def covering_configs() -> list[PrefillConfig]:
 
 
 def covering_byte_configs() -> list[PrefillConfig]:
-    """Prefill kernels with operands of 8 bits: each head dim, fetch, mask, score and choice once, in the kernels with
-    most to keep in registers where head dims leave the choice. Outputs differ in the epilogue alone."""
+    """Return prefill kernels with operands of 8 bits: each head dim, fetch, mask, score and choice once, in the kernels
+    with most to keep in registers where head dims leave the choice. Outputs differ in the epilogue alone."""
     middle, widest = (128, 128), (256, 256)
     causal, window = MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW
     chosen: list[tuple[tuple[int, int], MaskKind, tuple[KvFetch, int], str, dict[str, Any]]] = [
@@ -179,7 +179,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
         every_size = c.dtype == "bf16" and c.mask is MaskKind.FULL and plain[1]
         return every_size or (c.head_dim_qk == 128 and stands and (c.rows == FEW_ROWS[0] or plain[1]))
 
-    # Padded columns, in both ways to fetch: boxes, and rows that are filled up. And an output of 8 bits.
+    # There are padded columns in both ways to fetch: boxes, and rows that are filled up; and an output of 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
     rows = {KvType.WIDE: splitting.ROWS, KvType.E4M3: MOST_ROWS_IN_REGISTERS}
     kinds = [(kind, count) for kind, most in rows.items() for count in (most, FEW_ROWS[0])]

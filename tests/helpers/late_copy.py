@@ -48,7 +48,7 @@ class Copy:
 
 
 def copy_function(late: bool, device: str, folder: Path) -> Callable[[torch.Tensor, torch.Tensor], Any]:
-    """The kernel as a function of two contiguous tensors, on the current stream; compiled into ``folder``."""
+    """Return the kernel as a function of two contiguous tensors, on the current stream; compiled into ``folder``."""
     words = [make_fake_tensor(cutlass.Int32, (cute.sym_int(),), stride=(1,), assumed_align=4) for _ in range(2)]
     stream = make_fake_stream(use_tvm_ffi_env_stream=True)
     compile_function(Copy(late), *words, stream, arch=target_of(torch.device(device)), folder=folder)

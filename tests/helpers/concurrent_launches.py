@@ -14,8 +14,8 @@ from hopwell.kernels.problem import AttentionProblem
 
 
 def check_two_branches(plan: Plan, problems: Sequence[AttentionProblem], want: torch.Tensor, fill: float) -> None:
-    """A graph that launches the plan for all problems, on two branches by turns, gives each the result ``want``.
-    Outputs are full of ``fill`` before each of some replays."""
+    """Check that a graph that launches the plan for all problems, on two branches by turns, gives each the result
+    ``want``. Outputs are full of ``fill`` before each of some replays."""
     graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
@@ -33,7 +33,8 @@ def check_two_branches(plan: Plan, problems: Sequence[AttentionProblem], want: t
 
 
 def check_threads(work: Sequence[tuple[AttentionProblem, torch.Tensor]], fill: float) -> None:
-    """Threads, one for each (problem, result), launch over and over on streams of their own, and results stay."""
+    """Check that results stay while threads, one for each (problem, result), launch over and over on streams of their
+    own."""
 
     def hammer(problem: AttentionProblem, want: torch.Tensor) -> None:
         plan = Plan(problem)

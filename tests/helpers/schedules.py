@@ -6,8 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-from decode_cases import Setting
-
+from helpers.decode_cases import Setting
 from hopwell import emulator
 
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import reference
 import torch
-from batches import Batch, Expected, starts
 
+from helpers import reference
+from helpers.batches import Batch, Expected, starts
 from hopwell import layouts
 from hopwell._decoding import workspace_bytes
 from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, Mask, MaskKind, PageTable, TokenOffsets
@@ -62,7 +62,7 @@ class DecodeBatch(Batch):
         return one
 
     def shard(self, world: int, rank: int) -> DecodeBatch:
-        """What one of ``world`` ranks has of the keys: every ``world``-th."""
+        """Return what one of ``world`` ranks has of the keys: every ``world``-th."""
         one = replace(self, kv_lens=[len(range(rank, n, world)) for n in self.kv_lens])
         one.q, one.k, one.v = self.q, *([own[rank::world] for own in tokens] for tokens in (self.k, self.v))
         return one
@@ -83,7 +83,7 @@ class DecodeBatch(Batch):
 
     @property
     def scale(self) -> float:
-        """The softmax scale that makes logits as large as with other caches."""
+        """Return the softmax scale that makes logits as large as with other caches."""
         return super().scale / (INT8_UNIT if self.kv_dtype is torch.int8 else 1)
 
     def _pool(self, *arguments: Any) -> torch.Tensor:
@@ -93,7 +93,7 @@ class DecodeBatch(Batch):
         return pool if self.kv_dtype in (None, NVFP4) else pool.to(self.kv_dtype)
 
     def decode(self, page_size: int, mask: Mask = FULL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
-        """The batch as a decode problem. With ``ragged`` query lengths come from offsets."""
+        """Return the batch as a decode problem. With ``ragged`` query lengths come from offsets."""
         key, value, table = self.pages(page_size, order=changes.pop("order", 0))
         scales = None
         if self.kv_dtype is NVFP4:
@@ -124,7 +124,7 @@ class DecodeBatch(Batch):
         return AttentionProblem(**(problem | changes))
 
     def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Memory for partial results, full of NaN."""
+        """Allocate memory for partial results, full of NaN."""
         rows = self.heads // self.kv_heads * max(self.q_lens, default=0)
         size = workspace_bytes(rows, self.kv_heads, self.v_head_dim, capacity, key.device)
         return torch.full((size // 4,), float("nan"), device=self.device)
@@ -145,7 +145,7 @@ class DecodeBatch(Batch):
         return Expected(torch.cat(exact), torch.cat(rounded), torch.cat(lse))
 
     def visible(self, request: int, mask: Mask) -> torch.Tensor:
-        """[q_len, kv_len]: which keys the new tokens of a request see."""
+        """Return [q_len, kv_len]: which keys the new tokens of a request see."""
         q_len, kv_len = self.q_lens[request], self.kv_lens[request]
         device = self.q.device
         seen = torch.ones(q_len, kv_len, dtype=torch.bool, device=device)

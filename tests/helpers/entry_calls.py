@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from batches import Batch, starts
 
 import hopwell
+from helpers.batches import Batch, starts
 
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
 
@@ -26,7 +26,7 @@ def cache_forms(key: torch.Tensor, value: torch.Tensor) -> list[tuple[Any, str]]
 
 
 def repeated(entry: Callable[..., Any], data: Batch, arguments: dict[str, Any]) -> Any:
-    """The result of the last of three calls: one is checked, one found by its key, one recognised without."""
+    """Return the result of the last of three calls: one is checked, one found by its key, one recognised without."""
     first, *later = [entry(**arguments) for _ in range(1 if data.device == "cpu" else 3)]
     for result in later:
         outs = [part[0] if isinstance(part, tuple) else part for part in (first, result)]
@@ -63,7 +63,7 @@ def fmha_v2_arguments(data: Batch, qkv: Any, layout: str, **more: Any) -> dict[s
 
 
 def fmha_v2(data: Batch, qkv: Any, layout: str, **more: Any) -> Any:
-    """The output, with its statistics where ``more`` asks for them."""
+    """Return the output, with its statistics where ``more`` asks for them."""
     return repeated(hopwell.trtllm_fmha_v2_prefill, data, fmha_v2_arguments(data, qkv, layout, **more))
 
 
@@ -88,10 +88,10 @@ def cudnn_arguments(data: Batch, k_cache: torch.Tensor, v_cache: torch.Tensor, *
 
 
 def cudnn(data: Batch, k_cache: torch.Tensor, v_cache: torch.Tensor, **more: Any) -> tuple[torch.Tensor, ...]:
-    """The output and the log-sum-exp."""
+    """Return the output and the log-sum-exp."""
     return repeated(hopwell.cudnn_batch_prefill_with_kv_cache, data, cudnn_arguments(data, k_cache, v_cache, **more))
 
 
 def elements(data: Batch, tokens: list[int], unit: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-    """Offsets in elements of places in tokens."""
+    """Return the offsets in elements of places in tokens."""
     return data.ints([token * unit for token in tokens], dtype)

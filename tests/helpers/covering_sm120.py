@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from covering import CONTIGUOUS, LISTED, PAGES16, PAGES64, ROWS
-
+from helpers.covering import CONTIGUOUS, LISTED, PAGES16, PAGES64, ROWS
 from hopwell.kernels.config import KernelConfig, KvFetch, KvType
 from hopwell.kernels.prefill_config import MASKS
 from hopwell.kernels.problem import Family, MaskKind
@@ -28,15 +27,15 @@ class Cell(NamedTuple):
 
     @property
     def exists(self) -> bool:
-        """Whether there are such launches: lanes copy 8-bit keys of MLA, NVFP4 caches have pages, and the entry that
-        takes them has no chunks. Of MLA in fp16, which takes long to compile, pages of 64 stand for others."""
+        """Tell whether there are such launches: lanes copy 8-bit keys of MLA, NVFP4 caches have pages, and the entry
+        that takes them has no chunks. Of MLA in fp16, which takes long to compile, pages of 64 stand for others."""
         if self.family is Family.MLA:
             kept = {BF16: PAGES[Family.MLA], FP16: (PAGES64,)}
             return self.pages in kept.get(self.types, (ROWS, LISTED))
         return not (self.types[1] is KvType.NVFP4 and (self.pages == CONTIGUOUS or self.mask is MaskKind.CHUNKED))
 
     def pairs(self) -> Iterator[tuple]:
-        """What is run together with what."""
+        """Return what is run together with what."""
         yield from ((self.family, *pair) for pair in itertools.combinations(self[1:], 2))
 
     def __str__(self) -> str:
@@ -58,7 +57,7 @@ PAGES[Family.MLA] = (*PAGES[Family.DECODE], LISTED)
 
 
 def every_cell() -> list[Cell]:
-    """All kinds of launches. Masks of ranks that share keys have tests of their own."""
+    """Return all kinds of launches. Masks of ranks that share keys have tests of their own."""
     cells = (
         Cell(family, *choice)
         for family, choices in CHOICES.items()

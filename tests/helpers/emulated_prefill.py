@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from config_cases import check_config, mask_of
 
+from helpers.config_cases import check_config, mask_of
 from hopwell import emulator
 from hopwell.kernels.config import KvFetch
 from hopwell.kernels.families import shipped_configs

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from ptx_harness import run_ptx
+
+from helpers.ptx_harness import run_ptx
 
 LANES = 128
 DATA = 1024  # offset of the shared-memory image; the tensor-memory address and the mbarrier lie before it
@@ -18,7 +19,7 @@ SWIZZLES = {16: 0, 128: 2, 64: 4, 32: 6}  # CUTLASS mma_sm100_desc.hpp, LayoutTy
 
 
 def descriptor(register: str, offset: int, lbo: int, sbo: int, width: int = 16) -> str:
-    """Instructions that put a shared-memory descriptor of the image at ``offset`` into a register."""
+    """Write instructions that put a shared-memory descriptor of the image at ``offset`` into a register."""
     rest = lbo >> 4 << 16 | sbo >> 4 << 32 | 1 << 46 | SWIZZLES[width] << 61
     return (
         f"add.u32 %r103, %r100, {DATA + offset}; shr.u32 %r103, %r103, 4; cvt.u64.u32 {register}, %r103;"
@@ -38,7 +39,7 @@ def run_tmem(
     everyone: str = "",
     **settings: object,
 ) -> np.ndarray:
-    """Tensor memory [cta][lane][column] after ``single``, and then ``everyone``, which all threads execute.
+    """Return tensor memory [cta][lane][column] after ``single``, and then ``everyone``, which all threads execute.
 
     %r101 is the address of the first column, %r100 of shared memory; %r104.., %d1.., %p4.. and %h.. are free.
     """
@@ -135,7 +136,7 @@ def k_major(rows: np.ndarray, lbo: int, sbo: int, width: int = 16, size: int | N
 
 # ------------------------------------------------------------------ matrices
 def minifloat(exponent: int, mantissa: int, bias: int, signed: bool = True) -> np.ndarray:
-    """Values of all codes of a small float without infinities."""
+    """Return the values of all codes of a small float without infinities."""
     codes = np.arange(1 << (exponent + mantissa))
     e, f = codes >> mantissa, codes & ((1 << mantissa) - 1)
     values = np.where(e == 0, f * 2.0 ** (1 - bias), (f + (1 << mantissa)) * 2.0 ** (e - bias)) * 2.0**-mantissa
@@ -157,7 +158,8 @@ def draw(kind: str, shape: tuple[int, ...], low: float, high: float, seed: int) 
 
 
 def packed(codes: np.ndarray, kind: str, tight: bool) -> np.ndarray:
-    """Bytes of rows in shared memory: kind::f8f6f4 keeps sixteen elements in 16 bytes, kind::mxf4 packs tightly."""
+    """Return the bytes of rows in shared memory: kind::f8f6f4 keeps sixteen elements in 16 bytes, kind::mxf4 packs
+    tightly."""
     bits = {"e2m1": 4, "e2m3": 6, "e3m2": 6}.get(kind, 8)
     out = np.zeros((codes.shape[0], codes.shape[1] // 16, bits * 2 if tight else 16), np.uint8)
     for r in range(out.shape[0]):
@@ -168,7 +170,7 @@ def packed(codes: np.ndarray, kind: str, tight: bool) -> np.ndarray:
 
 
 def place_rows(words: np.ndarray, m: int, ctas: int, tmem: np.ndarray, column: int) -> None:
-    """A in tensor memory: CUTLASS mma_traits_sm100_frag.hpp, tmem_frg (M = 128 of a pair: Duplicated)."""
+    """Place A in tensor memory: CUTLASS mma_traits_sm100_frag.hpp, tmem_frg (M = 128 of a pair: Duplicated)."""
     own = m // ctas
     for cta in range(ctas):
         rows = words[own * cta : own * cta + own]
@@ -178,7 +180,7 @@ def place_rows(words: np.ndarray, m: int, ctas: int, tmem: np.ndarray, column: i
 
 
 def place_result(d: np.ndarray, ctas: int, tmem: np.ndarray, column: int = 0) -> None:
-    """D in tensor memory: PTX ISA, "data path layout organization" (layouts A, B, D, F); CUTLASS, tmem_frg."""
+    """Place D in tensor memory: PTX ISA, "data path layout organization" (layouts A, B, D, F); CUTLASS, tmem_frg."""
     m, n = d.shape
     own = m // ctas
     words = d.view(np.uint32)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from batches import Batch, check_statistics
 
+from helpers.batches import Batch, check_statistics
 from hopwell.kernels import execute
 from hopwell.kernels.config import DTYPES, KvFetch
 from hopwell.kernels.families import resolve
@@ -57,8 +57,8 @@ def check_config(
     kv_heads: int = 1,
     device: str = "cuda",
 ) -> None:
-    """Requests of (query, KV) ``lengths`` with one of ``sinks`` for each query head: output, log-sum-exp and
-    statistics match."""
+    """Check a config with requests of (query, KV) ``lengths`` with one of ``sinks`` for each query head: output,
+    log-sum-exp and statistics match."""
     data = Batch(
         *lengths,
         heads=len(sinks),

@@ -69,7 +69,7 @@ class LatentCache:
         return self.page_size * self.width
 
     def slots(self, request: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Where in the pool the tokens at ``position`` of ``request`` are."""
+        """Say where in the pool the tokens at ``position`` of ``request`` are."""
         return self.block_tables[request, position // self.page_size] * self.page_size + position % self.page_size
 
     def append(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
@@ -82,7 +82,7 @@ class LatentCache:
         self.pool.view(-1, self.pool.shape[-1])[slots.long()] = rows
 
     def scaled(self, factor: float) -> float | torch.Tensor:
-        """What products with rows, ``factor`` times as large, are multiplied by."""
+        """Return what products with rows, ``factor`` times as large, are multiplied by."""
         return factor if self.scale is None else (factor * self.scale).view(1)
 
 
@@ -119,18 +119,18 @@ class LatentAttention(nn.Module):
         return rms_norm(hidden @ self.q_down.T, (self.sizes.q_lora,))
 
     def queries(self, hidden: torch.Tensor, position: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[tokens, heads, nope] and [tokens, heads, rope]."""
+        """Return [tokens, heads, nope] and [tokens, heads, rope]."""
         s = self.sizes
         nope, rope = (self.query_latent(hidden) @ self.q_up.T).unflatten(-1, (s.heads, -1)).split([s.nope, s.rope], -1)
         return nope, rotated(rope, position)
 
     def latent_rows(self, hidden: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """[tokens, kv_lora + rope]: what the cache keeps of each token."""
+        """Return [tokens, kv_lora + rope]: what the cache keeps of each token."""
         latent, rope = (hidden @ self.kv_down.T).split([self.sizes.kv_lora, self.sizes.rope], -1)
         return torch.cat([rms_norm(latent, (self.sizes.kv_lora,)), rotated(rope, position)], -1)
 
     def up_projections(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """W_k [heads, nope, kv_lora] and W_v [heads, v, kv_lora]."""
+        """Return W_k [heads, nope, kv_lora] and W_v [heads, v, kv_lora]."""
         return self.kv_up.unflatten(0, (self.sizes.heads, -1)).split([self.sizes.nope, self.sizes.v], 1)
 
     def put(self, hidden: torch.Tensor, cache: LatentCache, request: torch.Tensor, position: torch.Tensor) -> None:
@@ -155,7 +155,7 @@ class LatentAttention(nn.Module):
         return torch.nn.functional.pad(found, (0, s.top_k - found.shape[1]), value=-1)
 
     def decode(self, hidden: torch.Tensor, cache: LatentCache, workspace: torch.Tensor) -> torch.Tensor:
-        """The layer's output for new tokens [batch, q_len, hidden], which go into the cache."""
+        """Return the layer's output for new tokens [batch, q_len, hidden], which go into the cache."""
         s, (batch, q_len, _) = self.sizes, hidden.shape
         position = (cache.seq_lens[:, None] + torch.arange(q_len, device=hidden.device)).flatten()
         request = torch.arange(batch, device=hidden.device).repeat_interleave(q_len)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any, NamedTuple
 
-import reference
 import torch
-from batches import Batch
 
+from helpers import reference
+from helpers.batches import Batch
 from hopwell.kernels import execute
 from hopwell.kernels.families import prefill_type
 from hopwell.kernels.problem import Mask, Score
@@ -33,7 +33,7 @@ def tile_n(dims: tuple[int, int], score: Score = reference.PLAIN, arch: str = "s
 
 
 def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torch.Tensor, int]:
-    """The output, and how many tiles the kernel says that it has left out."""
+    """Return the output, and how many tiles the kernel says that it has left out."""
     count = torch.zeros(1, dtype=torch.int32, device=data.device)
     return execute(data.problem(page_size, skipped_tiles=count, **options)), int(count)
 
@@ -41,8 +41,8 @@ def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torc
 def attention_with_skips(
     data: Batch, factor: float, mask: Mask, score: Score, arch: str = "sm_90a", n_keys: int = 0
 ) -> tuple[torch.Tensor, int]:
-    """The output, and how many pairs of 64 rows, or fewer that decide, and a tile of keys are left out. Each row has to
-    see a key. ``n_keys`` is those of a tile, 0 for what 16-bit kernels have."""
+    """Return the output, and how many pairs of 64 rows, or fewer that decide, and a tile of keys are left out. Each row
+    has to see a key. ``n_keys`` is those of a tile, 0 for what 16-bit kernels have."""
     dims = (data.head_dim, data.v_head_dim)
     rows, n_keys = rows_of(dims, arch), n_keys or tile_n(dims, score, arch)
     outs, skipped = [], 0

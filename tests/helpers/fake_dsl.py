@@ -56,7 +56,7 @@ class Compiler:
 
     @property
     def compiled(self) -> list[str]:
-        """Names of the kernels of all compiles, in order."""
+        """Return the names of the kernels of all compiles, in order."""
         return [line.split()[1] for line in self.record.read_text().splitlines()] if self.record.exists() else []
 
 

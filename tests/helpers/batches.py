@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import reference
 import torch
 
+from helpers import reference
 from hopwell.kernels import execute
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -67,7 +67,7 @@ class Batch:
         self.v = [normal(n, self.kv_heads, self.v_head_dim, 1.0) for n in self.kv_lens]
 
     def request(self, index: int) -> Batch:
-        """A batch of one of the requests."""
+        """Return a batch of one of the requests."""
         one = replace(self, q_lens=[self.q_lens[index]], kv_lens=[self.kv_lens[index]])
         begin, end = starts(self.q_lens)[index : index + 2]
         one.q, one.k, one.v = self.q[begin:end], [self.k[index]], [self.v[index]]
@@ -89,12 +89,12 @@ class Batch:
         return torch.tensor(list(values), dtype=torch.int64).to(torch.int32).view(dtype).to(self.device)
 
     def output(self) -> torch.Tensor:
-        """An output full of NaN: a row that is not written shows."""
+        """Allocate an output full of NaN: a row that is not written shows."""
         shape = (self.tokens, self.heads, self.v_head_dim)
         return torch.full(shape, math.nan, dtype=self.dtype, device=self.device)
 
     def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
-        """K and V pages [pages, kv_heads, page_size, dim], and the table [batch, width].
+        """Return K and V pages [pages, kv_heads, page_size, dim], and the table [batch, width].
 
         ``order`` is the seed of the pages' permutation.
         """
@@ -121,7 +121,7 @@ class Batch:
         return pool.transpose(1, 2).contiguous()
 
     def ragged(self, gap: int = 0) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-        """K and V [tokens, kv_heads, dim] with ``gap`` tokens of nobody before each request, and the starts."""
+        """Return K and V [tokens, kv_heads, dim] with ``gap`` tokens of nobody before each request, and the starts."""
         begins = [begin + gap * (i + 1) for i, begin in enumerate(starts(self.kv_lens))]
         total = begins[-1]
         key, value = (
@@ -134,7 +134,8 @@ class Batch:
         return key, value, begins
 
     def problem(self, page_size: int | None = None, mask: Mask = CAUSAL, **changes: Any) -> AttentionProblem:
-        """The batch as a problem, with paged KV or (``page_size`` None) contiguous KV; ``changes`` are fields of it."""
+        """Return the batch as a problem, with paged KV or (``page_size`` None) contiguous KV; ``changes`` are fields of
+        it."""
         common: dict[str, Any] = dict(
             query=self.q,
             out=self.output(),
@@ -231,7 +232,7 @@ class Expected:
         assert (error <= 1e-5 * (1 + want[~infinite].abs())).all(), f"LSE off by {error.max():.2e}"
 
     def check_merged(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, natural: bool) -> None:
-        """The parts (output, log-sum-exp) of disjoint keys merge into what is expected."""
+        """Check that the parts (output, log-sum-exp) of disjoint keys merge into what is expected."""
         outs, logs = (torch.stack(list(values)).double() for values in zip(*parts, strict=True))
         logs *= 1.0 if natural else LN_2
         lse = logs.logsumexp(0)
@@ -242,7 +243,7 @@ class Expected:
 
 
 def check_statistics(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Statistics [tokens, heads, 2] match those of :meth:`Batch.expected_statistics`."""
+    """Check that statistics [tokens, heads, 2] match those of :meth:`Batch.expected_statistics`."""
     (largest, total), (want_largest, want_total) = got.double().unbind(2), want.unbind(2)
     unseen = want_largest == -math.inf
     assert torch.equal(largest == -math.inf, unseen)

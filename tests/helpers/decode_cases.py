@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from batches import Expected, starts
-from decode_batches import DecodeBatch
 
+from helpers.batches import Expected, starts
+from helpers.decode_batches import DecodeBatch
 from hopwell.kernels import Plan, families
 from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, KvFetch, KvType
 from hopwell.kernels.decode_config import DTYPES, FP8, NARROW_TYPES, DecodeConfig, tile_rows
@@ -51,8 +51,8 @@ def config_for(
     *,
     rows: int = 1,
 ) -> DecodeConfig:
-    """The kernel for pages of ``page_size`` tokens that lie one behind the other, and so many packed rows of a request:
-    query heads of a KV head times new tokens."""
+    """Return the kernel for pages of ``page_size`` tokens that lie one behind the other, and so many packed rows of a
+    request: query heads of a KV head times new tokens."""
     common, kind = ("sm_90a", dtype, dtype, head_dim, head_dim, mask), (kv_type, tile_rows(rows, head_dim, kv_type))
     box_rows = min(page_size, MAX_BOX_ROWS, DecodeConfig(*common, KvFetch.PAGE_ROWS, 0, *kind).tile.n)
     fetch = (KvFetch.PAGE_BOXES, box_rows) if box_rows >= MIN_BOX_ROWS else (KvFetch.PAGE_ROWS, 0)
@@ -66,7 +66,7 @@ def fewest_rows(config: DecodeConfig) -> int:
 
 
 def draft_bits(kind: str, q_len: int, seed: int) -> torch.Tensor:
-    """[q_len, q_len], true where a new token sees another."""
+    """Return [q_len, q_len], true where a new token sees another."""
     own = torch.eye(q_len, dtype=torch.bool)
     if kind == "linear":
         return torch.ones(q_len, q_len, dtype=torch.bool).tril()
@@ -124,7 +124,7 @@ def check_config(
 def check_problem(
     problem: AttentionProblem, data: DecodeBatch, expected: Expected, settings: Sequence[Setting], factor: float = 1.0
 ) -> None:
-    """A problem with LSE to base 2, launched in every setting."""
+    """Check a problem with LSE to base 2, launched in every setting."""
     assert problem.out is not None
     assert problem.lse is not None
     lse, first = problem.lse.tensor, None

@@ -30,8 +30,8 @@ def module_text(
     dynamic: bool = False,
     directives: str = "",
 ) -> str:
-    """A module with one kernel ``k``; thread id in %tid, lane in %lane. A parameter of 8 bytes arrives in %a<i>, of a
-    larger one its address."""
+    """Write a module with one kernel ``k``; thread id in %tid, lane in %lane. A parameter of 8 bytes arrives in %a<i>,
+    of a larger one its address."""
     params = ", ".join(
         f".param .u64 p{k}" if size == 8 else f".param .align 64 .b8 p{k}[{size}]" for k, size in enumerate(sizes)
     )

@@ -12,7 +12,7 @@ PLAIN = Score()
 
 
 def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.Tensor:
-    """[q_len, kv_len], true where a row sees a key. Bottom-right aligned."""
+    """Return [q_len, kv_len], true where a row sees a key. Bottom-right aligned."""
     position = torch.arange(q_len, device=device)[:, None] + kv_len - q_len
     key = torch.arange(kv_len, device=device)[None]
     if mask.kind is MaskKind.FULL:
@@ -37,13 +37,13 @@ def alibi_slopes(heads: int) -> torch.Tensor:
 
 
 def by_kv_head(rows: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
-    """rows [heads, q_len, n] @ shared [kv_heads, n, m], without a copy of ``shared`` for each query head."""
+    """Compute rows [heads, q_len, n] @ shared [kv_heads, n, m], without a copy of ``shared`` for each query head."""
     (heads, q_len, n), (kv_heads, _, m) = rows.shape, shared.shape
     return (rows.reshape(kv_heads, heads // kv_heads * q_len, n) @ shared).reshape(heads, q_len, m)
 
 
 def logits(q: torch.Tensor, k: torch.Tensor, scale: float, score: Score) -> torch.Tensor:
-    """Natural logits [heads, q_len, kv_len] in float64 of q [q_len, heads, D] and k [kv_len, kv_heads, D]."""
+    """Compute natural logits [heads, q_len, kv_len] in float64 of q [q_len, heads, D] and k [kv_len, kv_heads, D]."""
     values = by_kv_head(q.double().transpose(0, 1), k.double().permute(1, 2, 0)) * scale
     if score.kind.caps:
         values = score.soft_cap * torch.tanh(values / score.soft_cap)
@@ -64,7 +64,7 @@ def attention(
     score: Score = PLAIN,
     rounded: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output [q_len, heads, Dv] and natural LSE [q_len, heads] of one request in float64.
+    """Compute the output [q_len, heads, Dv] and the natural LSE [q_len, heads] of one request in float64.
 
     ``q`` is [q_len, heads, D], ``k`` and ``v`` are [kv_len, kv_heads, D]. With ``rounded``
     the probabilities are rounded to the dtype of the values and the output to this dtype, as in any 16-bit kernel.
@@ -90,8 +90,8 @@ def attention(
 def statistics(
     q: torch.Tensor, k: torch.Tensor, scale: float, seen: torch.Tensor, score: Score = PLAIN
 ) -> torch.Tensor:
-    """[q_len, heads, 2] in float64: a row's largest logit divided by sqrt(D), which lacks the scale where scores are
-    plain, and its sum of exponentials relative to that logit; (-inf, 0) where nothing is visible."""
+    """Return [q_len, heads, 2] in float64: a row's largest logit divided by sqrt(D), which lacks the scale where scores
+    are plain, and its sum of exponentials relative to that logit; (-inf, 0) where nothing is visible."""
     # One more key that nobody sees, for requests without any.
     scores = torch.nn.functional.pad(logits(q, k, scale, score).masked_fill(~seen, -math.inf), (0, 1), value=-math.inf)
     largest = scores.amax(2)

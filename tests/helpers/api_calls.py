@@ -273,7 +273,7 @@ def _xqa_forms() -> list[Form]:
 
 
 def packed_rows() -> torch.Tensor:
-    """A latent cache of 656-byte rows."""
+    """Make a latent cache of 656-byte rows."""
     return torch.zeros(PAGES, PAGE, FP8_DS_MLA_BYTES, dtype=torch.uint8)
 
 
@@ -352,7 +352,7 @@ IN_PLACE = [form for form in FORMS if form.runs and not form.copies]
 
 
 def form(entry: str, name: str) -> dict[str, Any]:
-    """Fresh arguments of the form called ``name`` of the entry whose function name starts with ``entry``."""
+    """Return fresh arguments of the form called ``name`` of the entry whose function name starts with ``entry``."""
     return next(f for f in FORMS if f.function.__name__.startswith(entry) and f.name == name).build()
 
 
@@ -370,7 +370,7 @@ def refused(entry: str, error: type[Exception], text: str, form_name: str | None
 
 
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape that starts one element past a 16-byte boundary."""
+    """Return a tensor of the same shape that starts one element past a 16-byte boundary."""
     return (
         torch.zeros(tensor.numel() + 64, dtype=torch.float32)
         .view(tensor.dtype)[1 : 1 + tensor.numel()]
@@ -389,5 +389,5 @@ def call_cudnn(name: str = "ragged", **changes: Any) -> Any:
 
 
 def starts(offsets: TokenOffsets | None) -> list[int]:
-    """The tokens at which requests start."""
+    """Return the tokens at which requests start."""
     return [0] * BATCH if offsets is None else [int(value) // offsets.unit for value in offsets.tensor[:BATCH]]

@@ -133,7 +133,7 @@ class Warp:
 
     @property
     def order(self) -> list[str]:
-        """Names of the events, repeated ones once."""
+        """Return the names of the events, repeated ones once."""
         return [name for name, _ in itertools.groupby(event[0] for event in self.events)]
 
 
@@ -159,7 +159,7 @@ class Ring:
 
 
 def host_warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
-    """Device code on the host: Python's loops, integers and branches in the place of traced ones."""
+    """Run device code on the host: with Python's loops, integers and branches in the place of traced ones."""
     warp = Warp()
     monkeypatch.setattr(cute.arch, "lane_idx", lambda: warp.lane)
     monkeypatch.setattr(cute.arch, "shuffle_sync", lambda of_lanes, lane: of_lanes[lane])

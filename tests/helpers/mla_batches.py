@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import reference
 import torch
-from batches import CAUSAL, Expected, starts
-from decode_batches import DecodeBatch
 
+from helpers import reference
+from helpers.batches import CAUSAL, Expected, starts
+from helpers.decode_batches import DecodeBatch
 from hopwell.kernels.problem import AttentionProblem, Family, Mask
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla, mla_kv_views, quantize_fp8_ds_mla
 from hopwell.layouts.mla_rows import LATENT
@@ -49,7 +49,7 @@ class MlaBatch(DecodeBatch):
 
     @property
     def scale(self) -> float:
-        """DeepSeek's: that of the heads before absorption, 128 + 64 columns wide."""
+        """Return DeepSeek's scale: that of the heads before absorption, 128 + 64 columns wide."""
         return 192**-0.5
 
     def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
@@ -66,7 +66,7 @@ class MlaBatch(DecodeBatch):
         return replace(problem, page_table=None, token_table=tokens, max_kv_len=top_k, scratch=scratch)
 
     def token_table(self, key: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        """int32 [tokens, top_k]: where in the pool the listed tokens are. Those that do not count are NaN."""
+        """Return int32 [tokens, top_k]: where in the pool the listed tokens are. Those that do not count are NaN."""
         page_size = key.shape[2]
         unused = torch.isin(torch.arange(key.shape[0], device=table.device), table).logical_not().nonzero()[0]
         rows = []
@@ -78,17 +78,18 @@ class MlaBatch(DecodeBatch):
         return torch.cat(rows).to(torch.int32)
 
     def counted(self, request: int) -> torch.Tensor:
-        """[q_len, top_k]: which entries of a list count. There are no more of them than keys that a new token sees."""
+        """Return [q_len, top_k]: which entries of a list count. There are no more of them than keys that a new token
+        sees."""
         (q_len, top_k), kv_len = self.lists[request].shape, self.kv_lens[request]
         sees = torch.arange(q_len, device=self.device) + kv_len - q_len + 1
         return torch.arange(top_k, device=self.device) < sees[:, None]
 
     def scratch(self, key: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Memory for partial results, full of NaN."""
+        """Allocate memory for partial results, full of NaN."""
         return self.workspace(capacity).view(torch.float32)
 
     def workspace(self, capacity: int) -> torch.Tensor:
-        """A workspace as callers hand it over: whatever is read from there is NaN."""
+        """Allocate a workspace as callers hand it over: whatever is read from there is NaN."""
         size = mla_workspace_bytes(self.heads, capacity, max(self.q_lens, default=1), self.v_head_dim, self.device)
         return torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)
 
@@ -99,8 +100,8 @@ class MlaBatch(DecodeBatch):
         return Expected(*map(torch.cat, zip(*parts, strict=True)))
 
     def _expected_of_lists(self, request: int, sinks: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-        """Output, rounded output and LSE of a request. Each of its tokens has keys of its own, for all heads: it is
-        what a KV head is elsewhere."""
+        """Return output, rounded output and LSE of a request. Each of its tokens has keys of its own, for all heads: it
+        is what a KV head is elsewhere."""
         begin, q_len = starts(self.q_lens)[request], self.q_lens[request]
         listed = self.lists[request].to(self.device)
         latent = self.k[request][:, 0]
@@ -137,7 +138,7 @@ class PackedBatch(MlaBatch):
         self.v = [k[..., : self.v_head_dim] for k in self.k]
 
     def packed(self, page_size: int) -> torch.Tensor:
-        """The cache: uint8 [pages, 1, page_size, 656]."""
+        """Return the cache: uint8 [pages, 1, page_size, 656]."""
         _, _, table = self.pages(page_size)
         shape = int(table.max()) + 4, page_size, FP8_DS_MLA_BYTES
         pool = torch.full(shape, NAN_BYTE, dtype=torch.uint8, device=self.device)
@@ -147,13 +148,13 @@ class PackedBatch(MlaBatch):
         return pool.unsqueeze(1)
 
     def over_bytes(self, problem: AttentionProblem) -> AttentionProblem:
-        """A problem of this batch, over the cache of bytes."""
+        """Return a problem of this batch, over the cache of bytes."""
         key, value = mla_kv_views(self.packed(problem.key.shape[2]), self.v_head_dim)
         return replace(problem, key=key, value=value)
 
 
 def listing(kind: str, q_len: int, kv_len: int, top_k: int, seed: int = 0) -> torch.Tensor:
-    """[q_len, top_k] tokens of a request, negative for none."""
+    """Return [q_len, top_k] tokens of a request, negative for none."""
     generator = torch.Generator().manual_seed(seed)
     nothing = torch.full((q_len, top_k), -1)
     if kind == "none" or kv_len == 0:

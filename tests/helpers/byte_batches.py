@@ -6,11 +6,11 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import reference
 import torch
-from batches import CAUSAL, Expected, starts
-from mla_batches import MlaBatch
 
+from helpers import reference
+from helpers.batches import CAUSAL, Expected, starts
+from helpers.mla_batches import MlaBatch
 from hopwell.kernels.problem import AttentionProblem, Mask
 
 E4M3 = torch.float8_e4m3fn
@@ -72,7 +72,7 @@ class ByteMlaBatch(MlaBatch):
         return out[0], modelled, lse[0], sizes[0], largest.expand(self.heads), logit_error
 
     def seen_keys(self, request: int, token: int) -> torch.Tensor:
-        """[keys, head_dim] that a new token of a request sees, in the order in which it lists them."""
+        """Return [keys, head_dim] that a new token of a request sees, in the order in which it lists them."""
         latent = self.k[request][:, 0]
         if self.lists is None:
             return latent[: max(self.kv_lens[request] - self.q_lens[request] + token + 1, 0)]
@@ -81,7 +81,8 @@ class ByteMlaBatch(MlaBatch):
 
 
 def largest_sum(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """[heads]: the most that what is summed up of a product of a query and a key can be on the way, before scaling."""
+    """Return [heads]: the most that what is summed up of a product of a query and a key can be on the way, before
+    scaling."""
     if not len(keys):
         return q.new_zeros(len(q), dtype=torch.float64)
     blocks = zip(q.double().split(SUMMED_AT_ONCE, 1), keys.double().split(SUMMED_AT_ONCE, 1), strict=True)
@@ -97,8 +98,9 @@ def attention_by_tiles(
     weight_type: torch.dtype,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Output [heads, columns] in bfloat16 by products in float32 with tiles of weights in ``weight_type``, none of
-    which exceeds 1: they are relative to the largest logit so far. Sums are of weights before they are rounded."""
+    """Return the output [heads, columns] in bfloat16 by products in float32 with tiles of weights in ``weight_type``,
+    none of which exceeds 1: they are relative to the largest logit so far. Sums are of weights before they are
+    rounded."""
     logits = q.float() @ keys.float().T * scale
     largest = logits.new_full((len(q), 1), -torch.inf)
     total, out = torch.zeros_like(largest), logits.new_zeros(len(q), values.shape[1])

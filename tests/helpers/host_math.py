@@ -20,7 +20,7 @@ def number(value: Any) -> float:
 
 
 def fmax(a: Any, b: Any, nan: bool = False, abs: bool = False) -> float:
-    """The larger operand (PTX ISA, max.f32 and max.NaN.f32).
+    """Return the larger operand (PTX ISA, max.f32 and max.NaN.f32).
 
     Of a NaN and a number it is the number, or with ``nan`` the NaN. With ``abs`` the larger size.
     """

@@ -37,7 +37,7 @@ class Lanes:
         self._meet.wait()
 
     def exchange(self, value: Any) -> list[Any]:
-        """The value of every lane."""
+        """Return the value of every lane."""
         self._values[self.own.lane] = value
         self.meet()
         values = list(self._values)
@@ -45,7 +45,7 @@ class Lanes:
         return values
 
     def run(self, work: Callable[[], None]) -> None:
-        """``work`` in every lane."""
+        """Run ``work`` in every lane."""
         errors: list[BaseException] = []
 
         def of_lane(lane: int) -> None:
@@ -109,7 +109,7 @@ class SchedulingWarp(Lanes):
         monkeypatch.setattr(module, "from_lane", lambda value, lane: self.exchange(value)[host(lane)])
 
     def draw(self) -> Int32:
-        """The next ticket, for lane 0."""
+        """Return the next ticket, for lane 0."""
         self.note("ticket")
         return Int32(next(self._drawn) if self.own.lane == 0 else 0)
 

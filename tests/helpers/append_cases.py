@@ -39,7 +39,7 @@ class Case:
 
     @property
     def counts(self) -> list[int]:
-        """Pages of each request."""
+        """Count the pages of each request."""
         return [-(-(a + b) // self.page_size) for a, b in zip(self.old, self.new, strict=True)]
 
 
@@ -98,7 +98,7 @@ class Data:
         return torch.tensor(list(values), dtype=torch.int32, device=self.case.device)
 
     def pool(self, dims: Sequence[int], dtype: torch.dtype) -> Any:
-        """A poisoned cache in the case's form."""
+        """Make a poisoned cache in the case's form."""
         c = self.case
         inner = (c.page_size, c.kv_heads) if c.layout == "NHD" else (c.kv_heads, c.page_size)
 
@@ -130,7 +130,8 @@ class Data:
         return table.to(self.case.device)
 
     def expected(self, skipped: Sequence[int] = ()) -> list[torch.Tensor]:
-        """Bytes of K, V, and their scales as [pages, kv_heads, page_size, n], without the tokens ``skipped``."""
+        """Return the bytes of K, V, and their scales as [pages, kv_heads, page_size, n], without the tokens
+        ``skipped``."""
         pools = [octets(view).cpu().clone() for view in self.views()]
         for part, (tokens, scale) in enumerate(((self.key, self.case.k_scale), (self.value, self.case.v_scale))):
             rows = self._quantized(tokens.cpu(), scale)
@@ -158,7 +159,7 @@ class Data:
                 pool[page, :, row] = rows[token]
 
     def views(self) -> list[torch.Tensor]:
-        """K, V and their scales, [pages, kv_heads, page_size, n]."""
+        """Return K, V and their scales, [pages, kv_heads, page_size, n]."""
         pools = [self.cache, *([] if self.scales is None else [self.scales])]
         return [view for pool in pools for view in layouts.paged_kv_views(pool, self.case.layout, same_pages=True)]
 
@@ -173,5 +174,5 @@ class Data:
 
 
 def octets(view: torch.Tensor) -> torch.Tensor:
-    """Its bytes."""
+    """Return its bytes."""
     return view.view(torch.uint8)

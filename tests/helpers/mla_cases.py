@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from byte_batches import ByteMlaBatch
-from decode_cases import PLAIN, Setting, check_problem
-from mla_batches import MlaBatch, PackedBatch, listing
 
+from helpers.byte_batches import ByteMlaBatch
+from helpers.decode_cases import PLAIN, Setting, check_problem
+from helpers.mla_batches import MlaBatch, PackedBatch, listing
 from hopwell.kernels import execute, families
 from hopwell.kernels.config import KvType
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
@@ -68,7 +68,7 @@ class Case:
 
 
 def chunk_tokens(dims: tuple[int, int], sparse: bool = False) -> int:
-    """Keys of a unit of work."""
+    """Count the keys of a unit of work."""
     found = (c for c in shipped_mla_configs(ARCH) if (c.head_dim_qk, c.head_dim_v) == dims and c.sparse == sparse)
     return next(found).chunk_tokens
 
@@ -145,7 +145,7 @@ def check_one_gap_anywhere(top_k: int, heads: int, device: str = "cuda") -> None
 
 
 def lengths(chunk: int, page: int) -> list[int]:
-    """Around the sizes that kernels work in, and long enough for many pieces."""
+    """Return lengths around the sizes that kernels work in, and long enough for many pieces."""
     tiles = [63, 64, 65, 127, 128, 129]
     return [0, 1, page, page + 1, *tiles, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, 17 * chunk, 40 * chunk + 9]
 
