@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from batches import CAUSAL, LN_2, window
-from entry_calls import context
-from low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
+from helpers.batches import CAUSAL, LN_2, window
+from helpers.entry_calls import context
+from helpers.low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
 
 from hopwell import layouts
 
