@@ -135,6 +135,11 @@ class DecodeConfig(KernelConfig):
         return 1 if self.widens_in_registers else 2
 
     @property
+    def is_cooperative(self) -> bool:
+        """Tell whether a launch begins only when all of its CTAs can run at the same time."""
+        return False
+
+    @property
     def ctas_per_sm(self) -> int:
         return CTAS_PER_SM[self.splitting_bytes] if self.has_tree else 1
 
