@@ -13,8 +13,10 @@ from helpers.entry_calls import context
 from helpers.low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
 
 from hopwell import layouts
+from hopwell.kernels.config import KvType
 
 DIMS = (64, 64)
+KV_TYPES = {E4M3: KvType.E4M3, NVFP4: KvType.NVFP4}
 CACHES = pytest.mark.parametrize("kv_dtype", [E4M3, NVFP4], ids=["e4m3", "nvfp4"])
 Pages = tuple[torch.Tensor, torch.Tensor]
 
@@ -57,7 +59,7 @@ def test_pages_scales_and_statistics(kv_dtype: torch.dtype, device: str) -> None
         narrow["kv_block_scales"] = gaps, data.block_scales(16, "interleaved", order=5)[1]
     out, lse = context(data, (key, value), table, **narrow)
     wide_out, wide_lse = context(data, widened(data, (key, value), pair), table, **given)
-    check_bits_of_16_bits(out, wide_out, 64)
+    check_bits_of_16_bits(out, wide_out, 64, KV_TYPES[kv_dtype])
     assert torch.equal(lse, wide_lse)
     want = data.expected_low(window(100), sinks=given["sinks"]).lse / LN_2
     finite = want.isfinite()
@@ -78,7 +80,7 @@ def test_skip_softmax(kv_dtype: torch.dtype, device: str) -> None:
     for factor in (100.0, None):
         given: dict[str, Any] = dict(skip_softmax_threshold_scale_factor=factor)
         outs.append(context(data, (key, value), table, **narrow, **given))
-        check_bits_of_16_bits(outs[-1], context(data, wide, table, **given), 64)
+        check_bits_of_16_bits(outs[-1], context(data, wide, table, **given), 64, KV_TYPES[kv_dtype])
     assert not torch.equal(*outs), "nothing was left out"
     data.expected_low(CAUSAL).check(outs[1])
 
