@@ -68,7 +68,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
     row with no visible key gives 0. Results do not depend on max_seq_len, and with up to 16 heads times new tokens, or
     under ``hopwell.batch_invariant(True)``, not on what else is in the batch either: the keys of a request are split in
     the same way and merged in the same order. Else the keys of all requests are cut into equal portions, which is
-    faster; the same call gives the same bits in any case.
+    faster; the same call gives the same bits in any case. Portions take a cooperative launch with a CTA for each of the
+    device's multiprocessors, which the driver refuses where a green context or MPS leaves fewer of them.
 
     Signature and meaning follow FlashInfer's documentation of the function of this name.
 

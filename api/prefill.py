@@ -217,9 +217,9 @@ def trtllm_batch_context_with_kv_cache(
         )
     repeated = _CONTEXT.latest(arguments, out, lse)
     if repeated is None and query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
-        query = widened_query(query)  # itself where kernels widen it, which the line before need not ask for
-        arguments = (query, *arguments[1:])
-    repeated = repeated or _CONTEXT.latest(arguments, out, lse) or _CONTEXT.repeat(arguments, out, lse)
+        arguments = (query := widened_query(query), *arguments[1:])  # itself where kernels widen it
+        repeated = _CONTEXT.latest(arguments, out, lse)
+    repeated = repeated or _CONTEXT.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated if return_lse else repeated[0]
     problem = context_problem(record(ContextCall, locals()))

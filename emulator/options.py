@@ -61,7 +61,7 @@ class Options:
     numerics: rounding of matrix products. ``hardware`` models the tensor cores' alignment and truncation, ``fast``
         chains fused multiply-adds, ``auto`` models only what changes results visibly: 8-bit wgmma with its short
         accumulator.
-    sms: what the emulated device says its number of SMs is.
+    sms: what the emulated device says its number of SMs is. A cooperative launch that needs more is refused.
     """
 
     arch: str | None = DEFAULT_ARCH

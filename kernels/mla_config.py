@@ -37,9 +37,9 @@ from hopwell.kernels.splitting import (
     chunk_tokens,
 )
 
-# Two warpgroups share the value's columns. Q and two tiles of keys fill shared memory; a step takes both. Warps of the
-# producers merge pieces, and the registers that attend can spare are loads that they have under way. With lists, and
-# with keys of 8 bits, it can spare fewer.
+# Two warpgroups share the value's columns. Q and two tiles of keys fill shared memory; a step takes both. In
+# batch-invariant kernels warps of the producers merge pieces, and the registers that attend can spare are loads that
+# they have under way. With lists, and with keys of 8 bits, it can spare fewer.
 _TILE = Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=88, consumer_registers=208, splits_v=True)
 _LIST_TILE = replace(_TILE, producer_registers=72, consumer_registers=216)
 # Tiles of products of 8 bits, by columns of the value, whose stages are half as large.

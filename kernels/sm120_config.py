@@ -46,8 +46,8 @@ def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
 # registers of a thread, the warps that 128 rows need have no room for the rest. ptxas gives the threads of sm_120 no
 # more than they have at launch, 168 of 384 threads: steps of 64 keys at 128 columns spilled 30 registers in the loop,
 # steps of 32 spill up to 10 once a work tile, outside of it. K and V of 8 or 4 bits keep the keys of a step. Over NVFP4
-# caches, 192 and 256 columns spill up to 9 registers in a step, 256 up to 30 in one with a mask. Such steps have from
-# 1600 to 3200 instructions, and smaller tiles would convert as many elements for fewer rows.
+# caches, 192 columns spill 14 registers in a step and 256 up to 30 in one with a mask. Such steps have from 1600 to
+# 3200 instructions, and smaller tiles would convert as many elements for fewer rows.
 # With 512 columns two warps share 16 rows, each for half of O.
 _OF_COLUMNS = {
     64: _tile(128, 64, 4),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import prod
+
+COOPERATIVE = 2  # cudaLaunchAttributeCooperative
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,20 @@ class Launch:
     smem: int  # dynamic shared memory in bytes
     params: list[bytes]
     attributes: dict[int, bytes] = field(default_factory=dict)
+
+    @property
+    def is_cooperative(self) -> bool:
+        """Tell whether the launch begins only when all of its CTAs can run at the same time."""
+        return any(self.attributes.get(COOPERATIVE, b"")[:4])
+
+    @property
+    def threads(self) -> int:
+        """Count the threads of a CTA."""
+        return prod(self.block)
+
+    @property
+    def ctas(self) -> int:
+        return prod(self.grid)
 
     @property
     def clusters(self) -> int:

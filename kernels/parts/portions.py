@@ -158,7 +158,7 @@ class PortionSchedule(SplitSchedule):
         group, portions = Divisor.of(Int32(self.geometry.group)), Divisor.of(Int32(self.geometry.portions))
         first_place = Int32(cute.arch.block_idx()[0])
         first_of_portion = Divisor.of(row_tiles)
-        size, step, latest = self._portion_size(first_item, portions), Int32(0), SplitTile.nothing()
+        size, step = self._portion_size(first_item, portions), Int32(0)
         for merges in cutlass.range(2, unroll=1):
             place_in_grid, first, place, color = first_place, Int32(0), Int32(0), Int32(0)
             item = first_item
@@ -173,8 +173,8 @@ class PortionSchedule(SplitSchedule):
                     unit = self._portion_tile(mine, portion, size, row_tile, merges, group)
                     board.post(step, unit)
                     if merges == 0:
-                        self.keeper.posted(step, unit, latest)
-                    latest = unit
+                        # The unit before it does not matter: nobody has to be told of its piece.
+                        self.keeper.posted(step, unit, SplitTile.nothing())
                     step += 1
                     lanes = lanes & (lanes - 1)
                 place = cute.arch.shuffle_sync(end, LANES - 1)
@@ -186,7 +186,6 @@ class PortionSchedule(SplitSchedule):
                     place_in_grid += Int32(self.geometry.grid)
                     first, place, color = Int32(0), Int32(0), Int32(0)
                     item = first_item
-        self.keeper.ended(step, latest)
         board.post_end(step)
 
     @property

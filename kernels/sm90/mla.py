@@ -52,11 +52,12 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     Warp roles
         warp 0 load_keys   both parts of the keys
-        warp 1             the same where lanes copy rows, half of them each; or merge
-        warps 1, 2 widen   keys of 8 bits, half of the rows each, in place of merging, see parts/widened_rows.py
-        warp 2 merge       shares of rows of which all pieces are there, where they are handed out: see parts/shares.py
-        warp 3 schedule    units of work; their rows of Q, by TMA where these lie at equal distances; slots for their
-                           pieces; announces pieces
+        warp 1             the same where lanes copy rows, half of them each
+        warps 1, 2 widen   keys of 8 bits, half of the rows each, see parts/widened_rows.py
+        warps 1, 2 merge   in batch-invariant kernels, where they neither load nor widen: shares of rows of which all
+                           pieces are there, see parts/shares.py; else attend merges, see parts/own_shares.py
+        warp 3 schedule    units of work; their rows of Q, by TMA where these lie at equal distances; in batch-invariant
+                           kernels slots for their pieces, which it announces
         warps 4..7 left    S and P of tile A; left half of O
         warps 8..11 right  S and P of tile B; right half of O
         Left and right are attend. Only their steps are code of their own: where they meet, synccheck wants all threads
@@ -167,7 +168,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     @property
     def warps_without_work(self) -> int:
-        """Say how many producer warps merge, and so do not read the board."""
+        """Say how many producer warps do not read the board: they merge in batch-invariant kernels, and end at once in
+        others."""
         return SCHEDULE_WARP - self.loading_warps - self.widening_warps
 
     def merging_warps(self, geometry: DecodeGeometry):

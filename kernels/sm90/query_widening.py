@@ -23,6 +23,7 @@ def widen_queries(kernel, tile, stage, row_group, barrier: int, group) -> None:
     """Widen the rows of ``row_group`` of Q's stage; the whole warpgroup ``group`` calls this. It meets at the named
     barrier ``barrier`` + ``group``."""
     config, rows = kernel.config, kernel.tile.m
+    assert config.v_parts == 1, "two warpgroups with halves of the value have the same rows of Q"
     wide, loaded = config.q_columns, config.loaded_q_columns
     target = shared_address(tile.iterator) + stage * (rows * wide * 2)
     source = target + (wide - loaded) // BLOCK_COLUMNS * rows * copy.SWIZZLE_ROW_BYTES

@@ -129,6 +129,19 @@ def test_own_pieces_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     check(Case([4] * 2, [900, 3000], heads=128), 64, adverse=1)
 
 
+def test_launches_whose_ctas_wait_are_cooperative(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device with too few multiprocessors refuses portions, whose CTAs would wait for those that cannot run. It takes
+    chunks by each request's length, whose CTAs wait for nobody that has not begun."""
+    problem = MlaBatch([1], [70], heads=33, device="cpu").decode(64)
+    monkeypatch.setattr(plan, "EMULATED_SMS", 6)
+    refused = pytest.raises(emulator.HostError, match=r"cooperative launch of 6 CTAs .* room for 5")
+    with emulator.use("sm_90a", sms=5), refused:
+        execute(problem)
+    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
+    with emulator.use("sm_90a", sms=5):
+        execute(problem)
+
+
 @pytest.mark.parametrize("heads", [2, 33])
 @pytest.mark.parametrize("largest", [2.0**100, 1.0, 2.0**-70])
 def test_columns_of_all_sizes(largest: float, heads: int) -> None:

@@ -194,14 +194,14 @@ CONTEXT_FORMS: dict[str, Callable[[str], dict[str, Any]]] = {
     "strided-query": lambda layout: context(stacked(layout), layout, data(TOKENS, HEADS, 2 * DIM)[..., :DIM]),
     "fp8": lambda layout: context(stacked(layout, FP8), layout, data(TOKENS, HEADS, DIM, dtype=FP8)),
     "nvfp4": context_nvfp4,
-    "nvfp4-fp8": partial(context_nvfp4, dtype=FP8),  # whose query is widened
+    "nvfp4-fp8": partial(context_nvfp4, dtype=FP8),
 }
 
 
 def _context_forms() -> list[Form]:
     function = hopwell.trtllm_batch_context_with_kv_cache
     return [
-        Form(f"{name}-{layout}", function, partial(build, layout), copies=name == "nvfp4-fp8")
+        Form(f"{name}-{layout}", function, partial(build, layout))
         for name, build in CONTEXT_FORMS.items()
         for layout in ("HND", "NHD")
     ]

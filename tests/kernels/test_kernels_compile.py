@@ -101,8 +101,8 @@ SM120 += [
     )
 ]
 # ptxas for sm_120 has 8 bytes of stack that are written and never read, and a few registers that it spills once a work
-# tile, outside of the steps, or where a warpgroup converts up to 14 in a step: see sm120_config.py. Decode spills up to
-# 20, once a leaf: see sm120_decode_config.py.
+# tile, outside of the steps, or, where a warpgroup converts, up to 27 in a step: see sm120_config.py. Decode spills up
+# to 20, once a leaf: see sm120_decode_config.py.
 SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 88, Family.MLA: 88}
 # Head dims and page sizes that are compiled on demand only.
 RARER = [
