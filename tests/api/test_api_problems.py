@@ -35,6 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hopwell
 from hopwell import _checks
+from hopwell.kernels import features
 from hopwell.kernels.problem import (
     AttentionProblem,
     Mask,
@@ -47,6 +48,14 @@ Problems = list[AttentionProblem]
 
 # Everything that an entry point may do with tensors before the launch: look at them in other ways, and allocate.
 VIEWS = {"view", "unbind", "transpose", "unsqueeze", "select", "slice", "as_strided", "expand", "detach", "empty"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def probed() -> None:
+    """Look at what is supported, which a process does once, on small tensors of its own."""
+    for entry in features.ENTRIES:
+        for row in features.table_of(entry).features:
+            assert isinstance(row.archs, tuple)
 
 
 class Operations(TorchDispatchMode):
