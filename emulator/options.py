@@ -20,6 +20,9 @@ NUMERICS = ("auto", "hardware", "fast")
 DEFAULT_ARCH = "sm_90a"
 
 
+RESERVED_BYTES = 1024  # of shared memory, which the system takes with each CTA
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """What a multiprocessor of an architecture has (CUDA programming guide, "technical specifications per compute
@@ -31,7 +34,7 @@ class Limits:
     @property
     def shared_bytes(self) -> int:
         """Shared memory of all its CTAs, of which the system takes 1 KiB with each."""
-        return self.cta_shared_bytes + 1024
+        return self.cta_shared_bytes + RESERVED_BYTES
 
 
 _SMALL, _LARGE = Limits(99 << 10, 1536), Limits(227 << 10, 2048)

@@ -260,6 +260,10 @@ class KernelConfig:
         return rounded_up(self.q_dim, BLOCK_COLUMNS)
 
     @property
+    def first_loaded_q_block(self) -> int:
+        return (self.q_columns - self.loaded_q_columns) // BLOCK_COLUMNS
+
+    @property
     def depth(self) -> tuple[int, int]:
         """Say how many columns of Q and K, and of V, a warpgroup multiplies: what the matrix instructions can take. A
         product with V is one instruction over all columns, which takes whole column blocks where there are several."""

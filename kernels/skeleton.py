@@ -237,7 +237,7 @@ class AttentionKernel:
         with cute.arch.elect_one():
             barrier = ring.full_barrier(step)
             columns, rows = self.config.loaded_q_columns, self.q_box_rows
-            first_block = (self.config.q_columns - columns) // BLOCK_COLUMNS
+            first_block = self.config.first_loaded_q_block
             cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.q_rows * columns * 2)
             first = row
             for box in cutlass.range(self.q_rows // rows, unroll=1):

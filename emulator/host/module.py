@@ -23,7 +23,7 @@ from ..diagnosis.report import LaunchReport
 from ..errors import EmulatorError, HostError
 from ..machine.launch import Launch
 from ..machine.memory import GlobalMemory, Span, span_of
-from ..options import options
+from ..options import RESERVED_BYTES, options
 from ..ptx import Kernel, parse_module
 from .dlpack import as_cuda
 from .runtime import Runtime, take_error
@@ -174,6 +174,12 @@ def run(program: Program, launch: Launch, spans: Sequence[Span] | None) -> Launc
         raise HostError(
             f"kernel {program.kernel.name[:80]} asks for {shared} bytes of shared memory; a CTA of {o.arch} can have "
             f"{o.limits.cta_shared_bytes}"
+        )
+    room = o.sms * min(o.limits.shared_bytes // (shared + RESERVED_BYTES), o.limits.threads // launch.threads)
+    if launch.is_cooperative and launch.ctas > room:
+        raise HostError(
+            f"kernel {program.kernel.name[:80]}: a cooperative launch of {launch.ctas} CTAs of {shared} bytes and "
+            f"{launch.threads} threads; {o.sms} multiprocessors have room for {room}"
         )
     memory = GlobalMemory(spans, track=o.strict or spans is not None)
     report = Machine(program, launch, memory, o).run()

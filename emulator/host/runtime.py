@@ -37,18 +37,6 @@ def take_error() -> BaseException | None:
     return error
 
 
-def require_room(launch: Launch) -> None:
-    """Refuse a cooperative launch with more CTAs than the device can run at the same time, as the driver does."""
-    o = options()
-    of_shared, of_threads = o.limits.shared_bytes // (launch.smem + 1024), o.limits.threads // launch.threads
-    room = o.sms * min(of_shared, of_threads)
-    if launch.ctas > room:
-        raise HostError(
-            f"{launch.kernel[:60]}: a cooperative launch of {launch.ctas} CTAs of {launch.smem} bytes and "
-            f"{launch.threads} threads; {o.sms} multiprocessors have room for {room}"
-        )
-
-
 @dataclass
 class Runtime:
     """Callbacks of one emulated module. ``launcher`` gets the kernel's name and the launch; ``param_sizes`` says how
@@ -101,10 +89,7 @@ class Runtime:
         if name is None:
             raise HostError(f"launch of an unknown kernel handle {kernel:#x}")
         params = [ctypes.string_at(args[k], size) for k, size in enumerate(self.param_sizes(name))]
-        launch = Launch(name, (gx, gy, gz), (bx, by, bz), cluster, smem, params, kept)
-        if launch.is_cooperative:
-            require_room(launch)
-        self.launcher(name, launch)
+        self.launcher(name, Launch(name, (gx, gy, gz), (bx, by, bz), cluster, smem, params, kept))
         return 0
 
     def encode(self, target, dtype, rank, address, *layout) -> int:

@@ -34,7 +34,4 @@ class Launch:
 
     @property
     def clusters(self) -> int:
-        n = 1
-        for g, c in zip(self.grid, self.cluster, strict=True):
-            n *= g // c
-        return n
+        return prod(g // c for g, c in zip(self.grid, self.cluster, strict=True))

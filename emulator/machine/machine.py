@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -112,8 +113,7 @@ class Machine:
         s.rng = o.seed * 0x9E3779B97F4A7C15 % 2**64 | 1
         s.spurious = int(0.2 * 2**32) if o.schedule in ("random", "priority") else 0
         if self.tracked:
-            warps = -(-launch.block[0] * launch.block[1] * launch.block[2] // 32)
-            ctas = launch.cluster[0] * launch.cluster[1] * launch.cluster[2]
+            warps, ctas = -(-launch.threads // 32), prod(launch.cluster)
             s.cap = -(-(ctas * (warps * STREAMS + MBARRIER_AGENTS) + 8) // 8) * 8
         s.flags = (
             (FLAG_RACE if o.race else 0)

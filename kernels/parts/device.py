@@ -141,23 +141,20 @@ def one_when_known(a, b, c, d, *, loc=None, ip=None):
     )
 
 
-@dsl_user_op
-def load_relaxed(address, *, loc=None, ip=None):
+def load_relaxed(address):
     """Load an Int32 that other SMs write to global memory; a fence behind it shows what they released with it."""
-    return cute.arch.inline_ptx(
-        "ld.relaxed.gpu.global.b32 {$w0}, [{$r0}];",
-        write_only_types=[Int32],
-        read_only_args=[address],
-        loc=loc,
-        ip=ip,
-    )
+    return _load_ordered("relaxed", address)
+
+
+def load_acquire(address):
+    """Load an Int32 that other SMs write to global memory, and see what they released with it."""
+    return _load_ordered("acquire", address)
 
 
 @dsl_user_op
-def load_acquire(address, *, loc=None, ip=None):
-    """Load an Int32 that other SMs write to global memory, and see what they released with it."""
+def _load_ordered(order: str, address, *, loc=None, ip=None):
     return cute.arch.inline_ptx(
-        "ld.acquire.gpu.global.b32 {$w0}, [{$r0}];",
+        f"ld.{order}.gpu.global.b32 {{$w0}}, [{{$r0}}];",
         write_only_types=[Int32],
         read_only_args=[address],
         loc=loc,

@@ -244,8 +244,7 @@ class Shares(Pieces):
         """Share ``part`` of those that come with a piece."""
         slots = self.slots
         token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, piece)) for kind in SHARE[1:])
-        count = cutlass.max(cutlass.min(count, slots.rows), 0)
-        rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8)
+        rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8).up_to(slots.rows)
         first = piece - chunk * self.of_chunk
         shares = chunks * SHARES
         self._merge_items(self._share_items(chunk * SHARES + part, shares, rows), first, chunks, rows, dtype)

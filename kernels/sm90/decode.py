@@ -266,12 +266,16 @@ class DecodeSm90(AttentionSm90):
             step += 1
             tile = board.read(step)
 
+    def divided(self, operand: KvOperand) -> KvOperand:
+        """Divide strides of pages, where boxes need that, while the warp that loads waits for its first work."""
+        if const_expr(issubclass(self.source, PageBoxes)):
+            operand = replace(operand, page_slots=operand.slots_of_page())
+        return operand
+
     def load_part(self, part: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
         """Load K (part 0) or V (part 1) of every tile."""
         shared, operand = shared_address((tiles.k, tiles.v)[part].iterator), operands[part]
-        if const_expr(issubclass(self.source, PageBoxes)):
-            # The division is done while the warp waits for its first work.
-            operand = replace(operand, page_slots=operand.slots_of_page())
+        operand = self.divided(operand)
         if const_expr(self.config.copies_scales):
             operand = replace(operand, shared_scales=shared_address(tiles.scales[part]))
         ring = self.loading_ring(rings, part)

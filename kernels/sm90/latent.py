@@ -15,7 +15,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_rows import PageRows
-from hopwell.kernels.parts.kv_source import KvOperand, KvSource, PageBoxes
+from hopwell.kernels.parts.kv_source import KvOperand, KvSource
 from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions
 from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.parts.widened_rows import WIDENED, LatentBytes, WidenedOperand
@@ -174,9 +174,7 @@ class LatentKeys:
     @cute.jit
     def _load_both(self, atoms, shared, rings, partial_barriers, board, operands):
         """Let one warp load both parts of every tile: what differs between the parts comes as a pair."""
-        if const_expr(issubclass(self.source, PageBoxes)):
-            # The division is done while the warp waits for its first work.
-            operands = tuple(replace(operand, page_slots=operand.slots_of_page()) for operand in operands)
+        operands = tuple(self.divided(operand) for operand in operands)
         descriptors = [copy.tma_descriptor(atom) for atom in atoms]
         step, work, partials = Int32(0), Int32(0), [Int32(0), Int32(0)]
         tile = board.read(work)

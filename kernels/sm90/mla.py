@@ -207,12 +207,11 @@ class LatentUnits(QueryRows):
 
     @cute.jit
     def posted(self, step, unit, before) -> None:
-        q_ring, piece_ring = self.rings.q, self.rings.piece
-        self.kernel.fetch_rows(self.descriptor, self.addresses, self.geometry, unit, self.tiles.q, q_ring, step)
+        QueryRows.posted(self, step, unit, before)
         if step > 0:
             self._announce(step - 1, before)
         self.merge.wait_free(unit)
-        piece_ring.release(step)
+        self.rings.piece.release(step)
 
     @cute.jit
     def ended(self, step, last) -> None:

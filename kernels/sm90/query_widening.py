@@ -13,10 +13,8 @@ from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.widen import widened_words
+from hopwell.kernels.sm90.conversion import BLOCK_CHUNKS, WIDENED_ROWS
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
-
-BLOCK_CHUNKS = BLOCK_COLUMNS // copy.CHUNK_BYTES  # chunks of 8 bits that become a column block
-ROWS_AT_ONCE = WARPGROUP // BLOCK_CHUNKS  # of a column block
 
 
 def widen_queries(kernel, tile, stage, row_group, barrier: int, group) -> None:
@@ -26,14 +24,14 @@ def widen_queries(kernel, tile, stage, row_group, barrier: int, group) -> None:
     assert config.v_parts == 1, "two warpgroups with halves of the value have the same rows of Q"
     wide, loaded = config.q_columns, config.loaded_q_columns
     target = shared_address(tile.iterator) + stage * (rows * wide * 2)
-    source = target + (wide - loaded) // BLOCK_COLUMNS * rows * copy.SWIZZLE_ROW_BYTES
+    source = target + config.first_loaded_q_block * rows * copy.SWIZZLE_ROW_BYTES
     thread = cute.arch.thread_idx()[0] % WARPGROUP
     row, chunk = row_group * WARPGROUP_ROWS + thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
     for first in range(0, wide // BLOCK_COLUMNS, 2):
         places = [
             (row + below, block * BLOCK_CHUNKS + chunk)
             for block in range(first, min(first + 2, wide // BLOCK_COLUMNS))
-            for below in range(0, WARPGROUP_ROWS, ROWS_AT_ONCE)
+            for below in range(0, WARPGROUP_ROWS, WIDENED_ROWS)
         ]
         words = [copy.load_shared(copy.tile_chunk(source, *place, rows, loaded, False), 4) for place in places]
         cute.arch.barrier(barrier_id=barrier + group, number_of_threads=WARPGROUP)

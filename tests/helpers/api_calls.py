@@ -56,12 +56,9 @@ def page_shape(layout: str, width: int = DIM) -> tuple[int, int, int]:
     return (KV_HEADS, PAGE, width) if layout == "HND" else (PAGE, KV_HEADS, width)
 
 
-def context(kv_cache: Any, layout: str, query: torch.Tensor | None = None, **more: Any) -> dict[str, Any]:
+def prefill_batch() -> dict[str, Any]:
+    """Return what the context and FMHAv2 entries take alike, in their order: lengths and scales of the batch."""
     return {
-        "query": data(TOKENS, HEADS, DIM) if query is None else query,
-        "kv_cache": kv_cache,
-        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
-        "block_tables": ints(*TABLE),
         "seq_lens": ints(*KV_LENS),
         "max_q_len": 5,
         "max_kv_len": 37,
@@ -70,6 +67,16 @@ def context(kv_cache: Any, layout: str, query: torch.Tensor | None = None, **mor
         "batch_size": BATCH,
         "cum_seq_lens_q": cumulative(Q_LENS),
         "cum_seq_lens_kv": cumulative(KV_LENS),
+    }
+
+
+def context(kv_cache: Any, layout: str, query: torch.Tensor | None = None, **more: Any) -> dict[str, Any]:
+    return {
+        "query": data(TOKENS, HEADS, DIM) if query is None else query,
+        "kv_cache": kv_cache,
+        "workspace_buffer": torch.empty(16, dtype=torch.uint8),
+        "block_tables": ints(*TABLE),
+        **prefill_batch(),
         "kv_layout": layout,
         **more,
     }
@@ -101,14 +108,7 @@ def fmha_v2(qkv: Any, layout: str, **more: Any) -> dict[str, Any]:
         "qkv": qkv,
         "input_layout": layout,
         "workspace_buffer": torch.empty(16, dtype=torch.uint8),
-        "seq_lens": ints(*KV_LENS),
-        "max_q_len": 5,
-        "max_kv_len": 37,
-        "bmm1_scale": 0.125,
-        "bmm2_scale": 1.0,
-        "batch_size": BATCH,
-        "cum_seq_lens_q": cumulative(Q_LENS),
-        "cum_seq_lens_kv": cumulative(KV_LENS),
+        **prefill_batch(),
         **more,
     }
 
