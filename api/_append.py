@@ -154,7 +154,7 @@ def append_problem(arguments: AppendArguments) -> AppendProblem:
         k_scale=_scale("k_scale", a.k_scale, kind, on),
         v_scale=_scale("v_scale", a.v_scale, kind, on),
         kind=kind,
-        programmatic_launch=support.has_pdl(arch) if pdl is None else pdl,
+        programmatic_launch=True if pdl is None else pdl,
     )
     _check_apart(problem)
     require_problem(support.APPEND, problem, arch)

@@ -296,7 +296,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
         out_scales=output.scales,
         lse=lse,
         skip_softmax=skip_softmax,
-        programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
+        programmatic_launch=True if enable_pdl is None else enable_pdl,
     )
     skip = "skip_softmax_threshold_scale_factor"
     asked = named(call, skip_softmax=skip, lse="return_lse", window="window_left")

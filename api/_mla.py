@@ -37,8 +37,10 @@ from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, low_words, mla_kv_views
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")
 SPARSE_BACKEND = "sparse"  # which serves lists alone
 NATURAL_BACKEND = "cute-dsl"  # whose log-sum-exps are natural, also in the calls that merge ranks
-DIMS = ((512, 64), (256, 64))  # (kv_lora_rank, qk_rope_head_dim)
-SPARSE_DIMS = (*DIMS, (512, 0))
+# (kv_lora_rank, qk_rope_head_dim)
+DIMS, SPARSE_DIMS = (
+    tuple((v, qk - v) for qk, v in dims) for dims in (support.MLA_HEAD_DIMS, support.SPARSE_MLA_HEAD_DIMS)
+)
 TOP_K_STEP = 4
 CUTE_DSL_IMPLEMENTATIONS = ("auto", "modular", "monolithic")
 KV_SCALE_FORMATS = ("auto", "pow2_fp32", "arbitrary_fp32")
@@ -375,7 +377,7 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
         lse=log,
         scratch=scratch,
         family=Family.MLA,
-        programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
+        programmatic_launch=True if enable_pdl is None else enable_pdl,
     )
     require_problem(support.MLA, problem, arch, named(call, sparse="sparse_mla_top_k", dcp="enable_dcp"))
     return problem

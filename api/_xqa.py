@@ -309,7 +309,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         kv_scales=kv_scales,
         scratch=scratch,
         family=Family.DECODE,
-        programmatic_launch=support.has_pdl(arch) if enable_pdl is None else enable_pdl,
+        programmatic_launch=True if enable_pdl is None else enable_pdl,
     )
     asked = named(call, speculative="q_len_per_req", window="window_left")
     require_problem(call.entry, problem, arch, asked | {"dcp": "causal_seqlens_kv_global given"})

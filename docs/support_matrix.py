@@ -10,7 +10,7 @@ from hopwell.kernels.features import EMULATED, ON_HOPPER, support_matrix
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
 FULL = ROOT / "docs" / "support.md"
-SHORT_NAMES = {  # others stand for themselves
+SHORT_NAMES = {
     "trtllm_batch_context_with_kv_cache": "context",
     "trtllm_fmha_v2_prefill": "FMHAv2",
     "cudnn_batch_prefill_with_kv_cache": "cuDNN",
@@ -33,20 +33,23 @@ def full_page() -> str:
 
 
 def compact_matrix() -> str:
-    """Return all entries in one table: features as rows, and in the cells the architectures that have them."""
+    """Return one table whose rows are the entries: a column has the features that the same architectures have."""
+    features: dict[str, dict[str, list[str]]] = {}  # by the architectures, and by the entry
     sections = support_matrix().strip().split("\n\n`")
-    entries = [section.strip("`").partition("`")[0].rpartition(".")[2] for section in sections]  # of several the first
-    names = [SHORT_NAMES.get(entry, entry) for entry in entries]
-    cells: dict[str, list[str]] = {}
-    for column, section in enumerate(sections):
+    for section in sections:
+        entry = section.strip("`").partition("`")[0].rpartition(".")[2]  # of several the first
         header, _, *rows = [line for line in section.split("\n") if line.startswith("|")]
         archs = _fields(header)[1:]
         for title, *marks in map(_fields, rows):
             known = [STYLE[mark].format(arch[3:-1]) for arch, mark in zip(archs, marks, strict=True) if mark in STYLE]
-            cells.setdefault(title, ["-"] * len(names))[column] = ", ".join(known) or "-"
-    supported = {title: row for title, row in cells.items() if set(row) != {"-"}}
-    lines = ["| sm_ | " + " | ".join(names) + " |", "|---|" + ":---:|" * len(names)]
-    return "\n".join(lines + [f"| {title} | " + " | ".join(row) + " |" for title, row in supported.items()]) + "\n"
+            if known:
+                features.setdefault(", ".join(known), {}).setdefault(SHORT_NAMES[entry], []).append(title)
+    columns = sorted(features, key=len, reverse=True)
+    lines = ["| sm_ | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
+    for entry in SHORT_NAMES.values():
+        cells = ("; ".join(features[column].get(entry, ["-"])) for column in columns)
+        lines.append(f"| {entry} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _fields(line: str) -> list[str]:

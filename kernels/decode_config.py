@@ -1,4 +1,4 @@
-"""Which decode kernel serves a problem, like ``config.py`` for prefill."""
+"""Which decode kernel serves a problem, like ``prefill_config.py`` for prefill."""
 
 from __future__ import annotations
 

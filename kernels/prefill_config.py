@@ -31,7 +31,7 @@ from hopwell.kernels.config import (
 )
 from hopwell.kernels.masks import MaskKind, MaskKinds
 from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
-from hopwell.kernels.support import OTHER_HOPPER_HEAD_DIMS
+from hopwell.kernels.support import RARE_HEAD_DIMS
 
 MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill)
 
@@ -66,9 +66,7 @@ TILES = {
 }
 
 # Head dims that fill as many column blocks differ by nothing but what TMA fills with zeros and the depth of products.
-OTHER_TILES = {
-    (d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in OTHER_HOPPER_HEAD_DIMS
-}
+OTHER_TILES = {(d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in RARE_HEAD_DIMS}
 
 
 # Windows of up to so many keys have steps of 64 where head dims have 128: with a window of 128 the 64 rows of a
@@ -89,7 +87,6 @@ PART_STEP = 160
 WIDENED_PAIRS_TO = 128
 WIDENED_APART_TO = 192  # beyond, K and V are widened in the place that they are loaded to
 PAIRED_MARGIN = 40  # registers beside S, O and two P
-MOST_COLUMNS_OF_512_THREADS = 192  # of V: ptxas refuses a product of 256 columns in a kernel of 128 registers at launch
 # The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
 # share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230 instead of 299. Where
 # tiles are full anyway, packing costs: 8 x 512 queries of 16384 keys take 12 % more time, 64 x 256 9 %, 64 x 128 18 %

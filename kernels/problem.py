@@ -133,7 +133,7 @@ class LogSumExp:
 @dataclass(frozen=True)
 class BlockScales:
     """Scales of blocks of 16 elements of K and of V: e4m3 views [pages, Hkv, page_size, D / 16] with a unit last
-    stride. V's are interleaved by four tokens, see :mod:`hopwell.layouts.scales`."""
+    stride. V's are interleaved by four tokens for prefill, see :mod:`hopwell.layouts.scales`, and not for decode."""
 
     key: torch.Tensor
     value: torch.Tensor

@@ -25,19 +25,20 @@ APPEND = "append_paged_kv_cache"
 NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
 SAME_AS = {TRTLLM_DECODE: XQA, NVFP4_APPEND: APPEND}  # entries without a table of their own
 
-# Prefill kernels have these head dims (QK, V).
+# Prefill kernels have these head dims (QK, V): the first on every architecture, the others where scores and the output
+# are in registers, which is on Hopper and on sm_120.
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
-HOPPER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
-# Compiled on demand only.
-OTHER_HOPPER_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS))
-OTHER_HEAD_DIMS = (*HOPPER_HEAD_DIMS, *OTHER_HOPPER_HEAD_DIMS)
+REGISTER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
+# These are compiled on demand only.
+RARE_HEAD_DIMS = tuple((d, d) for d in range(8, 257, 8) if (d, d) not in (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS))
+OTHER_HEAD_DIMS = (*REGISTER_HEAD_DIMS, *RARE_HEAD_DIMS)
 DECODE_HEAD_DIMS = (*range(16, 257, 16), 512)
 DECODE_NVFP4_HEAD_DIMS = (64, 128, 256)  # lanes have equal parts of rows that consist of whole blocks
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 FP8_DS_MLA_HEAD_DIMS = (576, 512)  # of rows of 656 bytes
 BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are multiples of 16 bytes
-    dims for dims in (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
+    dims for dims in (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
 )
 NVFP4_HEAD_DIMS = tuple(
     dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
@@ -137,8 +138,3 @@ def halves_products(device: torch.device) -> bool:
     import torch
 
     return device.type == "cuda" and "GeForce" in torch.cuda.get_device_name(device)
-
-
-def has_pdl(arch: str) -> bool:
-    """Tell whether ``arch`` has programmatic dependent launch: compute capability 9.0 and later."""
-    return int(arch[3:-1]) >= 90

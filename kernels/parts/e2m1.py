@@ -12,8 +12,6 @@ import cutlass.cute as cute
 from cutlass import Float16, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.parts.device import prmt
-
 # The bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, from the lowest on: the upper ones of float16, whose lower ones are 0,
 # and both of bfloat16.
 F16_UPPER = (0x3E3C3800, 0x46444240)
@@ -121,11 +119,6 @@ def scales_of_two(first, second, place, *, loc=None, ip=None):
         loc=loc,
         ip=ip,
     )
-
-
-def scale_pair(scales, place: int, dtype):
-    """Return the e4m3 in byte ``place`` of a word as a pair of equal numbers of ``dtype``."""
-    return widened_half(prmt(scales, scales, place * 0x1111), 0, dtype)
 
 
 @dsl_user_op

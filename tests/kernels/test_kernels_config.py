@@ -31,10 +31,10 @@ from hopwell.kernels.problem import (
     Score,
     ScoreKind,
 )
-from hopwell.kernels.support import COMMON_HEAD_DIMS, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
+from hopwell.kernels.support import COMMON_HEAD_DIMS, MAX_PAGE_SIZE, REGISTER_HEAD_DIMS
 
 ARCH = "sm_90a"
-HEAD_DIMS = (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS)
+HEAD_DIMS = (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS)
 SHIPPED = list(shipped_configs())
 COVERING = covering_configs()
 PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]

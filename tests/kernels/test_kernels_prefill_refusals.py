@@ -18,10 +18,10 @@ from hopwell.kernels.problem import (
     AttentionProblem,
     BlockScales,
 )
-from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, HOPPER_HEAD_DIMS, MAX_PAGE_SIZE
+from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, MAX_PAGE_SIZE, REGISTER_HEAD_DIMS
 
 ARCH = "sm_90a"
-HEAD_DIMS = (*COMMON_HEAD_DIMS, *HOPPER_HEAD_DIMS)
+HEAD_DIMS = (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS)
 
 
 class TestRefusals:

@@ -11,8 +11,11 @@ import pytest
 import torch
 from helpers.oracles import check_attention
 
+import hopwell
 from hopwell import _demo, emulator
 from hopwell.__main__ import main
+from hopwell.kernels import support
+from hopwell.kernels.features import ENTRIES as TABLES
 from hopwell.kernels.features import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -40,6 +43,13 @@ def test_support_matrix_is_up_to_date() -> None:
     full = (ROOT / "docs" / "support.md").read_text()
     assert full == matrix["full_page"](), "run `python docs/support_matrix.py`"
     assert full.endswith(support_matrix())
+
+
+def test_every_entry_stands_in_the_first_table() -> None:
+    entries = {*TABLES, *support.SAME_AS}
+    names = re.findall(r"^\| `hopwell\.([a-z0-9_.]+)` \|", README, re.MULTILINE)
+    assert {name.rpartition(".")[2] for name in names} == entries
+    assert entries <= set(hopwell.__all__)
 
 
 def check_demo(capsys: pytest.CaptureFixture[str], device: str) -> None:
@@ -92,7 +102,7 @@ def test_demo_rates() -> None:
     assert _demo.MlaDecode("cpu", [38, 301], 16).rate(1e-6) == f"{2 * 16 * (576 + 512) * 339 / 1e3:.0f} TFLOP/s"
 
 
-@pytest.mark.parametrize(("arch", "status"), [("sm_90a", 1), ("sm_100a", 1), ("sm_120a", 2), (None, 2)])
+@pytest.mark.parametrize(("arch", "status"), [("sm_90a", 1), ("sm_100a", 1), ("sm_120a", 1), (None, 2)])
 def test_demo_is_emulated_without_kernels_for_the_gpu(
     arch: str | None, status: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
