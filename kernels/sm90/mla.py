@@ -53,7 +53,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
     Warp roles
         warp 0 load_keys   both parts of the keys
         warp 1             the same where lanes copy rows, half of them each
-        warps 1, 2 widen   keys of 8 bits, half of the rows each, see parts/widened_rows.py
+        warps 1, 2 widen   keys of 8 bits, half of the rows each, see parts/widened_rows.py; warp 1 all of them in
+                           batch-invariant kernels
         warps 1, 2 merge   in batch-invariant kernels, where they neither load nor widen: shares of rows of which all
                            pieces are there, see parts/shares.py; else attend merges, see parts/own_shares.py
         warp 3 schedule    units of work; their rows of Q, by TMA where these lie at equal distances; in batch-invariant
@@ -87,7 +88,6 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     staging_bytes = WARP_ROWS * 4 + WARP_SUM_BYTES  # of a warp: references of its rows, sums
     step_tiles = 2
-    byte_widening_warps = 2
     q_role = "schedule"
 
     @property
@@ -96,6 +96,12 @@ class MlaSm90(LatentKeys, DecodeSm90):
         what is given back first. Lists, whose parts are copied in turns, are 5 % faster with left parts first, tiles of
         pages 3 % slower (H200, 2026-11-22 and 23). Pages of all sizes have one order, or their sums would differ."""
         return ((0, 1), (0, 1)) if self.config.sparse else ((0, 1), (1, 0))
+
+    @property
+    def byte_widening_warps(self) -> int:
+        """In batch-invariant kernels a warp has to be left that merges beside units: they wait for slots that it
+        frees."""
+        return 1 if self.config.batch_invariant else 2
 
     @property
     def schedule_type(self) -> type[SplitSchedule]:

@@ -32,6 +32,7 @@ from helpers.schedules import schedules, setting
 
 from hopwell import emulator
 from hopwell.kernels import execute, plan, settings, splitting
+from hopwell.kernels.config import KvType
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import LogSumExp, LseLayout
 
@@ -97,6 +98,13 @@ def test_one_gap_anywhere(heads: int) -> None:
         check_one_gap_anywhere(132, heads, "cpu")
 
 
+@pytest.fixture
+def by_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests are cut by their own lengths alone, not into equal portions of all keys."""
+    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
+
+
+@pytest.mark.usefixtures("by_own_length")
 @pytest.mark.parametrize("heads", [8, 40])
 @pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
 def test_pieces_are_merged(dims: tuple[int, int], sparse: bool, heads: int) -> None:
@@ -106,6 +114,7 @@ def test_pieces_are_merged(dims: tuple[int, int], sparse: bool, heads: int) -> N
     check(Case([1] * 4, kv_lens, heads, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
 
 
+@pytest.mark.usefixtures("by_own_length")
 @pytest.mark.parametrize("heads", [2, 17])
 def test_many_pieces(heads: int) -> None:
     check(Case([1, 1], [18 * chunk_tokens(MAIN) - 5, 3], heads), 64, adverse=1)
@@ -166,6 +175,7 @@ def test_query_that_is_expanded_over_heads(heads: int) -> None:
     assert torch.equal(expanded, alike)
 
 
+@pytest.mark.usefixtures("by_own_length")
 def test_late_work_beside_polling() -> None:
     """CTAs that have nothing left to do look for shares over and over, and write what they see: a schedule that does
     late work only when nobody gets on would never come to the loads of the others."""
@@ -174,7 +184,7 @@ def test_late_work_beside_polling() -> None:
 
 # Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
 @pytest.fixture
-def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+def few_slots(by_own_length: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
     monkeypatch.setattr(splitting, "LATENT_UNDER_WAY", 1)
 
@@ -186,6 +196,15 @@ def test_slots_are_used_again(heads: int, q_len: int) -> None:
     chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
     kv_lens = [n * chunk_tokens(MAIN) - 5 for n in chunks]
     check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)
+
+
+@pytest.mark.usefixtures("few_slots")
+@pytest.mark.parametrize("kv_type", [KvType.E4M3, KvType.FP8_DS_MLA])
+def test_slots_are_used_again_where_keys_are_widened(kv_type: KvType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A warp of each CTA merges beside units there, too, or units would wait for slots for ever: nobody else frees them
+    before there are no more units."""
+    monkeypatch.setattr(plan, "EMULATED_SMS", 1)
+    check(Case([1] * 5, [chunk_tokens(MAIN) + 6] * 5, heads=17, sinks=False, kv_type=kv_type), 64, adverse=1)
 
 
 @pytest.mark.usefixtures("few_slots")
