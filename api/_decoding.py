@@ -44,8 +44,10 @@ def workspace_bytes(
     without one."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     tiled = support.arch_of(on) in support.SM120
-    by_portions = latent and not settings.BATCH_INVARIANT.is_on
-    return scratch_bytes(max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on), latent, tiled, by_portions)
+    # Whether keys are cut into portions depends on the batch as well.
+    ways = (False, True) if latent and not settings.BATCH_INVARIANT.is_on else (False,)
+    sizes = max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on), latent, tiled
+    return max(scratch_bytes(*sizes, by_portions) for by_portions in ways)
 
 
 def workspace(

@@ -31,6 +31,7 @@ from hopwell.kernels.splitting import (
     LATENT_LEAF_TOKENS,
     LATENT_NEAR_LEVELS,
     LEAF_TILE,
+    LEAST_TOKENS_SHARE,
     LISTED_CHUNK_TOKENS,
     MOST_PORTION_KEYS,
     ROWS,
@@ -74,6 +75,7 @@ class MlaConfig(DecodeConfig):
     Attributes:
         batch_invariant: whether requests are cut by their own lengths alone, where other kernels of as many rows cut
             the keys of all requests into equal portions. Kernels of few rows have trees that are batch invariant.
+            :func:`_has_portions` says which of both a problem has.
     """
 
     batch_invariant: bool = False
@@ -211,14 +213,19 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
     common = (arch, (DTYPES | BYTES)[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else kind.most_rows
-    uneven = has_uneven_pages(problem)
-    invariant = rows == ROWS and settings.BATCH_INVARIANT.is_on
-    if rows == ROWS and not invariant and most_keys(problem) > MOST_PORTION_KEYS:
-        raise NotImplementedError(
-            f"MLA decode cuts up to {MOST_PORTION_KEYS} keys into equal portions, and the tables or lists "
-            f"have room for {most_keys(problem)}; hopwell.batch_invariant(True) serves them"
-        )
+    uneven, invariant = has_uneven_pages(problem), rows == ROWS and not _has_portions(problem)
     return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=invariant)
+
+
+def _has_portions(problem: AttentionProblem) -> bool:
+    """Tell whether the keys of all requests are cut into equal portions: where results may depend on the batch, the
+    keys can be counted, and row tiles have rows of most requests. A portion is for a row tile, and the first one has
+    rows of all: of uneven numbers of new tokens, CTAs of the last one would have little to do."""
+    if settings.BATCH_INVARIANT.is_on or most_keys(problem) > MOST_PORTION_KEYS:
+        return False
+    if problem.token_table is not None or problem.query.shape[1] * problem.max_q_len <= ROWS:
+        return True
+    return problem.query.shape[0] >= LEAST_TOKENS_SHARE * problem.batch * problem.max_q_len
 
 
 def most_keys(problem: AttentionProblem) -> int:
@@ -242,4 +249,7 @@ def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig)
         operands = [("bf16", kv_type) for kv_type in kv_types] + [("e4m3", KvType.WIDE)] * kind.takes_bytes
         for dtype, kv_type in operands:
             config = kind(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
-            yield replace(config, batch_invariant=rows == ROWS and settings.BATCH_INVARIANT.is_on)
+            is_on = settings.BATCH_INVARIANT.is_on
+            # New tokens in uneven numbers, which make a difference where they have no lists, take these kernels anyway.
+            ways = sorted({is_on, not config.sparse or is_on}) if rows == ROWS else [False]
+            yield from (replace(config, batch_invariant=way) for way in ways)

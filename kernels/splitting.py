@@ -45,6 +45,10 @@ UNEVEN = 16
 LEAST_PORTION_STEPS = 2
 MOST_PORTION_KEYS = 1 << 32  # of all requests: fractions of their steps have to fit 32 bits
 MOST_PORTION_ROUNDS = 4
+# Portions are for launches with this share of the new tokens that all requests could have, or more. With fewer, CTAs of
+# the first row tile have more to do than others, by as much; and with chunks by each request's own length, even numbers
+# of new tokens reach 0.8 of what they reach with portions (M1 and M2, H200, 2026-11-24).
+LEAST_TOKENS_SHARE = 0.75
 # Bytes of an element of a piece of MLA: it is a float16, and each half row has a power of two of its own. Its error is
 # an eighth of that of a bfloat16 result, and half as many bytes are stored and merged.
 LATENT_PIECE_BYTES = 2
@@ -87,8 +91,8 @@ BUNDLE_BITS, WIDE_BUNDLE_BITS = 4, 2  # log2 of the nodes in memory that are mer
 TIERS = 5  # of bundles: 4^5 are more than the blocks of all CTAs
 TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out
 # int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done;
-# of a share when it may be merged, and which it is: output token, first row, rows, chunk, chunks
-SLOT_COUNTERS = 9
+# of a share when it may be merged, and which it is: output token, first row, rows, chunk, chunks, pieces of a chunk
+SLOT_COUNTERS = 10
 
 
 def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = 2) -> int:
@@ -228,9 +232,10 @@ def _needed_slots(
         return portion_slots(row_tiles, sms)
     # Chunks of 16-bit keys are the shortest.
     least = chunk_tokens(columns, latent) // (1 if latent else 2)
-    # Requests with fewer new tokens than others have as many units, some of which are empty.
-    chunks = min(-(-max(capacity, 1) // least) + 1, LATENT_UNITS if latent else MAX_CHUNKS)
-    return chunks * row_tiles + (LATENT_UNDER_WAY if latent else UNDER_WAY) * sms
+    chunks = -(-max(capacity, 1) // least) + 1
+    if latent:
+        return min(chunks * row_tiles, max(LATENT_UNITS, 2 * row_tiles)) + LATENT_UNDER_WAY * sms
+    return min(chunks, MAX_CHUNKS) * row_tiles + UNDER_WAY * sms
 
 
 def scratch_bytes(

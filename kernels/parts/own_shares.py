@@ -22,7 +22,7 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.device import global_array, global_pointer, load_acquire
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import GROUPS_THERE, PIECES_THERE, Slots
-from hopwell.kernels.parts.shares import Pieces
+from hopwell.kernels.parts.shares import Pieces, RowPieces
 
 STORING_WARPS = 2 * WARPS  # of a piece, which merge a share each as well
 COUNTS = (PIECES_THERE, GROUPS_THERE)  # of warps, in a first piece's slot: those that have stored, that need not wait
@@ -61,7 +61,7 @@ class OwnShares(Pieces):
         # Some warp waits, or else counters would be reset before all have been counted.
         is_spared = (items[0] >= items[1]) & (rows.count > 0)
         before = self._wait_stored(tile.first_piece, shares, is_spared)
-        self._merge_items(items, tile.first_piece, tile.chunks, rows, dtype)
+        self._merge_items(items, RowPieces(tile.first_piece, tile.units_of_chunk, tile.chunks), rows, dtype)
         # This is late so that nobody waits for the number.
         if before == shares - 1:
             for kind in cutlass.range_constexpr(len(COUNTS)):

@@ -89,11 +89,6 @@ def portion_size(total, longest, portions: Divisor):
 class PortionSchedule(SplitSchedule):
     """The schedule of a CTA that has one portion, or one for each of several row tiles where CTAs are few."""
 
-    @property
-    def _items_count(self):
-        """Say how many requests, or tokens with lists, there are."""
-        return Int32(self.geometry.batch)
-
     def _item(self, index) -> Item:
         q_start, q_len, kv_len = self._lengths(index)
         exists = ((index < self._items_count) & (q_len > 0)).to(Int32)
@@ -139,13 +134,13 @@ class PortionSchedule(SplitSchedule):
         A portion has two pieces at most, the end of one request and the beginning of another, which have different
         colors. So a portion and a color are a piece's number, in each row tile.
         """
-        of_chunk, chunk = 2 * self._units_of_chunk, portion - span.first_portion
+        of_chunk, chunk = 2 * self._most_of_chunk, portion - span.first_portion
         first_row, request = row_tile * self.tile_m, span.request()
         begin, end = span.begin(chunk, size), span.begin(chunk + 1, size)
         last = cutlass.min(group.divide(first_row + (self.tile_m - 1)), request.q_len - 1)
         tokens = (end - begin) * self.tile_n * (1 - merges)
         keys = self._keys_of_tokens(request, group.divide(first_row), last, begin * self.tile_n, tokens)
-        piece = portion * of_chunk + span.color * self._units_of_chunk + row_tile
+        piece = portion * of_chunk + span.color * self._most_of_chunk + row_tile
         numbers = (chunk, span.chunks, piece, piece - chunk * of_chunk, Int32(0), of_chunk)
         return SplitTile(request, merges, Int32(0), first_row, keys, *numbers)
 
@@ -153,7 +148,7 @@ class PortionSchedule(SplitSchedule):
     def publish(self, board) -> None:
         """Post the units of this CTA's portions, then those that are pieces again, for what has to be merged of their
         rows, then the end. Called by one warp."""
-        row_tiles, items = self._units_of_chunk, self._items_count
+        row_tiles, items = self._most_of_chunk, self._items_count
         first_item = self._item(cute.arch.lane_idx())
         group, portions = Divisor.of(Int32(self.geometry.group)), Divisor.of(Int32(self.geometry.portions))
         first_place = Int32(cute.arch.block_idx()[0])
@@ -165,11 +160,13 @@ class PortionSchedule(SplitSchedule):
             while first < items:
                 span, end, next_color = self._portion_span(item, place, color, size)
                 portion = first_of_portion.divide(place_in_grid)
+                row_tile = place_in_grid - portion * row_tiles
                 has_chunk = (span.first_portion <= portion) & (portion < span.first_portion + span.chunks)
+                # Of uneven numbers of new tokens, a request with fewer may have no rows in this tile.
+                has_chunk &= row_tile < self._row_tiles(span.q_len)
                 lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk & (span.chunks > merges)))
                 while lanes != 0:
                     mine = from_lane(span, trailing_zeros(lanes.to(Int32)))
-                    row_tile = place_in_grid - portion * row_tiles
                     unit = self._portion_tile(mine, portion, size, row_tile, merges, group)
                     board.post(step, unit)
                     if merges == 0:
@@ -190,7 +187,7 @@ class PortionSchedule(SplitSchedule):
 
     @property
     def _all_places(self):
-        return Int32(self.geometry.portions) * self._units_of_chunk
+        return Int32(self.geometry.portions) * self._most_of_chunk
 
 
 @dataclass
@@ -198,6 +195,6 @@ class ListPortionSchedule(TokenLists, PortionSchedule):
     """Portions of the lists of all query tokens."""
 
     def _item(self, index) -> Item:
-        place, seen, exists = self._listed_token(index)
+        seen, _, _, exists = self._listed_token(index)
         exists = exists.to(Int32)
-        return Item(place, place, Int32(1), seen, exists, self._steps(seen, exists))
+        return Item(index, index, Int32(1), seen, exists, self._steps(seen, exists))

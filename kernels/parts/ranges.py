@@ -123,11 +123,6 @@ class RangeSchedule(SplitSchedule):
     def _shift(self, begin, seen, q_len):
         return Int32(self.chunk_tokens.bit_length() - 1)
 
-    @property
-    def _items_count(self):
-        """Say how many requests, or tokens with lists, there are."""
-        return Int32(self.geometry.batch)
-
     @cute.jit
     def _leaves(self, first):
         """Count the leaves that requests from ``first`` on have in a column. Called by a warp."""
@@ -156,12 +151,13 @@ class RangeSchedule(SplitSchedule):
     @cute.jit
     def publish(self, board) -> None:
         """Post every part that this CTA gets, then the end. Called by one warp."""
-        ctas, columns = Divisor.of(Int32(self.geometry.grid)), Divisor.of(self._units_of_chunk)
+        ctas, row_tiles = Divisor.of(Int32(self.geometry.grid)), Int32(self.geometry.row_tiles)
+        columns = Divisor.of(self._most_of_chunk)
         # Divisions take their time, and these need no lengths.
         own_rows = columns.divide(ctas.value)
         own_rows = replace(Divisor.of(cutlass.max(own_rows, 1)), value=own_rows)
         row, column = row_and_column(Int32(cute.arch.block_idx()[0]), columns)
-        head, first_row = self._head(column)
+        head, first_row = self._head(column, row_tiles)
         step, first, before = Int32(0), Int32(0), Int32(0)
         span, last_leaf = self._requests(first)
         leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
@@ -178,7 +174,7 @@ class RangeSchedule(SplitSchedule):
                 # Not before there is room: a range that waits here may be one that another CTA could begin with.
                 board.ring.wait_empty(step)
                 row, column = row_and_column(cute.arch.shuffle_sync(draw_ticket(self.addresses), 0), columns)
-                head, first_row = self._head(column)
+                head, first_row = self._head(column, row_tiles)
                 leaf, end = ranges.handed_out(row)
                 goes_on = leaf < ranges.leaves
             elif (leaf < before) | (leaf >= in_requests):
@@ -211,8 +207,8 @@ class ListRangeSchedule(TokenLists, RangeSchedule):
     @cute.jit
     def _span(self, index):
         leaf, leaves = Int32(self.chunk_tokens), Int32(0)
-        place, seen, exists = self._listed_token(index)
-        # What a request with fewer tokens does not have has no leaves, not one without keys.
+        seen, _, _, exists = self._listed_token(index)
+        # A token that no request has has no leaves, not one without keys.
         if exists:
             leaves = cutlass.max((seen + (leaf - 1)) // leaf, 1)
-        return RequestSpan(place, place, Int32(1), seen, leaf, Int32(0), leaves)
+        return RequestSpan(index, index, Int32(1), seen, leaf, Int32(0), leaves)

@@ -54,11 +54,19 @@ WARPS_TICKET, SHARES_TICKET = 4, 8  # bytes from the first ticket
 
 
 @dataclass(frozen=True)
+class RowPieces(DeviceStruct):
+    """The pieces of some rows: one for each chunk."""
+
+    first: Int32
+    step: Int32  # from a piece to that of the next chunk
+    chunks: Int32
+
+
+@dataclass(frozen=True)
 class Pieces(DeviceStruct):
     """The pieces of all CTAs: how one is stored, and how a share of rows is merged. Called by whole warps."""
 
     slots: Slots
-    of_chunk: Int32  # from a piece to that of the next chunk
     loads: tuple[tuple[int, int], ...]  # pieces, and items of each, that a lane has under way: few pieces, more, many
 
     @cute.jit
@@ -90,13 +98,13 @@ class Pieces(DeviceStruct):
         return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
-    def _merge_items(self, items: tuple, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
-        """Merge (first item, end) of rows whose ``first`` piece is that of the first of ``chunks``."""
+    def _merge_items(self, items: tuple, pieces: "RowPieces", rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+        """Merge (first item, end) of rows that have these pieces."""
         of_band, (begin, end) = self._items_of_band, items
         for band in cutlass.range(begin // of_band, (end + (of_band - 1)) // of_band, unroll=1):
             low, high = cutlass.max(begin, band * of_band), cutlass.min(end, (band + 1) * of_band)
             own = (low - band * of_band, high - band * of_band)
-            self._merge_band_of(self.loads, band, own, first, chunks, rows, dtype)
+            self._merge_band_of(self.loads, band, own, pieces, rows, dtype)
 
     def _share_items(self, share, shares, rows: PackedRows) -> tuple:
         """Return the (first item, end) of one of the equal ``shares`` of rows."""
@@ -105,17 +113,17 @@ class Pieces(DeviceStruct):
 
     @cute.jit
     def _merge_band_of(
-        self, loads: cutlass.Constexpr, band, items, first, chunks, rows: PackedRows, dtype: cutlass.Constexpr
+        self, loads: cutlass.Constexpr, band, items, pieces: "RowPieces", rows: PackedRows, dtype: cutlass.Constexpr
     ) -> None:
         """Merge items of a band with the first of these ``loads`` that take all pieces at once, or with the last."""
         (pieces_at_once, items_at_once), *rest = loads
         if const_expr(len(rest) > 0):
-            if chunks > pieces_at_once:
-                self._merge_band_of(tuple(rest), band, items, first, chunks, rows, dtype)
+            if pieces.chunks > pieces_at_once:
+                self._merge_band_of(tuple(rest), band, items, pieces, rows, dtype)
             else:
-                self._merge_band(pieces_at_once, items_at_once, band, *items, first, chunks, rows, dtype)
+                self._merge_band(pieces_at_once, items_at_once, band, *items, pieces, rows, dtype)
         else:
-            self._merge_band(pieces_at_once, items_at_once, band, *items, first, chunks, rows, dtype)
+            self._merge_band(pieces_at_once, items_at_once, band, *items, pieces, rows, dtype)
 
     @cute.jit
     def _merge_band(
@@ -125,14 +133,14 @@ class Pieces(DeviceStruct):
         band,
         begin,
         end,
-        first,
-        chunks,
+        pieces: "RowPieces",
         rows: PackedRows,
         dtype: cutlass.Constexpr,
     ) -> None:
         """Merge items [begin, end) of a band. A band is 8 rows of half of the columns, an item 32 columns of it: a row
         for four lanes, two columns each of four accumulator blocks for a lane."""
         slots, lane, lanes = self.slots, cute.arch.lane_idx(), RowFragment.lanes_per_row
+        chunks = pieces.chunks
         half, r, warp = band % 2, band // 2 % RowFragment.rows, band // (2 * RowFragment.rows)
         row = warp * WARP_ROWS + RowFragment.row_offset(r) + RowFragment.first_row()
         mine_in_band = band * (self._items_of_band * ITEM_BYTES) + lane * copy.CHUNK_BYTES
@@ -143,7 +151,7 @@ class Pieces(DeviceStruct):
             for chunk in cutlass.range(0, chunks, pieces_at_once, unroll=1):
                 # Each of the lanes of a row knows some of the pieces. Past the last that again, which counts nothing.
                 mine = [chunk + lane % lanes + i for i in range(0, pieces_at_once, lanes)]
-                places = [slots.place(first + cutlass.min(each, chunks - 1) * self.of_chunk) for each in mine]
+                places = [slots.place(pieces.first + cutlass.min(each, chunks - 1) * pieces.step) for each in mine]
                 loaded = []
                 for i in cutlass.range_constexpr(pieces_at_once):
                     piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_band
@@ -197,14 +205,14 @@ class Shares(Pieces):
         """The unit's piece, if it is one, has been written, visibly to this warp: when it was the last of its rows,
         all of their shares are ready."""
         if tile.chunks > 1:
-            slots, first = self.slots, tile.first_piece
+            slots, first, of_chunk = self.slots, tile.first_piece, tile.units_of_chunk
             if cute.arch.lane_idx() == 0:
-                share = (tile.request.o_start, tile.first_row, tile.rows(group), tile.chunk, tile.chunks)
+                share = (tile.request.o_start, tile.first_row, tile.rows(group), tile.chunk, tile.chunks, of_chunk)
                 for kind, value in zip(SHARE[1:], share, strict=True):
                     global_array(Int32, slots.counter(kind, tile.piece))[0] = value
             if self._is_last(PIECES_THERE, first, tile.chunks):
                 for i in cutlass.range(cute.arch.lane_idx(), tile.chunks, LANES, unroll=1):
-                    each = first + i * self.of_chunk
+                    each = first + i * of_chunk
                     store_release(slots.counter(READY, each), slots.generation(each) + 1)
 
     @cute.jit
@@ -243,17 +251,18 @@ class Shares(Pieces):
     def _merge(self, piece, part, pieces, a: Addresses, g: DecodeGeometry, scale, dtype: cutlass.Constexpr) -> None:
         """Share ``part`` of those that come with a piece."""
         slots = self.slots
-        token, first_row, count, chunk, chunks = (load_relaxed(slots.counter(kind, piece)) for kind in SHARE[1:])
+        token, first_row, count, chunk, chunks, of_chunk = (load_relaxed(slots.counter(k, piece)) for k in SHARE[1:])
         rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8).up_to(slots.rows)
-        first = piece - chunk * self.of_chunk
+        first = piece - chunk * of_chunk
         shares = chunks * SHARES
-        self._merge_items(self._share_items(chunk * SHARES + part, shares, rows), first, chunks, rows, dtype)
+        items = self._share_items(chunk * SHARES + part, shares, rows)
+        self._merge_items(items, RowPieces(first, of_chunk, chunks), rows, dtype)
         # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
         if first + slots.slots < pieces:
             cute.arch.sync_warp()  # all lanes have read
             if self._is_last(GROUPS_THERE, first, shares):
                 for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
-                    each = first + i * self.of_chunk
+                    each = first + i * of_chunk
                     store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)
 
     @cute.jit

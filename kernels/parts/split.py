@@ -8,6 +8,8 @@ their keys lie side by side in memory. A CTA that needs work takes a ticket for 
 No one has told the host how long requests are. A warp of each CTA finds the places of its tickets by walking over the
 lengths, a request a lane; tickets only grow, so it walks once.
 
+A request has a unit for each tile of its own rows: of uneven numbers of new tokens, those with fewer have fewer.
+
 Units of requests with more than one chunk are pieces: they leave partial results, see ``partial.py``. Pieces have a
 numbering of their own in the order of the list.
 """
@@ -22,7 +24,7 @@ from cutlass import Int32, const_expr
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.copy import EVICT_FIRST
-from hopwell.kernels.parts.device import DeviceStruct, from_lane, load_int, running_sum
+from hopwell.kernels.parts.device import DeviceStruct, bit_length, from_lane, load_int, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange, TokenPositions
 from hopwell.kernels.parts.scheduler import WorkTile, draw_ticket, lane_of
 from hopwell.kernels.parts.sequence import Request
@@ -113,14 +115,22 @@ class SplitSchedule(DeviceStruct):
     keeper: UnitKeeper
 
     @property
-    def _units_of_chunk(self):
-        """Units that have the same keys, and lie side by side."""
-        return Int32(self.geometry.kv_heads) * Int32(self.geometry.row_tiles)
+    def _items_count(self):
+        """Say how many requests, or tokens with lists, there are."""
+        return Int32(self.geometry.batch)
 
     @property
-    def _lists(self):
-        """Say how many lists of keys a request has."""
-        return Int32(1)
+    def _most_of_chunk(self):
+        """Say how many units have the same keys where a request has the most new tokens."""
+        return Int32(self.geometry.kv_heads) * Int32(self.geometry.row_tiles)
+
+    def _row_tiles(self, q_len):
+        """Say how many tiles the rows of a request with ``q_len`` new tokens have."""
+        return (cutlass.max(q_len, 0) * Int32(self.geometry.group) + (self.tile_m - 1)) // self.tile_m
+
+    def _of_chunk(self, q_len):
+        """Say how many units of a request with ``q_len`` new tokens have the same keys. They lie side by side."""
+        return Int32(self.geometry.kv_heads) * self._row_tiles(q_len)
 
     def _most_chunks(self, q_len):
         """Say how many chunks a request of ``q_len`` new tokens has at most."""
@@ -142,8 +152,7 @@ class SplitSchedule(DeviceStruct):
     def _span(self, index):
         chunks = Int32(0)
         q_start, q_len, kv_len = self._lengths(index)
-        seen = self._seen(kv_len)
-        begin = Int32(0)
+        seen, begin = kv_len, Int32(0)
         if const_expr(self.mask.has_left_edge):
             begin, _ = self.mask.keys(kv_len - q_len, kv_len)
             begin = cutlass.max(cutlass.min(begin, seen - 1), 0)
@@ -166,33 +175,21 @@ class SplitSchedule(DeviceStruct):
 
     def _tile(self, span: RequestSpan, unit, pieces) -> SplitTile:
         """Return the unit of a request; ``pieces`` are those of all requests before."""
-        of_chunk = self._units_of_chunk
-        chunk, kv_head, first_row, request = self._rows(span, unit)
+        of_chunk, request = self._of_chunk(span.q_len), span.request()
+        chunk = unit // of_chunk
+        place = unit - chunk * of_chunk
+        kv_head, first_row = self._head(place, self._row_tiles(span.q_len))
         keys = self._keys(request, first_row, (span.first_chunk + chunk) * span.chunk_tokens, span.chunk_tokens)
-        return self._unit(request, kv_head, first_row, keys, chunk, span.chunks, pieces + unit - chunk * of_chunk)
-
-    def _unit(self, request: Request, kv_head, first_row, keys: TileRange, chunk, chunks, first_piece) -> SplitTile:
-        """Return a chunk of a request as a unit, whose rows' ``first_piece`` is that of the first chunk."""
-        of_chunk = self._units_of_chunk
+        first_piece = pieces + place
         group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
-        numbers = (chunk, chunks, first_piece + chunk * of_chunk, first_piece, group_piece, of_chunk)
+        numbers = (chunk, span.chunks, first_piece + chunk * of_chunk, first_piece, group_piece, of_chunk)
         return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
 
-    def _rows(self, span: RequestSpan, unit):
-        """Return (chunk, KV head, first row, request) of a unit."""
-        chunk = unit // self._units_of_chunk
-        kv_head, first_row = self._head(unit - chunk * self._units_of_chunk)
-        return chunk, kv_head, first_row, span.request()
-
-    def _head(self, place):
-        """Return (KV head, first row) of one of the units that have the same keys."""
-        row_tiles = Int32(self.geometry.row_tiles)
+    def _head(self, place, row_tiles):
+        """Return (KV head, first row) of one of the units that have the same keys, where a head has so many tiles of
+        rows."""
         kv_head = place // row_tiles
         return kv_head, (place - kv_head * row_tiles) * self.tile_m
-
-    def _seen(self, kv_len):
-        """Return the most keys that a row of a request sees."""
-        return kv_len
 
     def _keys(self, request: Request, first_row, begin, tokens) -> TileRange:
         """Return the KV tiles that the rows from ``first_row`` on visit in the chunk of ``tokens`` keys from ``begin``
@@ -216,23 +213,18 @@ class SplitSchedule(DeviceStruct):
         full_begin = cutlass.min(cutlass.max(keys.full_begin, begin), full_end)
         return TileRange(begin, end, full_begin, full_end, keys.first_key)
 
-    @property
-    def _of_chunk(self):
-        """Units of a request that have the same chunk."""
-        return self._units_of_chunk * self._lists
-
     @cute.jit
     def _requests(self, first):
         """Return a lane's request among those from ``first`` on, and the units, and the pieces, of all up to it."""
         span = self._span(first + cute.arch.lane_idx())
-        pieces = split_units(span.chunks, self._of_chunk)
-        return span, running_sum(span.chunks * self._of_chunk), running_sum(pieces)
+        of_chunk = self._of_chunk(span.q_len)
+        return span, running_sum(span.chunks * of_chunk), running_sum(split_units(span.chunks, of_chunk))
 
     @cute.jit
     def pieces(self):
         """Count all pieces that there will be. Called by a warp."""
         first, pieces = Int32(0), Int32(0)
-        while first < Int32(self.geometry.batch):
+        while first < self._items_count:
             _, _, last_piece = self._requests(first)
             pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
             first += LANES
@@ -241,12 +233,11 @@ class SplitSchedule(DeviceStruct):
     @cute.jit
     def publish(self, board) -> None:
         """Post every unit that this CTA gets, then the end. Called by one warp."""
-        batch, of_chunk = Int32(self.geometry.batch), self._of_chunk
         step, first, units, pieces = Int32(0), Int32(0), Int32(0), Int32(0)
         ticket = draw_ticket(self.addresses)
         span, last_unit, last_piece = self._requests(first)
         place, latest = cute.arch.shuffle_sync(ticket, 0), SplitTile.nothing()
-        while first < batch:
+        while first < self._items_count:
             if place >= units + cute.arch.shuffle_sync(last_unit, LANES - 1):
                 units += cute.arch.shuffle_sync(last_unit, LANES - 1)
                 pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
@@ -255,6 +246,7 @@ class SplitSchedule(DeviceStruct):
             else:
                 lane = lane_of(place, units + last_unit)
                 mine = from_lane(span, lane)
+                of_chunk = self._of_chunk(mine.q_len)
                 before = cute.arch.shuffle_sync(last_unit, lane) - mine.chunks * of_chunk
                 pieces_before = cute.arch.shuffle_sync(last_piece, lane) - split_units(mine.chunks, of_chunk)
                 unit = self._tile(mine, place - units - before, pieces + pieces_before)
@@ -274,59 +266,60 @@ class LatentSchedule(SplitSchedule):
     """Pieces of MLA are large: a long request has no more of them than it takes to keep all CTAs busy."""
 
     def _most_chunks(self, q_len):
-        tiles = (q_len * Int32(self.geometry.group) + (self.tile_m - 1)) // self.tile_m
-        return cutlass.max(Int32(LATENT_UNITS) // cutlass.max(tiles, 1), 2)
+        return cutlass.max(Int32(LATENT_UNITS) // cutlass.max(self._row_tiles(q_len), 1), 2)
 
 
 class TokenLists:
     """Every query token has a list of tokens: to the other parts it is a request of its own, with its list's entries as
     keys. A base class before a kind of schedule. There is one KV head."""
 
+    addresses: Addresses
     geometry: DecodeGeometry
 
     @property
     def _items_count(self):
-        return Int32(self.geometry.batch) * Int32(self.geometry.q_len)
+        return Int32(self.geometry.tokens)
+
+    @cute.jit
+    def _request_of(self, place):
+        """Return the request of the new token at a place among those of all. Where requests have uneven numbers of
+        them, it is the last one that does not begin behind the place."""
+        g, offsets = self.geometry, self.addresses.q_offsets
+        request = place // Int32(g.q_len)
+        if offsets != 0:
+            low, high = Int32(0), Int32(g.batch)
+            for _ in cutlass.range(bit_length(high), unroll=1):
+                middle = (low + high) // 2
+                is_before = load_int(offsets, middle, Int32(0)) <= place
+                low, high = (middle if is_before else low), (high if is_before else middle)
+            request = low
+        return request
 
     def _listed_keys(self, kv_len, q_len, token):
         """Say how many entries of its list a new token of a request sees: of short requests those that there are."""
         return cutlass.max(cutlass.min(kv_len - q_len + token + 1, Int32(self.geometry.listed)), 0)
 
-    def _listed_token(self, index):
-        """Return (place among all new tokens, keys) of a token, and whether its request has it: requests have room for
-        ``q_len`` tokens each."""
-        request = index // Int32(self.geometry.q_len)
-        token = index - request * Int32(self.geometry.q_len)
-        q_start, q_len, kv_len = self._lengths(request)
-        exists = (index < self._items_count) & (token < q_len)
-        keys = self._listed_keys(kv_len, q_len, token)
-        return q_start + token, keys, exists
+    @cute.jit
+    def _listed_token(self, place):
+        """Return (keys that the new token at a place sees, new tokens and keys of its request), and whether a request
+        has the token: there may be more behind those of the last one."""
+        q_start, q_len, kv_len = self._lengths(self._request_of(place))
+        exists = (place < self._items_count) & (q_start <= place) & (place < q_start + q_len)
+        return self._listed_keys(kv_len, q_len, place - q_start), q_len, kv_len, exists
 
 
 @dataclass
 class ListSchedule(TokenLists, LatentSchedule):
     """A token's units follow those of the token before, so that slots are needed for the pieces of one token at a
-    time."""
+    time. Chunks are as long as if it saw what its request's last token sees."""
 
-    @property
-    def _lists(self):
-        return Int32(self.geometry.q_len)
-
-    def _seen(self, kv_len):
-        return cutlass.min(kv_len, Int32(self.geometry.listed))
-
-    def _rows(self, span: RequestSpan, unit):
-        head_tiles = self._units_of_chunk
-        token = unit // (span.chunks * head_tiles)
-        unit -= token * span.chunks * head_tiles
-        chunk = unit // head_tiles
-        # A token that the request does not have has no rows.
-        missing = (token >= span.q_len).to(Int32)
-        first_row = (unit - chunk * head_tiles) * self.tile_m + missing * Int32(self.geometry.group)
-        seen = self._listed_keys(span.kv_len, span.q_len, token) * (1 - missing)
-        index = span.q_start + token
-        zero = Int32(0)
-        return chunk, zero, first_row, Request(index, index, index, zero, zero, index, Int32(1), seen)
+    @cute.jit
+    def _span(self, index):
+        keys, q_len, kv_len, exists = self._listed_token(index)
+        seen = cutlass.min(kv_len, Int32(self.geometry.listed))
+        shift = self._shift(Int32(0), seen, q_len)
+        chunks = cutlass.max(((seen - 1) >> shift) + 1, 1) * exists.to(Int32)
+        return RequestSpan(index, index, Int32(1), keys, Int32(1) << shift, Int32(0), chunks)
 
 
 def split_units(chunks, of_chunk):

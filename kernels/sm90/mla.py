@@ -130,8 +130,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         kind, slot_kind = (Shares, Slots) if self.config.batch_invariant else (OwnShares, OwnSlots)
         slots = slot_kind.create(addresses, geometry, self.config.head_dim_v, LATENT_PIECE_BYTES)
         loads = loads or (LIST_ATTEND_LOADS if self.config.sparse else ATTEND_LOADS)
-        of_chunk = Int32(geometry.row_tiles) * (1 if self.config.batch_invariant else 2)
-        return kind(slots, of_chunk, loads)
+        return kind(slots, loads)
 
     def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "QueryRows":
         common = self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry

@@ -31,7 +31,7 @@ from helpers.mla_cases import (
 from helpers.schedules import schedules, setting
 
 from hopwell import emulator
-from hopwell.kernels import execute, plan, settings, splitting
+from hopwell.kernels import execute, families, plan, settings, splitting
 from hopwell.kernels.config import KvType
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import LogSumExp, LseLayout
@@ -53,11 +53,13 @@ def check(case: Case, size: int, *, adverse: int = 2, config: MlaConfig | None =
 
 
 @pytest.mark.parametrize("config", COVERING_MLA, ids=lambda config: config.name)
-def test_fetches(config: MlaConfig) -> None:
+def test_fetches(config: MlaConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every way to fetch meets no keys, fewer than new tokens, the edges of tiles, and two chunks."""
+    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", config.batch_invariant)
     dims, top_k = (config.head_dim_qk, config.head_dim_v), 132 if config.sparse else 0
     kv_lens = [0, 1, 70, config.chunk_tokens + 1]
-    case = Case([2] * 4, kv_lens, heads=heads_of(config, 2), dims=dims, top_k=top_k, dtype=config.dtype)
+    types = dict(dtype=config.dtype, kv_type=config.kv_type)
+    case = Case([2] * 4, kv_lens, heads=heads_of(config, 2), dims=dims, top_k=top_k, **types)
     check(case, page_size(config), adverse=1, config=config)
 
 
@@ -68,8 +70,14 @@ def test_rows(heads: int, q_len: int) -> None:
 
 
 @pytest.mark.parametrize("top_k", [0, 64])
-def test_uneven_numbers_of_new_tokens(top_k: int) -> None:
-    check(Case([3, 0, 1, 9, 2], [1, 40, 0, 130, 70], heads=20, top_k=top_k, ragged=True), 16)
+@pytest.mark.parametrize("q_lens", [[3, 0, 1, 9, 2], [4, 2, 4, 4, 3]], ids=["by length", "portions"])
+def test_uneven_numbers_of_new_tokens(q_lens: list[int], top_k: int) -> None:
+    """Requests have fewer row tiles than others, or none."""
+    case = Case(q_lens, [1, 40, 0, 130, 70], heads=20, top_k=top_k, ragged=True)
+    config = families.resolve(batch_of(case, "cpu").decode(16, ragged=True), "sm_90a")
+    assert isinstance(config, MlaConfig)
+    assert config.batch_invariant == (not top_k and max(q_lens) == 9)
+    check(case, 16)
 
 
 @pytest.mark.parametrize("heads", [16, 24])
@@ -209,7 +217,7 @@ def test_slots_are_used_again_where_keys_are_widened(kv_type: KvType, monkeypatc
 
 @pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A request without rows, or with few, has as many row tiles as the others, and may have more chunks."""
+    """A request without rows, or with few, has fewer row tiles than the others, and may have more chunks."""
     monkeypatch.setattr(splitting, "LATENT_UNITS", 6)
     kv_lens = [n * chunk_tokens(MAIN) - 5 for n in (6, 1, 2)]
     for first in (0, 1):

@@ -229,10 +229,16 @@ def covering_mla_configs() -> list[MlaConfig]:
         (unrotated, LISTED, 64),
         (unrotated, LISTED, 16),
     ]
-    return [
+    configs = [
         MlaConfig("sm_90a", dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
         for dtype, kinds in (("bf16", chosen), ("e4m3", bytes_chosen))
         for dims, fetch, rows in kinds
+    ]
+    # Requests are cut by their own lengths: TMA, lanes and lanes that widen leave one warp or two that merge.
+    by_length = [("bf16", PAGES64, KvType.WIDE), ("bf16", ROWS, KvType.E4M3), ("e4m3", PAGES16, KvType.WIDE)]
+    return configs + [
+        MlaConfig("sm_90a", dtype, "bf16", *wide, MaskKind.CAUSAL, *fetch, kv_type, 64, batch_invariant=True)
+        for dtype, fetch, kv_type in by_length
     ]
 
 

@@ -11,7 +11,7 @@ import torch
 from helpers.covering import COVERING_MLA
 from helpers.kernel_problems import empty, paged
 
-from hopwell.kernels import mla_config, settings
+from hopwell.kernels import mla_config
 from hopwell.kernels.config import KvFetch, KvType
 from hopwell.kernels.families import build, resolve, shipped_configs, takes_bytes
 from hopwell.kernels.hardware import ARCHITECTURES
@@ -163,12 +163,19 @@ def test_only_lists_go_without_a_rotary_part() -> None:
 
 def test_so_many_keys_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Fractions of all steps have to fit 32 bits, where requests are not cut by their own lengths alone."""
-    base = problem(query=empty(60, 128, 576))
+    base = replace(problem(query=empty(60, 128, 576)), batch=60, max_q_len=1)
     table = base.page_table
     assert table is not None
-    monkeypatch.setattr(mla_config, "MOST_PORTION_KEYS", table.key.numel() * base.key.shape[2])
-    assert not resolve_mla(base, ARCH).batch_invariant
-    monkeypatch.setattr(mla_config, "MOST_PORTION_KEYS", table.key.numel() * base.key.shape[2] - 1)
-    assert "hopwell.batch_invariant(True)" in refusal(base)
-    monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
-    assert resolve_mla(base, ARCH).batch_invariant
+    for most in (0, -1):
+        monkeypatch.setattr(mla_config, "MOST_PORTION_KEYS", table.key.numel() * base.key.shape[2] + most)
+        assert resolve_mla(base, ARCH).batch_invariant == (most < 0)
+
+
+@pytest.mark.parametrize(("tokens", "heads", "is_cut_by_length"), [(90, 128, False), (89, 128, True), (60, 32, False)])
+def test_uneven_numbers_of_new_tokens_have_no_portions(tokens: int, heads: int, is_cut_by_length: bool) -> None:
+    """With fewer than three quarters of the new tokens that all requests could have, row tiles have unequal work, but
+    where there is one alone."""
+    ragged = replace(problem(query=empty(tokens, heads, 576)), batch=60, max_q_len=2)
+    config = resolve_mla(ragged, ARCH)
+    assert config.batch_invariant == is_cut_by_length
+    assert config in SHIPPED

@@ -22,8 +22,8 @@ from hopwell.kernels.parts import device, portions, split
 from hopwell.kernels.parts.device import Divisor
 from hopwell.kernels.parts.mask import IntervalMask
 from hopwell.kernels.parts.portions import ListPortionSchedule, PortionSchedule, PortionSpan, portion_size
-from hopwell.kernels.parts.split import SplitTile, UnitKeeper
-from hopwell.kernels.problem import MAX_KEYS, MaskKind
+from hopwell.kernels.parts.split import SplitTile, TokenLists, UnitKeeper
+from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.splitting import FRACTIONS, ROWS, SNAP_STEPS, slot_count
 from hopwell.kernels.splitting import portions as count_portions
 
@@ -38,6 +38,9 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     monkeypatch.setattr(split, "load_int", memory.load_int)
     monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
     monkeypatch.setattr(device, "tied", lambda value, _: value)
+    monkeypatch.setattr(split, "bit_length", lambda value: host(value).bit_length())
+    for name in ("_request_of", "_listed_token"):
+        monkeypatch.setattr(TokenLists, name, getattr(TokenLists, name).__wrapped__)
     monkeypatch.setattr(portions, "portion_size", portion_size.__wrapped__)
     monkeypatch.setattr(PortionSpan, "begin", PortionSpan.begin.__wrapped__)
     for name in ("_portion_size", "_portion_span"):
@@ -54,6 +57,7 @@ class Batch:
     group: int = 128
     ctas: int = 132
     listed: int = 0
+    padding: int = 0  # tokens behind those of the last request
 
     @property
     def row_tiles(self) -> int:
@@ -62,12 +66,17 @@ class Batch:
     def schedule(self, memory: Memory) -> PortionSchedule:
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         a = device_tuple(Addresses, kv_lens=memory.put(self.kv_lens), q_offsets=memory.put(starts))
-        sizes = dict(kv_heads=1, batch=len(self.kv_lens), group=self.group, capacity=2**31 - 1, tokens=MAX_KEYS)
+        sizes = dict(kv_heads=1, batch=len(self.kv_lens), group=self.group, capacity=2**31 - 1)
+        sizes |= dict(tokens=sum(self.q_lens) + self.padding)
         sizes |= dict(q_len=max(self.q_lens), row_tiles=self.row_tiles, listed=self.listed, grid=self.ctas)
         sizes |= dict(portions=count_portions(self.row_tiles, self.ctas))
         g = device_tuple(DecodeGeometry, **sizes)
         kind = ListPortionSchedule if self.listed else PortionSchedule
         return kind(g, a, IntervalMask(MaskKind.FULL, Int32(WIDEST)), ROWS, STEP, 0, False, UnitKeeper())
+
+    def tiles(self, index: int) -> int:
+        """Count the row tiles of a request, or of a token with a list."""
+        return -(-self.group * (1 if self.listed else self.q_lens[index]) // ROWS)
 
     def items(self) -> Iterator[tuple[int, int]]:
         """Return (index, keys) of every request with new tokens, or of every token with a list, in order."""
@@ -134,19 +143,21 @@ BATCHES = {
     "new tokens": Batch([900, 3000, 7, 0, 640], [3, 1, 0, 2, 4], ctas=35),
     "few CTAs": Batch([900, 3000], [5, 1], ctas=4),
     "lists": Batch([900, 9000, 5, 3000], [2, 3, 1, 0], ctas=16, listed=640),
+    "lists of many": Batch([70] * 40, [i % 3 for i in range(40)], ctas=16, listed=640, padding=5),
 }
 
 
 @pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
 def test_every_step_is_in_one_unit(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units hold every step of every request once for each row tile, in order; pieces have slots of their own."""
+    """Units hold every step of every request once for each tile of its own rows, in order; pieces have slots of their
+    own."""
     schedule = batch.schedule(memory)
     units = [unit for cta in range(batch.ctas) for unit in posted(schedule, cta, monkeypatch)]
     found: dict[tuple[int, int], list[SplitTile]] = {}
     for unit in units:
         found.setdefault((host(unit.request.index), host(unit.first_row) // ROWS), []).append(unit)
     numbered, of_chunk = [], batch.row_tiles
-    for (index, keys), row_tile in itertools.product(batch.items(), range(of_chunk)):
+    for index, keys, row_tile in ((*item, tile) for item in batch.items() for tile in range(batch.tiles(item[0]))):
         chunks = sorted(found.pop((index, row_tile)), key=lambda unit: host(unit.chunk))
         assert [host(unit.chunk) for unit in chunks] == list(range(len(chunks)))
         assert {host(unit.chunks) for unit in chunks} == {len(chunks)}

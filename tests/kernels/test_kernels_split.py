@@ -77,6 +77,11 @@ class Requests:
     def row_tiles(self) -> int:
         return -(-self.group * max(self.q_lens) // ROWS)
 
+    def tiles(self, index: int) -> int:
+        """Count the tiles of a request's rows for each head."""
+        q_len = self.q_lens[index] if self.ragged else max(self.q_lens)
+        return -(-self.group * q_len // ROWS)
+
     def schedule(
         self, memory: Memory, halves: bool = False, kind: type[SplitSchedule] = SplitSchedule
     ) -> SplitSchedule:
@@ -158,7 +163,7 @@ class TestSpan:
             found = span(schedule, index)
             assert (found.chunk_tokens, found.chunks) == (tokens, max(-(-kv_len // tokens), 1))
             slots = slot_count(group * max(q_lens), 1, 512, max(kv_lens), 1, latent=True)
-            assert found.chunks * requests.row_tiles <= slots - LATENT_UNDER_WAY
+            assert found.chunks * requests.tiles(index) <= slots - LATENT_UNDER_WAY
 
     def test_lanes_without_a_request_have_no_chunks(self, memory: Memory) -> None:
         schedule = Requests([1, 1], [5, 700]).schedule(memory)
@@ -181,7 +186,7 @@ class TestSpan:
 def units_of(requests: Requests, schedule: SplitSchedule) -> Iterator[tuple[int, int, int, int]]:
     """Return (request, chunk, KV head, row tile) in the order of the list."""
     for index in range(len(requests.q_lens)):
-        places = itertools.product(range(requests.kv_heads), range(requests.row_tiles))
+        places = itertools.product(range(requests.kv_heads), range(requests.tiles(index)))
         yield from (
             (index, chunk, *place)
             for chunk, place in itertools.product(range(span(schedule, index).chunks), list(places))
@@ -247,15 +252,15 @@ def test_units_and_pieces(requests: Requests, ctas: int, memory: Memory, monkeyp
         by_ticket |= dict(zip(tickets, tiles, strict=False))
     assert [place(by_ticket[ticket]) for ticket in range(total)] == listed
 
-    of_chunk = requests.kv_heads * requests.row_tiles
     number = 0
     for ticket, (index, chunk, kv_head, row_tile) in enumerate(listed):
+        of_chunk = requests.kv_heads * requests.tiles(index)
         tile, chunks = by_ticket[ticket], span(schedule, index).chunks
         assert (host(tile.chunks), host(tile.units_of_chunk)) == (chunks, of_chunk)
         assert host(tile.head) >= 0, "a tile that seems to be the end"
         if chunks == 1:
             continue
-        rows = kv_head * requests.row_tiles + row_tile
+        rows = kv_head * requests.tiles(index) + row_tile
         start = number - chunk * of_chunk - rows  # the request's first piece
         assert host(tile.piece) == number
         assert host(tile.first_piece) == start + rows
@@ -277,7 +282,7 @@ def test_chunks_share_out_the_keys(tile_n: int, kind: MaskKind, window: int, mem
         q_lens, [0, 3, 513, 1029, 700, 4096], group, ragged=True, kind=kind, window=window, tile_n=tile_n
     )
     schedule = requests.schedule(memory)
-    for index, row_tile in itertools.product(range(len(q_lens)), range(requests.row_tiles)):
+    for index, row_tile in ((i, tile) for i in range(len(q_lens)) for tile in range(requests.tiles(i))):
         rows = range(row_tile * ROWS, min((row_tile + 1) * ROWS, q_lens[index] * group))
         seen = [set(requests.visible(index, row)) for row in draw.sample(rows, min(len(rows), 3))] + (
             [set(requests.visible(index, row)) for row in (rows[0], rows[-1])] if rows else []
@@ -285,7 +290,7 @@ def test_chunks_share_out_the_keys(tile_n: int, kind: MaskKind, window: int, mem
         found = span(schedule, index)
         tiles: list[int] = []
         for chunk in range(found.chunks):
-            unit = chunk * requests.row_tiles + row_tile
+            unit = chunk * requests.tiles(index) + row_tile
             tile = schedule._tile(RequestSpan(*map(Int32, vars(found).values())), Int32(unit), Int32(0))
             keys = {f.name: host(getattr(tile.keys, f.name)) for f in fields(tile.keys)}
             assert keys["begin"] <= keys["full_begin"] <= keys["full_end"] <= keys["end"]

@@ -74,11 +74,11 @@ def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("rows", [1, 16, 64, 128, 256, 1000, 128 * 300])
 def test_the_ring_holds_more_than_one_latent_request(rows: int, capacity: int) -> None:
-    """A request has the row tiles of the one with the most rows, and as many chunks as its own rows, one tile or none,
-    let it have."""
-    chunks = min(-(-capacity // chunk_tokens(512, latent=True)), LATENT_UNITS)
+    """A request with up to as many rows has as many chunks as these let it have."""
     slots = slot_count(rows, 1, 512, capacity, 132, latent=True)
-    assert slots >= chunks * -(-rows // ROWS) + LATENT_UNDER_WAY * 132
+    for tiles in range(1, -(-rows // ROWS) + 1):
+        chunks = min(-(-capacity // chunk_tokens(512, latent=True)), max(LATENT_UNITS // tiles, 2))
+        assert slots >= chunks * tiles + LATENT_UNDER_WAY * 132
 
 
 def test_slots_that_cost_little_are_there_anyway() -> None:

@@ -22,7 +22,9 @@ def small_case(config: MlaConfig) -> None:
     chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
     page_size, heads = config.box_rows or 4, 24 if config.rows == ROWS and not config.sparse else heads_of(config, 3)
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
-        sizes = [3, 0, 3, 1, 2], [1, 9, chunk + 5, 0, 2 * chunk + 70]
+        # So uneven numbers of new tokens have no portions.
+        q_lens = [3, 0, 3, 1, 2] if config.batch_invariant or config.rows != ROWS else [3, 0, 3, 3, 3]
+        sizes = q_lens, [1, 9, chunk + 5, 0, 2 * chunk + 70]
         case = Case(
             *sizes, heads=heads, dims=dims, top_k=top_k, ragged=True, kv_type=config.kv_type, dtype=config.dtype
         )
