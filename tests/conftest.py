@@ -17,6 +17,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Compiling a kernel rewrites its parts' functions in place, and they no longer run as Python afterwards. Workers of
     # pytest-xdist take tests in this order too.
     items.sort(key=lambda item: item.get_closest_marker("traced") is None)
+    if "slow_emulator" not in config.option.markexpr:  # what compiles for hours runs only when it is asked for
+        slow = [item for item in items if item.get_closest_marker("slow_emulator")]
+        config.hook.pytest_deselected(items=slow)
+        items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
     if config.getoption("--core"):
         chosen = core([item for item in items if not item.get_closest_marker("gpu")])
         config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
@@ -36,3 +40,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def device(request: pytest.FixtureRequest) -> str:
     """Say where the tensors of a call are. With tensors on the CPU the same kernel runs on the emulator."""
     return request.param
+
+
+@pytest.fixture
+def sm120_emulated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors on the CPU get the kernels of sm_120."""
+    monkeypatch.setenv("HOPWELL_EMULATE", "sm_120a")

@@ -8,11 +8,9 @@ import pytest
 import torch
 from helpers.decode_batches import FULL, DecodeBatch
 from helpers.decode_cases import draft_bits
-from helpers.entry_calls import cache_forms, repeated
+from helpers.entry_calls import cache_forms, xqa
 
-import hopwell
-from hopwell.decode import xqa_workspace_bytes
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import Mask, MaskKind
 
 KV_LENS = [70, 0, 3, 530, 17]
 
@@ -20,24 +18,6 @@ KV_LENS = [70, 0, 3, 530, 17]
 def batch(device: str, q_len: int = 1, **options: Any) -> DecodeBatch:
     bits = [draft_bits("tree", q_len, seed) for seed in range(len(KV_LENS))]
     return DecodeBatch([q_len] * len(KV_LENS), KV_LENS, device=device, drafts=bits, **options)
-
-
-def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: str = "xqa", **more: Any) -> torch.Tensor:
-    table, (kv_heads, page_size) = problem.page_table.key, problem.key.shape[1:3]
-    size = xqa_workspace_bytes(data.heads, kv_heads, data.head_dim, table.shape[1] * page_size, q_len, data.device)
-    arguments: dict[str, Any] = dict(
-        query=data.q,
-        kv_cache=(problem.key, problem.value),
-        workspace_buffer=torch.full((size,), 0xFF, dtype=torch.uint8, device=data.device),
-        block_tables=table,
-        seq_lens=problem.kv_lens,
-        max_seq_len=max(KV_LENS),
-        bmm1_scale=data.scale,
-        kv_layout="HND",
-        q_len_per_req=q_len,
-        mask=None if q_len == 1 else problem.draft_mask.view(data.size, q_len, -1),
-    )
-    return repeated(getattr(hopwell, f"{entry}_batch_decode_with_kv_cache"), data, arguments | more)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -8,10 +8,10 @@ import pytest
 import torch
 from helpers.decode_batches import NVFP4, DecodeBatch, nvfp4
 from helpers.decode_cases import draft_bits
-from helpers.entry_calls import cache_forms
-from test_decode_entry import KV_LENS, xqa
+from helpers.entry_calls import cache_forms, xqa
+from test_decode_entry import KV_LENS
 
-from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
+from hopwell.kernels.problem import Mask, MaskKind
 
 FP8, U8 = torch.float8_e4m3fn, torch.uint8
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -20,12 +20,6 @@ BF16, FP16 = torch.bfloat16, torch.float16
 def batch(device: str, q_len: int = 1, **options: Any) -> DecodeBatch:
     bits = [draft_bits("tree", q_len, seed) for seed in range(len(KV_LENS))]
     return DecodeBatch([q_len] * len(KV_LENS), KV_LENS, device=device, drafts=bits, kv_dtype=NVFP4, **options)
-
-
-def call(data: DecodeBatch, problem: AttentionProblem, *arguments: Any, **more: Any) -> torch.Tensor:
-    scales = problem.kv_scales
-    pair = None if scales is None else (scales.key, scales.value)
-    return xqa(data, problem, *arguments, **(dict(kv_cache_sf=pair) | more))
 
 
 @pytest.mark.parametrize(
@@ -38,13 +32,13 @@ def test_forms_of_the_cache(head_dim: int, group: int, page_size: int, dtype: to
     assert problem.kv_scales is not None
     k_scales, v_scales = (part.view(U8) for part in (problem.kv_scales.key, problem.kv_scales.value))
     forms = zip(cache_forms(problem.key, problem.value), cache_forms(k_scales, v_scales), strict=True)
-    outs = [call(data, problem, kv_cache=cache, kv_cache_sf=sf, kv_layout=layout) for (cache, layout), (sf, _) in forms]
+    outs = [xqa(data, problem, kv_cache=cache, kv_cache_sf=sf, kv_layout=layout) for (cache, layout), (sf, _) in forms]
     data.expected_decode().check(outs[0])
     # Scales whose strides have nothing to do with those of the codes, and pages in another order.
     wide = torch.nn.functional.pad(v_scales, (0, 4), value=0x7F)[..., :-4]
-    outs.append(call(data, problem, kv_cache_sf=(problem.kv_scales.key, wide.view(FP8))))
-    outs.append(call(data, data.decode(page_size, order=7)))
-    outs.append(call(data, problem, entry="trtllm"))
+    outs.append(xqa(data, problem, kv_cache_sf=(problem.kv_scales.key, wide.view(FP8))))
+    outs.append(xqa(data, data.decode(page_size, order=7)))
+    outs.append(xqa(data, problem, entry="trtllm"))
     assert all(torch.equal(outs[0], out) for out in outs)
 
 
@@ -56,10 +50,10 @@ def test_drafts_with_a_window_and_sinks(group: int, device: str) -> None:
     sinks = torch.linspace(-1.0, 2.0, data.heads, device=device)
     out = torch.empty(data.size, q_len, data.heads, data.head_dim, dtype=FP8, device=device)
     options: dict[str, Any] = dict(window_left=30, sinks=sinks)
-    assert call(data, data.decode(16, mask), q_len, out=out, **options) is out
+    assert xqa(data, data.decode(16, mask), q_len, out=out, **options) is out
     data.expected_decode(mask, sinks=sinks, out_dtype=FP8).check(out.flatten(0, 1))
     one, alone = data.request(3), torch.empty_like(out[:1])
-    call(one, one.decode(16, mask), q_len, out=alone, **options)
+    xqa(one, one.decode(16, mask), q_len, out=alone, **options)
     assert torch.equal(alone.view(U8), out[3:4].view(U8))
 
 
@@ -73,10 +67,10 @@ def test_bits_are_those_of_e4m3(head_dim: int, group: int, device: str) -> None:
         for tokens in part:
             tokens.copy_(torch.randint(-4, 5, tokens.shape, generator=generator))
             tokens[..., ::16] = 6.0  # so that the block's scale is 1
-    out = call(data, data.decode(16))
+    out = xqa(data, data.decode(16))
     data.expected_decode().check(out)
     data.kv_dtype = FP8
-    assert torch.equal(out, call(data, data.decode(16)))
+    assert torch.equal(out, xqa(data, data.decode(16)))
 
 
 @pytest.mark.parametrize("scale", [2.0**-9, 448.0], ids=["least", "largest"])
@@ -89,4 +83,4 @@ def test_scales_at_their_ends(scale: float, device: str) -> None:
         drawn[..., ::16] = 6.0
         tokens.copy_(scale * drawn)
         assert (nvfp4(tokens).scales.float() == scale).all()
-    data.expected_decode().check(call(data, data.decode(16)))
+    data.expected_decode().check(xqa(data, data.decode(16)))

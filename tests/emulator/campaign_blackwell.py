@@ -9,11 +9,12 @@ from unittest import mock
 
 import torch
 
-sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "")]
+# The command above runs this file without pytest, which would have put the folder of ``helpers`` on the path.
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-import campaign_prefill
-from campaign_prefill import next_warp_barrier
+from helpers import equivalent_faults
 from helpers.batches import Batch
+from helpers.equivalent_faults import next_warp_barrier
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault, waits
@@ -30,7 +31,7 @@ def case() -> None:
 
 def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Say why an undetected fault changes nothing, or ""."""
-    return campaign_prefill.equivalent(fault, kernel) or _own_reason(fault, kernel)
+    return equivalent_faults.equivalent(fault, kernel) or _own_reason(fault, kernel)
 
 
 def places(kernel: Kernel, start: str, part: str = "") -> list[int]:

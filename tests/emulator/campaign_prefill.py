@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pathlib
-import re
 import sys
 
 import torch
 
+# The command above runs this file without pytest, which would have put the folder of ``helpers`` on the path.
 sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
+from helpers import equivalent_faults
 from helpers.batches import CAUSAL, Batch, window
 
-from hopwell.emulator.ptx import Kernel
-from hopwell.emulator.tools.faults import Fault
 from hopwell.kernels import execute
 from hopwell.kernels.problem import Mask
+
+equivalent = equivalent_faults.equivalent  # the command looks for it in the file that it is given
 
 
 def launch(page_size: int | None, mask: Mask) -> torch.Tensor:
@@ -39,62 +40,3 @@ def rows() -> None:
 
 def sliding_window() -> None:
     launch(16, window(70))
-
-
-# (kind of fault, instruction) -> reason
-REASONS = (
-    (
-        "drop bar.sync",
-        r"bar\.sync %r\d+, 128",
-        "only tells the compiler that a warpgroup has converged; its warps meet again in their matrix products",
-    ),
-    (
-        "wrong barrier number",
-        r"bar\.sync 0",
-        "the whole CTA meets at the other barrier, which nobody uses yet",
-    ),
-    (
-        "wrong barrier number",
-        r"bar\.arrive 1, 256",
-        "decides which warpgroup computes its first product first; either may",
-    ),
-)
-
-
-def next_warp_barrier(kernel: Kernel, pc: int) -> int:
-    return next((i.pc for i in kernel.instrs[pc:] if i.op.startswith("bar.warp.sync")), -1)
-
-
-def every_lane_arrives(kernel: Kernel, pc: int) -> bool:
-    """Tell whether the instructions from ``pc`` on come to an arrival that no branch leaves to one lane."""
-    first = next(i for i in kernel.instrs[pc:] if i.op.startswith(("bra", "mbarrier.arrive", "bar.")))
-    return first.op.startswith("mbarrier.arrive")
-
-
-def comes_before(kernel: Kernel, pc: int, first: str, other: str) -> bool:
-    """Tell whether the next instruction after ``pc`` that begins with either is the ``first``."""
-    either = (i.op for i in kernel.instrs[pc + 1 :] if i.op.startswith((first, other)))
-    return next(either, other).startswith(first)
-
-
-def equivalent(fault: Fault, kernel: Kernel) -> str:
-    """Say why an undetected fault changes nothing, or ""."""
-    for kind, pattern, reason in REASONS:
-        if fault.kind == kind and re.match(pattern, fault.text):
-            return reason
-    waits = fault.kind in ("drop mbarrier wait", "flip wait parity")
-    if waits and comes_before(kernel, fault.sites[0], "atom", "mbarrier"):
-        return "tickets are taken earlier, but a tile is posted when there is room"
-    if waits and comes_before(kernel, fault.sites[0], "bar.arrive", "wgmma"):
-        return "K of a tile that is passed over: whose turn it is knows that all have read the tile before the last"
-    stores = [i.pc for i in kernel.instrs if i.op.startswith("st.global")]
-    if fault.kind == "drop bar.warp.sync" and fault.sites[0] == next_warp_barrier(kernel, stores[-1]):
-        return "the warp meets again when it reads its next tile, before it writes to its staging rows"
-    if fault.kind == "drop bar.warp.sync" and every_lane_arrives(kernel, fault.sites[0] + 1):
-        return "every lane says itself that it has read; a warp that has parted, as in merges, has to meet nevertheless"
-    # The rows before and behind the visible keys of a tile are zeroed one after the other, each with a fence and a warp
-    # barrier of its own: the second pair covers the first.
-    fences = [i.pc for i in kernel.instrs if i.op.startswith("fence.proxy.async")]
-    if len(fences) > 1 and fault.sites[0] in (fences[0], fences[0] + 1):
-        return "the same again follows before anything is published"
-    return ""

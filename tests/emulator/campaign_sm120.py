@@ -10,12 +10,13 @@ from unittest import mock
 
 import torch
 
-sys.path += [str(pathlib.Path(__file__).parents[1] / part) for part in ("emulator", "")]
+# The command above runs this file without pytest, which would have put the folder of ``helpers`` on the path.
+sys.path.append(str(pathlib.Path(__file__).parents[1]))
 
-import campaign_prefill
-from campaign_prefill import next_warp_barrier
+from helpers import equivalent_faults
 from helpers.batches import Batch
 from helpers.decode_batches import DecodeBatch
+from helpers.equivalent_faults import next_warp_barrier
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault
@@ -40,7 +41,7 @@ def equivalent(fault: Fault, kernel: Kernel) -> str:
     """Say why an undetected fault changes nothing, or ""."""
     if fault.kind == "drop bar.sync" and re.match(r"bar\.sync %r\d+, 128", fault.text):
         return "only tells the compiler that a warpgroup has converged: its warps have nothing in common"
-    return campaign_prefill.equivalent(fault, kernel) or _own_reason(fault, kernel)
+    return equivalent_faults.equivalent(fault, kernel) or _own_reason(fault, kernel)
 
 
 def _own_reason(fault: Fault, kernel: Kernel) -> str:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers import entry_calls
 from helpers.batches import Batch
+from helpers.mixed_calls import bits, mixed_calls
 from helpers.ptx_harness import empty, run_ptx
-from mixed_calls import bits, mixed_calls
 
 from hopwell import emulator
 from hopwell.kernels import plan

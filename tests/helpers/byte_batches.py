@@ -1,4 +1,4 @@
-"""Batches for latent attention in e4m3, queries and cache, and how far what comes out may be from float64."""
+"""Batches for prefill and latent attention in e4m3, and how far what comes out may be from float64."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from helpers import reference
-from helpers.batches import CAUSAL, Expected, starts
+from helpers.batches import CAUSAL, Batch, Expected, starts
 from helpers.mla_batches import MlaBatch
-from hopwell.kernels.problem import AttentionProblem, Mask
+from hopwell.kernels.problem import AttentionProblem, Mask, Score
 
 E4M3 = torch.float8_e4m3fn
 TILE = 64  # keys that weights are rounded together with
@@ -21,6 +21,60 @@ WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
 # The tensor cores add products of 8-bit elements, 32 of them at a time, with 13 bits of mantissa or more behind the
 # leading one of the largest that they add. What is below is cut off.
 SUMMAND_ERROR, SUMMED_AT_ONCE = 2.0**-13, 32
+LOGIT_ERROR = 2.0**-9  # of prefill's logits, by the same sums
+
+
+def round_keys_and_values(data: Batch) -> None:
+    """Give a batch in 16 bits the keys and values that a cache of e4m3 would hold."""
+    for tensors in (data.k, data.v):
+        tensors[:] = [values.to(E4M3).to(data.dtype) for values in tensors]
+
+
+def with_byte_cache(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem with keys and values in e4m3. What was NaN still is."""
+    return replace(problem, key=problem.key.to(E4M3), value=problem.value.to(E4M3))
+
+
+class ByteBatch(Batch):
+    """A batch of values that e4m3 has, in 16 bits for the reference."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.q = self.q.to(E4M3).to(self.dtype)
+        round_keys_and_values(self)
+
+    def in_bytes(self, page_size: int | None, mask: Mask, out: torch.dtype, **changes: Any) -> AttentionProblem:
+        """Return the batch as a problem in e4m3, with an output full of NaN."""
+        wide = self.problem(page_size, mask, **changes)
+        assert wide.out is not None
+        narrow = {name: getattr(wide, name).to(E4M3) for name in ("query", "key", "value")}
+        return replace(wide, out=wide.out.to(out), **narrow)
+
+    def check_bytes(
+        self,
+        out: torch.Tensor,
+        mask: Mask,
+        *,
+        factor: float = 1.0,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        score: Score = reference.PLAIN,
+    ) -> None:
+        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it."""
+        unit = torch.finfo(out.dtype).eps / 2
+        begins = starts(self.q_lens)
+        for (q, k, v, seen), begin in zip(self.requests(mask), begins, strict=False):
+            options = dict(scale=self.scale if scale is None else scale, seen=seen, sinks=sinks, score=score)
+            exact = reference.attention(q, k, v, **options)[0] * factor
+            sizes = reference.attention(q, k, v.abs(), **options)[0] * factor
+            largest = v.double().abs().sum(0).max() * factor if v.numel() else 0.0
+            got = out[begin : begin + q.shape[0]].double()
+            allowed = (WEIGHT_ERROR + LOGIT_ERROR) * sizes + SMALLEST_WEIGHT * largest
+            allowed = allowed + unit * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
+            assert ((got - exact).abs() <= allowed).all(), f"off by {((got - exact).abs() / allowed).max():.2f} of it"
+            # Each weight errs on its own, so all together are far better than that.
+            if exact.numel():
+                assert (got - exact).norm() <= (0.03 + unit) * exact.norm()
 
 
 @dataclass

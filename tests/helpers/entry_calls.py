@@ -9,8 +9,13 @@ import torch
 
 import hopwell
 from helpers.batches import Batch, starts
+from helpers.decode_batches import DecodeBatch
+from helpers.mla_batches import MlaBatch
+from hopwell.decode import xqa_workspace_bytes
+from hopwell.kernels.problem import AttentionProblem
 
 WORKSPACE = torch.empty(0, dtype=torch.uint8)
+LATENT_CAPACITY = 2**15  # no table of these calls has room for more tokens
 
 # Query and KV lengths: two tiles of queries, three of keys, rows and whole requests without keys or queries.
 Q_LENS, KV_LENS = [5, 0, 130, 9, 1, 64], [77, 3, 300, 4, 200, 0]
@@ -95,3 +100,49 @@ def cudnn(data: Batch, k_cache: torch.Tensor, v_cache: torch.Tensor, **more: Any
 def elements(data: Batch, tokens: list[int], unit: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Return the offsets in elements of places in tokens."""
     return data.ints([token * unit for token in tokens], dtype)
+
+
+def xqa(data: DecodeBatch, problem: AttentionProblem, q_len: int = 1, entry: str = "xqa", **more: Any) -> torch.Tensor:
+    """Return the output of either entry for decode, the other one being "trtllm"."""
+    table, (kv_heads, page_size) = problem.page_table.key, problem.key.shape[1:3]
+    size = xqa_workspace_bytes(data.heads, kv_heads, data.head_dim, table.shape[1] * page_size, q_len, data.device)
+    arguments: dict[str, Any] = dict(
+        query=data.q,
+        kv_cache=(problem.key, problem.value),
+        workspace_buffer=torch.full((size,), 0xFF, dtype=torch.uint8, device=data.device),
+        block_tables=table,
+        seq_lens=problem.kv_lens,
+        max_seq_len=max(data.kv_lens),
+        bmm1_scale=data.scale,
+        kv_layout="HND",
+        q_len_per_req=q_len,
+        mask=None if q_len == 1 else problem.draft_mask.view(data.size, q_len, -1),
+    )
+    if problem.kv_scales is not None:
+        arguments["kv_cache_sf"] = problem.kv_scales.key, problem.kv_scales.value
+    return repeated(getattr(hopwell, f"{entry}_batch_decode_with_kv_cache"), data, arguments | more)
+
+
+def mla_arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[str, Any]:
+    q_len = data.q_lens[0]
+    tokens = None if data.lists is None else problem.token_table
+    return (
+        dict(
+            query=data.q.view(data.size, q_len, data.heads, data.head_dim),
+            kv_cache=problem.key,
+            workspace_buffer=data.workspace(LATENT_CAPACITY),
+            qk_nope_head_dim=128,
+            kv_lora_rank=data.v_head_dim,
+            qk_rope_head_dim=data.head_dim - data.v_head_dim,
+            block_tables=problem.page_table.key if tokens is None else tokens.view(data.size, q_len, -1),
+            seq_lens=problem.kv_lens,
+            max_seq_len=max(data.kv_lens),
+            sparse_mla_top_k=0 if tokens is None else tokens.shape[-1],
+            bmm1_scale=data.scale,
+        )
+        | more
+    )
+
+
+def mla(data: MlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
+    return repeated(hopwell.trtllm_batch_decode_with_kv_cache_mla, data, mla_arguments(data, problem, **more))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from helpers import reference
-from helpers.batches import CAUSAL, Batch, starts
+from helpers.batches import CAUSAL, FULL, Batch, starts
 from hopwell import layouts
 from hopwell.kernels import support
 from hopwell.kernels.config import KvType
@@ -69,6 +69,11 @@ class LowPrecisionBatch(Batch):
     @property
     def bmm2_scale(self) -> float:
         return self.v_scale
+
+    def options(self, mask: Mask) -> dict[str, Any]:
+        """Return the context entry's arguments for a mask without chunks, and for the scales of whole tensors."""
+        mask_options = dict(causal=False) if mask == FULL else dict(window_left=mask.window_left)
+        return dict(bmm1_scale=self.bmm1_scale, bmm2_scale=self.bmm2_scale, **mask_options)
 
     # -- memory
     def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:

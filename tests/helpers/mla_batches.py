@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla, mla_kv_view
 from hopwell.layouts.mla_rows import LATENT
 from hopwell.mla import mla_workspace_bytes
 
+Latent = TypeVar("Latent", bound="MlaBatch")
 NAN_BYTE = 0xFF  # in each of the types of a row of 656 bytes
 
 
@@ -171,3 +172,12 @@ def listing(kind: str, q_len: int, kv_len: int, top_k: int, seed: int = 0) -> to
     chosen = torch.rand(q_len, kv_len, generator=generator).argsort(1)[:, :top_k]
     nothing[:, : chosen.shape[1]] = chosen
     return nothing
+
+
+def with_lists(
+    kind: type[Latent], q_lens: Sequence[int], kv_lens: Sequence[int], top_k: int, listed: str = "any", **options: Any
+) -> Latent:
+    """Return a batch of some kind. With a ``top_k`` its requests have lists of so many tokens, else all count."""
+    requests = enumerate(zip(q_lens, kv_lens, strict=True))
+    lists = [listing(listed, *sizes, top_k, seed) for seed, sizes in requests] if top_k else None
+    return kind(q_lens, kv_lens, lists=lists, **options)

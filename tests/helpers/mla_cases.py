@@ -12,7 +12,7 @@ import torch
 
 from helpers.byte_batches import ByteMlaBatch
 from helpers.decode_cases import PLAIN, Setting, check_problem
-from helpers.mla_batches import MlaBatch, PackedBatch, listing
+from helpers.mla_batches import MlaBatch, PackedBatch, listing, with_lists
 from hopwell.kernels import execute, families
 from hopwell.kernels.config import KvType
 from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
@@ -32,6 +32,7 @@ KINDS: dict[tuple[str, KvType], type[MlaBatch]] = {
 LISTINGS = ("distinct", "any", "one", "twice", "none")
 # Heads: with up to three new tokens, FEW are few rows, and MANY are many. For each, pages and lists have a kernel.
 FEW, MANY = 5, 40
+TOP_K = 68  # entries of short lists, which fill no tile
 BOTH_ROWS = pytest.mark.parametrize("heads", [FEW, MANY], ids=["rows16", "rows64"])
 # Entries of lists that are negative.
 GAPS = {
@@ -151,18 +152,18 @@ def lengths(chunk: int, page: int) -> list[int]:
 
 
 def batch_of(case: Case, device: str) -> MlaBatch:
-    requests = enumerate(zip(case.q_lens, case.kv_lens, strict=True))
-    lists = [listing(case.listing, *sizes, case.top_k, seed) for seed, sizes in requests] if case.top_k else None
-    return KINDS[case.dtype, case.kv_type](
+    return with_lists(
+        KINDS[case.dtype, case.kv_type],
         case.q_lens,
         case.kv_lens,
+        case.top_k,
+        case.listing,
         heads=case.heads,
         head_dim=case.dims[0],
         v_head_dim=case.dims[1],
         device=device,
         magnitude=case.magnitude,
         kv_dtype=torch.float8_e4m3fn if KvType.E4M3.value in (case.kv_type.value, case.dtype) else None,
-        lists=lists,
     )
 
 

@@ -1,13 +1,8 @@
 from __future__ import annotations
 
-import pathlib
-import sys
 from collections.abc import Iterator
 
 import pytest
-
-# Calls of decode and of MLA are mixed in some tests, see mixed_calls.py.
-sys.path.append(str(pathlib.Path(__file__).parents[1] / "decode"))
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers.batches import LN_2, same, starts
 from helpers.byte_batches import E4M3, ByteMlaBatch
-from helpers.mla_batches import listing
-from helpers.mla_cases import BOTH_ROWS, DIMS, FEW, GAPS, MANY, Case, check_case, check_counts, check_gaps
+from helpers.entry_calls import mla
+from helpers.mla_batches import with_lists
+from helpers.mla_cases import BOTH_ROWS, DIMS, FEW, GAPS, MANY, TOP_K, Case, check_case, check_counts, check_gaps
 from test_mla_clients import call
-from test_mla_entry import TOP_K, mla
 from test_mla_parts import Buffers
 
 from hopwell.kernels import execute, settings
@@ -29,8 +29,7 @@ SHARED_KEYS = {16: 64, 64: 128}  # that have one reference, by heads: those of a
 
 
 def batch(device: str, q_len: int = 1, top_k: int = 0, kv_lens: list[int] = KV_LENS, **options: Any) -> ByteMlaBatch:
-    lists = [listing("any", q_len, n, top_k, seed) for seed, n in enumerate(kv_lens)] if top_k else None
-    return ByteMlaBatch([q_len] * len(kv_lens), kv_lens, device=device, lists=lists, **options)
+    return with_lists(ByteMlaBatch, [q_len] * len(kv_lens), kv_lens, top_k, device=device, **options)
 
 
 def bytes_of(data: ByteMlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:

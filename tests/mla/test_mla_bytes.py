@@ -11,9 +11,10 @@ import pytest
 import torch
 from helpers.batches import starts
 from helpers.byte_batches import E4M3
-from helpers.mla_batches import MlaBatch, PackedBatch, listing
-from helpers.mla_cases import FEW, MANY
-from test_mla_entry import KINDS, TOP_K, arguments, mla, refused
+from helpers.entry_calls import mla, mla_arguments
+from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
+from helpers.mla_cases import FEW, MANY, TOP_K
+from test_mla_entry import KINDS, refused
 
 import hopwell
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla, fill_fp8_ds_mla_cache, quantize_fp8_ds_mla
@@ -23,8 +24,7 @@ KV_LENS = [70, 0, 3, 150]
 
 def batch(kind: type[MlaBatch], device: str, top_k: int = 0, q_len: int = 1, **options: Any) -> Any:
     kv_lens = options.pop("kv_lens", KV_LENS)
-    lists = [listing("any", q_len, n, top_k, seed) for seed, n in enumerate(kv_lens)] if top_k else None
-    return kind([q_len] * len(kv_lens), kv_lens, device=device, lists=lists, **options)
+    return with_lists(kind, [q_len] * len(kv_lens), kv_lens, top_k, device=device, **options)
 
 
 @pytest.mark.parametrize(
@@ -146,6 +146,6 @@ def test_refusals(message: str, changes: dict[str, Any]) -> None:
 
 def test_wide_caches_of_bytes_of_queries_are_refused() -> None:
     data = batch(MlaBatch, "cpu", heads=8)
-    given = arguments(data, data.decode(64))
+    given = mla_arguments(data, data.decode(64))
     with pytest.raises(ValueError, match=r"^kv_cache must have the dtype of query, torch\.float8_e4m3fn"):
         hopwell.trtllm_batch_decode_with_kv_cache_mla(**(given | dict(query=given["query"].to(E4M3))))

@@ -8,8 +8,7 @@ import pytest
 import torch
 from helpers.batches import starts
 from helpers.entry_calls import repeated
-from helpers.mla_batches import MlaBatch, listing
-from test_mla_bytes import PackedBatch
+from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
 
 from hopwell import decode
 
@@ -17,9 +16,7 @@ KV_LENS = [70, 0, 3, 330]
 
 
 def batch(device: str, q_lens: list[int], top_k: int = 0, **options: Any) -> MlaBatch:
-    lengths = zip(q_lens, KV_LENS, strict=True)
-    lists = [listing("any", q_len, n, top_k, seed) for seed, (q_len, n) in enumerate(lengths)] if top_k else None
-    return MlaBatch(q_lens, KV_LENS, device=device, lists=lists, **({"heads": 8} | options))
+    return with_lists(MlaBatch, q_lens, KV_LENS, top_k, device=device, **({"heads": 8} | options))
 
 
 def arguments_of(data: MlaBatch, problem: Any) -> dict[str, Any]:
@@ -130,8 +127,7 @@ def test_replays_with_other_new_tokens(heads: int, device: str) -> None:
 def test_vllm_sparse_rows_of_656_bytes(device: str) -> None:
     """What is listed counts per token, rows have scales of their own, and the log-sum-exp comes along."""
     top_k = 68
-    lists = [listing("any", 1, n, top_k, seed) for seed, n in enumerate(KV_LENS)]
-    data = PackedBatch([1] * 4, KV_LENS, device=device, lists=lists, heads=8)
+    data = with_lists(PackedBatch, [1] * 4, KV_LENS, top_k, device=device, heads=8)
     problem = data.decode(64)
     counted = torch.cat([data.counted(i).sum(1) for i in range(data.size)]).to(torch.int32).to(device)
     options: dict[str, Any] = dict(query=even(data), kv_cache=data.packed(64), kv_scale_format="arbitrary_fp32")

@@ -6,51 +6,23 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.entry_calls import repeated
-from helpers.mla_batches import MlaBatch, listing
-from helpers.mla_cases import ARCH, BOTH_ROWS, FEW, MANY
+from helpers.entry_calls import LATENT_CAPACITY, mla, mla_arguments
+from helpers.mla_batches import MlaBatch, with_lists
+from helpers.mla_cases import ARCH, BOTH_ROWS, FEW, MANY, TOP_K
 
-import hopwell
 from hopwell.kernels.mla_config import resolve_mla
-from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
 
 KV_LENS, LONG = [70, 0, 3, 330], [70, 0, 2100]
-TOP_K, LONG_TOP_K = 68, 2060
-CAPACITY = 2**15  # no table of these tests has room for more tokens
+LONG_TOP_K = 2060
 KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
 
 
 def batch(
     device: str, q_len: int = 1, top_k: int = 0, kind: str = "any", kv_lens: list[int] = KV_LENS, **options: Any
 ) -> MlaBatch:
-    lists = [listing(kind, q_len, n, top_k, seed) for seed, n in enumerate(kv_lens)] if top_k else None
-    return MlaBatch([q_len] * len(kv_lens), kv_lens, device=device, lists=lists, **({"heads": 8} | options))
-
-
-def arguments(data: MlaBatch, problem: AttentionProblem, **more: Any) -> dict[str, Any]:
-    q_len = data.q_lens[0]
-    tokens = None if data.lists is None else problem.token_table
-    return (
-        dict(
-            query=data.q.view(data.size, q_len, data.heads, data.head_dim),
-            kv_cache=problem.key,
-            workspace_buffer=data.workspace(CAPACITY),
-            qk_nope_head_dim=128,
-            kv_lora_rank=data.v_head_dim,
-            qk_rope_head_dim=data.head_dim - data.v_head_dim,
-            block_tables=problem.page_table.key if tokens is None else tokens.view(data.size, q_len, -1),
-            seq_lens=problem.kv_lens,
-            max_seq_len=max(data.kv_lens),
-            sparse_mla_top_k=0 if tokens is None else tokens.shape[-1],
-            bmm1_scale=data.scale,
-        )
-        | more
-    )
-
-
-def mla(data: MlaBatch, problem: AttentionProblem, **more: Any) -> torch.Tensor:
-    return repeated(hopwell.trtllm_batch_decode_with_kv_cache_mla, data, arguments(data, problem, **more))
+    q_lens = [q_len] * len(kv_lens)
+    return with_lists(MlaBatch, q_lens, kv_lens, top_k, kind, device=device, **({"heads": 8} | options))
 
 
 @pytest.mark.parametrize(("heads", "top_k"), [(FEW, 0), (MANY, TOP_K)])
@@ -73,7 +45,7 @@ def test_index_types(heads: int, top_k: int, device: str) -> None:
     """64-bit lengths, page ids and lists give the bits of 32-bit ones."""
     data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(64)
-    given = arguments(data, problem)
+    given = mla_arguments(data, problem)
     wide = {name: given[name].long() for name in ("block_tables", "seq_lens")}
     assert torch.equal(mla(data, problem), mla(data, problem, **wide))
 
@@ -156,7 +128,7 @@ def test_inputs_of_other_strides(heads: int, top_k: int, device: str) -> None:
     data = batch(device, 2, top_k, heads=heads)
     problem = data.decode(16)
     out = mla(data, problem)
-    query = arguments(data, problem)["query"]
+    query = mla_arguments(data, problem)["query"]
 
     def room(*shape: int) -> torch.Tensor:
         return torch.full(shape, torch.nan, dtype=data.dtype, device=device)
@@ -192,7 +164,7 @@ def test_content_of_workspace_does_not_matter(top_k: int, heads: int, device: st
     """The keys are such that several multiprocessors share them."""
     data = batch(device, 2, top_k, kv_lens=LONG, heads=heads)
     problem = data.decode(64)
-    workspace, outs = data.workspace(CAPACITY), []
+    workspace, outs = data.workspace(LATENT_CAPACITY), []
     for value in (0, 0x7F, 0xFF):
         outs.append(mla(data, problem, workspace_buffer=workspace.fill_(value).view(torch.int8)))
         assert (workspace != value).any(), "nothing was written there"
@@ -243,7 +215,7 @@ def test_refusals_of_lists_name_the_argument() -> None:
 @KINDS
 def test_workspace_must_be_contiguous_and_apart(top_k: int) -> None:
     data = batch("cpu", 2, top_k)
-    workspace = data.workspace(CAPACITY)
+    workspace = data.workspace(LATENT_CAPACITY)
     refused(data, "^workspace_buffer must be contiguous", workspace_buffer=workspace[::2])
     room = workspace.view(data.dtype)[: data.tokens * data.heads * 512]
     refused(data, "must not share memory", workspace_buffer=workspace, out=room.view(data.size, 2, data.heads, 512))

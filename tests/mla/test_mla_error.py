@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.byte_batches import E4M3, TILE, ByteMlaBatch, attention_by_tiles
+from helpers.entry_calls import mla
 from helpers.mla_batches import MlaBatch, PackedBatch
-from test_mla_bytes import batch
-from test_mla_entry import mla
 
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla
 from hopwell.layouts.mla_rows import LATENT, SCALE_COLUMNS
@@ -43,7 +42,8 @@ def modelled(data: MlaBatch, request: int) -> torch.Tensor:
 def check_error(kind: str, device: str, kv_lens: list[int], heads: int) -> None:
     torch.manual_seed(0)
     packed = kind == "rows"
-    data = batch(PackedBatch if packed else ByteMlaBatch, device, kv_lens=kv_lens, heads=heads, kv_dtype=E4M3)
+    batch = PackedBatch if packed else ByteMlaBatch
+    data = batch([1] * len(kv_lens), kv_lens, device=device, heads=heads, kv_dtype=E4M3)
     problem = data.decode(64)
     given = dict(kv_cache=data.packed(64)) if packed else dict(query=data.q.to(E4M3).unsqueeze(1))
     out = mla(data, problem, **given).flatten(0, 1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from helpers.batches import same, starts
 from helpers.concurrent_launches import check_threads, check_two_branches
-from helpers.mla_batches import MlaBatch, listing
+from helpers.mla_batches import MlaBatch, with_lists
 from helpers.mla_cases import BOTH_ROWS
 from helpers.replays import check_replays
 
@@ -29,8 +29,7 @@ KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])
 
 
 def batch(top_k: int = 0, q_len: int = 2, kv_lens: list[int] = KV_LENS, **options: Any) -> MlaBatch:
-    lists = [listing("any", q_len, n, top_k, seed) for seed, n in enumerate(kv_lens)] if top_k else None
-    return MlaBatch([q_len] * len(kv_lens), kv_lens, lists=lists, **options)
+    return with_lists(MlaBatch, [q_len] * len(kv_lens), kv_lens, top_k, **options)
 
 
 @pytest.mark.usefixtures("batch_invariant")

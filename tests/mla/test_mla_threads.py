@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from mixed_calls import bits, mixed_calls
+from helpers.mixed_calls import bits, mixed_calls
 
 pytestmark = pytest.mark.gpu
 THREADS, CALLS = 8, 200

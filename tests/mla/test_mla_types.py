@@ -11,8 +11,7 @@ from helpers.batches import starts
 from helpers.byte_batches import E4M3, ByteMlaBatch
 from helpers.entry_calls import repeated
 from helpers.mla_batches import MlaBatch, PackedBatch, listing
-from helpers.mla_cases import DIMS, FEW, MANY, SPARSE_DIMS
-from test_mla_entry import TOP_K
+from helpers.mla_cases import DIMS, FEW, MANY, SPARSE_DIMS, TOP_K
 
 import hopwell
 

@@ -7,33 +7,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers.batches import CAUSAL, FULL, Batch, chunked, starts, window
+from helpers.batches import Batch, starts
+from helpers.byte_batches import round_keys_and_values, with_byte_cache
 from helpers.low_precision import check_bits_of_16_bits
+from helpers.prefill_cases import BYTE_CACHE_CASES, BYTE_CACHE_EMULATED
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.config import KvType
 from hopwell.kernels.families import resolve
 from hopwell.kernels.prefill_config import PrefillConfig
-from hopwell.kernels.problem import AttentionProblem, Mask
+from hopwell.kernels.problem import Mask
 from hopwell.prefill import trtllm_batch_context_with_kv_cache
 
 FP8 = torch.float8_e4m3fn
-# (head dims, page size, mask): boxes of every size and rows, one and two column blocks, head dims that fill no block.
-CASES = [
-    ((128, 128), 16, CAUSAL),
-    ((128, 128), 64, window(70)),
-    ((64, 64), 32, CAUSAL),
-    ((64, 64), 4, FULL),
-    ((192, 128), 16, CAUSAL),
-    ((256, 256), 64, CAUSAL),
-    ((80, 80), 16, chunked(64)),
-    ((128, 128), None, CAUSAL),
-]
-# Fewer where an emulated step takes a second.
-EMULATED = [
-    *(("sm_90a", CASES[i]) for i in (0, 3, 4, 5)),
-    *(("sm_120a", CASES[i]) for i in (0, 3, 6)),
-]
 
 
 def batch(dims: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat16, **changes: object) -> Batch:
@@ -41,20 +27,14 @@ def batch(dims: tuple[int, int], device: str, dtype: torch.dtype = torch.bfloat1
     values that e4m3 has."""
     lengths = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4]) | changes
     data = Batch(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1], device=device, dtype=dtype, **lengths)
-    for tensors in (data.k, data.v):
-        tensors[:] = [values.to(FP8).to(dtype) for values in tensors]
+    round_keys_and_values(data)
     return data
-
-
-def quantised(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem with K and V in 8 bits. What was NaN still is."""
-    return replace(problem, key=problem.key.to(FP8), value=problem.value.to(FP8))
 
 
 def check(dims: tuple[int, int], page_size: int | None, mask: Mask, device: str, dtype: torch.dtype) -> None:
     data = batch(dims, device, dtype)
     wide = data.problem(page_size, mask)
-    narrow = replace(quantised(wide), out=data.output())
+    narrow = replace(with_byte_cache(wide), out=data.output())
     config = resolve(narrow, support.arch_of(narrow.query.device))
     assert isinstance(config, PrefillConfig)
     assert config.kv_type is KvType.E4M3
@@ -65,13 +45,13 @@ def check(dims: tuple[int, int], page_size: int | None, mask: Mask, device: str,
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", BYTE_CACHE_CASES, ids=str)
 def test_bits_are_those_of_16_bits(case: tuple, dtype: torch.dtype) -> None:
     check(*case, device="cuda", dtype=dtype)
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+@pytest.mark.parametrize(("arch", "case"), BYTE_CACHE_EMULATED, ids=str)
 def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
     from hopwell import emulator
 
@@ -119,6 +99,6 @@ def test_context_entry(device: str, few: bool) -> None:
 def test_unserved_head_dims_are_named() -> None:
     data = batch((512, 512), "cpu")
     with pytest.raises(NotImplementedError, match=r"512/512 .*float8_e4m3fn operands; supported: 64/64"):
-        resolve(quantised(data.problem(16)), "sm_90a")
+        resolve(with_byte_cache(data.problem(16)), "sm_90a")
     with pytest.raises(NotImplementedError, match="sm_100a"):
-        resolve(quantised(batch((128, 128), "cpu").problem(16)), "sm_100a")
+        resolve(with_byte_cache(batch((128, 128), "cpu").problem(16)), "sm_100a")

@@ -9,82 +9,19 @@ from typing import Any
 import pytest
 import torch
 from helpers import reference
-from helpers.batches import CAUSAL, FULL, LN_2, Batch, chunked, starts, window
+from helpers.batches import CAUSAL, FULL, LN_2, chunked, starts, window
+from helpers.byte_batches import LOGIT_ERROR, ByteBatch
 from helpers.entry_calls import context, cudnn, fmha_v2
+from helpers.prefill_cases import E4M3_CASES, E4M3_EMULATED
 from helpers.skipped_tiles import attention_with_skips
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import resolve
 from hopwell.kernels.prefill_config import PrefillConfig
-from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, Score, ScoreKind
+from hopwell.kernels.problem import Mask, PageTable, Score, ScoreKind
 from hopwell.kernels.sm90.byte_flush import FLUSHED_STEPS
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
-# A weight rounded to e4m3 is off by half a unit in the last of four bits, or, where it is below 2^-14 of its tile's
-# largest, by half of the smallest step.
-WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
-# The tensor cores add products of 8-bit elements with 13 to 14 bits of mantissa, so logits err by so much.
-LOGIT_ERROR = 2.0**-9
-# (head dims, page size, mask, output): boxes of every size and rows, head dims that fill no block, several parts of V.
-CASES = [
-    ((128, 128), None, CAUSAL, BF16),
-    ((128, 128), 16, CAUSAL, FP8),
-    ((128, 128), 64, window(70), FP16),
-    ((64, 64), 32, CAUSAL, FP8),
-    ((64, 64), 4, FULL, BF16),
-    ((192, 128), 16, CAUSAL, BF16),
-    ((192, 192), 32, CAUSAL, FP16),
-    ((256, 256), 64, CAUSAL, FP8),
-    ((80, 80), 16, chunked(64), BF16),
-    ((32, 32), 8, CAUSAL, FP8),
-]
-EMULATED = [
-    *(("sm_90a", CASES[i]) for i in (0, 3, 7, 8)),
-    *(("sm_120a", CASES[i]) for i in (1, 5, 8)),
-]
-
-
-class ByteBatch(Batch):
-    """A batch of values that e4m3 has, in 16 bits for the reference."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.q = self.q.to(FP8).to(self.dtype)
-        for tensors in (self.k, self.v):
-            tensors[:] = [values.to(FP8).to(self.dtype) for values in tensors]
-
-    def in_bytes(self, page_size: int | None, mask: Mask, out: torch.dtype, **changes: Any) -> AttentionProblem:
-        """Return the batch as a problem in e4m3, with an output full of NaN."""
-        wide = self.problem(page_size, mask, **changes)
-        assert wide.out is not None
-        narrow = {name: getattr(wide, name).to(FP8) for name in ("query", "key", "value")}
-        return replace(wide, out=wide.out.to(out), **narrow)
-
-    def check_bytes(
-        self,
-        out: torch.Tensor,
-        mask: Mask,
-        *,
-        factor: float = 1.0,
-        scale: float | None = None,
-        sinks: torch.Tensor | None = None,
-        score: Score = reference.PLAIN,
-    ) -> None:
-        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it."""
-        unit = torch.finfo(out.dtype).eps / 2
-        begins = starts(self.q_lens)
-        for (q, k, v, seen), begin in zip(self.requests(mask), begins, strict=False):
-            options = dict(scale=self.scale if scale is None else scale, seen=seen, sinks=sinks, score=score)
-            exact = reference.attention(q, k, v, **options)[0] * factor
-            sizes = reference.attention(q, k, v.abs(), **options)[0] * factor
-            largest = v.double().abs().sum(0).max() * factor if v.numel() else 0.0
-            got = out[begin : begin + q.shape[0]].double()
-            allowed = (WEIGHT_ERROR + LOGIT_ERROR) * sizes + SMALLEST_WEIGHT * largest
-            allowed = allowed + unit * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
-            assert ((got - exact).abs() <= allowed).all(), f"off by {((got - exact).abs() / allowed).max():.2f} of it"
-            # Each weight errs on its own, so all together are far better than that.
-            if exact.numel():
-                assert (got - exact).norm() <= (0.03 + unit) * exact.norm()
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> ByteBatch:
@@ -105,13 +42,13 @@ def check(dims: tuple[int, int], page_size: int | None, mask: Mask, out_dtype: t
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", E4M3_CASES, ids=str)
 def test_within_the_error_of_weights(case: tuple) -> None:
     check(*case, device="cuda")
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+@pytest.mark.parametrize(("arch", "case"), E4M3_EMULATED, ids=str)
 def test_within_the_error_of_weights_emulated(arch: str, case: tuple) -> None:
     from hopwell import emulator
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import CAUSAL, FULL, window
+from helpers.batches import CAUSAL
 from helpers.entry_calls import context
 from helpers.low_precision import BF16, E4M3, FP16, NVFP4, LowPrecisionBatch, check_bits_of_16_bits
+from helpers.prefill_cases import NVFP4_CASES, NVFP4_EMULATED
 
 from hopwell import FP4Tensor, layouts
 from hopwell._context import widened_query
@@ -18,36 +19,12 @@ from hopwell.kernels.config import KvType
 from hopwell.kernels.families import resolve
 from hopwell.kernels.problem import Mask
 
-# (head dims, page size, mask, query): boxes of every size and rows, steps of 64, 96 and 128 keys, one and two threads
-# for a row.
-CASES = [
-    ((128, 128), 16, CAUSAL, BF16),
-    ((128, 128), 64, window(70), FP16),
-    ((64, 64), 32, FULL, BF16),
-    ((64, 64), 4, CAUSAL, E4M3),
-    ((192, 128), 16, CAUSAL, FP16),
-    ((192, 192), 32, CAUSAL, BF16),
-    ((256, 256), 64, CAUSAL, E4M3),
-    ((128, 128), 12, CAUSAL, E4M3),
-    ((64, 64), 16, window(70), BF16),  # parts of a row that have 2 scales of K, and 6
-    ((192, 128), 32, window(70), FP16),
-]
-EMULATED = [
-    *(("sm_90a", CASES[i]) for i in (0, 3, 5, 6, 7, 8)),
-    *(("sm_120a", CASES[i]) for i in (0, 3, 9)),
-]
-
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> LowPrecisionBatch:
     """Make requests around tiles' edges, without queries, without keys, and with fewer keys than queries."""
     settings = dict(q_lens=[130, 0, 5, 7], kv_lens=[265, 3, 0, 4], kv_dtype=NVFP4, q_dtype=BF16) | changes
     heads = dict(heads=4, kv_heads=2, head_dim=dims[0], v_head_dim=dims[1])
     return LowPrecisionBatch(device=device, **heads, **settings)
-
-
-def options(data: LowPrecisionBatch, mask: Mask) -> dict[str, Any]:
-    mask_options = dict(causal=False) if mask == FULL else dict(window_left=mask.window_left)
-    return dict(bmm1_scale=data.bmm1_scale, bmm2_scale=data.bmm2_scale, **mask_options)
 
 
 def wide(data: LowPrecisionBatch, page_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,7 +38,7 @@ def check(dims: tuple[int, int], page_size: int, mask: Mask, q_dtype: torch.dtyp
     data = batch(dims, device, q_dtype=q_dtype, k_scale=0.5, v_scale=2.0)
     key, value, table = data.pages(page_size)
     scales = data.block_scales(page_size, "interleaved")
-    given = options(data, mask) | dict(out_dtype=BF16)
+    given = data.options(mask) | dict(out_dtype=BF16)
     out = context(data, (key, value), table, kv_block_scales=scales, **given)
     reference_data = replace(data)
     reference_data.q = data.q.to(FP16) if q_dtype is E4M3 else data.q
@@ -73,13 +50,13 @@ def check(dims: tuple[int, int], page_size: int, mask: Mask, q_dtype: torch.dtyp
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", NVFP4_CASES, ids=str)
 def test_bits_are_those_of_16_bits(case: tuple) -> None:
     check(*case, device="cuda")
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize(("arch", "case"), EMULATED, ids=str)
+@pytest.mark.parametrize(("arch", "case"), NVFP4_EMULATED, ids=str)
 def test_bits_are_those_of_16_bits_emulated(arch: str, case: tuple) -> None:
     from hopwell import emulator
 
@@ -107,7 +84,7 @@ def test_strides_of_narrow_queries(device: str) -> None:
     for q_lens in ([70, 0, 5, 7], [3, 1, 0, 2]):
         data = batch((128, 128), device, q_dtype=E4M3, q_lens=q_lens)
         key, value, table = data.pages(16)
-        given = options(data, CAUSAL) | dict(kv_block_scales=data.block_scales(16, "interleaved"), out_dtype=BF16)
+        given = data.options(CAUSAL) | dict(kv_block_scales=data.block_scales(16, "interleaved"), out_dtype=BF16)
         out = context(data, (key, value), table, **given)
         narrow, (tokens, heads, width) = data.q, data.q.shape
         for shape, order in (((tokens, heads, width + 32), (0, 1, 2)), ((heads, tokens, width), (1, 0, 2))):
@@ -125,7 +102,7 @@ def test_forms_of_the_cache_give_the_same_bits(device: str, few: bool) -> None:
     data = batch((64, 64), device, q_dtype=E4M3, **changes)
     key, value, table = data.pages(16)
     k_scales, v_scales = data.block_scales(16, "interleaved")
-    given = options(data, CAUSAL)
+    given = data.options(CAUSAL)
     out = context(data, (key, value), table, kv_block_scales=(k_scales, v_scales), **given)
     assert out.dtype == E4M3
     stacked = torch.stack((k_scales.view(torch.uint8), v_scales.view(torch.uint8)), 1).view(E4M3)
@@ -146,7 +123,7 @@ def test_nvfp4_output(device: str, dims: tuple[int, int], few: bool) -> None:
     changes = dict(q_lens=[3, 1, 0, 2], kv_lens=[300, 1, 5, 0]) if few else {}
     data = batch(dims, device, q_dtype=E4M3, kv_dtype=E4M3, v_scale=1.5, **changes)
     key, value, table = data.pages(16)
-    given = options(data, CAUSAL) | dict(return_lse=True)
+    given = data.options(CAUSAL) | dict(return_lse=True)
     if few:
         given["bmm2_scale"] = torch.tensor([1.5], device=device)
     wide_out, wide_lse = context(data, (key, value), table, out_dtype=FP16, **given)
@@ -184,8 +161,8 @@ def test_scales_off_their_unit_are_refused() -> None:
     k_scales, v_scales = data.block_scales(16, "interleaved")
     shifted = torch.zeros(k_scales.numel() + 1, dtype=torch.uint8)[1:].view(k_scales.shape).view(E4M3)
     with pytest.raises(ValueError, match=r"kv_block_scales starts at address .* needs a multiple of 16 bytes"):
-        context(data, (key, value), table, kv_block_scales=(shifted, v_scales), **options(data, CAUSAL))
+        context(data, (key, value), table, kv_block_scales=(shifted, v_scales), **data.options(CAUSAL))
     nhd = dict(kv_layout="NHD", kv_block_scales=(shifted.transpose(1, 2), v_scales.transpose(1, 2)))
     caches = (key.transpose(1, 2), value.transpose(1, 2))
     with pytest.raises(ValueError, match=r"kv_block_scales\[0\] must begin at a multiple of 4 bytes"):
-        context(data, caches, table, **nhd, **options(data, CAUSAL))
+        context(data, caches, table, **nhd, **data.options(CAUSAL))

@@ -12,26 +12,15 @@ import test_prefill_cudnn_entry as cudnn_entry
 import test_prefill_fp8 as e4m3
 import test_prefill_nvfp4 as nvfp4
 import torch
-from helpers.batches import CAUSAL, FULL, Batch, chunked, window
+from helpers.batches import CAUSAL, Batch, window
 from helpers.entry_calls import context
 from helpers.low_precision import BF16, LowPrecisionBatch, at_tile_edges
+from helpers.prefill_cases import SM120_CASES
 from helpers.skipped_tiles import check_left_out
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import implementation
-from hopwell.kernels.problem import Family, Mask, Score, ScoreKind
-
-# (head dims, page size, mask): boxes of every size and rows, Q kept in registers and read anew, one warpgroup and two.
-CASES = [
-    ((128, 128), None, CAUSAL, {}),
-    ((128, 128), 16, window(70), {}),
-    ((64, 64), 4, CAUSAL, {}),
-    ((192, 128), 16, FULL, {}),
-    ((256, 256), 64, CAUSAL, {}),
-    ((72, 72), None, chunked(64), {}),
-    ((128, 128), 16, CAUSAL, dict(skip_softmax=1e-30)),
-    ((64, 64), None, CAUSAL, dict(score=Score(ScoreKind.CAPPED_ALIBI, 5.0))),
-]
+from hopwell.kernels.problem import Family, Mask, Score
 
 
 def batch(dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Batch:
@@ -53,7 +42,7 @@ def check(data: Batch, page_size: int | None, mask: Mask, **options: Any) -> Non
 
 
 @pytest.mark.emulator
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", SM120_CASES, ids=str)
 def test_attention(case: tuple) -> None:
     dims, page_size, mask, options = case
     check(batch(dims), page_size, mask, **options)

@@ -1,7 +1,7 @@
-"""Decode and MLA decode of sm_120 on the emulator, against float64, in an ordinary and an adverse schedule.
+"""Decode of sm_120 on the emulator, against float64, in an ordinary and an adverse schedule.
 
 The detectors are on, as for Hopper's kernels. On a Hopper GPU, ``HOPWELL_KERNELS=sm_120a python -m pytest -m gpu`` runs
-the tests of decode and MLA on these kernels.
+the tests of decode on these kernels.
 """
 
 from __future__ import annotations
@@ -11,29 +11,22 @@ from dataclasses import replace
 import pytest
 import test_decode_nvfp4 as nvfp4
 import torch
-from helpers import decode_cases, mla_cases
 from helpers.batches import same
 from helpers.covering import COVERING_SM120_DECODE
 from helpers.decode_batches import DRAFT, DecodeBatch
-from helpers.mla_batches import MlaBatch
+from helpers.decode_cases import Case, check_config
 from helpers.schedules import schedules
+from test_decode_clients import test_context_parallel_ranks as ranks_share_keys
 
 from hopwell import emulator
 from hopwell.kernels import execute
 from hopwell.kernels.decode_config import DecodeConfig
-from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.problem import Family, MaskKind
 
-pytestmark = pytest.mark.emulator
+pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("sm120_emulated")]
 
 ARCH = "sm_120a"
 DECODE = [config for config in COVERING_SM120_DECODE if config.family is Family.DECODE]
-MLA = [config for config in COVERING_SM120_DECODE if isinstance(config, MlaConfig)]
-
-
-@pytest.fixture(autouse=True)
-def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOPWELL_EMULATE", ARCH)
 
 
 @pytest.mark.parametrize("config", DECODE, ids=lambda config: config.name)
@@ -43,25 +36,13 @@ def test_decode(config: DecodeConfig) -> None:
     leaf, page = config.chunk_tokens, config.box_rows or 4
     most = config.rows_for(1000, config.head_dim_qk, config.kv_type)
     group = 2 * config.rows - 3 if config.rows == most else config.rows
-    case = decode_cases.Case([1] * 4, [0, 1, leaf, leaf + 65], group, kv_heads=2)
+    case = Case([1] * 4, [0, 1, leaf, leaf + 65], group, kv_heads=2)
     if config.mask is MaskKind.SLIDING_WINDOW:
         case = replace(case, window=leaf + 3)
     if config.mask is MaskKind.DRAFT:
         group = config.rows // 4
-        case = decode_cases.Case([7, 0, 3, 1], [leaf + 2, 40, 1, 70], group, drafts="tree", window=leaf, ragged=True)
-    decode_cases.check_config(config, case, page, "cpu", schedules(leaf, 1, arch=ARCH, strict=True))
-    assert "Sm120" in emulator.report().kernel
-    assert not emulator.report().warnings
-
-
-@pytest.mark.parametrize("config", MLA, ids=lambda config: config.name)
-def test_mla(config: MlaConfig) -> None:
-    """Lists have gaps, and dense keys are in pages of one and of 64, in several tiles of rows. The first one's token
-    does not see the last key, which has a leaf to itself."""
-    dims, page = (config.head_dim_qk, config.head_dim_v), config.box_rows or 1
-    heads, top_k = (20, 132) if config.sparse else (17, 0)
-    case = mla_cases.Case([2, 1, 2, 0], [1, 129, config.chunk_tokens + 1, 3], heads, dims, top_k=top_k, ragged=True)
-    mla_cases.check_case(case, page, "cpu", schedules(heads, 1, arch=ARCH, strict=True), config)
+        case = Case([7, 0, 3, 1], [leaf + 2, 40, 1, 70], group, drafts="tree", window=leaf, ragged=True)
+    check_config(config, case, page, "cpu", schedules(leaf, 1, arch=ARCH, strict=True))
     assert "Sm120" in emulator.report().kernel
     assert not emulator.report().warnings
 
@@ -84,17 +65,13 @@ def test_nvfp4_gives_the_bits_of_e4m3() -> None:
     nvfp4.test_bits_are_those_of_e4m3(head_dim=128, group=3, device="cpu")
 
 
-def test_a_latent_batch_is_its_requests() -> None:
-    data = MlaBatch([1, 1], [1100, 70], heads=128, device="cpu")
-    out = execute(data.decode(64))
-    data.expected_mla().check(out)
-    for index in range(data.size):
-        assert torch.equal(out[index : index + 1], execute(data.request(index).decode(64)))
-
-
 def test_hopper_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = DecodeBatch([1, 1], [300, 70], heads=8, kv_heads=1, head_dim=128, device="cpu").decode(16)
     out = execute(problem).clone()
     monkeypatch.setenv("HOPWELL_EMULATE", "sm_90a")
     monkeypatch.setenv("HOPWELL_KERNELS", ARCH)
     assert torch.equal(execute(problem), out)
+
+
+def test_ranks_that_share_keys() -> None:
+    ranks_share_keys([1] * 5, 4, None, "cpu")

@@ -73,7 +73,7 @@ def test_rows_that_decide_together(arch: str, page_size: int | None, without: in
 def test_what_is_left_out_on_blackwell(
     dims: tuple[int, int], dtype: torch.dtype, page_size: int | None, mask: Mask, score: Score
 ) -> None:
-    """Hopper is tested in tests/prefill. A query tile that a request has no rows for does not count."""
+    """A query tile that a request has no rows for does not count. Hopper's test is in test_prefill_skip_softmax.py."""
     data = Batch([256, 128], [1000, 500], 2, 1, *dims, dtype=dtype, magnitude=1.5, device="cpu")
     with emulator.use("sm_100a", **DETECTORS):
         check_left_out(data, 200.0, page_size, mask, score, "sm_100a")

@@ -6,22 +6,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import test_mla_bytes as mla_bytes
-import test_prefill_byte_cache as byte_cache
-import test_prefill_fp8 as e4m3
-import test_prefill_nvfp4 as nvfp4
-import test_prefill_sm120 as prefill
 import torch
-from helpers import decode_cases
+from helpers import decode_cases, prefill_cases
 from helpers.batches import CAUSAL, FULL, Batch, chunked, window
+from helpers.byte_batches import ByteBatch, round_keys_and_values, with_byte_cache
 from helpers.covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
 from helpers.covering_sm120 import BF16, Cell, every_cell, filling, missing
-from helpers.entry_calls import context
-from helpers.mla_batches import MlaBatch
+from helpers.entry_calls import context, mla
+from helpers.low_precision import NVFP4, LowPrecisionBatch
+from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
+from helpers.mla_cases import TOP_K
 from helpers.schedules import schedules
-from test_decode_clients import test_context_parallel_ranks as ranks_of_decode
-from test_mla_clients import test_context_parallel_ranks as ranks_of_mla
-from test_mla_entry import TOP_K, mla
 
 from hopwell import emulator
 from hopwell.kernels import execute, families
@@ -33,7 +28,7 @@ ARCH = "sm_120a"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.bfloat16}  # of references' operands
 MASKS = {mask.kind: mask for mask in (FULL, CAUSAL, window(70), chunked(64))}
 PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, LISTED: 16}
-SIZES = dict(q_lens=[70, 3], kv_lens=[130, 80])
+PREFILL = dict(q_lens=[70, 3], kv_lens=[130, 80], heads=4, kv_heads=2, head_dim=64, device="cpu")
 
 
 def pages(size: int | None) -> tuple[KvFetch, int]:
@@ -43,12 +38,16 @@ def pages(size: int | None) -> tuple[KvFetch, int]:
 def covered_elsewhere() -> Iterator[Cell]:
     """Return what the tests of prefill and decode on sm_120 run."""
     yield from map(Cell.of, COVERING_SM120_DECODE)
-    cases = [(BF16, case) for case in prefill.CASES]
-    for types, module in ((("e4m3", KvType.WIDE), e4m3), (("bf16", KvType.E4M3), byte_cache)):
-        cases += [(types, case) for arch, case in module.EMULATED if arch == ARCH]
+    cases = [(BF16, case) for case in prefill_cases.SM120_CASES]
+    for types, emulated in (
+        (("e4m3", KvType.WIDE), prefill_cases.E4M3_EMULATED),
+        (("bf16", KvType.E4M3), prefill_cases.BYTE_CACHE_EMULATED),
+    ):
+        cases += [(types, case) for arch, case in emulated if arch == ARCH]
     # The entry widens e4m3 queries over NVFP4 to float16 before these kernels see them.
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp16"}
-    cases += [((names[case[3]], KvType.NVFP4), case) for arch, case in nvfp4.EMULATED if arch == ARCH]
+    nvfp4 = (case for arch, case in prefill_cases.NVFP4_EMULATED if arch == ARCH)
+    cases += [((names[case[3]], KvType.NVFP4), case) for case in nvfp4]
     for types, (_, size, mask, *_) in cases:
         yield Cell(Family.PREFILL, types, mask.kind, pages(size))
 
@@ -72,13 +71,14 @@ def run_prefill(cell: Cell) -> None:
     if kv_type is KvType.NVFP4:
         run_nvfp4(mask, size)
     elif dtype == "e4m3":
-        data = e4m3.batch((64, 64), "cpu", **SIZES)
+        data = ByteBatch(**PREFILL)
         data.check_bytes(in_schedules(served(cell, data.in_bytes(size, mask, torch.bfloat16))), mask)
     elif kv_type is KvType.E4M3:
-        data = byte_cache.batch((64, 64), "cpu", DTYPES[dtype], **SIZES)
-        data.expected(mask).check(in_schedules(served(cell, byte_cache.quantised(data.problem(size, mask)))))
+        data = Batch(dtype=DTYPES[dtype], **PREFILL)
+        round_keys_and_values(data)
+        data.expected(mask).check(in_schedules(served(cell, with_byte_cache(data.problem(size, mask)))))
     else:
-        data = Batch(head_dim=64, device="cpu", dtype=DTYPES[dtype], **SIZES)
+        data = Batch(dtype=DTYPES[dtype], **PREFILL)
         data.expected(mask).check(in_schedules(served(cell, data.problem(size, mask))))
 
 
@@ -89,9 +89,9 @@ def served(cell: Cell, problem: AttentionProblem) -> Callable[[], torch.Tensor]:
 
 
 def run_nvfp4(mask: Mask, size: int | None) -> None:
-    data = nvfp4.batch((64, 64), "cpu", **SIZES)
+    data = LowPrecisionBatch(kv_dtype=NVFP4, q_dtype=torch.bfloat16, **PREFILL)
     key, value, table = data.pages(size)
-    given = nvfp4.options(data, mask) | dict(kv_block_scales=data.block_scales(size, "interleaved"))
+    given = data.options(mask) | dict(kv_block_scales=data.block_scales(size, "interleaved"))
     out = in_schedules(lambda: context(data, (key, value), table, out_dtype=torch.bfloat16, **given))
     data.expected_low(mask).check(out)
 
@@ -109,12 +109,12 @@ def run_decode(cell: Cell) -> None:
 
 def run_mla(cell: Cell) -> None:
     size, (dtype, kv_type) = PAGE_SIZES[cell.pages] or 0, cell.types
-    kind, options = MlaBatch, dict(heads=5, dtype=DTYPES[dtype], kv_lens=[70, 3])
+    kind, options = MlaBatch, dict(heads=5, dtype=DTYPES[dtype], device="cpu")
     if kv_type is KvType.FP8_DS_MLA:
-        kind = mla_bytes.PackedBatch
+        kind = PackedBatch
     elif kv_type is KvType.E4M3:
         options |= dict(kv_dtype=torch.float8_e4m3fn)
-    data = mla_bytes.batch(kind, "cpu", TOP_K if cell.pages == LISTED else 0, **options)
+    data = with_lists(kind, [1, 1], [70, 3], TOP_K if cell.pages == LISTED else 0, **options)
     cache = {}
     if kv_type is KvType.FP8_DS_MLA:
         cache = dict(kv_cache=data.packed(size), kv_scale_format="arbitrary_fp32")
@@ -144,10 +144,3 @@ def test_cells_that_others_leave_out(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", every_cell(), ids=str)
 def test_every_cell(cell: Cell) -> None:
     run(cell)
-
-
-@pytest.mark.emulator
-def test_ranks_that_share_keys() -> None:
-    with emulator.use(ARCH):
-        ranks_of_decode([1] * 5, 4, None, "cpu")
-        ranks_of_mla([5] * 4, 2, 3, "cpu")
