@@ -166,6 +166,19 @@ def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, 
     torch.testing.assert_close(out, data.expected_mla().out, rtol=2e-2, atol=8e-4)
 
 
+@pytest.mark.parametrize("seed", range(60))
+def test_few_listed_tokens_leave_room(seed: int) -> None:
+    """Of few entries bfloat16 weights make the largest errors: by a model, 0.88 of what the test above allows, of 60
+    cases of 8.4 million outputs. It was 1.07 where two tiles of a unit's first step had one reference."""
+    lists = [listing("distinct", 1, 4096, 128, 1000 * seed + request) for request in range(128)]
+    data = MlaBatch([1] * 128, [4096] * 128, 128, lists=lists, seed=seed)
+    for values in (data.q, *data.k):
+        values.clamp_(-1, 1)
+    expected = data.expected_mla().out
+    error = (execute(data.decode(32)).double() - expected).abs()
+    assert (error / (8e-4 + 2e-2 * expected.abs())).max() < 0.95
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
 @pytest.mark.parametrize("q_len", [1, 2, 5, 16, 32])
 @pytest.mark.parametrize("dims", DIMS, ids=name)
