@@ -6,13 +6,16 @@ direction. What there is to choose from, to refuse and to compile ahead follows 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
-from hopwell.kernels import append_config, decode_config, mla_config, prefill_config
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.append_config import AppendConfig, resolve_append, shipped_append_configs
+from hopwell.kernels.decode_config import DecodeConfig, resolve_decode, shipped_decode_configs
+from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.prefill_config import PrefillConfig, resolve_prefill, shipped_prefill_configs
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
@@ -20,6 +23,9 @@ from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfi
 from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
 
 TITLES = {Family.PREFILL: "prefill", Family.DECODE: "decode", Family.MLA: "MLA decode", Family.APPEND: "append"}
+
+# Makes of a config the traceable launch function, and example arguments to compile it with.
+Build = Callable[[Any], tuple[Any, tuple[Any, ...]]]
 
 
 class Buildable(Protocol):
@@ -57,7 +63,7 @@ class Implementation:
     config: type[Buildable]
     resolve: Callable[[Any, str], Buildable]
     shipped: Callable[[str], Iterator[Buildable]]
-    build: Callable[[Any], tuple[Any, tuple[Any, ...]]]
+    build: Build
 
     def refuse(self, problem: Any, arch: str) -> str | None:
         """Say why no kernel serves ``problem``, or return None where one does."""
@@ -68,90 +74,46 @@ class Implementation:
         return None
 
 
-# The DSL is imported with the kernels, when the first of them is compiled: that takes seconds.
-def _build_prefill(config: PrefillConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm90.prefill import build
-
-    return build(config)
+def _build_in(module: str, config: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Build a kernel of one of the modules. The DSL is imported with the first of them: that takes seconds."""
+    return importlib.import_module(f"hopwell.kernels.{module}").build(config)
 
 
-def _build_sm100_prefill(config: Sm100PrefillConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm100.prefill import build
-
-    return build(config)
-
-
-def _build_sm120_prefill(config: Sm120PrefillConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm120.prefill import build
-
-    return build(config)
+def _build_decode(config: DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
+    few_rows = "byte_few_rows" if config.kv_bytes == 1 else "decode_few_rows"
+    return _build_in(f"sm90.{few_rows if config.has_tree else 'decode'}", config)
 
 
-def _build_decode(config: decode_config.DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm90 import byte_few_rows, decode, decode_few_rows
-
-    few_rows = byte_few_rows if config.kv_bytes == 1 else decode_few_rows
-    return (few_rows if config.has_tree else decode).build(config)
+def _build_mla(config: MlaConfig) -> tuple[Any, tuple[Any, ...]]:
+    kind = "byte_mla" if config.multiplies_bytes else "mla"
+    return _build_in(f"sm90.{kind}{'_few_rows' if config.has_tree else ''}", config)
 
 
-def _build_mla(config: mla_config.MlaConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm90 import byte_mla, byte_mla_few_rows, mla, mla_few_rows
-
-    if config.multiplies_bytes:
-        return (byte_mla_few_rows if config.has_tree else byte_mla).build(config)
-    return (mla_few_rows if config.has_tree else mla).build(config)
-
-
-def _build_sm120_decode(config: Sm120DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm120.decode import build
-
-    return build(config)
+# By family, how a config of a kind is chosen for a problem, and which configs of a kind are compiled ahead.
+_CHOICES: dict[Family, tuple[Callable[..., Buildable], Callable[..., Iterator[Buildable]]]] = {
+    Family.PREFILL: (resolve_prefill, shipped_prefill_configs),
+    Family.DECODE: (resolve_decode, shipped_decode_configs),
+    Family.MLA: (resolve_mla, shipped_mla_configs),
+}
 
 
-def _build_sm120_mla(config: Sm120MlaConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.sm120.mla import build
-
-    return build(config)
-
-
-def _build_append(config: append_config.AppendConfig) -> tuple[Any, tuple[Any, ...]]:
-    from hopwell.kernels.append import build
-
-    return build(config)
+def _served(archs: Sequence[str], kind: type[Buildable], build: Build) -> dict[tuple[Family, str], Implementation]:
+    """Return the implementation whose configs are of ``kind``, by family and by each of ``archs``."""
+    resolve, shipped = _CHOICES[kind.family]
+    made = Implementation(kind, partial(resolve, kind=kind), partial(shipped, kind=kind), build)
+    return {(kind.family, arch): made for arch in archs}
 
 
-def _prefill(kind: type[PrefillConfig], build: Callable[[Any], tuple[Any, tuple[Any, ...]]]) -> Implementation:
-    resolve_kind = functools.partial(prefill_config.resolve_prefill, kind=kind)
-    shipped = functools.partial(prefill_config.shipped_prefill_configs, kind=kind)
-    return Implementation(kind, resolve_kind, shipped, build)
-
-
-def _decode(
-    kind: type[decode_config.DecodeConfig], build: Callable[[Any], tuple[Any, tuple[Any, ...]]]
-) -> Implementation:
-    resolve_kind = functools.partial(decode_config.resolve_decode, kind=kind)
-    shipped = functools.partial(decode_config.shipped_decode_configs, kind=kind)
-    return Implementation(kind, resolve_kind, shipped, build)
-
-
-def _mla(kind: type[mla_config.MlaConfig], build: Callable[[Any], tuple[Any, tuple[Any, ...]]]) -> Implementation:
-    resolve_kind = functools.partial(mla_config.resolve_mla, kind=kind)
-    shipped = functools.partial(mla_config.shipped_mla_configs, kind=kind)
-    return Implementation(kind, resolve_kind, shipped, build)
-
-
-_APPEND = Implementation(
-    append_config.AppendConfig, append_config.resolve_append, append_config.shipped_append_configs, _build_append
-)
+_APPEND = Implementation(AppendConfig, resolve_append, shipped_append_configs, partial(_build_in, "append"))
 
 IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
-    **{(Family.PREFILL, arch): _prefill(PrefillConfig, _build_prefill) for arch in HOPPER},
-    **{(Family.PREFILL, arch): _prefill(Sm100PrefillConfig, _build_sm100_prefill) for arch in BLACKWELL},
-    **{(Family.PREFILL, arch): _prefill(Sm120PrefillConfig, _build_sm120_prefill) for arch in SM120},
-    **{(Family.DECODE, arch): _decode(decode_config.DecodeConfig, _build_decode) for arch in HOPPER},
-    **{(Family.DECODE, arch): _decode(Sm120DecodeConfig, _build_sm120_decode) for arch in SM120},
-    **{(Family.MLA, arch): _mla(mla_config.MlaConfig, _build_mla) for arch in HOPPER},
-    **{(Family.MLA, arch): _mla(Sm120MlaConfig, _build_sm120_mla) for arch in SM120},
+    **_served(HOPPER, PrefillConfig, partial(_build_in, "sm90.prefill")),
+    **_served(BLACKWELL, Sm100PrefillConfig, partial(_build_in, "sm100.prefill")),
+    **_served(SM120, Sm120PrefillConfig, partial(_build_in, "sm120.prefill")),
+    **_served(HOPPER, DecodeConfig, _build_decode),
+    **_served(SM120, Sm120DecodeConfig, partial(_build_in, "sm120.decode")),
+    **_served(HOPPER, MlaConfig, _build_mla),
+    **_served(SM120, Sm120MlaConfig, partial(_build_in, "sm120.mla")),
     **{(Family.APPEND, arch): _APPEND for arch in ARCHS},
 }
 
@@ -189,7 +151,7 @@ def prefill_type(arch: str) -> type[PrefillConfig]:
 def takes_bytes(arch: str) -> bool:
     """Tell whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
     found = IMPLEMENTATIONS.get((Family.MLA, arch))
-    return found is not None and issubclass(found.config, mla_config.MlaConfig) and found.config.takes_bytes
+    return found is not None and issubclass(found.config, MlaConfig) and found.config.takes_bytes
 
 
 def resolve(problem: AttentionProblem, arch: str) -> Any:

@@ -54,8 +54,13 @@ def test_decode_needs_scratch() -> None:
         resolve(problem(family=Family.MLA), "sm_90a")
 
 
-def test_a_config_is_built_by_its_family() -> None:
-    config = next(iter(shipped_configs("sm_90a", Family.MLA)))
-    kernel, arguments = build(config)
-    assert callable(kernel)
-    assert arguments
+@pytest.mark.parametrize(("family", "arch"), IMPLEMENTATIONS)
+def test_a_config_is_built_by_its_family(family: Family, arch: str) -> None:
+    """Modules that build are known by name, so one kernel of each kind has to find its own."""
+    kinds = ("has_tree", "multiplies_bytes", "kv_bytes")
+    configs = {tuple(getattr(c, kind, None) for kind in kinds): c for c in shipped_configs(arch, family)}
+    for config in configs.values():
+        kernel, arguments = build(config)
+        assert kernel.config is config
+        assert callable(kernel)
+        assert arguments
