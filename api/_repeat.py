@@ -19,7 +19,7 @@ import torch
 
 from hopwell._checks import is_plain
 from hopwell.kernels import Plan
-from hopwell.kernels.launch import OPERANDS, Addresses, address_of
+from hopwell.kernels.launch import OPERANDS, address_of
 from hopwell.kernels.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.scratch import own_scratch
@@ -40,10 +40,9 @@ Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
 
-# Places of the results among the operands: they may be allocated in the call.
-OUT, OUT_SCALES = OPERANDS.index("out"), OPERANDS.index("out_scales")
-STATS = tuple(map(Addresses._fields.index, ("lse", "statistics")))  # no entry point gives both
-SCRATCH = Addresses._fields.index("scratch")  # the workspace
+LETTERS = {"query": "q", "key": "k", "value": "v", "out": "o"}  # of operands, in the functions
+# Results besides the output: they may be allocated in the call. No entry point gives both log-sum-exp and statistics.
+RESULTS = {"lse": "s", "statistics": "s", "out_scales": "t"}
 ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
 
 PACKED = "packed(empty_like(output_like), empty_like(scales_like), 0, original_shape)"  # a new NVFP4 output
@@ -60,7 +59,7 @@ def launch(arguments, out, stats):
         out = {new_output}
     stats = {stats}
     {pointers}
-    q, k, v, o = {inputs}, address({data}){more}
+    q, k, v, o = {query}, {key}, {value}, address({data}){more}
     where = {where}
     if not ({known}):
         if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
@@ -68,7 +67,7 @@ def launch(arguments, out, stats):
         if len(known) >= {most_known}:
             known.clear()
         known.add(where)
-    function(anchor, (q, k, v, o, {others}, ticket()), {constants})
+    function(anchor, ({addresses}, ticket()), {constants})
     return out, stats
 """
 MOST_KNOWN = 1024  # places in memory that are remembered; a model has one for each layer
@@ -137,7 +136,7 @@ class Repeat:
         problem, plan, stats = call.problem, call.plan, call.stats
         self._is_packed = isinstance(call.out, FP4Tensor)
         data, scales, _ = output_parts(call.out)
-        views = operands(problem, data)
+        views = dict(zip(OPERANDS, operands(problem, data), strict=False))
         self._variables: dict[str, Any] = dict(
             address=torch.Tensor.data_ptr,
             empty_like=torch.empty_like,
@@ -149,10 +148,10 @@ class Repeat:
         )
         if isinstance(call.out, FP4Tensor):
             self._variables.update(packed=FP4Tensor, scales_like=_like(scales), original_shape=call.out.original_shape)
-        others = ("s", stats), ("w", problem.scratch), ("t", scales)
-        for name, view in (*zip("qkvo", views, strict=False), *others):
-            self._variables[f"{name}_bytes"] = extent_bytes(view)
-            self._variables[f"{name}_before"] = -extent_bytes(view)
+        by_letter = {letter: views[name] for name, letter in LETTERS.items()}
+        for letter, view in {**by_letter, "s": stats, "w": problem.scratch, "t": scales}.items():
+            self._variables[f"{letter}_bytes"] = extent_bytes(view)
+            self._variables[f"{letter}_before"] = -extent_bytes(view)
         for i, constant in enumerate(plan.constants(*host_scales(problem))):
             self._variables[f"constant{i}"] = constant
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
@@ -161,8 +160,8 @@ class Repeat:
         if self._is_packed:
             self._also_written["t"] = "address(out.scale)"
         if problem.scratch is not None:
-            self._also_written["w"] = self._addresses[SCRATCH]
-            self._addresses[SCRATCH] = "w"
+            self._also_written["w"] = self._addresses["scratch"]
+            self._addresses["scratch"] = "w"
         self.latest: Launch | None = None
 
     def run(self, arguments: Arguments, out: Any, stats: Any) -> Results | None:
@@ -178,31 +177,31 @@ class Repeat:
         return results
 
     def _find(
-        self, arguments: Arguments, places: Places, views: Sequence[torch.Tensor | None]
-    ) -> tuple[list[int], list[str]]:
-        """Return the arguments that operands lie in, and the address of each operand as an expression."""
-        inputs, addresses = set(), []
-        for operand, (name, view) in enumerate(zip(OPERANDS, views, strict=False)):
-            if operand == OUT or view is None:
-                addresses.append("0")
+        self, arguments: Arguments, places: Places, views: Mapping[str, torch.Tensor | None]
+    ) -> tuple[list[int], dict[str, str]]:
+        """Return the arguments that operands lie in, and the address of each operand as an expression, in order."""
+        inputs, addresses = set(), {}
+        for name, view in views.items():
+            if view is None or name == "out":
+                addresses[name] = "0"
                 continue
-            if operand in STATS or operand == OUT_SCALES:
-                addresses.append("t" if operand == OUT_SCALES else "s")
+            if name in RESULTS:
+                addresses[name] = RESULTS[name]
                 continue
             place = places.find(name, arguments)
             if not _same_memory(view, arguments[place]):
-                if operand != SCRATCH:
+                if name != "scratch":
                     raise AssertionError(f"operand {name} of the kernel does not lie in {places.tensors[place]}")
                 # Launches on another stream have other memory.
                 self._variables["own_scratch"] = functools.partial(own_scratch(view.device).address, view.numel())
-                addresses.append("own_scratch()")
+                addresses[name] = "own_scratch()"
                 continue
             inputs.add(place)
-            addresses.append(f"p{place}")
+            addresses[name] = f"p{place}"
             offset = address_of(name, view) - arguments[place].data_ptr()
             if offset:
-                self._variables[f"offset{operand}"] = offset
-                addresses[-1] += f" + offset{operand}"
+                self._variables[f"offset_{name}"] = offset
+                addresses[name] += f" + offset_{name}"
         return sorted(inputs), addresses
 
     def _function(self, arguments: Arguments) -> Launch:
@@ -217,9 +216,8 @@ class Repeat:
         conditions = _conditions(self._plain, [firsts.get(id(argument)) for argument in arguments], variables)
         variables["known"] = set()
         # What lies in one argument is at the same distance in every call.
-        places = {
-            address.partition(" ")[0]: name for name, address in zip("vkq", self._addresses[OUT - 1 :: -1], strict=True)
-        }
+        inputs = {name: self._addresses[name] for name in ("query", "key", "value")}
+        places = {address.partition(" ")[0]: LETTERS[name] for name, address in reversed(inputs.items())}
         small = [f"p{i}" for i in self._inputs if f"p{i}" not in places]
         source = SOURCE.format(
             where=", ".join([*places.values(), "o", *self._also_written]),
@@ -231,12 +229,12 @@ class Repeat:
             data="out.data" if self._is_packed else "out",
             stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
             pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
-            inputs=", ".join(self._addresses[:OUT]),
+            **inputs,
             present=" and ".join([*(f"p{i}" for i in self._inputs), *self._also_written]),
             more="".join(f"; {name} = {address}" for name, address in self._also_written.items()),
             mask=ALIGNMENT_MASK,
             overlaps=" or ".join([*OUT_OVERLAPS, *itertools.chain(*(MORE_OVERLAPS[n] for n in self._also_written))]),
-            others=", ".join(self._addresses[OUT + 1 :]),
+            addresses=", ".join((self._addresses | LETTERS).values()),
             constants=", ".join(constants),
         )
         # As globals of a function of its own: entering a function that closes over 45 variables copies all of them,

@@ -8,7 +8,7 @@ once and keeps it as one ready-made FFI array.
 
 from collections import namedtuple
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -42,15 +42,24 @@ class Addresses(NamedTuple):
     tickets: int = 0  # zero int32 that the kernel leaves zero: work handed out, CTAs done, decode's counters
 
 
+def _named(name: str, *fields: str) -> Any:
+    """Return a named tuple whose fields are known when it runs."""
+    return namedtuple(name, fields)
+
+
+# The tensors that a kernel gets, in the order of their addresses.
+Operands = _named("Operands", *Addresses._fields[:-1])
+
 # What kernels with scales of blocks are called with: one address or one size more makes kernels of sm_100a spill, which
 # have no such scales. OPERANDS names all that lie in tensors, in order.
 SCALES = ("key_scales", "value_scales", "out_scales")  # of K, of V and of the output
-OPERANDS = (*Addresses._fields[:-1], *SCALES)
-ScaledAddresses = namedtuple("ScaledAddresses", (*OPERANDS, "tickets"))  # type: ignore[misc]
+OPERANDS = (*Operands._fields, *SCALES)
+ScaledOperands = _named("ScaledOperands", *OPERANDS)
+ScaledAddresses = _named("ScaledAddresses", *OPERANDS, "tickets")
 
-STARTS, LENGTHS, TABLES = Addresses._fields[4:8], Addresses._fields[8:10], Addresses._fields[10:12]
-INDICES = frozenset((*STARTS, *LENGTHS, *TABLES, "lse_offsets"))
-
+INDICES = frozenset(
+    ("q_offsets", "o_offsets", "k_offsets", "v_offsets", "lse_offsets", "q_lens", "kv_lens", "key_table", "value_table")
+)
 
 DIVISOR_BITS = 8  # of a page divisor, for the shift
 
@@ -165,14 +174,12 @@ class Geometry(NamedTuple):
 SCALE_STRIDES = ("k_scale_page", "k_scale_head", "k_scale_row", "v_scale_page", "v_scale_head", "v_scale_row")
 
 # These are sizes, strides in elements, and the grid of decode with scales of blocks.
-ScaledDecodeGeometry = namedtuple("ScaledDecodeGeometry", (*DecodeGeometry._fields, *SCALE_STRIDES))  # type: ignore[misc]
+ScaledDecodeGeometry = _named("ScaledDecodeGeometry", *DecodeGeometry._fields, *SCALE_STRIDES)
 # These are sizes, strides in elements, and the grid of prefill with scales of blocks.
-ScaledGeometry = namedtuple(  # type: ignore[misc]  # the fields are known when it runs
+ScaledGeometry = _named(
     "ScaledGeometry",
-    (
-        *Geometry._fields,
-        *SCALE_STRIDES,
-        "out_scale_row",  # of the first query token
-        "out_scale_columns",
-    ),
+    *Geometry._fields,
+    *SCALE_STRIDES,
+    "out_scale_row",  # of the first query token
+    "out_scale_columns",
 )

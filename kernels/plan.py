@@ -23,8 +23,10 @@ from hopwell.kernels.launch import (
     SCALE_STRIDES,
     DecodeGeometry,
     Geometry,
+    Operands,
     ScaledDecodeGeometry,
     ScaledGeometry,
+    ScaledOperands,
     addresses_of,
     page_divisor,
 )
@@ -173,8 +175,8 @@ def execute(problem: AttentionProblem) -> torch.Tensor:
 
 
 def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Return the tensors whose addresses a kernel gets, in the order of ``launch.OPERANDS``, without scales of blocks
-    where the kernel has none."""
+    """Return the tensors whose addresses a kernel gets: ``launch.ScaledOperands``, or ``launch.Operands`` where the
+    kernel has no scales of blocks."""
     table, lse = problem.page_table or _lists(problem), problem.lse
 
     def start(offsets: TokenOffsets | None) -> torch.Tensor | None:
@@ -183,40 +185,39 @@ def operands(problem: AttentionProblem, out: torch.Tensor | None) -> tuple[torch
     def on_device(scale: float | torch.Tensor) -> torch.Tensor | None:
         return scale if isinstance(scale, torch.Tensor) else None
 
-    return (
-        problem.query,
-        problem.key,
-        problem.value,
-        out,
-        start(problem.q_offsets),
-        start(problem.o_offsets),
-        start(problem.k_offsets) if problem.shard is None else problem.shard.kv_lens,
-        start(problem.v_offsets),
-        problem.q_lens,
-        problem.kv_lens,
-        None if table is None else table.key,
-        None if table is None else table.value,
-        on_device(problem.softmax_scale),
-        on_device(problem.output_scale),
-        problem.sinks,
-        None if lse is None else lse.tensor,
-        None if lse is None else start(lse.offsets),
-        problem.statistics,
-        problem.skipped_tiles,
-        on_device(problem.output_factor),
-        problem.draft_mask,
-        problem.scratch,
-        *_block_scales(problem),
+    named = dict(
+        query=problem.query,
+        key=problem.key,
+        value=problem.value,
+        out=out,
+        q_offsets=start(problem.q_offsets),
+        o_offsets=start(problem.o_offsets),
+        k_offsets=start(problem.k_offsets) if problem.shard is None else problem.shard.kv_lens,
+        v_offsets=start(problem.v_offsets),
+        q_lens=problem.q_lens,
+        kv_lens=problem.kv_lens,
+        key_table=None if table is None else table.key,
+        value_table=None if table is None else table.value,
+        softmax_scale=on_device(problem.softmax_scale),
+        output_scale=on_device(problem.output_scale),
+        sinks=problem.sinks,
+        lse=None if lse is None else lse.tensor,
+        lse_offsets=None if lse is None else start(lse.offsets),
+        statistics=problem.statistics,
+        skipped=problem.skipped_tiles,
+        output_factor=on_device(problem.output_factor),
+        draft_mask=problem.draft_mask,
+        scratch=problem.scratch,
     )
-
-
-def _block_scales(problem: AttentionProblem) -> tuple[torch.Tensor | None, ...]:
-    """Return the operands of ``launch.SCALES``, for kernels that have them."""
-    kv, out = problem.kv_scales, problem.out_scales
-    if kv is None and out is None:
-        return ()
-    pair = (None, None) if kv is None else (kv.key, kv.value)
-    return *pair, None if out is None else out.tensor
+    kv, out_scales = problem.kv_scales, problem.out_scales
+    if kv is None and out_scales is None:
+        return Operands(**named)
+    return ScaledOperands(
+        **named,
+        key_scales=None if kv is None else kv.key,
+        value_scales=None if kv is None else kv.value,
+        out_scales=None if out_scales is None else out_scales.tensor,
+    )
 
 
 def _lists(problem: AttentionProblem) -> PageTable | None:
@@ -258,20 +259,32 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...
         tile_heads=tile.heads,
         capacity=_capacity(problem),
     )
-    return ScaledGeometry._make([*sizes, *_scale_geometry(problem)]) if config.has_block_scales else sizes
-
-
-def _scale_geometry(problem: AttentionProblem) -> list[int]:
-    """Return what a scaled geometry has beyond another one."""
+    if not config.has_block_scales:
+        return sizes
     out = problem.out_scales
-    return [*_scale_strides(problem), *((0, 0) if out is None else (out.first_row, out.tensor.shape[1]))]
+    return ScaledGeometry(
+        **sizes._asdict(),
+        **_scale_strides(problem),
+        out_scale_row=0 if out is None else out.first_row,
+        out_scale_columns=0 if out is None else out.tensor.shape[1],
+    )
 
 
-def _scale_strides(problem: AttentionProblem) -> list[int]:
-    """Return the strides of ``launch.SCALE_STRIDES``."""
-    if problem.kv_scales is None:
-        return [0] * len(SCALE_STRIDES)
-    return [stride for scales in vars(problem.kv_scales).values() for stride in scales.stride()[:3]]
+def _scale_strides(problem: AttentionProblem) -> dict[str, int]:
+    """Return the strides of ``launch.SCALE_STRIDES`` by name."""
+    scales = problem.kv_scales
+    if scales is None:
+        return dict.fromkeys(SCALE_STRIDES, 0)
+    k_page, k_head, k_row, _ = scales.key.stride()
+    v_page, v_head, v_row, _ = scales.value.stride()
+    return dict(
+        k_scale_page=k_page,
+        k_scale_head=k_head,
+        k_scale_row=k_row,
+        v_scale_page=v_page,
+        v_scale_head=v_head,
+        v_scale_row=v_row,
+    )
 
 
 def section_heads(heads: int, kv_heads: int, ctas: int) -> int:
@@ -320,7 +333,9 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
         shard=0 if problem.shard is None else problem.shard.index,
         capacity=_capacity(problem),
     )
-    return ScaledDecodeGeometry._make([*sizes, *_scale_strides(problem)]) if config.has_block_scales else sizes
+    if not config.has_block_scales:
+        return sizes
+    return ScaledDecodeGeometry(**sizes._asdict(), **_scale_strides(problem))
 
 
 def _capacity(problem: AttentionProblem) -> int:

@@ -35,8 +35,9 @@ from helpers.api_calls import (
 )
 
 import hopwell
-from hopwell._repeat import OUT, OUT_SCALES
+from hopwell.kernels.launch import OPERANDS
 
+OUT, OUT_SCALES = OPERANDS.index("out"), OPERANDS.index("out_scales")
 FP4_ARGUMENTS = {"query": data(TOKENS, HEADS, DIM, dtype=FP8), "kv_cache": stacked("HND", FP8)}
 
 

@@ -13,7 +13,7 @@ from helpers.kernel_problems import cache, contiguous, empty, paged
 
 from hopwell.kernels import plan
 from hopwell.kernels.families import resolve
-from hopwell.kernels.launch import OPERANDS, Addresses, Geometry, ScaledAddresses, ScaledGeometry
+from hopwell.kernels.launch import INDICES, OPERANDS, Addresses, Geometry, ScaledAddresses, ScaledGeometry
 from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.plan import Plan, geometry, host_scales, operands
 from hopwell.kernels.prefill_config import TILES
@@ -88,6 +88,7 @@ class TestOperands:
         places = {"out": 3, "kv_lens": 9, "sinks": 14, "lse": 15, "statistics": 17, "scratch": 21, "key_scales": 22}
         assert {name: OPERANDS.index(name) for name in places} == places
         assert (*OPERANDS, "tickets") == ScaledAddresses._fields
+        assert set(OPERANDS) >= INDICES
 
     def test_kernels_without_block_scales_have_no_place_for_them(self) -> None:
         problem, _ = everything()
