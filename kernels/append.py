@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32, const_expr
 
 from hopwell.kernels.append_config import AppendAddresses, AppendConfig, AppendGeometry, CacheType
-from hopwell.kernels.elements import INTERLEAVED_TOKENS
+from hopwell.kernels.elements import HALFWORD_BYTES, INTERLEAVED_TOKENS
 from hopwell.kernels.parts import copy, quantize
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_scale
 from hopwell.kernels.skeleton import example_arguments
@@ -129,13 +129,13 @@ class Append:
         """Write a token's heads into a row of a page."""
         elements = self.kind.elements
         blocks = to.dim // elements
-        source = to.rows + token * to.token * 2
+        source = to.rows + token * to.token * HALFWORD_BYTES
         for item in cutlass.range(cute.arch.thread_idx()[0], heads * blocks, THREADS, unroll=1):
             head, block = item // blocks, item % blocks
-            words = self.load(source + (head * to.head + block * elements) * 2)
+            words = self.load(source + (head * to.head + block * elements) * HALFWORD_BYTES)
             place = page * to.page + head * to.cache_head + row * to.row
             if const_expr(self.kind is CacheType.WIDE):
-                copy.store_global(to.cache + (place + block * elements) * 2, words)
+                copy.store_global(to.cache + (place + block * elements) * HALFWORD_BYTES, words)
             else:
                 values = [quantize.divided(half, scale) for word in words for half in UNPACK[self.config.dtype](word)]
                 if const_expr(self.kind is CacheType.E4M3):
@@ -147,7 +147,7 @@ class Append:
 
     def load(self, address) -> list:
         """Load the elements that a thread takes at a time, two in a word."""
-        bytes_ = self.kind.elements * 2
+        bytes_ = self.kind.elements * HALFWORD_BYTES
         chunks = range(0, bytes_, copy.CHUNK_BYTES)
         return [word for offset in chunks for word in copy.load_global(address + offset, 4, Uint32)]
 

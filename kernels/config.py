@@ -16,7 +16,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 from hopwell.kernels import support
-from hopwell.kernels.elements import ELEMENTS, Element
+from hopwell.kernels.elements import ELEMENTS, HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.problem import AttentionProblem, Family
@@ -35,9 +35,11 @@ def rounded_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def _in_words(element_bytes: int, strides: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Convert strides in elements to strides in units of 16 bits."""
-    return tuple(stride * element_bytes // 2 for stride in strides) if element_bytes < 2 else strides
+def _in_halfwords(element_bytes: int, strides: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Convert strides in elements to strides in halfwords."""
+    if element_bytes == HALFWORD_BYTES:
+        return strides
+    return tuple(stride * element_bytes // HALFWORD_BYTES for stride in strides)
 
 
 class KvFetch(enum.Enum):
@@ -171,7 +173,7 @@ class KernelConfig:
     @property
     def mma_depth(self) -> int:
         """Say how many elements a matrix instruction multiplies at a time: 32 bytes of them."""
-        return 2 * MMA_DEPTH // self.q_bytes
+        return HALFWORD_BYTES * MMA_DEPTH // self.q_bytes
 
     @property
     def reads_kv_once(self) -> bool:
@@ -186,11 +188,11 @@ class KernelConfig:
 
     def kv_strides(self, *strides: Any) -> tuple[Any, ...]:
         """Convert strides of K or V, given in units of ``kv_bytes``, to units of 16 bits."""
-        return _in_words(self.kv_bytes, strides)
+        return _in_halfwords(self.kv_bytes, strides)
 
     def q_strides(self, *strides: Any) -> tuple[Any, ...]:
         """Convert strides of Q, given in elements, to units of 16 bits."""
-        return _in_words(self._loaded_q_bytes, strides)
+        return _in_halfwords(self._loaded_q_bytes, strides)
 
     @property
     def columns(self) -> tuple[int, int]:
@@ -243,7 +245,7 @@ class KernelConfig:
     @property
     def q_dim(self) -> int:
         """Return the width of a row of Q in memory, in units of 16 bits."""
-        return self.head_dim_qk * self._loaded_q_bytes // 2
+        return self.head_dim_qk * self._loaded_q_bytes // HALFWORD_BYTES
 
     @property
     def _loaded_q_bytes(self) -> int:
@@ -252,7 +254,7 @@ class KernelConfig:
     @property
     def q_columns(self) -> int:
         """Count the columns of the Q tile in shared memory, in units of 16 bits."""
-        return rounded_up(self.head_dim_qk * self.q_bytes // 2, BLOCK_COLUMNS)
+        return rounded_up(self.head_dim_qk * self.q_bytes // HALFWORD_BYTES, BLOCK_COLUMNS)
 
     @property
     def loaded_q_columns(self) -> int:

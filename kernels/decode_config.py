@@ -23,6 +23,7 @@ from hopwell.kernels.config import (
     require_page_size,
     rounded_up,
 )
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LINE_BYTES
 from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, MaskKind, Score
 from hopwell.kernels.splitting import (
@@ -126,13 +127,13 @@ class DecodeConfig(KernelConfig):
     @property
     def widens_in_registers(self) -> bool:
         """Tell whether warps that multiply read K and V of 8 or 4 bits, and widen them themselves."""
-        return self.kv_bytes == 1 and not self.widens_in_place
+        return self.kv_element.widened and not self.widens_in_place
 
     @property
     def splitting_bytes(self) -> int:
         """Return the bytes of an element of K and V, as far as they say how keys are split among CTAs: what is widened
         in place is split as if it had been wide in memory, so that results have the same bits."""
-        return 1 if self.widens_in_registers else 2
+        return self.kv_bytes if self.widens_in_registers else self.q_bytes
 
     @property
     def is_cooperative(self) -> bool:
@@ -151,7 +152,7 @@ class DecodeConfig(KernelConfig):
     def tile(self) -> Tile:
         if self.has_tree:
             tile = _TREE_TILE if self.kv_type is KvType.WIDE else _BYTE_TREE_TILE
-            row_bytes = 2 * self.columns[0]
+            row_bytes = HALFWORD_BYTES * self.columns[0]
             stage_bytes = _NARROW_STAGE_BYTES if row_bytes < LINE_BYTES else _STAGE_BYTES
             stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
             return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))

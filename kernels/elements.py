@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+# A halfword has 16 bits: kernels count the columns of tiles and the strides of operands in halfwords, however wide
+# elements are.
+HALFWORD_BYTES = 2
 INTERLEAVED_TOKENS = 4  # tokens whose V scales are neighbours in NVFP4 caches of prefill
 SCALE_COLUMNS = 128  # e4m3 elements of a row of 656 bytes that share one of the float32 scales behind them
 

@@ -80,7 +80,7 @@ def _build_in(module: str, config: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _build_decode(config: DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
-    few_rows = "byte_few_rows" if config.kv_bytes == 1 else "decode_few_rows"
+    few_rows = "byte_few_rows" if config.widens_in_registers else "decode_few_rows"
     return _build_in(f"sm90.{few_rows if config.has_tree else 'decode'}", config)
 
 

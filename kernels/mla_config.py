@@ -24,6 +24,7 @@ from hopwell.kernels.config import (
     rounded_up,
 )
 from hopwell.kernels.decode_config import DecodeConfig, require_seen
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.problem import AttentionProblem, Family, MaskKind
 from hopwell.kernels.splitting import (
     LATENT_FEW_ROWS,
@@ -110,7 +111,7 @@ class MlaConfig(DecodeConfig):
     @property
     def splitting_bytes(self) -> int:
         """Keys of 8 bits are split as if they were widened in memory, so that results have the same bits."""
-        return 2
+        return HALFWORD_BYTES
 
     @property
     def is_cooperative(self) -> bool:
@@ -156,7 +157,7 @@ class MlaConfig(DecodeConfig):
         """Return the widths of the left half of the value's columns and of all columns to the right of them, as they
         are multiplied: in units of 16 bits."""
         left = self.head_dim_v // 2
-        return left * self.q_bytes // 2, (self.head_dim_qk - left) * self.q_bytes // 2
+        return left * self.q_bytes // HALFWORD_BYTES, (self.head_dim_qk - left) * self.q_bytes // HALFWORD_BYTES
 
     @property
     def columns(self) -> tuple[int, int]:

@@ -29,6 +29,7 @@ from hopwell.kernels.config import (
     require_page_size,
     rounded_up,
 )
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.masks import MaskKind, MaskKinds
 from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
 from hopwell.kernels.support import RARE_HEAD_DIMS
@@ -244,7 +245,7 @@ class PrefillConfig(KernelConfig):
     def transposed_columns(self) -> int:
         """Say how many elements a row of a tile of V has when it has been transposed: its keys, in whole rows of the
         swizzle."""
-        return rounded_up(self.tile.n, 2 * BLOCK_COLUMNS)
+        return rounded_up(self.tile.n, HALFWORD_BYTES * BLOCK_COLUMNS)
 
     @property
     def converted_bytes(self) -> dict[str, int]:
@@ -253,7 +254,8 @@ class PrefillConfig(KernelConfig):
             return {"V": self.depth[1] * self.transposed_columns}
         if self.widens_in_place:
             return {}
-        return {name: self.tile.n * columns * 2 for name, columns in zip("KV", self.operand_columns, strict=True)}
+        key, value = (self.tile.n * columns * HALFWORD_BYTES for columns in self.operand_columns)
+        return {"K": key, "V": value}
 
     @property
     def loaded_depth(self) -> tuple[int, int]:

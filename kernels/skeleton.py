@@ -11,6 +11,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync
 
 from hopwell.kernels.config import BLOCK_COLUMNS, WORK_STAGES, KernelConfig, KvFetch
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
@@ -119,7 +120,10 @@ class AttentionKernel:
     def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
         """Return the edges of K and V, which ``warps`` warps of the role ``consumer`` read."""
         t, c = self.tile, self.config
-        sizes = [t.n * columns * 2 + scales for columns, scales in zip(c.stage_columns, self.scale_bytes, strict=True)]
+        sizes = [
+            t.n * columns * HALFWORD_BYTES + scales
+            for columns, scales in zip(c.stage_columns, self.scale_bytes, strict=True)
+        ]
         return [
             Edge(name, loader, consumer, stages, 1, warps, size, **self.kv_arrivals(name == "V"))
             for name, loader, stages, size in zip("KV", ("load_k", "load_v"), t.loaded_stages, sizes, strict=True)
@@ -238,7 +242,7 @@ class AttentionKernel:
             barrier = ring.full_barrier(step)
             columns, rows = self.config.loaded_q_columns, self.q_box_rows
             first_block = self.config.first_loaded_q_block
-            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.q_rows * columns * 2)
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.q_rows * columns * HALFWORD_BYTES)
             first = row
             for box in cutlass.range(self.q_rows // rows, unroll=1):
                 for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):

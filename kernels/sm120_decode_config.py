@@ -11,6 +11,7 @@ from typing import ClassVar
 
 from hopwell.kernels.config import KvType, Tile
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, leaf_tiles, node_bytes, tree_rows
 
@@ -47,8 +48,9 @@ class Sm120DecodeConfig(DecodeConfig):
     @property
     def tile(self) -> Tile:
         # The widest tiles are loaded by halves of their keys.
-        keys = min(LEAF_TILE, _STAGE_BYTES // (2 * self.columns[0]))
-        stages = _STAGE_BYTES // (keys * 2 * self.columns[0])
+        row_bytes = HALFWORD_BYTES * self.columns[0]
+        keys = min(LEAF_TILE, _STAGE_BYTES // row_bytes)
+        stages = _STAGE_BYTES // (keys * row_bytes)
         return replace(_TILE, m=self.rows, n=keys, kv_stages=1 << (stages.bit_length() - 1))
 
     @property
@@ -58,9 +60,9 @@ class Sm120DecodeConfig(DecodeConfig):
     @property
     def near_levels(self) -> int:
         """The tree has as many levels as there is room for beside K, V, their scales, Q and P."""
-        key = 2 * sum(self.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
+        key = HALFWORD_BYTES * sum(self.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
         used = self.tile.kv_stages * self.tile.n * key + _OTHER_BYTES
-        used += 2 * self.rows * (self.q_columns + LEAF_TILE * self.leaf_tiles)
+        used += HALFWORD_BYTES * self.rows * (self.q_columns + LEAF_TILE * self.leaf_tiles)
         return (self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v)
 
 

@@ -1,6 +1,7 @@
 """How decode cuts the keys of a request, and the memory that the pieces need. Plain numbers, host and device."""
 
 from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
 
 # A chunk takes about 16 us of a CTA: a piece (4 KiB at 8 rows and 128 columns) is little beside its keys and values
 # (512 KiB), and 1024 tokens are one chunk without a piece. Requests of middle length have chunks of half of it, without
@@ -81,7 +82,7 @@ RESIDENT_BYTES = 34 << 20
 # CTAs that share a multiprocessor, by the bytes of an element of K and V. While one waits for memory or for its other
 # warps, the other one widens: 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157 (H200,
 # 2026-11-23).
-CTAS_PER_SM = {1: 2, 2: 1}
+CTAS_PER_SM = {1: 2, HALFWORD_BYTES: 1}
 OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
 WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
 # Blocks of leaves in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
@@ -95,11 +96,11 @@ TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges han
 SLOT_COUNTERS = 10
 
 
-def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = 2) -> int:
+def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = HALFWORD_BYTES) -> int:
     """Say how many keys a whole chunk has, a power of two. ``latent`` as in MLA, where the value is part of the key."""
     if latent:
         return LATENT_CHUNK_TOKENS
-    return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS) * 2 // element_bytes
+    return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS) * HALFWORD_BYTES // element_bytes
 
 
 def tree_columns(tiled: bool) -> int:
@@ -107,19 +108,19 @@ def tree_columns(tiled: bool) -> int:
     return MOST_TILED_COLUMNS if tiled else MOST_TREE_COLUMNS
 
 
-def tree_rows(columns: int, element_bytes: int = 2, tiled: bool = False) -> tuple[int, ...]:
+def tree_rows(columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> tuple[int, ...]:
     """Return the rows of tiles for which there are kernels; ``tiled`` as in :func:`scratch_bytes`."""
     rows = tuple(m for m in FEW_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= tree_columns(tiled) else ()
     return tuple(m for m in rows if m in BYTE_FEW_ROWS) if element_bytes == 1 else rows
 
 
-def leaf_tiles(rows: int, columns: int, element_bytes: int = 2, tiled: bool = False) -> int:
+def leaf_tiles(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
     """Say how many tiles a leaf has in kernels for ``rows`` rows; ``tiled`` as in :func:`scratch_bytes`."""
     small = element_bytes == 1 or _padded(columns) == BLOCK_COLUMNS
     return MORE_LEAF_TILES if small or (rows == FEW_ROWS[-1] and not tiled) else LEAF_TILES
 
 
-def leaf_tokens(rows: int, columns: int, element_bytes: int = 2, tiled: bool = False) -> int:
+def leaf_tokens(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
     """Say how many keys a leaf has."""
     return LEAF_TILE * leaf_tiles(rows, columns, element_bytes, tiled)
 
@@ -134,7 +135,7 @@ def node_bytes(rows: int, columns: int) -> int:
     return rows * (4 * _padded(columns) + 32)
 
 
-def shared_levels(rows: int, columns: int, element_bytes: int = 2) -> int:
+def shared_levels(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
     """Say how many levels of the tree are in shared memory."""
     return MOST_NODES_BYTES // CTAS_PER_SM[element_bytes] // node_bytes(rows, columns)
 
@@ -151,14 +152,14 @@ def far_levels(leaf: int, capacity: int, near: int) -> int:
     return max((leaves - 1).bit_length() - near, 0)
 
 
-def share_blocks(rows: int, columns: int, element_bytes: int = 2) -> int:
+def share_blocks(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
     """Count the blocks in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
     most = MOST_BLOCKS if columns <= MOST_TREE_COLUMNS else MOST_WIDE_BLOCKS
     blocks = min(BLOCKS_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
     return 1 << (blocks.bit_length() - 1)
 
 
-def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = 2) -> int:
+def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = HALFWORD_BYTES) -> int:
     """Count the places for nodes that several CTAs merge: two for each block, and for where the blocks end of each of
     ``row_tiles``, those of all KV heads."""
     return 2 * ((share_blocks(rows, columns, element_bytes) + 1) * ctas + row_tiles)
@@ -177,7 +178,7 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 
     most = min((m for m in FEW_ROWS if m >= rows), default=FEW_ROWS[-1])
     widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled)) + 1, BLOCK_COLUMNS)
-    kinds = [(m, width, size) for width in widths for size in (1, 2) for m in tree_rows(width, size, tiled)]
+    kinds = [(m, width, size) for width in widths for size in CTAS_PER_SM for m in tree_rows(width, size, tiled)]
     return max(of(*kind) for kind in kinds if kind[0] <= most)
 
 
@@ -189,7 +190,9 @@ def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> 
     return max(_nodes_bytes(LATENT_FEW_ROWS, row_tiles, width, sms, far) for width in widths)
 
 
-def _nodes_bytes(rows: int, row_tiles: int, columns: int, ctas: int, far: int, element_bytes: int = 2) -> int:
+def _nodes_bytes(
+    rows: int, row_tiles: int, columns: int, ctas: int, far: int, element_bytes: int = HALFWORD_BYTES
+) -> int:
     """Count the bytes of the nodes that several CTAs merge, and of the ``far`` levels that each CTA has in
     memory."""
     return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + far * ctas) * node_bytes(rows, columns)

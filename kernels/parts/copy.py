@@ -9,6 +9,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts.device import shared_address
 
 CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
@@ -42,7 +43,7 @@ def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *
 
 def row_bytes(columns: int) -> int:
     """Return the bytes of a row of a column block in a stage of :func:`swizzled_layout` with so many 16-bit columns."""
-    return min(2 * columns, SWIZZLE_ROW_BYTES)
+    return min(HALFWORD_BYTES * columns, SWIZZLE_ROW_BYTES)
 
 
 def column_blocks(columns: int) -> int:

@@ -10,7 +10,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from hopwell.kernels.elements import ELEMENTS
+from hopwell.kernels.elements import ELEMENTS, HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy, quantize
@@ -23,7 +23,7 @@ from hopwell.kernels.parts.softmax import LN_2, LOG2_E
 WARP_ROWS = RowFragment.warp_rows
 NVFP4_BLOCK = ELEMENTS["nvfp4"].block
 STAGED_FLOATS = copy.SWIZZLE_ROW_BYTES // 4  # columns of a staged row
-STAGING_BYTES = 2 * WARP_ROWS * RowFragment.pass_columns  # of each warp
+STAGING_BYTES = HALFWORD_BYTES * WARP_ROWS * RowFragment.pass_columns  # of each warp
 
 
 @dataclass(frozen=True)

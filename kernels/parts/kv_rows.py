@@ -12,6 +12,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
@@ -38,16 +39,16 @@ class PageRows(PagedSource):
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
         """Return the rows of a work tile's request; ``more`` is what a kind of rows has besides."""
-        chunks = operand.head_dim * 2 // copy.CHUNK_BYTES
+        chunks = operand.head_dim * HALFWORD_BYTES // copy.CHUNK_BYTES
         tile_chunks = -(-operand.depth // BLOCK_COLUMNS) * copy.CHUNKS_PER_ROW
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
-            head=operand.address + 2 * operand.head * tile.kv_head,
-            page_bytes=2 * operand.page,
-            row_bytes=2 * operand.row,
+            head=operand.address + HALFWORD_BYTES * operand.head * tile.kv_head,
+            page_bytes=HALFWORD_BYTES * operand.page,
+            row_bytes=HALFWORD_BYTES * operand.row,
             chunks=chunks,
-            tile_chunks=min(tile_chunks, operand.columns * 2 // copy.CHUNK_BYTES),
+            tile_chunks=min(tile_chunks, operand.columns * HALFWORD_BYTES // copy.CHUNK_BYTES),
             first_row=0,
             rows=tile_n,
             **more,

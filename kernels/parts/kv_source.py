@@ -24,6 +24,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, LINE_BYTES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
@@ -61,7 +62,7 @@ class KvOperand(DeviceStruct):
         where these lie side by side, and memory gives lines as a whole: a row that left first would take its neighbours
         along before others have read them. 32 x 8192 tokens of 4 bits took 160 instead of 124 us (H100, 2026-11-25)."""
         policy = tile.kv_policy()
-        if 2 * self.head_dim < LINE_BYTES:
+        if HALFWORD_BYTES * self.head_dim < LINE_BYTES:
             policy -= (self.head < self.row).to(Int32) * (policy - copy.EVICT_NORMAL)
         return policy
 
@@ -127,7 +128,7 @@ class KvSource(DeviceStruct):
 
     @property
     def tile_bytes(self) -> int:
-        return self.tile_n * self.columns * 2
+        return self.tile_n * self.columns * HALFWORD_BYTES
 
     @property
     def shared_row(self) -> int:
@@ -135,7 +136,7 @@ class KvSource(DeviceStruct):
         return copy.row_bytes(self.columns)
 
     def stage_address(self, stage):
-        return self.shared + stage * (self.tile_n * self.stage_columns * 2)
+        return self.shared + stage * (self.tile_n * self.stage_columns * HALFWORD_BYTES)
 
     def chunk_address(self, stage, row, block, chunk):
         """Return the address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""
@@ -354,7 +355,7 @@ class PageBoxes(PagedSource):
     @property
     def box_bytes(self) -> int:
         """Return the distance from one box to the next in shared memory, in bytes."""
-        return self.box_rows * self.columns * 2
+        return self.box_rows * self.columns * HALFWORD_BYTES
 
     @cute.jit
     def fetch(self, location, stage, barrier):

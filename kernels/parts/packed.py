@@ -9,6 +9,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_sink
 from hopwell.kernels.parts.softmax import LN_2, normalised
@@ -43,7 +44,7 @@ class PackedRows(DeviceStruct):
         token = packed // group
         return self.first_token + token, self.first_head + packed - token * group
 
-    def query(self, row, q_start, element_bytes: int = 2):
+    def query(self, row, q_start, element_bytes: int = HALFWORD_BYTES):
         """Return the address of a row of queries, those of the request beginning at token ``q_start``."""
         token, head = self._place(row)
         element = Int64(token - self.first_token + q_start) * self.geometry.q_token + head * self.geometry.q_head

@@ -8,6 +8,7 @@ from cutlass import BFloat16, Float16, Int32, const_expr
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.copy import GROUP_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
@@ -49,12 +50,12 @@ class SharedOperand(DeviceStruct):
     def _offset(self, row: int, column: int) -> int:
         """Say how many bytes into a stage an element lies, the swizzle aside."""
         line = copy.block_row(row, column // BLOCK_COLUMNS, self.rows, self.columns, self.columns_first)
-        return line * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * 2
+        return line * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * HALFWORD_BYTES
 
     def low_word(self, stage):
         """Return the low word of the descriptor of the first 16 elements to reduce over. It says where they are, and
         the stride between column blocks, which only counts where those are not what is reduced over."""
-        address = self.start + stage * (self.rows * self.columns * 2)
+        address = self.start + stage * (self.rows * self.columns * HALFWORD_BYTES)
         return (address >> 4) | (self._offset(0, BLOCK_COLUMNS) // 16 << _LEADING)
 
     @property

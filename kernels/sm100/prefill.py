@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config import TileShape
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
@@ -68,7 +69,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     storing_warps = WARPGROUP // LANES
     # With one stage ptxas keeps in registers what correction has read of a tile, and spills 8 of 64 at head dim 64.
     work_stages = 2
-    staging_bytes = 2 * LaneRow.warp_rows * LaneRow.pass_columns
+    staging_bytes = HALFWORD_BYTES * LaneRow.warp_rows * LaneRow.pass_columns
 
     @property
     def shared_bytes(self) -> int:
@@ -80,7 +81,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         c, t = self.config, self.tile
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "mma": 1, "softmax": 4, "correction": 4, "all others": 15}
         edges = (
-            Edge("Q", "load_q", "mma", t.q_stages, 1, 1, self.q_rows * c.q_columns * 2),
+            Edge("Q", "load_q", "mma", t.q_stages, 1, 1, self.q_rows * c.q_columns * HALFWORD_BYTES),
             *self._kv_edges("mma", 1),
             self._work_edge(15),
             Edge("S", "mma", "softmax", Q_TILES, 1, 4, 0),

@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, tied, warp_in_group
@@ -152,7 +153,7 @@ class WarpOperands(RowOperands):
     def issue_qk(self, q_stage, k_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
         columns, columns_first = config.operand_columns[0], self.columns_first
-        stage = self.k_tile + k_stage * (self.tile_n * columns * 2)
+        stage = self.k_tile + k_stage * (self.tile_n * columns * HALFWORD_BYTES)
         q_tile = tied(self.q_tile, k_stage)  # the compiler would keep Q in registers that there are not
         self.s.fill(0.0)
         for step in range(self.steps(config)):
@@ -173,7 +174,7 @@ class WarpOperands(RowOperands):
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
         columns, columns_first = config.operand_columns[1], self.columns_first
-        stage = self.v_tile + v_stage * (self.tile_n * columns * 2)
+        stage = self.v_tile + v_stage * (self.tile_n * columns * HALFWORD_BYTES)
         for step in range(self.tile_n // MMA_DEPTH):
             a = [self.p[4 * step + i] for i in range(4)]
             for pair in range(self.depth_v // (2 * MMA_COLUMNS)):

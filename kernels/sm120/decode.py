@@ -100,5 +100,5 @@ class WarpLeafAttend(LeafAttend):
 
 def build(config: Sm120DecodeConfig) -> Any:
     """Return the traceable launch function of a config and example arguments to compile it with."""
-    kernel = (ByteDecodeSm120 if config.kv_bytes == 1 else DecodeSm120)(config)
+    kernel = (ByteDecodeSm120 if config.widens_in_registers else DecodeSm120)(config)
     return kernel, example_arguments(argument_types(config), floats=3)

@@ -12,6 +12,7 @@ from typing import Any
 import cutlass.cute as cute
 from cutlass import BFloat16, Int32, Uint32, const_expr, extract_mlir_values
 
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.block_scales import TOKENS, ScaleRows
@@ -37,7 +38,7 @@ class NarrowOperands(WarpOperands):
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
         columns, columns_first = config.operand_columns[1], self.columns_first
-        stage = self.v_tile + v_stage * (self.tile_n * columns * 2)
+        stage = self.v_tile + v_stage * (self.tile_n * columns * HALFWORD_BYTES)
         words_of_p = LANES * self.p_bits // 64
         for part in range(self.tile_n // LANES):
             p, scales = [self.p[words_of_p * part + i] for i in range(words_of_p)], None

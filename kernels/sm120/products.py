@@ -7,6 +7,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import DeviceStruct, shared_address, tied, warp_in_group
@@ -66,7 +67,7 @@ class WarpProducts(DeviceStruct):
         scores of a tile."""
         config, lane = self.kernel.config, _lane(stage)
         own = warp_in_group() * WARP_COLUMNS % self.kernel.tile.n  # the first of the warp's keys in the stage
-        q_tile = self.q_tile + q_stage * (self.kernel.tile.m * config.q_columns * 2)
+        q_tile = self.q_tile + q_stage * (self.kernel.tile.m * config.q_columns * HALFWORD_BYTES)
         keys = self._stage(part, stage)
         for step in range(depth // MMA_DEPTH):
             if step % 2 == 0:
@@ -80,7 +81,7 @@ class WarpProducts(DeviceStruct):
         """Add V^T P^T to O^T from column ``first`` on: ``columns`` of part 0 or 1 of the keys of a stage, which the
         ``tile``-th tile of P has from ``first_key`` on."""
         lane, values = _lane(stage), self._stage(part, stage)
-        p_tile = self.p_tile + tile * (self.kernel.tile.m * LEAF_TILE * 2)
+        p_tile = self.p_tile + tile * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
         for step in range(self.kernel.tile.n // MMA_DEPTH):
             if step % 2 == 0:
                 rows = self._rows(lane, p_tile, LEAF_TILE, first_key // MMA_DEPTH + step)
@@ -94,7 +95,7 @@ class WarpProducts(DeviceStruct):
                     accumulate(self.o, fragment, a, rows[step % 2][product], self.kernel.dtype)
 
     def _stage(self, part: int, stage):
-        return self.kv_tiles[part] + stage * (self.kernel.tile.n * self.kernel.config.columns[part] * 2)
+        return self.kv_tiles[part] + stage * (self.kernel.tile.n * self.kernel.config.columns[part] * HALFWORD_BYTES)
 
     def _chunk(self, stage, part: int, key, chunk):
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]

@@ -13,6 +13,7 @@ from cutlass import Float16, Float32, Int32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, warp_in_group
@@ -186,7 +187,7 @@ class ByteLeafOperands(ByteProducts):
     def _weights(self, i: int, product: int, first: int) -> list:
         """Return P of 8 rows and 32 keys of a tile, as B of two products."""
         lane = cute.arch.lane_idx()
-        tile = self.p_tile + i * (self.kernel.tile.m * LEAF_TILE * 2)
+        tile = self.p_tile + i * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
         row, chunk = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.GROUP_ROWS + lane // MMA_COLUMNS
         return copy.load_matrix_x4(copy.swizzled_chunk(tile, row, chunk))
 

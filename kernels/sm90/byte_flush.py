@@ -14,6 +14,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32
 
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import fma, shared_address
@@ -83,7 +84,7 @@ class FlushedOperands(ByteOperands):
         own = [first + i * stride for i in range(FLUSHED_CHUNKS)]
         # Lanes of a warpgroup have a row each of the stage of transposed V that has the warpgroup's number.
         stage = self.values + lane // WARPGROUP * config.converted_bytes["V"]
-        used, width = self.tile_n // copy.CHUNK_BYTES, config.transposed_columns // 2
+        used, width = self.tile_n // copy.CHUNK_BYTES, config.transposed_columns // HALFWORD_BYTES
         spare = copy.tile_chunk(stage, lane % WARPGROUP, used, config.depth[1], width, False)
         return own[:-1] + [spare ^ (i * copy.CHUNK_BYTES) for i in range(SPARE_CHUNKS)] + own[-1:]
 

@@ -8,6 +8,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Uint32, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
@@ -197,7 +198,7 @@ class Values(DeviceStruct):
         n, columns_first = kernel.tile.n, kernel.source.columns_first
         lane = cute.arch.lane_idx()
         key = copy.block_row(lane, 0, n, columns, columns_first)
-        line = shared_address(tile.iterator) + stage * (2 * n * columns) + key * copy.SWIZZLE_ROW_BYTES
+        line = shared_address(tile.iterator) + stage * (n * columns * HALFWORD_BYTES) + key * copy.SWIZZLE_ROW_BYTES
         place = (warp_in_group() ^ (lane % copy.GROUP_ROWS)) * copy.CHUNK_BYTES
         return Values(line, place, columns, columns_first, n)
 

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import dsl_user_op
 
-from hopwell.kernels.elements import Element
+from hopwell.kernels.elements import HALFWORD_BYTES, Element
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.block_scales import SharedScales
@@ -114,13 +114,13 @@ class ByteProducts(DeviceStruct):
     def load_q(self, stage, first_row) -> None:
         """Load Q of the warp's rows as float16. Each row gets those of bf16's exponents that it needs."""
         g, t = place_in_warp()
-        tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.config.q_columns * 2)
+        tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.config.q_columns * HALFWORD_BYTES)
         for product in range(self.products):
             words = []
             for block in self.blocks:
-                chunks = block.key_part * 2 // copy.CHUNK_BYTES
+                chunks = block.key_part * HALFWORD_BYTES // copy.CHUNK_BYTES
                 for i in range(chunks):
-                    chunk = block.first * 2 // copy.CHUNK_BYTES + t * chunks + i
+                    chunk = block.first * HALFWORD_BYTES // copy.CHUNK_BYTES + t * chunks + i
                     column_block = tile + chunk // copy.CHUNKS_PER_ROW * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
                     row = first_row + product * MMA_COLUMNS + g
                     words += copy.load_shared(copy.swizzled_chunk(column_block, row, chunk % copy.CHUNKS_PER_ROW), 4)
@@ -198,7 +198,7 @@ class ByteProducts(DeviceStruct):
         """Return the address of a column block of 8 keys of a stage of K (0) or V (1)."""
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
         place = copy.block_row(eight * copy.GROUP_ROWS, block.index, n, columns, self.kernel.source.columns_first)
-        return tile + stage * (n * columns * 2) + place * copy.row_bytes(columns)
+        return tile + stage * (n * columns * HALFWORD_BYTES) + place * copy.row_bytes(columns)
 
     def chunk(self, part: int, rows, row, number):
         """Return the address of a chunk of a row of what :meth:`rows` has found, of K (0) or V (1)."""

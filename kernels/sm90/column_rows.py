@@ -6,6 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, shared_array, warp_in_group
@@ -64,7 +65,7 @@ class ColumnRows:
     def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
         """Write P of a tile of keys as the tensor cores read it: it becomes the ``tile``-th in shared memory."""
         g, t = place_in_warp()
-        base = shared_address(self.tiles.p.iterator) + tile * (self.kernel.tile.m * LEAF_TILE * 2)
+        base = shared_address(self.tiles.p.iterator) + tile * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
         for product in cutlass.range_constexpr(scores.products):
             for c in cutlass.range_constexpr(scores.columns):
                 pair = scores.get(2 * product, c), scores.get(2 * product + 1, c)

@@ -15,6 +15,7 @@ import cutlass.cute as cute
 from cutlass import Float16, Int32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.block_scales import ScaleRows
@@ -98,7 +99,7 @@ class WideningStream(Stream):
         """Return the address of the loaded tile of ``step``, once it is there."""
         self.source_ring.wait_full(step)
         columns = self.kernel.config.stage_columns[self.operand]
-        return self.source + self.source_ring.stage(step) * (2 * self.kernel.tile.n * columns)
+        return self.source + self.source_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
     def give_back(self, step) -> None:
         """All that was loaded has been read."""
@@ -112,7 +113,7 @@ class WideningStream(Stream):
         if not self.in_place:
             self.target_ring.wait_empty(step)
         columns = self.kernel.config.operand_columns[self.operand]
-        return self.target + self.target_ring.stage(step) * (2 * self.kernel.tile.n * columns)
+        return self.target + self.target_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
     def read_ahead(self, step, read: Callable, count: int, under_way: int) -> Iterator:
         """Yield the place of the widened tile, and then the results of ``read`` for items 0 to ``count`` - 1, of which
@@ -257,7 +258,7 @@ class TransposingStream(Stream):
         chunks = config.depth[1] // copy.CHUNK_BYTES  # of 16 columns
         self.source_ring.wait_full(step)
         self.target_ring.wait_empty(step)
-        source = self.source + self.source_ring.stage(step) * (2 * n * config.columns[1])
+        source = self.source + self.source_ring.stage(step) * (n * config.columns[1] * HALFWORD_BYTES)
         target = self.target + self.target_ring.stage(step) * config.converted_bytes["V"]
         for chunk in cutlass.range(warp_in_group(), chunks, WARPS, unroll=1):
             self._transpose(source, target, chunk)
@@ -267,7 +268,7 @@ class TransposingStream(Stream):
         """Transpose 16 columns, by one warp, 32 keys at a time."""
         config, n = self.kernel.config, self.kernel.tile.n
         lane, columns, columns_first = cute.arch.lane_idx(), config.columns[1], self.kernel.source.columns_first
-        width = config.transposed_columns // 2
+        width = config.transposed_columns // HALFWORD_BYTES
         first = copy.tile_chunk(source, lane, chunk, n, columns, columns_first)
         step = copy.block_row(PAIRED_KEYS, 0, n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
         # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the others.

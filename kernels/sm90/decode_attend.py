@@ -7,6 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.fragment import RowFragment
@@ -114,7 +115,7 @@ class DecodeAttend(DecodeConsumer, Attend):
                 chunk = copy.transpose_quad(words)
                 if is_there:
                     column = output.column_offset(c) + cute.arch.lane_idx() % lanes * copy.EIGHT
-                    copy.store_global(line + column * 2, chunk)
+                    copy.store_global(line + column * HALFWORD_BYTES, chunk)
             if is_there:
                 for c in cutlass.range_constexpr(in_chunks, own_columns, 2):
                     scaled = [output.get(r, c) * factor, output.get(r, c + 1) * factor]

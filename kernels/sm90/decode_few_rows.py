@@ -16,6 +16,7 @@ from cutlass import Float32, Int32
 from cutlass.cute.nvgpu import warpgroup
 
 from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
@@ -79,7 +80,7 @@ class FewRowsDecodeSm90(DecodeSm90):
     @property
     def shared_bytes(self) -> int:
         """Return the shared memory of a CTA in bytes, which P is a part of."""
-        return super().shared_bytes + self.tile.m * LEAF_TILE * 2 * self.p_tiles
+        return super().shared_bytes + self.tile.m * LEAF_TILE * HALFWORD_BYTES * self.p_tiles
 
     @property
     def p_tiles(self) -> int:
@@ -105,7 +106,7 @@ class FewRowsDecodeSm90(DecodeSm90):
         c = self.config
         sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, UnitKeeper())
         blocks = share_blocks(self.tile.m, c.head_dim_v, c.splitting_bytes)
-        resident = RESIDENT_BYTES // (c.chunk_tokens * 2 * sum(c.kv_dims))
+        resident = RESIDENT_BYTES // (c.chunk_tokens * HALFWORD_BYTES * sum(c.kv_dims))
         return self.schedule_type(geometry, addresses, mask, *sizes, blocks, resident)
 
     def _allocate_tiles(self, smem) -> "LeafTiles":

@@ -5,6 +5,7 @@ from dataclasses import replace
 from cutlass import const_expr
 
 from hopwell.kernels.config import KernelConfig
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.parts.kv_rows import PageRows
 from hopwell.kernels.pipeline import Edge, check_arrivals
@@ -32,8 +33,9 @@ class AttentionSm90(AttentionKernel):
         c, t, consumers = self.config, self.tile, 4 * self.warpgroups
         roles = {"load_k": 1, "load_v": 1, "load_q": 1, "schedule": 1, "attend": consumers, **self.more_roles}
         others = roles["all others"] = 4 * len(c.registers) - 1 - self.warps_without_work
+        q_bytes = t.m * c.q_columns * HALFWORD_BYTES
         edges = (
-            Edge("Q", self.q_role, "attend", t.q_stages, 1, consumers, t.m * c.q_columns * 2, **self.q_arrivals),
+            Edge("Q", self.q_role, "attend", t.q_stages, 1, consumers, q_bytes, **self.q_arrivals),
             *self._kv_edges("attend", consumers),
             self._work_edge(others),
             *self._more_edges(),

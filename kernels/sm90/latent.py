@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
 from hopwell.kernels.config import KvType
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
@@ -78,7 +79,7 @@ class LatentKeys:
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
         left, right = self.config.kv_dims
         rest = (g.kv_heads, (g.k_pages, g.k_rows), self.config.kv_strides(g.k_page, g.k_head, g.k_row))
-        return self._kv_atom(a.key, left, *rest), self._kv_atom(a.key + 2 * left, right, *rest)
+        return self._kv_atom(a.key, left, *rest), self._kv_atom(a.key + HALFWORD_BYTES * left, right, *rest)
 
     @property
     def loading_warps(self) -> int:

@@ -9,6 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
@@ -121,7 +122,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
     def _p_edges(self) -> tuple[Edge, ...]:
         """Return the edges by which left and right give each other P."""
         # The bytes are those of P of B, which goes the other way; P of A lies in V.
-        return (Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * 2, LANES, LANES),)
+        return (Edge("P", "left", "right", 1, 4, 4, self.tile.m * self.tile.n * HALFWORD_BYTES, LANES, LANES),)
 
     def consumer(self, **parts: Any) -> "MlaAttend":
         return MlaAttend(**parts)
@@ -147,7 +148,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
     def _q_atom(self, a: Addresses, g: DecodeGeometry):
         # Heads of a query that is expanded lie at one place, which TMA does not read but has to have a distance for.
         (stride,) = self.config.q_strides(g.q_head)
-        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.CHUNK_BYTES // 2)
+        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.CHUNK_BYTES // HALFWORD_BYTES)
         return self._row_boxes(a.query, (rows, self.config.q_dim, 1), (distance, distance), self.q_rows)
 
     @cute.jit
@@ -438,7 +439,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         warp_row = cute.arch.warp_idx() % 4 * WARP_ROWS
         lane = cute.arch.lane_idx()
         rows, columns = (cute.size(tiles, mode=[mode]) for mode in range(2))
-        base = shared_address(tiles.iterator) + stage * (rows * columns * 2)
+        base = shared_address(tiles.iterator) + stage * (rows * columns * HALFWORD_BYTES)
         line = copy.block_row(warp_row + lane % WARP_ROWS, block, rows, columns, self.kernel.source.columns_first)
         words = cute.recast_tensor(operands.p, cutlass.Uint32)
         for k in cutlass.range_constexpr(self.kernel.tile.n // MMA_DEPTH):

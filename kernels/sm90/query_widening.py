@@ -9,6 +9,7 @@ import cutlass.cute as cute
 from cutlass import Float16
 
 from hopwell.kernels.config import BLOCK_COLUMNS, KvType
+from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
@@ -23,7 +24,7 @@ def widen_queries(kernel, tile, stage, row_group, barrier: int, group) -> None:
     config, rows = kernel.config, kernel.tile.m
     assert config.v_parts == 1, "two warpgroups with halves of the value have the same rows of Q"
     wide, loaded = config.q_columns, config.loaded_q_columns
-    target = shared_address(tile.iterator) + stage * (rows * wide * 2)
+    target = shared_address(tile.iterator) + stage * (rows * wide * HALFWORD_BYTES)
     source = target + config.first_loaded_q_block * rows * copy.SWIZZLE_ROW_BYTES
     thread = cute.arch.thread_idx()[0] % WARPGROUP
     row, chunk = row_group * WARPGROUP_ROWS + thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
