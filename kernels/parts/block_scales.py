@@ -36,31 +36,15 @@ class ScaleRows(DeviceStruct):
 
     @staticmethod
     def key(config, a: Addresses, g) -> "ScaleRows":
-        return ScaleRows(
-            a.key_scales,
-            g.k_scale_page,
-            g.k_scale_head,
-            g.k_scale_row,
-            a.key_table,
-            g.key_table_row,
-            page_size(g.page_divisor, g.k_rows, config.uneven_pages),
-            config.kv_element.scales_of(config.head_dim_qk),
-            interleaves=False,
-        )
+        places = (a.key_scales, g.k_scale_page, g.k_scale_head, g.k_scale_row, a.key_table, g.key_table_row)
+        pages = page_size(g.page_divisor, g.k_rows, config.uneven_pages)
+        return ScaleRows(*places, pages, config.kv_element.scales_of(config.head_dim_qk), interleaves=False)
 
     @staticmethod
     def value(config, a: Addresses, g, *, interleaves: bool) -> "ScaleRows":
-        return ScaleRows(
-            a.value_scales,
-            g.v_scale_page,
-            g.v_scale_head,
-            g.v_scale_row,
-            a.value_table,
-            g.value_table_row,
-            page_size(g.page_divisor, g.v_rows, config.uneven_pages),
-            config.kv_element.scales_of(config.head_dim_v),
-            interleaves=interleaves,
-        )
+        places = (a.value_scales, g.v_scale_page, g.v_scale_head, g.v_scale_row, a.value_table, g.value_table_row)
+        pages = page_size(g.page_divisor, g.v_rows, config.uneven_pages)
+        return ScaleRows(*places, pages, config.kv_element.scales_of(config.head_dim_v), interleaves)
 
     @cute.jit
     def look_up(self, tile, key, n):
