@@ -9,9 +9,9 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell._repeat import Places
-from hopwell.kernels import settings, support
+from hopwell.kernels import families, settings, support
 from hopwell.kernels.plan import multiprocessors
-from hopwell.kernels.problem import LogSumExp, LseLayout, Shard, TokenOffsets
+from hopwell.kernels.problem import Family, LogSumExp, LseLayout, Shard, TokenOffsets
 from hopwell.kernels.scratch import own_scratch
 from hopwell.kernels.splitting import scratch_bytes
 
@@ -43,7 +43,7 @@ def workspace_bytes(
     """Return the size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU
     without one."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    tiled = support.arch_of(on) in support.SM120
+    tiled = families.is_tiled(Family.MLA if latent else Family.DECODE, support.arch_of(on))
     # Whether keys are cut into portions depends on the batch as well.
     ways = (False, True) if latent and not settings.BATCH_INVARIANT.is_on else (False,)
     sizes = max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on), latent, tiled

@@ -162,7 +162,5 @@ def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
 
 def shipped_append_configs(arch: str = "sm_90a") -> Iterator[AppendConfig]:
     """Yield the append kernels that are compiled ahead."""
-    if arch not in support.ARCHS:
-        return
     pairs = itertools.product(DTYPES.values(), CacheType)
     yield from dict.fromkeys(_config(arch, dtype, kind) for dtype, kind in pairs)

@@ -101,6 +101,7 @@ class DecodeConfig(KernelConfig):
 
     head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = NARROW_HEAD_DIMS
+    tiled: ClassVar[bool] = False  # whether rows are in tiles of few, however many there are
 
     kv_type: KvType = KvType.WIDE
     rows: int = ROWS  # packed rows of a tile
@@ -146,7 +147,7 @@ class DecodeConfig(KernelConfig):
 
     @property
     def leaf_tiles(self) -> int:
-        return leaf_tiles(self.rows, self.head_dim_v, self.splitting_bytes)
+        return leaf_tiles(self.rows, self.head_dim_v, self.splitting_bytes, self.tiled)
 
     @property
     def tile(self) -> Tile:

@@ -154,6 +154,12 @@ def takes_bytes(arch: str) -> bool:
     return found is not None and issubclass(found.config, MlaConfig) and found.config.takes_bytes
 
 
+def is_tiled(family: Family, arch: str) -> bool:
+    """Tell whether kernels of ``arch`` for decode or MLA have rows in tiles of few, however many there are."""
+    found = IMPLEMENTATIONS.get((family, arch))
+    return found is not None and issubclass(found.config, DecodeConfig) and found.config.tiled
+
+
 def resolve(problem: AttentionProblem, arch: str) -> Any:
     """Return the config of the kernel that serves ``problem`` on ``arch``.
 

@@ -13,7 +13,7 @@ from hopwell.kernels.config import KvType, Tile
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.mla_config import MlaConfig
-from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, leaf_tiles, node_bytes, tree_rows
+from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, node_bytes, tree_rows
 
 # 256 threads, each with as many registers as an instruction can name: only compiled for Hopper do roles trade them.
 # Where nodes are large, ptxas fills all of them while it merges, and spills up to 20 that live longer: addresses and
@@ -28,6 +28,8 @@ _OTHER_BYTES = 2 << 10  # of shared memory: what warps tell each other, the boar
 class Sm120DecodeConfig(DecodeConfig):
     """A decode kernel whose products are those of single warps."""
 
+    tiled: ClassVar[bool] = True
+
     @property
     def has_tree(self) -> bool:
         return True
@@ -38,7 +40,7 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
-        *fewer, most = tree_rows(head_dim, kv_type.element("bf16").unit_bytes, tiled=True)
+        *fewer, most = tree_rows(head_dim, kv_type.element("bf16").unit_bytes, cls.tiled)
         return min((m for m in fewer if m >= rows), default=most)
 
     @property
@@ -54,10 +56,6 @@ class Sm120DecodeConfig(DecodeConfig):
         return replace(_TILE, m=self.rows, n=keys, kv_stages=1 << (stages.bit_length() - 1))
 
     @property
-    def leaf_tiles(self) -> int:
-        return leaf_tiles(self.rows, self.head_dim_v, self.kv_bytes, tiled=True)
-
-    @property
     def near_levels(self) -> int:
         """The tree has as many levels as there is room for beside K, V, their scales, Q and P."""
         key = HALFWORD_BYTES * sum(self.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
@@ -71,6 +69,7 @@ class Sm120MlaConfig(MlaConfig):
     """An MLA decode kernel whose products are those of single warps. A key, Q and P fill shared memory; the warps that
     attend merge, and have the first level of the tree in registers."""
 
+    tiled: ClassVar[bool] = True
     most_rows: ClassVar[int] = LATENT_FEW_ROWS
     takes_bytes: ClassVar[bool] = False
 
