@@ -158,11 +158,6 @@ def test_configs_have_a_target() -> None:
     assert (moved.target, moved.name) == ("sm_90a", config.name.replace("sm_90a", "sm_120a_on_sm_90a"))
 
 
-def test_pdl_by_arch() -> None:
-    assert all(support.has_pdl(arch) for arch in support.ARCHS)
-    assert not support.has_pdl("sm_80a")
-
-
 PREFILL = (support.CONTEXT, support.FMHA_V2, support.CUDNN)
 
 
