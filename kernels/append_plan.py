@@ -12,8 +12,11 @@ import tvm_ffi
 from hopwell.kernels import support
 from hopwell.kernels.append_config import AppendAddresses, AppendGeometry, AppendProblem, resolve_append
 from hopwell.kernels.config import page_and_head_stride
+from hopwell.kernels.launch import named_tuple
 from hopwell.kernels.plan import bind, device_anchor, emulated_memory
 
+# The tensors whose addresses are AppendAddresses, by the same names.
+AppendOperands = named_tuple("AppendOperands", *AppendAddresses._fields)
 RESULTS = ("key_cache", "value_cache", "key_scales", "value_scales")
 
 
@@ -51,10 +54,21 @@ class AppendPlan:
 def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:
     """Return the tensors whose addresses the kernel gets, in the order of :class:`AppendAddresses`."""
     p = problem
-    scales = [scale if isinstance(scale, torch.Tensor) else None for scale in (p.k_scale, p.v_scale)]
-    caches = (p.key_cache, p.value_cache, p.key_scales, p.value_scales)
-    places = (p.batch_indices, p.positions, p.page_table.key, p.page_table.value, p.page_starts)
-    return (p.key, p.value, *caches, *places, *scales)
+    return AppendOperands(
+        key=p.key,
+        value=p.value,
+        key_cache=p.key_cache,
+        value_cache=p.value_cache,
+        key_scales=p.key_scales,
+        value_scales=p.value_scales,
+        batch_indices=p.batch_indices,
+        positions=p.positions,
+        key_table=p.page_table.key,
+        value_table=p.page_table.value,
+        page_starts=p.page_starts,
+        k_scale=p.k_scale if isinstance(p.k_scale, torch.Tensor) else None,
+        v_scale=p.v_scale if isinstance(p.v_scale, torch.Tensor) else None,
+    )
 
 
 def geometry(problem: AppendProblem) -> AppendGeometry:

@@ -42,20 +42,20 @@ class Addresses(NamedTuple):
     tickets: int = 0  # zero int32 that the kernel leaves zero: work handed out, CTAs done, decode's counters
 
 
-def _named(name: str, *fields: str) -> Any:
+def named_tuple(name: str, *fields: str) -> Any:
     """Return a named tuple whose fields are known when it runs."""
     return namedtuple(name, fields)
 
 
 # The tensors that a kernel gets, in the order of their addresses.
-Operands = _named("Operands", *Addresses._fields[:-1])
+Operands = named_tuple("Operands", *Addresses._fields[:-1])
 
 # What kernels with scales of blocks are called with: one address or one size more makes kernels of sm_100a spill, which
 # have no such scales. OPERANDS names all that lie in tensors, in order.
 SCALES = ("key_scales", "value_scales", "out_scales")  # of K, of V and of the output
 OPERANDS = (*Operands._fields, *SCALES)
-ScaledOperands = _named("ScaledOperands", *OPERANDS)
-ScaledAddresses = _named("ScaledAddresses", *OPERANDS, "tickets")
+ScaledOperands = named_tuple("ScaledOperands", *OPERANDS)
+ScaledAddresses = named_tuple("ScaledAddresses", *OPERANDS, "tickets")
 
 INDICES = frozenset(
     ("q_offsets", "o_offsets", "k_offsets", "v_offsets", "lse_offsets", "q_lens", "kv_lens", "key_table", "value_table")
@@ -174,9 +174,9 @@ class Geometry(NamedTuple):
 SCALE_STRIDES = ("k_scale_page", "k_scale_head", "k_scale_row", "v_scale_page", "v_scale_head", "v_scale_row")
 
 # These are sizes, strides in elements, and the grid of decode with scales of blocks.
-ScaledDecodeGeometry = _named("ScaledDecodeGeometry", *DecodeGeometry._fields, *SCALE_STRIDES)
+ScaledDecodeGeometry = named_tuple("ScaledDecodeGeometry", *DecodeGeometry._fields, *SCALE_STRIDES)
 # These are sizes, strides in elements, and the grid of prefill with scales of blocks.
-ScaledGeometry = _named(
+ScaledGeometry = named_tuple(
     "ScaledGeometry",
     *Geometry._fields,
     *SCALE_STRIDES,
