@@ -36,7 +36,7 @@ E4M3_CASES = [
 ]
 E4M3_EMULATED = [
     *(("sm_90a", E4M3_CASES[i]) for i in (0, 3, 7, 8)),
-    *(("sm_120a", E4M3_CASES[i]) for i in (1, 5, 8)),
+    *(("sm_120a", E4M3_CASES[i]) for i in (1, 5, 7, 8)),
 ]
 
 # (head dims, page size, mask): boxes of every size and rows, one and two column blocks, head dims that fill no block.
@@ -53,7 +53,7 @@ BYTE_CACHE_CASES = [
 # Fewer where an emulated step takes a second.
 BYTE_CACHE_EMULATED = [
     *(("sm_90a", BYTE_CACHE_CASES[i]) for i in (0, 3, 4, 5)),
-    *(("sm_120a", BYTE_CACHE_CASES[i]) for i in (0, 3, 6)),
+    *(("sm_120a", BYTE_CACHE_CASES[i]) for i in (0, 3, 4, 5, 6)),
 ]
 
 # (head dims, page size, mask, query): boxes of every size and rows, steps of 64, 96 and 128 keys, one and two threads
@@ -72,5 +72,5 @@ NVFP4_CASES = [
 ]
 NVFP4_EMULATED = [
     *(("sm_90a", NVFP4_CASES[i]) for i in (0, 3, 5, 6, 7, 8)),
-    *(("sm_120a", NVFP4_CASES[i]) for i in (0, 3, 9)),
+    *(("sm_120a", NVFP4_CASES[i]) for i in (0, 3, 5, 9)),
 ]

@@ -3,6 +3,8 @@ leave out runs here, in an ordinary and an adverse schedule. ``-m slow_emulator`
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -19,9 +21,10 @@ from helpers.mla_cases import TOP_K
 from helpers.schedules import schedules
 
 from hopwell import emulator
-from hopwell.kernels import execute, families
+from hopwell.kernels import execute, families, sm120
 from hopwell.kernels.config import KvFetch, KvType
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
+from hopwell.kernels.sm120_config import Sm120PrefillConfig
 from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
 
 ARCH = "sm_120a"
@@ -38,6 +41,11 @@ def pages(size: int | None) -> tuple[KvFetch, int]:
 def covered_elsewhere() -> Iterator[Cell]:
     """Return what the tests of prefill and decode on sm_120 run."""
     yield from map(Cell.of, COVERING_SM120_DECODE)
+    yield from (cell for cell, _ in prefill_elsewhere())
+
+
+def prefill_elsewhere() -> Iterator[tuple[Cell, tuple[int, int]]]:
+    """Return what the tests of prefill on sm_120 run, with head dims (QK, V)."""
     cases = [(BF16, case) for case in prefill_cases.SM120_CASES]
     for types, emulated in (
         (("e4m3", KvType.WIDE), prefill_cases.E4M3_EMULATED),
@@ -48,8 +56,8 @@ def covered_elsewhere() -> Iterator[Cell]:
     names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp16"}
     nvfp4 = (case for arch, case in prefill_cases.NVFP4_EMULATED if arch == ARCH)
     cases += [((names[case[3]], KvType.NVFP4), case) for case in nvfp4]
-    for types, (_, size, mask, *_) in cases:
-        yield Cell(Family.PREFILL, types, mask.kind, pages(size))
+    for types, (dims, size, mask, *_) in cases:
+        yield Cell(Family.PREFILL, types, mask.kind, pages(size)), dims
 
 
 def in_schedules(launch: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -127,6 +135,31 @@ def run(cell: Cell) -> None:
 
 
 FILLING = filling(covered_elsewhere())
+
+
+def classes_of_sm120(base: type) -> set[type]:
+    """Return what derives from ``base`` in the modules of these kernels, whether somebody uses it or not."""
+    modules = [
+        importlib.import_module(found.name) for found in pkgutil.iter_modules(sm120.__path__, sm120.__name__ + ".")
+    ]
+    kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
+    return {kind for kind in kinds if issubclass(kind, base) and kind is not base}
+
+
+def test_every_kind_of_kernel_and_of_operands_is_emulated() -> None:
+    """A cell has no head dims, which choose together with the types who widens K and V, and so what is multiplied."""
+    from hopwell.kernels.sm120.attend import WarpOperands
+    from hopwell.kernels.sm120.kernel import LaneReaders
+    from hopwell.kernels.sm120.narrow_operands import NarrowOperands
+
+    kernels = [families.build(config)[0] for config in COVERING_SM120_DECODE]
+    for (_, (dtype, kv_type), mask, _), dims in prefill_elsewhere():
+        out = "bf16" if dtype == "e4m3" else dtype
+        config = Sm120PrefillConfig(ARCH, dtype, out, *dims, mask, *CONTIGUOUS, kv_type=kv_type)
+        kernels.append(families.build(config)[0])
+    assert {type(kernel) for kernel in kernels} == classes_of_sm120(LaneReaders)
+    operands = {kernel.operands_type for kernel in kernels if kernel.config.family is Family.PREFILL}
+    assert operands == {WarpOperands, *classes_of_sm120(WarpOperands)} - {NarrowOperands}, "it has no values"
 
 
 def test_nothing_is_missing() -> None:

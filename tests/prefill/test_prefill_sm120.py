@@ -13,10 +13,11 @@ import test_prefill_fp8 as e4m3
 import test_prefill_nvfp4 as nvfp4
 import torch
 from helpers.batches import CAUSAL, Batch, window
+from helpers.byte_batches import round_keys_and_values, with_byte_cache
 from helpers.entry_calls import context
 from helpers.low_precision import BF16, LowPrecisionBatch, at_tile_edges
 from helpers.prefill_cases import SM120_CASES
-from helpers.skipped_tiles import check_left_out
+from helpers.skipped_tiles import attention_with_skips, check_left_out
 
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import implementation
@@ -65,6 +66,23 @@ def test_the_widest_heads_leave_tiles_out_by_32_rows() -> None:
     data = Batch([64], [500], 1, 1, 512, magnitude=1.5, device="cpu")
     with emulator.use("sm_120a"):
         check_left_out(data, 50.0, None, CAUSAL, Score(), "sm_120a")
+
+
+@pytest.mark.emulator
+def test_warps_that_widen_leave_tiles_out() -> None:
+    """Keys and values are e4m3, which each warp widens for itself; two thirds of the keys weigh little."""
+    from hopwell import emulator
+
+    data = Batch([64], [400], 2, 1, 160, magnitude=1.5, device="cpu")
+    data.k[0][torch.arange(400) % 300 >= 100] *= 0.02
+    round_keys_and_values(data)
+    want, skipped = attention_with_skips(data, 50.0, CAUSAL, Score(), "sm_120a")
+    count = torch.zeros(1, dtype=torch.int32)
+    problem = with_byte_cache(data.problem(16, CAUSAL, skip_softmax=50.0, skipped_tiles=count))
+    with emulator.use("sm_120a", race=True, proxy=True, strict=True):
+        out = execute(problem)
+    assert int(count) == skipped > 0
+    assert (out.double() - want).norm() < 6e-3 * want.norm()
 
 
 @pytest.mark.emulator
