@@ -6,12 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
-
 from hopwell.kernels import support
 from hopwell.kernels.config import KvType, Tile, rounded_up
 from hopwell.kernels.prefill_config import PrefillConfig
-from hopwell.kernels.problem import AttentionProblem
 
 HEAD_DIMS = (*support.COMMON_HEAD_DIMS, *support.OTHER_HEAD_DIMS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
@@ -71,8 +68,6 @@ class Sm120PrefillConfig(PrefillConfig):
 
     can_widen_q: ClassVar[bool] = False
 
-    block_scaled: bool = False  # products of 8-bit operands are those of the instruction that scales blocks
-
     tiles: ClassVar[Mapping[tuple[int, int], Tile]] = {
         dims: _of(dims) for dims in HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
     }
@@ -92,12 +87,12 @@ class Sm120PrefillConfig(PrefillConfig):
         stages = next(count for columns, count in {64: 2, 128: 4, 192: 1}.items() if max(dims) <= columns)
         return replace(tile, kv_stages=2, source_stages=(stages, stages), **_CONVERTING)
 
-    @classmethod
-    def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
-        chosen = super().choices(problem, dims)
-        if problem.query.dtype == torch.float8_e4m3fn and support.halves_products(problem.query.device):
-            chosen["block_scaled"] = True
-        return chosen
+    @property
+    def block_scaled(self) -> bool:
+        """Tell whether products of 8-bit operands are those of the instruction that scales blocks, here by 1. GeForce
+        cards run it at twice the rate of the plain one, by published rates other cards at the same. Only sm_120 has
+        it."""
+        return self.multiplies_bytes and self.target in support.FAMILY_BUILDS.values()
 
     @property
     def has_narrow_kv(self) -> bool:
@@ -136,7 +131,3 @@ class Sm120PrefillConfig(PrefillConfig):
     @property
     def loaded_depth(self) -> tuple[int, int]:
         return self.kv_dims if self.has_narrow_kv else super().loaded_depth
-
-    @property
-    def name(self) -> str:
-        return super().name + "_block_scaled" * self.block_scaled

@@ -52,7 +52,7 @@ SM120 = hardware.with_instruction("mma.sync")
 # A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
 FAMILY_BUILDS = {"sm_120a": "sm_120f"}
 # Architectures besides their own that can run kernels, compiled for them. Kernels of sm_120a multiply with mma.sync and
-# load with TMA, which the others have as well; what needs the block-scaled instructions is refused when it compiles.
+# load with TMA, which the others have as well; the products that scale blocks on sm_120 are plain ones there.
 ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
 # Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator, and those of
@@ -129,12 +129,3 @@ def _cuda_arch(device: torch.device) -> str:
             f"supported: {', '.join(ARCHS)}"
         )
     return arch
-
-
-@functools.lru_cache(maxsize=64)
-def halves_products(device: torch.device) -> bool:
-    """Tell whether a device of sm_120 multiplies operands of 8 bits at half of its rate unless blocks are scaled.
-    GeForce cards do, those for workstations do not."""
-    import torch
-
-    return device.type == "cuda" and "GeForce" in torch.cuda.get_device_name(device)

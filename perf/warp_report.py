@@ -90,8 +90,7 @@ def loops() -> list[Loop]:
     return [
         *(prefill(f"prefill bf16 d{dim}", (dim, dim)) for dim in (64, 128, 256)),
         prefill("prefill bf16 d192/128", (192, 128)),
-        prefill("prefill e4m3 d128, plain", (128, 128), "e4m3"),
-        prefill("prefill e4m3 d128, block-scaled", (128, 128), "e4m3", block_scaled=True),
+        prefill("prefill e4m3 d128", (128, 128), "e4m3"),
         prefill("prefill bf16 over e4m3 d128", (128, 128), kv_type=KvType.E4M3),
         prefill("prefill bf16 over e4m3 d256", (256, 256), kv_type=KvType.E4M3),
         prefill("prefill bf16 over NVFP4 d128", (128, 128), kv_type=KvType.NVFP4),

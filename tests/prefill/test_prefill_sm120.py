@@ -5,6 +5,7 @@ On a Hopper GPU, ``HOPWELL_KERNELS=sm_120a python -m pytest -m gpu tests/prefill
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from helpers.low_precision import BF16, LowPrecisionBatch, at_tile_edges
 from helpers.prefill_cases import SM120_CASES
 from helpers.skipped_tiles import attention_with_skips, check_left_out
 
-from hopwell.kernels import execute, support
+from hopwell.kernels import execute, toolchain
 from hopwell.kernels.families import implementation
 from hopwell.kernels.problem import Family, Mask, Score
+from hopwell.kernels.sm120_config import Sm120PrefillConfig
 
 
 def batch(dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Batch:
@@ -142,15 +144,33 @@ def test_keys_far_below_at_the_edges_of_tiles() -> None:
 
 
 @pytest.mark.emulator
-def test_scaled_products_are_those_of_plain_instructions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """GeForce cards multiply operands of 8 bits by the instruction that scales blocks; scales are 1."""
+def test_scaled_products_are_those_of_plain_instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands of 8 bits are multiplied by the instruction that scales blocks, by 1; only a kernel that is compiled for
+    another architecture has the plain one."""
     from hopwell import emulator
 
     data = e4m3.batch((64, 64), "cpu", q_lens=[70], kv_lens=[130])
     problem = data.in_bytes(16, CAUSAL, BF16)
-    with emulator.use("sm_120a"):
-        out = execute(problem).clone()
-        monkeypatch.setattr(support, "halves_products", lambda device: True)
-        config = implementation(Family.PREFILL, "sm_120a").resolve(problem, "sm_120a")
-        assert config.block_scaled  # type: ignore[attr-defined]
-        assert torch.equal(execute(problem), out)
+    config = implementation(Family.PREFILL, "sm_120a").resolve(problem, "sm_120a")
+    outs, ptx = [], []
+    for folder, scales in (("scaled", True), ("plain", False)):
+        monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path / folder))
+        monkeypatch.setattr(toolchain, "_functions", {})
+        if not scales:
+            monkeypatch.setattr(Sm120PrefillConfig, "block_scaled", False)
+        with emulator.use("sm_120a"):
+            outs.append(execute(problem).clone())
+        ptx.append(toolchain.artifact(config).ptx.read_text())
+    assert ["mxf8f6f4" in text for text in ptx] == [True, False]
+    assert torch.equal(*outs)
+
+
+@pytest.mark.emulator
+def test_plain_products_run_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper has them by way of 16 bits, and adds products in another order."""
+    from hopwell import emulator
+
+    data = e4m3.batch((64, 64), "cpu", q_lens=[70], kv_lens=[130])
+    monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
+    with emulator.use("sm_90a"):
+        data.check_bytes(execute(data.in_bytes(16, CAUSAL, BF16)), CAUSAL)
