@@ -134,6 +134,8 @@ MATRIX_SHAPES = {
     ("m16n16", 6): 6,
 }  # fmt: skip
 ELEMENT_BITS = {"b16": 16, "b8": 8, "b6x16_p32": 6, "b4x16_p64": 4}
+# Targets that have matrices of 8, 6 and 4 bits (PTX ISA, "ldmatrix" and "stmatrix", target notes).
+WITH_NARROW_MATRICES = ("sm_10", "sm_11", "sm_12")
 
 
 @decodes("ldmatrix", "stmatrix")
@@ -143,6 +145,9 @@ def matrix(c: Context, i: Instr) -> Op:
     shape = MATRIX_SHAPES.get((i.parts[3], ELEMENT_BITS.get(i.parts[-1], 0)))
     if shape is None or ((i.parts[3] == "m16n16") and "trans" not in i.parts):
         raise Unsupported(i.op)
+    target = c.file.kernel.target
+    if i.parts[-1] != "b16" and not target.startswith(WITH_NARROW_MATRICES):
+        raise Unsupported(f"{i.op} on {target}, which has matrices of 16 bits only")
     row, off, wide = c.address(mem)
     words = [c.dst(r, "b32") if is_load else c.src(r, "b32") for r in items(regs)]
     count = next(int(p[1:]) for p in i.parts if p in ("x1", "x2", "x4"))

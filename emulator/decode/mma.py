@@ -16,6 +16,7 @@ FORMAT = {
 BYTE_FLOATS = {"e4m3", "e5m2"}
 # Whose machine code has no mma.sync of 8-bit floats; ptxas puts products in f16 in its place.
 WITHOUT_BYTE_FLOATS = ("sm_90a", "sm_100a", "sm_103a")
+WITH_KINDS = "sm_12"  # targets that have products with .kind, of 4, 6 and 8 bits, with scales of blocks among them
 
 
 @decodes("mma")
@@ -24,6 +25,9 @@ def mma(c: Context, i: Instr) -> Op:
     m, n, k = (int(x) for x in re.findall(r"\d+", shape))
     if (m, n) != (16, 8) or "sp" in i.parts or "sp::ordered_metadata" in i.parts:
         raise Unsupported(i.op)
+    target = c.file.kernel.target
+    if any(p.startswith("kind::") for p in i.parts) and not target.startswith(WITH_KINDS):
+        raise Unsupported(f"{i.op} on {target}: only targets from {WITH_KINDS}0 on have it")
     types = [p for p in i.parts[i.parts.index("col") + 1 :] if p in FORMAT]
     d_type, a_type, b_type, c_type = types[:4]
     if d_type != c_type:
@@ -34,7 +38,7 @@ def mma(c: Context, i: Instr) -> Op:
         words += [c.src(r, "b32") for r in group]
     counts = len(a) | len(b) << 8 | len(d) << 16
     formats = FORMAT[a_type] | FORMAT[b_type] << 8 | FORMAT[d_type] << 16
-    in_halves = d_type == "f32" and {a_type, b_type} <= BYTE_FLOATS and c.file.kernel.target in WITHOUT_BYTE_FLOATS
+    in_halves = d_type == "f32" and {a_type, b_type} <= BYTE_FLOATS and target in WITHOUT_BYTE_FLOATS
     op = c.system("mma", counts, formats, e=NONE, imm=k, words=words, aux=int(in_halves))
     if "block_scale" in i.parts:
         block_scale(c, i, op, types)

@@ -176,7 +176,7 @@ def test_mxf4nvf4_scales_blocks(form: str, scale: str, per_row: int, thread_a: i
 
 
 # ------------------------------------------------------------------ loads
-def loaded(op: str, memory: np.ndarray, registers: int, expected_lanes: int) -> np.ndarray:
+def loaded(op: str, memory: np.ndarray, registers: int, expected_lanes: int, target: str = TARGET) -> np.ndarray:
     """Registers [register][lane] that a matrix load of the rows ``memory`` [n][16 bytes] leaves. Lanes past the rows
     that the instruction reads have an address that would fault."""
     x, y = torch.from_numpy(memory.copy().view(np.int32).reshape(-1)), empty(32 * registers)
@@ -187,7 +187,7 @@ def loaded(op: str, memory: np.ndarray, registers: int, expected_lanes: int) -> 
     names = [f"%r{10 + k}" for k in range(registers)]
     body += f"{op} {{{', '.join(names)}}}, [%r3];\n"
     body += "".join(f"st.global.b32 [%d5+{128 * k}], {name};\n" for k, name in enumerate(names))
-    run_ptx(body, x, y, shared=512, target=TARGET, strict=True, race=True)
+    run_ptx(body, x, y, shared=512, target=target, strict=True, race=True)
     return y.numpy().view(np.uint32).reshape(registers, 32)
 
 
@@ -281,6 +281,36 @@ def test_stmatrix(shape: str, element: str, trans: bool, count: int) -> None:
 def test_matrix_loads_that_do_not_exist() -> None:
     with pytest.raises(EmulatorError, match="m16n16"):
         loaded("ldmatrix.sync.aligned.m16n16.x1.shared.b8", noise(16), 2, 16)
+
+
+@pytest.mark.parametrize("target", ["sm_90a", "sm_100a", "sm_103a"])
+@pytest.mark.parametrize(
+    "form", ["f8f6f4.f32.e4m3.e4m3.f32", "mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"]
+)
+def test_products_that_only_sm_120_has(form: str, target: str) -> None:
+    a, b = draw("e4m3", (16, 32), 0.5, 4, 3), draw("e4m3", (8, 32), 0.5, 4, 4)
+    op, scaled = f"mma.sync.aligned.m16n8k32.row.col.kind::{form}", "block_scale" in form
+    with pytest.raises(EmulatorError, match=rf"kind::.* on {target}"):
+        product(op, a, b, select="0, 0;0, 0" if scaled else "", target=target)
+
+
+def test_block_scaled_products_of_4_bits_are_those_of_sm_120_alone() -> None:
+    op = "mma.sync.aligned.m16n8k64.row.col.kind::mxf4nvf4.block_scale.scale_vec::4X.f32.e2m1.e2m1.f32.ue4m3"
+    with pytest.raises(EmulatorError, match=r"mxf4nvf4.* on sm_90a"):
+        product(op, np.zeros((16, 32), np.uint8), np.zeros((8, 32), np.uint8), select="0, 0;0, 0", target="sm_90a")
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        "ldmatrix.sync.aligned.m16n16.x1.trans.shared.b8",
+        "ldmatrix.sync.aligned.m8n16.x2.shared.b8x16.b4x16_p64",
+        "ldmatrix.sync.aligned.m8n16.x2.shared.b8x16.b6x16_p32",
+    ],
+)
+def test_hopper_has_no_matrix_loads_of_fewer_bits(op: str) -> None:
+    with pytest.raises(EmulatorError, match="on sm_90a, which has matrices of 16 bits only"):
+        loaded(op, noise(16), 2, 16, target="sm_90a")
 
 
 # ------------------------------------------------------------------ rounding, against a GPU
