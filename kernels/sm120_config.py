@@ -13,10 +13,10 @@ from hopwell.kernels.prefill_config import PrefillConfig
 HEAD_DIMS = (*support.COMMON_HEAD_DIMS, *support.OTHER_HEAD_DIMS)
 PRODUCER_REGISTERS, CONSUMER_REGISTERS = 40, 232
 # K and V of 8 and 4 bits are widened by a warpgroup up to so many columns of Q and K, and of V, where 128 registers of
-# each of 512 threads are enough for O, S and P, with up to 27 spilled in a step of 375 instructions. Where each warp
-# widens in its own registers, a step over NVFP4 has 1496, with Q and K of 192 columns 1764 instead of 394. Beyond, O
-# leaves too few registers, and 16-bit tiles too little shared memory: with codes of 8 bits that is so at 192/128, where
-# it would take 100 KiB.
+# each of 512 threads are enough for O, S and P, with up to 12 spilled in a step of 375 instructions without any mask,
+# and up to 5 where there is one: see ``WarpAttend.unmasked_steps``. Where each warp widens in its own registers, a step
+# over NVFP4 has 1496, with Q and K of 192 columns 1764 instead of 394. Beyond, O leaves too few registers, and 16-bit
+# tiles too little shared memory: with codes of 8 bits that is so at 192/128, where it would take 100 KiB.
 WIDENED_COLUMNS = {KvType.E4M3: (128, 128), KvType.NVFP4: (192, 128)}
 _CONVERTING: dict[str, Any] = dict(producer_registers=40, consumer_registers=208, converting_registers=56)
 
@@ -42,9 +42,10 @@ def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
 # A CTA has 99 KiB: that is Q and some stages of K and V, with the output staged in Q's place. Where O takes 128
 # registers of a thread, the warps that 128 rows need have no room for the rest. ptxas gives the threads of sm_120 no
 # more than they have at launch, 168 of 384 threads: steps of 64 keys at 128 columns spilled 30 registers in the loop,
-# steps of 32 spill up to 10 once a work tile, outside of it. K and V of 8 or 4 bits keep the keys of a step. Over NVFP4
-# caches, 192 columns spill 14 registers in a step and 256 up to 30 in one with a mask. Such steps have from 1600 to
-# 3200 instructions, and smaller tiles would convert as many elements for fewer rows.
+# steps of 32 spill up to 10 once a work tile, and up to 4 in a step with a mask, of e4m3 operands up to 6: two or three
+# steps of a request have one. K and V of 8 or 4 bits keep the keys of a step. Where each warp widens them, 160 and 192
+# columns spill 12 to 26 registers in a step, 192/128 without a mask 11, 256 none. Such steps have 1400 to 2300
+# instructions, and smaller tiles would convert as many elements for fewer rows.
 # With 512 columns two warps share 16 rows, each for half of O.
 _OF_COLUMNS = {
     64: _tile(128, 64, 4),

@@ -12,8 +12,8 @@ from pathlib import Path
 from tabulate import tabulate
 
 from hopwell.kernels.config import KernelConfig
-from hopwell.kernels.families import IMPLEMENTATIONS, build
-from hopwell.kernels.problem import Family
+from hopwell.kernels.families import build
+from hopwell.kernels.shipped import PREFILL_TYPES, kernels_to_ship
 from hopwell.kernels.toolchain import artifact
 from hopwell.perf.loops import innermost
 from hopwell.perf.sass import cuda_tool, disassemble, sass_loops
@@ -46,12 +46,9 @@ class Resources:
 
 def shipped(arch: str, pattern: str = "*") -> Iterator[KernelConfig]:
     """Yield the attention kernels that are compiled ahead for ``arch``, by a glob of their names."""
-    for (family, of_arch), implementation in IMPLEMENTATIONS.items():
-        if of_arch == arch and family is not Family.APPEND:
-            for config in implementation.shipped(arch):
-                if fnmatchcase(config.name, pattern):
-                    assert isinstance(config, KernelConfig)
-                    yield config
+    for config in kernels_to_ship(arch, PREFILL_TYPES):
+        if isinstance(config, KernelConfig) and fnmatchcase(config.name, pattern):
+            yield config
 
 
 def table(configs: Iterable[KernelConfig]) -> str:

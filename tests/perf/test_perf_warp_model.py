@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from hopwell.kernels.config import KvType
 from hopwell.perf import __main__ as command
-from hopwell.perf import warp_model, warp_report
+from hopwell.perf import resources, warp_model, warp_report
 from hopwell.perf.kernel_work import ALU, CONVERSION, MUFU
 from hopwell.perf.model import ISSUE, MMA, SHARED
 from hopwell.perf.sass import Sass
@@ -191,6 +191,18 @@ def test_only_the_product_of_multiprocessors_and_clock_matters() -> None:
     does, shape = LoopWork({PLAIN_16: 4096}, {}, 512, 100), Shape(4, 16384, streams=True)
     other = replace(PRO, sms=2 * PRO.sms, clock=PRO.clock / 2)
     assert predict(does, shape, other).step == predict(does, shape, PRO).step
+
+
+def test_resources_are_those_of_every_shipped_kernel_of_attention() -> None:
+    for pattern in (
+        "prefill_*_d128_causal_contiguous",
+        "prefill_*kv_e4m3*",
+        "prefill_*_e4m3_to_bf16_*",
+        "decode_*",
+        "mla_*",
+    ):
+        assert any(resources.shipped("sm_120a", pattern)), pattern
+    assert not any(resources.shipped("sm_120a", "append_*"))
 
 
 def test_rates_are_the_published_ones() -> None:
