@@ -6,29 +6,35 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers import decode_cases, prefill_cases
-from helpers.batches import CAUSAL, FULL, Batch, chunked, window
+from helpers.batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
 from helpers.byte_batches import ByteBatch, round_keys_and_values, with_byte_cache
 from helpers.covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
-from helpers.covering_sm120 import BF16, Cell, every_cell, filling, missing
+from helpers.covering_sm120 import BF16, Cell, every_cell, filling, missing, with_choices
 from helpers.entry_calls import context, mla
 from helpers.low_precision import NVFP4, LowPrecisionBatch
 from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
 from helpers.mla_cases import TOP_K
 from helpers.schedules import schedules
 
-from hopwell import emulator
+from hopwell import emulator, layouts
 from hopwell.kernels import execute, families, sm120
 from hopwell.kernels.config import KvFetch, KvType
-from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
+from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, Score, ScoreKind
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
 from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
 
 ARCH = "sm_120a"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.bfloat16}  # of references' operands
+BYTES, BF16_TENSORS = ("e4m3", KvType.WIDE), torch.bfloat16
+NARROW_OUTS = {"fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "nvfp4": torch.uint8}
+OUTS = {torch.bfloat16: "", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}  # of e4m3 queries
+CAPS = {ScoreKind.SOFT_CAP: 5.0, ScoreKind.WIDE_SOFT_CAP: 1e6, ScoreKind.CAPPED_ALIBI: 5.0}
 MASKS = {mask.kind: mask for mask in (FULL, CAUSAL, window(70), chunked(64))}
 PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, LISTED: 16}
 PREFILL = dict(q_lens=[70, 3], kv_lens=[130, 80], heads=4, kv_heads=2, head_dim=64, device="cpu")
@@ -46,18 +52,21 @@ def covered_elsewhere() -> Iterator[Cell]:
 
 def prefill_elsewhere() -> Iterator[tuple[Cell, tuple[int, int]]]:
     """Return what the tests of prefill on sm_120 run, with head dims (QK, V)."""
-    cases = [(BF16, case) for case in prefill_cases.SM120_CASES]
-    for types, emulated in (
-        (("e4m3", KvType.WIDE), prefill_cases.E4M3_EMULATED),
-        (("bf16", KvType.E4M3), prefill_cases.BYTE_CACHE_EMULATED),
-    ):
-        cases += [(types, case) for arch, case in emulated if arch == ARCH]
-    # The entry widens e4m3 queries over NVFP4 to float16 before these kernels see them.
-    names = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp16"}
-    nvfp4 = (case for arch, case in prefill_cases.NVFP4_EMULATED if arch == ARCH)
-    cases += [((names[case[3]], KvType.NVFP4), case) for case in nvfp4]
-    for types, (dims, size, mask, *_) in cases:
-        yield Cell(Family.PREFILL, types, mask.kind, pages(size)), dims
+    for dims, size, mask, options in prefill_cases.SM120_CASES:
+        kind = options.get("score", Score()).kind
+        yield Cell(Family.PREFILL, BF16, mask.kind, pages(size), score=kind), dims
+    for arch, (dims, size, mask, out) in prefill_cases.E4M3_EMULATED:
+        if arch == ARCH:
+            yield Cell(Family.PREFILL, BYTES, mask.kind, pages(size), OUTS[out]), dims
+    yield Cell(Family.PREFILL, BYTES, CAUSAL.kind, PAGES16, "nvfp4"), (64, 64)  # of test_properties_of_other_tests
+    for arch, (dims, size, mask) in prefill_cases.BYTE_CACHE_EMULATED:
+        if arch == ARCH:
+            yield Cell(Family.PREFILL, ("bf16", KvType.E4M3), mask.kind, pages(size)), dims
+    for arch, (dims, size, mask, dtype) in prefill_cases.NVFP4_EMULATED:
+        if arch == ARCH:
+            # The entry widens e4m3 queries over NVFP4 to float16 before these kernels see them.
+            types, out = (("bf16", KvType.NVFP4), "") if dtype is BF16_TENSORS else (("fp16", KvType.NVFP4), "bf16")
+            yield Cell(Family.PREFILL, types, mask.kind, pages(size), out), dims
 
 
 def in_schedules(launch: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -77,17 +86,26 @@ def in_schedules(launch: Callable[[], torch.Tensor]) -> torch.Tensor:
 def run_prefill(cell: Cell) -> None:
     mask, size, (dtype, kv_type) = MASKS[cell.mask], PAGE_SIZES[cell.pages], cell.types
     if kv_type is KvType.NVFP4:
-        run_nvfp4(mask, size)
-    elif dtype == "e4m3":
+        run_nvfp4(cell)
+        return
+    sinks, score = torch.linspace(-2.0, 2.0, 4), Score(cell.score, CAPS.get(cell.score, 0.0))
+    if dtype == "e4m3":
         data = ByteBatch(**PREFILL)
-        data.check_bytes(in_schedules(served(cell, data.in_bytes(size, mask, torch.bfloat16))), mask)
-    elif kv_type is KvType.E4M3:
-        data = Batch(dtype=DTYPES[dtype], **PREFILL)
+        out_dtype = NARROW_OUTS.get(cell.out, torch.bfloat16)
+        problem = data.in_bytes(size, mask, out_dtype, score=score, sinks=sinks, lse=data.ragged_lse())
+        data.check_bytes(in_schedules(served(cell, problem)), mask, score=score, sinks=sinks)
+        return
+    data = Batch(dtype=DTYPES[dtype], **PREFILL)
+    if kv_type is KvType.E4M3:
         round_keys_and_values(data)
-        data.expected(mask).check(in_schedules(served(cell, with_byte_cache(data.problem(size, mask)))))
-    else:
-        data = Batch(dtype=DTYPES[dtype], **PREFILL)
-        data.expected(mask).check(in_schedules(served(cell, data.problem(size, mask))))
+    results = dict(lse=data.ragged_lse(), statistics=data.statistics())
+    problem = data.problem(size, mask, score=score, sinks=sinks, **results)
+    if kv_type is KvType.E4M3:
+        problem = with_byte_cache(problem)
+    expected = data.expected(mask, score=score, sinks=sinks)
+    expected.check(in_schedules(served(cell, problem)))
+    expected.check_lse(results["lse"].tensor)
+    check_statistics(results["statistics"], data.expected_statistics(mask, score=score))
 
 
 def served(cell: Cell, problem: AttentionProblem) -> Callable[[], torch.Tensor]:
@@ -96,17 +114,31 @@ def served(cell: Cell, problem: AttentionProblem) -> Callable[[], torch.Tensor]:
     return lambda: execute(problem)
 
 
-def run_nvfp4(mask: Mask, size: int | None) -> None:
-    data = LowPrecisionBatch(kv_dtype=NVFP4, q_dtype=torch.bfloat16, **PREFILL)
+def run_nvfp4(cell: Cell) -> None:
+    """Queries of kernels with float16 ones are e4m3 where the output is narrow, which the entry asks for."""
+    mask, size = MASKS[cell.mask], PAGE_SIZES[cell.pages]
+    q_dtype = torch.float8_e4m3fn if cell.out in NARROW_OUTS else DTYPES[cell.types[0]]
+    data = LowPrecisionBatch(kv_dtype=NVFP4, q_dtype=q_dtype, **PREFILL)
     key, value, table = data.pages(size)
     given = data.options(mask) | dict(kv_block_scales=data.block_scales(size, "interleaved"))
-    out = in_schedules(lambda: context(data, (key, value), table, out_dtype=torch.bfloat16, **given))
-    data.expected_low(mask).check(out)
+    given |= dict(sinks=torch.linspace(-2.0, 2.0, 4))
+
+    def call(**out: Any) -> Any:
+        return context(data, (key, value), table, **out, **given)
+
+    if cell.out == "nvfp4":
+        codes = in_schedules(lambda: call(out_dtype="nvfp4", o_sf_scale=2.0).data)
+        with emulator.use(ARCH):
+            want = layouts.quantize_nvfp4_output(call(out_dtype=torch.float16), 2.0)
+        assert (codes == want.data).float().mean() > 0.98
+    else:
+        out = in_schedules(lambda: call(out_dtype=NARROW_OUTS.get(cell.out, torch.bfloat16)))
+        data.expected_low(mask, sinks=given["sinks"]).check(out)
 
 
 def run_decode(cell: Cell) -> None:
     dtype, kv_type = cell.types
-    config = Sm120DecodeConfig(ARCH, dtype, dtype, 64, 64, cell.mask, *cell.pages, kv_type, 8)
+    config = Sm120DecodeConfig(ARCH, dtype, cell.out or dtype, 64, 64, cell.mask, *cell.pages, kv_type, 8)
     case = decode_cases.Case([1, 1], [config.chunk_tokens + 65, 3], 4)
     if cell.mask is MaskKind.SLIDING_WINDOW:
         case = decode_cases.Case([1, 1], [config.chunk_tokens + 65, 3], 4, window=70)
@@ -153,9 +185,10 @@ def test_every_kind_of_kernel_and_of_operands_is_emulated() -> None:
     from hopwell.kernels.sm120.narrow_operands import NarrowOperands
 
     kernels = [families.build(config)[0] for config in COVERING_SM120_DECODE]
-    for (_, (dtype, kv_type), mask, _), dims in prefill_elsewhere():
-        out = "bf16" if dtype == "e4m3" else dtype
-        config = Sm120PrefillConfig(ARCH, dtype, out, *dims, mask, *CONTIGUOUS, kv_type=kv_type)
+    for cell, dims in prefill_elsewhere():
+        dtype, kv_type = cell.types
+        out = cell.out or ("bf16" if dtype == "e4m3" else dtype)
+        config = Sm120PrefillConfig(ARCH, dtype, out, *dims, cell.mask, *CONTIGUOUS, kv_type=kv_type)
         kernels.append(families.build(config)[0])
     assert {type(kernel) for kernel in kernels} == classes_of_sm120(LaneReaders)
     operands = {kernel.operands_type for kernel in kernels if kernel.config.family is Family.PREFILL}
@@ -164,7 +197,20 @@ def test_every_kind_of_kernel_and_of_operands_is_emulated() -> None:
 
 def test_nothing_is_missing() -> None:
     assert not missing([*covered_elsewhere(), *FILLING])
-    assert len(FILLING) < 28, "other tests cover less than they did"
+    assert len(FILLING) < 34, "other tests cover less than they did"
+
+
+def test_the_document_counts_them() -> None:
+    pairs = {pair for cell in every_cell() for one in with_choices(cell) for pair in one.pairs()}
+    left = missing(covered_elsewhere())
+    text = (Path(__file__).parents[2] / "docs" / "kernels" / "sm120.md").read_text()
+    for said in (
+        f"{len(pairs)} pairs of",
+        f"run {len(pairs) - len(left)} of them",
+        f"other {len(left)} in {len(FILLING)} cases",
+        f"all {len(every_cell())} combinations",
+    ):
+        assert said in text
 
 
 @pytest.mark.emulator

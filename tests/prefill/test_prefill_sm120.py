@@ -5,6 +5,7 @@ On a Hopper GPU, ``HOPWELL_KERNELS=sm_120a python -m pytest -m gpu tests/prefill
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from helpers.skipped_tiles import attention_with_skips, check_left_out
 
 from hopwell.kernels import execute, toolchain
 from hopwell.kernels.families import implementation
-from hopwell.kernels.problem import Family, Mask, Score
+from hopwell.kernels.problem import Family, Mask, PageTable, Score
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
 
 
@@ -129,6 +130,42 @@ def test_properties_of_other_tests(property_holds: Any, arguments: dict[str, Any
 
     with emulator.use("sm_120a"):
         property_holds(device="cpu", **arguments)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("case", [SM120_CASES[1], SM120_CASES[2]], ids=str)
+def test_every_visible_key_counts_once(case: tuple) -> None:
+    """With equal keys and one-hot values a row's output counts the keys that it sees: one too many or too few changes
+    it by far more than rounding."""
+    from hopwell import emulator
+
+    dims, page_size, mask, _ = case
+    data = batch(dims)
+    for k, v in zip(data.k, data.v, strict=True):
+        k.fill_(0.5)
+        v.zero_()
+        index = torch.arange(len(v))
+        v[index, :, index % dims[1]] = 1.0
+    with emulator.use("sm_120a"):
+        out = execute(data.problem(page_size, mask)).double()
+    exact = data.expected(mask).out
+    assert ((out - exact).abs() <= 2**-8 * exact).all()
+
+
+@pytest.mark.emulator
+def test_places_of_pages_and_requests_change_no_bit() -> None:
+    """Operands have 16 bits; heads share tiles, in the batch and where a request is alone."""
+    from hopwell import emulator
+
+    data = batch((64, 64), q_lens=[30, 9], kv_lens=[165, 70])
+    problem = data.problem(4)
+    key, value, table = data.pages(4, order=5)
+    moved = replace(problem, key=key, value=value, page_table=PageTable(table, table), out=data.output())
+    with emulator.use("sm_120a", schedule="random", seed=3):
+        out = execute(problem)
+        assert torch.equal(execute(moved), out)
+        alone = [execute(data.request(index).problem(4)) for index in range(data.size)]
+    assert torch.equal(torch.cat(alone), out)
 
 
 @pytest.mark.emulator
