@@ -155,14 +155,38 @@ def test_nvfp4_output(device: str, dims: tuple[int, int], few: bool) -> None:
     assert torch.equal(again.float(), layouts.unswizzle_128x4(out.scale, data.tokens, blocks, first).float())
 
 
+def with_gaps(scales: torch.Tensor) -> torch.Tensor:
+    """Return HND scales 4 bytes off a multiple of 16, with gaps of 4 bytes behind each row, and of a row behind each
+    head and page; the gaps are NaN."""
+    pages, heads, tokens, blocks = scales.shape
+    room = torch.full((pages + 1, heads + 1, tokens + 1, blocks + 4), 0x7F, dtype=torch.uint8, device=scales.device)
+    view = room[:pages, :heads, :tokens, 4:]
+    view.copy_(scales.view(torch.uint8))
+    return view.view(E4M3)
+
+
+@pytest.mark.parametrize("page_size", [4, 16])
+def test_strides_of_scales_change_no_bit(page_size: int, device: str) -> None:
+    """Scales need only multiples of 4 bytes, as those of HND views of NHD storage have."""
+    data = batch((64, 64), device, q_dtype=E4M3)
+    key, value, table = data.pages(page_size)
+    dense = data.block_scales(page_size, "interleaved")
+    given = data.options(CAUSAL) | dict(out_dtype=BF16)
+    out = context(data, (key, value), table, kv_block_scales=dense, **given)
+    apart = [with_gaps(part) for part in dense]
+    assert all(stride % 16 for part in apart for stride in (part.data_ptr(), *part.stride()[:3]))
+    nhd = [part.view(torch.uint8).transpose(1, 2).contiguous().transpose(1, 2).view(E4M3) for part in dense]
+    for scales in (apart, nhd, (dense[0], apart[1]), (nhd[0], dense[1])):
+        assert torch.equal(out, context(data, (key, value), table, kv_block_scales=tuple(scales), **given))
+
+
 def test_scales_off_their_unit_are_refused() -> None:
     data = batch((64, 64), "cpu")
     key, value, table = data.pages(16)
     k_scales, v_scales = data.block_scales(16, "interleaved")
     shifted = torch.zeros(k_scales.numel() + 1, dtype=torch.uint8)[1:].view(k_scales.shape).view(E4M3)
-    with pytest.raises(ValueError, match=r"kv_block_scales starts at address .* needs a multiple of 16 bytes"):
-        context(data, (key, value), table, kv_block_scales=(shifted, v_scales), **data.options(CAUSAL))
-    nhd = dict(kv_layout="NHD", kv_block_scales=(shifted.transpose(1, 2), v_scales.transpose(1, 2)))
-    caches = (key.transpose(1, 2), value.transpose(1, 2))
-    with pytest.raises(ValueError, match=r"kv_block_scales\[0\] must begin at a multiple of 4 bytes"):
-        context(data, caches, table, **nhd, **data.options(CAUSAL))
+    nhd_caches, nhd_scales = ([part.transpose(1, 2) for part in pair] for pair in ((key, value), (shifted, v_scales)))
+    for layout, caches, scales in (("HND", (key, value), (shifted, v_scales)), ("NHD", nhd_caches, nhd_scales)):
+        given = dict(kv_layout=layout, kv_block_scales=tuple(scales)) | data.options(CAUSAL)
+        with pytest.raises(ValueError, match=r"kv_block_scales\[0\] must begin at a multiple of 4 bytes"):
+            context(data, tuple(caches), table, **given)
