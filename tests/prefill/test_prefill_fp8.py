@@ -18,10 +18,12 @@ from helpers.skipped_tiles import attention_with_skips
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import resolve
 from hopwell.kernels.prefill_config import PrefillConfig
-from hopwell.kernels.problem import Mask, PageTable, Score, ScoreKind
+from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, Score, ScoreKind
 from hopwell.kernels.sm90.byte_flush import FLUSHED_STEPS
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
+# Two have steps of 128 keys, of K as wide as V and wider; products of the other flush their sums, in steps of 192.
+STEPS = pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> ByteBatch:
@@ -56,20 +58,28 @@ def test_within_the_error_of_weights_emulated(arch: str, case: tuple) -> None:
         check(*case, device="cpu")
 
 
-@pytest.mark.parametrize("place", [100, 300, 513])
-def test_tails_keep_their_weight(place: int, device: str) -> None:
+def step_of(problem: AttentionProblem) -> int:
+    """Return the keys of a step of the problem's kernel."""
+    return resolve(problem, support.arch_of(problem.query.device)).tile.n
+
+
+@STEPS
+@pytest.mark.parametrize("place", [(0, 60), (2, 44), (4, 1)], ids=str)
+def test_tails_keep_their_weight(dims: tuple[int, int], place: tuple[int, int], device: str) -> None:
     """One key has 2^20 times the weight of all others, whose value is 0: what is left is the sum of those in other
     tiles, to four bits, be these visited before or after. Relative to the largest weight of all, e4m3 would round every
     one of them to 0."""
-    data = batch((64, 64), device, q_lens=[3], kv_lens=[515])
+    n = step_of(batch(dims, device, q_lens=[3], kv_lens=[515]).in_bytes(None, FULL, BF16))
+    keys, (tile, key) = 4 * n + 3, place
+    data = batch(dims, device, q_lens=[3], kv_lens=[keys])
     data.q[:] = 0.0
     data.q[..., 0] = 1.0
     data.k[0][:] = 0.0
-    data.k[0][place, :, 0] = 1.0
-    others = torch.arange(515, device=device) // 128 != place // 128
+    data.k[0][tile * n + key, :, 0] = 1.0
+    others = torch.arange(keys, device=device) // n != tile
     data.v[0][:] = others[:, None, None].to(data.dtype)
     out = execute(data.in_bytes(None, FULL, BF16, softmax_scale=20 * LN_2)).double()
-    exact = int(others.sum()) * 2.0**-20 / (1 + 514 * 2.0**-20)
+    exact = int(others.sum()) * 2.0**-20 / (1 + (keys - 1) * 2.0**-20)
     assert ((out - exact).abs() <= exact * 2.0**-7).all()
 
 
@@ -113,8 +123,7 @@ def test_skip_softmax_leaves_tiles_out(device: str) -> None:
         count = torch.zeros(1, dtype=torch.int32, device=device)
         problem = data.in_bytes(16, CAUSAL, BF16, skip_softmax=factor, skipped_tiles=count)
         out = execute(problem).double()
-        n_keys = resolve(problem, support.arch_of(problem.query.device)).tile.n
-        want, skipped = attention_with_skips(data, factor, CAUSAL, reference.PLAIN, n_keys=n_keys)
+        want, skipped = attention_with_skips(data, factor, CAUSAL, reference.PLAIN, n_keys=step_of(problem))
         assert int(count) == skipped
         assert (skipped > 0) == (factor > 1)
         assert (out - want).norm() <= 0.03 * want.norm()
@@ -164,13 +173,15 @@ def test_error_does_not_grow_with_keys(dims: tuple[int, int]) -> None:
     assert errors[131_072] <= 1.2 * errors[4096]
 
 
-def test_equal_keys_at_the_edges_of_tiles(device: str) -> None:
+@STEPS
+def test_equal_keys_at_the_edges_of_tiles(dims: tuple[int, int], device: str) -> None:
     """Their logits are hundreds below all others, and the only ones of rows that see nothing else."""
-    data = batch((64, 64), device, q_lens=[270], kv_lens=[270])
+    n = step_of(batch(dims, device).in_bytes(16, CAUSAL, BF16))
+    data = batch(dims, device, q_lens=[2 * n + 14], kv_lens=[2 * n + 14])
     data.q[:] = 16.0
     for k in data.k:
-        place = torch.arange(len(k), device=device) % 128
-        k[(place == 0) | (place == 127)] = -7.0
+        place = torch.arange(len(k), device=device) % n
+        k[(place == 0) | (place == n - 1)] = -7.0
     data.check_bytes(execute(data.in_bytes(16, CAUSAL, BF16)), CAUSAL)
     data.check_bytes(execute(data.in_bytes(16, window(0), BF16)), window(0))
 
