@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.batches import CAUSAL
+from helpers.batches import CAUSAL, window
 from helpers.entry_calls import context
 from helpers.low_precision import (
     BF16,
@@ -85,6 +85,19 @@ def test_queries_are_widened_by_kernels_or_by_a_copy(arch: str) -> None:
     assert torch.equal(query.float(), data.q.float())
     names = [resolve(probes.prefill(query=dtype, kv=NVFP4, out=BF16), "sm_90a").name for dtype in (E4M3, FP16)]
     assert names[0].replace("_q_e4m3", "") == names[1] != names[0]
+
+
+def test_window_and_sinks_of_narrow_queries(device: str) -> None:
+    """Kernels widen the queries; all is to the bit what queries and cache give in float16."""
+    data = batch((128, 128), device, q_dtype=E4M3)
+    key, value, table = data.pages(16)
+    sinks = torch.linspace(-2.0, 2.0, data.heads, device=device)
+    given = data.options(window(70)) | dict(sinks=sinks, out_dtype=FP16)
+    out = context(data, (key, value), table, kv_block_scales=data.block_scales(16, "interleaved"), **given)
+    half = replace(data)
+    half.q, half.k, half.v = data.q.to(FP16), data.k, data.v
+    check_bits_of_16_bits(out, context(half, wide(data, 16, FP16), table, **given), 128, KvType.NVFP4)
+    assert not torch.equal(out, context(half, wide(data, 16, FP16), table, **given | dict(sinks=None)))
 
 
 def test_strides_of_narrow_queries(device: str) -> None:
