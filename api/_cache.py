@@ -12,6 +12,7 @@ from hopwell import _checks as checks
 from hopwell.kernels.problem import BlockScales
 from hopwell.layouts import KVLayout, KVViews, block_scale_views, paged_kv_views
 
+SCALE_TYPES = (checks.FP8, torch.uint8)  # the latter holds the bits of the former
 SCALES_READ = 4  # scales that kernels read at a time
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 
@@ -75,9 +76,7 @@ def paged_cache(
     return cache
 
 
-def block_scales(
-    name: str, scales: Any, cache: PagedCache, kv_layout: str, dtypes: Sequence[torch.dtype]
-) -> BlockScales | None:
+def block_scales(name: str, scales: Any, cache: PagedCache, kv_layout: str) -> BlockScales | None:
     """Check the block scales of ``cache``, required for NVFP4 and refused otherwise, and view them."""
     parts = [] if scales is None else pair_or_tensor(name, scales)
     if not cache.is_nvfp4:
@@ -89,7 +88,7 @@ def block_scales(
     if not parts:
         raise ValueError(f"{name} must be provided for an NVFP4 (torch.uint8) kv_cache, got None")
     for part_name, part in parts:
-        checks.dtype(part_name, part, dtypes)
+        checks.dtype(part_name, part, SCALE_TYPES)
         checks.device(part_name, part, cache.key.device)
     views = block_scale_views(scales, kv_layout, KVViews(cache.key, cache.value), same_pages=False, name=name)
     for part_name, part in parts:

@@ -126,8 +126,8 @@ def test_forms_of_the_cache_give_the_same_bits(device: str, few: bool) -> None:
     given = data.options(CAUSAL)
     out = context(data, (key, value), table, kv_block_scales=(k_scales, v_scales), **given)
     assert out.dtype == E4M3
-    stacked = torch.stack((k_scales.view(torch.uint8), v_scales.view(torch.uint8)), 1).view(E4M3)
-    assert torch.equal(out, context(data, torch.stack((key, value), 1), table, kv_cache_sf=stacked, **given))
+    octets = torch.stack((k_scales.view(torch.uint8), v_scales.view(torch.uint8)), 1)
+    assert torch.equal(out, context(data, torch.stack((key, value), 1), table, kv_cache_sf=octets, **given))
     nhd = [part.transpose(1, 2).contiguous() for part in (key, value)]
     nhd_scales = [part.view(torch.uint8).transpose(1, 2).contiguous().view(E4M3) for part in (k_scales, v_scales)]
     forms = dict(kv_layout="NHD", kv_block_scales=tuple(nhd_scales))
