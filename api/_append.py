@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell import _checks as checks
-from hopwell._cache import KV_LAYOUTS, pair_or_tensor
+from hopwell._cache import KV_LAYOUTS, SCALE_TYPES, pair_or_tensor
 from hopwell._features import require_problem
 from hopwell._launch import CAPACITY
 from hopwell._repeat import ALIGNMENT_MASK, extent_bytes, metadata
@@ -20,7 +20,6 @@ from hopwell.kernels.problem import PageTable
 from hopwell.layouts import NVFP4_BLOCK, KVViews, VScaleLayout, block_scale_views, paged_kv_views
 
 CACHE_TYPES = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
-SCALE_TYPES = (checks.FP8, torch.uint8)
 INDICES = (torch.int32, torch.uint32)  # the kernel reads neighbouring words, which 64-bit indices are not
 V_SCALE_LAYOUTS = tuple(layout.value for layout in VScaleLayout)
 INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # what page sizes and V's head dims are multiples of

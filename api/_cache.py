@@ -10,8 +10,9 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell.kernels.problem import BlockScales
-from hopwell.layouts import KVLayout, KVViews, block_scale_views, paged_kv_views, scale_tma_violation
+from hopwell.layouts import KVLayout, KVViews, block_scale_views, paged_kv_views
 
+SCALE_TYPES = (checks.FP8, torch.uint8)  # the latter holds the bits of the former
 SCALES_READ = 4  # scales that kernels read at a time
 KV_LAYOUTS = tuple(layout.value for layout in KVLayout)
 
@@ -75,13 +76,8 @@ def paged_cache(
     return cache
 
 
-def block_scales(
-    name: str, scales: Any, cache: PagedCache, kv_layout: str, dtypes: Sequence[torch.dtype], *, dense_pages: bool
-) -> BlockScales | None:
-    """Check the NVFP4 block scales that belong to ``cache``, required for NVFP4 and refused otherwise, and view them.
-
-    ``dense_pages``: with HND the scales of one head in one page must be contiguous, so that TMA can fetch them.
-    """
+def block_scales(name: str, scales: Any, cache: PagedCache, kv_layout: str) -> BlockScales | None:
+    """Check the block scales of ``cache``, required for NVFP4 and refused otherwise, and view them."""
     parts = [] if scales is None else pair_or_tensor(name, scales)
     if not cache.is_nvfp4:
         if parts:
@@ -92,14 +88,9 @@ def block_scales(
     if not parts:
         raise ValueError(f"{name} must be provided for an NVFP4 (torch.uint8) kv_cache, got None")
     for part_name, part in parts:
-        checks.dtype(part_name, part, dtypes)
+        checks.dtype(part_name, part, SCALE_TYPES)
         checks.device(part_name, part, cache.key.device)
     views = block_scale_views(scales, kv_layout, KVViews(cache.key, cache.value), same_pages=False, name=name)
-    if dense_pages and kv_layout == KVLayout.HND.value:
-        for view in views:
-            violation = scale_tma_violation(view, name)
-            if violation is not None:
-                raise ValueError(violation)
     for part_name, part in parts:
         if part.data_ptr() % SCALES_READ or any(stride % SCALES_READ for stride in part.stride()[:-1]):
             raise ValueError(

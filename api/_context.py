@@ -203,7 +203,7 @@ def _kv(call: ContextCall, shared: bool) -> tuple[_cache.PagedCache, BlockScales
     cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
     _check_kv_dtype(call.query, cache)
     name, given = _block_scales(call.kv_block_scales, call.kv_cache_sf)
-    scales = _cache.block_scales(name, given, cache, call.kv_layout, (checks.FP8,), dense_pages=True)
+    scales = _cache.block_scales(name, given, cache, call.kv_layout)
     return cache, scales, () if scales is None else ((name, scales.key), (name, scales.value))
 
 

@@ -204,11 +204,7 @@ def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
     cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes)
     if cache.v_dim != head_dim:
         raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
-    scale_dtypes = (checks.FP8, torch.uint8)
-    scales = _cache.block_scales(
-        "kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout, scale_dtypes, dense_pages=False
-    )
-    return cache, scales
+    return cache, _cache.block_scales("kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout)
 
 
 def _requests(call: XqaCall) -> tuple[int, int, TokenOffsets | None]:

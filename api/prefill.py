@@ -120,10 +120,10 @@ def trtllm_batch_context_with_kv_cache(
         enable_pdl: programmatic dependent launch; None means where the device has it (compute capability 9 and later).
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
-        kv_block_scales: float8_e4m3fn, one for 16 elements of an NVFP4 cache, in the layout of ``kv_cache`` with
-            head_dim / 16 as its last size; FlashInfer's code calls it ``kv_cache_sf``. V scales are interleaved in
-            groups of four tokens (see :class:`hopwell.layouts.VScaleLayout`). With HND the last two dimensions are
-            contiguous.
+        kv_block_scales: float8_e4m3fn, or uint8 with the same bits, one for 16 elements of an NVFP4 cache, in the
+            layout of ``kv_cache`` with head_dim / 16 as its last size; FlashInfer's code calls it ``kv_cache_sf``. V
+            scales are interleaved in groups of four tokens (see :class:`hopwell.layouts.VScaleLayout`). Strides are
+            free in multiples of 4 bytes, but for the last, which is 1.
         skip_softmax_threshold_scale_factor: allows leaving out keys whose weight is below this factor / kv_len; None
             and 0 mean exact attention.
         uses_shared_paged_kv_idx: whether K and V share their page ids.

@@ -31,6 +31,7 @@ from hopwell.kernels.support import (
     MAX_PAGE_SIZE,
     MLA,
     MLA_HEAD_DIMS,
+    NVFP4_HEAD_DIMS,
     OTHER_HEAD_DIMS,
     RUN_ON_HARDWARE,
     RUN_ON_HOPPER,
@@ -196,6 +197,19 @@ _PREFILL_HEAD_DIMS = (
         shown=[dict(kv=FP8)],
     ),
 )
+_PREFILL_NVFP4_HEAD_DIMS = _PREFILL.row(
+    "nvfp4_head_dim",
+    "head dims",
+    f"with NVFP4 caches: {_listed(NVFP4_HEAD_DIMS)}",
+    *_over("dims", NVFP4_HEAD_DIMS, kv=BYTES),
+)
+# Other sizes are refused before there is a problem: V's scales are interleaved by four tokens.
+_PREFILL_NVFP4_PAGE_SIZES = _PREFILL.row(
+    "nvfp4_page_size",
+    "page sizes",
+    f"with NVFP4 caches: page size: multiples of 4 up to {MAX_PAGE_SIZE}",
+    *_over("page_size", (4, 12, MAX_PAGE_SIZE), kv=BYTES),
+)
 _DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]
 _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
     "nvfp4_head_dim",
@@ -238,7 +252,16 @@ ENTRIES: dict[str, Entry] = {
                 shown=dict(out=BYTES),
             ),
             *_PREFILL_HEAD_DIMS,
+            _PREFILL_NVFP4_HEAD_DIMS,
+            _PREFILL.no_row(
+                "other_nvfp4_head_dim",
+                "head dims",
+                "other head dims with NVFP4 caches",
+                _PREFILL_NVFP4_HEAD_DIMS,
+                shown=[dict(kv=BYTES)],
+            ),
             *_PREFILL.page_sizes,
+            _PREFILL_NVFP4_PAGE_SIZES,
             # Views of the same problem: kernels know strides and tables, not layouts.
             _PREFILL.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
             _PREFILL.mask(MaskKind.CAUSAL),
@@ -279,6 +302,7 @@ ENTRIES: dict[str, Entry] = {
         (
             _16BIT,
             _FP8,
+            _FP8_OUT,
             *_PREFILL_HEAD_DIMS,
             *_PREFILL.page_sizes,
             _PREFILL.row("cache", "KV caches", "paged and ragged KV, element offsets"),

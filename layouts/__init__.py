@@ -61,8 +61,6 @@ from hopwell.layouts.scales import (
     interleave_v_scales,
     interleaved_v_scale_position,
     interleaved_v_scale_view,
-    scale_tma_view,
-    scale_tma_violation,
 )
 from hopwell.layouts.swizzle import (
     store_swizzled_128x4,
@@ -121,8 +119,6 @@ __all__ = [
     "quantize_nvfp4_output",
     "ragged_kv_views",
     "ragged_view",
-    "scale_tma_view",
-    "scale_tma_violation",
     "separate_kv_views",
     "sequence_lengths",
     "shared_page_table",

@@ -22,15 +22,11 @@ from hopwell.layouts._checks import (
     require_dtype,
     require_member,
     require_multiple,
-    require_rank,
     require_tensor,
-    require_unit_last_stride,
 )
 from hopwell.layouts.kv_cache import KVLayout, KVViews, canonical_view, paged_kv_views
-from hopwell.layouts.tma import tma_violation
 
 NVFP4_BLOCK = 16  # elements that share a scale factor
-_TMA_ROW = 16  # bytes, the narrowest TMA box
 
 
 class VScaleLayout(enum.Enum):
@@ -195,64 +191,6 @@ def deinterleave_v_scales(interleaved: torch.Tensor, kv_layout: KVLayout | str) 
     target = _hnd(linear, kv_layout)
     target.view(torch.uint8).copy_(source.view(torch.uint8).reshape(target.shape))
     return linear
-
-
-def scale_tma_violation(scales: torch.Tensor, name: str = "kv_block_scales") -> str | None:
-    """Say why TMA cannot fetch block scales in rows of 16 bytes, or return None where it can.
-
-    A token's S = head_dim / 16 bytes of scales are narrower than TMA's smallest box, so a page's scales must be one
-    contiguous run (last two dimensions dense, which NHD storage with several heads is not), a multiple of 16 bytes,
-    and heads and pages must follow TMA's own rules.
-
-    Args:
-        scales: canonical view [pages, kv_heads, page_size, S].
-        name: what the sentence calls ``scales``.
-
-    >>> scales = torch.empty(10, 8, 16, 8, dtype=torch.uint8)
-    >>> print(scale_tma_violation(scales))
-    None
-    >>> print(scale_tma_violation(torch.empty(10, 16, 8, 8, dtype=torch.uint8).transpose(1, 2)))
-    kv_block_scales has token stride 64; fetching 16-byte rows by TMA needs 8, the scales of one token
-    """
-    page_size, blocks = scales.shape[2:]
-    if page_size != 1 and scales.stride(2) != blocks:
-        return (
-            f"{name} has token stride {scales.stride(2)}; fetching {_TMA_ROW}-byte rows by TMA needs {blocks}, "
-            "the scales of one token"
-        )
-    if page_size * blocks % _TMA_ROW:
-        return f"{name} has {page_size * blocks} bytes of scales in a page and head; TMA needs a multiple of {_TMA_ROW}"
-    return tma_violation(scales[:, :, :1], name)
-
-
-def scale_tma_view(scales: torch.Tensor, name: str = "kv_block_scales") -> torch.Tensor:
-    """View block scales as rows of 16 bytes for TMA: [pages, kv_heads, page_size * S / 16, 16], S = head_dim / 16.
-
-    Row r holds bytes [16 * r, 16 * r + 16) of the page's [page_size, S] tile, in whichever layout it is. In TMA's own
-    order, fastest first, the box of a page is (16, page_size * head_dim / 256).
-
-    Args:
-        scales: canonical view [pages, kv_heads, page_size, S], uint8 or float8_e4m3fn.
-        name: what messages call ``scales``.
-
-    Returns:
-        A view of the same storage.
-
-    Raises:
-        TypeError: no tensor, or another dtype.
-        ValueError: wrong rank, a last stride other than 1, or :func:`scale_tma_violation`.
-
-    >>> tuple(scale_tma_view(torch.empty(10, 8, 32, 8, dtype=torch.uint8)).shape)
-    (10, 8, 16, 16)
-    """
-    require_rank(scales, 4, name, "[pages, kv_heads, page_size, head_dim / 16]")
-    require_dtype(scales, SCALE_TYPES, name)
-    require_unit_last_stride(scales, name)
-    violation = scale_tma_violation(scales, name)
-    if violation is not None:
-        raise ValueError(violation)
-    pages, kv_heads, page_size, blocks = scales.shape
-    return scales.view(pages, kv_heads, page_size * blocks // _TMA_ROW, _TMA_ROW)
 
 
 def _hnd(scales: torch.Tensor, kv_layout: KVLayout | str) -> torch.Tensor:

@@ -115,14 +115,20 @@ def test_context_nvfp4_cache() -> None:
     bad(ValueError, "kv_block_scales", kv_block_scales=scales[:-1])
     bad(ValueError, "kv_block_scales", kv_block_scales=scales.transpose(2, 3))
     bad(ValueError, "kv_block_scales", kv_block_scales=(scales[:, 0],))
-    strided = data(PAGES, 2, KV_HEADS, PAGE, 16, dtype=FP8)[..., :4]
-    bad(ValueError, "kv_block_scales.* token stride 16", kv_block_scales=strided)
+    strided = data(PAGES, 2, KV_HEADS, PAGE, 6, dtype=FP8)[..., :4]
+    bad(
+        ValueError,
+        r"^kv_block_scales must begin at a multiple of 4 bytes.* strides \(.*, 6, 1\)",
+        kv_block_scales=strided,
+    )
     bad(ValueError, "page size that is a multiple of 4", kv_cache=data(PAGES, 2, KV_HEADS, 2, DIM // 2, dtype=U8))
     narrow = data(PAGES, 2, KV_HEADS, PAGE, 16, dtype=U8)
     bad(ValueError, "K head_dim that is a multiple of 64", kv_cache=narrow, query=data(TOKENS, HEADS, 32, dtype=FP8))
     refused(CONTEXT, ValueError, "^kv_block_scales must be None unless", kv_block_scales=scales)
     hnd_pair = (scales[:, 0].clone(), scales[:, 1].clone())
     FUNCTIONS[CONTEXT](**arguments | {"kv_block_scales": hnd_pair})
+    narrow_gaps = data(PAGES, 2, KV_HEADS, PAGE, 8, dtype=FP8)[..., :4]
+    FUNCTIONS[CONTEXT](**arguments | {"kv_block_scales": narrow_gaps})
 
 
 PAGED = {CONTEXT: DEFAULT[CONTEXT], FMHA: "paged-HND", CUDNN: "paged", XQA: DEFAULT[XQA], MLA: DEFAULT[MLA]}

@@ -174,7 +174,8 @@ def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("entry", PREFILL)
 def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry: str) -> None:
-    narrow = ("8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", "nvfp4_kv", "nvfp4_out")
+    nvfp4 = ("nvfp4_kv", "nvfp4_head_dim", "nvfp4_page_size", "nvfp4_out")
+    narrow = ("8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", *nvfp4)
     absent = {
         "sm_100a": (*narrow, "multiple_head_dim", "wide_head_dim", "alibi_soft_cap"),
         "sm_120a": (),

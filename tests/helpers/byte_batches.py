@@ -22,6 +22,9 @@ WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
 # leading one of the largest that they add. What is below is cut off.
 SUMMAND_ERROR, SUMMED_AT_ONCE = 2.0**-13, 32
 LOGIT_ERROR = 2.0**-9  # of prefill's logits, by the same sums
+# Of a whole output of prefill: each weight errs on its own, so all together are far better than that. Measured at head
+# dim 128 are 2.0e-2 to 2.3e-2, and 2.4e-2 of FlashAttention 3, see docs/kernels/prefill.md.
+WHOLE_ERROR = 2.4e-2
 
 
 def round_keys_and_values(data: Batch) -> None:
@@ -72,9 +75,8 @@ class ByteBatch(Batch):
             allowed = (WEIGHT_ERROR + LOGIT_ERROR) * sizes + SMALLEST_WEIGHT * largest
             allowed = allowed + unit * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
             assert ((got - exact).abs() <= allowed).all(), f"off by {((got - exact).abs() / allowed).max():.2f} of it"
-            # Each weight errs on its own, so all together are far better than that.
             if exact.numel():
-                assert (got - exact).norm() <= (0.03 + unit) * exact.norm()
+                assert (got - exact).norm() <= (WHOLE_ERROR + unit) * exact.norm()
 
 
 @dataclass

@@ -16,7 +16,7 @@ import torch
 
 from helpers import reference
 from helpers.batches import CAUSAL, FULL, Batch, starts
-from hopwell import layouts
+from hopwell import FP4Tensor, layouts
 from hopwell.kernels import support
 from hopwell.kernels.config import KvType
 from hopwell.kernels.problem import Mask, Score
@@ -25,6 +25,7 @@ from hopwell.kernels.sm120_config import widens_by_warpgroup
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NVFP4 = torch.uint8  # as the entries call it
 LN_2 = math.log(2.0)
+SIGNED_ZERO = 0x80  # of e4m3
 POISONED_CODES = 0xFF  # -6 and -6
 P_SCALE = 256.0  # what makes weights of at most 1 use the range of e4m3
 
@@ -203,6 +204,38 @@ def check_bits_of_16_bits(out: torch.Tensor, wide: torch.Tensor, qk_columns: int
         assert torch.equal(out, wide)
     else:
         assert (out.double() - wide.double()).norm() <= ORDER_ERROR * wide.double().norm()
+
+
+FLOAT_ERROR = 2.0**-21  # of a number that is multiplied by a row's factors in another order
+
+
+def check_nvfp4_output(out: FP4Tensor, half: torch.Tensor, o_sf_scale: float) -> None:
+    """``out`` has the scales and codes that the quantizer gives of ``half``, the same output in float16. Where the half
+    unit that rounding to it took crosses an edge between two of them, either is right."""
+    x = half.float()
+    unit = torch.exp2(torch.frexp(x).exponent.clamp(min=-13) - 11.0)  # in the last place of float16
+    off = unit / 2 + FLOAT_ERROR * x.abs()
+    tokens, heads, dim = x.shape
+    columns = heads * dim // layouts.NVFP4_BLOCK
+    scales = layouts.unswizzle_128x4(out.scale, tokens, columns, out.scale_start_index).unflatten(1, (heads, -1))
+    sizes = ((x.abs() - off).clamp(min=0), x.abs() + off)
+    least, most = (layouts.quantize_nvfp4(size * o_sf_scale, 1.0).scales.float() for size in sizes)
+    _check_between(scales.float(), least, most, "scales")
+    assert not (scales.view(torch.uint8) == SIGNED_ZERO).any()
+
+    factors = scales.float().repeat_interleave(layouts.NVFP4_BLOCK, -1)
+    ends = (torch.where(factors == 0, 0.0, value * o_sf_scale / factors) for value in (x - off, x + off))
+    least_code, most_code = (layouts.encode_e2m1(end) for end in ends)
+    codes = layouts.unpack_e2m1(out.data)
+    _check_between(*map(layouts.decode_e2m1, (codes, least_code, most_code)), "codes")
+    settled = least_code == most_code
+    assert torch.equal(codes[settled], least_code[settled])  # zeros have their signs
+
+
+def _check_between(got: torch.Tensor, least: torch.Tensor, most: torch.Tensor, what: str) -> None:
+    wrong = ~((got >= least) & (got <= most))
+    assert not wrong.any(), f"{int(wrong.sum())} of {wrong.numel()} {what} are wrong"
+    assert (least == most).float().mean() > 0.9, f"rounding leaves too many {what} open"
 
 
 def meaning(stored: layouts.NVFP4Blocks | torch.Tensor) -> torch.Tensor:

@@ -136,6 +136,7 @@ CONFIGS: list[KernelConfig] = [
 ]
 # Two values that are read once for each chunk, see ``_WIDENED_TILES``, as many of a warp that merges, once a share, and
 # two of heads that share windows of e4m3, once for each work tile; two of a warpgroup that dequantises into float16.
+# Those of windows stay with smaller parts of V, and with 8 registers more for consumers (2026-11-25).
 SPILL = (
     "prefill_sm_90a_fp16_d192_causal_kv_nvfp4",
     "decode_sm_90a_fp16_d512_draft_kv_e4m3",

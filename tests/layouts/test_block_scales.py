@@ -1,4 +1,4 @@
-"""Block scales of NVFP4 caches: the interleaved permutation and the TMA reshape, byte by byte."""
+"""Block scales of NVFP4 caches: views, and the interleaved permutation byte by byte."""
 
 import itertools
 
@@ -14,8 +14,6 @@ from hopwell.layouts import (
     interleaved_v_scale_position,
     interleaved_v_scale_view,
     paged_kv_views,
-    scale_tma_view,
-    scale_tma_violation,
 )
 
 LAYOUTS = pytest.mark.parametrize("layout", ["HND", "NHD"])
@@ -149,57 +147,8 @@ def test_block_scales_of_different_page_counts():
         block_scale_views(scales, "HND", caches)
 
 
-@given(
-    pages=st.integers(1, 3),
-    heads=st.integers(1, 3),
-    tile=st.sampled_from([(4, 4), (8, 4), (2, 8), (16, 8), (1, 16), (16, 1)]),
-    pad=st.sampled_from([0, 16, 48]),
-)
-def test_tma_view_rows(pages, heads, tile, pad):
-    page_size, blocks = tile
-    buffer = torch.empty(pages, heads, page_size * blocks + pad, dtype=torch.uint8)
-    scales = buffer[..., : page_size * blocks].unflatten(2, tile)
-    view = scale_tma_view(scales)
-    rows = page_size * blocks // 16
-    # In TMA's order, fastest first: (16, page_size * head_dim / 256).
-    assert tuple(view.shape) == (pages, heads, rows, 16)
-    assert rows == page_size * (blocks * 16) // 256
-    for p, h, t, s in itertools.product(range(pages), range(heads), range(page_size), range(blocks)):
-        byte = t * blocks + s
-        assert view[p, h, byte // 16, byte % 16].data_ptr() == scales[p, h, t, s].data_ptr()
-
-
 def empty(*shape):
     return torch.empty(shape, dtype=torch.uint8)
-
-
-VIOLATIONS = {
-    "several heads NHD": (empty(3, 8, 2, 8).transpose(1, 2), "token stride 16; .* needs 8, the scales of one token"),
-    "padded rows": (empty(3, 2, 8, 9)[..., :8], "token stride 9"),
-    "small page": (empty(3, 2, 2, 4), "has 8 bytes of scales in a page and head"),
-    "base": (empty(401)[1:385].view(3, 2, 8, 8), "starts at address"),
-    "page stride": (empty(3, 136)[:, :128].unflatten(1, (2, 8, 8)), r"stride 136 \(136 bytes\) in dimension 0"),
-    "head stride": (empty(3, 2, 72)[..., :64].unflatten(2, (8, 8)), r"stride 72 \(72 bytes\) in dimension 1"),
-}
-
-
-@pytest.mark.parametrize("case", VIOLATIONS)
-def test_tma_violations(case):
-    scales, message = VIOLATIONS[case]
-    assert scale_tma_violation(scales, "kv_cache_sf").startswith("kv_cache_sf ")
-    with pytest.raises(ValueError, match=message):
-        scale_tma_view(scales)
-
-
-def test_tma_ignores_the_token_stride_of_one_token_pages():
-    scales = empty(3, 2, 1, 16).as_strided((3, 2, 1, 16), (32, 16, 999, 1))
-    view = scale_tma_view(scales)
-    assert tuple(view.shape) == (3, 2, 1, 16)
-    assert view[2, 1, 0].data_ptr() == scales[2, 1, 0].data_ptr()
-
-
-def test_tma_allows_nhd_with_one_head():
-    assert scale_tma_violation(empty(3, 8, 1, 8).transpose(1, 2)) is None
 
 
 SCALES = empty(2, 3, 8, 8)
@@ -249,9 +198,6 @@ BAD = {
         ValueError,
         "interleaved must have a last",
     ),
-    "tma rank": (lambda: scale_tma_view(SCALES[0]), ValueError, "kv_block_scales must be 4-D"),
-    "tma stride": (lambda: scale_tma_view(SCALES.mT), ValueError, "last stride of 1"),
-    "tma dtype": (lambda: scale_tma_view(SCALES.float()), TypeError, "kv_block_scales must have dtype"),
 }
 
 

@@ -61,7 +61,6 @@ NO_READS = {
     "block_scale_views": lambda: layouts.block_scale_views(
         (SCALES, SCALES), "HND", layouts.paged_kv_views((BYTES, BYTES), "HND")
     ),
-    "scale_tma_view": lambda: layouts.scale_tma_view(SCALES),
     "interleave_v_scales": lambda: layouts.interleave_v_scales(SCALES, "HND"),
     "deinterleave_v_scales": lambda: layouts.deinterleave_v_scales(SCALES, "HND"),
     "swizzle_128x4": lambda: layouts.swizzle_128x4(SCALES[0, 0]),
