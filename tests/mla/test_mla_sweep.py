@@ -168,8 +168,8 @@ def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_few_listed_tokens_leave_room(seed: int) -> None:
-    """Of few entries bfloat16 weights make the largest errors: by a model, 0.88 of what the test above allows, of 60
-    cases of 8.4 million outputs. It was 1.07 where two tiles of a unit's first step had one reference."""
+    """Weights in bfloat16 make the largest errors where entries are few: by a model, 0.88 of what the test above
+    allows, over 60 cases of 8.4 million outputs. It was 1.07 with one reference for both tiles of a first step."""
     lists = [listing("distinct", 1, 4096, 128, 1000 * seed + request) for request in range(128)]
     data = MlaBatch([1] * 128, [4096] * 128, 128, lists=lists, seed=seed)
     for values in (data.q, *data.k):
