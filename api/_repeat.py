@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from hopwell._cache import SCALES_READ
 from hopwell._checks import is_plain
 from hopwell.kernels import Plan
 from hopwell.kernels.launch import OPERANDS, address_of
@@ -62,7 +63,7 @@ def launch(arguments, out, stats):
     q, k, v, o = {query}, {key}, {value}, address({data}){more}
     where = {where}
     if not ({known}):
-        if (q | k | v | o) & {mask} or not ({present} and o) or {overlaps}:
+        if (q | k | v | o) & {mask} or {unaligned_scales}not ({present} and o) or {overlaps}:
             return None
         if len(known) >= {most_known}:
             known.clear()
@@ -219,8 +220,9 @@ class Repeat:
         inputs = {name: self._addresses[name] for name in ("query", "key", "value")}
         places = {address.partition(" ")[0]: LETTERS[name] for name, address in reversed(inputs.items())}
         small = [f"p{i}" for i in self._inputs if f"p{i}" not in places]
+        scales = [found for name in ("key_scales", "value_scales") if (found := self._addresses.get(name, "0")) != "0"]
         source = SOURCE.format(
-            where=", ".join([*places.values(), "o", *self._also_written]),
+            where=", ".join([*places.values(), "o", *self._also_written, *scales]),
             known=" and ".join(["where in known", *small]),
             most_known=MOST_KNOWN,
             arguments=", ".join(f"a{i}" for i in range(len(arguments))),
@@ -233,6 +235,7 @@ class Repeat:
             present=" and ".join([*(f"p{i}" for i in self._inputs), *self._also_written]),
             more="".join(f"; {name} = {address}" for name, address in self._also_written.items()),
             mask=ALIGNMENT_MASK,
+            unaligned_scales="".join(f"({address}) & {SCALES_READ - 1} or " for address in scales),
             overlaps=" or ".join([*OUT_OVERLAPS, *itertools.chain(*(MORE_OVERLAPS[n] for n in self._also_written))]),
             addresses=", ".join((self._addresses | LETTERS).values()),
             constants=", ".join(constants),

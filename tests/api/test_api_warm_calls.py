@@ -365,6 +365,18 @@ def test_unaligned_memory_is_refused_in_a_warm_call_too(name: str) -> None:
         FUNCTIONS[CONTEXT](**arguments)
 
 
+@pytest.mark.parametrize(("entry", "name"), [(CONTEXT, "kv_block_scales"), (XQA, "kv_cache_sf")])
+def test_unaligned_scales_are_refused_in_a_warm_call_too(entry: str, name: str) -> None:
+    """Kernels read four of them at a time, where three bytes more would be a fault of the device."""
+    arguments = form(entry, "nvfp4" if entry == XQA else "nvfp4-HND")
+    for _ in range(3):
+        FUNCTIONS[entry](**arguments)
+    scales = arguments[name]
+    moved = torch.zeros(scales.nbytes + 4, dtype=torch.uint8)[1 : 1 + scales.nbytes].view(scales.dtype)
+    with pytest.raises(ValueError, match=f"{name} must begin at a multiple of 4 bytes"):
+        FUNCTIONS[entry](**{**arguments, name: moved.view(scales.shape)})
+
+
 def test_a_pool_with_v_elsewhere_is_another_call(recorded: Any) -> None:
     arguments = form(FMHA, "pair-HND")
     for _ in range(3):
