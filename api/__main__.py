@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--prefill-types",
         nargs="+",
         choices=shipped.PREFILL_TYPES,
-        default=[shipped.WIDE],
+        default=[shipped.TYPES_16BIT],
         help="what prefill multiplies: 16bit, with all of decode, and MLA of 16-bit queries; fp8_kv, such queries over "
         "e4m3 caches; fp8, e4m3 queries and caches, with MLA of these (default: 16bit)",
     )

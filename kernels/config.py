@@ -22,11 +22,12 @@ from hopwell.kernels.masks import MaskKinds
 from hopwell.kernels.problem import AttentionProblem, Family
 
 DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16"}
-QUERY_DTYPES = DTYPES | {torch.float8_e4m3fn: "e4m3"}
+E4M3_DTYPES = {torch.float8_e4m3fn: "e4m3"}
+QUERY_DTYPES = DTYPES | E4M3_DTYPES
 OUT_DTYPES = QUERY_DTYPES | {torch.uint8: "nvfp4"}  # of the tensor that has the elements
 
 BLOCK_COLUMNS = 64  # 16-bit elements in a row of the 128-byte swizzle
-OTHER_REGISTERS = 30  # that ptxas wants besides the sums of a matrix instruction: 158 for 64 rows x 256 columns
+REGISTERS_BESIDE_SUMS = 30  # that ptxas wants besides the sums of a matrix instruction: 158 for 64 rows x 256 columns
 MMA_DEPTH = 16  # 16-bit elements that a matrix instruction multiplies at a time; a warp stores as many columns at least
 
 
@@ -279,7 +280,7 @@ class KernelConfig:
         """Say how many columns of V a matrix instruction multiplies at a time: all that a warpgroup has, but where
         there are so few registers at launch that ptxas refuses an instruction with all of their sums."""
         columns = self.depth[1]
-        fits = columns * 64 // WARPGROUP + OTHER_REGISTERS <= self.launch_registers
+        fits = columns * 64 // WARPGROUP + REGISTERS_BESIDE_SUMS <= self.launch_registers
         return columns if fits else columns // 2
 
     @property

@@ -13,6 +13,7 @@ from hopwell.kernels import support
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
     DTYPES,
+    QUERY_DTYPES,
     KernelConfig,
     KvType,
     Tile,
@@ -37,7 +38,6 @@ from hopwell.kernels.splitting import (
     tree_rows,
 )
 
-FP8 = {torch.float8_e4m3fn: "e4m3"}
 EIGHT_BIT_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
 NARROW_TYPES = EIGHT_BIT_TYPES | {torch.uint8: KvType.NVFP4}
 NARROW_HEAD_DIMS = {
@@ -64,10 +64,10 @@ _TREE_TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_regi
 # Over 8-bit caches the tile has half of the registers. Q goes into registers, so that one stage of it is enough.
 _BYTE_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
 _STAGE_BYTES = 65536  # of K, and of V, of all CTAs of a multiprocessor
-# It is so much where rows are narrower than a line of the L2 cache. With more under way, CTAs whose heads share lines
+# It is so much where rows are shorter than a cache line of L2. With more under way, CTAs whose heads share cache lines
 # come for them at times further apart: 256 x 1024 tokens of 4 bits took 132 instead of 127 us, and 32 x 8192 whose
 # heads lie apart 113 instead of 108 (H100, 2026-11-25).
-_NARROW_STAGE_BYTES = 32768
+_SHORT_ROW_STAGE_BYTES = 32768
 # With caches of 8 bits eight warps have keys of their own, and a warpgroup merges with what registers they leave: where
 # widths are no powers of two, it takes some more.
 _BYTE_TILES = {
@@ -154,7 +154,7 @@ class DecodeConfig(KernelConfig):
         if self.has_tree:
             tile = _TREE_TILE if self.kv_type is KvType.WIDE else _BYTE_TREE_TILE
             row_bytes = HALFWORD_BYTES * self.columns[0]
-            stage_bytes = _NARROW_STAGE_BYTES if row_bytes < LINE_BYTES else _STAGE_BYTES
+            stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < LINE_BYTES else _STAGE_BYTES
             stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
             return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
         byte_tiles = _WIDENED_TILES if self.widens_in_place else _BYTE_TILES
@@ -248,7 +248,7 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
     require_page_size(problem, arch)
     require_seen(problem, "decode kernel", (*MASKS, MaskKind.CYCLIC) if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
     dtype = DTYPES[problem.query.dtype]
-    common = (arch, dtype, {**DTYPES, **FP8}[out_dtype], head_dim, head_dim, problem.mask.kind)
+    common = (arch, dtype, QUERY_DTYPES[out_dtype], head_dim, head_dim, problem.mask.kind)
     rows = kind.rows_for(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
     unfetched = kind(*common, *paged_fetches(1)[0], kv_type, rows)
     fetch = kv_fetch(problem, unfetched.tile.n)

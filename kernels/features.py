@@ -16,7 +16,7 @@ from typing import Any
 from hopwell.kernels import families, probes
 from hopwell.kernels.append_config import CacheType
 from hopwell.kernels.masks import MaskKind
-from hopwell.kernels.probes import BF16, BYTES, FP8, INT8
+from hopwell.kernels.probes import BF16, FP8, INT8, UINT8
 from hopwell.kernels.problem import Family
 from hopwell.kernels.support import (
     APPEND,
@@ -215,7 +215,7 @@ _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
     "nvfp4_head_dim",
     "head dims",
     f"with NVFP4 caches: {_listed(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
-    *_over("dim", DECODE_NVFP4_HEAD_DIMS, kv=BYTES),
+    *_over("dim", DECODE_NVFP4_HEAD_DIMS, kv=UINT8),
 )
 _DECODE_KNOWN_HEAD_DIMS = (
     _DECODE.row("head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)),
@@ -242,14 +242,14 @@ ENTRIES: dict[str, Entry] = {
             _16BIT,
             _PREFILL.row("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", dict(kv=FP8)),
             _FP8,
-            _PREFILL.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=BYTES)),
+            _PREFILL.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=UINT8)),
             _FP8_OUT,
             _PREFILL.row(
                 "nvfp4_out",
                 "data types",
                 "NVFP4 output of an fp8 query",
-                dict(out=BYTES, **_BYTES_IN),
-                shown=dict(out=BYTES),
+                dict(out=UINT8, **_BYTES_IN),
+                shown=dict(out=UINT8),
             ),
             *_PREFILL_HEAD_DIMS,
             _PREFILL_NVFP4_HEAD_DIMS,
@@ -324,7 +324,7 @@ ENTRIES: dict[str, Entry] = {
             _DECODE.row("16bit", "data types", "bf16 or fp16 query, KV and output"),
             _DECODE.row("fp8_kv", "data types", "fp8 (e4m3) KV cache", dict(kv=FP8)),
             _DECODE.row("int8_kv", "data types", "int8 KV cache", dict(kv=INT8)),
-            _DECODE.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=BYTES)),
+            _DECODE.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=UINT8)),
             _DECODE.row(
                 "fp8_out",
                 "data types",
@@ -339,7 +339,7 @@ ENTRIES: dict[str, Entry] = {
                 "head dims",
                 "other head dims with NVFP4 caches",
                 _DECODE_NVFP4_HEAD_DIMS,
-                shown=[dict(kv=BYTES)],
+                shown=[dict(kv=UINT8)],
             ),
             _DECODE.no_row("other_head_dim", "head dims", "other head dims", *_DECODE_KNOWN_HEAD_DIMS),
             *_DECODE.page_sizes,
@@ -360,8 +360,8 @@ ENTRIES: dict[str, Entry] = {
                 "fp8_ds_mla",
                 "data types",
                 "cache of 656-byte rows (fp8 with scales, bf16 rotary part)",
-                dict(kv=BYTES, row=656),
-                shown=dict(kv=BYTES),
+                dict(kv=UINT8, row=656),
+                shown=dict(kv=UINT8),
             ),
             _MLA_HEAD_DIMS,
             _MLA.no_row("other_head_dim", "head dims", "other head dims", _MLA_HEAD_DIMS, _MLA_SPARSE_HEAD_DIM),

@@ -13,6 +13,8 @@ from hopwell.kernels import settings, support
 from hopwell.kernels.config import (
     BLOCK_COLUMNS,
     DTYPES,
+    E4M3_DTYPES,
+    QUERY_DTYPES,
     KvFetch,
     KvType,
     Tile,
@@ -66,7 +68,6 @@ _BYTE_TREE_TILES = {
 KV_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.uint8: KvType.FP8_DS_MLA}
 # What elements times scales are rounded to, and their rotary columns are, is bfloat16.
 QUERIES = dict.fromkeys(KvType, DTYPES) | {KvType.FP8_DS_MLA: {torch.bfloat16: "bf16"}}
-BYTES = {torch.float8_e4m3fn: "e4m3"}  # queries and keys of products of 8 bits, where an architecture has these
 
 
 @dataclass(frozen=True)
@@ -198,12 +199,12 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
         raise NotImplementedError(
             f"head dims (QK/V) {dims[0]}/{dims[1]} have no MLA kernel on {arch}; supported: {listed}"
         )
-    in_bytes = kind.takes_bytes and problem.query.dtype in BYTES
+    in_bytes = kind.takes_bytes and problem.query.dtype in E4M3_DTYPES
     # What there is no output for is a product of 8 bits, whose results are of bfloat16.
     out_dtype = torch.bfloat16 if in_bytes else problem.query.dtype
     out_dtype = out_dtype if problem.out is None else problem.out.dtype
     kv_type = KvType.WIDE if in_bytes else KV_TYPES.get(problem.key.dtype, KvType.WIDE)
-    require_dtypes(problem, out_dtype, arch, kv_type, queries=BYTES if in_bytes else QUERIES[kv_type])
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=E4M3_DTYPES if in_bytes else QUERIES[kv_type])
     require_page_size(problem, arch)
     masks = (MaskKind.CAUSAL, MaskKind.CYCLIC) if problem.token_table is None else (MaskKind.CAUSAL,)
     require_seen(problem, "MLA decode kernel", masks, arch)
@@ -212,7 +213,7 @@ def resolve_mla(problem: AttentionProblem, arch: str, kind: type[MlaConfig] = Ml
     else:
         fetch = kv_fetch(problem, _TILE.n) if kv_type is KvType.WIDE else (KvFetch.PAGE_ROWS, 0)
     together = problem.query.shape[1] * (problem.max_q_len if problem.token_table is None else 1)
-    common = (arch, (DTYPES | BYTES)[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
+    common = (arch, QUERY_DTYPES[problem.query.dtype], DTYPES[out_dtype], *dims, problem.mask.kind, *fetch)
     rows = LATENT_FEW_ROWS if together <= LATENT_FEW_ROWS else kind.most_rows
     uneven, invariant = has_uneven_pages(problem), rows == ROWS and not _has_portions(problem)
     return kind(*common, kv_type, rows, uneven_pages=uneven, batch_invariant=invariant)

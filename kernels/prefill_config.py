@@ -42,22 +42,22 @@ MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill)
 #
 # Three consumer warpgroups: with so few columns of O, more rows pay for K and V. 128 keys: 488 TFLOP/s at 2 x 8192
 # tokens, 478 with 96, 403 with two warpgroups and four stages (H200, 2026-11-21).
-_NARROW = Tile(m=192, n=128, q_stages=2, kv_stages=2, producer_registers=32, consumer_registers=160)
+_SMALL_DIMS = Tile(m=192, n=128, q_stages=2, kv_stages=2, producer_registers=32, consumer_registers=160)
 # Two Q stages let the next tile's Q load early: 450 instead of 410 TFLOP/s at 16 x 1024 tokens (H200, 2026-11-21). A
 # third K/V stage in their place brought nothing at 8192 and 16384 tokens, nor did steps of 96 to 176 keys.
-_MIDDLE = Tile(m=128, n=128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232)
-_WIDE = Tile(m=128, n=96, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232)
+_MIDDLE_DIMS = Tile(m=128, n=128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232)
+_LARGE_DIMS = Tile(m=128, n=96, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232)
 TILES = {
-    (32, 32): _NARROW,
-    (40, 40): _NARROW,
-    (48, 48): _NARROW,
-    (64, 64): _NARROW,
-    (80, 80): _MIDDLE,
-    (96, 96): _MIDDLE,
-    (104, 104): _MIDDLE,
-    (128, 128): _MIDDLE,
-    (160, 160): _WIDE,
-    (192, 192): _WIDE,
+    (32, 32): _SMALL_DIMS,
+    (40, 40): _SMALL_DIMS,
+    (48, 48): _SMALL_DIMS,
+    (64, 64): _SMALL_DIMS,
+    (80, 80): _MIDDLE_DIMS,
+    (96, 96): _MIDDLE_DIMS,
+    (104, 104): _MIDDLE_DIMS,
+    (128, 128): _MIDDLE_DIMS,
+    (160, 160): _LARGE_DIMS,
+    (192, 192): _LARGE_DIMS,
     # Shared memory is full with one Q stage; 80 keys and two Q stages give 460 instead of 490 TFLOP/s.
     (192, 128): Tile(m=128, n=128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
     (256, 256): Tile(m=128, n=64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
@@ -132,14 +132,14 @@ class PrefillConfig(KernelConfig):
         """Return the tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step,
         so a cache of 8 bits gives the bits that its values give in 16."""
         tile = cls.all_tiles()[dims]
-        if tile is _NARROW and (score.caps or skip_softmax):
+        if tile is _SMALL_DIMS and (score.caps or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
         if short_steps:
             tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
-        if packs_heads and tile.m > _MIDDLE.m:
+        if packs_heads and tile.m > _MIDDLE_DIMS.m:
             # Queries are few, and a row's head and token are more to keep than three warpgroups have registers for.
-            registers = _MIDDLE.producer_registers, _MIDDLE.consumer_registers
-            tile = replace(tile, m=_MIDDLE.m, producer_registers=registers[0], consumer_registers=registers[1])
+            registers = _MIDDLE_DIMS.producer_registers, _MIDDLE_DIMS.consumer_registers
+            tile = replace(tile, m=_MIDDLE_DIMS.m, producer_registers=registers[0], consumer_registers=registers[1])
         if multiplies_bytes:
             return cls.byte_tile(dims, tile, short_steps, cls.flushes(dims, skip_softmax, short_steps))
         return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile, kv_type)
@@ -153,20 +153,20 @@ class PrefillConfig(KernelConfig):
     @classmethod
     def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, flushes: bool) -> Tile:
         """Return the tile where queries, keys and values have 8 bits and would have ``tile`` in 16."""
-        step = min(tile.n, _MIDDLE.n)
+        step = min(tile.n, _MIDDLE_DIMS.n)
         if dims == (128, 128) and not short_steps:
             step = BYTE_STEP if flushes else PART_STEP
-        return replace(tile, m=_MIDDLE.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
+        return replace(tile, m=_MIDDLE_DIMS.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
 
     @classmethod
     def widened_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType) -> Tile:
         """Return the tile where keys and values are widened and would have ``tile`` in the type of the queries."""
         if max(dims) > WIDENED_APART_TO:
-            return replace(tile, m=_MIDDLE.m, **_CONVERTING)
+            return replace(tile, m=_MIDDLE_DIMS.m, **_CONVERTING)
         has_pairs = max(dims) <= WIDENED_PAIRS_TO
         return replace(
             tile,
-            m=_MIDDLE.m,
+            m=_MIDDLE_DIMS.m,
             kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
             source_stages=(2, 1) if has_pairs else (1, 1),
             **_CONVERTING,

@@ -27,7 +27,7 @@ from hopwell.kernels.problem import (
 )
 from hopwell.kernels.support import MAX_PAGE_SIZE, append_page_size
 
-BF16, FP8, INT8, BYTES = torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8
+BF16, FP8, INT8, UINT8 = torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.uint8
 HEADS, KV_HEADS, PAGES, PAGE_SIZE, BATCH = 8, 2, 4, 16, 2
 BLOCK = ELEMENTS["nvfp4"].block
 
@@ -45,10 +45,10 @@ def _ints(*shape: int) -> torch.Tensor:
 
 def _cache(dims: tuple[int, int], kv: torch.dtype, page_size: int) -> dict[str, Any]:
     """Make K and V, with scales where they are NVFP4, two elements in a byte."""
-    packing = 2 if kv is BYTES else 1
+    packing = 2 if kv is UINT8 else 1
     key, value = (_empty(PAGES, KV_HEADS, page_size, dim // packing, dtype=kv) for dim in dims)
     scales = [_empty(PAGES, KV_HEADS, page_size, dim // BLOCK, dtype=FP8) for dim in dims]
-    return dict(key=key, value=value, kv_scales=BlockScales(*scales) if kv is BYTES else None)
+    return dict(key=key, value=value, kv_scales=BlockScales(*scales) if kv is UINT8 else None)
 
 
 def _problem(query: torch.Tensor, q_len: int, mask: Mask, **fields: Any) -> AttentionProblem:
@@ -91,13 +91,13 @@ def prefill(
     q_len = 32
     tokens = BATCH * q_len
     scales = OutputScales(_empty(128, HEADS * dims[1] // BLOCK, dtype=FP8), 0, 1.0)
-    stored = None if out is None else _empty(tokens, HEADS, dims[1] // (2 if out is BYTES else 1), dtype=out)
+    stored = None if out is None else _empty(tokens, HEADS, dims[1] // (2 if out is UINT8 else 1), dtype=out)
     return _problem(
         _empty(tokens, HEADS, dims[0], dtype=query),
         q_len,
         Mask(mask, window_left=64, chunk=64),
         out=stored,
-        out_scales=scales if out is BYTES else None,
+        out_scales=scales if out is UINT8 else None,
         score=Score.capped(soft_cap, has_slopes=alibi),
         softmax_scale=_empty(1) if tensor_scales else 1.0,
         lse=LogSumExp(_empty(tokens, HEADS), LseLayout.RAGGED, natural=True) if lse else None,
@@ -127,7 +127,7 @@ def decode(
         out=None if out is None else _empty(tokens, HEADS, dim, dtype=out),
         shard=_sharded(Mask(mask)),
         softmax_scale=_empty(1) if tensor_scales else 1.0,
-        scratch=_empty(1, dtype=BYTES),
+        scratch=_empty(1, dtype=UINT8),
         family=Family.DECODE,
         **_cache((dim, dim), kv, page_size),
         **fields,
@@ -159,7 +159,7 @@ def mla(
         value=key[..., : dims[1]],
         shard=_sharded(Mask(mask)),
         softmax_scale=_empty(1) if tensor_scales else 1.0,
-        scratch=_empty(1, dtype=BYTES),
+        scratch=_empty(1, dtype=UINT8),
         family=Family.MLA,
         **lists,
         **fields,
@@ -170,7 +170,7 @@ def append(
     *, kind: CacheType = CacheType.WIDE, page_size: int = PAGE_SIZE, tensor_scales: bool = False
 ) -> AppendProblem:
     """Make an append of new tokens of bfloat16 to a cache of this ``kind``."""
-    tokens, dim, kv = 8, 128, {CacheType.WIDE: BF16, CacheType.E4M3: FP8}.get(kind, BYTES)
+    tokens, dim, kv = 8, 128, {CacheType.WIDE: BF16, CacheType.E4M3: FP8}.get(kind, UINT8)
     cache, table = _cache((dim, dim), kv, page_size), _ints(BATCH, 3)
     scales = cache["kv_scales"]
     key, value = (_empty(tokens, KV_HEADS, dim, dtype=BF16) for _ in "kv")

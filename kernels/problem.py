@@ -20,7 +20,7 @@ from hopwell.kernels.masks import MaskKind as MaskKind
 MAX_KEYS = 1 << 30  # of a request, where pages hold them: positions of its keys and rows, and sums of two, fit 32 bits
 
 # The fast tanh rounds to 2^-23 of the cap, which under larger ones is more than bfloat16 makes of common logits.
-NARROW_CAP = 512.0
+SMALL_CAP = 512.0
 # c tanh(x / c) is x in float32 for all x below c / 2^12. The softmax of larger logits is that of their rounding.
 LARGEST_CAP = 2.0**64
 
@@ -39,14 +39,14 @@ class ScoreKind(enum.Enum):
 
     SCALED = "scaled"  # x
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
-    WIDE_SOFT_CAP = "wide_soft_cap"  # the same, precise where x / c is small as well
+    LARGE_SOFT_CAP = "large_soft_cap"  # the same, precise where x / c is small as well
     ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
     CAPPED_ALIBI = "capped_alibi"  # c * tanh(x / c) + slope_h * key: the order of FlashInfer's fmha_v2 kernels
 
     @property
     def caps(self) -> bool:
         """Tell whether scores are capped."""
-        return self in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.CAPPED_ALIBI)
+        return self in (ScoreKind.SOFT_CAP, ScoreKind.LARGE_SOFT_CAP, ScoreKind.CAPPED_ALIBI)
 
     @property
     def has_slopes(self) -> bool:
@@ -68,7 +68,7 @@ class Score:
             return cls(ScoreKind.ALIBI) if has_slopes else cls()
         if has_slopes:
             return cls(ScoreKind.CAPPED_ALIBI, cap)
-        return cls(ScoreKind.SOFT_CAP if cap <= NARROW_CAP else ScoreKind.WIDE_SOFT_CAP, cap)
+        return cls(ScoreKind.SOFT_CAP if cap <= SMALL_CAP else ScoreKind.LARGE_SOFT_CAP, cap)
 
 
 @dataclass(frozen=True)

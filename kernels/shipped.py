@@ -15,20 +15,20 @@ from hopwell.kernels.problem import Family
 
 # What prefill multiplies, as the rows of the support matrix have it: inputs and output of one 16-bit dtype, 16-bit
 # queries over e4m3 caches with an output like the queries, or e4m3 queries and caches with an output of 16 or 8 bits.
-WIDE, BYTE_CACHE, BYTES = "16bit", "fp8_kv", "fp8"
-PREFILL_TYPES = (WIDE, BYTE_CACHE, BYTES)
+TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8 = "16bit", "fp8_kv", "fp8"
+PREFILL_TYPES = (TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8)
 
 
-def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (WIDE,)) -> Iterator[Buildable]:
-    """Yield the prefill kernels whose operands are of ``prefill_types``; with WIDE among them all other families too,
-    but for MLA kernels that multiply bytes, which go with BYTES."""
+def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) -> Iterator[Buildable]:
+    """Yield the prefill kernels whose operands are of ``prefill_types``; with TYPES_16BIT among them all other families
+    too, but for MLA kernels that multiply bytes, which go with TYPES_FP8."""
     for config in itertools.chain.from_iterable(families.shipped_configs(arch, family) for family in Family):
         takes_bytes = isinstance(config, MlaConfig) and config.multiplies_bytes
-        if (BYTES if takes_bytes else WIDE) in prefill_types:
+        if (TYPES_FP8 if takes_bytes else TYPES_16BIT) in prefill_types:
             yield config
-    if BYTE_CACHE in prefill_types:
+    if TYPES_FP8_KV in prefill_types:
         yield from _byte_configs(arch, [(dtype, dtype) for dtype in DTYPES.values()], kv_type=KvType.E4M3)
-    if BYTES in prefill_types:
+    if TYPES_FP8 in prefill_types:
         yield from _byte_configs(arch, [("e4m3", out) for out in QUERY_DTYPES.values()])
 
 

@@ -18,12 +18,14 @@ TENSOR_MEMORY_COLUMNS = min(ARCHITECTURES[arch].tensor_memory_columns for arch i
 
 # Two warpgroups compute softmax, a row of scores in each thread's registers; one corrects and stores O, 32 columns at a
 # time; the last is the warps that load, schedule and issue products. Together what 512 threads have at launch.
-SOFTMAX_REGISTERS, CORRECTION_REGISTERS, OTHER_REGISTERS = 200, 64, 48
+SOFTMAX_REGISTERS, CORRECTION_REGISTERS, PRODUCER_REGISTERS = 200, 64, 48
 
 
 def _tile(n: int, kv_stages: int) -> Tile:
     rows = Q_TILES * Q_TILE_ROWS
-    return Tile(rows, n, Q_TILES, kv_stages, producer_registers=OTHER_REGISTERS, consumer_registers=SOFTMAX_REGISTERS)
+    return Tile(
+        rows, n, Q_TILES, kv_stages, producer_registers=PRODUCER_REGISTERS, consumer_registers=SOFTMAX_REGISTERS
+    )
 
 
 # S takes a column for each key, O one for each column of V, both for each of the two query tiles: 256 columns of V are
@@ -55,7 +57,7 @@ class Sm100PrefillConfig(PrefillConfig):
 
     @property
     def registers(self) -> tuple[int, ...]:
-        return (*[SOFTMAX_REGISTERS] * Q_TILES, CORRECTION_REGISTERS, OTHER_REGISTERS)
+        return (*[SOFTMAX_REGISTERS] * Q_TILES, CORRECTION_REGISTERS, PRODUCER_REGISTERS)
 
     @property
     def s_column(self) -> int:

@@ -8,7 +8,7 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 # which there would not be enough of them for all SMs. bf16, 64/8 heads, us with halves and with whole chunks (H200,
 # 2026-11-22): 256 x 1024 tokens 258 and 238, 1 x 1024 14.3 and 15.7; 1 x 4096 15.4 and 19.2, 128 x 2048 253 and 258;
 # 4 x 16384 78 and 72, 32 x 8192 253 and 250.
-CHUNK_ELEMENTS = 1024 * 128  # of 16 bits of K, for narrow heads
+CHUNK_ELEMENTS = 1024 * 128  # of 16 bits of K, for small head dims
 MIN_CHUNK_TOKENS = 1024
 LONG_TOKENS = 8192  # from here on, and up to one chunk, chunks are whole
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
@@ -87,8 +87,8 @@ OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are
 WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
 # Blocks of leaves in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
 MOST_BLOCKS, BLOCKS_BYTES = 16, 16 * 8704
-MOST_WIDE_BLOCKS = 4  # of wide nodes, whose bundles are small: see TIERS
-BUNDLE_BITS, WIDE_BUNDLE_BITS = 4, 2  # log2 of the nodes in memory that are merged at a time: fewer wide ones
+MOST_LARGE_NODE_BLOCKS = 4  # of nodes of many columns, whose bundles are small: see TIERS
+BUNDLE_BITS, LARGE_NODE_BUNDLE_BITS = 4, 2  # log2 of the nodes in memory that are merged at a time
 TIERS = 5  # of bundles: 4^5 are more than the blocks of all CTAs
 TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out
 # int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done;
@@ -142,7 +142,7 @@ def shared_levels(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) 
 
 def bundle_bits(columns: int) -> int:
     """Return the log2 of the nodes in memory that are merged at a time."""
-    return BUNDLE_BITS if columns <= MOST_TREE_COLUMNS else WIDE_BUNDLE_BITS
+    return BUNDLE_BITS if columns <= MOST_TREE_COLUMNS else LARGE_NODE_BUNDLE_BITS
 
 
 def far_levels(leaf: int, capacity: int, near: int) -> int:
@@ -154,7 +154,7 @@ def far_levels(leaf: int, capacity: int, near: int) -> int:
 
 def share_blocks(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
     """Count the blocks in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
-    most = MOST_BLOCKS if columns <= MOST_TREE_COLUMNS else MOST_WIDE_BLOCKS
+    most = MOST_BLOCKS if columns <= MOST_TREE_COLUMNS else MOST_LARGE_NODE_BLOCKS
     blocks = min(BLOCKS_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
     return 1 << (blocks.bit_length() - 1)
 

@@ -14,7 +14,7 @@ import torch
 
 INDEX_TYPES = (torch.int32, torch.uint32, torch.int64)
 SCALE_TYPES = (torch.float8_e4m3fn, torch.uint8)  # uint8 holds the bits of e4m3
-WIDE_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # what low-precision caches are quantized from and back to
+FLOAT_TYPES = (torch.float32, torch.bfloat16, torch.float16)  # what low-precision caches are quantized from and back to
 
 _E = TypeVar("_E", bound=enum.Enum)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell.layouts._checks import WIDE_TYPES, require_dtype, require_multiple, require_tensor
+from hopwell.layouts._checks import FLOAT_TYPES, require_dtype, require_multiple, require_tensor
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0..7; bit 3 is the sign
 E2M1_MAX = E2M1_MAGNITUDES[-1]
@@ -29,7 +29,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     [0, 2, 4, 14, 7, 8]
     """
     require_tensor(x, "x")
-    require_dtype(x, WIDE_TYPES, "x")
+    require_dtype(x, FLOAT_TYPES, "x")
     magnitude = x.abs()
     code = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
     for i in range(7):

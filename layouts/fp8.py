@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hopwell.layouts._checks import WIDE_TYPES, require_dtype, require_scale, require_tensor
+from hopwell.layouts._checks import FLOAT_TYPES, require_dtype, require_scale, require_tensor
 
 E4M3_MAX = 448.0
 
@@ -47,7 +47,7 @@ def quantize_fp8(x: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     tensor([   1.5000, -448.0000])
     """
     require_tensor(x, "x")
-    require_dtype(x, WIDE_TYPES, "x")
+    require_dtype(x, FLOAT_TYPES, "x")
     return saturate_e4m3(divided(x, scale, "scale"))
 
 
@@ -80,7 +80,7 @@ def saturate_e4m3(x: torch.Tensor) -> torch.Tensor:
 def scale_to_range(x: torch.Tensor, largest: float) -> torch.Tensor:
     """Compute max|x| / ``largest`` as a 0-d float32 tensor, or 1 where that is 0."""
     require_tensor(x, "x")
-    require_dtype(x, WIDE_TYPES, "x")
+    require_dtype(x, FLOAT_TYPES, "x")
     if x.numel() == 0:
         return torch.ones((), device=x.device)
     scale = x.abs().amax().float() / largest
@@ -104,5 +104,5 @@ def divided(x: torch.Tensor, scale: float | torch.Tensor, name: str) -> torch.Te
 
 def require_wide(dtype: torch.dtype) -> None:
     """Check a ``dtype`` argument that says what to dequantize to."""
-    if dtype not in WIDE_TYPES:
-        raise TypeError(f"dtype must be {' or '.join(str(d) for d in WIDE_TYPES)}, got {dtype}")
+    if dtype not in FLOAT_TYPES:
+        raise TypeError(f"dtype must be {' or '.join(str(d) for d in FLOAT_TYPES)}, got {dtype}")

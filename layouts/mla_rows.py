@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 
 from hopwell.kernels.elements import SCALE_COLUMNS
-from hopwell.layouts._checks import WIDE_TYPES, require_dtype, require_tensor
+from hopwell.layouts._checks import FLOAT_TYPES, require_dtype, require_tensor
 from hopwell.layouts.fp8 import E4M3_MAX, saturate_e4m3
 
 LATENT, ROTARY = 512, 64
@@ -41,7 +41,7 @@ def quantize_fp8_ds_mla(latent: torch.Tensor, rotary: torch.Tensor, *, power_of_
     """
     for name, part, width in (("latent", latent, LATENT), ("rotary", rotary, ROTARY)):
         require_tensor(part, name)
-        require_dtype(part, WIDE_TYPES, name)
+        require_dtype(part, FLOAT_TYPES, name)
         if part.dim() < 1 or part.shape[-1] != width:
             raise ValueError(f"{name} must have {width} as its last size, got shape {tuple(part.shape)}")
     if latent.shape[:-1] != rotary.shape[:-1] or latent.device != rotary.device:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from hopwell.layouts._checks import (
-    WIDE_TYPES,
+    FLOAT_TYPES,
     require_dtype,
     require_member,
     require_multiple,
@@ -311,6 +311,6 @@ def _quantize(y: torch.Tensor) -> NVFP4Blocks:
 
 def _check_blocks(x: torch.Tensor, name: str) -> None:
     require_tensor(x, name)
-    require_dtype(x, WIDE_TYPES, name)
+    require_dtype(x, FLOAT_TYPES, name)
     if x.dim() == 0 or x.shape[-1] % NVFP4_BLOCK:
         raise ValueError(f"{name}'s last dimension must be a multiple of {NVFP4_BLOCK}, got shape {tuple(x.shape)}")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-WIDE, FP8, NVFP4 = "16 bits", "e4m3", "NVFP4"
+SIXTEEN_BITS, E4M3, NVFP4 = "16 bits", "e4m3", "NVFP4"
 # Longer ends come first, as some end in others. An e4m3 query over an NVFP4 cache counts as NVFP4.
-_ENDS = {"-fp8-nvfp4": NVFP4, "-nvfp4-cache": NVFP4, "-nvfp4": NVFP4, "-fp8-cache": FP8, "-fp8": FP8}
-PARTS_OF_FILES = {WIDE: "", FP8: "-fp8", NVFP4: "-nvfp4"}  # of plots
+_ENDS = {"-fp8-nvfp4": NVFP4, "-nvfp4-cache": NVFP4, "-nvfp4": NVFP4, "-fp8-cache": E4M3, "-fp8": E4M3}
+PARTS_OF_FILES = {SIXTEEN_BITS: "", E4M3: "-fp8", NVFP4: "-nvfp4"}  # of plots
 
 
 def precision(name: str) -> str:
@@ -22,7 +22,7 @@ def wide_name(name: str) -> str:
 
 def by_precision(titles: Iterable[str]) -> dict[str, list[str]]:
     """Return the titles of cases by their precision, the widest first, without precisions that no case has."""
-    groups: dict[str, list[str]] = {WIDE: [], FP8: [], NVFP4: []}
+    groups: dict[str, list[str]] = {SIXTEEN_BITS: [], E4M3: [], NVFP4: []}
     for title in titles:
         groups[precision(name_of(title))].append(title)
     return {group: members for group, members in groups.items() if members}
@@ -37,4 +37,4 @@ def _split(name: str) -> tuple[str, str]:
     for end, group in _ENDS.items():
         if name.endswith(end):
             return name.removesuffix(end), group
-    return name, WIDE
+    return name, SIXTEEN_BITS

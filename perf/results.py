@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from hopwell.perf import colors
-from hopwell.perf.precision import PARTS_OF_FILES, WIDE, by_precision, name_of, wide_name
+from hopwell.perf.precision import PARTS_OF_FILES, SIXTEEN_BITS, by_precision, name_of, wide_name
 
 PACKAGES = (
     "hopwell",
@@ -205,7 +205,7 @@ class Run:
         headers = [name_of(title) for title in workloads]
         rates = self._shown(workloads) | self._rooflines(workloads)
         table = _table(self.labels.unit, rates, headers, ratios=self._ratios(workloads))
-        narrow = by_precision(workloads).keys() - {WIDE}
+        narrow = by_precision(workloads).keys() - {SIXTEEN_BITS}
         errors = self._error_table(workloads, headers, of_all_forms=True) if narrow else ""
         return "\n\n".join(filter(None, [table, errors, _listed(workloads)]))
 
@@ -285,7 +285,7 @@ class Run:
             first = workloads.index(row[0])
             self._bars(axes, row, {name: rates[first : first + len(row)] for name, rates in shown.items()})
             axes.set_xlim(-0.5, columns - 0.5)
-        self._finish(figure, path, "" if group == WIDE else f" in {group}")
+        self._finish(figure, path, "" if group == SIXTEEN_BITS else f" in {group}")
 
     def _bars(self, axes: Any, workloads: Sequence[str], shown: Figures) -> None:
         palette = colors.colors(list(shown))

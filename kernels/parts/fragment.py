@@ -105,9 +105,9 @@ class RowFragment(QuadFragment):
 
 @dataclass
 class SplitRowFragment(QuadFragment):
-    """Rows of which, within sixteens, the even columns come before the odd ones, as ``TransposingStream`` leaves V: of
-    every sixteen a lane holds four neighbours. Or, in four ``parts``, within 32 columns those that are multiples of 4
-    before those that follow one, and so on: then a lane holds eight."""
+    """Rows of which, within sixteens, the even columns come before the odd ones, as ``TransposingConverter`` leaves V:
+    of every sixteen a lane holds four neighbours. Or, in four ``parts``, within 32 columns those that are multiples of
+    4 before those that follow one, and so on: then a lane holds eight."""
 
     parts: int = 2
 

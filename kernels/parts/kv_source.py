@@ -1,7 +1,7 @@
 """How K and V tiles get from global into shared memory.
 
 A source is one operand (K or V) of one request and KV head, cut into tiles of ``tile_n`` tokens. Its parts are where
-the tokens are (the address stream) and what fetches them (the issue):
+the tokens are (the addresses) and what fetches them (the issue):
 
     ContiguousBoxes   one run of tokens        TMA boxes of tile_n tokens x 64 columns
     PageBoxes         pages of 8 tokens up     TMA boxes of whole pages, or of 64 tokens or fewer of one

@@ -74,7 +74,7 @@ class ByteAttend(PrefillAttend):
 
 @dataclass
 class ByteOperands(Operands):
-    """``v`` is transposed: its columns are rows, in the order of ``TransposingStream``. A product has some
+    """``v`` is transposed: its columns are rows, in the order of ``TransposingConverter``. A product has some
     or all of them."""
 
     @classmethod
@@ -108,7 +108,7 @@ class ByteOperands(Operands):
 
     @cute.jit
     def round_scores(self) -> None:
-        """Round S to P in 8 bits; ``TransposingStream`` has put V's keys in its order."""
+        """Round S to P in 8 bits; ``TransposingConverter`` has put V's keys in its order."""
         round_to_bytes(self.s, cute.recast_tensor(self.p, Uint32))
 
 

@@ -35,8 +35,8 @@ SCALES_APART = 8  # registers of a thread for scales that are not neighbours
 PAIRED_KEYS = 32  # that a warp transposes at a time: two chunks of a row of the target
 
 
-class Stream(DeviceStruct):
-    """K or V: stages that are loaded become stages that are multiplied. Besides, a stream may need what lies in global
+class Converter(DeviceStruct):
+    """K or V: stages that are loaded become stages that are multiplied. Besides, a converter may need what is in global
     memory."""
 
     def look_up(self, tile, n) -> list:
@@ -65,7 +65,7 @@ class Stream(DeviceStruct):
 
 
 @dataclass
-class WideningStream(Stream):
+class WideningConverter(Converter):
     """Stages of ``source``, filled through ``source_ring``, become stages of ``target`` in 16 bits. Where there is no
     other memory for these they lie in the same place: what was loaded is in the registers of the warpgroup before
     anything is written over it, and stages are given back on ``target_ring``.
@@ -165,7 +165,7 @@ class WideningStream(Stream):
 
 
 @dataclass
-class DequantisingStream(WideningStream):
+class DequantisingConverter(WideningConverter):
     """Elements of NVFP4: a thread takes a row, or, where steps have few keys, an equal part of one, and reads scales
     of its blocks from global memory."""
 
@@ -237,7 +237,7 @@ EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
 
 
 @dataclass
-class TransposingStream(Stream):
+class TransposingConverter(Converter):
     """V of 8 bits: stages of ``source`` [keys, columns] become stages of ``target`` [columns, keys].
 
     Keys and columns are permuted on the way, within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 come to lie side
@@ -292,16 +292,16 @@ class TransposingStream(Stream):
 class Conversion(DeviceStruct):
     """What the converting warpgroup does: it converts the tiles of every step of every work tile."""
 
-    streams: tuple
+    converters: tuple
     board: Board
 
     @staticmethod
     def create(kernel, tiles: SharedTiles, rings, board: Board, addresses, geometry) -> "Conversion":
-        """Return the streams of what is converted: K and V, or V alone."""
+        """Return the converters of what is converted: K and V, or V alone."""
         sources = [shared_address(source.iterator) for source in tiles.loaded]
         if kernel.config.transposes_v:
             target = shared_address(tiles.v.iterator)
-            return Conversion((TransposingStream(kernel, sources[1], rings.v, target, rings.converted_v),), board)
+            return Conversion((TransposingConverter(kernel, sources[1], rings.v, target, rings.converted_v),), board)
         targets = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
         if kernel.config.widens_in_place:
             loaded, converted = (rings.loaded_k, rings.loaded_v), (rings.k, rings.v)
@@ -315,10 +315,10 @@ class Conversion(DeviceStruct):
             )
             table = e2m1.table_words(kernel.dtype, sources[0] + cute.arch.thread_idx()[0] * copy.CHUNK_BYTES)
             return Conversion(
-                tuple(DequantisingStream(*place, each, table) for place, each in zip(places, scales, strict=True)),
+                tuple(DequantisingConverter(*place, each, table) for place, each in zip(places, scales, strict=True)),
                 board,
             )
-        return Conversion(tuple(WideningStream(*place) for place in places), board)
+        return Conversion(tuple(WideningConverter(*place) for place in places), board)
 
     @cute.jit
     def run(self) -> None:
@@ -328,14 +328,14 @@ class Conversion(DeviceStruct):
             # Scales are read from global memory: page ids two steps before their tile, scales one step. They take the
             # registers of those that have just been used.
             n = tile.keys.end - 1
-            entries = [stream.look_up(tile, n) for stream in self.streams]
-            scales = [stream.read(tile, n, entry) for stream, entry in zip(self.streams, entries, strict=True)]
-            entries = [stream.look_up(tile, n - 1) for stream in self.streams]
+            entries = [converter.look_up(tile, n) for converter in self.converters]
+            scales = [converter.read(tile, n, entry) for converter, entry in zip(self.converters, entries, strict=True)]
+            entries = [converter.look_up(tile, n - 1) for converter in self.converters]
             for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
-                for i in cutlass.range_constexpr(len(self.streams)):
-                    self.streams[i].convert(step, scales[i])
-                    scales[i] = self.streams[i].read(tile, n - 1, entries[i])
-                    entries[i] = self.streams[i].look_up(tile, n - 2)
+                for i in cutlass.range_constexpr(len(self.converters)):
+                    self.converters[i].convert(step, scales[i])
+                    scales[i] = self.converters[i].read(tile, n - 1, entries[i])
+                    entries[i] = self.converters[i].look_up(tile, n - 2)
                 step += 1
             work += 1
             tile = self.board.read(work)

@@ -133,11 +133,11 @@ class MlaSm90(LatentKeys, DecodeSm90):
         loads = loads or (LIST_ATTEND_LOADS if self.config.sparse else ATTEND_LOADS)
         return kind(slots, loads)
 
-    def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "QueryRows":
+    def keeper(self, addresses: Addresses, geometry: DecodeGeometry, q_atom, tiles, rings) -> "QueryKeeper":
         common = self, copy.tma_descriptor(q_atom), tiles, rings, addresses, geometry
         if self.config.batch_invariant:
             return LatentUnits(*common, self._merge(addresses, geometry))
-        return QueryRows(*common)
+        return QueryKeeper(*common)
 
     def _allocate_tiles(self, smem) -> "MlaTiles":
         # Rows of 128 bytes: 64 columns of P of B, or with elements of 8 bits as many of A and of B.
@@ -189,7 +189,7 @@ class MlaTiles(SharedTiles):
 
 
 @dataclass
-class QueryRows(UnitKeeper):
+class QueryKeeper(UnitKeeper):
     """This is what every unit needs besides its keys: rows of Q."""
 
     kernel: MlaSm90
@@ -206,14 +206,14 @@ class QueryRows(UnitKeeper):
 
 
 @dataclass
-class LatentUnits(QueryRows):
+class LatentUnits(QueryKeeper):
     """Where shares are handed out, units need a slot for their piece as well, and that others learn of the piece."""
 
     merge: Shares
 
     @cute.jit
     def posted(self, step, unit, before) -> None:
-        QueryRows.posted(self, step, unit, before)
+        QueryKeeper.posted(self, step, unit, before)
         if step > 0:
             self._announce(step - 1, before)
         self.merge.wait_free(unit)

@@ -16,7 +16,7 @@ from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WINDOW = 70  # keys to the left
 CHUNK = 64
-CAPS = {ScoreKind.SOFT_CAP: 2.0, ScoreKind.WIDE_SOFT_CAP: 3e5}
+CAPS = {ScoreKind.SOFT_CAP: 2.0, ScoreKind.LARGE_SOFT_CAP: 3e5}
 SCALE = 1.25  # times 1 / sqrt(head_dim), as statistics of plain scores have that factor and no other
 SKIP_SOFTMAX = 1e-30  # so little that nothing is left out
 

@@ -88,7 +88,7 @@ def covering_configs() -> list[PrefillConfig]:
         for fetch in (CONTIGUOUS, PAGES16):
             add(dims, MaskKind.CHUNKED, fetch)
         # Scores are mapped between Q K^T and the mask. How they were fetched does not show there.
-        for score in (ScoreKind.SOFT_CAP, ScoreKind.WIDE_SOFT_CAP, ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI):
+        for score in (ScoreKind.SOFT_CAP, ScoreKind.LARGE_SOFT_CAP, ScoreKind.ALIBI, ScoreKind.CAPPED_ALIBI):
             add(dims, MaskKind.CAUSAL, PAGES16, score=score)
         # Consumers with another step, and a branch around the softmax, which is where registers are scarce.
         add(dims, MaskKind.CAUSAL, CONTIGUOUS, skip_softmax=True)
@@ -147,7 +147,7 @@ def covering_blackwell_configs(arch: str = "sm_100a") -> list[Sm100PrefillConfig
     for fetch in (CONTIGUOUS, ROWS, PAGES16, PAGES64):
         add(middle, MaskKind.CAUSAL, fetch)
     # Not with head dim 64, where it spills 128 bytes: large caps are rare, and precise is what they are to be.
-    add(middle, MaskKind.CAUSAL, PAGES16, score=ScoreKind.WIDE_SOFT_CAP)
+    add(middle, MaskKind.CAUSAL, PAGES16, score=ScoreKind.LARGE_SOFT_CAP)
     for dims, fetch in ((narrow, PAGES16), (middle, CONTIGUOUS), (uneven, PAGES16)):
         add(dims, MaskKind.SLIDING_WINDOW, fetch)
     for dims, fetch in ((narrow, CONTIGUOUS), (middle, PAGES16)):

@@ -12,13 +12,13 @@ import torch
 from helpers.batches import Expected, starts
 from helpers.decode_batches import DecodeBatch
 from hopwell.kernels import Plan, families
-from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, KvFetch, KvType
-from hopwell.kernels.decode_config import DTYPES, FP8, NARROW_TYPES, DecodeConfig, tile_rows
+from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, QUERY_DTYPES, KvFetch, KvType
+from hopwell.kernels.decode_config import NARROW_TYPES, DecodeConfig, tile_rows
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
 from hopwell.kernels.splitting import FEW_ROWS
 
 HEAD_DIMS = (64, 128, 256, 512)
-TORCH_DTYPES = {name: dtype for dtype, name in (DTYPES | FP8).items()}
+TORCH_DTYPES = {name: dtype for dtype, name in QUERY_DTYPES.items()}
 KV_DTYPES = {kind: dtype for dtype, kind in NARROW_TYPES.items()}
 
 # What a launch happens in, such as the settings of the emulator.

@@ -25,7 +25,7 @@ MASKS = {
 SCORES = {
     ScoreKind.SCALED: Score(),
     ScoreKind.SOFT_CAP: Score(ScoreKind.SOFT_CAP, 30.0),
-    ScoreKind.WIDE_SOFT_CAP: Score(ScoreKind.WIDE_SOFT_CAP, 1e6),
+    ScoreKind.LARGE_SOFT_CAP: Score(ScoreKind.LARGE_SOFT_CAP, 1e6),
     ScoreKind.ALIBI: Score(ScoreKind.ALIBI),
     ScoreKind.CAPPED_ALIBI: Score(ScoreKind.CAPPED_ALIBI, 30.0),
 }

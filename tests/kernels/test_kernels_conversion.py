@@ -23,7 +23,7 @@ from hopwell.kernels.sm90.byte_prefill import (
     PartOperands,
     part_columns,
 )
-from hopwell.kernels.sm90.conversion import TransposingStream, WideningStream
+from hopwell.kernels.sm90.conversion import TransposingConverter, WideningConverter
 from hopwell.kernels.support import BYTE_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
@@ -92,8 +92,8 @@ def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monke
     kernel = SimpleNamespace(
         config=config, dtype=None, tile=SimpleNamespace(n=KEYS), source=SimpleNamespace(columns_first=columns_first)
     )
-    stream = WideningStream(kernel, 0, ring, TARGET, ring, 0)
-    monkeypatch.setattr(WideningStream, "show", lambda self, step: None)
+    converter = WideningConverter(kernel, 0, ring, TARGET, ring, 0)
+    monkeypatch.setattr(WideningConverter, "show", lambda self, step: None)
     monkeypatch.setattr(cutlass, "range_constexpr", range)
     monkeypatch.setattr(cute.arch, "barrier", lambda **_: None)
     monkeypatch.setattr(conversion, "widened_words", lambda kind, dtype, word: [(*word, half) for half in range(2)])
@@ -110,7 +110,7 @@ def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monke
         monkeypatch.setattr(cute.arch, "thread_idx", lambda thread=thread: (thread, 0, 0))
         reads.append([])
         writes.append({})
-        WideningStream.convert.__wrapped__(stream, 0, [])
+        WideningConverter.convert.__wrapped__(converter, 0, [])
     assert sorted(itertools.chain(*reads)) == sorted(source)
     for first in range(0, WARPGROUP, 8):
         for lanes in (reads[first : first + 8], map(list, writes[first : first + 8])):
@@ -146,11 +146,11 @@ def test_transposed_keys_and_columns(
         chunk = copy.tile_chunk(0, key, column // 16, keys, loaded, columns_first)
         warp.memory[chunk + column % 16] = (key, column)
     assert len(warp.memory) == keys * columns
-    stream = TransposingStream(kernel, 0, None, TARGET, None)
+    converter = TransposingConverter(kernel, 0, None, TARGET, None)
 
     def work() -> None:
         for chunk in range(columns // 16):
-            stream._transpose(0, TARGET, chunk)
+            converter._transpose(0, TARGET, chunk)
 
     warp.run(work)
     found = {place: value for place, value in warp.memory.items() if place >= TARGET}

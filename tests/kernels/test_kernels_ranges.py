@@ -44,10 +44,10 @@ from hopwell.kernels.splitting import (
     BYTE_FEW_ROWS,
     CTAS_PER_SM,
     FEW_ROWS,
+    LARGE_NODE_BUNDLE_BITS,
     LATENT_FEW_ROWS,
     RESIDENT_BYTES,
     TIERS,
-    WIDE_BUNDLE_BITS,
     far_levels,
     node_slots,
     share_blocks,
@@ -121,7 +121,7 @@ def test_every_leaf_of_every_column_is_in_one_range(columns: int, leaves: int, r
     ],
 )
 def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: int, kv_heads: int) -> None:
-    bits = BUNDLE_BITS if columns < 512 else WIDE_BUNDLE_BITS
+    bits = BUNDLE_BITS if columns < 512 else LARGE_NODE_BUNDLE_BITS
     for leaves, requests, sms in itertools.product((1, 999, 100_000), (1, 2), (4, 132)):
         ctas = sms * CTAS_PER_SM[element_bytes]
         ranges = of(kv_heads, leaves, requests, ctas, share_blocks(rows, columns, element_bytes))

@@ -11,16 +11,16 @@ from hopwell.kernels.config import DTYPES
 from hopwell.kernels.families import prefill_type, resolve, shipped_configs
 from hopwell.kernels.prefill_config import MASKS
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, TokenOffsets
-from hopwell.kernels.shipped import BYTE_CACHE, BYTES, PREFILL_TYPES, WIDE, kernels_to_ship
+from hopwell.kernels.shipped import PREFILL_TYPES, TYPES_16BIT, TYPES_FP8, TYPES_FP8_KV, kernels_to_ship
 from hopwell.kernels.support import BYTE_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 
 FP8 = torch.float8_e4m3fn
 BYTE_MLA = "mla_sm_90a_e4m3_"
 DIMS = [(64, 64), (192, 128), (80, 80), (256, 256)]
 OPERANDS = {
-    WIDE: [(dtype, dtype, dtype) for dtype in DTYPES],
-    BYTE_CACHE: [(dtype, FP8, dtype) for dtype in DTYPES],
-    BYTES: [(FP8, FP8, out) for out in (*DTYPES, FP8)],
+    TYPES_16BIT: [(dtype, dtype, dtype) for dtype in DTYPES],
+    TYPES_FP8_KV: [(dtype, FP8, dtype) for dtype in DTYPES],
+    TYPES_FP8: [(FP8, FP8, out) for out in (*DTYPES, FP8)],
 }
 
 
@@ -64,7 +64,7 @@ def test_every_kernel_once() -> None:
     shipped = list(kernels_to_ship("sm_90a", PREFILL_TYPES))
     assert len({config.name for config in shipped}) == len(shipped)
     multiply_bytes = [c for c in shipped if c.family in (Family.PREFILL, Family.MLA) and c.multiplies_bytes]
-    assert multiply_bytes == list(kernels_to_ship("sm_90a", (BYTES,)))
+    assert multiply_bytes == list(kernels_to_ship("sm_90a", (TYPES_FP8,)))
     dims = {family: {(c.head_dim_qk, c.head_dim_v) for c in multiply_bytes if c.family is family} for family in Family}
     assert dims[Family.PREFILL] == set(BYTE_HEAD_DIMS)
     assert dims[Family.MLA] == set(SPARSE_MLA_HEAD_DIMS)
@@ -75,5 +75,5 @@ def test_types_are_asked_for() -> None:
     for arch in ("sm_90a", "sm_100a", "sm_103a", "sm_120a"):
         every = [config for family in Family for config in shipped_configs(arch, family)]
         assert list(kernels_to_ship(arch)) == [config for config in every if not config.name.startswith(BYTE_MLA)]
-    assert sum(config.name.startswith(BYTE_MLA) for config in kernels_to_ship("sm_90a", (BYTES,))) > 0
-    assert list(kernels_to_ship("sm_100a", (BYTE_CACHE, BYTES))) == []
+    assert sum(config.name.startswith(BYTE_MLA) for config in kernels_to_ship("sm_90a", (TYPES_FP8,))) > 0
+    assert list(kernels_to_ship("sm_100a", (TYPES_FP8_KV, TYPES_FP8))) == []

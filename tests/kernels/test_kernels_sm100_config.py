@@ -57,7 +57,7 @@ class TestShipped:
 
         assert pairs(covering) == pairs(SHIPPED["sm_100a"])
         served = set(ScoreKind) - {ScoreKind.CAPPED_ALIBI}
-        for dims, scores in (((64, 64), served - {ScoreKind.WIDE_SOFT_CAP}), ((128, 128), served)):
+        for dims, scores in (((64, 64), served - {ScoreKind.LARGE_SOFT_CAP}), ((128, 128), served)):
             here = [c for c in covering if (c.head_dim_qk, c.head_dim_v) == dims]
             assert {(c.mask, c.score, c.skip_softmax) for c in here} == {
                 *((mask, ScoreKind.SCALED, False) for mask in MASKS),

@@ -338,7 +338,7 @@ class TestScores:
     @pytest.mark.parametrize("place", [1e-9, 0.01, 0.0624, 0.1249, 0.1251, 1.0, 20.0])
     def test_a_large_soft_cap_keeps_small_logits(self, place: float) -> None:
         """The series is as good as float32 up to where the exponential takes over."""
-        found, cap = score_map(ScoreKind.WIDE_SOFT_CAP, cap=2.0**40), 2.0**40
+        found, cap = score_map(ScoreKind.LARGE_SOFT_CAP, cap=2.0**40), 2.0**40
         fragment = Fragment([[4.0 * place * cap, -4.0 * place * cap]])
         found.apply(fragment, 0.0, 64, (100,))
         for got, sign in zip(fragment.values[0], (1, -1), strict=True):
@@ -379,7 +379,7 @@ class TestScores:
             assert number(got) == pytest.approx(want, rel=1e-4)
 
     def test_there_are_no_other_kinds(self) -> None:
-        known = {"SCALED", "SOFT_CAP", "WIDE_SOFT_CAP", "ALIBI", "CAPPED_ALIBI"}
+        known = {"SCALED", "SOFT_CAP", "LARGE_SOFT_CAP", "ALIBI", "CAPPED_ALIBI"}
         assert {kind.name for kind in ScoreKind} == known, "each is tested above"
 
 

@@ -45,10 +45,10 @@ def run() -> Run:
 @pytest.mark.parametrize(
     ("name", "wide", "group"),
     [
-        ("P1", "P1", precision.WIDE),
-        ("d64-512", "d64-512", precision.WIDE),
-        ("P1-fp8", "P1", precision.FP8),
-        ("chunk-fp8-cache", "chunk", precision.FP8),
+        ("P1", "P1", precision.SIXTEEN_BITS),
+        ("d64-512", "d64-512", precision.SIXTEEN_BITS),
+        ("P1-fp8", "P1", precision.E4M3),
+        ("chunk-fp8-cache", "chunk", precision.E4M3),
         ("P1-fp8-nvfp4", "P1", precision.NVFP4),
         ("D2-q4-nvfp4", "D2-q4", precision.NVFP4),
         ("P1-nvfp4-cache", "P1", precision.NVFP4),
