@@ -285,14 +285,16 @@ def cumulative(name: str, value: Any, batch: int, on: torch.device) -> TokenOffs
     return token_offsets(index_tensor(name, value, on), batch, name)
 
 
-def offsets(name: str, value: Any, batch: int, unit: int, tokens: int, on: torch.device) -> TokenOffsets | None:
-    """Read the starts of requests in elements of a tensor of so many ``tokens``, ``unit`` elements each."""
+def offsets(
+    name: str, value: Any, batch: int, token_elements: int, tokens: int, on: torch.device
+) -> TokenOffsets | None:
+    """Read the starts of requests in elements of a tensor of so many ``tokens``, ``token_elements`` each."""
     if value is None:
         return None
-    starts = element_offsets(index_tensor(name, value, on), batch, unit, name)
-    if value.dtype == torch.int64 and tokens * unit > UINT32_MAX:
+    starts = element_offsets(index_tensor(name, value, on), batch, token_elements, name)
+    if value.dtype == torch.int64 and tokens * token_elements > UINT32_MAX:
         raise ValueError(
-            f"{name} as torch.int64 must fit 32 bits, got them for {tokens} tokens of {unit} elements; "
+            f"{name} as torch.int64 must fit 32 bits, got them for {tokens} tokens of {token_elements} elements; "
             "offsets in tokens reach further"
         )
     return starts
@@ -336,28 +338,28 @@ def grouped_heads(heads: int, kv_heads: int, kv_name: str) -> None:
         )
 
 
-def stored_in(name: str, value: torch.Tensor, unit: int) -> None:
-    """Kernels can store ``unit`` bytes at a time: unit last stride, address and strides in multiples of them."""
+def stored_in(name: str, value: torch.Tensor, at_once: int) -> None:
+    """Kernels can store ``at_once`` bytes at a time: unit last stride, address and strides in multiples of them."""
     steps = [stride for size, stride in zip(value.shape[:-1], value.stride(), strict=False) if size != 1]
     addresses = (value.data_ptr(), *(stride * value.element_size() for stride in steps))
-    if value.stride(-1) != 1 or any(address % unit for address in addresses):
+    if value.stride(-1) != 1 or any(address % at_once for address in addresses):
         raise ValueError(
-            f"{name} must have 1 as its last stride, and its address and its other strides must be multiples of {unit} "
-            f"bytes, got strides {value.stride()} at address {value.data_ptr():#x}"
+            f"{name} must have 1 as its last stride, and its address and its other strides must be multiples of "
+            f"{at_once} bytes, got strides {value.stride()} at address {value.data_ptr():#x}"
         )
 
 
 def output(
-    name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device, unit: int = 0
+    name: str, value: Any, sizes: Sequence[int], of: torch.dtype, on: torch.device, at_once: int = 0
 ) -> torch.Tensor:
     """Check and return a preallocated [tokens, heads, dim] output. Strides are free as long as no two rows share
-    memory; kernels store ``unit`` bytes at a time, or what TMA can address where it is 0."""
+    memory; kernels store ``at_once`` bytes at a time, or what TMA can address where it is 0."""
     checked = tensor(name, value, "a torch.Tensor or None")
     shape(name, checked, *zip(("tokens", "heads", "head_dim"), sizes, strict=True))
     dtype(name, checked, (of,))
     device(name, checked, on)
-    if unit:
-        stored_in(name, checked, unit)
+    if at_once:
+        stored_in(name, checked, at_once)
     else:
         tma_readable(name, checked)
     reach = 1

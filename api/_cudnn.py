@@ -144,12 +144,12 @@ def _request_lengths(
 def _starts(call: CudnnCall, batch: int, in_tokens: bool, v_dim: int) -> dict[str, TokenOffsets | None]:
     """Say where requests start in each tensor."""
     tokens, heads, _ = call.q.shape
-    out_unit = heads * v_dim if call.out is None else _token_elements(call.out)
+    out_elements = heads * v_dim if call.out is None else _token_elements(call.out)
     starts = {
-        name: checks.offsets(name, given, batch, 1 if in_tokens else unit, size, call.q.device)
-        for name, given, unit, size in (
+        name: checks.offsets(name, given, batch, 1 if in_tokens else elements, size, call.q.device)
+        for name, given, elements, size in (
             ("batch_offsets_q", call.batch_offsets_q, _token_elements(call.q), tokens),
-            ("batch_offsets_o", call.batch_offsets_o, out_unit, tokens),
+            ("batch_offsets_o", call.batch_offsets_o, out_elements, tokens),
             ("batch_offsets_k", call.batch_offsets_k, _token_elements(call.k_cache), call.k_cache.shape[0]),
             ("batch_offsets_v", call.batch_offsets_v, _token_elements(call.v_cache), call.v_cache.shape[0]),
             ("batch_offsets_stats", call.batch_offsets_stats, heads, tokens),

@@ -130,8 +130,8 @@ class Append:
         elements = self.kind.elements
         blocks = to.dim // elements
         source = to.rows + token * to.token * HALFWORD_BYTES
-        for item in cutlass.range(cute.arch.thread_idx()[0], heads * blocks, THREADS, unroll=1):
-            head, block = item // blocks, item % blocks
+        for index in cutlass.range(cute.arch.thread_idx()[0], heads * blocks, THREADS, unroll=1):
+            head, block = index // blocks, index % blocks
             words = self.load(source + (head * to.head + block * elements) * HALFWORD_BYTES)
             place = page * to.page + head * to.cache_head + row * to.row
             if const_expr(self.kind is CacheType.WIDE):

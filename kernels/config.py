@@ -164,7 +164,7 @@ class KernelConfig:
     @property
     def kv_bytes(self) -> int:
         """Return the size in bytes of what K and V are addressed by: an element, or two of 4 bits."""
-        return self.kv_element.unit_bytes
+        return self.kv_element.storage_bytes
 
     @property
     def multiplies_bytes(self) -> bool:
@@ -183,16 +183,16 @@ class KernelConfig:
 
     @property
     def kv_dims(self) -> tuple[int, int]:
-        """Return the widths of the rows of K and of V that the two loading warps fetch, in units of 16 bits."""
+        """Return the widths of the rows of K and of V that the two loading warps fetch, in halfwords."""
         per_word = 16 // self.kv_element.bits
         return self.head_dim_qk // per_word, self.head_dim_v // per_word
 
     def kv_strides(self, *strides: Any) -> tuple[Any, ...]:
-        """Convert strides of K or V, given in units of ``kv_bytes``, to units of 16 bits."""
+        """Convert strides of K or V, which count ``kv_bytes`` each, to strides in halfwords."""
         return _in_halfwords(self.kv_bytes, strides)
 
     def q_strides(self, *strides: Any) -> tuple[Any, ...]:
-        """Convert strides of Q, given in elements, to units of 16 bits."""
+        """Convert strides of Q, given in elements, to strides in halfwords."""
         return _in_halfwords(self._loaded_q_bytes, strides)
 
     @property
@@ -229,7 +229,7 @@ class KernelConfig:
 
     @property
     def operand_columns(self) -> tuple[int, int]:
-        """Count the columns of the tiles of K and V that are multiplied, in units of 16 bits."""
+        """Count the columns of the tiles of K and V that are multiplied, in halfwords."""
         return self.columns
 
     @property
@@ -245,7 +245,7 @@ class KernelConfig:
 
     @property
     def q_dim(self) -> int:
-        """Return the width of a row of Q in memory, in units of 16 bits."""
+        """Return the width of a row of Q in memory, in halfwords."""
         return self.head_dim_qk * self._loaded_q_bytes // HALFWORD_BYTES
 
     @property
@@ -254,7 +254,7 @@ class KernelConfig:
 
     @property
     def q_columns(self) -> int:
-        """Count the columns of the Q tile in shared memory, in units of 16 bits."""
+        """Count the columns of the Q tile in shared memory, in halfwords."""
         return rounded_up(self.head_dim_qk * self.q_bytes // HALFWORD_BYTES, BLOCK_COLUMNS)
 
     @property

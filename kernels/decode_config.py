@@ -265,7 +265,7 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
         )
     given = {
         "lengths from offsets": p.kv_lens is None,
-        "offsets in elements": p.q_offsets is not None and p.q_offsets.unit != 1,
+        "offsets in elements": p.q_offsets is not None and p.q_offsets.token_elements != 1,
         "q_lens": p.q_lens is not None,
         "a shard of keys under another mask": (p.shard is None) == (p.mask.kind is MaskKind.CYCLIC),
         "o_offsets": p.o_offsets is not None,
@@ -283,7 +283,7 @@ def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKin
 def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
     """Say how many rows a tile of the kernel has for ``rows`` packed rows of a request; ``dtype`` is that of the
     queries."""
-    few = tree_rows(head_dim, kv_type.element(dtype).unit_bytes)
+    few = tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
     if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
         few = *few, MOST_ROWS_IN_REGISTERS
     return min((m for m in few if m >= rows), default=ROWS)

@@ -80,7 +80,7 @@ def _rules(problem: AttentionProblem) -> Iterator[Rule]:
     yield from _offsets(p.q_offsets, "q_offsets", queries, p.query.shape[0])
     yield from _offsets(p.o_offsets, "o_offsets", queries, p.query.shape[0])
     if p.lse is not None:
-        yield from _units(p.lse.offsets, "lse_offsets", p.batch)
+        yield from _whole_tokens(p.lse.offsets, "lse_offsets", p.batch)
     yield from _lengths(keys)
     if p.shard is not None:
         yield from _shard(p.shard, queries, keys)
@@ -128,7 +128,7 @@ def _signed(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def _tokens(offsets: TokenOffsets) -> torch.Tensor:
-    return torch.div(offsets.tensor.view(-1).long(), max(offsets.unit, 1), rounding_mode="floor")
+    return torch.div(offsets.tensor.view(-1).long(), max(offsets.token_elements, 1), rounding_mode="floor")
 
 
 def _scales(p: AttentionProblem) -> Iterator[Rule]:
@@ -174,18 +174,18 @@ def _at_most(extent: Extent, most: int, what: str, *, is_defined: bool = False) 
         yield Rule(operand, ends, wrong, lambda index: f"at most {most}, {what}, more than the one before", is_defined)
 
 
-def _units(offsets: TokenOffsets | None, operand: str, batch: int) -> Iterator[Rule]:
-    if offsets is not None and offsets.unit > 1:
+def _whole_tokens(offsets: TokenOffsets | None, operand: str, batch: int) -> Iterator[Rule]:
+    if offsets is not None and offsets.token_elements > 1:
         values = offsets.tensor.view(-1).long()[:batch]
-        text = f"a multiple of {offsets.unit}, the elements of a token"
-        yield Rule(operand, values, values % offsets.unit != 0, lambda index: text, is_defined=True)
+        text = f"a multiple of {offsets.token_elements}, the elements of a token"
+        yield Rule(operand, values, values % offsets.token_elements != 0, lambda index: text, is_defined=True)
 
 
 def _offsets(offsets: TokenOffsets | None, operand: str, extent: Extent, rows: int) -> Iterator[Rule]:
     """Requests lie within ``rows`` tokens."""
     if offsets is None:
         return
-    yield from _units(offsets, operand, len(extent.lengths))
+    yield from _whole_tokens(offsets, operand, len(extent.lengths))
     starts = _tokens(offsets)[: len(extent.lengths)]
     values = offsets.tensor.view(-1).long()[: len(extent.lengths)]
     lengths = extent.lengths.clamp(min=0)

@@ -30,7 +30,7 @@ class Element:
     widened: bool = False
 
     @property
-    def unit_bytes(self) -> int:
+    def storage_bytes(self) -> int:
         """Return the size in bytes of what strides count: an element, or two of 4 bits."""
         return max(self.bits // 8, 1)
 

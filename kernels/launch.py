@@ -156,11 +156,11 @@ class Geometry(NamedTuple):
     v_row: int
     key_table_row: int
     value_table_row: int
-    q_unit: int  # elements of an offset array that make one token
-    o_unit: int
-    k_unit: int
-    v_unit: int
-    lse_unit: int
+    q_token_elements: int  # elements of an offset array that make one token
+    o_token_elements: int
+    k_token_elements: int
+    v_token_elements: int
+    lse_token_elements: int
     lse_request: int  # rows between requests in a padded LSE; -1: rows are output tokens; 0: offsets place them
     lse_rows: int  # of a request in a padded LSE, else of the whole tensor; none past them is written
     lse_row: int

@@ -150,13 +150,13 @@ class MlaConfig(DecodeConfig):
 
     @property
     def merge_loads(self) -> tuple[tuple[int, int], ...]:
-        """Say how many pieces, and items of each, a producer warp that merges has under way."""
+        """Say how many pieces, and subtiles of each, a producer warp that merges has under way."""
         return ((4, 1),) if self.sparse or self.multiplies_bytes else ((4, 2), (8, 1))
 
     @property
     def kv_dims(self) -> tuple[int, int]:
         """Return the widths of the left half of the value's columns and of all columns to the right of them, as they
-        are multiplied: in units of 16 bits."""
+        are multiplied, in halfwords."""
         left = self.head_dim_v // 2
         return left * self.q_bytes // HALFWORD_BYTES, (self.head_dim_qk - left) * self.q_bytes // HALFWORD_BYTES
 

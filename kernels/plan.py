@@ -249,10 +249,10 @@ def geometry(problem: AttentionProblem, config: PrefillConfig) -> tuple[int, ...
         batch=problem.batch,
         grid=min(problem.batch * heads // tile.heads * q_tiles, ctas),
         **_strides(problem),
-        q_unit=_unit(problem.q_offsets),
-        o_unit=_unit(problem.o_offsets),
-        k_unit=_unit(problem.k_offsets),
-        v_unit=_unit(problem.v_offsets),
+        q_token_elements=_token_elements(problem.q_offsets),
+        o_token_elements=_token_elements(problem.o_offsets),
+        k_token_elements=_token_elements(problem.k_offsets),
+        v_token_elements=_token_elements(problem.v_offsets),
         mask_size=problem.mask.size,
         section=section_heads(heads, kv_heads, ctas) // tile.heads,
         **_lse_geometry(problem),
@@ -384,10 +384,10 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
 def _lse_geometry(problem: AttentionProblem) -> dict[str, int]:
     lse = problem.lse
     if lse is None:
-        return dict(lse_unit=1, lse_request=0, lse_rows=0, lse_row=0, lse_head=0, lse_natural=0)
+        return dict(lse_token_elements=1, lse_request=0, lse_rows=0, lse_row=0, lse_head=0, lse_natural=0)
     row, head = lse.tensor.stride()[-2:]
     return dict(
-        lse_unit=_unit(lse.offsets),
+        lse_token_elements=_token_elements(lse.offsets),
         # Rows between requests: they lie one behind the other, which a padded tensor's strides guarantee.
         lse_request={LseLayout.PADDED: lse.tensor.shape[1], LseLayout.RAGGED: -1}.get(lse.layout, 0),
         lse_rows=lse.tensor.shape[-2],
@@ -397,8 +397,8 @@ def _lse_geometry(problem: AttentionProblem) -> dict[str, int]:
     )
 
 
-def _unit(offsets: TokenOffsets | None) -> int:
-    return 1 if offsets is None else max(offsets.unit, 1)
+def _token_elements(offsets: TokenOffsets | None) -> int:
+    return 1 if offsets is None else max(offsets.token_elements, 1)
 
 
 def _packed(heads: int, dim: int) -> tuple[int, int]:

@@ -87,15 +87,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class TokenOffsets:
-    """Where requests start in a ragged tensor: request b starts at token ``tensor[b] // unit``.
+    """Where requests start in a ragged tensor: request b starts at token ``tensor[b] // token_elements``.
 
     ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences), or the lower
-    halves of 64-bit ones, as all indices may be. ``unit`` is
-    1 for cumulative token counts and the number of elements per token for cuDNN's element offsets.
+    halves of 64-bit ones, as all indices may be. ``token_elements`` is 1 for
+    cumulative token counts and the number of elements per token for cuDNN's element offsets.
     """
 
     tensor: torch.Tensor
-    unit: int = 1
+    token_elements: int = 1
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
-        *fewer, most = tree_rows(head_dim, kv_type.element("bf16").unit_bytes, cls.tiled)
+        *fewer, most = tree_rows(head_dim, kv_type.element("bf16").storage_bytes, cls.tiled)
         return min((m for m in fewer if m >= rows), default=most)
 
     @property

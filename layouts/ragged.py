@@ -66,7 +66,7 @@ def token_offsets(cum_seq_lens: torch.Tensor, batch_size: int, name: str = "cum_
         TypeError: no tensor, or another dtype.
         ValueError: another number of elements, or not contiguous.
 
-    >>> token_offsets(torch.tensor([0, 5, 12], dtype=torch.int32), 2).unit
+    >>> token_offsets(torch.tensor([0, 5, 12], dtype=torch.int32), 2).token_elements
     1
     """
     return TokenOffsets(_flat(cum_seq_lens, (batch_size + 1,), name))
@@ -94,7 +94,7 @@ def element_offsets(
         ValueError: another number of elements, not contiguous, or ``elements_per_token`` below 1.
 
     >>> offsets = element_offsets(torch.tensor([0, 5 * 4096, 12 * 4096], dtype=torch.int32), 2, 32 * 128)
-    >>> (offsets.tensor // offsets.unit).tolist()
+    >>> (offsets.tensor // offsets.token_elements).tolist()
     [0, 5, 12]
     """
     if elements_per_token < 1:

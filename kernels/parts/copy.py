@@ -60,8 +60,8 @@ def block_row(row, block, rows: int, columns: int, columns_first: bool):
 
 
 def tile_chunk(stage, row, chunk, rows: int, columns: int, columns_first: bool):
-    """Return the address of a row's 16-byte chunk in a stage of :func:`swizzled_layout`; ``columns`` counts units of 16
-    bits."""
+    """Return the address of a row's 16-byte chunk in a stage of :func:`swizzled_layout`; ``columns`` counts half-
+    elements."""
     block, place = chunk // CHUNKS_PER_ROW, chunk % CHUNKS_PER_ROW
     # Where a row lies, it has the same number modulo the swizzle's period as in the tile.
     return swizzled_chunk(stage, block_row(row, block, rows, columns, columns_first), place)

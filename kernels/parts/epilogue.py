@@ -47,9 +47,9 @@ class OutputRows(DeviceStruct):
     @classmethod
     def _place(cls, tile, a: Addresses, g, first_column) -> tuple:
         """Return ``address``, ``row_bytes`` and ``head_bytes``. Strides of elements of less than a byte count bytes."""
-        unit = max(cls.element_bits // 8, 1)
+        size = max(cls.element_bits // 8, 1)
         first = Int64(tile.request.o_start + tile.first_row) * g.o_token + tile.head * g.o_head
-        return a.out + unit * first + cls.bytes_of(first_column), unit * g.o_token, unit * g.o_head
+        return a.out + size * first + cls.bytes_of(first_column), size * g.o_token, size * g.o_head
 
     @classmethod
     def bytes_of(cls, columns):

@@ -38,7 +38,7 @@ BOXES_AT_ONCE = 8  # whose corners a lane holds before they are fetched
 
 @dataclass
 class KvOperand(DeviceStruct):
-    """K or V in global memory: addresses in bytes, strides and columns in units of 16 bits."""
+    """K or V in global memory: addresses in bytes, strides and columns in halfwords."""
 
     address: Int64
     page: Int64

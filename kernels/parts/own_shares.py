@@ -57,11 +57,11 @@ class OwnShares(Pieces):
         """Merge the share of one of STORING_WARPS in the rows of a piece of this CTA."""
         rows = PackedRows.create(a, g, tile, scale, dtype.width // 8).up_to(self.slots.rows)
         shares = tile.chunks * STORING_WARPS
-        items = self._share_items(tile.chunk * STORING_WARPS + warp, shares, rows)
+        subtiles = self._share_subtiles(tile.chunk * STORING_WARPS + warp, shares, rows)
         # Some warp waits, or else counters would be reset before all have been counted.
-        is_spared = (items[0] >= items[1]) & (rows.count > 0)
+        is_spared = (subtiles[0] >= subtiles[1]) & (rows.count > 0)
         before = self._wait_stored(tile.first_piece, shares, is_spared)
-        self._merge_items(items, RowPieces(tile.first_piece, tile.units_of_chunk, tile.chunks), rows, dtype)
+        self._merge_subtiles(subtiles, RowPieces(tile.first_piece, tile.units_of_chunk, tile.chunks), rows, dtype)
         # This is late so that nobody waits for the number.
         if before == shares - 1:
             for kind in cutlass.range_constexpr(len(COUNTS)):

@@ -228,9 +228,9 @@ class Merge(DeviceStruct):
         slots = self.slots
         quads = slots.columns // COLUMNS_AT_ONCE
         rounds = (count + (PARTS_AT_ONCE - 1)) // PARTS_AT_ONCE
-        for item in cutlass.range(self.thread, cutlass.min(rows.count, slots.rows) * quads, self.threads, unroll=1):
-            row = item // quads
-            column = (item - row * quads) * COLUMNS_AT_ONCE
+        for index in cutlass.range(self.thread, cutlass.min(rows.count, slots.rows) * quads, self.threads, unroll=1):
+            row = index // quads
+            column = (index - row * quads) * COLUMNS_AT_ONCE
             total = WeightedSum.nothing()
             for k in cutlass.range(rounds, unroll=1):
                 there = count - k * PARTS_AT_ONCE

@@ -34,8 +34,8 @@ from hopwell.kernels.splitting import (
 
 
 @dataclass
-class Item(DeviceStruct):
-    """A request, or a query token that has a list, which has steps of keys."""
+class Sequence(DeviceStruct):
+    """The keys of a request, or of a query token that has a list, in steps."""
 
     index: Int32
     q_start: Int32
@@ -89,43 +89,43 @@ def portion_size(total, longest, portions: Divisor):
 class PortionSchedule(SplitSchedule):
     """The schedule of a CTA that has one portion, or one for each of several row tiles where CTAs are few."""
 
-    def _item(self, index) -> Item:
+    def _sequence(self, index) -> Sequence:
         q_start, q_len, kv_len = self._lengths(index)
-        exists = ((index < self._items_count) & (q_len > 0)).to(Int32)
-        return Item(index, q_start, q_len, kv_len, exists, self._steps(kv_len, exists))
+        exists = ((index < self._sequence_count) & (q_len > 0)).to(Int32)
+        return Sequence(index, q_start, q_len, kv_len, exists, self._steps(kv_len, exists))
 
     def _steps(self, kv_len, exists):
         # A request without keys has results too.
         return cutlass.max(quotient(kv_len + (self.tile_n - 1), Int32(self.tile_n)), 1) * exists
 
     @cute.jit
-    def _portion_size(self, item: Item, portions: Divisor):
-        """Say how long a portion is; ``item`` is this lane's among the first ones."""
-        total, longest = item.steps + REQUEST_STEPS * item.exists, item.steps
-        for first in cutlass.range(LANES, self._items_count, LANES, unroll=1):
-            more = self._item(first + cute.arch.lane_idx())
+    def _portion_size(self, sequence: Sequence, portions: Divisor):
+        """Say how long a portion is; ``sequence`` is this lane's among the first ones."""
+        total, longest = sequence.steps + REQUEST_STEPS * sequence.exists, sequence.steps
+        for first in cutlass.range(LANES, self._sequence_count, LANES, unroll=1):
+            more = self._sequence(first + cute.arch.lane_idx())
             total += more.steps + REQUEST_STEPS * more.exists
             longest = cutlass.max(longest, more.steps)
         total, longest = cute.arch.warp_reduction_sum(total), cute.arch.warp_reduction_max(longest)
         return portion_size(total * FRACTIONS, (longest + REQUEST_STEPS) * FRACTIONS, portions)
 
     @cute.jit
-    def _portion_span(self, item: Item, place, color, size):
+    def _portion_span(self, sequence: Sequence, place, color, size):
         """Return where this lane's request is, the first lane's of which begins at ``place`` and has this ``color`` if
         it is cut; and where the one after it begins, and its color."""
-        own = (item.steps + REQUEST_STEPS * item.exists) * FRACTIONS
+        own = (sequence.steps + REQUEST_STEPS * sequence.exists) * FRACTIONS
         end = place + running_sum(own)
         begin, last_portion = end - own, Int32(self.geometry.portions) - 1
         # A cut this close to where a request begins or ends is made there.
         snap = cutlass.min(Int32(SNAP_STEPS * FRACTIONS), size // 4)
         first_portion = cutlass.min(quotient(begin + snap, size), last_portion)
-        last = quotient(cutlass.max(begin + item.steps * FRACTIONS - 1 - snap, 0), size)
-        chunks = (cutlass.max(cutlass.min(last, last_portion) - first_portion, 0) + 1) * item.exists
+        last = quotient(cutlass.max(begin + sequence.steps * FRACTIONS - 1 - snap, 0), size)
+        chunks = (cutlass.max(cutlass.min(last, last_portion) - first_portion, 0) + 1) * sequence.exists
         up_to_lane = Uint32(0xFFFFFFFF) >> (LANES - 1 - cute.arch.lane_idx()).to(Uint32)
         cut = Uint32(cute.arch.vote_ballot_sync(chunks > 1)) & up_to_lane
         next_color = color + cute.arch.popc(cut).to(Int32)
         own_color = (next_color - (chunks > 1).to(Int32)) & 1
-        common = (item.index, item.q_start, item.q_len, item.kv_len, item.steps)
+        common = (sequence.index, sequence.q_start, sequence.q_len, sequence.kv_len, sequence.steps)
         return PortionSpan(*common, begin, first_portion, chunks, own_color), end, next_color
 
     def _portion_tile(self, span: PortionSpan, portion, size, row_tile, merges, group: Divisor) -> SplitTile:
@@ -148,17 +148,17 @@ class PortionSchedule(SplitSchedule):
     def publish(self, board) -> None:
         """Post the units of this CTA's portions, then those that are pieces again, for what has to be merged of their
         rows, then the end. Called by one warp."""
-        row_tiles, items = self._most_of_chunk, self._items_count
-        first_item = self._item(cute.arch.lane_idx())
+        row_tiles, sequences = self._most_of_chunk, self._sequence_count
+        first_sequence = self._sequence(cute.arch.lane_idx())
         group, portions = Divisor.of(Int32(self.geometry.group)), Divisor.of(Int32(self.geometry.portions))
         first_place = Int32(cute.arch.block_idx()[0])
         first_of_portion = Divisor.of(row_tiles)
-        size, step = self._portion_size(first_item, portions), Int32(0)
+        size, step = self._portion_size(first_sequence, portions), Int32(0)
         for merges in cutlass.range(2, unroll=1):
             place_in_grid, first, place, color = first_place, Int32(0), Int32(0), Int32(0)
-            item = first_item
-            while first < items:
-                span, end, next_color = self._portion_span(item, place, color, size)
+            sequence = first_sequence
+            while first < sequences:
+                span, end, next_color = self._portion_span(sequence, place, color, size)
                 portion = first_of_portion.divide(place_in_grid)
                 row_tile = place_in_grid - portion * row_tiles
                 has_chunk = (span.first_portion <= portion) & (portion < span.first_portion + span.chunks)
@@ -177,12 +177,12 @@ class PortionSchedule(SplitSchedule):
                 place = cute.arch.shuffle_sync(end, LANES - 1)
                 color = cute.arch.shuffle_sync(next_color, LANES - 1)
                 first += LANES
-                if first < items:
-                    item = self._item(first + cute.arch.lane_idx())
+                if first < sequences:
+                    sequence = self._sequence(first + cute.arch.lane_idx())
                 elif place_in_grid + Int32(self.geometry.grid) < self._all_places:
                     place_in_grid += Int32(self.geometry.grid)
                     first, place, color = Int32(0), Int32(0), Int32(0)
-                    item = first_item
+                    sequence = first_sequence
         board.post_end(step)
 
     @property
@@ -194,7 +194,7 @@ class PortionSchedule(SplitSchedule):
 class ListPortionSchedule(TokenLists, PortionSchedule):
     """Portions of the lists of all query tokens."""
 
-    def _item(self, index) -> Item:
+    def _sequence(self, index) -> Sequence:
         seen, _, _, exists = self._listed_token(index)
         exists = exists.to(Int32)
-        return Item(index, index, Int32(1), seen, exists, self._steps(seen, exists))
+        return Sequence(index, index, Int32(1), seen, exists, self._steps(seen, exists))

@@ -127,7 +127,7 @@ class RangeSchedule(SplitSchedule):
     def _leaves(self, first):
         """Count the leaves that requests from ``first`` on have in a column. Called by a warp."""
         chunks = Int32(0)
-        for each in cutlass.range(first, self._items_count, LANES, unroll=4):
+        for each in cutlass.range(first, self._sequence_count, LANES, unroll=4):
             chunks += self._span(each + cute.arch.lane_idx()).chunks
         return cute.arch.shuffle_sync(running_sum(chunks), LANES - 1)
 
@@ -161,9 +161,9 @@ class RangeSchedule(SplitSchedule):
         step, first, before = Int32(0), Int32(0), Int32(0)
         span, last_leaf = self._requests(first)
         leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
-        if self._items_count > LANES:
+        if self._sequence_count > LANES:
             leaves += self._leaves(first + LANES)
-        ranges = Ranges.of(columns.value, leaves, self._items_count, ctas, own_rows, self.most_blocks)
+        ranges = Ranges.of(columns.value, leaves, self._sequence_count, ctas, own_rows, self.most_blocks)
         is_resident = leaves * Int32(self.geometry.kv_heads) <= self.resident_leaves
         policy = Int32(EVICT_NORMAL) if is_resident else Int32(EVICT_FIRST)
         leaf, end = ranges.own_range(row)

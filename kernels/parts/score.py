@@ -67,13 +67,13 @@ class ScoreMap(DeviceStruct):
                     power = scores.get(r, c) * factor
                     scores.set(r, c, tanh(power) if self.kind is ScoreKind.SOFT_CAP else precise_tanh(power))
         if const_expr(self.kind.has_slopes):
-            unit = self.soft_cap if const_expr(self.kind.caps) else self.scale
+            factor = self.soft_cap if const_expr(self.kind.caps) else self.scale
             # Relative to the row's own key: the same softmax as with absolute positions, without their rounding.
             for r in cutlass.range_constexpr(scores.rows):
                 distance = tile_start + scores.first_column() - positions[r]
                 bias = slope * distance.to(Float32)
                 for c in cutlass.range_constexpr(scores.columns):
-                    scores.set(r, c, scores.get(r, c) * unit + (bias + slope * float(scores.column_offset(c))))
+                    scores.set(r, c, scores.get(r, c) * factor + (bias + slope * float(scores.column_offset(c))))
 
     def shift(self, slope, position):
         """Return what the natural logits of a row at ``position`` lack in the softmax: ALiBi counts from the first

@@ -26,18 +26,18 @@ class Request(DeviceStruct):
         return self.kv_len - self.q_len
 
 
-def _tokens(offset, unit):
-    """Return an offset in units as a row number. The division is unsigned: uint32 offsets use all 32 bits."""
-    return (offset.to(Uint32) // Uint32(unit)).to(Int32)
+def _tokens(offset, token_elements):
+    """Return an offset in elements as a row number. The division is unsigned: uint32 offsets use all 32 bits."""
+    return (offset.to(Uint32) // Uint32(token_elements)).to(Int32)
 
 
 def load_request(index, addresses: Addresses, geometry: Geometry) -> Request:
     a, g = addresses, geometry
-    q_start = _tokens(load_int(a.q_offsets, index, 0), g.q_unit)
-    q_end = _tokens(load_int(a.q_offsets, index + (a.q_lens == 0).to(Int32), 0), g.q_unit)
-    k_start = _tokens(load_int(a.k_offsets, index, 0), g.k_unit)
-    k_end = _tokens(load_int(a.k_offsets, index + (a.kv_lens == 0).to(Int32), 0), g.k_unit)
-    o_start = _tokens(load_int(a.o_offsets, index, q_start * Int32(g.o_unit)), g.o_unit)
+    q_start = _tokens(load_int(a.q_offsets, index, 0), g.q_token_elements)
+    q_end = _tokens(load_int(a.q_offsets, index + (a.q_lens == 0).to(Int32), 0), g.q_token_elements)
+    k_start = _tokens(load_int(a.k_offsets, index, 0), g.k_token_elements)
+    k_end = _tokens(load_int(a.k_offsets, index + (a.kv_lens == 0).to(Int32), 0), g.k_token_elements)
+    o_start = _tokens(load_int(a.o_offsets, index, q_start * Int32(g.o_token_elements)), g.o_token_elements)
     rows_left = Int32(g.tokens) - cutlass.max(q_start, o_start)  # in Q and the output, which end with the same token
     lse_request = Int32(g.lse_request)
     lse_row = index * cutlass.max(lse_request, 0) + o_start * (lse_request < 0).to(Int32)
@@ -46,8 +46,8 @@ def load_request(index, addresses: Addresses, geometry: Geometry) -> Request:
         q_start=q_start,
         o_start=o_start,
         k_start=k_start,
-        v_start=_tokens(load_int(a.v_offsets, index, k_start * Int32(g.v_unit)), g.v_unit),
-        lse_start=_tokens(load_int(a.lse_offsets, index, lse_row * Int32(g.lse_unit)), g.lse_unit),
+        v_start=_tokens(load_int(a.v_offsets, index, k_start * Int32(g.v_token_elements)), g.v_token_elements),
+        lse_start=_tokens(load_int(a.lse_offsets, index, lse_row * Int32(g.lse_token_elements)), g.lse_token_elements),
         q_len=cutlass.min(load_int(a.q_lens, index, q_end - q_start), rows_left),
         kv_len=cutlass.min(load_int(a.kv_lens, index, k_end - k_start), Int32(g.capacity)),
     )

@@ -46,7 +46,7 @@ from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECE
 from hopwell.kernels.parts.softmax import largest_of_lane, merged
 from hopwell.kernels.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
-ITEM_BYTES, ITEM_COLUMNS = LANES * copy.CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
+SUBTILE_BYTES, SUBTILE_COLUMNS = LANES * copy.CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
 READY = SHARE[0]
 NO_SHARE = (1 << 31) - 1
 SCALES = 2  # where the inverse scales of the halves of a row lie in its statistics
@@ -67,7 +67,7 @@ class Pieces(DeviceStruct):
     """The pieces of all CTAs: how one is stored, and how a share of rows is merged. Called by whole warps."""
 
     slots: Slots
-    loads: tuple[tuple[int, int], ...]  # pieces, and items of each, that a lane has under way: few pieces, more, many
+    loads: tuple[tuple[int, int], ...]  # pieces, and subtiles of each, under way in a lane: few pieces, more, many
 
     @cute.jit
     def store(self, piece, output, r: cutlass.Constexpr[int], reference, total, warp_row, half) -> None:
@@ -75,14 +75,14 @@ class Pieces(DeviceStruct):
         registers. :meth:`_merge_band` says where an element is."""
         largest = cute.arch.warp_reduction_max(largest_size(output, r), threads_in_group=output.lanes_per_row)
         scale, inverse = piece_scale(largest)
-        items = self._items_of_band
+        subtiles = self._subtiles_of_band
         first = self.slots.output(self.slots.place(piece), 0) + Int64(
-            self._band(warp_row, r, half) * items * ITEM_BYTES
+            self._band(warp_row, r, half) * subtiles * SUBTILE_BYTES
         )
-        for item in cutlass.range_constexpr(items):
-            values = [output.get(r, item * EIGHT + c) * scale for c in range(EIGHT)]
+        for subtile in cutlass.range_constexpr(subtiles):
+            values = [output.get(r, subtile * EIGHT + c) * scale for c in range(EIGHT)]
             words = [copy.pack_x2(Float16, *values[c : c + 2]) for c in range(0, EIGHT, 2)]
-            copy.store_global(first + item * ITEM_BYTES + cute.arch.lane_idx() * copy.CHUNK_BYTES, words)
+            copy.store_global(first + subtile * SUBTILE_BYTES + cute.arch.lane_idx() * copy.CHUNK_BYTES, words)
         if output.first_column() == 0:
             row = self.slots.place(piece) + warp_row + output.first_row() + output.row_offset(r)
             if half == 0:
@@ -90,46 +90,46 @@ class Pieces(DeviceStruct):
             global_array(Float32, self.slots.statistics(row, SCALES))[half] = inverse
 
     @property
-    def _items_of_band(self) -> int:
-        return self.slots.columns // (2 * ITEM_COLUMNS)
+    def _subtiles_of_band(self) -> int:
+        return self.slots.columns // (2 * SUBTILE_COLUMNS)
 
     def _band(self, warp_row, r, half):
         """Return the number of a band among those of a piece."""
         return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
-    def _merge_items(self, items: tuple, pieces: "RowPieces", rows: PackedRows, dtype: cutlass.Constexpr) -> None:
-        """Merge (first item, end) of rows that have these pieces."""
-        of_band, (begin, end) = self._items_of_band, items
+    def _merge_subtiles(self, subtiles: tuple, pieces: "RowPieces", rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+        """Merge (first subtile, end) of rows that have these pieces."""
+        of_band, (begin, end) = self._subtiles_of_band, subtiles
         for band in cutlass.range(begin // of_band, (end + (of_band - 1)) // of_band, unroll=1):
             low, high = cutlass.max(begin, band * of_band), cutlass.min(end, (band + 1) * of_band)
             own = (low - band * of_band, high - band * of_band)
             self._merge_band_of(self.loads, band, own, pieces, rows, dtype)
 
-    def _share_items(self, share, shares, rows: PackedRows) -> tuple:
-        """Return the (first item, end) of one of the equal ``shares`` of rows."""
+    def _share_subtiles(self, share, shares, rows: PackedRows) -> tuple:
+        """Return the (first subtile, end) of one of the equal ``shares`` of rows."""
         bands = (rows.count + (WARP_ROWS - 1)) // WARP_ROWS * (RowFragment.rows * 2)
-        return tuple(quotient(bands * self._items_of_band * (share + i), shares) for i in range(2))
+        return tuple(quotient(bands * self._subtiles_of_band * (share + i), shares) for i in range(2))
 
     @cute.jit
     def _merge_band_of(
-        self, loads: cutlass.Constexpr, band, items, pieces: "RowPieces", rows: PackedRows, dtype: cutlass.Constexpr
+        self, loads: cutlass.Constexpr, band, subtiles, pieces: "RowPieces", rows: PackedRows, dtype: cutlass.Constexpr
     ) -> None:
-        """Merge items of a band with the first of these ``loads`` that take all pieces at once, or with the last."""
-        (pieces_at_once, items_at_once), *rest = loads
+        """Merge subtiles of a band with the first of these ``loads`` that take all pieces at once, or with the last."""
+        (pieces_at_once, subtiles_at_once), *rest = loads
         if const_expr(len(rest) > 0):
             if pieces.chunks > pieces_at_once:
-                self._merge_band_of(tuple(rest), band, items, pieces, rows, dtype)
+                self._merge_band_of(tuple(rest), band, subtiles, pieces, rows, dtype)
             else:
-                self._merge_band(pieces_at_once, items_at_once, band, *items, pieces, rows, dtype)
+                self._merge_band(pieces_at_once, subtiles_at_once, band, *subtiles, pieces, rows, dtype)
         else:
-            self._merge_band(pieces_at_once, items_at_once, band, *items, pieces, rows, dtype)
+            self._merge_band(pieces_at_once, subtiles_at_once, band, *subtiles, pieces, rows, dtype)
 
     @cute.jit
     def _merge_band(
         self,
         pieces_at_once: cutlass.Constexpr[int],
-        items_at_once: cutlass.Constexpr[int],
+        subtiles_at_once: cutlass.Constexpr[int],
         band,
         begin,
         end,
@@ -137,16 +137,16 @@ class Pieces(DeviceStruct):
         rows: PackedRows,
         dtype: cutlass.Constexpr,
     ) -> None:
-        """Merge items [begin, end) of a band. A band is 8 rows of half of the columns, an item 32 columns of it: a row
-        for four lanes, two columns each of four accumulator blocks for a lane."""
+        """Merge subtiles [begin, end) of a band. A band is 8 rows of half of the columns, a subtile 32 columns of it: a
+        row for four lanes, two columns each of four accumulator blocks for a lane."""
         slots, lane, lanes = self.slots, cute.arch.lane_idx(), RowFragment.lanes_per_row
         chunks = pieces.chunks
         half, r, warp = band % 2, band // 2 % RowFragment.rows, band // (2 * RowFragment.rows)
         row = warp * WARP_ROWS + RowFragment.row_offset(r) + RowFragment.first_row()
-        mine_in_band = band * (self._items_of_band * ITEM_BYTES) + lane * copy.CHUNK_BYTES
-        for item in cutlass.range(begin, end, items_at_once, unroll=1):
-            items = [cutlass.min(item + k, end - 1) for k in range(items_at_once)]
-            values = [[Float32(0.0)] * EIGHT for _ in items]
+        mine_in_band = band * (self._subtiles_of_band * SUBTILE_BYTES) + lane * copy.CHUNK_BYTES
+        for subtile in cutlass.range(begin, end, subtiles_at_once, unroll=1):
+            subtiles = [cutlass.min(subtile + k, end - 1) for k in range(subtiles_at_once)]
+            values = [[Float32(0.0)] * EIGHT for _ in subtiles]
             reference, total = -Float32.inf, Float32(0.0)  # the sum over this lane's pieces
             for chunk in cutlass.range(0, chunks, pieces_at_once, unroll=1):
                 # Each of the lanes of a row knows some of the pieces. Past the last that again, which counts nothing.
@@ -155,7 +155,7 @@ class Pieces(DeviceStruct):
                 loaded = []
                 for i in cutlass.range_constexpr(pieces_at_once):
                     piece = slots.output(cute.arch.shuffle_sync(places[i // lanes], i % lanes), 0) + mine_in_band
-                    loaded.append([copy.load_global(piece + each * ITEM_BYTES, 4, Int32) for each in items])
+                    loaded.append([copy.load_global(piece + each * SUBTILE_BYTES, 4, Int32) for each in subtiles])
                 found = [copy.load_global(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
                 # Pieces are added as many at a time as a row has lanes, however many are under way, and roundings are
                 # spelled out: another warp would find other bits.
@@ -168,21 +168,23 @@ class Pieces(DeviceStruct):
                         kept, _, weight = weights
                         total = fma(weight, its_total, total * kept)
                         weight = weight * (scales[0] if half == 0 else scales[1])
-                        for k in cutlass.range_constexpr(items_at_once):
+                        for k in cutlass.range_constexpr(subtiles_at_once):
                             values[k] = [value * kept for value in values[k]]
                         for i in cutlass.range_constexpr(lanes):
                             its_weight = cute.arch.shuffle_sync(weight, lane // lanes * lanes + i)
-                            for k in cutlass.range_constexpr(items_at_once):
+                            for k in cutlass.range_constexpr(subtiles_at_once):
                                 for c in cutlass.range_constexpr(EIGHT // 2):
                                     low, high = copy.unpack_f16_x2(loaded[group * lanes + i][k][c])
                                     values[k][2 * c] = fma(its_weight, low, values[k][2 * c])
                                     values[k][2 * c + 1] = fma(its_weight, high, values[k][2 * c + 1])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
             if row < rows.count:
-                factor = rows.finish(row, reference, total, band % 2 == 0 and item == 0 and lane % lanes == 0)
-                for k in cutlass.range_constexpr(items_at_once):
-                    if item + k < end:
-                        column = half * (slots.columns // 2) + items[k] * ITEM_COLUMNS + RowFragment.first_column()
+                factor = rows.finish(row, reference, total, band % 2 == 0 and subtile == 0 and lane % lanes == 0)
+                for k in cutlass.range_constexpr(subtiles_at_once):
+                    if subtile + k < end:
+                        column = (
+                            half * (slots.columns // 2) + subtiles[k] * SUBTILE_COLUMNS + RowFragment.first_column()
+                        )
                         for c in cutlass.range_constexpr(0, EIGHT, 2):
                             scaled = [values[k][c] * factor, values[k][c + 1] * factor]
                             copy.store_rounded(rows.output(row, column + RowFragment.column_offset(c)), scaled, dtype)
@@ -255,8 +257,8 @@ class Shares(Pieces):
         rows = PackedRows(a, g, token, Int32(0), first_row, count, scale, dtype.width // 8).up_to(slots.rows)
         first = piece - chunk * of_chunk
         shares = chunks * SHARES
-        items = self._share_items(chunk * SHARES + part, shares, rows)
-        self._merge_items(items, RowPieces(first, of_chunk, chunks), rows, dtype)
+        subtiles = self._share_subtiles(chunk * SHARES + part, shares, rows)
+        self._merge_subtiles(subtiles, RowPieces(first, of_chunk, chunks), rows, dtype)
         # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
         if first + slots.slots < pieces:
             cute.arch.sync_warp()  # all lanes have read

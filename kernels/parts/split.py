@@ -115,7 +115,7 @@ class SplitSchedule(DeviceStruct):
     keeper: UnitKeeper
 
     @property
-    def _items_count(self):
+    def _sequence_count(self):
         """Say how many requests, or tokens with lists, there are."""
         return Int32(self.geometry.batch)
 
@@ -224,7 +224,7 @@ class SplitSchedule(DeviceStruct):
     def pieces(self):
         """Count all pieces that there will be. Called by a warp."""
         first, pieces = Int32(0), Int32(0)
-        while first < self._items_count:
+        while first < self._sequence_count:
             _, _, last_piece = self._requests(first)
             pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
             first += LANES
@@ -237,7 +237,7 @@ class SplitSchedule(DeviceStruct):
         ticket = draw_ticket(self.addresses)
         span, last_unit, last_piece = self._requests(first)
         place, latest = cute.arch.shuffle_sync(ticket, 0), SplitTile.nothing()
-        while first < self._items_count:
+        while first < self._sequence_count:
             if place >= units + cute.arch.shuffle_sync(last_unit, LANES - 1):
                 units += cute.arch.shuffle_sync(last_unit, LANES - 1)
                 pieces += cute.arch.shuffle_sync(last_piece, LANES - 1)
@@ -277,7 +277,7 @@ class TokenLists:
     geometry: DecodeGeometry
 
     @property
-    def _items_count(self):
+    def _sequence_count(self):
         return Int32(self.geometry.tokens)
 
     @cute.jit
@@ -304,7 +304,7 @@ class TokenLists:
         """Return (keys that the new token at a place sees, new tokens and keys of its request), and whether a request
         has the token: there may be more behind those of the last one."""
         q_start, q_len, kv_len = self._lengths(self._request_of(place))
-        exists = (place < self._items_count) & (q_start <= place) & (place < q_start + q_len)
+        exists = (place < self._sequence_count) & (q_start <= place) & (place < q_start + q_len)
         return self._listed_keys(kv_len, q_len, place - q_start), q_len, kv_len, exists
 
 

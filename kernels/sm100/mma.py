@@ -20,7 +20,7 @@ ROWS = 128  # of an accumulator: lanes of tensor memory
 _FLOAT32_ACCUMULATOR, _N_MAJOR_B = 1 << 4, 1 << 16
 _A_TYPE, _B_TYPE, _N, _M = 7, 10, 17, 24
 _TYPES = {Float16: 0, BFloat16: 1}
-# PTX ISA, "Shared memory descriptor", in two words: address and strides in units of 16 bytes, in the upper word the
+# PTX ISA, "Shared memory descriptor", in two words: address and strides in multiples of 16 bytes, in the upper word the
 # version of tcgen05 and the 128-byte swizzle.
 _LEADING, _VERSION, _SWIZZLE_128 = 16, 1 << 14, 2 << 29
 

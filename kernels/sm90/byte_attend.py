@@ -337,9 +337,9 @@ class ByteMerge(Merge):
     def add_up(self, mine: WarpKeys, tile: SplitTile, rows: PackedRows, count, out_dtype: cutlass.Constexpr) -> None:
         """Add up all rows: the output, or a piece of it."""
         quads = self.slots.columns // COLUMNS_AT_ONCE
-        for item in cutlass.range(self.thread, count * quads, self.threads, unroll=1):
-            row = item // quads
-            quad = item - row * quads
+        for index in cutlass.range(self.thread, count * quads, self.threads, unroll=1):
+            row = index // quads
+            quad = index - row * quads
             places = [mine.place(cutlass.min(i, mine.groups - 1), row) for i in range(mine.warps)]
             statistics = [copy.load_shared(self.exchange.row_statistics(place), 2, Float32) for place in places]
             outputs = [copy.load_shared(self.exchange.quad(place, quad), COLUMNS_AT_ONCE, Float32) for place in places]

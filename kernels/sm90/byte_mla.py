@@ -189,7 +189,7 @@ class Values(DeviceStruct):
 
     line: Any  # address of this lane's key in the first column block
     place: Any  # of this warp's chunk within 128 bytes
-    columns: int  # of the tile, in units of 16 bits
+    columns: int  # of the tile, in halfwords
     columns_first: bool
     tile_n: int
 

@@ -69,7 +69,7 @@ class ByteProducts(DeviceStruct):
     ``place_in_warp`` has part t of a column block of Q and K."""
 
     q: Any
-    unit: Any  # of each row: what its scores have to be multiplied by
+    row_factor: Any  # of each row: what its scores have to be multiplied by
     q_tile: Int32  # addresses of stage 0
     k_tile: Int32
     v_tile: Int32
@@ -88,7 +88,7 @@ class ByteProducts(DeviceStruct):
             scales = [SharedScales(shared_address(tiles.scales[i]), blocks[i], kernel.tile.n) for i in range(2)]
         return dict(
             q=cute.make_rmem_tensor(width * products * MMA_COLUMNS // LANES // 2, Uint32),
-            unit=cute.make_rmem_tensor(2 * products, Float32),
+            row_factor=cute.make_rmem_tensor(2 * products, Float32),
             q_tile=shared_address(tiles.q.iterator),
             k_tile=shared_address(tiles.k.iterator),
             v_tile=shared_address(tiles.v.iterator),
@@ -130,7 +130,7 @@ class ByteProducts(DeviceStruct):
             for i, word in enumerate(words):
                 self.q[i // 2 * (2 * self.products) + 2 * product + i % 2] = word
         if self.kernel.dtype is not BFloat16:
-            self.unit.fill(2.0**-self.exponent)
+            self.row_factor.fill(2.0**-self.exponent)
 
     def _to_float16(self, words: list, product: int) -> list:
         """Return row g of a product, times a power of two of its own."""
@@ -138,12 +138,12 @@ class ByteProducts(DeviceStruct):
         largest = Float32(0.0)
         for value in values:
             largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
-        # Factors of the keys make room for larger queries, with units as before.
+        # Factors of the keys make room for larger queries, with row factors as before.
         largest = cute.arch.warp_reduction_max(largest, threads_in_group=QUAD)
-        factor, unit = power_of_two(largest, Q_EXPONENT if self.exponent == 0 else -self.exponent, self.exponent)
+        factor, row_factor = power_of_two(largest, Q_EXPONENT if self.exponent == 0 else -self.exponent, self.exponent)
         for c in range(2):
             lane = (ColumnFragment.first_row() + c) * QUAD
-            self.unit[2 * product + c] = cute.arch.shuffle_sync(unit, lane)
+            self.row_factor[2 * product + c] = cute.arch.shuffle_sync(row_factor, lane)
         return [copy.pack_x2(Float16, low * factor, high * factor) for low, high in _pairs(values)]
 
     def score(self, scores: ColumnFragment, eights: list[tuple]) -> None:
@@ -170,7 +170,7 @@ class ByteProducts(DeviceStruct):
         if self.kernel.dtype is BFloat16 or self.exponent != 0:
             for r in range(scores.rows):
                 for c in range(scores.columns):
-                    scores.set(r, c, scores.get(r, c) * self.unit[r])
+                    scores.set(r, c, scores.get(r, c) * self.row_factor[r])
 
     def _multiply(self, scores: ColumnFragment, keys: list, depth: int) -> None:
         """Add one step of depth, of which ``keys`` has two words of each group of 8 keys."""

@@ -116,7 +116,7 @@ class WideningConverter(Converter):
         return self.target + self.target_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
 
     def read_ahead(self, step, read: Callable, count: int, under_way: int) -> Iterator:
-        """Yield the place of the widened tile, and then the results of ``read`` for items 0 to ``count`` - 1, of which
+        """Yield the place of the widened tile, and then the results of ``read`` for 0 to ``count`` - 1, of which
         ``under_way`` have begun by then, or all where they are to be written over."""
         under_way = count if self.in_place else min(count, under_way)
         results = [read(i) for i in range(under_way)]
@@ -137,21 +137,21 @@ class WideningConverter(Converter):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         row, chunk = thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
         row ^= (row & 1) * BLOCK_CHUNKS
-        items = [(first, block) for first in range(0, n, WIDENED_ROWS) for block in range(columns // BLOCK_COLUMNS)]
+        places = [(first, block) for first in range(0, n, WIDENED_ROWS) for block in range(columns // BLOCK_COLUMNS)]
         stage, columns_first = self.source_stage(step), self.kernel.source.columns_first
         sources = [
             copy.tile_chunk(stage, row, half * BLOCK_CHUNKS + chunk, n, loaded, columns_first) for half in range(2)
         ]
 
         def read(i: int) -> list:
-            first, block = items[i]
+            first, block = places[i]
             place = sources[block % 2] + self._distance(first, block // 2, loaded, columns_first)
             return copy.load_shared(place, 4)
 
-        chunks = self.read_ahead(step, read, len(items), CHUNKS_UNDER_WAY)
+        chunks = self.read_ahead(step, read, len(places), CHUNKS_UNDER_WAY)
         stage = next(chunks)
         targets = [copy.tile_chunk(stage, row, 2 * chunk + half, n, columns, self.columns_first) for half in range(2)]
-        for (first, block), words in zip(items, chunks, strict=True):
+        for (first, block), words in zip(places, chunks, strict=True):
             wide = [w for word in words for w in widened_words(config.kv_type, self.kernel.dtype, word)]
             for half in cutlass.range_constexpr(2):
                 place = targets[half] + self._distance(first, block, columns, self.columns_first)

@@ -34,8 +34,8 @@ from hopwell.kernels.sm90.latent import LatentKeys, LatentRows
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.splitting import LATENT_PIECE_BYTES
 
-# Pieces, and items of each, that a warp of attend has under way when it merges. With many pieces a share is one item:
-# 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
+# Pieces, and subtiles of each, that a warp of attend has under way when it merges. With many pieces a share is one
+# subtile: 1 x 65536 tokens, 347 instead of 330 TFLOP/s (H200, 2026-11-22).
 ATTEND_LOADS = ((4, 4), (8, 2), (16, 1))
 LIST_ATTEND_LOADS = ((4, 4), (16, 1))  # with the third kind, ptxas spills
 WARP_SUM_BYTES = LANES * RowFragment.rows * 4  # of a warp: sums of each lane's rows

@@ -141,7 +141,7 @@ def test_cudnn_offsets_in_tokens(lengths: bool, recorded: Any) -> None:
     (problem,) = recorded.problems
     assert problem.batch == BATCH
     starts = (problem.q_offsets, problem.o_offsets, problem.k_offsets, problem.v_offsets, problem.lse.offsets)
-    assert [offsets.unit for offsets in starts] == [1] * 5
+    assert [offsets.token_elements for offsets in starts] == [1] * 5
     assert (problem.q_lens is None, problem.kv_lens is None) == (not lengths, not lengths)
     assert not problem.lse.natural
     assert recorded.addresses[0][4:] == recorded.addresses[-1][4:]

@@ -33,7 +33,7 @@ Problems = list[AttentionProblem]
 def test_cudnn_offsets_count_elements(launched: Problems) -> None:
     call_cudnn()
     problem = launched[0]
-    units = [o.unit for o in (problem.q_offsets, problem.o_offsets, problem.k_offsets, problem.v_offsets)]
+    units = [o.token_elements for o in (problem.q_offsets, problem.o_offsets, problem.k_offsets, problem.v_offsets)]
     assert units == [HEADS * 192, HEADS * 128, KV_HEADS * 192, KV_HEADS * 128]
     for offsets in (problem.q_offsets, problem.o_offsets):
         assert starts(offsets) == [0, 3, 3]
@@ -101,7 +101,7 @@ def test_cudnn_ragged_lse(launched: Problems, given: torch.Tensor | None) -> Non
     assert problem.lse.tensor.data_ptr() == lse.data_ptr()
     assert problem.lse.tensor.shape == (BATCH * 5, HEADS)
     assert problem.lse.layout is LseLayout.OFFSETS
-    assert problem.lse.offsets.unit == HEADS
+    assert problem.lse.offsets.token_elements == HEADS
     assert starts(problem.lse.offsets) == [0, 3, 3]
 
 

@@ -186,7 +186,7 @@ def test_context_lengths_and_table_are_the_callers_tensors(launched: Problems) -
     (problem,) = launched
     assert problem.kv_lens.data_ptr() == arguments["seq_lens"].data_ptr()
     assert problem.q_offsets.tensor.data_ptr() == arguments["cum_seq_lens_q"].data_ptr()
-    assert problem.q_offsets.unit == 1
+    assert problem.q_offsets.token_elements == 1
     assert problem.page_table.key is problem.page_table.value is arguments["block_tables"]
     assert problem.q_lens is problem.o_offsets is problem.k_offsets is problem.v_offsets is None
 
@@ -357,7 +357,7 @@ def test_fmha_v2_lengths_come_from_cumulative_lengths(launched: Problems) -> Non
         problem = launched.pop()
         assert problem.kv_lens is None
         assert problem.k_offsets.tensor.data_ptr() == arguments["cum_seq_lens_kv"].data_ptr()
-        assert problem.k_offsets.unit == 1
+        assert problem.k_offsets.token_elements == 1
         assert (problem.v_offsets is None) == (problem.page_table is not None)
 
 

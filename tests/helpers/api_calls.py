@@ -390,4 +390,6 @@ def call_cudnn(name: str = "ragged", **changes: Any) -> Any:
 
 def starts(offsets: TokenOffsets | None) -> list[int]:
     """Return the tokens at which requests start."""
-    return [0] * BATCH if offsets is None else [int(value) // offsets.unit for value in offsets.tensor[:BATCH]]
+    return (
+        [0] * BATCH if offsets is None else [int(value) // offsets.token_elements for value in offsets.tensor[:BATCH]]
+    )

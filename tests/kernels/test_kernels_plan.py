@@ -175,7 +175,7 @@ class TestGeometry:
 
     def test_log_sum_exp(self) -> None:
         problem = paged(*cache("tuple-HND", 16, (128, 128)))
-        names = ("lse_unit", "lse_request", "lse_rows", "lse_row", "lse_head", "lse_natural")
+        names = ("lse_token_elements", "lse_request", "lse_rows", "lse_row", "lse_head", "lse_natural")
 
         def got(lse: LogSumExp | None) -> tuple[int, ...]:
             g = self.of(replace(problem, lse=lse))
@@ -186,7 +186,7 @@ class TestGeometry:
         assert got(LogSumExp(ragged, LseLayout.RAGGED, natural=False)) == (1, -1, 600, 4, 1, 0)
         assert got(LogSumExp(ragged.T.contiguous().T, LseLayout.RAGGED, natural=True)) == (1, -1, 600, 1, 600, 1)
         assert got(LogSumExp(padded, LseLayout.PADDED, natural=True)) == (1, 20, 20, 4, 1, 1)
-        offsets = TokenOffsets(numbers(3), unit=4)
+        offsets = TokenOffsets(numbers(3), token_elements=4)
         assert got(LogSumExp(ragged, LseLayout.OFFSETS, natural=True, offsets=offsets)) == (4, 0, 600, 4, 1, 1)
 
     def test_every_field_is_an_integer(self) -> None:

@@ -26,11 +26,11 @@ from hopwell.kernels.problem import MAX_KEYS, MaskKind
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")]
 
 GEOMETRY = Geometry(*[Int64(0)] * len(Geometry._fields))._replace(
-    q_unit=Int64(1),
-    o_unit=Int64(1),
-    k_unit=Int64(1),
-    v_unit=Int64(1),
-    lse_unit=Int64(1),
+    q_token_elements=Int64(1),
+    o_token_elements=Int64(1),
+    k_token_elements=Int64(1),
+    v_token_elements=Int64(1),
+    lse_token_elements=Int64(1),
     capacity=Int64(MAX_KEYS),
     tokens=Int64(MAX_KEYS),
 )
@@ -99,8 +99,8 @@ class TestRequest:
             q_lens=memory.put([6, 3]),
             kv_lens=memory.put([11, 3]),
         )
-        units = dict(q_unit=512, o_unit=256, k_unit=128, v_unit=64, lse_unit=4)
-        g = GEOMETRY._replace(**{name: Int64(unit) for name, unit in units.items()})
+        sizes = dict(q=512, o=256, k=128, v=64, lse=4)
+        g = GEOMETRY._replace(**{f"{name}_token_elements": Int64(size) for name, size in sizes.items()})
         got = [request(i, a, g) for i in range(2)]
         assert [(r.q_start, r.o_start, r.k_start, r.v_start, r.lse_start) for r in got] == [
             (0, 2, 0, 5, 0),
@@ -110,7 +110,7 @@ class TestRequest:
     @pytest.mark.parametrize("tokens", [2**31 // 512 - 1, 2**31 // 512, 2**32 // 512 - 1])
     def test_offsets_of_all_32_bits(self, tokens: int, memory: Memory) -> None:
         a = ADDRESSES._replace(q_offsets=memory.put([tokens * 512]), q_lens=memory.put([1]), kv_lens=memory.put([1]))
-        assert request(0, a, GEOMETRY._replace(q_unit=Int64(512))).q_start == tokens
+        assert request(0, a, GEOMETRY._replace(q_token_elements=Int64(512))).q_start == tokens
 
     def test_keys_end_with_the_table(self, memory: Memory) -> None:
         a = ADDRESSES._replace(q_offsets=memory.put([0, 1, 2, 3]), kv_lens=memory.put([64, 65, 2**31 - 1]))
@@ -120,7 +120,7 @@ class TestRequest:
     @pytest.mark.parametrize("unit", [1, 512])
     def test_output_lies_as_the_query_unless_told(self, unit: int, memory: Memory) -> None:
         a = ADDRESSES._replace(q_offsets=memory.put([0, 7 * 512, 9 * 512]), kv_lens=memory.put([9, 9]))
-        g = GEOMETRY._replace(q_unit=Int64(512), o_unit=Int64(unit))
+        g = GEOMETRY._replace(q_token_elements=Int64(512), o_token_elements=Int64(unit))
         assert [request(i, a, g).o_start for i in range(2)] == [0, 7]
 
     def test_places_of_the_log_sum_exp(self, memory: Memory) -> None:

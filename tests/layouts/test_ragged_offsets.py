@@ -36,7 +36,7 @@ def test_token_offsets(lengths, shape, dtype):
     tensor = torch.tensor(starts(lengths), dtype=dtype).view(shape)
     offsets = token_offsets(tensor, len(lengths))
     same_bytes(offsets.tensor, tensor, len(lengths) + 1)
-    assert [value // offsets.unit for value in offsets.tensor.tolist()] == starts(lengths)
+    assert [value // offsets.token_elements for value in offsets.tensor.tolist()] == starts(lengths)
 
 
 @given(LENGTHS, SHAPES, INT32, st.integers(1, 128 * 192), st.booleans())
@@ -45,7 +45,7 @@ def test_element_offsets(lengths, shape, dtype, unit, with_end):
     tensor = torch.tensor([start * unit for start in starts(lengths)[:count]], dtype=dtype).view(shape)
     offsets = element_offsets(tensor, len(lengths), unit)
     same_bytes(offsets.tensor, tensor, count)
-    assert [value // offsets.unit for value in offsets.tensor.tolist()] == starts(lengths)[:count]
+    assert [value // offsets.token_elements for value in offsets.tensor.tolist()] == starts(lengths)[:count]
 
 
 @given(st.lists(st.integers(0, 300), max_size=6), INT32)
