@@ -268,8 +268,8 @@ def _block_scales(
         read = _read_tokens(p, ids, values.shape[0], queries, keys)
         if operand == "value_scales" and p.family is Family.PREFILL:
             # They are interleaved by four tokens, of which some may not be read.
-            groups = read.unflatten(1, (-1, INTERLEAVED_TOKENS))
-            read = groups.all(-1, keepdim=True).expand_as(groups).flatten(1)
+            interleaved = read.unflatten(1, (-1, INTERLEAVED_TOKENS))
+            read = interleaved.all(-1, keepdim=True).expand_as(interleaved).flatten(1)
         numbers = values.view(torch.float8_e4m3fn).float()
         wrong = numbers.isnan() & read[:, None, :, None]
         yield Rule(operand, numbers, wrong, _read_text, is_defined=True)

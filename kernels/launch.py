@@ -137,7 +137,7 @@ class Geometry(NamedTuple):
     heads: int
     kv_heads: int
     batch: int
-    section: int  # in groups of ``tile_heads`` heads: those of a request whose tiles come before others'
+    section: int  # counts ``tile_heads`` heads: those of a request whose tiles come before others'
     grid: int
     q_token: int
     q_head: int

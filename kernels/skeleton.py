@@ -15,7 +15,7 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, global_pointer, shared_address
 from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
 from hopwell.kernels.parts.kv_source import ContiguousBoxes, KvOperand, KvSource, PageBoxes, PageColumnBoxes
@@ -144,13 +144,13 @@ class AttentionKernel:
         slots = pages * (page // head)
         if const_expr(self.source is PageColumnBoxes):
             return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows)
-        blocks, groups = head_dim // BLOCK_COLUMNS, self.config.box_rows // GROUP_ROWS
+        blocks, eights = head_dim // BLOCK_COLUMNS, self.config.box_rows // ATOM_ROWS
         row, head = cute.assume(row, divby=8), cute.assume(head, divby=8)
         columns, steps = ((BLOCK_COLUMNS, blocks), (1, BLOCK_COLUMNS)) if blocks > 1 else (head_dim, 1)
-        shape = ((GROUP_ROWS, Int32(rows) // GROUP_ROWS), columns, Int32(slots))
-        layout = cute.make_layout(shape, stride=((row, GROUP_ROWS * row), steps, head))
+        shape = ((ATOM_ROWS, Int32(rows) // ATOM_ROWS), columns, Int32(slots))
+        layout = cute.make_layout(shape, stride=((row, ATOM_ROWS * row), steps, head))
         box = copy.swizzled_layout(self.word, self.config.box_rows, head_dim, columns_first=True)
-        return self._tma_atom(address, layout, box, ((GROUP_ROWS, groups), columns))
+        return self._tma_atom(address, layout, box, ((ATOM_ROWS, eights), columns))
 
     def _row_boxes(self, address, shape, strides, box_rows):
         """Make TMA boxes of box_rows x 64 columns over [rows, head_dim, heads]; strides (row, head) in elements."""

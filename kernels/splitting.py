@@ -13,7 +13,7 @@ MIN_CHUNK_TOKENS = 1024
 LONG_TOKENS = 8192  # from here on, and up to one chunk, chunks are whole
 MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
 DOUBLINGS = 20  # 2^31 tokens in no more than MAX_CHUNKS, or two latent ones
-GROUP_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a group, then the groups
+BUNDLE_PIECES = 16  # pieces that are merged at a time, in two levels: first those of a bundle, then the bundles
 
 ROWS = 64  # packed rows of a tile, at most
 WARP_ROWS = 16  # of which a warp holds
@@ -54,7 +54,7 @@ LEAST_TOKENS_SHARE = 0.75
 # an eighth of that of a bfloat16 result, and half as many bytes are stored and merged.
 LATENT_PIECE_BYTES = 2
 SHARES = 8  # of MLA, that a piece of ROWS comes with: what is left to merge at the end goes to all warps in small parts
-# A row of a piece has so many float32: (reference, sum) of the piece, then of its group, or MLA's inverse scales.
+# A row of a piece has so many float32: (reference, sum) of the piece, then of its bundle, or MLA's inverse scales.
 STATISTICS = 4
 # What follows is for decode with few rows: keys are cut into leaves, and what has been computed of them is merged as a
 # binary tree, see parts/tree.py.
@@ -91,7 +91,7 @@ MOST_LARGE_NODE_BLOCKS = 4  # of nodes of many columns, whose bundles are small:
 BUNDLE_BITS, LARGE_NODE_BUNDLE_BITS = 4, 2  # log2 of the nodes in memory that are merged at a time
 TIERS = 5  # of bundles: 4^5 are more than the blocks of all CTAs
 TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out
-# int32 of a slot: its generation, pieces that are there (of a group, or of all rows), groups or shares that are done;
+# int32 of a slot: its generation, pieces that are there (of a bundle, or of all rows), bundles or shares that are done;
 # of a share when it may be merged, and which it is: output token, first row, rows, chunk, chunks, pieces of a chunk
 SLOT_COUNTERS = 10
 

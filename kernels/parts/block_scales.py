@@ -119,7 +119,7 @@ class SharedScales(DeviceStruct):
 
     def arrange(self, stage) -> None:
         """Turn a stage's rows by blocks into blocks by keys, as :meth:`of_eights` reads them; by a whole warp. A lane
-        has two neighbouring keys of each group of 8: of a block, those of all groups come to lie side by side."""
+        has two neighbouring keys of each eight: of a block, those of all eights come to lie side by side."""
         first, words, lane = self.row(stage, 0), self.blocks // TOKENS, cute.arch.lane_idx()
         units = self.tile_n // TOKENS * words  # of four keys by four blocks
         loaded = []
@@ -127,8 +127,8 @@ class SharedScales(DeviceStruct):
             unit = (lane + i) % units
             quad, word = unit // words, unit % words
             t, pair = quad % QUAD, quad // QUAD
-            key = 2 * copy.GROUP_ROWS * pair + 2 * t
-            rows = [first + (key + more) * self.blocks for more in (0, 1, copy.GROUP_ROWS, copy.GROUP_ROWS + 1)]
+            key = 2 * copy.ATOM_ROWS * pair + 2 * t
+            rows = [first + (key + more) * self.blocks for more in (0, 1, copy.ATOM_ROWS, copy.ATOM_ROWS + 1)]
             four = [copy.load_shared(row + word * TOKENS, 1)[0] for row in rows]
             loaded.append((self._place(first, word * TOKENS, t) + pair * TOKENS, four))
         cute.arch.sync_warp()
@@ -142,7 +142,7 @@ class SharedScales(DeviceStruct):
         return first + block * self.tile_n + t * (self.tile_n // QUAD)
 
     def of_eights(self, stage, eight, t, block) -> list:
-        """Return the scales of a block of a lane's two keys in four groups of 8, as pairs of float16. They are
+        """Return the scales of a block of a lane's two keys in four eights, as pairs of float16. They are
         arranged."""
         words = copy.load_shared(self._place(self.row(stage, 0), block, t) + 2 * eight, 2)
         return [e2m1.widened_half(word, half, Float16) for word in words for half in range(2)]

@@ -14,8 +14,8 @@ from hopwell.kernels.parts.device import shared_address
 
 CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
 SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its 16-byte chunks are permuted by the row number mod 8
-GROUP_ROWS = 8  # after which the permutation repeats, in the swizzles of 64 and 32 bytes as well
-SWIZZLE_ATOM_BYTES = GROUP_ROWS * SWIZZLE_ROW_BYTES  # tiles are aligned to this
+ATOM_ROWS = 8  # of a swizzle atom: the permutation repeats after them, in the swizzles of 64 and 32 bytes as well
+SWIZZLE_ATOM_BYTES = ATOM_ROWS * SWIZZLE_ROW_BYTES  # tiles are aligned to this
 # Upper halves of the cache policies that createpolicy.fractional gives, as CUTLASS has them in TMA::CacheHintSm90.
 EVICT_NORMAL, EVICT_FIRST = 0x10000000, 0x12F00000
 CHUNKS_PER_ROW = SWIZZLE_ROW_BYTES // CHUNK_BYTES
@@ -55,13 +55,13 @@ def block_row(row, block, rows: int, columns: int, columns_first: bool):
     """Return where row ``row`` of column block ``block`` lies in a stage of :func:`swizzled_layout`, in
     :func:`row_bytes`."""
     if const_expr(columns_first):
-        return (row // GROUP_ROWS * column_blocks(columns) + block) * GROUP_ROWS + row % GROUP_ROWS
+        return (row // ATOM_ROWS * column_blocks(columns) + block) * ATOM_ROWS + row % ATOM_ROWS
     return block * rows + row
 
 
 def tile_chunk(stage, row, chunk, rows: int, columns: int, columns_first: bool):
-    """Return the address of a row's 16-byte chunk in a stage of :func:`swizzled_layout`; ``columns`` counts half-
-    elements."""
+    """Return the address of a row's 16-byte chunk in a stage of :func:`swizzled_layout`; ``columns`` counts
+    halfwords."""
     block, place = chunk // CHUNKS_PER_ROW, chunk % CHUNKS_PER_ROW
     # Where a row lies, it has the same number modulo the swizzle's period as in the tile.
     return swizzled_chunk(stage, block_row(row, block, rows, columns, columns_first), place)

@@ -58,7 +58,7 @@ def shared_address(pointer):
     return pointer.toint().to(Int32)
 
 
-def warp_in_group():
+def warp_in_warpgroup():
     """Return which warp of its warpgroup this one is, the same for all of its lanes."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
 

@@ -87,14 +87,14 @@ class OutputRows(DeviceStruct):
                     output, staging, row, cutlass.min(chunk, rest // self.lane_columns - 1), dtype
                 )
                 column = first_column + begin + chunk * self.lane_columns
-                one_group = const_expr(rows_at_once <= copy.GROUP_ROWS)
-                group = step * rows_at_once // copy.GROUP_ROWS if const_expr(one_group) else row // copy.GROUP_ROWS
-                token = rows.token(row, group)
+                in_one_eight = const_expr(rows_at_once <= copy.ATOM_ROWS)
+                eight = step * rows_at_once // copy.ATOM_ROWS if const_expr(in_one_eight) else row // copy.ATOM_ROWS
+                token = rows.token(row, eight)
                 if token < self.count and column < self.columns:
                     place = self.address + token * self.row_bytes + self.bytes_of(column)
                     if const_expr(not rows.of_one_head):
-                        place += rows.head(group) * self.head_bytes
-                    self.write(place, words, token, rows.head(group), column)
+                        place += rows.head(eight) * self.head_bytes
+                    self.write(place, words, token, rows.head(eight), column)
             cute.arch.sync_warp()
 
     def pass_columns(self, output) -> int:

@@ -15,7 +15,7 @@ from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.device import load_index
 from hopwell.kernels.parts.kv_source import KvOperand, PagedSource
 
@@ -119,9 +119,9 @@ class PageRows(PagedSource):
         """Fill a stage; ``barrier`` hears of it from every lane once its copies are there."""
         rows_at_once = LANES // self.lanes_per_row
         lane_row, chunk = cute.arch.lane_idx() // self.lanes_per_row, cute.arch.lane_idx() % self.lanes_per_row
-        # The swizzle repeats after GROUP_ROWS: whatever lies that many rows further on lies at a constant distance.
+        # The swizzle repeats after ATOM_ROWS: whatever lies that many rows further on lies at a constant distance.
         first_row = self.first_row + lane_row
-        targets = [self._target(stage, first + first_row, chunk) for first in range(0, GROUP_ROWS, rows_at_once)]
+        targets = [self._target(stage, first + first_row, chunk) for first in range(0, ATOM_ROWS, rows_at_once)]
         stride = len(targets) * rows_at_once
         for i in cutlass.range_constexpr(len(addresses)):
             for first in cutlass.range(0, LANES, stride, unroll=2):

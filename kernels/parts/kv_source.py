@@ -29,7 +29,7 @@ from hopwell.kernels.hardware import LANES, LINE_BYTES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.block_scales import ScaleCopies, ScaleRows
-from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, load_index
 from hopwell.kernels.parts.page_size import EvenPages, page_size
 
@@ -290,9 +290,9 @@ class PagedSource(KvSource):
 class PageBoxes(PagedSource):
     """A box holds all columns of ``box_rows`` tokens, so a page of 16 x 128 takes one instruction for 4 KiB.
 
-    The tensor is seen as [slots, row groups, column blocks, 8 rows, 64 columns], without the column blocks where one is
-    all there is. A slot is one head of one page and slots lie one head stride apart: that takes a page stride that is
-    a multiple of the head stride.
+    The tensor is seen as [slots, eights of rows, column blocks, 8 rows, 64 columns], without the column blocks where
+    one is all there is. A slot is one head of one page and slots lie one head stride apart: that takes a page stride
+    that is a multiple of the head stride.
     """
 
     slots_per_page: Int32  # page stride / head stride
@@ -319,20 +319,20 @@ class PageBoxes(PagedSource):
         # instructions less for a tile made steps 1 % shorter (H200, 2026-11-22).
         tiles = LANES // self.boxes
         for last in cutlass.range(end - 1, first - 1, -tiles, unroll=1):
-            slots, groups, scales = self.locate(last - (tiles - 1))
+            slots, eights, scales = self.locate(last - (tiles - 1))
 
-            def locate(n, last=last, slots=slots, groups=groups, scales=scales):
+            def locate(n, last=last, slots=slots, eights=eights, scales=scales):
                 first = (n - last + (tiles - 1)) * self.boxes
                 lane = cute.arch.lane_idx() + first
-                return cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(groups, lane), scales, first
+                return cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(eights, lane), scales, first
 
             stop = cutlass.max(last - tiles, first - 1)
             step, partials = self.fill_down(locate, last, stop, ring, step, partial_barrier, partials)
         return step, partials
 
     def locate(self, tile):
-        """Return to lane i the (slot, row group, address of the scales) of box i, counted from the tile's first, past
-        its last those of the next tile.
+        """Return to lane i the (slot, eight of rows, address of the scales) of box i, counted from the tile's first,
+        past its last those of the next tile.
 
         Outside the needed tokens a needed page is fetched again: every tile then has the same number of bytes, and no
         other table entry is read.
@@ -343,7 +343,7 @@ class PageBoxes(PagedSource):
         scales = None
         if const_expr(self.scales is not None):
             scales = self.scales.of_box(page, row // self.box_rows * self.box_rows)
-        return page * self.slots_per_page + self.kv_head, row // GROUP_ROWS, scales
+        return page * self.slots_per_page + self.kv_head, row // ATOM_ROWS, scales
 
     def scale_pages(self, tile) -> list:
         return []
@@ -359,17 +359,17 @@ class PageBoxes(PagedSource):
 
     @cute.jit
     def fetch(self, location, stage, barrier):
-        slots, groups, *_ = location
+        slots, eights, *_ = location
         base = self.stage_address(stage)
         for first in cutlass.range_constexpr(0, self.boxes, BOXES_AT_ONCE):
             boxes = range(first, min(first + BOXES_AT_ONCE, self.boxes))
-            corners = [(cute.arch.shuffle_sync(slots, i), self._group(groups, i)) for i in boxes]
+            corners = [(cute.arch.shuffle_sync(slots, i), self._eight(eights, i)) for i in boxes]
             with cute.arch.elect_one():
                 for i, corner in zip(boxes, corners, strict=True):
                     self.load_box(base + i * self.box_bytes, *corner, barrier)
 
-    def _group(self, groups, box: int):
-        return Int32(0) if self.whole_pages else cute.arch.shuffle_sync(groups, box)
+    def _eight(self, eights, box: int):
+        return Int32(0) if self.whole_pages else cute.arch.shuffle_sync(eights, box)
 
     @property
     def whole_pages(self) -> bool:
@@ -377,9 +377,9 @@ class PageBoxes(PagedSource):
         two is no taller."""
         return isinstance(self.pages, EvenPages) and self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
 
-    def load_box(self, box, slot, group, barrier) -> None:
-        corner = (0, 0) if self.columns <= BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a group, all columns
-        copy.tma_load(self.descriptor, box, barrier, (*corner, group, slot), self.policy)
+    def load_box(self, box, slot, eight, barrier) -> None:
+        corner = (0, 0) if self.columns <= BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of an eight, all columns
+        copy.tma_load(self.descriptor, box, barrier, (*corner, eight, slot), self.policy)
 
 
 @dataclass
@@ -393,8 +393,8 @@ class PageColumnBoxes(PageBoxes):
     def box_bytes(self) -> int:
         return self.box_rows * copy.SWIZZLE_ROW_BYTES
 
-    def load_box(self, box, slot, group, barrier) -> None:
+    def load_box(self, box, slot, eight, barrier) -> None:
         for block in range(self.columns // BLOCK_COLUMNS):
             destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
-            coordinates = (block * BLOCK_COLUMNS, group * GROUP_ROWS, slot)
+            coordinates = (block * BLOCK_COLUMNS, eight * ATOM_ROWS, slot)
             copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)

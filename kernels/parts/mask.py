@@ -170,10 +170,11 @@ class DraftMask(IntervalMask):
             hi -= origin
             words = [row.word(r, first_word)]
             for c in cutlass.range_constexpr(scores.columns):
-                group, place = divmod(scores.column_offset(c), WORD_BITS)
+                nth_word, place = divmod(scores.column_offset(c), WORD_BITS)
                 if const_expr(place == 0):
-                    # Keys from tile_start + 32 * group on have the upper bits of a word and the lower ones of the next.
-                    words.append(row.word(r, first_word + (group + 1)))
+                    # Keys from tile_start + 32 * nth_word on have the upper bits of a word and the lower ones of the
+                    # next.
+                    words.append(row.word(r, first_word + (nth_word + 1)))
                     above = words[-1] << (Uint32(31) - shift) << Uint32(1)
                     bits = ((words[-2] >> shift) | above) >> scores.first_column().to(Uint32)
                 visible = (bits >> Uint32(place)) & Uint32(1) != Uint32(0)

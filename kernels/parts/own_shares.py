@@ -21,11 +21,11 @@ from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.device import global_array, global_pointer, load_acquire
 from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.partial import GROUPS_THERE, PIECES_THERE, Slots
+from hopwell.kernels.parts.partial import BUNDLES_THERE, PIECES_THERE, Slots
 from hopwell.kernels.parts.shares import Pieces, RowPieces
 
 STORING_WARPS = 2 * WARPS  # of a piece, which merge a share each as well
-COUNTS = (PIECES_THERE, GROUPS_THERE)  # of warps, in a first piece's slot: those that have stored, that need not wait
+COUNTS = (PIECES_THERE, BUNDLES_THERE)  # of warps, in a first piece's slot: those that have stored, that need not wait
 
 
 @dataclass(frozen=True)

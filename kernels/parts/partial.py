@@ -1,15 +1,15 @@
 """Partial results of decode: written piece by piece, merged by whoever is last.
 
 The rows of a request are a weighted sum over its chunks, and every chunk leaves one piece: for each row the output
-relative to a reference, the reference, and the sum of exponentials. Pieces are merged in groups of GROUP_PIECES by the
-CTA whose piece is the group's last, and groups by the one that merged the last group, always in the order of the keys:
-which CTA it is never changes a bit.
+relative to a reference, the reference, and the sum of exponentials. Pieces are merged in bundles of BUNDLE_PIECES by
+the CTA whose piece is the bundle's last, and bundles by the one that merged the last bundle, always in the order of the
+keys: which CTA it is never changes a bit.
 
 Pieces lie in a ring of slots that is much smaller than the list of units, so that they stay in the L2 cache. Piece p
 lies in slot p % slots and may be written in the slot's generation p // slots, that is once the piece before it in that
-slot has been merged. The first piece's slot of a group, and of a request, keeps count of what is there. Nobody waits in
-a circle: whatever a piece waits for has an earlier place in the list, tickets are taken in the order of the list, and
-the ring holds more than the pieces of one request.
+slot has been merged. The first piece's slot of a bundle, and of a request, keeps count of what is there. Nobody waits
+in a circle: whatever a piece waits for has an earlier place in the list, tickets are taken in the order of the list,
+and the ring holds more than the pieces of one request.
 """
 
 from dataclasses import dataclass
@@ -30,10 +30,10 @@ from hopwell.kernels.parts.device import (
 )
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.softmax import merged
-from hopwell.kernels.splitting import ALIGNMENT, GROUP_PIECES, SLOT_COUNTERS, STATISTICS, TICKETS
+from hopwell.kernels.splitting import ALIGNMENT, BUNDLE_PIECES, SLOT_COUNTERS, STATISTICS, TICKETS
 
-PIECE, GROUP = 0, 2  # where the statistics of a piece, and of a merged group, lie in a row's
-GENERATION, PIECES_THERE, GROUPS_THERE, *SHARE = range(SLOT_COUNTERS)
+PIECE, BUNDLE = 0, 2  # where the statistics of a piece, and of a merged bundle, lie in a row's
+GENERATION, PIECES_THERE, BUNDLES_THERE, *SHARE = range(SLOT_COUNTERS)
 COLUMNS_AT_ONCE = 4  # float32 of 16 bytes
 PARTS_AT_ONCE = 8  # pieces whose loads are under way
 
@@ -99,15 +99,15 @@ class Slots(DeviceStruct):
         return sum((f != self.generation(piece)).to(Int32) for f, piece in zip(found, pieces, strict=True))
 
     @cute.jit
-    def store(self, piece, row, pairs, reference, total, first_column, column_group) -> None:
-        """Store one row of a piece: ``pairs`` of output columns, 8 apart from ``first_column`` on in a group of
+    def store(self, piece, row, pairs, reference, total, first_column, column_half) -> None:
+        """Store one row of a piece: ``pairs`` of output columns, 8 apart from ``first_column`` on in half of the
         columns, and (reference, sum)."""
         columns = 8 * len(pairs)
         row += self.place(piece)
-        address = self.output(row, column_group * columns + first_column)
+        address = self.output(row, column_half * columns + first_column)
         for i in cutlass.range_constexpr(len(pairs)):
             copy.store_global(address + 32 * i, pairs[i])
-        if first_column + column_group == 0:
+        if first_column + column_half == 0:
             copy.store_global(self.statistics(row, PIECE), (reference, total))
 
     @cute.jit
@@ -183,25 +183,25 @@ class Merge(DeviceStruct):
         # In their first generation all slots are free.
         if tile.piece >= self.slots.slots and tile.chunks > 1 and self.thread == 0:
             # Its own slot, and those that keep count for it: their pieces may not have come that far.
-            self.slots.wait_free((tile.piece, tile.first_piece, tile.group_piece))
+            self.slots.wait_free((tile.piece, tile.first_piece, tile.bundle_piece))
         cute.arch.sync_warp()
 
     @cute.jit
     def complete(self, tile, rows: PackedRows, out_dtype: cutlass.Constexpr) -> None:
         """A piece has been written, visibly to all threads here: merge what can be merged now."""
-        step, first, group_first = tile.units_of_chunk, tile.first_piece, tile.group_piece
-        size = cutlass.min(tile.chunks - tile.chunk // GROUP_PIECES * GROUP_PIECES, GROUP_PIECES)
-        if self._is_last(PIECES_THERE, group_first, size):
-            if tile.chunks <= GROUP_PIECES:
+        step, first, bundle_first = tile.units_of_chunk, tile.first_piece, tile.bundle_piece
+        size = cutlass.min(tile.chunks - tile.chunk // BUNDLE_PIECES * BUNDLE_PIECES, BUNDLE_PIECES)
+        if self._is_last(PIECES_THERE, bundle_first, size):
+            if tile.chunks <= BUNDLE_PIECES:
                 self._add_up(first, step, size, PIECE, rows, out_dtype)
                 self._release(first, step, size)
             else:
-                self._add_up(group_first, step, size, PIECE, rows, None)
-                self._release(group_first + step, step, size - 1)
-                groups = (tile.chunks + (GROUP_PIECES - 1)) // GROUP_PIECES
-                if self._is_last(GROUPS_THERE, first, groups):
-                    self._add_up(first, step * GROUP_PIECES, groups, GROUP, rows, out_dtype)
-                    self._release(first, step * GROUP_PIECES, groups)
+                self._add_up(bundle_first, step, size, PIECE, rows, None)
+                self._release(bundle_first + step, step, size - 1)
+                bundles = (tile.chunks + (BUNDLE_PIECES - 1)) // BUNDLE_PIECES
+                if self._is_last(BUNDLES_THERE, first, bundles):
+                    self._add_up(first, step * BUNDLE_PIECES, bundles, BUNDLE, rows, out_dtype)
+                    self._release(first, step * BUNDLE_PIECES, bundles)
 
     @cute.jit
     def _is_last(self, kind: cutlass.Constexpr[int], first, count):
@@ -224,7 +224,7 @@ class Merge(DeviceStruct):
 
     @cute.jit
     def _add_up(self, first, step, count, level: cutlass.Constexpr[int], rows: PackedRows, out_dtype) -> None:
-        """Merge ``count`` pieces: into the output, or, without ``out_dtype``, into the first of them as a group."""
+        """Merge ``count`` pieces: into the output, or, without ``out_dtype``, into the first of them as a bundle."""
         slots = self.slots
         quads = slots.columns // COLUMNS_AT_ONCE
         rounds = (count + (PARTS_AT_ONCE - 1)) // PARTS_AT_ONCE
@@ -239,7 +239,7 @@ class Merge(DeviceStruct):
                 outputs = [copy.load_global(slots.output(place + row, column), COLUMNS_AT_ONCE) for place in places]
                 total = total.plus(statistics, outputs, there)
             if const_expr(out_dtype is None):
-                slots.store_quad(first, row, column, total, GROUP)
+                slots.store_quad(first, row, column, total, BUNDLE)
             else:
                 factor = rows.finish(row, total.reference, total.sum, column == 0)
                 copy.store_rounded(rows.output(row, column), [value * factor for value in total.values], out_dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import cutlass
 
 from hopwell.kernels.config import TileShape
-from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.device import DeviceStruct
 
 
@@ -22,13 +22,13 @@ def request_shape(shape: TileShape, q_len) -> TileShape:
     """
     if isinstance(shape.heads, int):
         return shape
-    needed = (q_len + (GROUP_ROWS - 1)) // GROUP_ROWS * GROUP_ROWS
-    return TileShape(shape.heads, cutlass.max(cutlass.min(shape.tokens, needed), GROUP_ROWS))
+    needed = (q_len + (ATOM_ROWS - 1)) // ATOM_ROWS * ATOM_ROWS
+    return TileShape(shape.heads, cutlass.max(cutlass.min(shape.tokens, needed), ATOM_ROWS))
 
 
 @dataclass(frozen=True)
 class QueryRows(DeviceStruct):
-    """A warp's rows of a tile, in groups of 8."""
+    """A warp's rows of a tile, in eights."""
 
     first: Any  # row of the tile
     shape: TileShape
@@ -38,13 +38,13 @@ class QueryRows(DeviceStruct):
         """Tell whether all rows of the tile are of one head, as far as is known when the kernel is compiled."""
         return isinstance(self.shape.heads, int) and self.shape.heads == 1
 
-    def head(self, group: int):
-        """Return the head of a group's rows, counted from the tile's first one."""
+    def head(self, eight: int):
+        """Return the head of an eight's rows, counted from the tile's first one."""
         if self.of_one_head:
             return 0
-        return cutlass.min((self.first + group * GROUP_ROWS) // self.shape.tokens, self.shape.heads - 1)
+        return cutlass.min((self.first + eight * ATOM_ROWS) // self.shape.tokens, self.shape.heads - 1)
 
-    def token(self, row, group: int):
-        """Return the token of the warp's row ``row``, which is in ``group``, counted from the tile's first one."""
+    def token(self, row, eight: int):
+        """Return the token of the warp's row ``row``, which is in ``eight``, counted from the tile's first one."""
         token = self.first + row
-        return token if self.of_one_head else token - self.head(group) * self.shape.tokens
+        return token if self.of_one_head else token - self.head(eight) * self.shape.tokens

@@ -19,7 +19,7 @@ from cutlass import Int32, const_expr
 from hopwell.kernels.config import TileShape
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, Geometry
-from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL, GROUP_ROWS
+from hopwell.kernels.parts.copy import ATOM_ROWS, EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.device import DeviceStruct, from_lane, global_array, global_pointer, running_sum
 from hopwell.kernels.parts.mask import IntervalMask, TileRange
 from hopwell.kernels.parts.sequence import Request, load_request
@@ -41,7 +41,7 @@ class WorkTile(DeviceStruct):
     def kv_policy(self):
         """Say how soon K and V leave the L2 cache where heads share tiles, see copy.tma_load. The keys of a request of
         few tokens are read once, those of others by one tile after the other, and should be there still."""
-        is_short = self.request.q_len <= GROUP_ROWS
+        is_short = self.request.q_len <= ATOM_ROWS
         return Int32(EVICT_NORMAL) + is_short.to(Int32) * (EVICT_FIRST - EVICT_NORMAL)
 
     @property

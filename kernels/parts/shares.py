@@ -42,7 +42,7 @@ from hopwell.kernels.parts.device import (
 )
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.partial import GENERATION, GROUPS_THERE, PIECE, PIECES_THERE, SHARE, Slots, count_one
+from hopwell.kernels.parts.partial import BUNDLES_THERE, GENERATION, PIECE, PIECES_THERE, SHARE, Slots, count_one
 from hopwell.kernels.parts.softmax import largest_of_lane, merged
 from hopwell.kernels.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
@@ -159,10 +159,10 @@ class Pieces(DeviceStruct):
                 found = [copy.load_global(slots.statistics(place + row, PIECE), STATISTICS) for place in places]
                 # Pieces are added as many at a time as a row has lanes, however many are under way, and roundings are
                 # spelled out: another warp would find other bits.
-                for group in cutlass.range_constexpr(len(mine)):
-                    if chunk + group * lanes < chunks:
-                        mine_of_group, (seen, its_total, *scales) = mine[group], found[group]
-                        seen = seen if mine_of_group < chunks else -Float32.inf
+                for nth in cutlass.range_constexpr(len(mine)):
+                    if chunk + nth * lanes < chunks:
+                        its_chunk, (seen, its_total, *scales) = mine[nth], found[nth]
+                        seen = seen if its_chunk < chunks else -Float32.inf
                         largest = cute.arch.warp_reduction_max(seen, threads_in_group=lanes)
                         weights, reference, _ = merged([reference, largest, seen], [Float32(0.0)] * 3)
                         kept, _, weight = weights
@@ -174,7 +174,7 @@ class Pieces(DeviceStruct):
                             its_weight = cute.arch.shuffle_sync(weight, lane // lanes * lanes + i)
                             for k in cutlass.range_constexpr(subtiles_at_once):
                                 for c in cutlass.range_constexpr(EIGHT // 2):
-                                    low, high = copy.unpack_f16_x2(loaded[group * lanes + i][k][c])
+                                    low, high = copy.unpack_f16_x2(loaded[nth * lanes + i][k][c])
                                     values[k][2 * c] = fma(its_weight, low, values[k][2 * c])
                                     values[k][2 * c + 1] = fma(its_weight, high, values[k][2 * c + 1])
             total = cute.arch.warp_reduction_sum(total, threads_in_group=lanes)
@@ -262,7 +262,7 @@ class Shares(Pieces):
         # Nobody wants the slots of the last pieces again, and to say that they are free takes 1500 cycles.
         if first + slots.slots < pieces:
             cute.arch.sync_warp()  # all lanes have read
-            if self._is_last(GROUPS_THERE, first, shares):
+            if self._is_last(BUNDLES_THERE, first, shares):
                 for i in cutlass.range(cute.arch.lane_idx(), chunks, LANES, unroll=1):
                     each = first + i * of_chunk
                     store_release(slots.counter(GENERATION, each), slots.generation(each) + 1)

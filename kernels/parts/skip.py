@@ -28,11 +28,11 @@ class SkipRule(DeviceStruct):
         state[1].fill(0)
         return SkipRule(factor, scale, *state)
 
-    def note(self, counts: bool, groups=1) -> None:
-        """Remember of the latest tile whether it counts, for so many ``groups`` of 64 rows."""
+    def note(self, counts: bool, row_blocks=1) -> None:
+        """Remember of the latest tile whether it counts, for so many ``row_blocks`` of 64 rows."""
         self.pending[0] = int(counts)
         if not counts:
-            self.skipped[0] += groups
+            self.skipped[0] += row_blocks
 
     def unneeded(self, largest, maxima, kv_len):
         """Tell whether a tile with the row maxima ``maxima`` is too small beside the ``largest`` scores so far."""

@@ -29,7 +29,7 @@ from hopwell.kernels.parts.mask import IntervalMask, TileRange, TokenPositions
 from hopwell.kernels.parts.scheduler import WorkTile, draw_ticket, lane_of
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import DOUBLINGS, GROUP_PIECES, LATENT_UNITS, LONG_TOKENS, MAX_CHUNKS
+from hopwell.kernels.splitting import BUNDLE_PIECES, DOUBLINGS, LATENT_UNITS, LONG_TOKENS, MAX_CHUNKS
 
 
 @dataclass
@@ -52,7 +52,7 @@ class SplitTile(PackedTile):
     chunks: Int32  # of the request
     piece: Int32  # number of the piece
     first_piece: Int32  # of the same rows: that of the first chunk
-    group_piece: Int32  # of the first chunk in its group of GROUP_PIECES
+    bundle_piece: Int32  # of the first chunk in its bundle of BUNDLE_PIECES
     units_of_chunk: Int32  # of a chunk: from a piece to that of the next chunk
 
     @property
@@ -181,8 +181,8 @@ class SplitSchedule(DeviceStruct):
         kv_head, first_row = self._head(place, self._row_tiles(span.q_len))
         keys = self._keys(request, first_row, (span.first_chunk + chunk) * span.chunk_tokens, span.chunk_tokens)
         first_piece = pieces + place
-        group_piece = first_piece + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
-        numbers = (chunk, span.chunks, first_piece + chunk * of_chunk, first_piece, group_piece, of_chunk)
+        bundle_piece = first_piece + chunk // BUNDLE_PIECES * BUNDLE_PIECES * of_chunk
+        numbers = (chunk, span.chunks, first_piece + chunk * of_chunk, first_piece, bundle_piece, of_chunk)
         return SplitTile(request, kv_head, kv_head, first_row, keys, *numbers)
 
     def _head(self, place, row_tiles):

@@ -15,7 +15,7 @@ from cutlass import Float32, const_expr
 from hopwell.kernels.config import BLOCK_COLUMNS, KvType
 from hopwell.kernels.elements import SCALE_COLUMNS
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.widen import widened_words
@@ -109,7 +109,7 @@ class WidenedPageRows(PageRows):
         form = self.row_format
         row, chunk = cute.arch.lane_idx() // LANES_PER_ROW, cute.arch.lane_idx() % LANES_PER_ROW
         target = self._target(stage, self.first_row + row, chunk)
-        for first in cutlass.range(0, self.rows, GROUP_ROWS, unroll=1):
+        for first in cutlass.range(0, self.rows, ATOM_ROWS, unroll=1):
             place = target + self.chunk_place(0, first, 0, 0)
             loaded = [copy.load_shared(place + self._block(block), 4) for block in range(form.byte_blocks)]
             scales = None

@@ -10,7 +10,7 @@ from cutlass.cutlass_dsl import dsl_user_op
 from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, shared_address
 
 ROWS = 128  # of an accumulator: lanes of tensor memory
@@ -60,7 +60,7 @@ class SharedOperand(DeviceStruct):
 
     @property
     def high_word(self) -> int:
-        return self._offset(GROUP_ROWS, 0) // 16 | _VERSION | _SWIZZLE_128
+        return self._offset(ATOM_ROWS, 0) // 16 | _VERSION | _SWIZZLE_128
 
     def step(self, k: int) -> int:
         """Say what the descriptor of the k-th 16 elements has more than that of the first."""

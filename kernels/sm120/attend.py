@@ -11,12 +11,12 @@ from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import shared_address, tied, warp_in_group
+from hopwell.kernels.parts.device import shared_address, tied, warp_in_warpgroup
 from hopwell.kernels.parts.epilogue import WARP_ROWS, OutputRows, output_rows
 from hopwell.kernels.parts.mask import TileRange
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, MMA_DEPTH, multiply
 from hopwell.kernels.skeleton import SharedTiles
-from hopwell.kernels.sm90.attend import GROUP_BARRIER, RowOperands, Turns
+from hopwell.kernels.sm90.attend import WARPGROUP_BARRIER, RowOperands, Turns
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 from hopwell.kernels.sm90.skip import SkippingAttend
 
@@ -27,8 +27,8 @@ STEP_BYTES = 32  # of a row of K that ldmatrix reads at a time
 class WarpAttend(PrefillAttend):
     stages_in_q = True
 
-    def operands(self, row_group, column_group, addresses, geometry) -> "WarpOperands":
-        place = self.warp_row(row_group), column_group
+    def operands(self, row_block, column_half, addresses, geometry) -> "WarpOperands":
+        place = self.warp_row(row_block), column_half
         return self.kernel.operands_type.create(self.kernel, self.tiles, place, addresses, geometry)
 
     @property
@@ -36,11 +36,11 @@ class WarpAttend(PrefillAttend):
         """Say how many warps of a warpgroup have rows of their own; the others have the same rows and other columns."""
         return WARPS // self.kernel.config.v_parts
 
-    def share(self, group) -> tuple:
-        return group, warp_in_group() // self._row_warps
+    def place(self, consumer) -> tuple:
+        return consumer, warp_in_warpgroup() // self._row_warps
 
-    def warp_row(self, row_group):
-        return (row_group * self._row_warps + warp_in_group() % self._row_warps) * WARP_ROWS
+    def warp_row(self, row_block):
+        return (row_block * self._row_warps + warp_in_warpgroup() % self._row_warps) * WARP_ROWS
 
     def own_keys(self, tile, row) -> TileRange:
         # Where warps share rows, one warpgroup has all of the tile.
@@ -63,8 +63,8 @@ class WarpAttend(PrefillAttend):
             kv_step += 1
         return kv_step
 
-    def turns(self, group) -> Turns:
-        return Turns(group, 1)
+    def turns(self, consumer) -> Turns:
+        return Turns(consumer, 1)
 
     def staging(self, consumer_warp):
         """Return the address of this warp's own rows of a column block of Q: of the first one, where no other warp has
@@ -74,7 +74,7 @@ class WarpAttend(PrefillAttend):
     def store(self, *arguments) -> None:
         # Lanes may have read rows of Q that others now write to.
         if const_expr(self.kernel.config.v_parts > 1):
-            cute.arch.barrier(barrier_id=GROUP_BARRIER, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=WARPGROUP_BARRIER, number_of_threads=WARPGROUP)
         else:
             cute.arch.sync_warp()
         super().store(*arguments)
@@ -108,12 +108,12 @@ class WarpOperands(RowOperands):
         return cls(**cls.fields(kernel, tiles, *place))
 
     @classmethod
-    def fields(cls, kernel, tiles: SharedTiles, first_row, column_group) -> dict[str, Any]:
+    def fields(cls, kernel, tiles: SharedTiles, first_row, column_half) -> dict[str, Any]:
         """Return the values of the fields above, and of those of the base, by their names."""
         tile_n = kernel.tile.n
         depth_qk, depth_v = kernel.config.depth
         columns = kernel.config.operand_columns[1]
-        first_block = column_group * (columns // (BLOCK_COLUMNS * kernel.config.v_parts))
+        first_block = column_half * (columns // (BLOCK_COLUMNS * kernel.config.v_parts))
         v_row = copy.block_row(0, first_block, tile_n, columns, kernel.source.columns_first)
         words = cls.q_words(kernel.config)
         return dict(

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import const_expr
 
-from hopwell.kernels.parts.device import warp_in_group
+from hopwell.kernels.parts.device import warp_in_warpgroup
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.byte_few_rows import ByteFewRowsDecodeSm90
@@ -73,7 +73,7 @@ class WarpLeafOperands(WarpProducts):
         if const_expr(keys == LEAF_TILE):
             self.add_scores(tile, 0, stage, q_stage, depth)
         else:
-            if warp_in_group() * WARP_COLUMNS // keys == first // keys:
+            if warp_in_warpgroup() * WARP_COLUMNS // keys == first // keys:
                 self.add_scores(tile, 0, stage, q_stage, depth)
             cute.arch.sync_warp()
 

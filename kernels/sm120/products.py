@@ -10,7 +10,7 @@ from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPS
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, shared_address, tied, warp_in_group
+from hopwell.kernels.parts.device import DeviceStruct, shared_address, tied, warp_in_warpgroup
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, MMA_DEPTH, accumulate
 from hopwell.kernels.splitting import LEAF_TILE
@@ -66,7 +66,7 @@ class WarpProducts(DeviceStruct):
         """Add K Q^T over ``depth`` columns of part 0 or 1 of the keys, and as many of Q from ``q_first`` on, to the
         scores of a tile."""
         config, lane = self.kernel.config, _lane(stage)
-        own = warp_in_group() * WARP_COLUMNS % self.kernel.tile.n  # the first of the warp's keys in the stage
+        own = warp_in_warpgroup() * WARP_COLUMNS % self.kernel.tile.n  # the first of the warp's keys in the stage
         q_tile = self.q_tile + q_stage * (self.kernel.tile.m * config.q_columns * HALFWORD_BYTES)
         keys = self._stage(part, stage)
         for step in range(depth // MMA_DEPTH):
@@ -88,7 +88,7 @@ class WarpProducts(DeviceStruct):
             for block in range(columns // BLOCK_COLUMNS):
                 # Lanes address two eights of columns, of two eights of keys.
                 key = MMA_DEPTH * step + lane // 16 * 8 + lane % 8
-                chunk = copy.CHUNKS_PER_ROW * block + 2 * warp_in_group() + lane // 8 % 2
+                chunk = copy.CHUNKS_PER_ROW * block + 2 * warp_in_warpgroup() + lane // 8 % 2
                 a = copy.load_matrix_x4(self._chunk(values, part, key, chunk), transposes=True)
                 for product in range(self.products):
                     fragment = (first // BLOCK_COLUMNS + block) * self.products + product

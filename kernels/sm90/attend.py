@@ -24,7 +24,7 @@ from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.query_widening import widen_queries
 
 TURN_BARRIER = 1  # named barriers 1.. give the consumer warpgroups turns at the tensor cores
-GROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
+WARPGROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
 
 
 @dataclass
@@ -57,47 +57,47 @@ class Attend(Consumer):
         """Return the rows that a lane holds of those from ``warp_row`` of the tile on."""
         raise NotImplementedError
 
-    def operands(self, row_group, column_group, addresses: Addresses, geometry: Geometry) -> "RowOperands":
+    def operands(self, row_block, column_half, addresses: Addresses, geometry: Geometry) -> "RowOperands":
         """Return the operands of one warpgroup."""
-        return Operands.create(self.kernel, self.tiles, row_group, column_group)
+        return Operands.create(self.kernel, self.tiles, row_block, column_half)
 
-    def share(self, group) -> tuple:
-        """Say which group of rows this warp of consumer warpgroup ``group`` has, and which part of V's columns."""
+    def place(self, consumer) -> tuple:
+        """Say which row block this warp of consumer warpgroup ``consumer`` has, and which half of V's columns."""
         parts = self.kernel.config.v_parts
-        return group // parts, group % parts
+        return consumer // parts, consumer % parts
 
-    def warp_row(self, row_group):
+    def warp_row(self, row_block):
         """Return the first of this warp's rows in the tile."""
-        return row_group * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
+        return row_block * WARPGROUP_ROWS + cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
 
-    def turns(self, group) -> "Turns":
-        """Return the turns of consumer warpgroup ``group``."""
-        return Turns(group, self.kernel.warpgroups)
+    def turns(self, consumer) -> "Turns":
+        """Return the turns of consumer warpgroup ``consumer``."""
+        return Turns(consumer, self.kernel.warpgroups)
 
     def own_keys(self, tile, row) -> TileRange:
         """Return those of the tile's keys that a warpgroup's rows see; ``row`` is the first of them in the tile."""
         raise NotImplementedError
 
-    def store(self, operands, tile, work, warp_row, column_group, addresses, geometry) -> None:
+    def store(self, operands, tile, work, warp_row, column_half, addresses, geometry) -> None:
         """Write the results of this warp's rows."""
         raise NotImplementedError
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: Geometry):
         q_ring = self.rings.q
-        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
-        row_group, column_group = self.share(group)
-        operands = self.operands(row_group, column_group, addresses, geometry)
-        turns = self.turns(group)
+        consumer = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
+        row_block, column_half = self.place(consumer)
+        operands = self.operands(row_block, column_half, addresses, geometry)
+        turns = self.turns(consumer)
         turns.begin()
-        warp_row = self.warp_row(row_group)
+        warp_row = self.warp_row(row_block)
         kv_step, work = Int32(0), Int32(0)
         tile = self.board.read(work)
         while tile.exists:
-            keys = self.own_keys(tile, row_group * WARPGROUP_ROWS)
+            keys = self.own_keys(tile, row_block * WARPGROUP_ROWS)
             # The warps meet in the matrix products anyway. Meeting here tells the compiler that they have converged;
             # without it matrix descriptors lose their uniform registers, 20 % more instructions in the loop.
-            cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + consumer, number_of_threads=WARPGROUP)
             self.softmax.reset()
             operands.o.fill(0.0)
             q_ring.wait_full(work)
@@ -106,7 +106,7 @@ class Attend(Consumer):
                 row = self.logit_row(tile, warp_row)
                 q_stage = q_ring.stage(work)
                 if const_expr(self.kernel.config.widens_q):
-                    widen_queries(self.kernel, self.tiles.q, q_stage, row_group, GROUP_BARRIER, group)
+                    widen_queries(self.kernel, self.tiles.q, q_stage, row_block, WARPGROUP_BARRIER, consumer)
                 operands.begin(q_stage, tile, keys.end - 1)
                 self.first_step(operands, turns, q_stage, kv_step, keys.end - 1, row)
                 step = partial(self.next_step, operands, turns, q_stage, row)
@@ -125,7 +125,7 @@ class Attend(Consumer):
                 self.last_step(operands, kv_step)
                 kv_step += 1
             kv_step = self.pass_over(turns, kv_step, keys.begin - tile.keys.begin)
-            self.store(operands, tile, work, warp_row, column_group, addresses, geometry)
+            self.store(operands, tile, work, warp_row, column_half, addresses, geometry)
             if const_expr(self.stages_in_q):
                 # TMA writes the next Q through another proxy than that of the output.
                 cute.arch.fence_proxy("async.shared", space="cta")
@@ -256,22 +256,22 @@ class Operands(RowOperands):
     v: Any
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "Operands":
+    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "Operands":
         value = tiles.v
         if const_expr(kernel.config.v_parts > 1):
             part = cute.crd2idx((0, kernel.config.depth[1], 0), tiles.v.layout)
-            value = cute.make_tensor(tiles.v.iterator + column_group * part, tiles.v.layout)
-        return Operands.of_value(kernel, tiles, row_group, value, kernel.config.operand_columns[1])
+            value = cute.make_tensor(tiles.v.iterator + column_half * part, tiles.v.layout)
+        return Operands.of_value(kernel, tiles, row_block, value, kernel.config.operand_columns[1])
 
     @staticmethod
-    def of_value(kernel, tiles: SharedTiles, row_group, value, columns: int) -> "Operands":
+    def of_value(kernel, tiles: SharedTiles, row_block, value, columns: int) -> "Operands":
         """``value`` is a tile of ``columns``, the first of which are multiplied."""
         t, source = kernel.tile, warpgroup.OperandSource
         depth_qk, depth_v = kernel.config.depth
         mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups // kernel.config.v_parts)
         qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
         pv_mma = mma((WARPGROUP_ROWS, kernel.config.product_columns), a_source=source.RMEM, b_major=OperandMajorMode.MN)
-        qk, pv = qk_mma.get_slice(row_group * WARPGROUP), pv_mma.get_slice(row_group * WARPGROUP)
+        qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)
         v_transposed = cute.make_layout((depth_v, t.n, t.kv_stages), stride=(t.n, 1, t.n * columns))
         return Operands(
             qk_mma=qk_mma,
@@ -303,23 +303,23 @@ class Operands(RowOperands):
 class Turns(DeviceStruct):
     """Consumer warpgroups take turns at issuing matrix products, so that one's softmax runs under the other's."""
 
-    group: Int32
-    groups: int
+    consumer: Int32
+    consumers: int
 
     @cute.jit
     def begin(self) -> None:
         """Warpgroup 0 has the first turn: the last one passes it on before anything else."""
-        if const_expr(self.groups > 1):
-            if self.group == self.groups - 1:
+        if const_expr(self.consumers > 1):
+            if self.consumer == self.consumers - 1:
                 cute.arch.barrier_arrive(barrier_id=TURN_BARRIER, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def wait(self) -> None:
-        if const_expr(self.groups > 1):
-            cute.arch.barrier(barrier_id=TURN_BARRIER + self.group, number_of_threads=2 * WARPGROUP)
+        if const_expr(self.consumers > 1):
+            cute.arch.barrier(barrier_id=TURN_BARRIER + self.consumer, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_on(self) -> None:
-        if const_expr(self.groups > 1):
-            following = Int32(0) if self.group == self.groups - 1 else self.group + 1
+        if const_expr(self.consumers > 1):
+            following = Int32(0) if self.consumer == self.consumers - 1 else self.consumer + 1
             cute.arch.barrier_arrive(barrier_id=TURN_BARRIER + following, number_of_threads=2 * WARPGROUP)

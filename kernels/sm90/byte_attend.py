@@ -71,8 +71,8 @@ class WarpKeys(DeviceStruct):
         return (self.warp & ((Int32(1) << self.sharing) - 1)) * self.rows
 
     @property
-    def groups(self):
-        """Say how many groups of warps have different keys."""
+    def key_sets(self):
+        """Say how many sets of keys the warps have."""
         return Int32(self.warps) >> self.sharing
 
     @property
@@ -83,9 +83,9 @@ class WarpKeys(DeviceStruct):
         """Say whether it is the warp's turn."""
         return tile & ((Int32(1) << self.turns) - 1) == (self.warp >> self.sharing) * self.steps // self.tile_steps
 
-    def place(self, group, row):
-        """Say where a row of the warp with the keys of a group is among those of all warps."""
-        return ((group << self.sharing) + row // self.rows) * self.rows + row % self.rows
+    def place(self, key_set, row):
+        """Say where a row of the warp with the keys of a set is among those of all warps."""
+        return ((key_set << self.sharing) + row // self.rows) * self.rows + row % self.rows
 
 
 @dataclass
@@ -110,7 +110,7 @@ class ByteDecodeOperands(ByteProducts):
 
     def multiply_values(self, stage, step) -> None:
         """Add V^T P^T of the same keys to O^T; the scores are weights by now."""
-        eights = STEP_KEYS // copy.GROUP_ROWS
+        eights = STEP_KEYS // copy.ATOM_ROWS
         weights = self.scores()
         p = [
             [
@@ -133,7 +133,7 @@ class ByteDecodeOperands(ByteProducts):
                         fragment = self._add(columns, weights, fragment)
 
     def _add(self, columns: list, weights: list, fragment: int) -> int:
-        """Add some columns of two groups of 8 keys to the fragments from this one on. Returns the next one."""
+        """Add some columns of two eights of keys to the fragments from this one on. Returns the next one."""
         for c in range(0, len(columns[0]), 2):
             a = [columns[half][c + row] for half in range(2) for row in range(2)]
             for product in range(self.products):
@@ -142,7 +142,7 @@ class ByteDecodeOperands(ByteProducts):
         return fragment
 
     def _values(self, stage, eight, block: ColumnBlock) -> list:
-        """Return this lane's part of a column block of V, of its two keys in a group of 8."""
+        """Return this lane's part of a column block of V, of its two keys in an eight."""
         g, t = place_in_warp()
         part = self.element.bytes_of(block.value_part)
         rows, byte = self.rows(self.v_tile, 1, stage, eight, block), g * part
@@ -150,12 +150,12 @@ class ByteDecodeOperands(ByteProducts):
         return [copy.load_shared(chunk + byte % copy.CHUNK_BYTES, part // 4) for chunk in chunks]
 
     def _value_scales(self, stage, eight, block: ColumnBlock, word: int) -> Any:
-        """Return the scales of a word of this lane's part of its two keys in a group of 8."""
+        """Return the scales of a word of this lane's part of its two keys in an eight."""
         if self.v_scales is None:
             return None
         g, t = place_in_warp()
         column = g * block.value_part + word * (32 // self.element.bits)
-        return self.v_scales.of_two_rows(stage, eight * copy.GROUP_ROWS + 2 * t, column // self.element.block)
+        return self.v_scales.of_two_rows(stage, eight * copy.ATOM_ROWS + 2 * t, column // self.element.block)
 
     def _output(self) -> ColumnFragment:
         return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
@@ -340,10 +340,10 @@ class ByteMerge(Merge):
         for index in cutlass.range(self.thread, count * quads, self.threads, unroll=1):
             row = index // quads
             quad = index - row * quads
-            places = [mine.place(cutlass.min(i, mine.groups - 1), row) for i in range(mine.warps)]
+            places = [mine.place(cutlass.min(i, mine.key_sets - 1), row) for i in range(mine.warps)]
             statistics = [copy.load_shared(self.exchange.row_statistics(place), 2, Float32) for place in places]
             outputs = [copy.load_shared(self.exchange.quad(place, quad), COLUMNS_AT_ONCE, Float32) for place in places]
-            total = WeightedSum.nothing().plus(statistics, outputs, mine.groups)
+            total = WeightedSum.nothing().plus(statistics, outputs, mine.key_sets)
             column = quad * COLUMNS_AT_ONCE
             if tile.chunks == 1:
                 factor = rows.finish(row, total.reference, total.sum, column == 0)

@@ -16,7 +16,7 @@ from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPS
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import shared_address, warp_in_group
+from hopwell.kernels.parts.device import shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, accumulate, place_in_warp
@@ -107,13 +107,13 @@ class ByteLeafOperands(ByteProducts):
         """Do nothing: :meth:`begin` has given Q back."""
 
     def multiply_keys(self, ring, step, q_stage) -> None:
-        eights = ColumnFragment.warp_columns // copy.GROUP_ROWS
+        eights = ColumnFragment.warp_columns // copy.ATOM_ROWS
         for i in range(0, self.leaf_tiles, self.at_once):
             steps = [step + i + j for j in range(self.at_once)]
             for each in steps:
                 ring.wait_full(each)
             stages = [self._stage(ring, step, i + j) for j in range(self.at_once)]
-            own = [(stage, warp_in_group() * eights + eight) for stage in stages for eight in range(eights)]
+            own = [(stage, warp_in_warpgroup() * eights + eight) for stage in stages for eight in range(eights)]
             self.score(self._scores(i, self.at_once), own)
             self._give_back(ring, steps)
 
@@ -132,7 +132,7 @@ class ByteLeafOperands(ByteProducts):
             stages = self.kernel.tile.kv_stages
             assert stages >= self.leaf_tiles, f"{self.leaf_tiles} tiles of V do not come to {stages} stages at once"
             for first in cutlass.range_constexpr(0, self.leaf_tiles, WARPS):
-                tile = first + warp_in_group()
+                tile = first + warp_in_warpgroup()
                 if tile < self.leaf_tiles:
                     ring.wait_full(step + tile)
                     self.v_scales.arrange(ring.stage(step + tile))
@@ -166,18 +166,18 @@ class ByteLeafOperands(ByteProducts):
                 chunk, pair = divmod(part, self.columns.pairs)
                 if pair == 0:
                     columns = self._columns(stage, first, chunk)
-                for k in range(0, LANES // copy.GROUP_ROWS, 2):
+                for k in range(0, LANES // copy.ATOM_ROWS, 2):
                     a = [columns[k + half][2 * pair + row] for half in range(2) for row in range(2)]
                     for product in range(self.products):
                         accumulate(self.o, part * self.products + product, a, p[product][k : k + 2])
 
     def _columns(self, stage, first: int, chunk: int) -> list:
-        """Return columns of V of four groups of 8 keys, two adjacent keys of this lane's in each word."""
+        """Return columns of V of four eights of keys, two adjacent keys of this lane's in each word."""
         columns, (g, t) = self.columns, place_in_warp()
-        found, scales = [], [None] * (LANES // copy.GROUP_ROWS)
+        found, scales = [], [None] * (LANES // copy.ATOM_ROWS)
         if self.v_scales is not None:
             block = (columns.chunk(chunk) * columns.per_chunk + columns.of_lane(g)) // self.element.block
-            scales = self.v_scales.of_eights(stage, first // copy.GROUP_ROWS, t, block)
+            scales = self.v_scales.of_eights(stage, first // copy.ATOM_ROWS, t, block)
         for i, word in enumerate(self._values(stage, first, chunk)):
             if columns.sharing > 1:
                 word = word >> (columns.share() * (2 * self.element.bits))
@@ -188,16 +188,16 @@ class ByteLeafOperands(ByteProducts):
         """Return P of 8 rows and 32 keys of a tile, as B of two products."""
         lane = cute.arch.lane_idx()
         tile = self.p_tile + i * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
-        row, chunk = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.GROUP_ROWS + lane // MMA_COLUMNS
+        row, chunk = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.ATOM_ROWS + lane // MMA_COLUMNS
         return copy.load_matrix_x4(copy.swizzled_chunk(tile, row, chunk))
 
     def _values(self, stage, first: int, number: int) -> list:
         """Load V of 32 keys of a tile and of a chunk of this warp's: a word has 16 bits of each of two keys."""
         lane, before = cute.arch.lane_idx(), number * WARPS * copy.CHUNK_BYTES  # bytes
-        eight = first // copy.GROUP_ROWS + lane // copy.GROUP_ROWS
+        eight = first // copy.ATOM_ROWS + lane // copy.ATOM_ROWS
         rows = self.rows(self.v_tile, 1, stage, eight, self.blocks[before // BLOCK_BYTES])
         chunk = before % BLOCK_BYTES // copy.CHUNK_BYTES + self.columns.chunk(0)
-        return copy.load_matrix_x4(self.chunk(1, rows, lane % copy.GROUP_ROWS, chunk), transposes=True)
+        return copy.load_matrix_x4(self.chunk(1, rows, lane % copy.ATOM_ROWS, chunk), transposes=True)
 
 
 @dataclass(frozen=True)
@@ -226,11 +226,11 @@ class WarpColumns:
 
     def chunk(self, number: int):
         """Return this warp's chunk of a number, among those of a row."""
-        return WARPS * number + warp_in_group() // self.sharing
+        return WARPS * number + warp_in_warpgroup() // self.sharing
 
     def share(self):
         """Say which share of a chunk this warp has."""
-        return warp_in_group() % self.sharing if self.sharing > 1 else 0
+        return warp_in_warpgroup() % self.sharing if self.sharing > 1 else 0
 
     def of_lane(self, g):
         """Return this lane's first column in a chunk."""

@@ -39,8 +39,8 @@ FLUSHED_BYTES = LANES * FLUSHED_CHUNKS * copy.CHUNK_BYTES  # of a warp
 class FlushingByteAttend(OverlappedAttend):
     """Each tile has a reference of its own, see ``TileSoftmax``, to which O is always brought under Q K^T."""
 
-    def operands(self, row_group, column_group, addresses, geometry) -> "FlushedOperands":
-        return FlushedOperands.create(self.kernel, self.tiles, row_group, column_group)
+    def operands(self, row_block, column_half, addresses, geometry) -> "FlushedOperands":
+        return FlushedOperands.create(self.kernel, self.tiles, row_block, column_half)
 
     def output_rows(self) -> type[OutputRows]:
         return output_rows(self.kernel.out_dtype, stages_pairs=False)
@@ -70,9 +70,9 @@ class FlushedOperands(ByteOperands):
     kernel: Any  # configuration only
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "FlushedOperands":
+    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "FlushedOperands":
         places = dict(staging=shared_address(tiles.staging), values=shared_address(tiles.v.iterator))
-        return FlushedOperands.of_products(kernel, tiles, row_group, kernel.config.depth[1], kernel=kernel, **places)
+        return FlushedOperands.of_products(kernel, tiles, row_block, kernel.config.depth[1], kernel=kernel, **places)
 
     def chunks(self) -> list:
         """Return the addresses of this lane's chunks: those of O, then that of its references and of whether there is a

@@ -13,13 +13,13 @@ from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, fma, prmt, shared_address, warp_in_group
+from hopwell.kernels.parts.device import DeviceStruct, fma, prmt, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.softmax import TileSoftmax
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import example_arguments
-from hopwell.kernels.sm90.attend import GROUP_BARRIER
+from hopwell.kernels.sm90.attend import WARPGROUP_BARRIER
 from hopwell.kernels.sm90.byte_prefill import round_to_bytes
 from hopwell.kernels.sm90.conversion import EVEN_BYTES, ODD_BYTES, PAIRED_KEYS
 from hopwell.kernels.sm90.mla import WARP_SUM_BYTES, KeyParts, MlaAttend, MlaSm90
@@ -153,7 +153,7 @@ class ByteMlaOperands(KeyParts, DeviceStruct):
     def turn(self, staging, barrier) -> None:
         """Turn O^T into O: a lane that has held two columns of the value of 16 rows has two rows then. It goes through
         rows of 128 bytes at ``staging``, 32 columns at a time, for which the warps meet at a named barrier."""
-        lane, warp = cute.arch.lane_idx(), warp_in_group()
+        lane, warp = cute.arch.lane_idx(), warp_in_warpgroup()
         g, t = lane // 4, lane % 4
         for block in cutlass.range_constexpr(self.depth_v // WARPGROUP_ROWS):
             first, turned = block * BLOCK_REGISTERS, []
@@ -199,7 +199,7 @@ class Values(DeviceStruct):
         lane = cute.arch.lane_idx()
         key = copy.block_row(lane, 0, n, columns, columns_first)
         line = shared_address(tile.iterator) + stage * (n * columns * HALFWORD_BYTES) + key * copy.SWIZZLE_ROW_BYTES
-        place = (warp_in_group() ^ (lane % copy.GROUP_ROWS)) * copy.CHUNK_BYTES
+        place = (warp_in_warpgroup() ^ (lane % copy.ATOM_ROWS)) * copy.CHUNK_BYTES
         return Values(line, place, columns, columns_first, n)
 
     def read(self, block: int, words, first: int = 0) -> None:
@@ -226,10 +226,10 @@ class ByteMlaAttend(MlaAttend):
         return operands, operands
 
     @cute.jit
-    def give_back_q(self, operands, work, group) -> None:
+    def give_back_q(self, operands, work, consumer) -> None:
         q_stage = self.rings.q.stage(work)
         staging = shared_address(self.tiles.q[None, None, q_stage].iterator)
-        operands.turn(staging + group * (WARPGROUP_ROWS * copy.SWIZZLE_ROW_BYTES), GROUP_BARRIER + group)
+        operands.turn(staging + consumer * (WARPGROUP_ROWS * copy.SWIZZLE_ROW_BYTES), WARPGROUP_BARRIER + consumer)
         # TMA writes the next Q through another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         self.rings.q.release(work)
@@ -288,7 +288,7 @@ class ByteMlaAttend(MlaAttend):
             self.softmax.exponentials(scores, r)
         words = cute.make_rmem_tensor(cute.size(operands.s) // 4, Uint32)
         round_to_bytes(operands.s, words)
-        row = warp_in_group() * WARP_ROWS + lane % WARP_ROWS
+        row = warp_in_warpgroup() * WARP_ROWS + lane % WARP_ROWS
         first = which * (self.kernel.tile.n // copy.CHUNK_BYTES)
         for k in cutlass.range_constexpr(cute.size(words) // 4):
             chunk = first + 2 * k + lane // WARP_ROWS
@@ -306,7 +306,7 @@ class ByteMlaAttend(MlaAttend):
 
     def _row(self, r: int):
         """Return the number of a lane's row in its tile."""
-        return warp_in_group() * WARP_ROWS + RowFragment.first_row() + RowFragment.row_offset(r)
+        return warp_in_warpgroup() * WARP_ROWS + RowFragment.first_row() + RowFragment.row_offset(r)
 
 
 def build(config: MlaConfig) -> Any:

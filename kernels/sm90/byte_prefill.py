@@ -32,8 +32,8 @@ class ByteAttend(PrefillAttend):
     added to O, and then the other columns of P V.
     """
 
-    def operands(self, row_group, column_group, addresses, geometry) -> "PartOperands":
-        return PartOperands.create(self.kernel, self.tiles, row_group, column_group)
+    def operands(self, row_block, column_half, addresses, geometry) -> "PartOperands":
+        return PartOperands.create(self.kernel, self.tiles, row_block, column_half)
 
     def output_rows(self) -> type[OutputRows]:
         return output_rows(self.kernel.out_dtype, stages_pairs=False)
@@ -78,7 +78,7 @@ class ByteOperands(Operands):
     or all of them."""
 
     @classmethod
-    def of_products(cls, kernel, tiles: SharedTiles, row_group, width: int, /, **more):
+    def of_products(cls, kernel, tiles: SharedTiles, row_block, width: int, /, **more):
         """Return operands for products of ``width`` columns of V. ``more`` are fields of a subclass."""
         t, source = kernel.tile, warpgroup.OperandSource
         depth_qk, depth_v = kernel.config.depth
@@ -86,7 +86,7 @@ class ByteOperands(Operands):
             make_mma(kernel.dtype, (WARPGROUP_ROWS, n), place, OperandMajorMode.K, warpgroups=kernel.warpgroups)
             for n, place in ((t.n, source.SMEM), (width, source.RMEM))
         ]
-        qk, pv = qk_mma.get_slice(row_group * WARPGROUP), pv_mma.get_slice(row_group * WARPGROUP)
+        qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)
         return cls(
             qk_mma=qk_mma,
             pv_mma=pv_mma,
@@ -120,12 +120,12 @@ class PartOperands(ByteOperands):
     parts: int
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "PartOperands":
+    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "PartOperands":
         depth_v = kernel.config.depth[1]
         width = part_columns(depth_v, kernel.tile.n)
         # As wgmma has a warpgroup's accumulators: two columns of each eight, of two rows.
         part = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
-        return PartOperands.of_products(kernel, tiles, row_group, width, part=part, parts=depth_v // width)
+        return PartOperands.of_products(kernel, tiles, row_block, width, part=part, parts=depth_v // width)
 
     def issue_part(self, v_stage, part: int) -> None:
         """Issue the product of P and some columns of V."""

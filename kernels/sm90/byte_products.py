@@ -147,7 +147,7 @@ class ByteProducts(DeviceStruct):
         return [copy.pack_x2(Float16, low * factor, high * factor) for low, high in _pairs(values)]
 
     def score(self, scores: ColumnFragment, eights: list[tuple]) -> None:
-        """Compute S^T of some groups of 8 keys; ``eights`` has the stage of each, and its number there."""
+        """Compute S^T of some eights of keys; ``eights`` has the stage of each, and its number there."""
         g, t = place_in_warp()
         scores.registers.fill(0.0)
         depth, scales = 0, self._key_scales(eights)
@@ -173,7 +173,7 @@ class ByteProducts(DeviceStruct):
                     scores.set(r, c, scores.get(r, c) * self.row_factor[r])
 
     def _multiply(self, scores: ColumnFragment, keys: list, depth: int) -> None:
-        """Add one step of depth, of which ``keys`` has two words of each group of 8 keys."""
+        """Add one step of depth, of which ``keys`` has two words of each eight of keys."""
         b = _pairs([self.q[2 * self.products * depth + i] for i in range(2 * self.products)])
         for i in range(0, len(keys), 2):
             a = [keys[i + row][half] for half in range(2) for row in range(2)]
@@ -181,11 +181,11 @@ class ByteProducts(DeviceStruct):
                 accumulate(scores.registers, i // 2 * self.products + product, a, b[product])
 
     def _key_scales(self, eights: list[tuple]) -> list:
-        """Return the scales of this lane's part of its key in some groups of 8; None where there are no scales."""
+        """Return the scales of this lane's part of its key in some eights; None where there are no scales."""
         if self.k_scales is None:
             return [None] * len(eights)
         g, t = place_in_warp()
-        return [self.k_scales.of_part(stage, eight * copy.GROUP_ROWS + g, t, QUAD) for stage, eight in eights]
+        return [self.k_scales.of_part(stage, eight * copy.ATOM_ROWS + g, t, QUAD) for stage, eight in eights]
 
     def _factors(self, scales: list, word: int) -> list:
         """Return the scales of a word of a lane's part, out of pairs of them."""
@@ -197,7 +197,7 @@ class ByteProducts(DeviceStruct):
     def rows(self, tile, part: int, stage, eight, block: ColumnBlock):
         """Return the address of a column block of 8 keys of a stage of K (0) or V (1)."""
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
-        place = copy.block_row(eight * copy.GROUP_ROWS, block.index, n, columns, self.kernel.source.columns_first)
+        place = copy.block_row(eight * copy.ATOM_ROWS, block.index, n, columns, self.kernel.source.columns_first)
         return tile + stage * (n * columns * HALFWORD_BYTES) + place * copy.row_bytes(columns)
 
     def chunk(self, part: int, rows, row, number):

@@ -9,11 +9,11 @@ from cutlass import Float32, Uint32
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import shared_address, shared_array, warp_in_group
+from hopwell.kernels.parts.device import shared_address, shared_array, warp_in_warpgroup
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp, transposed
-from hopwell.kernels.sm90.attend import GROUP_BARRIER
+from hopwell.kernels.sm90.attend import WARPGROUP_BARRIER
 from hopwell.kernels.splitting import LEAF_TILE
 
 # Behind the nodes in shared memory: what Tree.results says, and a float32 of each row for all warps: of one warpgroup,
@@ -29,19 +29,19 @@ class ColumnRows:
 
     @property
     def warp(self):
-        return warp_in_group()
+        return warp_in_warpgroup()
 
     @property
-    def group(self):
+    def consumer(self):
         return cute.arch.make_warp_uniform(cute.arch.warp_idx()) // WARPS - 1
 
-    def meet_group(self) -> None:
+    def meet_warpgroup(self) -> None:
         """Wait for all warps of this warpgroup."""
-        cute.arch.barrier(barrier_id=GROUP_BARRIER + self.group, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + self.consumer, number_of_threads=WARPGROUP)
 
     def _of_warps(self, r: int):
         """Return the shared address of a float32 of each of this warpgroup's warps for row r of a lane."""
-        row = self.group * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)
+        row = self.consumer * self.kernel.tile.m + ColumnFragment.first_row() + ColumnFragment.row_offset(r)
         return shared_address(self.tiles.staging) + self.kernel.nodes_bytes + RESULT_BYTES + 4 * WARPS * row
 
     @cute.jit
@@ -53,7 +53,7 @@ class ColumnRows:
             slot, value = shared_array(Float32, self._of_warps(r) + 4 * self.warp), values[r]
             if cute.arch.lane_idx() == t:
                 slot[0] = value
-        self.meet_group()
+        self.meet_warpgroup()
         return [copy.load_shared(self._of_warps(r), WARPS, Float32) for r in range(len(values))]
 
     def over_warps(self, values) -> list:

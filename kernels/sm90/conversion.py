@@ -19,7 +19,7 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.block_scales import ScaleRows
-from hopwell.kernels.parts.device import DeviceStruct, prmt, shared_address, warp_in_group
+from hopwell.kernels.parts.device import DeviceStruct, prmt, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.scheduler import Board
 from hopwell.kernels.parts.widen import widened_words
 from hopwell.kernels.skeleton import SharedTiles
@@ -260,7 +260,7 @@ class TransposingConverter(Converter):
         self.target_ring.wait_empty(step)
         source = self.source + self.source_ring.stage(step) * (n * config.columns[1] * HALFWORD_BYTES)
         target = self.target + self.target_ring.stage(step) * config.converted_bytes["V"]
-        for chunk in cutlass.range(warp_in_group(), chunks, WARPS, unroll=1):
+        for chunk in cutlass.range(warp_in_warpgroup(), chunks, WARPS, unroll=1):
             self._transpose(source, target, chunk)
         self.hand_over(step)
 

@@ -63,14 +63,14 @@ class DecodeAttend(DecodeConsumer, Attend):
         return tile.keys
 
     @cute.jit
-    def store(self, operands, tile: SplitTile, work, warp_row, column_group, addresses, geometry):
+    def store(self, operands, tile: SplitTile, work, warp_row, column_half, addresses, geometry):
         """Write this warp's rows, or leave them as a piece."""
         rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
         self.open_piece(tile, work)
         if tile.chunks == 1:
-            self.store_rows(operands, rows, warp_row, column_group)
+            self.store_rows(operands, rows, warp_row, column_half)
         else:
-            self.store_piece(operands, rows, tile.piece, warp_row, column_group)
+            self.store_piece(operands, rows, tile.piece, warp_row, column_half)
         self.close_piece(tile, rows, work)
 
     @cute.jit
@@ -93,7 +93,7 @@ class DecodeAttend(DecodeConsumer, Attend):
                 self.merge.complete(tile, rows, self.kernel.out_dtype)
 
     @cute.jit
-    def store_rows(self, operands, rows: PackedRows, warp_row, column_group) -> None:
+    def store_rows(self, operands, rows: PackedRows, warp_row, column_half) -> None:
         output, dtype = operands.output(), self.kernel.out_dtype
         lanes, own_columns = output.lanes_per_row, self.columns // output.lanes_per_row
         # The lanes of a row exchange what they hold, so that each stores 16 bytes and all whole sectors: with 4 bytes
@@ -103,10 +103,10 @@ class DecodeAttend(DecodeConsumer, Attend):
             row = warp_row + output.first_row() + output.row_offset(r)
             is_there, first_column = row < rows.count, output.first_column()
             reference, total = self.softmax.partial(r, lanes)
-            writes_lse = (first_column == 0) & (column_group == 0) & is_there
+            writes_lse = (first_column == 0) & (column_half == 0) & is_there
             safe = cutlass.max(cutlass.min(row, rows.count - 1), 0)
             factor = rows.finish(safe, reference, total, writes_lse)
-            line = rows.output(safe, column_group * self.columns)
+            line = rows.output(safe, column_half * self.columns)
             for c in cutlass.range_constexpr(0, in_chunks, copy.EIGHT):
                 words = [
                     copy.pack_x2(dtype, output.get(r, c + k) * factor, output.get(r, c + k + 1) * factor)
@@ -123,7 +123,7 @@ class DecodeAttend(DecodeConsumer, Attend):
                     copy.store_rounded(line + column * dtype.width // 8, scaled, dtype)
 
     @cute.jit
-    def store_piece(self, operands, rows: PackedRows, piece, warp_row, column_group) -> None:
+    def store_piece(self, operands, rows: PackedRows, piece, warp_row, column_half) -> None:
         output = operands.output()
         for r in cutlass.range_constexpr(output.rows):
             row = warp_row + output.first_row() + output.row_offset(r)
@@ -132,7 +132,7 @@ class DecodeAttend(DecodeConsumer, Attend):
             ]
             reference, total = self.softmax.partial(r, output.lanes_per_row)
             if row < rows.count:
-                self.merge.slots.store(piece, row, pairs, reference, total, output.first_column(), column_group)
+                self.merge.slots.store(piece, row, pairs, reference, total, output.first_column(), column_half)
 
     @property
     def columns(self) -> int:

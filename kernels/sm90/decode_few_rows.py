@@ -256,7 +256,7 @@ class LeafConsumer(ColumnRows, DecodeConsumer):
         tile = self.board.read(work)
         while tile.exists:
             # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
-            self.meet_group()
+            self.meet_warpgroup()
             q_ring.wait_full(work)
             operands.begin(q_ring, work)
             row = self.logit_row(tile, 0, operands.scores())
@@ -293,7 +293,7 @@ class LeafAttend(LeafTree, LeafConsumer):
         for i in cutlass.range_constexpr(tiles):
             self.write_weights(operands.tile_scores(i), i)
         self.prepare_values(operands, step)
-        self.meet_group()
+        self.meet_warpgroup()
         operands.multiply_values(v_ring, step)
         for r in cutlass.range_constexpr(scores.rows):
             node.reference[r], node.total[r] = self.softmax.partial(r, scores.lanes_per_row)

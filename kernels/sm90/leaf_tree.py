@@ -44,7 +44,7 @@ class LeafTree(ColumnRows):
         """Merge what nothing is missing of any more, and write the line if that is all of it."""
         is_root = tile.end_leaf - tile.first_leaf == tile.leaves
         if not is_root:
-            is_root = self.merge.merge(node, tile, left, self.meet_group)
+            is_root = self.merge.merge(node, tile, left, self.meet_warpgroup)
         if is_root:
             self.store_line(node, tile, addresses, geometry)
 

@@ -26,7 +26,7 @@ from hopwell.kernels.parts.softmax import SLACK
 from hopwell.kernels.parts.split import LatentSchedule, ListSchedule, SplitSchedule, UnitKeeper
 from hopwell.kernels.pipeline import Edge
 from hopwell.kernels.skeleton import SharedTiles, example_arguments
-from hopwell.kernels.sm90.attend import GROUP_BARRIER, Operands
+from hopwell.kernels.sm90.attend import WARPGROUP_BARRIER, Operands
 from hopwell.kernels.sm90.decode import MERGE_BARRIER, DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeAttend
 from hopwell.kernels.sm90.kernel import SCHEDULE_WARP
@@ -287,14 +287,14 @@ class MlaAttend(LatentRows, DecodeAttend):
         """Return the operands of left and of right."""
         return MlaOperands.of_both(self.kernel, self.tiles)
 
-    def give_back_q(self, operands, work, group) -> None:
+    def give_back_q(self, operands, work, consumer) -> None:
         """The unit's last products have been computed."""
         self.rings.q.release(work)
 
     @cute.jit
     def run(self, addresses: Addresses, geometry: DecodeGeometry):
         q_ring = self.rings.q
-        group = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
+        consumer = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4) - 1
         left, right = self.both_operands()
         warp_row = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4 * WARP_ROWS
         step, work = Int32(0), Int32(0)
@@ -302,13 +302,13 @@ class MlaAttend(LatentRows, DecodeAttend):
         while tile.is_unit:
             keys = tile.keys
             # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
-            cute.arch.barrier(barrier_id=GROUP_BARRIER + group, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + consumer, number_of_threads=WARPGROUP)
             self.softmax.reset()
             left.o.fill(0.0)
             row, q_stage = self.logit_row(tile, warp_row), q_ring.stage(work)
             q_ring.wait_full(work)
             if keys.begin < keys.end:
-                if group == 0:
+                if consumer == 0:
                     for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
                         self.left_step(left, q_stage, row, step, n, n >= keys.full_end)
                         step += 1
@@ -316,9 +316,9 @@ class MlaAttend(LatentRows, DecodeAttend):
                     for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):
                         self.right_step(right, q_stage, row, step, n, n >= keys.full_end, n == keys.end - 1)
                         step += 1
-            self.give_back_q(left, work, group)
+            self.give_back_q(left, work, consumer)
             self.add_sums()
-            self.store(left, tile, work, warp_row, group, addresses, geometry)
+            self.store(left, tile, work, warp_row, consumer, addresses, geometry)
             work += 1
             tile = self.board.read(work)
         outputs = (addresses, geometry, self.output_scale, self.kernel.out_dtype)
@@ -410,27 +410,27 @@ class MlaAttend(LatentRows, DecodeAttend):
             operands.issue_part(part, q_stage, ring.stage(step), i > 0)
 
     @cute.jit
-    def store(self, operands, tile, work, warp_row, column_group, addresses, geometry):
+    def store(self, operands, tile, work, warp_row, column_half, addresses, geometry):
         """Write this warp's rows, or leave them as a piece."""
         if const_expr(self.kernel.config.batch_invariant):
             self.rings.piece.wait_released(work)
         if tile.chunks == 1:
             rows = PackedRows.create(addresses, geometry, tile, self.output_scale, self.kernel.out_dtype.width // 8)
-            self.store_rows(operands, rows, warp_row, column_group)
+            self.store_rows(operands, rows, warp_row, column_half)
         else:
-            self.store_piece(operands, tile.piece, warp_row, column_group)
+            self.store_piece(operands, tile.piece, warp_row, column_half)
         if const_expr(self.kernel.config.batch_invariant):
             self.rings.piece.fill(work)
         else:
             self.merge.announce(tile)
 
     @cute.jit
-    def store_piece(self, operands, piece, warp_row, column_group) -> None:
+    def store_piece(self, operands, piece, warp_row, column_half) -> None:
         output = operands.output()
         if warp_row < self.merge.slots.rows:
             for r in cutlass.range_constexpr(output.rows):
                 reference, total = self.softmax.partial(r, output.lanes_per_row)
-                self.merge.store(piece, output, r, reference, total, warp_row, column_group)
+                self.merge.store(piece, output, r, reference, total, warp_row, column_half)
 
     @cute.jit
     def write_p(self, operands, tiles, stage, block: cutlass.Constexpr[int]) -> None:

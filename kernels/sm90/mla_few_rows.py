@@ -195,7 +195,7 @@ class LatentLeaves(LatentRows):
         self.write_weights(scores, 0)
         self.rescale(operands)
         operands.show_weights()
-        self.meet_group()
+        self.meet_warpgroup()
         operands.multiply_values(parts, step)
 
 
@@ -241,7 +241,7 @@ class LatentMerge(LeafTree):
         leaf, work = Int32(0), Int32(0)
         tile = board.read(work)
         while tile.exists:
-            self.meet_group()
+            self.meet_warpgroup()
             # Else the compiler would keep it while pieces are merged.
             self.merge.held.clear()
             leaf, left = self.merge_part(partial(self.take, node), node, tile, leaf)

@@ -36,7 +36,7 @@ def issue_mma(
     first: cutlass.Constexpr[tuple[int, int]] = (0, 0),
 ) -> None:
     """Issue accumulator (+)= a b over ``depth`` elements, from elements ``first`` of ``a`` and of ``b`` on, and commit
-    it as one group; returns at once."""
+    it as one wgmma group; returns at once."""
     warpgroup.fence()
     atom = cute.make_mma_atom(mma.op)
     atom.set(warpgroup.Field.ACCUMULATE, accumulate)

@@ -66,8 +66,8 @@ class PairedAttend(OverlappedAttend):
     1.02 after a rest (H100, 2026-11-25). One P and the same dependence were no faster than ``OverlappedAttend``.
     """
 
-    def operands(self, row_group, column_group, addresses, geometry) -> "PairedOperands":
-        return PairedOperands.create(self.kernel, self.tiles, row_group, column_group)
+    def operands(self, row_block, column_half, addresses, geometry) -> "PairedOperands":
+        return PairedOperands.create(self.kernel, self.tiles, row_block, column_half)
 
     @cute.jit
     def unmasked_steps(self, operands, turns, q_stage, row, kv_step, keys):
@@ -109,8 +109,8 @@ class PairedOperands(Operands):
     other: Any
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, row_group, column_group) -> "PairedOperands":
-        one = Operands.create(kernel, tiles, row_group, column_group)
+    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "PairedOperands":
+        one = Operands.create(kernel, tiles, row_block, column_half)
         parts = {field.name: getattr(one, field.name) for field in fields(one)}
         return PairedOperands(**parts, other=cute.make_rmem_tensor_like(one.p))
 

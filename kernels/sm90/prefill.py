@@ -11,7 +11,7 @@ from hopwell.kernels.config import TileShape
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, Geometry, ScaledAddresses, ScaledGeometry
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.copy import GROUP_ROWS
+from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.fragment import RowFragment
@@ -201,7 +201,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
 
     @property
     def q_box_rows(self) -> int:
-        return GROUP_ROWS if self.config.packs_heads else self.q_rows
+        return ATOM_ROWS if self.config.packs_heads else self.q_rows
 
     def tile_shape(self, geometry: Geometry) -> TileShape:
         """Return the shape of query tiles, which the compiler knows where heads are not packed."""

@@ -67,15 +67,15 @@ class PrefillAttend(Attend):
         return keys
 
     @cute.jit
-    def store(self, operands, tile: WorkTile, work, warp_row, column_group, addresses: Addresses, geometry: Geometry):
+    def store(self, operands, tile: WorkTile, work, warp_row, column_half, addresses: Addresses, geometry: Geometry):
         """Normalise this warp's rows; write them and their log-sum-exp."""
         config, output, rows = self.kernel.config, operands.output(), self._rows(tile, warp_row)
         columns = config.head_dim_v // config.v_parts
-        out = self.output_rows().of(tile, columns, addresses, geometry, column_group * operands.depth_v)
+        out = self.output_rows().of(tile, columns, addresses, geometry, column_half * operands.depth_v)
         if const_expr(config.packs_heads):
             out = replace(out, count=cutlass.min(out.count, rows.shape.tokens))
         # Warpgroups that share rows all know what there is to say of them; the first says it.
-        count_once = out.count if column_group == 0 else Int32(0)
+        count_once = out.count if column_half == 0 else Int32(0)
         factors = []
         for r in cutlass.range_constexpr(output.rows):
             if const_expr(r == 0 or config.packs_heads):

@@ -18,16 +18,16 @@ from hopwell.kernels.sm90.conversion import BLOCK_CHUNKS, WIDENED_ROWS
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
 
 
-def widen_queries(kernel, tile, stage, row_group, barrier: int, group) -> None:
-    """Widen the rows of ``row_group`` of Q's stage; the whole warpgroup ``group`` calls this. It meets at the named
-    barrier ``barrier`` + ``group``."""
+def widen_queries(kernel, tile, stage, row_block, barrier: int, consumer) -> None:
+    """Widen the rows of ``row_block`` of Q's stage; the whole warpgroup ``consumer`` calls this. It meets at the named
+    barrier ``barrier`` + ``consumer``."""
     config, rows = kernel.config, kernel.tile.m
     assert config.v_parts == 1, "two warpgroups with halves of the value have the same rows of Q"
     wide, loaded = config.q_columns, config.loaded_q_columns
     target = shared_address(tile.iterator) + stage * (rows * wide * HALFWORD_BYTES)
     source = target + config.first_loaded_q_block * rows * copy.SWIZZLE_ROW_BYTES
     thread = cute.arch.thread_idx()[0] % WARPGROUP
-    row, chunk = row_group * WARPGROUP_ROWS + thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
+    row, chunk = row_block * WARPGROUP_ROWS + thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
     for first in range(0, wide // BLOCK_COLUMNS, 2):
         places = [
             (row + below, block * BLOCK_CHUNKS + chunk)
@@ -35,7 +35,7 @@ def widen_queries(kernel, tile, stage, row_group, barrier: int, group) -> None:
             for below in range(0, WARPGROUP_ROWS, WIDENED_ROWS)
         ]
         words = [copy.load_shared(copy.tile_chunk(source, *place, rows, loaded, False), 4) for place in places]
-        cute.arch.barrier(barrier_id=barrier + group, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=barrier + consumer, number_of_threads=WARPGROUP)
         for (at, narrow_chunk), narrow in zip(places, words, strict=True):
             halves = [half for word in narrow for half in widened_words(KvType.E4M3, Float16, word)]
             for i in range(2):
@@ -43,4 +43,4 @@ def widen_queries(kernel, tile, stage, row_group, barrier: int, group) -> None:
                 copy.store_shared(place, halves[4 * i : 4 * i + 4])
     # The tensor cores read, and TMA fills with the next Q, what was written here through another proxy.
     cute.arch.fence_proxy("async.shared", space="cta")
-    cute.arch.barrier(barrier_id=barrier + group, number_of_threads=WARPGROUP)
+    cute.arch.barrier(barrier_id=barrier + consumer, number_of_threads=WARPGROUP)

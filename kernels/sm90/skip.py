@@ -8,7 +8,7 @@ import cutlass.cute as cute
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts.device import barrier_all
 from hopwell.kernels.parts.skip import SkipRule
-from hopwell.kernels.sm90.attend import GROUP_BARRIER
+from hopwell.kernels.sm90.attend import WARPGROUP_BARRIER
 from hopwell.kernels.sm90.byte_prefill import ByteAttend
 from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 
@@ -39,7 +39,7 @@ class SkippingAttend(PrefillAttend):
         self.to_logits(scores, n, row, masked)
         maxima = [self.softmax.maximum(scores, r) for r in range(scores.rows)]
         unneeded = self.skip.unneeded(self.softmax.largest, maxima, row.kv_len)
-        if barrier_all(unneeded, GROUP_BARRIER + turns.group, WARPGROUP):
+        if barrier_all(unneeded, WARPGROUP_BARRIER + turns.consumer, WARPGROUP):
             self.skip.note(False)
         else:
             self.skip.note(True)

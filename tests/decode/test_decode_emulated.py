@@ -20,7 +20,7 @@ from hopwell.kernels import execute, splitting
 from hopwell.kernels.config import KvFetch, KvType
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import GROUP_PIECES, ROWS
+from hopwell.kernels.splitting import BUNDLE_PIECES, ROWS
 
 pytestmark = pytest.mark.emulator
 
@@ -145,7 +145,7 @@ def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
     """There are chunks of one group and one more, of three groups and of one whole one; and a window that leaves
     few."""
     full, windowed = (config_for(head_dim, mask, 16, rows=33) for mask in (MaskKind.FULL, MaskKind.SLIDING_WINDOW))
-    n, chunk = GROUP_PIECES, full.chunk_tokens
+    n, chunk = BUNDLE_PIECES, full.chunk_tokens
     kv_lens = [(n + 1) * chunk, 2 * n * chunk + 1, n * chunk][: 3 if head_dim == 128 else 1]
     case = Case([1] * len(kv_lens), kv_lens, group=33, kv_heads=kv_heads)
     check_config(full, case, 16, "cpu", schedules(kv_heads, adverse=1))

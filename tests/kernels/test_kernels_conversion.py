@@ -200,6 +200,6 @@ def test_parts_of_v_begin_at_swizzle_atoms(dims: tuple[int, int]) -> None:
     n = PrefillConfig.tile_of(dims, skip_softmax=True, multiplies_bytes=True).n
     width = part_columns(dims[1], n)
     assert dims[1] % width == 0
-    assert width % copy.GROUP_ROWS == 0
+    assert width % copy.ATOM_ROWS == 0
     assert width <= PART_COLUMNS
     assert n // 2 + n // 8 + dims[1] // 2 + width // 2 <= PRODUCT_REGISTERS

@@ -40,7 +40,7 @@ from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.mla_config import shipped_mla_configs
 from hopwell.kernels.parts import copy, kv_rows
 from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
-from hopwell.kernels.parts.kv_source import GROUP_ROWS, ContiguousBoxes, KvOperand, PageBoxes, PageColumnBoxes
+from hopwell.kernels.parts.kv_source import ATOM_ROWS, ContiguousBoxes, KvOperand, PageBoxes, PageColumnBoxes
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.support import DECODE_HEAD_DIMS
 
@@ -68,7 +68,7 @@ class TestLocate:
             for tile in range(first // tile_n, -(-end // tile_n)):
                 for lane in {*range(source.boxes), source.boxes % 32, 31}:  # lanes without a box look pages up as well
                     warp.lane = Int32(lane)
-                    slot, group = map(host, source.locate(Int32(tile))[:2])
+                    slot, eight = map(host, source.locate(Int32(tile))[:2])
                     box = range(tile * tile_n + lane * box_rows, tile * tile_n + (lane + 1) * box_rows)
                     needed = [key for key in box if first <= key < end]
                     if lane >= source.boxes or not needed:
@@ -76,7 +76,7 @@ class TestLocate:
                     for key in needed:
                         page, row = table.ids[key // page_size], key % page_size
                         assert slot == page * HEADS + KV_HEAD
-                        assert group * GROUP_ROWS + (key - box.start) == row
+                        assert eight * ATOM_ROWS + (key - box.start) == row
 
     @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
     @pytest.mark.parametrize("case", one_for_each(PageRows), ids=str)
@@ -163,7 +163,7 @@ class TestStages:
             for (row, block, chunk), address in found.items():
                 assert address == found[row, block, 0] + chunk * copy.CHUNK_BYTES
                 # The swizzle permutes by address bits 7 to 9, so a row must be at its number modulo 8.
-                assert address // copy.SWIZZLE_ROW_BYTES % GROUP_ROWS == row % GROUP_ROWS
+                assert address // copy.SWIZZLE_ROW_BYTES % ATOM_ROWS == row % ATOM_ROWS
 
     @cases(PageBoxes)
     def test_a_box_of_a_page_is_one_piece_of_a_stage(self, case: Case) -> None:
@@ -188,12 +188,12 @@ class Line(NamedTuple):
 def lines(case: Case, coordinates: tuple[int, ...]) -> list[Line]:
     """Return what a box holds, 128 bytes after 128 bytes."""
     if case.kind is PageBoxes:
-        *corner, group, slot = coordinates
+        *corner, eight, slot = coordinates
         blocks = case.columns // BLOCK_COLUMNS
         assert corner == [0] * (3 if blocks > 1 else 2), "all columns, from the first of 8 rows on"
-        groups = range(group, group + case.box_rows // GROUP_ROWS)
-        order = itertools.product(groups, range(blocks), range(GROUP_ROWS))
-        return [Line(block * BLOCK_COLUMNS, g * GROUP_ROWS + row, slot) for g, block, row in order]
+        eights = range(eight, eight + case.box_rows // ATOM_ROWS)
+        order = itertools.product(eights, range(blocks), range(ATOM_ROWS))
+        return [Line(block * BLOCK_COLUMNS, g * ATOM_ROWS + row, slot) for g, block, row in order]
     column, first, outer = coordinates
     return [Line(column, first + row, outer) for row in range(case.box_rows or case.tile_n)]
 
@@ -353,7 +353,7 @@ class TestRows:
         written = copies(source, rows, stage, warp)
         assert set(written) == set(places(source, stage).values())
         for (row, block, stored), address in places(source, stage).items():
-            chunk = block * copy.CHUNKS_PER_ROW + (stored ^ row % GROUP_ROWS)
+            chunk = block * copy.CHUNKS_PER_ROW + (stored ^ row % ATOM_ROWS)
             has_chunk = rows[row] != 0 and chunk * copy.CHUNK_BYTES < case.head_dim * 2
             want = rows[row] + chunk * copy.CHUNK_BYTES if has_chunk else None
             assert written[address] == want, (row, chunk)

@@ -428,16 +428,16 @@ class TestSkipRule:
         assert isinstance(rule.skipped, Registers)
 
     @pytest.mark.parametrize(("address", "reports", "adds"), [(4096, True, 1), (4096, False, 0), (0, True, 0)])
-    @pytest.mark.parametrize("groups", [1, 2])
+    @pytest.mark.parametrize("row_blocks", [1, 2])
     def test_rows_are_reported_once(
-        self, groups: int, address: int, reports: bool, adds: int, monkeypatch: pytest.MonkeyPatch
+        self, row_blocks: int, address: int, reports: bool, adds: int, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """One thread reports them, in groups of 64 rows, where there is a counter."""
+        """One thread reports them, by row blocks of 64 rows, where there is a counter."""
         added: list[tuple[Any, Any]] = []
         monkeypatch.setattr(cute.arch, "atomic_add", lambda pointer, value: added.append((pointer, value)))
         monkeypatch.setattr(skip_module, "global_pointer", lambda dtype, address: (dtype, address))
         rule = SkipRule.create(1.0, 1.0)
         for _ in range(7):
-            rule.note(False, groups)
+            rule.note(False, row_blocks)
         rule.report(address, reports)
-        assert added == [((Int32, address), 7 * groups)] * adds
+        assert added == [((Int32, address), 7 * row_blocks)] * adds

@@ -27,7 +27,7 @@ from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
 from hopwell.kernels.parts.split import LatentSchedule, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.splitting import (
-    GROUP_PIECES,
+    BUNDLE_PIECES,
     LATENT_UNDER_WAY,
     LATENT_UNITS,
     LONG_TOKENS,
@@ -264,7 +264,7 @@ def test_units_and_pieces(requests: Requests, ctas: int, memory: Memory, monkeyp
         start = number - chunk * of_chunk - rows  # the request's first piece
         assert host(tile.piece) == number
         assert host(tile.first_piece) == start + rows
-        assert host(tile.group_piece) == start + rows + chunk // GROUP_PIECES * GROUP_PIECES * of_chunk
+        assert host(tile.bundle_piece) == start + rows + chunk // BUNDLE_PIECES * BUNDLE_PIECES * of_chunk
         number += 1
     assert counted_pieces(schedule, monkeypatch) == number
 
@@ -342,18 +342,18 @@ class TestSlots:
         """Prepare for the piece of the second row tile in a request whose pieces begin at ``base``."""
         slots = Slots(Int64(0), Int64(0), Int32(self.SLOTS), Int32(8), 64, 4)
         first = base + 1
-        group = first + chunk // GROUP_PIECES * GROUP_PIECES * self.OF_CHUNK
-        numbers = dict(piece=first + chunk * self.OF_CHUNK, first_piece=first, group_piece=group, chunks=chunks)
+        bundle = first + chunk // BUNDLE_PIECES * BUNDLE_PIECES * self.OF_CHUNK
+        numbers = dict(piece=first + chunk * self.OF_CHUNK, first_piece=first, bundle_piece=bundle, chunks=chunks)
         tile = SimpleNamespace(**{name: Int32(number) for name, number in numbers.items()})
         Merge.prepare.__wrapped__(Merge(slots, 128, 128, 7), tile)
 
     @pytest.mark.parametrize("chunk", [0, 1, 15, 16, 19])
     def test_each_has_to_be_free(self, chunk: int, generations: dict[int, int]) -> None:
         self.prepare(chunk)
-        own, first, group = 1 + chunk * self.OF_CHUNK, 1, 1 + chunk // GROUP_PIECES * GROUP_PIECES * self.OF_CHUNK
+        own, first, bundle = 1 + chunk * self.OF_CHUNK, 1, 1 + chunk // BUNDLE_PIECES * BUNDLE_PIECES * self.OF_CHUNK
         for slot in generations:
             generations[slot] = 1
-            if slot in (own, first, group):
+            if slot in (own, first, bundle):
                 with pytest.raises(SlotTakenError):
                     self.prepare(chunk)
             else:

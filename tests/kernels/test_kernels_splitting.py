@@ -12,10 +12,10 @@ from hopwell.kernels.families import shipped_configs as shipped
 from hopwell.kernels.problem import Family
 from hopwell.kernels.splitting import (
     ALIGNMENT,
+    BUNDLE_PIECES,
     CHUNK_ELEMENTS,
     COMFORTABLE_BYTES,
     DOUBLINGS,
-    GROUP_PIECES,
     LATENT_UNDER_WAY,
     LATENT_UNITS,
     MAX_CHUNKS,
@@ -56,7 +56,7 @@ def test_chunks_have_equal_bytes() -> None:
 
 
 def test_two_levels_of_merges_are_enough() -> None:
-    assert GROUP_PIECES**2 >= MAX_CHUNKS
+    assert BUNDLE_PIECES**2 >= MAX_CHUNKS
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
@@ -119,6 +119,6 @@ def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
 
 
 def test_counters() -> None:
-    """Each slot has a generation, and says what is there of a group and of a request."""
+    """Each slot has a generation, and says what is there of a bundle and of a request."""
     assert counter_ints(0) == TICKETS
     assert counter_ints(100) - counter_ints(99) == SLOT_COUNTERS
