@@ -148,8 +148,8 @@ class Append:
     def load(self, address) -> list:
         """Load the elements that a thread takes at a time, two in a word."""
         bytes_ = self.kind.elements * HALFWORD_BYTES
-        chunks = range(0, bytes_, copy.CHUNK_BYTES)
-        return [word for offset in chunks for word in copy.load_global(address + offset, 4, Uint32)]
+        vectors = range(0, bytes_, copy.VECTOR_BYTES)
+        return [word for offset in vectors for word in copy.load_global(address + offset, 4, Uint32)]
 
 
 def build(config: AppendConfig) -> tuple[Any, tuple[Any, ...]]:

@@ -25,7 +25,7 @@ from hopwell.kernels.config import (
     rounded_up,
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.hardware import LINE_BYTES
+from hopwell.kernels.hardware import CACHE_LINE_BYTES
 from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, MaskKind, Score
 from hopwell.kernels.splitting import (
     CTAS_PER_SM,
@@ -154,7 +154,7 @@ class DecodeConfig(KernelConfig):
         if self.has_tree:
             tile = _TREE_TILE if self.kv_type is KvType.WIDE else _BYTE_TREE_TILE
             row_bytes = HALFWORD_BYTES * self.columns[0]
-            stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < LINE_BYTES else _STAGE_BYTES
+            stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < CACHE_LINE_BYTES else _STAGE_BYTES
             stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
             return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
         byte_tiles = _WIDENED_TILES if self.widens_in_place else _BYTE_TILES

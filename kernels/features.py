@@ -186,7 +186,7 @@ _PREFILL_HEAD_DIMS = (
             "head dim: other multiples of 8 up to 256",
             *_over("dims", (dims for dims in OTHER_HEAD_DIMS if max(dims) <= 256)),
         ),
-        _PREFILL.row("wide_head_dim", "head dims", "head dim 512", dict(dims=(512, 512))),
+        _PREFILL.row("large_head_dim", "head dims", "head dim 512", dict(dims=(512, 512))),
     ),
     _PREFILL_BYTE_HEAD_DIMS,
     _PREFILL.no_row(
@@ -219,7 +219,7 @@ _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
 )
 _DECODE_KNOWN_HEAD_DIMS = (
     _DECODE.row("head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)),
-    _DECODE.row("wide_head_dim", "head dims", "head dim 512", dict(dim=512), *_over("kv", (FP8, INT8), dim=512)),
+    _DECODE.row("large_head_dim", "head dims", "head dim 512", dict(dim=512), *_over("kv", (FP8, INT8), dim=512)),
 )
 _MLA_HEAD_DIMS = _MLA.row("head_dim", "head dims", f"{_listed(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS))
 _MLA_SPARSE_HEAD_DIM = _MLA.row(

@@ -8,7 +8,7 @@ REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture
 WARPGROUP = 128  # threads
 LANES = 32  # threads of a warp
 WARPS = WARPGROUP // LANES  # warps of a warpgroup
-LINE_BYTES = 128  # of a line of the L2 cache, which memory is read by
+CACHE_LINE_BYTES = 128  # of a line of the L2 cache, as memory is read
 
 
 @dataclass(frozen=True)

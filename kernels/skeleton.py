@@ -161,7 +161,7 @@ class AttentionKernel:
         return self._tma_atom(address, layout, box, (box_rows, BLOCK_COLUMNS))
 
     def _tma_atom(self, address, layout, box, tiler):
-        tensor = cute.make_tensor(global_pointer(self.word, address, copy.CHUNK_BYTES), layout)
+        tensor = cute.make_tensor(global_pointer(self.word, address, copy.VECTOR_BYTES), layout)
         return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, tiler)[0]
 
     def _kv_atoms(self, a: Addresses, g):
@@ -176,7 +176,7 @@ class AttentionKernel:
         """Allocate the tiles, the rings of all edges but the board's by name, the board, the loaders' barriers for
         zeroed rows."""
         tiles = self._allocate_tiles(smem)
-        slots = smem.allocate_tensor(Int32, self._board_layout(), copy.CHUNK_BYTES)
+        slots = smem.allocate_tensor(Int32, self._board_layout(), copy.VECTOR_BYTES)
         barriers = smem.allocate_array(Int64, self._barriers)
         rings = dict(zip([edge.field for edge in self.edges], create_rings(barriers, self.edges), strict=True))
         board = Board(slots, rings.pop("work"), self.work_tile)
@@ -206,7 +206,7 @@ class AttentionKernel:
         scales = ()
         if const_expr(c.copies_scales):
             sizes = [stages * size for stages, size in zip(t.loaded_stages, self.scale_bytes, strict=True)]
-            scales = tuple([smem.allocate(size, copy.CHUNK_BYTES) for size in sizes])
+            scales = tuple([smem.allocate(size, copy.VECTOR_BYTES) for size in sizes])
         key = tensors[1] if const_expr(c.transposes_v) else tensors[-2]
         return SharedTiles(tensors[0], key, tensors[-1], staging, loaded=tuple(tensors[1:3]), scales=scales)
 
@@ -302,7 +302,7 @@ class PrefillLaunch:
 
 def board_stride(ints: int) -> int:
     """Return how many Int32 one slot of the board lies behind the one before it."""
-    return -(-ints * 4 // copy.CHUNK_BYTES) * copy.CHUNK_BYTES // 4
+    return -(-ints * 4 // copy.VECTOR_BYTES) * copy.VECTOR_BYTES // 4
 
 
 def example_arguments(integers: tuple, floats: int) -> tuple[Any, ...]:

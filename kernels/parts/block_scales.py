@@ -121,12 +121,12 @@ class SharedScales(DeviceStruct):
         """Turn a stage's rows by blocks into blocks by keys, as :meth:`of_eights` reads them; by a whole warp. A lane
         has two neighbouring keys of each eight: of a block, those of all eights come to lie side by side."""
         first, words, lane = self.row(stage, 0), self.blocks // TOKENS, cute.arch.lane_idx()
-        units = self.tile_n // TOKENS * words  # of four keys by four blocks
+        count = self.tile_n // TOKENS * words  # of four keys by four blocks
         loaded = []
-        for i in range(0, units, LANES):
-            unit = (lane + i) % units
-            quad, word = unit // words, unit % words
-            t, pair = quad % QUAD, quad // QUAD
+        for i in range(0, count, LANES):
+            index = (lane + i) % count
+            keys, word = index // words, index % words
+            t, pair = keys % QUAD, keys // QUAD
             key = 2 * copy.ATOM_ROWS * pair + 2 * t
             rows = [first + (key + more) * self.blocks for more in (0, 1, copy.ATOM_ROWS, copy.ATOM_ROWS + 1)]
             four = [copy.load_shared(row + word * TOKENS, 1)[0] for row in rows]

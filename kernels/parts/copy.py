@@ -12,13 +12,13 @@ from hopwell.kernels.config import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.parts.device import shared_address
 
-CHUNK_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
-SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its 16-byte chunks are permuted by the row number mod 8
+VECTOR_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
+SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its vectors are permuted by the row number mod 8
 ATOM_ROWS = 8  # of a swizzle atom: the permutation repeats after them, in the swizzles of 64 and 32 bytes as well
 SWIZZLE_ATOM_BYTES = ATOM_ROWS * SWIZZLE_ROW_BYTES  # tiles are aligned to this
 # Upper halves of the cache policies that createpolicy.fractional gives, as CUTLASS has them in TMA::CacheHintSm90.
 EVICT_NORMAL, EVICT_FIRST = 0x10000000, 0x12F00000
-CHUNKS_PER_ROW = SWIZZLE_ROW_BYTES // CHUNK_BYTES
+VECTORS_PER_ROW = SWIZZLE_ROW_BYTES // VECTOR_BYTES
 
 
 _ATOMS = {
@@ -59,12 +59,12 @@ def block_row(row, block, rows: int, columns: int, columns_first: bool):
     return block * rows + row
 
 
-def tile_chunk(stage, row, chunk, rows: int, columns: int, columns_first: bool):
-    """Return the address of a row's 16-byte chunk in a stage of :func:`swizzled_layout`; ``columns`` counts
+def tile_vector(stage, row, vector, rows: int, columns: int, columns_first: bool):
+    """Return the address of a row's vector in a stage of :func:`swizzled_layout`; ``columns`` counts
     halfwords."""
-    block, place = chunk // CHUNKS_PER_ROW, chunk % CHUNKS_PER_ROW
+    block, place = vector // VECTORS_PER_ROW, vector % VECTORS_PER_ROW
     # Where a row lies, it has the same number modulo the swizzle's period as in the tile.
-    return swizzled_chunk(stage, block_row(row, block, rows, columns, columns_first), place)
+    return swizzled_vector(stage, block_row(row, block, rows, columns, columns_first), place)
 
 
 @dsl_user_op
@@ -103,7 +103,7 @@ def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> Non
     """Issue a cp.async of 16 bytes from global to shared memory, or of 16 zeros."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
-        read_only_args=[destination, source, wanted.to(Int32) * CHUNK_BYTES],
+        read_only_args=[destination, source, wanted.to(Int32) * VECTOR_BYTES],
         loc=loc,
         ip=ip,
     )
@@ -152,18 +152,18 @@ def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> l
     )
 
 
-def swizzled_chunk(rows, row, chunk, size: int = SWIZZLE_ROW_BYTES):
-    """Return the address of a 16-byte chunk of a row of ``size`` bytes: chunks are permuted so that no access pattern
+def swizzled_vector(rows, row, vector, size: int = SWIZZLE_ROW_BYTES):
+    """Return the address of a vector of a row of ``size`` bytes: vectors are permuted so that no access pattern
     meets a conflict."""
-    return rows + row * size + permuted(row, chunk, size) * CHUNK_BYTES
+    return rows + row * size + permuted(row, vector, size) * VECTOR_BYTES
 
 
-def permuted(row, chunk, size: int = SWIZZLE_ROW_BYTES):
-    """Return where a chunk lies in its row of ``size`` bytes: the hardware permutes by the number of the 128 bytes that
-    the row is in."""
-    lines = (SWIZZLE_ROW_BYTES // size).bit_length() - 1
-    line = row >> lines if const_expr(lines > 0) else row
-    return chunk ^ (line & (size // CHUNK_BYTES - 1))
+def permuted(row, vector, size: int = SWIZZLE_ROW_BYTES):
+    """Return where a vector lies in its row of ``size`` bytes: the hardware permutes by the number of the 128 bytes
+    that the row is in."""
+    shift = (SWIZZLE_ROW_BYTES // size).bit_length() - 1
+    swizzle_row = row >> shift if const_expr(shift > 0) else row
+    return vector ^ (swizzle_row & (size // VECTOR_BYTES - 1))
 
 
 @dsl_user_op

@@ -73,20 +73,20 @@ class OutputRows(DeviceStruct):
         """
         lane = cute.arch.lane_idx()
         pass_columns = self.pass_columns(output)
-        chunks = pass_columns // self.lane_columns
-        rows_at_once = LANES // chunks
+        vectors = pass_columns // self.lane_columns
+        rows_at_once = LANES // vectors
         width = output.columns * output.lanes_per_row
         for begin in cutlass.range_constexpr(0, width, pass_columns):
             rest = min(width - begin, pass_columns)
             self.stage(output, staging, factors, begin, rest, dtype)
             cute.arch.sync_warp()
             for step in cutlass.range_constexpr(output.warp_rows // rows_at_once):
-                row, chunk = step * rows_at_once + lane // chunks, lane % chunks
+                row, vector = step * rows_at_once + lane // vectors, lane % vectors
                 # Lanes past the last column, which store nothing, read what is there.
                 words = self.staged_words(
-                    output, staging, row, cutlass.min(chunk, rest // self.lane_columns - 1), dtype
+                    output, staging, row, cutlass.min(vector, rest // self.lane_columns - 1), dtype
                 )
-                column = first_column + begin + chunk * self.lane_columns
+                column = first_column + begin + vector * self.lane_columns
                 in_one_eight = const_expr(rows_at_once <= copy.ATOM_ROWS)
                 eight = step * rows_at_once // copy.ATOM_ROWS if const_expr(in_one_eight) else row // copy.ATOM_ROWS
                 token = rows.token(row, eight)
@@ -104,9 +104,9 @@ class OutputRows(DeviceStruct):
     def stage(self, output, staging, factors, begin: int, columns: int, dtype) -> None:
         output.stage(staging, factors, begin, columns, dtype)
 
-    def staged_words(self, output, staging, row, chunk, dtype) -> list:
+    def staged_words(self, output, staging, row, vector, dtype) -> list:
         """Return what a lane stores: ``lane_columns`` columns of a staged row."""
-        return copy.load_shared(output.staged_chunk(staging, row, chunk), 4)
+        return copy.load_shared(output.staged_vector(staging, row, vector), 4)
 
     def write(self, place, words, token, head, column) -> None:
         """Store what a lane has of a token's row of a head, counted from the tile's first one."""
@@ -123,10 +123,10 @@ class ConvertedRows(OutputRows):
     def stage(self, output, staging, factors, begin: int, columns: int, dtype) -> None:
         output.stage_floats(staging, factors, begin, columns)
 
-    def staged_words(self, output, staging, row, chunk, dtype) -> list:
-        values, chunks = [], self.lane_columns // 4
-        for i in range(chunks):
-            values += copy.load_shared(output.staged_chunk(staging, row, chunks * chunk + i), 4, Float32)
+    def staged_words(self, output, staging, row, vector, dtype) -> list:
+        values, vectors = [], self.lane_columns // 4
+        for i in range(vectors):
+            values += copy.load_shared(output.staged_vector(staging, row, vectors * vector + i), 4, Float32)
         return self.converted(values, dtype)
 
     def converted(self, values: list, dtype) -> list:

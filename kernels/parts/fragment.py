@@ -62,9 +62,9 @@ class QuadFragment(Fragment):
         return cute.arch.lane_idx() // 4
 
     @staticmethod
-    def staged_chunk(staging, row, chunk):
-        """Return where a 16-byte chunk of a row of the warp's is staged: a row of 128 bytes for each."""
-        return copy.swizzled_chunk(staging, row, chunk)
+    def staged_vector(staging, row, vector):
+        """Return where a vector of a row of the warp's is staged: a row of 128 bytes for each."""
+        return copy.swizzled_vector(staging, row, vector)
 
 
 @dataclass
@@ -89,7 +89,7 @@ class RowFragment(QuadFragment):
                 for r in range(self.rows):
                     pair = (self.get(r, c) * factors[r], self.get(r, c + 1) * factors[r])
                     words.append(copy.pack_x2(dtype, *pair))
-            copy.store_matrix_x4(self.staged_chunk(staging, lane % 16, 2 * block + lane // 16), words)
+            copy.store_matrix_x4(self.staged_vector(staging, lane % 16, 2 * block + lane // 16), words)
 
     def stage_floats(self, staging, factors, begin: int, columns: int) -> None:
         """Write tile columns [begin, begin + columns) times ``factors`` (one a row) to rows of shared memory as
@@ -98,7 +98,7 @@ class RowFragment(QuadFragment):
             first = begin // self.lanes_per_row + 2 * pair
             column = 8 * pair + self.first_column()
             for r in range(self.rows):
-                place = self.staged_chunk(staging, self.first_row() + self.row_offset(r), column // 4)
+                place = self.staged_vector(staging, self.first_row() + self.row_offset(r), column // 4)
                 values = [self.get(r, first + c) * factors[r] for c in range(2)]
                 copy.store_shared(place + column % 4 * 4, values)
 
@@ -131,8 +131,8 @@ class SplitRowFragment(QuadFragment):
             for r in range(self.rows):
                 values = [self.get(r, first + c) * factors[r] for c in self._order]
                 for i in range(0, held, 4):
-                    chunk = held * block + cute.arch.lane_idx() % 4 * (held // 4) + i // 4
-                    place = self.staged_chunk(staging, self.first_row() + self.row_offset(r), chunk)
+                    vector = held * block + cute.arch.lane_idx() % 4 * (held // 4) + i // 4
+                    place = self.staged_vector(staging, self.first_row() + self.row_offset(r), vector)
                     copy.store_shared(place, values[i : i + 4])
 
 
@@ -215,11 +215,11 @@ class LaneRow(Fragment):
     def stage(self, staging, factors, begin: int, columns: int, dtype) -> None:
         """Write columns [begin, begin + columns) times ``factors[0]`` to rows of shared memory in ``dtype``."""
         words = self.words(begin, columns, dtype, factors[0])
-        for chunk in range(columns // 8):
-            address = self.staged_chunk(staging, cute.arch.lane_idx(), chunk)
-            copy.store_shared(address, words[4 * chunk : 4 * chunk + 4])
+        for vector in range(columns // 8):
+            address = self.staged_vector(staging, cute.arch.lane_idx(), vector)
+            copy.store_shared(address, words[4 * vector : 4 * vector + 4])
 
     @staticmethod
-    def staged_chunk(staging, row, chunk):
-        """Return where a 16-byte chunk of a row is staged: two rows share a swizzled row of 128 bytes."""
-        return copy.swizzled_chunk(staging, row // 2, row % 2 * 4 + chunk)
+    def staged_vector(staging, row, vector):
+        """Return where a vector of a row is staged: two rows share a swizzled row of 128 bytes."""
+        return copy.swizzled_vector(staging, row // 2, row % 2 * 4 + vector)

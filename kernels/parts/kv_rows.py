@@ -25,30 +25,30 @@ class PageRows(PagedSource):
     """Eight lanes copy 128 bytes of a row side by side, and then those of its other column blocks, whose addresses
     differ by constants: all that is computed is computed once a row.
 
-    Rows that are not needed, and the chunks that a row does not have, become zeros by copies like any others.
+    Rows that are not needed, and the vectors that a row does not have, become zeros by copies like any others.
     """
 
     head: Int64  # address of the head's elements in page 0
     page_bytes: Int64
     row_bytes: Int64
-    chunks: int  # in a row
-    tile_chunks: int  # in a row of the tile: whole column blocks
+    vectors: int  # in a row
+    tile_vectors: int  # in a row of the tile: whole column blocks
     first_row: Any  # of those of a tile that this warp copies
     rows: int  # a multiple of its lanes
 
     @classmethod
     def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
         """Return the rows of a work tile's request; ``more`` is what a kind of rows has besides."""
-        chunks = operand.head_dim * HALFWORD_BYTES // copy.CHUNK_BYTES
-        tile_chunks = -(-operand.depth // BLOCK_COLUMNS) * copy.CHUNKS_PER_ROW
+        vectors = operand.head_dim * HALFWORD_BYTES // copy.VECTOR_BYTES
+        tile_vectors = -(-operand.depth // BLOCK_COLUMNS) * copy.VECTORS_PER_ROW
         return cls(
             **cls._common(operand, tile, descriptor, shared, tile_n),
             **cls._paged(operand, tile),
             head=operand.address + HALFWORD_BYTES * operand.head * tile.kv_head,
             page_bytes=HALFWORD_BYTES * operand.page,
             row_bytes=HALFWORD_BYTES * operand.row,
-            chunks=chunks,
-            tile_chunks=min(tile_chunks, operand.columns * HALFWORD_BYTES // copy.CHUNK_BYTES),
+            vectors=vectors,
+            tile_vectors=min(tile_vectors, operand.columns * HALFWORD_BYTES // copy.VECTOR_BYTES),
             first_row=0,
             rows=tile_n,
             **more,
@@ -62,7 +62,7 @@ class PageRows(PagedSource):
 
     @property
     def lanes_per_row(self) -> int:
-        return math.gcd(copy.CHUNKS_PER_ROW, self.tile_chunks)
+        return math.gcd(copy.VECTORS_PER_ROW, self.tile_vectors)
 
     @cute.jit
     def load(self, first, end, ring, step, partial_barrier, partials):
@@ -118,33 +118,33 @@ class PageRows(PagedSource):
     def copy_rows(self, addresses, stage, barrier) -> None:
         """Fill a stage; ``barrier`` hears of it from every lane once its copies are there."""
         rows_at_once = LANES // self.lanes_per_row
-        lane_row, chunk = cute.arch.lane_idx() // self.lanes_per_row, cute.arch.lane_idx() % self.lanes_per_row
+        lane_row, vector = cute.arch.lane_idx() // self.lanes_per_row, cute.arch.lane_idx() % self.lanes_per_row
         # The swizzle repeats after ATOM_ROWS: whatever lies that many rows further on lies at a constant distance.
         first_row = self.first_row + lane_row
-        targets = [self._target(stage, first + first_row, chunk) for first in range(0, ATOM_ROWS, rows_at_once)]
+        targets = [self._target(stage, first + first_row, vector) for first in range(0, ATOM_ROWS, rows_at_once)]
         stride = len(targets) * rows_at_once
         for i in cutlass.range_constexpr(len(addresses)):
             for first in cutlass.range(0, LANES, stride, unroll=2):
-                offset = self.chunk_place(0, LANES * i + first, 0, 0)
+                offset = self.vector_place(0, LANES * i + first, 0, 0)
                 for k in cutlass.range_constexpr(len(targets)):
                     row = cute.arch.shuffle_sync(addresses[i], first + k * rows_at_once + lane_row)
-                    self._copy_row(row, targets[k] + offset, chunk)
+                    self._copy_row(row, targets[k] + offset, vector)
         cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
 
-    def _target(self, stage, row, chunk):
-        """Return where a chunk of a row's first column block goes."""
-        return self.chunk_address(stage, row, 0, copy.permuted(row, chunk, self.shared_row))
+    def _target(self, stage, row, vector):
+        """Return where a vector of a row's first column block goes."""
+        return self.vector_address(stage, row, 0, copy.permuted(row, vector, self.shared_row))
 
     @cute.jit
-    def _copy_row(self, row, target, chunk) -> None:
-        """Copy chunks ``chunk``, ``chunk + lanes_per_row``... of the row at address ``row``."""
-        source = row + chunk * copy.CHUNK_BYTES
-        for c in cutlass.range_constexpr(0, self.tile_chunks, self.lanes_per_row):
+    def _copy_row(self, row, target, vector) -> None:
+        """Copy vectors ``vector``, ``vector + lanes_per_row``... of the row at address ``row``."""
+        source = row + vector * copy.VECTOR_BYTES
+        for c in cutlass.range_constexpr(0, self.tile_vectors, self.lanes_per_row):
             wanted = row != 0
-            if const_expr(c + self.lanes_per_row > self.chunks):
-                wanted = wanted and chunk < self.chunks - c
-            offset = self.chunk_place(0, 0, c // copy.CHUNKS_PER_ROW, c % copy.CHUNKS_PER_ROW)
-            copy.async_copy_or_zero(target + offset, source + c * copy.CHUNK_BYTES, wanted)
+            if const_expr(c + self.lanes_per_row > self.vectors):
+                wanted = wanted and vector < self.vectors - c
+            offset = self.vector_place(0, 0, c // copy.VECTORS_PER_ROW, c % copy.VECTORS_PER_ROW)
+            copy.async_copy_or_zero(target + offset, source + c * copy.VECTOR_BYTES, wanted)
 
 
 @dataclass

@@ -25,7 +25,7 @@ from cutlass import Int32, Int64, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.hardware import LANES, LINE_BYTES
+from hopwell.kernels.hardware import CACHE_LINE_BYTES, LANES
 from hopwell.kernels.launch import Addresses, Geometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.block_scales import ScaleCopies, ScaleRows
@@ -58,11 +58,12 @@ class KvOperand(DeviceStruct):
     page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
 
     def cache_policy(self, tile):
-        """Say how soon a work tile's rows leave the L2 cache. Rows narrower than a line share it with other heads'
-        where these lie side by side, and memory gives lines as a whole: a row that left first would take its neighbours
-        along before others have read them. 32 x 8192 tokens of 4 bits took 160 instead of 124 us (H100, 2026-11-25)."""
+        """Say how soon a work tile's rows leave the L2 cache. Rows shorter than a cache line share it with other heads'
+        where these lie side by side, and memory gives cache lines as a whole: a row that left first would take its
+        neighbours along before others have read them. 32 x 8192 tokens of 4 bits took 160 instead of 124 us (H100,
+        2026-11-25)."""
         policy = tile.kv_policy()
-        if HALFWORD_BYTES * self.head_dim < LINE_BYTES:
+        if HALFWORD_BYTES * self.head_dim < CACHE_LINE_BYTES:
             policy -= (self.head < self.row).to(Int32) * (policy - copy.EVICT_NORMAL)
         return policy
 
@@ -138,15 +139,15 @@ class KvSource(DeviceStruct):
     def stage_address(self, stage):
         return self.shared + stage * (self.tile_n * self.stage_columns * HALFWORD_BYTES)
 
-    def chunk_address(self, stage, row, block, chunk):
-        """Return the address of 16-byte chunk ``chunk`` (as stored) of column block ``block`` in a row of a stage."""
-        return self.chunk_place(self.stage_address(stage), row, block, chunk)
+    def vector_address(self, stage, row, block, vector):
+        """Return the address of vector ``vector`` (as stored) of column block ``block`` in a row of a stage."""
+        return self.vector_place(self.stage_address(stage), row, block, vector)
 
-    def chunk_place(self, base, row, block, chunk):
-        """Return the address of chunk ``chunk`` as :meth:`chunk_address` has it, in the stage that begins at
+    def vector_place(self, base, row, block, vector):
+        """Return the address of vector ``vector`` as :meth:`vector_address` has it, in the stage that begins at
         ``base``."""
         row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
-        return base + row_address * self.shared_row + chunk * copy.CHUNK_BYTES
+        return base + row_address * self.shared_row + vector * copy.VECTOR_BYTES
 
     @cute.jit
     def load(self, first, end, ring, step, partial_barrier, partials):
@@ -240,11 +241,11 @@ class KvSource(DeviceStruct):
     @cute.jit
     def zero_rows(self, stage, begin, end):
         """Zero rows [begin, end) of a stage, visibly to the tensor cores. Called by a whole warp."""
-        chunks = self.shared_row // copy.CHUNK_BYTES
-        for i in cutlass.range(begin * chunks + cute.arch.lane_idx(), end * chunks, LANES, unroll=1):
+        vectors = self.shared_row // copy.VECTOR_BYTES
+        for i in cutlass.range(begin * vectors + cute.arch.lane_idx(), end * vectors, LANES, unroll=1):
             for block in cutlass.range_constexpr(copy.column_blocks(self.columns)):
-                row, chunk = i // chunks, i % chunks
-                copy.store_shared_zero(self.chunk_address(stage, row, block, chunk))
+                row, vector = i // vectors, i % vectors
+                copy.store_shared_zero(self.vector_address(stage, row, block, vector))
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
 

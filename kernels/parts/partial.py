@@ -111,7 +111,7 @@ class Slots(DeviceStruct):
             copy.store_global(self.statistics(row, PIECE), (reference, total))
 
     @cute.jit
-    def store_quad(self, piece, row, column, total: "WeightedSum", level: cutlass.Constexpr[int]) -> None:
+    def store_vector(self, piece, row, column, total: "WeightedSum", level: cutlass.Constexpr[int]) -> None:
         """Store four columns of a row of a piece."""
         row += self.place(piece)
         copy.store_global(self.output(row, column), total.values)
@@ -226,11 +226,11 @@ class Merge(DeviceStruct):
     def _add_up(self, first, step, count, level: cutlass.Constexpr[int], rows: PackedRows, out_dtype) -> None:
         """Merge ``count`` pieces: into the output, or, without ``out_dtype``, into the first of them as a bundle."""
         slots = self.slots
-        quads = slots.columns // COLUMNS_AT_ONCE
+        vectors = slots.columns // COLUMNS_AT_ONCE
         rounds = (count + (PARTS_AT_ONCE - 1)) // PARTS_AT_ONCE
-        for index in cutlass.range(self.thread, cutlass.min(rows.count, slots.rows) * quads, self.threads, unroll=1):
-            row = index // quads
-            column = (index - row * quads) * COLUMNS_AT_ONCE
+        for index in cutlass.range(self.thread, cutlass.min(rows.count, slots.rows) * vectors, self.threads, unroll=1):
+            row = index // vectors
+            column = (index - row * vectors) * COLUMNS_AT_ONCE
             total = WeightedSum.nothing()
             for k in cutlass.range(rounds, unroll=1):
                 there = count - k * PARTS_AT_ONCE
@@ -239,7 +239,7 @@ class Merge(DeviceStruct):
                 outputs = [copy.load_global(slots.output(place + row, column), COLUMNS_AT_ONCE) for place in places]
                 total = total.plus(statistics, outputs, there)
             if const_expr(out_dtype is None):
-                slots.store_quad(first, row, column, total, BUNDLE)
+                slots.store_vector(first, row, column, total, BUNDLE)
             else:
                 factor = rows.finish(row, total.reference, total.sum, column == 0)
                 copy.store_rounded(rows.output(row, column), [value * factor for value in total.values], out_dtype)

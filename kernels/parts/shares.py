@@ -46,7 +46,7 @@ from hopwell.kernels.parts.partial import BUNDLES_THERE, GENERATION, PIECE, PIEC
 from hopwell.kernels.parts.softmax import largest_of_lane, merged
 from hopwell.kernels.splitting import SHARES, SLOT_COUNTERS, STATISTICS, TICKETS, WARP_ROWS
 
-SUBTILE_BYTES, SUBTILE_COLUMNS = LANES * copy.CHUNK_BYTES, EIGHT * RowFragment.lanes_per_row
+SUBTILE_BYTES, SUBTILE_COLUMNS = LANES * copy.VECTOR_BYTES, EIGHT * RowFragment.lanes_per_row
 READY = SHARE[0]
 NO_SHARE = (1 << 31) - 1
 SCALES = 2  # where the inverse scales of the halves of a row lie in its statistics
@@ -82,7 +82,7 @@ class Pieces(DeviceStruct):
         for subtile in cutlass.range_constexpr(subtiles):
             values = [output.get(r, subtile * EIGHT + c) * scale for c in range(EIGHT)]
             words = [copy.pack_x2(Float16, *values[c : c + 2]) for c in range(0, EIGHT, 2)]
-            copy.store_global(first + subtile * SUBTILE_BYTES + cute.arch.lane_idx() * copy.CHUNK_BYTES, words)
+            copy.store_global(first + subtile * SUBTILE_BYTES + cute.arch.lane_idx() * copy.VECTOR_BYTES, words)
         if output.first_column() == 0:
             row = self.slots.place(piece) + warp_row + output.first_row() + output.row_offset(r)
             if half == 0:
@@ -143,7 +143,7 @@ class Pieces(DeviceStruct):
         chunks = pieces.chunks
         half, r, warp = band % 2, band // 2 % RowFragment.rows, band // (2 * RowFragment.rows)
         row = warp * WARP_ROWS + RowFragment.row_offset(r) + RowFragment.first_row()
-        mine_in_band = band * (self._subtiles_of_band * SUBTILE_BYTES) + lane * copy.CHUNK_BYTES
+        mine_in_band = band * (self._subtiles_of_band * SUBTILE_BYTES) + lane * copy.VECTOR_BYTES
         for subtile in cutlass.range(begin, end, subtiles_at_once, unroll=1):
             subtiles = [cutlass.min(subtile + k, end - 1) for k in range(subtiles_at_once)]
             values = [[Float32(0.0)] * EIGHT for _ in subtiles]

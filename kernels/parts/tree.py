@@ -9,10 +9,10 @@ Leaves are numbered from right to left of the keys; here left is the lower numbe
 node waits at its level until the one to its right has come. What has to wait for a
 leaf that another CTA has is left in memory, at most two nodes of each level of a range.
 
-These are merged sixteen at a time, wide ones four. A bundle has as many slots, one for each of so many blocks of a line
-(see ``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills the last one
-merges them, in the order of the tree, and fills a slot of the tier above: so merging goes on beside all else, and after
-the last leaf of a line it takes one round to three, wide nodes up to five.
+These are merged sixteen at a time, those of many columns four. A bundle has as many slots, one for each of so many
+blocks of a line (see ``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills
+the last one merges them, in the order of the tree, and fills a slot of the tier above: so merging goes on beside all
+else, and after the last leaf of a line it takes one round to three, nodes of many columns up to five.
 
 A warpgroup holds a node in registers, each thread the same elements of every node, and writes it as it lies in them.
 """
@@ -40,11 +40,11 @@ from hopwell.kernels.parts.ranges import RangeTile
 from hopwell.kernels.parts.warp_mma import QUAD
 from hopwell.kernels.splitting import ALIGNMENT, TICKETS, bundle_bits, node_bytes
 
-QUAD_BYTES = 16  # of what a thread moves at a time: four elements, or reference and sum of two rows
+VECTOR_BYTES = 16  # of what a thread moves at a time: four elements, or reference and sum of two rows
 COUNT_BITS = 8  # of a bundle's counter; those above say in which slots nodes begin
-NODES_AT_ONCE = 8  # that a warpgroup loads, while a thread has few quads of each; half as many of larger ones
-FEW_QUADS = 4
-PASS_QUADS = 8  # of the output in a thread, at most: wide nodes are merged in passes over their columns
+NODES_AT_ONCE = 8  # that a warpgroup loads, while a thread has few vectors of each; half as many of larger ones
+FEW_VECTORS = 4
+PASS_VECTORS = 8  # of the output in a thread, at most: nodes of many columns are merged in passes over their columns
 
 
 @dataclass(frozen=True)
@@ -71,30 +71,32 @@ class Node(DeviceStruct):
         self.reference.fill(-Float32.inf)
         self.total.fill(0.0)
 
-    def quads(self) -> list:
+    def vectors(self) -> list:
         """Return what this thread stores of the node: four elements at a time, then (references, sums) of two rows."""
-        quads = [[self.output[i + c] for c in range(4)] for i in range(0, cute.size(self.output), 4)]
-        return quads + [[part[r + c] for part in (self.reference, self.total) for c in range(2)] for r in self._pairs()]
+        vectors = [[self.output[i + c] for c in range(4)] for i in range(0, cute.size(self.output), 4)]
+        return vectors + [
+            [part[r + c] for part in (self.reference, self.total) for c in range(2)] for r in self._pairs()
+        ]
 
-    def assign(self, quads: list) -> None:
-        for i, quad in enumerate(quads[: cute.size(self.output) // 4]):
+    def assign(self, vectors: list) -> None:
+        for i, vector in enumerate(vectors[: cute.size(self.output) // 4]):
             for c in range(4):
-                self.output[4 * i + c] = quad[c]
-        for r, (*references, first, second) in zip(self._pairs(), quads[-self.rows // 2 :], strict=True):
+                self.output[4 * i + c] = vector[c]
+        for r, (*references, first, second) in zip(self._pairs(), vectors[-self.rows // 2 :], strict=True):
             self.reference[r], self.reference[r + 1] = references
             self.total[r], self.total[r + 1] = first, second
 
     def _pairs(self) -> range:
         return range(0, self.rows, 2)
 
-    def add_left(self, quads: list) -> None:
+    def add_left(self, vectors: list) -> None:
         """Merge with the node to the left."""
-        self.assign(joined(quads, self.quads(), len(self._pairs())))
+        self.assign(joined(vectors, self.vectors(), len(self._pairs())))
 
 
 @cute.jit
 def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -> list:
-    """Return the merge of two nodes as :meth:`Node.quads` has them, with ``pairs`` of rows; the left one where the
+    """Return the merge of two nodes as :meth:`Node.vectors` has them, with ``pairs`` of rows; the left one where the
     right one is not ``there``. Roundings are spelled out: the compiler would choose them anew for each copy of this
     code."""
     outputs = len(left) - pairs
@@ -114,12 +116,12 @@ def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -
         statistics.append([*references, *sums])
     output = []
     for i in cutlass.range_constexpr(outputs):
-        quad = []
+        vector = []
         for c in cutlass.range_constexpr(4):
             kept, weight = weights[2 * (i % pairs) + c % 2]
             value = fma(weight, right[i][c], kept * left[i][c])
-            quad.append(value if there else left[i][c])
-        output.append(quad)
+            vector.append(value if there else left[i][c])
+        output.append(vector)
     return output + statistics
 
 
@@ -212,12 +214,12 @@ class Tree(DeviceStruct):
     def thread(self):
         return cute.arch.thread_idx()[0] % WARPGROUP
 
-    # A thread's quads of a node: those of the output side by side with those of other threads; references and sums,
+    # A thread's vectors of a node: those of the output side by side with those of other threads; references and sums,
     # which the lanes with the same rows all know, once for each warp.
 
-    def _quads(self) -> int:
-        """Say how many quads of the output a thread has."""
-        return (self._node_bytes - self._pairs * QUAD_BYTES * QUAD * WARPS) // (WARPGROUP * QUAD_BYTES)
+    def _vectors(self) -> int:
+        """Say how many vectors of the output a thread has."""
+        return (self._node_bytes - self._pairs * VECTOR_BYTES * QUAD * WARPS) // (WARPGROUP * VECTOR_BYTES)
 
     @property
     def _pairs(self) -> int:
@@ -225,11 +227,11 @@ class Tree(DeviceStruct):
         return self.rows // (2 * QUAD)
 
     def _places(self) -> list:
-        """Return where each quad of a thread lies, in bytes from the beginning of a node."""
-        output = [(j * WARPGROUP + self.thread) * QUAD_BYTES for j in range(self._quads())]
-        first = self._quads() * WARPGROUP * QUAD_BYTES
+        """Return where each vector of a thread lies, in bytes from the beginning of a node."""
+        output = [(j * WARPGROUP + self.thread) * VECTOR_BYTES for j in range(self._vectors())]
+        first = self._vectors() * WARPGROUP * VECTOR_BYTES
         in_warp = self.thread // LANES * QUAD + self.thread % QUAD
-        return output + [first + (p * WARPS * QUAD + in_warp) * QUAD_BYTES for p in range(self._pairs)]
+        return output + [first + (p * WARPS * QUAD + in_warp) * VECTOR_BYTES for p in range(self._pairs)]
 
     @cute.jit
     def _load_shared(self, address) -> list:
@@ -237,23 +239,23 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def _load(self, address, outputs: cutlass.Constexpr[range | None] = None) -> list:
-        """Load what this thread has of a node in memory, or of its output only the quads ``outputs``."""
+        """Load what this thread has of a node in memory, or of its output only the vectors ``outputs``."""
         places = self._places()
         if cutlass.const_expr(outputs is not None):
-            places = [places[j] for j in outputs] + places[self._quads() :]
+            places = [places[j] for j in outputs] + places[self._vectors() :]
         return [copy.load_global(address + place, 4, Float32) for place in places]
 
     @cute.jit
-    def _store(self, address, quads: list, store: cutlass.Constexpr) -> None:
+    def _store(self, address, vectors: list, store: cutlass.Constexpr) -> None:
         """Write a node with ``store``, which is copy.store_shared or copy.store_global."""
         places = self._places()
-        for j in cutlass.range_constexpr(self._quads()):
-            store(address + places[j], quads[j])
+        for j in cutlass.range_constexpr(self._vectors()):
+            store(address + places[j], vectors[j])
         # Other lanes have loaded what was there, and will load what the first ones store.
         cute.arch.sync_warp()
         if cute.arch.lane_idx() < QUAD:
-            for j in cutlass.range_constexpr(self._quads(), len(places)):
-                store(address + places[j], quads[j])
+            for j in cutlass.range_constexpr(self._vectors(), len(places)):
+                store(address + places[j], vectors[j])
         cute.arch.sync_warp()
 
     def _node(self, slot):
@@ -273,13 +275,13 @@ class Tree(DeviceStruct):
 
     def _near(self, level) -> list:
         """Return the node that waits at a near level: in shared memory or registers."""
-        return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.quads()
+        return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.vectors()
 
     def _keep_near(self, node: Node, level) -> None:
         if self.held is None:
-            self._store(self.shared + level * self._node_bytes, node.quads(), copy.store_shared)
+            self._store(self.shared + level * self._node_bytes, node.vectors(), copy.store_shared)
         else:
-            self.held.assign(node.quads())
+            self.held.assign(node.vectors())
 
     @cute.jit
     def _add_waiting(self, node: Node, level) -> None:
@@ -290,7 +292,7 @@ class Tree(DeviceStruct):
 
     def hand_over(self, node: Node) -> None:
         """Put a node into shared memory for :meth:`take` of another warpgroup."""
-        self._store(self.shared, node.quads(), copy.store_shared)
+        self._store(self.shared, node.vectors(), copy.store_shared)
 
     def take(self, node: Node) -> None:
         node.assign(self._load_shared(self.shared))
@@ -301,12 +303,12 @@ class Tree(DeviceStruct):
         if level < self.near_levels:
             self._keep_near(node, level)
         else:
-            self._store(self._far(level), node.quads(), copy.store_global)
+            self._store(self._far(level), node.vectors(), copy.store_global)
 
     @cute.jit
     def leave(self, node: Node, line: RangeTile, leaf) -> None:
         """Leave a node in memory, which begins with ``leaf`` of the line."""
-        self._store(self._node(self._slot(line, leaf >> line.shift)), node.quads(), copy.store_global)
+        self._store(self._node(self._slot(line, leaf >> line.shift)), node.vectors(), copy.store_global)
 
     @cute.jit
     def leave_waiting(self, line: RangeTile, leaf, end, left: LeftNodes) -> LeftNodes:
@@ -398,20 +400,20 @@ class Tree(DeviceStruct):
         """Return the merge of a bundle's nodes; ``there`` has a bit for each slot in which one begins. The first one's
         does, and of two equal parts of a bundle the left one's first does where the right one's does."""
         passes = []
-        for first in range(0, self._quads(), PASS_QUADS):
-            quads = range(first, min(first + PASS_QUADS, self._quads()))
-            at_once = NODES_AT_ONCE if len(quads) + self._pairs <= FEW_QUADS else NODES_AT_ONCE // 2
-            passes.append(self._of_slots(bundle, there, 0, 1 << bundle.bits, at_once, quads))
+        for first in range(0, self._vectors(), PASS_VECTORS):
+            vectors = range(first, min(first + PASS_VECTORS, self._vectors()))
+            at_once = NODES_AT_ONCE if len(vectors) + self._pairs <= FEW_VECTORS else NODES_AT_ONCE // 2
+            passes.append(self._of_slots(bundle, there, 0, 1 << bundle.bits, at_once, vectors))
         return side_by_side(passes, self._pairs)
 
-    def _of_slots(self, bundle: Bundle, there, first: int, count: int, at_once: int, quads: range) -> list:
-        """Merge these ``quads`` of ``count`` slots from ``first`` on, and load ``at_once`` slots at a time."""
+    def _of_slots(self, bundle: Bundle, there, first: int, count: int, at_once: int, vectors: range) -> list:
+        """Merge these ``vectors`` of ``count`` slots from ``first`` on, and load ``at_once`` slots at a time."""
         if count > at_once:
             half = count // 2
-            left = self._of_slots(bundle, there, first, half, at_once, quads)
-            return self._with_right(left, bundle, there, first + half, half, at_once, quads)
+            left = self._of_slots(bundle, there, first, half, at_once, vectors)
+            return self._with_right(left, bundle, there, first + half, half, at_once, vectors)
         blocks = [_block_of(bundle, there, first + i) for i in range(count)]
-        nodes = [self._load(self._node(self._slot(bundle.line, block)), quads) for block in blocks]
+        nodes = [self._load(self._node(self._slot(bundle.line, block)), vectors) for block in blocks]
         step = 1
         while step < count:
             for i in range(0, count, 2 * step):
@@ -420,16 +422,16 @@ class Tree(DeviceStruct):
         return nodes[0]
 
     @cute.jit
-    def _with_right(self, left: list, bundle: Bundle, there, first, count, at_once, quads) -> list:
+    def _with_right(self, left: list, bundle: Bundle, there, first, count, at_once, vectors) -> list:
         result = left
         if _has(there, first):
-            result = joined(left, self._of_slots(bundle, there, first, count, at_once, quads), self._pairs)
+            result = joined(left, self._of_slots(bundle, there, first, count, at_once, vectors), self._pairs)
         return result
 
 
 def side_by_side(passes: list[list], pairs: int) -> list:
     """Return the node whose parts are ``passes``, each of which has the statistics of ``pairs`` of rows at its end."""
-    return [quad for quads in passes for quad in quads[:-pairs]] + passes[-1][-pairs:]
+    return [vector for vectors in passes for vector in vectors[:-pairs]] + passes[-1][-pairs:]
 
 
 def _has(there, slot: int):

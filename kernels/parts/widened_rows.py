@@ -1,7 +1,7 @@
 """Rows of latent keys of 8 bits that become rows of 16-bit elements where they lie in shared memory.
 
-A lane copies 16 bytes of a row, which are two chunks of 16-bit elements, to where the first of these will be. Another
-lane, which waits for the copies as consumers do elsewhere, reads them into registers and writes both chunks. So bytes
+A lane copies 16 bytes of a row, which are two vectors of 16-bit elements, to where the first of these will be. Another
+lane, which waits for the copies as consumers do elsewhere, reads them into registers and writes both vectors. So bytes
 on their way take no memory of their own, and as many of them can be under way as stages are free.
 """
 
@@ -20,7 +20,7 @@ from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
 from hopwell.kernels.parts.kv_source import KvOperand
 from hopwell.kernels.parts.widen import widened_words
 
-LANES_PER_ROW = BLOCK_COLUMNS // copy.CHUNK_BYTES  # of which each copies 16 bytes of a column block
+LANES_PER_ROW = BLOCK_COLUMNS // copy.VECTOR_BYTES  # of which each copies 16 bytes of a column block
 
 
 @dataclass(frozen=True)
@@ -79,42 +79,42 @@ class WidenedPageRows(PageRows):
     def lanes_per_row(self) -> int:
         return LANES_PER_ROW
 
-    def _target(self, stage, row, chunk):
-        """Return where the first chunk of what a chunk of bytes becomes goes. The second one differs in the lowest bit
-        of its place, whatever the swizzle."""
-        return super()._target(stage, row, 2 * chunk)
+    def _target(self, stage, row, vector):
+        """Return where the first vector of what a vector of bytes becomes goes. The second one differs in the lowest
+        bit of its place, whatever the swizzle."""
+        return super()._target(stage, row, 2 * vector)
 
     def _block(self, block: int):
         """Return the distance of a column block of the tile from the first one."""
-        return self.chunk_place(0, 0, block, 0)
+        return self.vector_place(0, 0, block, 0)
 
     @cute.jit
-    def _copy_row(self, row, target, chunk) -> None:
+    def _copy_row(self, row, target, vector) -> None:
         form, wanted = self.row_format, row != 0
-        source = row + chunk * copy.CHUNK_BYTES
+        source = row + vector * copy.VECTOR_BYTES
         for block in cutlass.range_constexpr(form.byte_blocks):
             copy.async_copy_or_zero(target + self._block(block), source + block * BLOCK_COLUMNS, wanted)
         if const_expr(form.to_scales is not None):
-            # Each lane has a place for them: where the second chunk of its first column block will be.
-            copy.async_copy_or_zero(target ^ copy.CHUNK_BYTES, row + form.to_scales, wanted)
+            # Each lane has a place for them: where the second vector of its first column block will be.
+            copy.async_copy_or_zero(target ^ copy.VECTOR_BYTES, row + form.to_scales, wanted)
         for block in cutlass.range_constexpr(form.wide_blocks):
-            wide = row + form.to_wide + block * copy.SWIZZLE_ROW_BYTES + chunk * (2 * copy.CHUNK_BYTES)
+            wide = row + form.to_wide + block * copy.SWIZZLE_ROW_BYTES + vector * (2 * copy.VECTOR_BYTES)
             place = target + self._block(form.byte_blocks + block)
             copy.async_copy_or_zero(place, wide, wanted)
-            copy.async_copy_or_zero(place ^ copy.CHUNK_BYTES, wide + copy.CHUNK_BYTES, wanted)
+            copy.async_copy_or_zero(place ^ copy.VECTOR_BYTES, wide + copy.VECTOR_BYTES, wanted)
 
     @cute.jit
     def widen(self, stage) -> None:
         """Widen this warp's rows of a stage, whose bytes are there."""
         form = self.row_format
-        row, chunk = cute.arch.lane_idx() // LANES_PER_ROW, cute.arch.lane_idx() % LANES_PER_ROW
-        target = self._target(stage, self.first_row + row, chunk)
+        row, vector = cute.arch.lane_idx() // LANES_PER_ROW, cute.arch.lane_idx() % LANES_PER_ROW
+        target = self._target(stage, self.first_row + row, vector)
         for first in cutlass.range(0, self.rows, ATOM_ROWS, unroll=1):
-            place = target + self.chunk_place(0, first, 0, 0)
+            place = target + self.vector_place(0, first, 0, 0)
             loaded = [copy.load_shared(place + self._block(block), 4) for block in range(form.byte_blocks)]
             scales = None
             if const_expr(form.to_scales is not None):
-                scales = copy.load_shared(place ^ copy.CHUNK_BYTES, 4, Float32)
+                scales = copy.load_shared(place ^ copy.VECTOR_BYTES, 4, Float32)
             for block in cutlass.range_constexpr(form.byte_blocks):
                 scale = None
                 if const_expr(form.to_scales is not None):
@@ -122,7 +122,7 @@ class WidenedPageRows(PageRows):
                 wide = [w for word in loaded[block] for w in widened_words(form.kind, form.dtype, word, scale)]
                 at = place + self._block(block)
                 copy.store_shared(at, wide[:4])
-                copy.store_shared(at ^ copy.CHUNK_BYTES, wide[4:])
+                copy.store_shared(at ^ copy.VECTOR_BYTES, wide[4:])
 
 
 @dataclass

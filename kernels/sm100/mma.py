@@ -49,8 +49,8 @@ class SharedOperand(DeviceStruct):
 
     def _offset(self, row: int, column: int) -> int:
         """Say how many bytes into a stage an element lies, the swizzle aside."""
-        line = copy.block_row(row, column // BLOCK_COLUMNS, self.rows, self.columns, self.columns_first)
-        return line * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * HALFWORD_BYTES
+        swizzle_row = copy.block_row(row, column // BLOCK_COLUMNS, self.rows, self.columns, self.columns_first)
+        return swizzle_row * copy.SWIZZLE_ROW_BYTES + column % BLOCK_COLUMNS * HALFWORD_BYTES
 
     def low_word(self, stage):
         """Return the low word of the descriptor of the first 16 elements to reduce over. It says where they are, and

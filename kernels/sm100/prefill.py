@@ -75,7 +75,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     def shared_bytes(self) -> int:
         """Return the shared memory of a CTA in bytes, with a slot for the address of tensor memory and for what query
         tiles say of their P."""
-        return super().shared_bytes + copy.CHUNK_BYTES
+        return super().shared_bytes + copy.VECTOR_BYTES
 
     def _edges(self) -> tuple[Edge, ...]:
         c, t = self.config, self.tile
@@ -107,8 +107,8 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
     ):
         smem = cutlass.memory.SmemAllocator()
         tiles, rings, board, partial_barriers = self._allocate(smem)
-        factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.CHUNK_BYTES))
-        words = shared_address(smem.allocate(copy.CHUNK_BYTES, copy.CHUNK_BYTES))
+        factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.VECTOR_BYTES))
+        words = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
         slot, pending = words, words + 4
         mask = IntervalMask(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())

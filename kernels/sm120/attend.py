@@ -159,8 +159,8 @@ class WarpOperands(RowOperands):
     def read_q(self, tile, step: int) -> list:
         """Read Q of the warp's rows for the products of a step, from the stage at ``tile``."""
         config, lane = self.kernel.config, cute.arch.lane_idx()
-        row, chunk = lane % WARP_ROWS, 2 * step + lane // WARP_ROWS
-        return copy.load_matrix_x4(copy.tile_chunk(tile, row, chunk, self.kernel.tile.m, config.q_columns, False))
+        row, vector = lane % WARP_ROWS, 2 * step + lane // WARP_ROWS
+        return copy.load_matrix_x4(copy.tile_vector(tile, row, vector, self.kernel.tile.m, config.q_columns, False))
 
     def _q_of_step(self, tile, step: int) -> list[list]:
         """Return A of each product of a step."""
@@ -177,9 +177,9 @@ class WarpOperands(RowOperands):
         for step in range(self.steps(config)):
             a = self._q_of_step(q_tile, step)
             for pair in range(self.tile_n // (2 * MMA_COLUMNS)):
-                # Lanes address two eights of keys by two chunks of columns.
-                key, chunk = 16 * pair + lane // 16 * 8 + lane % 8, 2 * step + lane // 8 % 2
-                words = copy.load_matrix_x4(copy.tile_chunk(stage, key, chunk, self.tile_n, columns, columns_first))
+                # Lanes address two eights of keys by two vectors of columns.
+                key, vector = 16 * pair + lane // 16 * 8 + lane % 8, 2 * step + lane // 8 % 2
+                words = copy.load_matrix_x4(copy.tile_vector(stage, key, vector, self.tile_n, columns, columns_first))
                 for half in range(2):
                     eight = 2 * pair + half
                     for rows, keys in zip(a, self.keys(words[2 * half : 2 * half + 2], step, eight), strict=True):
@@ -196,8 +196,8 @@ class WarpOperands(RowOperands):
         for step in range(self.tile_n // MMA_DEPTH):
             a = [self.p[4 * step + i] for i in range(4)]
             for pair in range(self.depth_v // (2 * MMA_COLUMNS)):
-                key, chunk = 16 * step + lane % 16, 2 * pair + lane // 16
-                place = copy.tile_chunk(stage, key, chunk, self.tile_n, columns, columns_first)
+                key, vector = 16 * step + lane % 16, 2 * pair + lane // 16
+                place = copy.tile_vector(stage, key, vector, self.tile_n, columns, columns_first)
                 b = copy.load_matrix_x4(place, transposes=True)
                 for half in range(2):
                     self.accumulate(self.o, 2 * pair + half, a, b[2 * half : 2 * half + 2])

@@ -29,7 +29,7 @@ from hopwell.kernels.sm120.attend import WarpOperands
 
 @dataclass
 class NarrowOperands(WarpOperands):
-    v_parts = 2  # fragments of O that a chunk of V gives
+    v_parts = 2  # fragments of O that a vector of V gives
     most_q_words = 16  # conversion needs the registers of others
 
     def output(self) -> SplitRowFragment:
@@ -42,20 +42,20 @@ class NarrowOperands(WarpOperands):
         words_of_p = LANES * self.p_bits // 64
         for part in range(self.tile_n // LANES):
             p, scales = [self.p[words_of_p * part + i] for i in range(words_of_p)], None
-            for chunk in range(self.depth_v // (MMA_COLUMNS * self.v_parts)):
-                place = copy.tile_chunk(stage, LANES * part + lane, chunk, self.tile_n, columns, columns_first)
+            for vector in range(self.depth_v // (MMA_COLUMNS * self.v_parts)):
+                place = copy.tile_vector(stage, LANES * part + lane, vector, self.tile_n, columns, columns_first)
                 words = copy.load_matrix_x4(place, transposes=True)
-                scales = self.scales_of(part, chunk, scales)
-                for first, fragments in enumerate(self.values(words, chunk, scales)):
+                scales = self.scales_of(part, vector, scales)
+                for first, fragments in enumerate(self.values(words, vector, scales)):
                     for i, b in enumerate(fragments):
-                        self.accumulate(self.o, self.v_parts * chunk + i, p[4 * first : 4 * first + 4], b)
+                        self.accumulate(self.o, self.v_parts * vector + i, p[4 * first : 4 * first + 4], b)
 
-    def scales_of(self, part: int, chunk: int, before: Any) -> Any:
-        """Return the scales of V of 32 keys in a chunk of columns; ``before`` is what the chunk before had."""
+    def scales_of(self, part: int, vector: int, before: Any) -> Any:
+        """Return the scales of V of 32 keys in a vector of columns; ``before`` is what the vector before had."""
         return before
 
-    def values(self, words: list, chunk: int, scales: Any) -> list[list]:
-        """Return B of each product of 32 keys and a chunk of V's columns, from what a lane has of four eights of keys:
+    def values(self, words: list, vector: int, scales: Any) -> list[list]:
+        """Return B of each product of 32 keys and a vector of V's columns, from what a lane has of four eights of keys:
         a list for each A that P has for these keys."""
         raise NotImplementedError
 
@@ -67,7 +67,7 @@ class WarpByteOperands(NarrowOperands):
 
     p_bits = 8
 
-    def values(self, words: list, chunk: int, scales: Any) -> list[list]:
+    def values(self, words: list, vector: int, scales: Any) -> list[list]:
         return [[[prmt(words[i], words[i + 1], select) for i in (0, 2)] for select in (EVEN_BYTES, ODD_BYTES)]]
 
     def round_scores(self) -> None:
@@ -89,12 +89,12 @@ class WidenedOperands(NarrowOperands):
         m, columns = self.kernel.tile.m, self.kernel.config.q_columns
         (g, t), size = place_in_warp(), 2 * self.neighbours
         words = []
-        for chunk in (2 * step, 2 * step + 1):  # of K
-            first = (4 * chunk + t) * size  # byte of a row of Q
+        for vector in (2 * step, 2 * step + 1):  # of K
+            first = (4 * vector + t) * size  # byte of a row of Q
             low, high = (
                 copy.load_shared(
-                    copy.tile_chunk(tile, g + row, first // copy.CHUNK_BYTES, m, columns, False)
-                    + first % copy.CHUNK_BYTES,
+                    copy.tile_vector(tile, g + row, first // copy.VECTOR_BYTES, m, columns, False)
+                    + first % copy.VECTOR_BYTES,
                     size // 4,
                 )
                 for row in (0, 8)
@@ -106,7 +106,7 @@ class WidenedOperands(NarrowOperands):
     def keys(self, words: list, step: int, eight: int) -> list:
         return [self.wide(word) for word in words]
 
-    def values(self, words: list, chunk: int, scales: Any) -> list[list]:
+    def values(self, words: list, vector: int, scales: Any) -> list[list]:
         return self.by_keys([self.wide(adjacent(word)) for word in words])
 
     def by_keys(self, words: list[list]) -> list[list]:
@@ -215,17 +215,17 @@ class DequantisedOperands(WidenedOperands):
             found += [wide[:2], wide[2:]]
         return found
 
-    def scales_of(self, part: int, chunk: int, before: Any) -> list:
-        """Return a word for each eight of keys: scales of keys 2 t and 2 t + 1 for this chunk and for the next."""
-        if chunk % 2 == 1:
+    def scales_of(self, part: int, vector: int, before: Any) -> list:
+        """Return a word for each eight of keys: scales of keys 2 t and 2 t + 1 for this vector and for the next."""
+        if vector % 2 == 1:
             return before
         (g, t), found = place_in_warp(), []
         for key in range(LANES * part, LANES * (part + 1), MMA_COLUMNS):
-            low, high = (self._word(self.v_words, self.v_scales, key, 2 * t + k, chunk // 2) for k in range(2))
+            low, high = (self._word(self.v_words, self.v_scales, key, 2 * t + k, vector // 2) for k in range(2))
             found.append(selected(low, high, PAIRED_SCALES + g // 4 * NEXT_SCALE))
         return found
 
-    def values(self, words: list, chunk: int, scales: Any) -> list[list]:
-        factors = [e2m1.widened_half(pair, chunk % 2, self.dtype) for pair in scales]
+    def values(self, words: list, vector: int, scales: Any) -> list[list]:
+        factors = [e2m1.widened_half(pair, vector % 2, self.dtype) for pair in scales]
         wide = [e2m1.scaled(*each, self.dtype, pairs_halves=True) for each in zip(words, factors, strict=True)]
         return self.by_keys(wide)

@@ -72,8 +72,8 @@ class WarpProducts(DeviceStruct):
         for step in range(depth // MMA_DEPTH):
             if step % 2 == 0:
                 rows = self._rows(lane, q_tile, config.q_columns, q_first // MMA_DEPTH + step)
-            key, chunk = own + lane % 16, 2 * step + lane // 16
-            a = copy.load_matrix_x4(self._chunk(keys, part, key, chunk))
+            key, vector = own + lane % 16, 2 * step + lane // 16
+            a = copy.load_matrix_x4(self._vector(keys, part, key, vector))
             for product in range(self.products):
                 accumulate(self.s, tile * self.products + product, a, rows[step % 2][product], self.kernel.dtype)
 
@@ -88,8 +88,8 @@ class WarpProducts(DeviceStruct):
             for block in range(columns // BLOCK_COLUMNS):
                 # Lanes address two eights of columns, of two eights of keys.
                 key = MMA_DEPTH * step + lane // 16 * 8 + lane % 8
-                chunk = copy.CHUNKS_PER_ROW * block + 2 * warp_in_warpgroup() + lane // 8 % 2
-                a = copy.load_matrix_x4(self._chunk(values, part, key, chunk), transposes=True)
+                vector = copy.VECTORS_PER_ROW * block + 2 * warp_in_warpgroup() + lane // 8 % 2
+                a = copy.load_matrix_x4(self._vector(values, part, key, vector), transposes=True)
                 for product in range(self.products):
                     fragment = (first // BLOCK_COLUMNS + block) * self.products + product
                     accumulate(self.o, fragment, a, rows[step % 2][product], self.kernel.dtype)
@@ -97,9 +97,9 @@ class WarpProducts(DeviceStruct):
     def _stage(self, part: int, stage):
         return self.kv_tiles[part] + stage * (self.kernel.tile.n * self.kernel.config.columns[part] * HALFWORD_BYTES)
 
-    def _chunk(self, stage, part: int, key, chunk):
+    def _vector(self, stage, part: int, key, vector):
         n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
-        return copy.tile_chunk(stage, key, chunk, n, columns, self.kernel.source.columns_first)
+        return copy.tile_vector(stage, key, vector, n, columns, self.kernel.source.columns_first)
 
     def _rows(self, lane, tile, columns: int, step: int) -> list[list]:
         """Return all rows of Q or P, as B of the products of two steps: of each step two words for each product."""
@@ -107,8 +107,8 @@ class WarpProducts(DeviceStruct):
         for i in range(self.products):
             matrix = 4 * i + lane // 8
             row = matrix // 2 % self.products * MMA_COLUMNS + lane % 8
-            chunk = 2 * step + matrix // (2 * self.products) * 2 + matrix % 2
-            words += copy.load_matrix_x4(copy.tile_chunk(tile, row, chunk, self.kernel.tile.m, columns, False))
+            vector = 2 * step + matrix // (2 * self.products) * 2 + matrix % 2
+            words += copy.load_matrix_x4(copy.tile_vector(tile, row, vector, self.kernel.tile.m, columns, False))
         pairs = [words[i : i + 2] for i in range(0, len(words), 2)]
         return [pairs[: self.products], pairs[self.products :]]
 

@@ -146,8 +146,8 @@ class ByteDecodeOperands(ByteProducts):
         g, t = place_in_warp()
         part = self.element.bytes_of(block.value_part)
         rows, byte = self.rows(self.v_tile, 1, stage, eight, block), g * part
-        chunks = [self.chunk(1, rows, 2 * t + i, byte // copy.CHUNK_BYTES) for i in range(2)]
-        return [copy.load_shared(chunk + byte % copy.CHUNK_BYTES, part // 4) for chunk in chunks]
+        vectors = [self.vector(1, rows, 2 * t + i, byte // copy.VECTOR_BYTES) for i in range(2)]
+        return [copy.load_shared(vector + byte % copy.VECTOR_BYTES, part // 4) for vector in vectors]
 
     def _value_scales(self, stage, eight, block: ColumnBlock, word: int) -> Any:
         """Return the scales of a word of this lane's part of its two keys in an eight."""
@@ -192,10 +192,10 @@ class Exchange(DeviceStruct):
         """Return the address of a row's (reference, sum). Rows are those of all warps."""
         return self.statistics + row * STATISTICS_BYTES
 
-    def quad(self, row, quad):
-        """Return the address of a row's columns from 4 * ``quad`` on. Lanes store columns 16 apart, of every other row:
-        quads are shuffled so that these meet in no bank."""
-        return self.columns + row * (4 * self.width) + (quad ^ (row // 2 % 4)) * copy.CHUNK_BYTES
+    def vector(self, row, vector):
+        """Return the address of a row's columns from 4 * ``vector`` on. Lanes store columns 16 apart, of every other
+        row: vectors are shuffled so that these meet in no bank."""
+        return self.columns + row * (4 * self.width) + (vector ^ (row // 2 % 4)) * copy.VECTOR_BYTES
 
 
 @dataclass
@@ -289,8 +289,8 @@ class ByteDecodeAttend(DecodeAttend):
                 for block in operands.blocks:
                     columns = operands.columns(block, r)
                     for i in cutlass.range_constexpr(0, len(columns), COLUMNS_AT_ONCE):
-                        quad = (block.first + g * block.value_part + i) // COLUMNS_AT_ONCE
-                        copy.store_shared(exchange.quad(row, quad), columns[i : i + COLUMNS_AT_ONCE])
+                        vector = (block.first + g * block.value_part + i) // COLUMNS_AT_ONCE
+                        copy.store_shared(exchange.vector(row, vector), columns[i : i + COLUMNS_AT_ONCE])
 
 
 @dataclass(frozen=True)
@@ -336,17 +336,19 @@ class ByteMerge(Merge):
     @cute.jit
     def add_up(self, mine: WarpKeys, tile: SplitTile, rows: PackedRows, count, out_dtype: cutlass.Constexpr) -> None:
         """Add up all rows: the output, or a piece of it."""
-        quads = self.slots.columns // COLUMNS_AT_ONCE
-        for index in cutlass.range(self.thread, count * quads, self.threads, unroll=1):
-            row = index // quads
-            quad = index - row * quads
+        vectors = self.slots.columns // COLUMNS_AT_ONCE
+        for index in cutlass.range(self.thread, count * vectors, self.threads, unroll=1):
+            row = index // vectors
+            vector = index - row * vectors
             places = [mine.place(cutlass.min(i, mine.key_sets - 1), row) for i in range(mine.warps)]
             statistics = [copy.load_shared(self.exchange.row_statistics(place), 2, Float32) for place in places]
-            outputs = [copy.load_shared(self.exchange.quad(place, quad), COLUMNS_AT_ONCE, Float32) for place in places]
+            outputs = [
+                copy.load_shared(self.exchange.vector(place, vector), COLUMNS_AT_ONCE, Float32) for place in places
+            ]
             total = WeightedSum.nothing().plus(statistics, outputs, mine.key_sets)
-            column = quad * COLUMNS_AT_ONCE
+            column = vector * COLUMNS_AT_ONCE
             if tile.chunks == 1:
                 factor = rows.finish(row, total.reference, total.sum, column == 0)
                 copy.store_rounded(rows.output(row, column), [value * factor for value in total.values], out_dtype)
             else:
-                self.slots.store_quad(tile.piece, row, column, total, PIECE)
+                self.slots.store_vector(tile.piece, row, column, total, PIECE)

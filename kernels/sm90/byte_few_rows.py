@@ -163,22 +163,22 @@ class ByteLeafOperands(ByteProducts):
         for first in range(0, LEAF_TILE, LANES):
             p = [self._weights(i, product, first) for product in range(self.products)]
             for part in range(cute.size(self.o) // (4 * self.products)):
-                chunk, pair = divmod(part, self.columns.pairs)
+                vector, pair = divmod(part, self.columns.pairs)
                 if pair == 0:
-                    columns = self._columns(stage, first, chunk)
+                    columns = self._columns(stage, first, vector)
                 for k in range(0, LANES // copy.ATOM_ROWS, 2):
                     a = [columns[k + half][2 * pair + row] for half in range(2) for row in range(2)]
                     for product in range(self.products):
                         accumulate(self.o, part * self.products + product, a, p[product][k : k + 2])
 
-    def _columns(self, stage, first: int, chunk: int) -> list:
+    def _columns(self, stage, first: int, vector: int) -> list:
         """Return columns of V of four eights of keys, two adjacent keys of this lane's in each word."""
         columns, (g, t) = self.columns, place_in_warp()
         found, scales = [], [None] * (LANES // copy.ATOM_ROWS)
         if self.v_scales is not None:
-            block = (columns.chunk(chunk) * columns.per_chunk + columns.of_lane(g)) // self.element.block
+            block = (columns.vector(vector) * columns.per_vector + columns.of_lane(g)) // self.element.block
             scales = self.v_scales.of_eights(stage, first // copy.ATOM_ROWS, t, block)
-        for i, word in enumerate(self._values(stage, first, chunk)):
+        for i, word in enumerate(self._values(stage, first, vector)):
             if columns.sharing > 1:
                 word = word >> (columns.share() * (2 * self.element.bits))
             found.append(of_two_keys(self.kernel.config.kv_type, word, scales[i]))
@@ -188,58 +188,58 @@ class ByteLeafOperands(ByteProducts):
         """Return P of 8 rows and 32 keys of a tile, as B of two products."""
         lane = cute.arch.lane_idx()
         tile = self.p_tile + i * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
-        row, chunk = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.ATOM_ROWS + lane // MMA_COLUMNS
-        return copy.load_matrix_x4(copy.swizzled_chunk(tile, row, chunk))
+        row, vector = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.ATOM_ROWS + lane // MMA_COLUMNS
+        return copy.load_matrix_x4(copy.swizzled_vector(tile, row, vector))
 
     def _values(self, stage, first: int, number: int) -> list:
-        """Load V of 32 keys of a tile and of a chunk of this warp's: a word has 16 bits of each of two keys."""
-        lane, before = cute.arch.lane_idx(), number * WARPS * copy.CHUNK_BYTES  # bytes
+        """Load V of 32 keys of a tile and of a vector of this warp's: a word has 16 bits of each of two keys."""
+        lane, before = cute.arch.lane_idx(), number * WARPS * copy.VECTOR_BYTES  # bytes
         eight = first // copy.ATOM_ROWS + lane // copy.ATOM_ROWS
         rows = self.rows(self.v_tile, 1, stage, eight, self.blocks[before // BLOCK_BYTES])
-        chunk = before % BLOCK_BYTES // copy.CHUNK_BYTES + self.columns.chunk(0)
-        return copy.load_matrix_x4(self.chunk(1, rows, lane % copy.ATOM_ROWS, chunk), transposes=True)
+        vector = before % BLOCK_BYTES // copy.VECTOR_BYTES + self.columns.vector(0)
+        return copy.load_matrix_x4(self.vector(1, rows, lane % copy.ATOM_ROWS, vector), transposes=True)
 
 
 @dataclass(frozen=True)
 class WarpColumns:
-    """Which columns of V and O a warp has: those of every fourth chunk of 16 bytes, or, where there are fewer chunks
-    than warps, a share of one. Lane g has 16 bits of a chunk, some pairs of adjacent columns. Rows g and g + 8 of a
+    """Which columns of V and O a warp has: those of every fourth vector of 16 bytes, or, where there are fewer vectors
+    than warps, a share of one. Lane g has 16 bits of a vector, some pairs of adjacent columns. Rows g and g + 8 of a
     product with V are the columns of a pair."""
 
     per_lane: int  # columns in 16 bits
-    sharing: int  # warps that have the same chunk
+    sharing: int  # warps that have the same vector
 
     @staticmethod
     def of(config: DecodeConfig) -> "WarpColumns":
         bits = config.kv_element.bits
-        chunks = max(config.head_dim_v, BLOCK_COLUMNS) * bits // (8 * copy.CHUNK_BYTES)
-        return WarpColumns(16 // bits, max(WARPS // chunks, 1))
+        vectors = max(config.head_dim_v, BLOCK_COLUMNS) * bits // (8 * copy.VECTOR_BYTES)
+        return WarpColumns(16 // bits, max(WARPS // vectors, 1))
 
     @property
     def pairs(self) -> int:
-        """Say how many pairs of columns a lane has of a chunk."""
+        """Say how many pairs of columns a lane has of a vector."""
         return self.per_lane // (2 * self.sharing)
 
     @property
-    def per_chunk(self) -> int:
+    def per_vector(self) -> int:
         return self.per_lane * MMA_COLUMNS
 
-    def chunk(self, number: int):
-        """Return this warp's chunk of a number, among those of a row."""
+    def vector(self, number: int):
+        """Return this warp's vector of a number, among those of a row."""
         return WARPS * number + warp_in_warpgroup() // self.sharing
 
     def share(self):
-        """Say which share of a chunk this warp has."""
+        """Say which share of a vector this warp has."""
         return warp_in_warpgroup() % self.sharing if self.sharing > 1 else 0
 
     def of_lane(self, g):
-        """Return this lane's first column in a chunk."""
+        """Return this lane's first column in a vector."""
         return self.per_lane * g + 2 * self.share()
 
     def pair(self, number: int, g):
         """Return the first column of this lane's pair of a number."""
-        chunk, pair = divmod(number, self.pairs)
-        return self.chunk(chunk) * self.per_chunk + self.of_lane(g) + 2 * pair
+        vector, pair = divmod(number, self.pairs)
+        return self.vector(vector) * self.per_vector + self.of_lane(g) + 2 * pair
 
 
 @dataclass

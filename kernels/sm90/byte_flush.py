@@ -27,12 +27,12 @@ from hopwell.kernels.sm90.overlapped_attend import OverlappedAttend
 # Steps are counted from the first key of a request, so that what is flushed when depends on the keys alone, and neither
 # on the rows that share a tile nor on the batch.
 FLUSHED_STEPS = 16
-VECTOR = copy.CHUNK_BYTES // 4  # floats of a chunk
-# A lane's chunks of O that lie in transposed V: a row of 192 keys takes 12 of the 16 chunks that whole rows of the
+VECTOR_FLOATS = copy.VECTOR_BYTES // 4  # floats of a vector
+# A lane's vectors of O that lie in transposed V: a row of 192 keys takes 12 of the 16 vectors that whole rows of the
 # swizzle have, and no product reads the others. All of O would not fit beside the stages.
-SPARE_CHUNKS = 4
-FLUSHED_CHUNKS = 13  # a lane's other chunks: of O, and one for its references
-FLUSHED_BYTES = LANES * FLUSHED_CHUNKS * copy.CHUNK_BYTES  # of a warp
+SPARE_VECTORS = 4
+FLUSHED_VECTORS = 13  # a lane's other vectors: of O, and one for its references
+FLUSHED_BYTES = LANES * FLUSHED_VECTORS * copy.VECTOR_BYTES  # of a warp
 
 
 @dataclass
@@ -63,9 +63,9 @@ class FlushingByteAttend(OverlappedAttend):
 
 @dataclass
 class FlushedOperands(ByteOperands):
-    """A lane keeps the sum of its part of O in chunks of shared memory that are its own."""
+    """A lane keeps the sum of its part of O in vectors of shared memory that are its own."""
 
-    staging: Int32  # of all warps that store; chunks of all lanes follow
+    staging: Int32  # of all warps that store; vectors of all lanes follow
     values: Int32  # transposed V
     kernel: Any  # configuration only
 
@@ -74,46 +74,46 @@ class FlushedOperands(ByteOperands):
         places = dict(staging=shared_address(tiles.staging), values=shared_address(tiles.v.iterator))
         return FlushedOperands.of_products(kernel, tiles, row_block, kernel.config.depth[1], kernel=kernel, **places)
 
-    def chunks(self) -> list:
-        """Return the addresses of this lane's chunks: those of O, then that of its references and of whether there is a
-        sum."""
+    def vectors(self) -> list:
+        """Return the addresses of this lane's vectors: those of O, then that of its references and of whether there is
+        a sum."""
         config = self.kernel.config
         lane = cute.arch.thread_idx()[0] - WARPGROUP
-        first = self.staging + self.kernel.storing_warps * STAGING_BYTES + lane * copy.CHUNK_BYTES
-        stride = self.kernel.storing_warps * LANES * copy.CHUNK_BYTES
-        own = [first + i * stride for i in range(FLUSHED_CHUNKS)]
+        first = self.staging + self.kernel.storing_warps * STAGING_BYTES + lane * copy.VECTOR_BYTES
+        stride = self.kernel.storing_warps * LANES * copy.VECTOR_BYTES
+        own = [first + i * stride for i in range(FLUSHED_VECTORS)]
         # Lanes of a warpgroup have a row each of the stage of transposed V that has the warpgroup's number.
         stage = self.values + lane // WARPGROUP * config.converted_bytes["V"]
-        used, width = self.tile_n // copy.CHUNK_BYTES, config.transposed_columns // HALFWORD_BYTES
-        spare = copy.tile_chunk(stage, lane % WARPGROUP, used, config.depth[1], width, False)
-        return own[:-1] + [spare ^ (i * copy.CHUNK_BYTES) for i in range(SPARE_CHUNKS)] + own[-1:]
+        used, width = self.tile_n // copy.VECTOR_BYTES, config.transposed_columns // HALFWORD_BYTES
+        spare = copy.tile_vector(stage, lane % WARPGROUP, used, config.depth[1], width, False)
+        return own[:-1] + [spare ^ (i * copy.VECTOR_BYTES) for i in range(SPARE_VECTORS)] + own[-1:]
 
     @cute.jit
     def begin(self, q_stage, tile, n) -> None:
-        copy.store_shared(self.chunks()[-1], [Float32(0.0)] * VECTOR)
+        copy.store_shared(self.vectors()[-1], [Float32(0.0)] * VECTOR_FLOATS)
 
     @cute.jit
     def flush(self, softmax) -> None:
         """Add O to the sum, both at the references that the latest step has chosen."""
         self.rescale_output(softmax.rescale)
         self.add_flushed(softmax)
-        chunks = self.chunks()
-        for i in cutlass.range_constexpr(len(chunks) - 1):
-            copy.store_shared(chunks[i], [self.o[VECTOR * i + k] for k in range(VECTOR)])
+        vectors = self.vectors()
+        for i in cutlass.range_constexpr(len(vectors) - 1):
+            copy.store_shared(vectors[i], [self.o[VECTOR_FLOATS * i + k] for k in range(VECTOR_FLOATS)])
         references = [softmax.reference[r] for r in range(RowFragment.rows)]
-        copy.store_shared(chunks[-1], [*references, Float32(1.0), Float32(0.0)])
+        copy.store_shared(vectors[-1], [*references, Float32(1.0), Float32(0.0)])
         self.o.fill(0.0)
 
     @cute.jit
     def add_flushed(self, softmax) -> None:
         """Add the sum, if there is one, to O."""
-        chunks, o = self.chunks(), self.o
-        state = copy.load_shared(chunks[-1], VECTOR, Float32)
+        vectors, o = self.vectors(), self.o
+        state = copy.load_shared(vectors[-1], VECTOR_FLOATS, Float32)
         references, exists = state[:2], state[2]
         if exists != 0.0:
             factors = (softmax.factor_from(0, references[0]), softmax.factor_from(1, references[1]))
-            for i in cutlass.range_constexpr(len(chunks) - 1):
-                sums = copy.load_shared(chunks[i], VECTOR, Float32)
-                for k in cutlass.range_constexpr(VECTOR):
-                    place = VECTOR * i + k
+            for i in cutlass.range_constexpr(len(vectors) - 1):
+                sums = copy.load_shared(vectors[i], VECTOR_FLOATS, Float32)
+                for k in cutlass.range_constexpr(VECTOR_FLOATS):
+                    place = VECTOR_FLOATS * i + k
                     o[place] = fma(sums[k], factors[place // 2 % 2], o[place])

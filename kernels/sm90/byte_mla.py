@@ -162,12 +162,12 @@ class ByteMlaOperands(KeyParts, DeviceStruct):
                     for c in cutlass.range_constexpr(ROWS // 4):
                         row = 8 * (c // 2) + 2 * t + c % 2
                         held = first + 4 * (c // 2) + c % 2
-                        place = copy.swizzled_chunk(staging, row, warp % 2 * 4 + g // 2) + g % 2 * 8
+                        place = copy.swizzled_vector(staging, row, warp % 2 * 4 + g // 2) + g % 2 * 8
                         copy.store_shared(place, [self.o[held], self.o[held + 2]])
                 _meet(barrier)
                 for c in cutlass.range_constexpr(8):
                     row = warp * WARP_ROWS + g + c % 2 * 8
-                    place = copy.swizzled_chunk(staging, row, c // 2 * 2 + t // 2) + t % 2 * 8
+                    place = copy.swizzled_vector(staging, row, c // 2 * 2 + t // 2) + t % 2 * 8
                     turned += copy.load_shared(place, 2, Float32)
                 _meet(barrier)
             for i in cutlass.range_constexpr(len(turned)):
@@ -182,13 +182,13 @@ def _meet(barrier) -> None:
 class Values(DeviceStruct):
     """A tile of keys, of which a warpgroup reads its half of the value's columns as first operands of products.
 
-    In a product of 64 columns each warp has 16: the chunk of 16 bytes that a lane's row of ldmatrix is. Its pairs of
+    In a product of 64 columns each warp has 16: the vector that a lane's row of ldmatrix is. Its pairs of
     columns come apart into rows g and g + 8 of the operand, so that row g is column 2 g and row g + 8 the next one.
     Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 of sixteen are neighbours, as in what ``round_to_bytes`` makes.
     """
 
-    line: Any  # address of this lane's key in the first column block
-    place: Any  # of this warp's chunk within 128 bytes
+    address: Any  # address of this lane's key in the first column block
+    place: Any  # of this warp's vector within 128 bytes
     columns: int  # of the tile, in halfwords
     columns_first: bool
     tile_n: int
@@ -198,18 +198,18 @@ class Values(DeviceStruct):
         n, columns_first = kernel.tile.n, kernel.source.columns_first
         lane = cute.arch.lane_idx()
         key = copy.block_row(lane, 0, n, columns, columns_first)
-        line = shared_address(tile.iterator) + stage * (n * columns * HALFWORD_BYTES) + key * copy.SWIZZLE_ROW_BYTES
-        place = (warp_in_warpgroup() ^ (lane % copy.ATOM_ROWS)) * copy.CHUNK_BYTES
-        return Values(line, place, columns, columns_first, n)
+        address = shared_address(tile.iterator) + stage * (n * columns * HALFWORD_BYTES) + key * copy.SWIZZLE_ROW_BYTES
+        place = (warp_in_warpgroup() ^ (lane % copy.ATOM_ROWS)) * copy.VECTOR_BYTES
+        return Values(address, place, columns, columns_first, n)
 
     def read(self, block: int, words, first: int = 0) -> None:
         """Read 64 columns of all keys into the registers of an operand from ``first`` on."""
-        per_block = copy.CHUNKS_PER_ROW // WARPS
-        # Four chunks further, in the other half of 128 bytes, lies what differs in the highest bit of the place.
-        place = self.place ^ (block % per_block * WARPS * copy.CHUNK_BYTES)
+        per_block = copy.VECTORS_PER_ROW // WARPS
+        # Four vectors further, in the other half of 128 bytes, lies what differs in the highest bit of the place.
+        place = self.place ^ (block % per_block * WARPS * copy.VECTOR_BYTES)
         for i in range(self.tile_n // PAIRED_KEYS):
             row = copy.block_row(i * PAIRED_KEYS, block // per_block, self.tile_n, self.columns, self.columns_first)
-            loaded = copy.load_matrix_x4(self.line + row * copy.SWIZZLE_ROW_BYTES + place, transposes=True)
+            loaded = copy.load_matrix_x4(self.address + row * copy.SWIZZLE_ROW_BYTES + place, transposes=True)
             for half in range(2):
                 for odd, select in enumerate((EVEN_BYTES, ODD_BYTES)):
                     words[first + 4 * i + 2 * half + odd] = prmt(loaded[2 * half], loaded[2 * half + 1], select)
@@ -289,10 +289,10 @@ class ByteMlaAttend(MlaAttend):
         words = cute.make_rmem_tensor(cute.size(operands.s) // 4, Uint32)
         round_to_bytes(operands.s, words)
         row = warp_in_warpgroup() * WARP_ROWS + lane % WARP_ROWS
-        first = which * (self.kernel.tile.n // copy.CHUNK_BYTES)
+        first = which * (self.kernel.tile.n // copy.VECTOR_BYTES)
         for k in cutlass.range_constexpr(cute.size(words) // 4):
-            chunk = first + 2 * k + lane // WARP_ROWS
-            place = copy.swizzled_chunk(shared_address(self.tiles.p.iterator), row, chunk)
+            vector = first + 2 * k + lane // WARP_ROWS
+            place = copy.swizzled_vector(shared_address(self.tiles.p.iterator), row, vector)
             copy.store_matrix_x4(place, [words[4 * k + i] for i in range(4)])
         # Else ptxas would put the additions behind the products, and weights in float32 would take registers till then.
         sums = self._sums(0)

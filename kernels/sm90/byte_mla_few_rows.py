@@ -120,8 +120,8 @@ class ByteLatentAttend(LatentLeafAttend):
             # transposed, and a lane gets row g of keys 2t and 8 + 2t, 2t + 1 and 9 + 2t.
             pairs = [scores.get(2 * product + row, c) for row in range(2) for c in range(2)]
             word = transposed(copy.pack_e4m3_x4(pairs))
-            chunk = copy.swizzled_chunk(base, MMA_COLUMNS * product + g, self.warp)
-            shared_array(Uint32, chunk + 4 * t)[0] = prmt(word, word, BYTES_APART)
+            vector = copy.swizzled_vector(base, MMA_COLUMNS * product + g, self.warp)
+            shared_array(Uint32, vector + 4 * t)[0] = prmt(word, word, BYTES_APART)
 
 
 @dataclass

@@ -118,12 +118,12 @@ class ByteProducts(DeviceStruct):
         for product in range(self.products):
             words = []
             for block in self.blocks:
-                chunks = block.key_part * HALFWORD_BYTES // copy.CHUNK_BYTES
-                for i in range(chunks):
-                    chunk = block.first * HALFWORD_BYTES // copy.CHUNK_BYTES + t * chunks + i
-                    column_block = tile + chunk // copy.CHUNKS_PER_ROW * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
+                vectors = block.key_part * HALFWORD_BYTES // copy.VECTOR_BYTES
+                for i in range(vectors):
+                    vector = block.first * HALFWORD_BYTES // copy.VECTOR_BYTES + t * vectors + i
+                    column_block = tile + vector // copy.VECTORS_PER_ROW * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
                     row = first_row + product * MMA_COLUMNS + g
-                    words += copy.load_shared(copy.swizzled_chunk(column_block, row, chunk % copy.CHUNKS_PER_ROW), 4)
+                    words += copy.load_shared(copy.swizzled_vector(column_block, row, vector % copy.VECTORS_PER_ROW), 4)
             words = in_order(self.kernel.config.kv_type, words)
             if self.kernel.dtype is BFloat16:
                 words = self._to_float16(words, product)
@@ -154,7 +154,7 @@ class ByteProducts(DeviceStruct):
         for block in self.blocks:
             rows = [self.rows(self.k_tile, 0, *eight, block) for eight in eights]
             part = self.element.bytes_of(block.key_part)
-            piece = min(part, copy.CHUNK_BYTES)
+            piece = min(part, copy.VECTOR_BYTES)
             for first in range(0, part, piece):
                 keys = [copy.load_shared(self._place(row, g, t, part, first), piece // 4) for row in rows]
                 for word in range(piece // 4):
@@ -200,18 +200,18 @@ class ByteProducts(DeviceStruct):
         place = copy.block_row(eight * copy.ATOM_ROWS, block.index, n, columns, self.kernel.source.columns_first)
         return tile + stage * (n * columns * HALFWORD_BYTES) + place * copy.row_bytes(columns)
 
-    def chunk(self, part: int, rows, row, number):
-        """Return the address of a chunk of a row of what :meth:`rows` has found, of K (0) or V (1)."""
-        return copy.swizzled_chunk(rows, row, number, copy.row_bytes(self.kernel.config.columns[part]))
+    def vector(self, part: int, rows, row, number):
+        """Return the address of a vector of a row of what :meth:`rows` has found, of K (0) or V (1)."""
+        return copy.swizzled_vector(rows, row, number, copy.row_bytes(self.kernel.config.columns[part]))
 
     def _place(self, rows, row, part, part_bytes: int, first: int):
         """Return the address of byte ``first`` of an equal part, of so many bytes, of a row of a column block of
         keys."""
-        if part_bytes < copy.CHUNK_BYTES:
-            per_chunk = copy.CHUNK_BYTES // part_bytes
-            return self.chunk(0, rows, row, part // per_chunk) + part % per_chunk * part_bytes
-        number = part * (part_bytes // copy.CHUNK_BYTES) + first // copy.CHUNK_BYTES
-        return self.chunk(0, rows, row, number)
+        if part_bytes < copy.VECTOR_BYTES:
+            per_vector = copy.VECTOR_BYTES // part_bytes
+            return self.vector(0, rows, row, part // per_vector) + part % per_vector * part_bytes
+        number = part * (part_bytes // copy.VECTOR_BYTES) + first // copy.VECTOR_BYTES
+        return self.vector(0, rows, row, number)
 
 
 def _pairs(values: list) -> list:

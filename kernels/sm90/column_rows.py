@@ -70,8 +70,8 @@ class ColumnRows:
             for c in cutlass.range_constexpr(scores.columns):
                 pair = scores.get(2 * product, c), scores.get(2 * product + 1, c)
                 word = transposed(copy.pack_x2(self.kernel.weights_dtype, *pair))
-                chunk = copy.swizzled_chunk(base, MMA_COLUMNS * product + g, 2 * self.warp + c)
-                shared_array(Uint32, chunk + 4 * t)[0] = word
+                vector = copy.swizzled_vector(base, MMA_COLUMNS * product + g, 2 * self.warp + c)
+                shared_array(Uint32, vector + 4 * t)[0] = word
 
     @cute.jit
     def row_factors(self, output, statistics, rows: PackedRows) -> list:

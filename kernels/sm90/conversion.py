@@ -24,15 +24,15 @@ from hopwell.kernels.parts.scheduler import Board
 from hopwell.kernels.parts.widen import widened_words
 from hopwell.kernels.skeleton import SharedTiles
 
-CHUNK_ELEMENTS = copy.CHUNK_BYTES  # of 8 bits in a chunk, which becomes two chunks
-PACKED_ELEMENTS = 2 * copy.CHUNK_BYTES  # of 4 bits in a chunk, which becomes four chunks: two blocks
-BLOCK_CHUNKS = BLOCK_COLUMNS // CHUNK_ELEMENTS  # chunks of 8 bits that become a column block
-WIDENED_ROWS = WARPGROUP // BLOCK_CHUNKS  # rows that a warpgroup widens a column block of at a time
+VECTOR_ELEMENTS = copy.VECTOR_BYTES  # of 8 bits in a vector, which becomes two vectors
+PACKED_ELEMENTS = 2 * copy.VECTOR_BYTES  # of 4 bits in a vector, which becomes four vectors: two blocks
+BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8 bits that become a column block
+WIDENED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows that a warpgroup widens a column block of at a time
 WIDENING_BARRIER = 8  # named barrier of the warpgroup that widens in place
-CHUNKS_UNDER_WAY = 8  # that a thread has read from shared memory and not widened yet
+VECTORS_UNDER_WAY = 8  # that a thread has read from shared memory and not widened yet
 PACKED_UNDER_WAY = 2  # of 4 bits
 SCALES_APART = 8  # registers of a thread for scales that are not neighbours
-PAIRED_KEYS = 32  # that a warp transposes at a time: two chunks of a row of the target
+PAIRED_KEYS = 32  # that a warp transposes at a time: two vectors of a row of the target
 
 
 class Converter(DeviceStruct):
@@ -70,9 +70,9 @@ class WideningConverter(Converter):
     other memory for these they lie in the same place: what was loaded is in the registers of the warpgroup before
     anything is written over it, and stages are given back on ``target_ring``.
 
-    A thread reads chunk c of 4 of a row that fill one column block when they are wide, and so on in steps of 32 rows.
+    A thread reads vector c of 4 of a row that fill one column block when they are wide, and so on in steps of 32 rows.
     Neither reads nor writes of 8 lanes, which have two rows, conflict in a bank: rows differ in bits 0 and 2, which say
-    where the swizzle puts chunks.
+    where the swizzle puts vectors.
 
     Reads wait for the tensor cores, which read shared memory most of the time. So as many as there are registers for
     are under way at a time. One after the other, each before what became of it, they took longer than all that is
@@ -135,12 +135,12 @@ class WideningConverter(Converter):
         config, n = self.kernel.config, self.kernel.tile.n
         loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
         thread = cute.arch.thread_idx()[0] % WARPGROUP
-        row, chunk = thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
-        row ^= (row & 1) * BLOCK_CHUNKS
+        row, vector = thread // BLOCK_VECTORS, thread % BLOCK_VECTORS
+        row ^= (row & 1) * BLOCK_VECTORS
         places = [(first, block) for first in range(0, n, WIDENED_ROWS) for block in range(columns // BLOCK_COLUMNS)]
         stage, columns_first = self.source_stage(step), self.kernel.source.columns_first
         sources = [
-            copy.tile_chunk(stage, row, half * BLOCK_CHUNKS + chunk, n, loaded, columns_first) for half in range(2)
+            copy.tile_vector(stage, row, half * BLOCK_VECTORS + vector, n, loaded, columns_first) for half in range(2)
         ]
 
         def read(i: int) -> list:
@@ -148,10 +148,10 @@ class WideningConverter(Converter):
             place = sources[block % 2] + self._distance(first, block // 2, loaded, columns_first)
             return copy.load_shared(place, 4)
 
-        chunks = self.read_ahead(step, read, len(places), CHUNKS_UNDER_WAY)
-        stage = next(chunks)
-        targets = [copy.tile_chunk(stage, row, 2 * chunk + half, n, columns, self.columns_first) for half in range(2)]
-        for (first, block), words in zip(places, chunks, strict=True):
+        vectors = self.read_ahead(step, read, len(places), VECTORS_UNDER_WAY)
+        stage = next(vectors)
+        targets = [copy.tile_vector(stage, row, 2 * vector + half, n, columns, self.columns_first) for half in range(2)]
+        for (first, block), words in zip(places, vectors, strict=True):
             wide = [w for word in words for w in widened_words(config.kv_type, self.kernel.dtype, word)]
             for half in cutlass.range_constexpr(2):
                 place = targets[half] + self._distance(first, block, columns, self.columns_first)
@@ -174,9 +174,9 @@ class DequantisingConverter(WideningConverter):
 
     @property
     def row_parts(self) -> int:
-        """Say how many threads share a row: those that there are for it, or as many as give each whole chunks."""
-        chunks = self.kernel.config.depth[self.operand] // PACKED_ELEMENTS
-        return math.gcd(WARPGROUP // self.kernel.tile.n, chunks)
+        """Say how many threads share a row: those that there are for it, or as many as give each whole vectors."""
+        vectors = self.kernel.config.depth[self.operand] // PACKED_ELEMENTS
+        return math.gcd(WARPGROUP // self.kernel.tile.n, vectors)
 
     @property
     def apart(self) -> bool:
@@ -205,7 +205,7 @@ class DequantisingConverter(WideningConverter):
     def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
         loaded, columns_first = config.columns[self.operand], self.kernel.source.columns_first
-        chunks = config.depth[self.operand] // PACKED_ELEMENTS // self.row_parts  # of a thread
+        vectors = config.depth[self.operand] // PACKED_ELEMENTS // self.row_parts  # of a thread
         cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
         row, part = self._place()
         # Lanes that have no row, since there are fewer parts than lanes, read another one's.
@@ -213,23 +213,23 @@ class DequantisingConverter(WideningConverter):
         stage = self.source_stage(step)
 
         def read(i: int) -> list:
-            place = copy.tile_chunk(stage, loaded_row, part * chunks + i, n, loaded, columns_first)
+            place = copy.tile_vector(stage, loaded_row, part * vectors + i, n, loaded, columns_first)
             return copy.load_shared(place, 4)
 
-        packed = self.read_ahead(step, read, chunks, PACKED_UNDER_WAY)
+        packed = self.read_ahead(step, read, vectors, PACKED_UNDER_WAY)
         target = next(packed)
         for i, words in enumerate(packed):
-            self._store_packed(target, row, 4 * (part * chunks + i), words, self._factors(scales, i))
+            self._store_packed(target, row, 4 * (part * vectors + i), words, self._factors(scales, i))
         self.show(step)
 
     @cute.jit
-    def _store_packed(self, target, row, chunk, words, factors) -> None:
-        """Widen a chunk of codes and write it as chunks from ``chunk`` on of a row."""
+    def _store_packed(self, target, row, vector, words, factors) -> None:
+        """Widen a vector of codes and write it as vectors from ``vector`` on of a row."""
         n, dtype, columns = self.kernel.tile.n, self.kernel.dtype, self.kernel.config.operand_columns[self.operand]
         for j in cutlass.range_constexpr(4):
             wide = e2m1.scaled(words[j], factors, dtype, half=j // 2, table=self.table)
             if row < n:
-                copy.store_shared(copy.tile_chunk(target, row, chunk + j, n, columns, self.columns_first), wide)
+                copy.store_shared(copy.tile_vector(target, row, vector + j, n, columns, self.columns_first), wide)
 
 
 # How bytes of two words are interleaved: the even ones of both, and the odd ones.
@@ -255,25 +255,25 @@ class TransposingConverter(Converter):
     @cute.jit
     def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
-        chunks = config.depth[1] // copy.CHUNK_BYTES  # of 16 columns
+        vectors = config.depth[1] // copy.VECTOR_BYTES  # of 16 columns
         self.source_ring.wait_full(step)
         self.target_ring.wait_empty(step)
         source = self.source + self.source_ring.stage(step) * (n * config.columns[1] * HALFWORD_BYTES)
         target = self.target + self.target_ring.stage(step) * config.converted_bytes["V"]
-        for chunk in cutlass.range(warp_in_warpgroup(), chunks, WARPS, unroll=1):
-            self._transpose(source, target, chunk)
+        for vector in cutlass.range(warp_in_warpgroup(), vectors, WARPS, unroll=1):
+            self._transpose(source, target, vector)
         self.hand_over(step)
 
-    def _transpose(self, source, target, chunk) -> None:
+    def _transpose(self, source, target, vector) -> None:
         """Transpose 16 columns, by one warp, 32 keys at a time."""
         config, n = self.kernel.config, self.kernel.tile.n
         lane, columns, columns_first = cute.arch.lane_idx(), config.columns[1], self.kernel.source.columns_first
         width = config.transposed_columns // HALFWORD_BYTES
-        first = copy.tile_chunk(source, lane, chunk, n, columns, columns_first)
+        first = copy.tile_vector(source, lane, vector, n, columns, columns_first)
         step = copy.block_row(PAIRED_KEYS, 0, n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
         # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the others.
-        row = copy.CHUNK_BYTES * chunk + lane % 16
-        place = copy.tile_chunk(target, row, lane // 16, config.depth[1], width, False)
+        row = copy.VECTOR_BYTES * vector + lane % 16
+        place = copy.tile_vector(target, row, lane // 16, config.depth[1], width, False)
         for pair in range(n // PAIRED_KEYS):
             words = copy.load_matrix_x4(first + pair * step, transposes=True)
             turned = [
@@ -281,11 +281,11 @@ class TransposingConverter(Converter):
                 for half in range(2)
                 for select in (EVEN_BYTES, ODD_BYTES)
             ]
-            # A pair has two chunks of a row, of which the swizzle changes nothing but bits, so that exclusive or leads
+            # A pair has two vectors of a row, of which the swizzle changes nothing but bits, so that exclusive or leads
             # from one to the next: 24 instead of 75 instructions, 1.01 of the rate (H100, 2026-11-25).
-            block, within = divmod(2 * pair, copy.CHUNKS_PER_ROW)
+            block, within = divmod(2 * pair, copy.VECTORS_PER_ROW)
             block_start = block * config.depth[1] * copy.SWIZZLE_ROW_BYTES
-            copy.store_matrix_x4((place ^ (within * copy.CHUNK_BYTES)) + block_start, turned)
+            copy.store_matrix_x4((place ^ (within * copy.VECTOR_BYTES)) + block_start, turned)
 
 
 @dataclass
@@ -313,7 +313,7 @@ class Conversion(DeviceStruct):
                 ScaleRows.key(kernel.config, addresses, geometry),
                 ScaleRows.value(kernel.config, addresses, geometry, interleaves=True),
             )
-            table = e2m1.table_words(kernel.dtype, sources[0] + cute.arch.thread_idx()[0] * copy.CHUNK_BYTES)
+            table = e2m1.table_words(kernel.dtype, sources[0] + cute.arch.thread_idx()[0] * copy.VECTOR_BYTES)
             return Conversion(
                 tuple(DequantisingConverter(*place, each, table) for place, each in zip(places, scales, strict=True)),
                 board,

@@ -1,6 +1,6 @@
 """Hopper decode: the rows that share a KV head against chunks of a paged cache, and the merge, in one launch.
 
-For many rows and wide heads; ``decode_few_rows.py`` and ``byte_few_rows.py`` have the rest."""
+For many rows and large head dims; ``decode_few_rows.py`` and ``byte_few_rows.py`` have the rest."""
 
 from dataclasses import replace
 from typing import Any
@@ -46,8 +46,9 @@ class DecodeSm90(AttentionSm90):
         warp 3 schedule    units of work: which rows, which chunk of which request's keys
         warps 4.. attend   one consumer warpgroup, or two that share V's columns: from Q K^T to the output or to a
                            piece of it. Over 8-bit caches eight warps by themselves, see byte_attend.py
-        next four widen    where heads are wide and caches have 8 bits: K and V become 16-bit elements where they lie
-        last four merge    gives units their slots and merges pieces, so that its atomics and reads cost attend nothing;
+        next four widen    where head dims are large and caches have 8 bits: K and V become 16-bit elements where they
+        lie last four merge    gives units their slots and merges pieces, so that its atomics and reads cost attend
+        nothing;
                            where two warpgroups share V's columns, they do it themselves
 
     Edges
@@ -296,19 +297,19 @@ class DecodeSm90(AttentionSm90):
     def load_q(self, addresses: Addresses, geometry: DecodeGeometry, tile, tiles, ring, step):
         """Load rows of Q by 16-byte copies: a row is a head of a token, and the next one may be anywhere. Rows that no
         token has become zeros."""
-        blocks, rows_at_once = self.config.q_columns // BLOCK_COLUMNS, LANES // copy.CHUNKS_PER_ROW
-        chunk = cute.arch.lane_idx() % copy.CHUNKS_PER_ROW
+        blocks, rows_at_once = self.config.q_columns // BLOCK_COLUMNS, LANES // copy.VECTORS_PER_ROW
+        vector = cute.arch.lane_idx() % copy.VECTORS_PER_ROW
         ring.wait_empty(step)
         destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
         rows = PackedRows.create(addresses, geometry, tile, Float32(1.0), 2)
         for first in cutlass.range(0, self.tile.m, rows_at_once, unroll=4):
-            row = first + cute.arch.lane_idx() // copy.CHUNKS_PER_ROW
+            row = first + cute.arch.lane_idx() // copy.VECTORS_PER_ROW
             there = cutlass.min(row, cutlass.max(rows.count - 1, 0))
             source = rows.query(there, tile.request.q_start, self.config.q_bytes)
-            source += chunk * copy.CHUNK_BYTES
-            target = copy.swizzled_chunk(destination, row, chunk)
+            source += vector * copy.VECTOR_BYTES
+            target = copy.swizzled_vector(destination, row, vector)
             for block in cutlass.range_constexpr(blocks):
-                wanted = row < rows.count and block * BLOCK_COLUMNS + chunk * 8 < self.config.q_dim
+                wanted = row < rows.count and block * BLOCK_COLUMNS + vector * 8 < self.config.q_dim
                 from_block = source + block * copy.SWIZZLE_ROW_BYTES
                 to_block = target + block * (self.tile.m * copy.SWIZZLE_ROW_BYTES)
                 copy.async_copy_or_zero(to_block, from_block, wanted)

@@ -98,7 +98,7 @@ class DecodeAttend(DecodeConsumer, Attend):
         lanes, own_columns = output.lanes_per_row, self.columns // output.lanes_per_row
         # The lanes of a row exchange what they hold, so that each stores 16 bytes and all whole sectors: with 4 bytes
         # a lane, the output of 64 requests of MLA took 5.9 us (H200, 2026-11-24).
-        in_chunks = 0 if dtype.width < 16 else own_columns // copy.EIGHT * copy.EIGHT
+        in_vectors = 0 if dtype.width < 16 else own_columns // copy.EIGHT * copy.EIGHT
         for r in cutlass.range_constexpr(output.rows):
             row = warp_row + output.first_row() + output.row_offset(r)
             is_there, first_column = row < rows.count, output.first_column()
@@ -106,21 +106,21 @@ class DecodeAttend(DecodeConsumer, Attend):
             writes_lse = (first_column == 0) & (column_half == 0) & is_there
             safe = cutlass.max(cutlass.min(row, rows.count - 1), 0)
             factor = rows.finish(safe, reference, total, writes_lse)
-            line = rows.output(safe, column_half * self.columns)
-            for c in cutlass.range_constexpr(0, in_chunks, copy.EIGHT):
+            first = rows.output(safe, column_half * self.columns)
+            for c in cutlass.range_constexpr(0, in_vectors, copy.EIGHT):
                 words = [
                     copy.pack_x2(dtype, output.get(r, c + k) * factor, output.get(r, c + k + 1) * factor)
                     for k in range(0, copy.EIGHT, 2)
                 ]
-                chunk = copy.transpose_quad(words)
+                vector = copy.transpose_quad(words)
                 if is_there:
                     column = output.column_offset(c) + cute.arch.lane_idx() % lanes * copy.EIGHT
-                    copy.store_global(line + column * HALFWORD_BYTES, chunk)
+                    copy.store_global(first + column * HALFWORD_BYTES, vector)
             if is_there:
-                for c in cutlass.range_constexpr(in_chunks, own_columns, 2):
+                for c in cutlass.range_constexpr(in_vectors, own_columns, 2):
                     scaled = [output.get(r, c) * factor, output.get(r, c + 1) * factor]
                     column = first_column + output.column_offset(c)
-                    copy.store_rounded(line + column * dtype.width // 8, scaled, dtype)
+                    copy.store_rounded(first + column * dtype.width // 8, scaled, dtype)
 
     @cute.jit
     def store_piece(self, operands, rows: PackedRows, piece, warp_row, column_half) -> None:

@@ -148,7 +148,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
     def _q_atom(self, a: Addresses, g: DecodeGeometry):
         # Heads of a query that is expanded lie at one place, which TMA does not read but has to have a distance for.
         (stride,) = self.config.q_strides(g.q_head)
-        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.CHUNK_BYTES // HALFWORD_BYTES)
+        rows, distance = Int64(g.tokens) * g.group, cutlass.max(Int64(stride), copy.VECTOR_BYTES // HALFWORD_BYTES)
         return self._row_boxes(a.query, (rows, self.config.q_dim, 1), (distance, distance), self.q_rows)
 
     @cute.jit
@@ -440,10 +440,12 @@ class MlaAttend(LatentRows, DecodeAttend):
         lane = cute.arch.lane_idx()
         rows, columns = (cute.size(tiles, mode=[mode]) for mode in range(2))
         base = shared_address(tiles.iterator) + stage * (rows * columns * HALFWORD_BYTES)
-        line = copy.block_row(warp_row + lane % WARP_ROWS, block, rows, columns, self.kernel.source.columns_first)
+        swizzle_row = copy.block_row(
+            warp_row + lane % WARP_ROWS, block, rows, columns, self.kernel.source.columns_first
+        )
         words = cute.recast_tensor(operands.p, cutlass.Uint32)
         for k in cutlass.range_constexpr(self.kernel.tile.n // MMA_DEPTH):
-            address = copy.swizzled_chunk(base, line, 2 * k + lane // WARP_ROWS)
+            address = copy.swizzled_vector(base, swizzle_row, 2 * k + lane // WARP_ROWS)
             copy.store_matrix_x4(address, [words[4 * k + i] for i in range(4)])
         for r in cutlass.range_constexpr(RowFragment.rows):
             mine, reference = self._reference(r, 0), self.softmax.reference[r]

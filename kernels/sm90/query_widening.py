@@ -14,7 +14,7 @@ from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.widen import widened_words
-from hopwell.kernels.sm90.conversion import BLOCK_CHUNKS, WIDENED_ROWS
+from hopwell.kernels.sm90.conversion import BLOCK_VECTORS, WIDENED_ROWS
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS
 
 
@@ -27,19 +27,19 @@ def widen_queries(kernel, tile, stage, row_block, barrier: int, consumer) -> Non
     target = shared_address(tile.iterator) + stage * (rows * wide * HALFWORD_BYTES)
     source = target + config.first_loaded_q_block * rows * copy.SWIZZLE_ROW_BYTES
     thread = cute.arch.thread_idx()[0] % WARPGROUP
-    row, chunk = row_block * WARPGROUP_ROWS + thread // BLOCK_CHUNKS, thread % BLOCK_CHUNKS
+    row, vector = row_block * WARPGROUP_ROWS + thread // BLOCK_VECTORS, thread % BLOCK_VECTORS
     for first in range(0, wide // BLOCK_COLUMNS, 2):
         places = [
-            (row + below, block * BLOCK_CHUNKS + chunk)
+            (row + below, block * BLOCK_VECTORS + vector)
             for block in range(first, min(first + 2, wide // BLOCK_COLUMNS))
             for below in range(0, WARPGROUP_ROWS, WIDENED_ROWS)
         ]
-        words = [copy.load_shared(copy.tile_chunk(source, *place, rows, loaded, False), 4) for place in places]
+        words = [copy.load_shared(copy.tile_vector(source, *place, rows, loaded, False), 4) for place in places]
         cute.arch.barrier(barrier_id=barrier + consumer, number_of_threads=WARPGROUP)
-        for (at, narrow_chunk), narrow in zip(places, words, strict=True):
+        for (at, narrow_vector), narrow in zip(places, words, strict=True):
             halves = [half for word in narrow for half in widened_words(KvType.E4M3, Float16, word)]
             for i in range(2):
-                place = copy.tile_chunk(target, at, 2 * narrow_chunk + i, rows, wide, False)
+                place = copy.tile_vector(target, at, 2 * narrow_vector + i, rows, wide, False)
                 copy.store_shared(place, halves[4 * i : 4 * i + 4])
     # The tensor cores read, and TMA fills with the next Q, what was written here through another proxy.
     cute.arch.fence_proxy("async.shared", space="cta")

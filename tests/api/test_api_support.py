@@ -38,7 +38,7 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
         assert part in message
 
     with pytest.raises(NotImplementedError, match=r"on sm_100a.*architectures that support .*: sm_90a, sm_120a$"):
-        features.require(support.XQA, "wide_head_dim", "head_dim=512", "sm_100a")
+        features.require(support.XQA, "large_head_dim", "head_dim=512", "sm_100a")
 
 
 def test_a_row_has_what_its_implementations_do_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,7 +177,7 @@ def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry:
     nvfp4 = ("nvfp4_kv", "nvfp4_head_dim", "nvfp4_page_size", "nvfp4_out")
     narrow = ("8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", *nvfp4)
     absent = {
-        "sm_100a": (*narrow, "multiple_head_dim", "wide_head_dim", "alibi_soft_cap"),
+        "sm_100a": (*narrow, "multiple_head_dim", "large_head_dim", "alibi_soft_cap"),
         "sm_120a": (),
     }
     absent["sm_103a"] = absent["sm_100a"]

@@ -75,11 +75,11 @@ class Bytes(Lanes):
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("columns", [64, 128, 192, 256])
 def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chunk is read once and becomes two where the layout has them. Of 8 lanes, no two meet in a bank."""
+    """Each vector is read once and becomes two where the layout has them. Of 8 lanes, no two meet in a bank."""
     loaded = -(-columns // 128) * 64  # in units of 16 bits
     source = {
-        copy.tile_chunk(0, row, chunk, KEYS, loaded, columns_first): (row, chunk)
-        for row, chunk in itertools.product(range(KEYS), range(columns // 16))
+        copy.tile_vector(0, row, vector, KEYS, loaded, columns_first): (row, vector)
+        for row, vector in itertools.product(range(KEYS), range(columns // 16))
     }
     config = SimpleNamespace(
         columns=(loaded, loaded),
@@ -119,10 +119,10 @@ def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monke
     assert len(found) == sum(map(len, writes))
     target_first = in_place and columns_first
     assert found == {
-        copy.tile_chunk(TARGET, row, 2 * chunk + half, KEYS, columns, target_first): [
-            (row, chunk, 2 * half + word, part) for word in range(2) for part in range(2)
+        copy.tile_vector(TARGET, row, 2 * vector + half, KEYS, columns, target_first): [
+            (row, vector, 2 * half + word, part) for word in range(2) for part in range(2)
         ]
-        for row, chunk in source.values()
+        for row, vector in source.values()
         for half in range(2)
     }
 
@@ -143,14 +143,14 @@ def test_transposed_keys_and_columns(
         config=config, tile=SimpleNamespace(n=keys), source=SimpleNamespace(columns_first=columns_first)
     )
     for key, column in itertools.product(range(keys), range(columns)):
-        chunk = copy.tile_chunk(0, key, column // 16, keys, loaded, columns_first)
-        warp.memory[chunk + column % 16] = (key, column)
+        vector = copy.tile_vector(0, key, column // 16, keys, loaded, columns_first)
+        warp.memory[vector + column % 16] = (key, column)
     assert len(warp.memory) == keys * columns
     converter = TransposingConverter(kernel, 0, None, TARGET, None)
 
     def work() -> None:
-        for chunk in range(columns // 16):
-            converter._transpose(0, TARGET, chunk)
+        for vector in range(columns // 16):
+            converter._transpose(0, TARGET, vector)
 
     warp.run(work)
     found = {place: value for place, value in warp.memory.items() if place >= TARGET}
@@ -159,7 +159,7 @@ def test_transposed_keys_and_columns(
         lane, byte = divmod(place % 16, 4)
         key = place // 16 * 16 + 2 * lane + (0, 1, 8, 9)[byte]
         column = row // 16 * 16 + row % 8 * 2 + row % 16 // 8
-        want[copy.tile_chunk(TARGET, row, place // 16, columns, width // 2, False) + place % 16] = (key, column)
+        want[copy.tile_vector(TARGET, row, place // 16, columns, width // 2, False) + place % 16] = (key, column)
     assert found == want
 
 

@@ -87,7 +87,7 @@ class Warp(Lanes):
 
     def _store_matrices(self, address: int, words: list[Any]) -> None:
         """A lane's i-th word belongs to row lane // 4 of the i-th matrix, whose row addresses lanes 8 i ... give."""
-        assert address % copy.CHUNK_BYTES == 0
+        assert address % copy.VECTOR_BYTES == 0
         lane, sent = self.own.lane, self.exchange(address)
         for i, word in enumerate(words):
             of_matrix = sent[8 * i : 8 * i + 8]
@@ -112,7 +112,7 @@ class Warp(Lanes):
             self._write(place, word)
 
     def _load(self, address: int, count: int, dtype: Any = None) -> list[Any]:
-        assert count * 4 == copy.CHUNK_BYTES
+        assert count * 4 == copy.VECTOR_BYTES
         places = self._words_at(address, count)
         for place in places:
             assert self._written.get(place) != self.own.phase, "read while it is written"
@@ -183,8 +183,10 @@ def test_rows_of_several_heads_are_written_once(shape: TileShape, warp: Warp, mo
     warp.run(work)
     places = [divmod(first + i, shape.tokens) for first in tile_rows for i in range(RowFragment.warp_rows)]
     valid = [(head, token) for head, token in places if head < shape.heads and token < out.count]
-    chunks = range(0, 2 * out.columns, copy.CHUNK_BYTES)
-    assert sorted(stored) == [head * (1 << 20) + token * (1 << 12) + c for head, token in sorted(valid) for c in chunks]
+    vectors = range(0, 2 * out.columns, copy.VECTOR_BYTES)
+    assert sorted(stored) == [
+        head * (1 << 20) + token * (1 << 12) + c for head, token in sorted(valid) for c in vectors
+    ]
 
 
 @pytest.mark.parametrize("count", [1, 9, 16, 100])
@@ -218,7 +220,7 @@ def test_rows_are_written_once(
     warp.run(work)
     found = {}
     for address, words in stored:
-        assert address % copy.CHUNK_BYTES == 0
+        assert address % copy.VECTOR_BYTES == 0
         for i, element in enumerate(itertools.chain(*words)):
             assert address + 2 * i not in found, "written twice"
             found[address + 2 * i] = element

@@ -142,14 +142,14 @@ class TestLocate:
 
 
 def places(source: Any, stage: int) -> dict[tuple[int, int, int], int]:
-    rows, blocks, chunks = range(source.tile_n), range(source.columns // BLOCK_COLUMNS), range(copy.CHUNKS_PER_ROW)
-    return {place: source.chunk_address(stage, *place) for place in itertools.product(rows, blocks, chunks)}
+    rows, blocks, vectors = range(source.tile_n), range(source.columns // BLOCK_COLUMNS), range(copy.VECTORS_PER_ROW)
+    return {place: source.vector_address(stage, *place) for place in itertools.product(rows, blocks, vectors)}
 
 
 class TestStages:
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows)
     def test_chunks_fill_a_stage(self, case: Case) -> None:
-        """Every 16 bytes of a stage belong to one chunk of one row, padded columns included; 128 bytes of a row lie
+        """Every 16 bytes of a stage belong to one vector of one row, padded columns included; 128 bytes of a row lie
         together."""
         source = case.source()
         assert case.columns % BLOCK_COLUMNS == 0
@@ -159,9 +159,9 @@ class TestStages:
         for stage in (0, 1):
             found = places(source, stage)
             begin = SHARED + stage * stage_bytes
-            assert sorted(found.values()) == list(range(begin, begin + stage_bytes, copy.CHUNK_BYTES))
-            for (row, block, chunk), address in found.items():
-                assert address == found[row, block, 0] + chunk * copy.CHUNK_BYTES
+            assert sorted(found.values()) == list(range(begin, begin + stage_bytes, copy.VECTOR_BYTES))
+            for (row, block, vector), address in found.items():
+                assert address == found[row, block, 0] + vector * copy.VECTOR_BYTES
                 # The swizzle permutes by address bits 7 to 9, so a row must be at its number modulo 8.
                 assert address // copy.SWIZZLE_ROW_BYTES % ATOM_ROWS == row % ATOM_ROWS
 
@@ -237,7 +237,7 @@ class TestBoxes:
             if case.box_rows:
                 slot = table.ids[key // page_size] * HEADS + KV_HEAD
                 want = Line(block * BLOCK_COLUMNS, key % page_size, slot)
-            assert found[source.chunk_address(stage, row, block, 0)] == want
+            assert found[source.vector_address(stage, row, block, 0)] == want
             assert want.column < case.head_dim, "a box must not lie outside the tensor altogether"
 
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes)
@@ -348,15 +348,15 @@ def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
 class TestRows:
     @cases(PageRows)
     def test_every_chunk_is_copied_or_zeroed_once(self, case: Case, warp: Warp) -> None:
-        """A row's own chunks come from the row; the rest of its column blocks, and rows not needed, become zeros."""
+        """A row's own vectors come from the row; the rest of its column blocks, and rows not needed, become zeros."""
         stage, rows, source = 1, row_addresses(case.tile_n), case.source()
         written = copies(source, rows, stage, warp)
         assert set(written) == set(places(source, stage).values())
         for (row, block, stored), address in places(source, stage).items():
-            chunk = block * copy.CHUNKS_PER_ROW + (stored ^ row % ATOM_ROWS)
-            has_chunk = rows[row] != 0 and chunk * copy.CHUNK_BYTES < case.head_dim * 2
-            want = rows[row] + chunk * copy.CHUNK_BYTES if has_chunk else None
-            assert written[address] == want, (row, chunk)
+            vector = block * copy.VECTORS_PER_ROW + (stored ^ row % ATOM_ROWS)
+            has_vector = rows[row] != 0 and vector * copy.VECTOR_BYTES < case.head_dim * 2
+            want = rows[row] + vector * copy.VECTOR_BYTES if has_vector else None
+            assert written[address] == want, (row, vector)
 
     def test_the_table_is_read_a_tile_ahead(self, warp: Warp, monkeypatch: pytest.MonkeyPatch) -> None:
         """Its latency passes behind the copies of the tile before; stages are filled from the last tile on."""

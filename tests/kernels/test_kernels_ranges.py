@@ -346,7 +346,7 @@ class HostNode:
     def clear(self) -> None:
         self.value = None
 
-    def quads(self) -> Any:
+    def vectors(self) -> Any:
         return self.value
 
     def assign(self, value: Any) -> None:
