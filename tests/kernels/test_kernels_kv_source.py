@@ -148,7 +148,7 @@ def places(source: Any, stage: int) -> dict[tuple[int, int, int], int]:
 
 class TestStages:
     @cases(ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows)
-    def test_chunks_fill_a_stage(self, case: Case) -> None:
+    def test_vectors_fill_a_stage(self, case: Case) -> None:
         """Every 16 bytes of a stage belong to one vector of one row, padded columns included; 128 bytes of a row lie
         together."""
         source = case.source()
@@ -347,7 +347,7 @@ def test_elements_of_8_bits_are_fetched_two_by_two(head_dim: int) -> None:
 
 class TestRows:
     @cases(PageRows)
-    def test_every_chunk_is_copied_or_zeroed_once(self, case: Case, warp: Warp) -> None:
+    def test_every_vector_is_copied_or_zeroed_once(self, case: Case, warp: Warp) -> None:
         """A row's own vectors come from the row; the rest of its column blocks, and rows not needed, become zeros."""
         stage, rows, source = 1, row_addresses(case.tile_n), case.source()
         written = copies(source, rows, stage, warp)
