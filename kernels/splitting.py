@@ -85,11 +85,11 @@ RESIDENT_BYTES = 34 << 20
 CTAS_PER_SM = {1: 2, HALFWORD_BYTES: 1}
 OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
 WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
-# Blocks of leaves in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
-MOST_BLOCKS, BLOCKS_BYTES = 16, 16 * 8704
-MOST_LARGE_NODE_BLOCKS = 4  # of nodes of many columns, whose bundles are small: see TIERS
+# Subtrees in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
+MOST_SUBTREES, SUBTREES_BYTES = 16, 16 * 8704
+MOST_LARGE_NODE_SUBTREES = 4  # of nodes of many columns, whose bundles are small: see TIERS
 BUNDLE_BITS, LARGE_NODE_BUNDLE_BITS = 4, 2  # log2 of the nodes in memory that are merged at a time
-TIERS = 5  # of bundles: 4^5 are more than the blocks of all CTAs
+TIERS = 5  # of bundles: 4^5 are more than the subtrees of all CTAs
 TICKETS = 3  # int32: units handed out, CTAs or warps done, shares of merges handed out
 # int32 of a slot: its generation, pieces that are there (of a bundle, or of all rows), bundles or shares that are done;
 # of a share when it may be merged, and which it is: output token, first row, rows, chunk, chunks, pieces of a chunk
@@ -152,17 +152,17 @@ def far_levels(leaf: int, capacity: int, near: int) -> int:
     return max((leaves - 1).bit_length() - near, 0)
 
 
-def share_blocks(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
-    """Count the blocks in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
-    most = MOST_BLOCKS if columns <= MOST_TREE_COLUMNS else MOST_LARGE_NODE_BLOCKS
-    blocks = min(BLOCKS_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
-    return 1 << (blocks.bit_length() - 1)
+def share_subtrees(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
+    """Count the subtrees in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
+    most = MOST_SUBTREES if columns <= MOST_TREE_COLUMNS else MOST_LARGE_NODE_SUBTREES
+    subtrees = min(SUBTREES_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
+    return 1 << (subtrees.bit_length() - 1)
 
 
 def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = HALFWORD_BYTES) -> int:
-    """Count the places for nodes that several CTAs merge: two for each block, and for where the blocks end of each of
-    ``row_tiles``, those of all KV heads."""
-    return 2 * ((share_blocks(rows, columns, element_bytes) + 1) * ctas + row_tiles)
+    """Count the places for nodes that several CTAs merge: two for each subtree, and for where the subtrees end of each
+    of ``row_tiles``, those of all KV heads."""
+    return 2 * ((share_subtrees(rows, columns, element_bytes) + 1) * ctas + row_tiles)
 
 
 def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, tiled: bool = False) -> int:

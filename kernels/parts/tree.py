@@ -10,7 +10,7 @@ node waits at its level until the one to its right has come. What has to wait fo
 leaf that another CTA has is left in memory, at most two nodes of each level of a range.
 
 These are merged sixteen at a time, those of many columns four. A bundle has as many slots, one for each of so many
-blocks of a line (see ``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills
+subtrees of a line (see ``ranges.py``), or for bundles of the tier below; a node may fill several at once. Whoever fills
 the last one merges them, in the order of the tree, and fills a slot of the tier above: so merging goes on beside all
 else, and after the last leaf of a line it takes one round to three, nodes of many columns up to five.
 
@@ -127,7 +127,7 @@ def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -
 
 @dataclass(frozen=True)
 class LeftNodes(DeviceStruct):
-    """The nodes that a CTA has left of a part: lane i of each warp knows the i-th."""
+    """The nodes that a CTA has left of a segment: lane i of each warp knows the i-th."""
 
     count: Int32
     level: Int32
@@ -147,33 +147,33 @@ class LeftNodes(DeviceStruct):
 class Bundle(DeviceStruct):
     """Neighbouring nodes in memory that are merged at a time: 2^bits slots, or fewer at the end of a line."""
 
-    line: RangeTile  # a part of it
+    line: RangeTile  # a segment of it
     tier: Int32
-    first: Int32  # block
+    first: Int32  # subtree
     bits: int
 
     @staticmethod
-    def around(line: RangeTile, tier, block, bits: int) -> "Bundle":
+    def around(line: RangeTile, tier, subtree, bits: int) -> "Bundle":
         shift = bits * (tier + 1)
-        return Bundle(line, tier, (block >> shift) << shift, bits)
+        return Bundle(line, tier, (subtree >> shift) << shift, bits)
 
     @property
     def slots(self):
         """Say how many slots the bundle has."""
-        return cutlass.min(((self.blocks - 1 - self.first) >> (self.bits * self.tier)) + 1, 1 << self.bits)
+        return cutlass.min(((self.subtrees - 1 - self.first) >> (self.bits * self.tier)) + 1, 1 << self.bits)
 
     @property
-    def blocks(self):
-        """Say how many blocks the line has."""
+    def subtrees(self):
+        """Say how many subtrees the line has."""
         return ((self.line.leaves - 1) >> self.line.shift) + 1
 
     @property
     def is_line(self):
         """Tell whether the bundle is all of the line."""
-        return (self.first == 0) & (self.blocks <= (Int32(1) << (self.bits * (self.tier + 1))))
+        return (self.first == 0) & (self.subtrees <= (Int32(1) << (self.bits * (self.tier + 1))))
 
-    def slot_of(self, block):
-        return (block - self.first) >> (self.bits * self.tier)
+    def slot_of(self, subtree):
+        return (subtree - self.first) >> (self.bits * self.tier)
 
     def block_of(self, slot):
         return self.first + (slot << (self.bits * self.tier))
@@ -262,11 +262,11 @@ class Tree(DeviceStruct):
         """Return the address of a node in memory."""
         return self.scratch + Int64(slot) * self._node_bytes
 
-    def _slot(self, line: RangeTile, block):
-        """Return the slot of the node that begins with a block of the line. Where a line ends within a block, the next
-        line begins in the same place of the column."""
-        place = (line.line_start + (block << line.shift)) >> line.shift
-        return line.first_slot + 2 * place + (block == 0).to(Int32)
+    def _slot(self, line: RangeTile, subtree):
+        """Return the slot of the node that begins with a subtree of the line. Where a line ends within a subtree, the
+        next line begins in the same place of the strip."""
+        place = (line.line_start + (subtree << line.shift)) >> line.shift
+        return line.first_slot + 2 * place + (subtree == 0).to(Int32)
 
     def _far(self, level):
         """Return the address of a far level of this CTA's: one that has no place in shared memory."""
@@ -344,8 +344,8 @@ class Tree(DeviceStruct):
 
     @cute.jit
     def merge(self, node: Node, line: RangeTile, left: LeftNodes, meet: cutlass.Constexpr):
-        """Count what this CTA has left of a part, visibly to this warpgroup, and merge what nothing else is missing of;
-        whether ``node`` is the root then. With ``meet`` the warpgroup meets."""
+        """Count what this CTA has left of a segment, visibly to this warpgroup, and merge what nothing else is missing
+        of; whether ``node`` is the root then. With ``meet`` the warpgroup meets."""
         meet()  # all have read the results of the last merge
         if self.thread < LANES:
             found = Int32(0)
@@ -373,19 +373,19 @@ class Tree(DeviceStruct):
                     is_root = bundle.tier >= 0
                 else:
                     self.leave(node, line, bundle.first << line.shift)
-                    block, bundle = bundle.first, bundle.above()
+                    subtree, bundle = bundle.first, bundle.above()
                     meet()
                     if self.thread == 0:
-                        shared_array(Int32, self.results)[LANES] = self._fill(bundle, block, Int32(1))
+                        shared_array(Int32, self.results)[LANES] = self._fill(bundle, subtree, Int32(1))
                     meet()
                     there = shared_array(Int32, self.results)[LANES]
         return is_root
 
     @cute.jit
-    def _fill(self, bundle: Bundle, block, slots):
-        """Count a node from ``block`` on that fills so many slots of a bundle. When nothing is missing now, what all
+    def _fill(self, bundle: Bundle, subtree, slots):
+        """Count a node from ``subtree`` on that fills so many slots of a bundle. When nothing is missing now, what all
         others have left is visible, and a bit for each slot in which a node begins is returned, else 0."""
-        slot, of_bundle = bundle.slot_of(block), bundle.slots
+        slot, of_bundle = bundle.slot_of(subtree), bundle.slots
         filled = cutlass.min(slots, of_bundle - slot) + (Int32(1) << (slot + COUNT_BITS))
         place = bundle.tier * Int32(self.geometry.slots) + self._slot(bundle.line, bundle.first)
         counter = self.counters + 4 * Int64(place)
@@ -412,8 +412,8 @@ class Tree(DeviceStruct):
             half = count // 2
             left = self._of_slots(bundle, there, first, half, at_once, vectors)
             return self._with_right(left, bundle, there, first + half, half, at_once, vectors)
-        blocks = [_block_of(bundle, there, first + i) for i in range(count)]
-        nodes = [self._load(self._node(self._slot(bundle.line, block)), vectors) for block in blocks]
+        subtrees = [_subtree_of(bundle, there, first + i) for i in range(count)]
+        nodes = [self._load(self._node(self._slot(bundle.line, subtree)), vectors) for subtree in subtrees]
         step = 1
         while step < count:
             for i in range(0, count, 2 * step):
@@ -439,6 +439,6 @@ def _has(there, slot: int):
 
 
 @cute.jit
-def _block_of(bundle: Bundle, there, slot: cutlass.Constexpr[int]):
-    """Return the block of a slot, or of the first one, which is always there."""
+def _subtree_of(bundle: Bundle, there, slot: cutlass.Constexpr[int]):
+    """Return the subtree of a slot, or of the first one, which is always there."""
     return bundle.block_of(Int32(slot) if _has(there, slot) else Int32(0))

@@ -25,7 +25,7 @@ class MlaSm120(LaneReaders, FewRowsMlaSm90):
         warp 0 load_keys   both parts of the keys; where lanes copy rows, half of them
         warp 1 load_keys   the other half; or widen: keys of 8 bits, see parts/widened_rows.py
         warp 2 load_q      the packed rows of Q
-        warp 3 schedule    parts of lines, see parts/ranges.py
+        warp 3 schedule    segments of lines, see parts/ranges.py
         warps 4..7 attend  from Q K^T to a leaf's node, from nodes to the output
 
     Edges

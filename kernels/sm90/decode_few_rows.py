@@ -33,7 +33,7 @@ from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_attend import DecodeConsumer
 from hopwell.kernels.sm90.leaf_tree import LeafTree
 from hopwell.kernels.sm90.mma import issue_mma, make_transposed_mmas
-from hopwell.kernels.splitting import LEAF_TILE, RESIDENT_BYTES, node_bytes, share_blocks
+from hopwell.kernels.splitting import LEAF_TILE, RESIDENT_BYTES, node_bytes, share_subtrees
 
 
 class FewRowsDecodeSm90(DecodeSm90):
@@ -43,7 +43,7 @@ class FewRowsDecodeSm90(DecodeSm90):
         warp 0 load_k      K tiles, as the KV source says
         warp 1 load_v      V tiles; rows past the visible keys become zeros
         warp 2 load_q      the packed rows of Q
-        warp 3 schedule    parts of lines, see parts/ranges.py
+        warp 3 schedule    segments of lines, see parts/ranges.py
         warps 4..7 attend  from Q K^T to a leaf's node, from nodes to the output, see parts/tree.py; a warp has 16 keys
                            of each tile, and 16 of 64 columns of the output
 
@@ -105,9 +105,9 @@ class FewRowsDecodeSm90(DecodeSm90):
     def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, *unused) -> RangeSchedule:
         c = self.config
         sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, UnitKeeper())
-        blocks = share_blocks(self.tile.m, c.head_dim_v, c.splitting_bytes)
+        subtrees = share_subtrees(self.tile.m, c.head_dim_v, c.splitting_bytes)
         resident = RESIDENT_BYTES // (c.chunk_tokens * HALFWORD_BYTES * sum(c.kv_dims))
-        return self.schedule_type(geometry, addresses, mask, *sizes, blocks, resident)
+        return self.schedule_type(geometry, addresses, mask, *sizes, subtrees, resident)
 
     def _allocate_tiles(self, smem) -> "LeafTiles":
         columns = copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width  # of which elements of 8 bits need half
@@ -244,7 +244,7 @@ class LeafConsumer(ColumnRows, DecodeConsumer):
     operands_type: ClassVar[type]
 
     def first_step(self):
-        """Return the step of the CTA's first leaf, as :meth:`merge_part` counts it."""
+        """Return the step of the CTA's first leaf, as :meth:`merge_segment` counts it."""
         return Int32(0)
 
     @cute.jit
@@ -261,9 +261,9 @@ class LeafConsumer(ColumnRows, DecodeConsumer):
             operands.begin(q_ring, work)
             row = self.logit_row(tile, 0, operands.scores())
             next_leaf = partial(self.attend_leaf, operands, node, q_ring.stage(work), row)
-            step, left = self.merge_part(next_leaf, node, tile, step)
+            step, left = self.merge_segment(next_leaf, node, tile, step)
             operands.end(q_ring, work)
-            self.finish_part(node, tile, left, addresses, geometry)
+            self.finish_segment(node, tile, left, addresses, geometry)
             work += 1
             tile = self.board.read(work)
 

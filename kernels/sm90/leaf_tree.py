@@ -18,7 +18,7 @@ class LeafTree(ColumnRows):
     output_scale: Float32
 
     @cute.jit
-    def merge_part(self, next_leaf: cutlass.Constexpr, node: Node, tile: RangeTile, step):
+    def merge_segment(self, next_leaf: cutlass.Constexpr, node: Node, tile: RangeTile, step):
         """Merge all leaves of a part, each of which ``next_leaf`` brings to ``node``: from its number among the keys,
         whether not all rows see all of it, and a step, which it counts on. The node of a whole line is ``node`` then;
         those of others have been left in memory. Returns the step after them, and what has been left."""
@@ -40,7 +40,7 @@ class LeafTree(ColumnRows):
         return step, left
 
     @cute.jit
-    def finish_part(self, node: Node, tile: RangeTile, left: LeftNodes, addresses, geometry) -> None:
+    def finish_segment(self, node: Node, tile: RangeTile, left: LeftNodes, addresses, geometry) -> None:
         """Merge what nothing is missing of any more, and write the line if that is all of it."""
         is_root = tile.end_leaf - tile.first_leaf == tile.leaves
         if not is_root:

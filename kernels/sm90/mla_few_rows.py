@@ -210,7 +210,7 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
         return Int32(0), Int32(0)
 
     @cute.jit
-    def merge_part(self, next_leaf: cutlass.Constexpr, node: Node, tile: RangeTile, step):
+    def merge_segment(self, next_leaf: cutlass.Constexpr, node: Node, tile: RangeTile, step):
         """Hand the node of each leaf of a part over. Returns the step after them; nothing has been left in memory."""
         ring, keys = self.rings.leaf, tile.keys
         tiles, leaf = step
@@ -222,7 +222,7 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
             leaf += 1
         return (tiles, leaf), None
 
-    def finish_part(self, node: Node, tile: RangeTile, left, addresses, geometry) -> None:
+    def finish_segment(self, node: Node, tile: RangeTile, left, addresses, geometry) -> None:
         """Do nothing: whoever merges its leaves writes the line."""
 
 
@@ -244,8 +244,8 @@ class LatentMerge(LeafTree):
             self.meet_warpgroup()
             # Else the compiler would keep it while pieces are merged.
             self.merge.held.clear()
-            leaf, left = self.merge_part(partial(self.take, node), node, tile, leaf)
-            self.finish_part(node, tile, left, addresses, geometry)
+            leaf, left = self.merge_segment(partial(self.take, node), node, tile, leaf)
+            self.finish_segment(node, tile, left, addresses, geometry)
             work += 1
             tile = board.read(work)
 

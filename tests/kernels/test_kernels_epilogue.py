@@ -184,9 +184,8 @@ def test_rows_of_several_heads_are_written_once(shape: TileShape, warp: Warp, mo
     places = [divmod(first + i, shape.tokens) for first in tile_rows for i in range(RowFragment.warp_rows)]
     valid = [(head, token) for head, token in places if head < shape.heads and token < out.count]
     vectors = range(0, 2 * out.columns, copy.VECTOR_BYTES)
-    assert sorted(stored) == [
-        head * (1 << 20) + token * (1 << 12) + c for head, token in sorted(valid) for c in vectors
-    ]
+    rows = [head * (1 << 20) + token * (1 << 12) for head, token in sorted(valid)]
+    assert sorted(stored) == [row + vector for row in rows for vector in vectors]
 
 
 @pytest.mark.parametrize("count", [1, 9, 16, 100])

@@ -29,7 +29,7 @@ from hopwell.kernels.parts import tree as tree_module
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.parts.device import Divisor
 from hopwell.kernels.parts.mask import IntervalMask, ListMask, TileRange
-from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile, row_and_column
+from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile, layer_and_strip
 from hopwell.kernels.parts.scheduler import WorkTile
 from hopwell.kernels.parts.split import SplitSchedule, UnitKeeper
 from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
@@ -50,14 +50,14 @@ from hopwell.kernels.splitting import (
     TIERS,
     far_levels,
     node_slots,
-    share_blocks,
+    share_subtrees,
     shared_levels,
 )
 
 pytestmark = pytest.mark.traced
 
 LEAF = 128  # tokens
-BLOCKS = 16
+SUBTREES = 16
 RESIDENT_LEAVES = 40  # of all heads
 GROUP = 4  # query heads of a KV head
 
@@ -79,35 +79,35 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     return memory
 
 
-def of(columns: int, leaves: int, requests: int, ctas: int, most_blocks: int = BLOCKS) -> Ranges:
-    rows = Divisor(Int32(ctas // columns), Divisor.of(Int32(max(ctas // columns, 1))).reciprocal)
-    return Ranges.of(Int32(columns), Int32(leaves), Int32(requests), Divisor.of(Int32(ctas)), rows, most_blocks)
+def of(strips: int, leaves: int, requests: int, ctas: int, most_subtrees: int = SUBTREES) -> Ranges:
+    layers = Divisor(Int32(ctas // strips), Divisor.of(Int32(max(ctas // strips, 1))).reciprocal)
+    return Ranges.of(Int32(strips), Int32(leaves), Int32(requests), Divisor.of(Int32(ctas)), layers, most_subtrees)
 
 
-def range_of(columns: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
-    """Return (column, first leaf, end) of a CTA, or of a ticket."""
-    row, column = row_and_column(Int32(number), Divisor.of(Int32(columns)))
-    first, end = ranges_of(row)
-    return host(column), host(first), host(end)
+def range_of(strips: int, number: int, ranges_of: Callable[..., Any]) -> tuple[int, int, int]:
+    """Return (strip, first leaf, end) of a CTA, or of a ticket."""
+    layer, strip = layer_and_strip(Int32(number), Divisor.of(Int32(strips)))
+    first, end = ranges_of(layer)
+    return host(strip), host(first), host(end)
 
 
 SIZES = [
-    (columns, leaves, requests, ctas)
-    for columns, ctas in ((1, 132), (8, 132), (8, 4), (3, 4), (5, 4), (96, 132), (200, 132))
+    (strips, leaves, requests, ctas)
+    for strips, ctas in ((1, 132), (8, 132), (8, 4), (3, 4), (5, 4), (96, 132), (200, 132))
     for leaves, requests in ((1, 1), (8, 1), (33, 3), (64, 64), (129, 2), (2049, 7), (2048, 256), (20000, 1))
 ]
 
 
 @pytest.mark.usefixtures("memory")
-@pytest.mark.parametrize(("columns", "leaves", "requests", "ctas"), SIZES)
-def test_every_leaf_of_every_column_is_in_one_range(columns: int, leaves: int, requests: int, ctas: int) -> None:
-    ranges = of(columns, leaves, requests, ctas)
-    tickets = (range_of(columns, number, ranges.handed_out) for number in itertools.count())
-    parts = [range_of(columns, number, ranges.own_range) for number in range(ctas)]
-    parts += itertools.takewhile(lambda part: part[1] < leaves, tickets)
-    found = [(column, leaf) for column, first, end in parts for leaf in range(first, end)]
-    assert len(parts) == ctas or host(ranges.has_tickets)
-    assert sorted(found) == [(column, leaf) for column in range(columns) for leaf in range(leaves)]
+@pytest.mark.parametrize(("strips", "leaves", "requests", "ctas"), SIZES)
+def test_every_leaf_of_every_strip_is_in_one_range(strips: int, leaves: int, requests: int, ctas: int) -> None:
+    ranges = of(strips, leaves, requests, ctas)
+    tickets = (range_of(strips, number, ranges.handed_out) for number in itertools.count())
+    found_ranges = [range_of(strips, number, ranges.own_range) for number in range(ctas)]
+    found_ranges += itertools.takewhile(lambda each: each[1] < leaves, tickets)
+    found = [(strip, leaf) for strip, first, end in found_ranges for leaf in range(first, end)]
+    assert len(found_ranges) == ctas or host(ranges.has_tickets)
+    assert sorted(found) == [(strip, leaf) for strip in range(strips) for leaf in range(leaves)]
 
 
 @pytest.mark.usefixtures("memory")
@@ -124,9 +124,9 @@ def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: 
     bits = BUNDLE_BITS if columns < 512 else LARGE_NODE_BUNDLE_BITS
     for leaves, requests, sms in itertools.product((1, 999, 100_000), (1, 2), (4, 132)):
         ctas = sms * CTAS_PER_SM[element_bytes]
-        ranges = of(kv_heads, leaves, requests, ctas, share_blocks(rows, columns, element_bytes))
+        ranges = of(kv_heads, leaves, requests, ctas, share_subtrees(rows, columns, element_bytes))
         slots = node_slots(rows, kv_heads, columns, ctas, element_bytes)
-        assert kv_heads * host(ranges.column_slots) <= slots
+        assert kv_heads * host(ranges.strip_slots) <= slots
         assert leaves >> host(ranges.shift) <= 1 << bits * TIERS
 
 
@@ -134,7 +134,7 @@ def test_there_are_places_for_all_nodes(rows: int, columns: int, element_bytes: 
 def test_heads_go_to_neighbours() -> None:
     """CTAs that begin with the same leaves are side by side, and nearly all CTAs have a range of their own."""
     own = [range_of(8, number, of(8, 64 * 32, 32, 132).own_range) for number in range(132)]
-    assert [column for column, *_ in own[:128]] == [*range(8)] * 16
+    assert [strip for strip, *_ in own[:128]] == [*range(8)] * 16
     assert all(len({first for _, first, _ in own[i : i + 8]}) == 1 for i in range(0, 128, 8))
     assert all(first == end for _, first, end in own[128:])
 
@@ -143,7 +143,7 @@ def test_heads_go_to_neighbours() -> None:
 @pytest.mark.parametrize(
     ("leaves", "requests", "handed_out"),
     [(64 * 32, 32, False), (8 * 256, 256, True), (1024, 1, False), (32 * 8, 8, False)],
-    ids=["long lines", "lines of a block", "one line", "few leaves"],
+    ids=["long lines", "lines of a subtree", "one line", "few leaves"],
 )
 def test_what_is_handed_out(leaves: int, requests: int, handed_out: bool) -> None:
     assert bool(host(of(8, leaves, requests, 132).has_tickets)) == handed_out
@@ -156,10 +156,10 @@ def test_what_is_handed_out(leaves: int, requests: int, handed_out: bool) -> Non
 def test_nodes_of_a_single_request_are_merged_at_once(leaves: int) -> None:
     """Every CTA leaves one, which fills one slot of the only bundle."""
     ranges = of(8, leaves, 1, 132)
-    block = 1 << host(ranges.shift)
-    assert host(ranges.own) == block
-    assert -(-leaves // block) <= 1 << BUNDLE_BITS
-    assert 1 << host(of(8, leaves, 2, 132).shift) <= max(block // 16, 1)
+    subtree = 1 << host(ranges.shift)
+    assert host(ranges.own) == subtree
+    assert -(-leaves // subtree) <= 1 << BUNDLE_BITS
+    assert 1 << host(of(8, leaves, 2, 132).shift) <= max(subtree // 16, 1)
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Batch:
         g = device_tuple(DecodeGeometry, **sizes)
         kind = MaskKind.FULL if self.window < 0 else MaskKind.SLIDING_WINDOW
         mask = IntervalMask(kind, Int32(self.window if self.window >= 0 else WIDEST))
-        return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), BLOCKS, RESIDENT_LEAVES)
+        return RangeSchedule(g, a, mask, 8, LEAF, LEAF, False, UnitKeeper(), SUBTREES, RESIDENT_LEAVES)
 
     @property
     def lines(self) -> list[int]:
@@ -207,7 +207,7 @@ class ListBatch(Batch):
         g = plain.geometry._replace(q_len=Int64(max(self.q_lens)), listed=Int64(self.listed))
         a = plain.addresses._replace(q_offsets=memory.put(offsets))
         mask = ListMask(MaskKind.CAUSAL, plain.mask.size)
-        return ListRangeSchedule(g, a, mask, 16, LEAF, LEAF, False, UnitKeeper(), BLOCKS, RESIDENT_LEAVES)
+        return ListRangeSchedule(g, a, mask, 16, LEAF, LEAF, False, UnitKeeper(), SUBTREES, RESIDENT_LEAVES)
 
     @property
     def lines(self) -> list[int]:
@@ -255,7 +255,8 @@ BATCHES = [
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every leaf of every line is in one part, and parts begin at blocks; blocks that are shared have places."""
+    """Every leaf of every line is in one segment, and segments begin at subtrees; subtrees that are shared have
+    places."""
     found: dict[tuple[int, ...], list[RangeTile]] = {}
     for tile in published(batch, memory, monkeypatch):
         place = (tile.request.index, tile.kv_head, tile.first_row)
@@ -263,22 +264,22 @@ def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytes
     rows = [8 * i for i in range(batch.row_tiles)]
     assert sorted(found) == [*itertools.product(batch.lines, range(batch.kv_heads), rows)]
     places: list[int] = []
-    for (request, *_), parts in found.items():
-        parts.sort(key=lambda part: host(part.first_leaf))
+    for (request, *_), segments in found.items():
+        segments.sort(key=lambda segment: host(segment.first_leaf))
         leaves, ends = batch.leaves(request), [0]
-        for part in parts:
-            first, end = host(part.first_leaf), host(part.end_leaf)
+        for segment in segments:
+            first, end = host(segment.first_leaf), host(segment.end_leaf)
             assert first == ends[-1] < end
-            assert first % (1 << host(part.shift)) == 0
-            assert host(part.leaves) == len(leaves)
-            if host(part.request.kv_len):
-                assert (host(part.keys.begin), host(part.keys.end)) == (leaves.stop - end, leaves.stop - first)
+            assert first % (1 << host(segment.shift)) == 0
+            assert host(segment.leaves) == len(leaves)
+            if host(segment.request.kv_len):
+                assert (host(segment.keys.begin), host(segment.keys.end)) == (leaves.stop - end, leaves.stop - first)
             ends.append(end)
         assert ends[-1] == len(leaves)
-        if len(parts) > 1:
+        if len(segments) > 1:
             tree = SimpleNamespace()
-            blocks = ((len(leaves) - 1) >> host(parts[0].shift)) + 1
-            places += [host(Tree._slot(tree, parts[0], Int32(block))) for block in range(blocks)]
+            subtrees = ((len(leaves) - 1) >> host(segments[0].shift)) + 1
+            places += [host(Tree._slot(tree, segments[0], Int32(subtree))) for subtree in range(subtrees)]
     assert len(places) == len(set(places))
     assert max(places, default=0) < node_slots(8, batch.kv_heads * batch.row_tiles, 128, batch.ctas)
 
@@ -287,7 +288,7 @@ def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytes
 def test_what_fits_into_the_cache_stays_there(more: int, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Up to so many leaves, of all heads."""
     batch = Batch([LEAF * (RESIDENT_LEAVES // 2 - 2 + more), 2 * LEAF], kv_heads=2)
-    policies = {host(part.cache_policy) for part in published(batch, memory, monkeypatch)}
+    policies = {host(segment.cache_policy) for segment in published(batch, memory, monkeypatch)}
     assert policies == {EVICT_FIRST if more else EVICT_NORMAL}
 
 
@@ -333,9 +334,9 @@ class HostTree(Tree):
         assert host(level) - self.near_levels < host(self.geometry.far_levels)
         return super()._far(level)
 
-    def _fill(self, bundle: Bundle, block: Any, slots: Any) -> Any:
+    def _fill(self, bundle: Bundle, subtree: Any, slots: Any) -> Any:
         with self.state.lock:
-            return Tree._fill.__wrapped__(self, bundle, block, slots)
+            return Tree._fill.__wrapped__(self, bundle, subtree, slots)
 
 
 class HostNode:
@@ -409,7 +410,7 @@ def state(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     monkeypatch.setattr(tree_module, "global_pointer", lambda kind, address: host(address))
     monkeypatch.setattr(tree_module, "joined", lambda left, right, pairs, there=True: (left, right) if there else left)
     monkeypatch.setattr(tree_module, "side_by_side", the_same)
-    monkeypatch.setattr(tree_module, "_block_of", tree_module._block_of.__wrapped__)
+    monkeypatch.setattr(tree_module, "_subtree_of", tree_module._subtree_of.__wrapped__)
     for name in ("_add_waiting", "wait", "leave", "leave_waiting", "rise", "merge", "_with_right"):
         monkeypatch.setattr(Tree, name, vars(Tree)[name].__wrapped__)
     monkeypatch.setattr(leaf_tree_module, "LeftNodes", SimpleNamespace(none=Left))
@@ -434,18 +435,18 @@ def keys_of(begin: int, end: int) -> TileRange:
     return TileRange(*[Int32(leaf) for leaf in (begin, end, begin, end)], Int32(0))
 
 
-def attend(tree: HostTree, part: RangeTile) -> Any:
-    """Do what a CTA does with a part; return the line's root, if it gets that far."""
-    node, state, leaves = HostNode(), tree.state, host(part.leaves)
+def attend(tree: HostTree, segment: RangeTile) -> Any:
+    """Do what a CTA does with a segment; return the line's root, if it gets that far."""
+    node, state, leaves = HostNode(), tree.state, host(segment.leaves)
     state.lanes.own.lane = 0
 
     def next_leaf(n: int, masked: Any, step: Any) -> Any:
         node.value = leaves - 1 - n
         return step + 1
 
-    merge_part = LeafTree.merge_part.__wrapped__
-    step, left = merge_part(SimpleNamespace(merge=tree), next_leaf, node, part, Int32(0))
-    assert host(step) == host(part.end_leaf) - host(part.first_leaf)
+    merge_segment = LeafTree.merge_segment.__wrapped__
+    step, left = merge_segment(SimpleNamespace(merge=tree), next_leaf, node, segment, Int32(0))
+    assert host(step) == host(segment.end_leaf) - host(segment.first_leaf)
     commit(state)
     if host(step) == leaves:
         return node.value
@@ -453,7 +454,7 @@ def attend(tree: HostTree, part: RangeTile) -> Any:
 
     def merge() -> None:
         own, lane = HostNode(), state.lanes.own.lane
-        if host(tree.merge(own, part, left.of_lane(lane), state.lanes.meet)):
+        if host(tree.merge(own, segment, left.of_lane(lane), state.lanes.meet)):
             found[lane] = own.value
 
     state.lanes.run(merge)
@@ -470,7 +471,8 @@ def commit(state: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -> None:
-    """Lines in parts that begin at any blocks and are done in any order; one is the last, and all counters are zero."""
+    """Lines in segments that begin at any subtrees and are done in any order; one is the last, and all counters are
+    zero."""
     random.seed(seed)
     shift, rows, slots = random.choice((0, 0, 1, 3)), random.choice(FEW_ROWS), 4096
     leaves = random.choice((1, 7, 16, 17, 64, 65, 100, 255, 257, 300)) << random.choice((0, shift))
@@ -480,18 +482,18 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     levels = far_levels(1, leaves, sizes[0])  # of requests of as many keys
     geometry = device_tuple(DecodeGeometry, slots=slots, far_levels=levels)
     tree = HostTree(*addresses, geometry, *sizes)
-    blocks = -(-leaves >> shift)
-    cuts = sorted(random.sample(range(1, blocks), random.randint(0, min(blocks - 1, 12)))) if blocks > 1 else []
+    subtrees = -(-leaves >> shift)
+    cuts = sorted(random.sample(range(1, subtrees), random.randint(0, min(subtrees - 1, 12)))) if subtrees > 1 else []
     bounds = [0, *(cut << shift for cut in cuts), leaves]
     whole = RangeTile.from_ints([Int32(0)] * RangeTile.INTS)
     line = dict(leaves=Int32(leaves), line_start=Int32(random.choice((0, 5))), shift=Int32(shift))
-    parts = [
+    segments = [
         replace(whole, **line, first_leaf=Int32(begin), end_leaf=Int32(end), keys=keys_of(leaves - end, leaves - begin))
         for begin, end in itertools.pairwise(bounds)
     ]
-    random.shuffle(parts)
-    roots = [attend(tree, part) for part in parts]
-    assert roots[:-1] == [None] * (len(parts) - 1)
+    random.shuffle(segments)
+    roots = [attend(tree, segment) for segment in segments]
+    assert roots[:-1] == [None] * (len(segments) - 1)
     assert roots[-1] == expected(0, leaves, (leaves - 1).bit_length())
     assert not any(state.counters.values())
 
