@@ -241,7 +241,7 @@ class KernelConfig:
     @property
     def loaded_depth(self) -> tuple[int, int]:
         """Count the columns of the loaded tiles of K and V that somebody reads."""
-        return self.depth[0], self.depth[1] * self.v_parts
+        return self.depth[0], self.depth[1] * self.v_splits
 
     @property
     def q_dim(self) -> int:
@@ -273,7 +273,7 @@ class KernelConfig:
         columns = self.operand_columns[1]
         whole_blocks = columns > BLOCK_COLUMNS and not self.multiplies_bytes
         value = columns if whole_blocks else rounded_up(self.head_dim_v, MMA_DEPTH)
-        return rounded_up(self.head_dim_qk, self.mma_depth), value // self.v_parts
+        return rounded_up(self.head_dim_qk, self.mma_depth), value // self.v_splits
 
     @property
     def product_columns(self) -> int:
@@ -306,10 +306,10 @@ class KernelConfig:
 
     @property
     def consumer_warpgroups(self) -> int:
-        return self.tile.m * self.v_parts // 64
+        return self.tile.m * self.v_splits // 64
 
     @property
-    def v_parts(self) -> int:
+    def v_splits(self) -> int:
         """Say how many consumer warpgroups share query rows."""
         return 2 if self.tile.splits_v else 1
 

@@ -123,7 +123,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def consumer_warpgroups(self) -> int:
-        return self.v_parts
+        return self.v_splits
 
     @property
     def has_merge_role(self) -> bool:
@@ -171,7 +171,7 @@ class MlaConfig(DecodeConfig):
 
     @property
     def depth(self) -> tuple[int, int]:
-        return self.head_dim_qk, self.head_dim_v // self.v_parts
+        return self.head_dim_qk, self.head_dim_v // self.v_splits
 
     @property
     def sparse(self) -> bool:

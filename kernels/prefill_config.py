@@ -79,9 +79,9 @@ SHORT_WINDOW, SHORT_STEP = 512, 64
 # what was loaded beside those of what is multiplied. Widened and beyond head dim 128, shared memory has one of either.
 _CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_registers=208, converting_registers=64)
 # Where V is transposed, loaders and the converting warpgroup do with fewer registers, and 8 more for the consumers gave
-# 1 to 2 %. Steps at head dim 128 where products of parts are added to O: 160 keys give 778 and 700 TFLOP/s at 1 x 16384
-# and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24). Where products accumulate O there
-# are registers for 192 keys, which are 1.01 to 1.02 of 160 at either (H100, 2026-11-25).
+# 1 to 2 %. Steps at head dim 128 where products of panels are added to O: 160 keys give 778 and 700 TFLOP/s at 1 x
+# 16384 and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24). Where products accumulate O
+# there are registers for 192 keys, which are 1.01 to 1.02 of 160 at either (H100, 2026-11-25).
 _TRANSPOSING: dict[str, Any] = dict(producer_registers=32, consumer_registers=216, converting_registers=48)
 BYTE_STEP = 192
 PART_STEP = 160

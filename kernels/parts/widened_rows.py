@@ -37,7 +37,7 @@ class LatentBytes:
     first_scale: int = 0  # the one of the part's first columns
 
     @staticmethod
-    def of_parts(kind: KvType, dtype: Any, dims: tuple[int, int], latent: int) -> "tuple[LatentBytes, LatentBytes]":
+    def of_sides(kind: KvType, dtype: Any, dims: tuple[int, int], latent: int) -> "tuple[LatentBytes, LatentBytes]":
         """Return the left and the right part of rows with ``latent`` columns that are values as well, of ``dims``
         columns in all."""
         left, right = dims

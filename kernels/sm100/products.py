@@ -127,18 +127,18 @@ class Products(DeviceStruct):
         s_ring.wait_released(step)
         o_ring.wait_released(step)
         tmem.after_signal()
-        self._issue_part(index, kv_step, (0, early), accumulate)
+        self._issue_keys(index, kv_step, (0, early), accumulate)
         p_ring.wait_full(step)
         tmem.after_signal()
-        self._issue_part(index, kv_step, (early, keys), accumulate)
+        self._issue_keys(index, kv_step, (early, keys), accumulate)
 
     @cute.jit
-    def _issue_part(self, index, kv_step, part: cutlass.Constexpr, accumulate) -> None:
+    def _issue_keys(self, index, kv_step, span: cutlass.Constexpr, accumulate) -> None:
         v_ring = self.rings.v
         c = self.kernel.config
         kind = mma.instruction_descriptor(self.kernel.dtype, c.head_dim_v, n_major_b=True)
         output = self.tensor_memory + (c.o_column + index * c.head_dim_v)
-        product = (output, self._scores(index), self.v, v_ring.stage(kv_step), part, kind, accumulate)
+        product = (output, self._scores(index), self.v, v_ring.stage(kv_step), span, kind, accumulate)
         with cute.arch.elect_one():
             if const_expr(c.skip_softmax):
                 if shared_array(Int32, self.pending)[index] != 0:

@@ -34,7 +34,7 @@ class WarpAttend(PrefillAttend):
     @property
     def _row_warps(self) -> int:
         """Say how many warps of a warpgroup have rows of their own; the others have the same rows and other columns."""
-        return WARPS // self.kernel.config.v_parts
+        return WARPS // self.kernel.config.v_splits
 
     def place(self, consumer) -> tuple:
         return consumer, warp_in_warpgroup() // self._row_warps
@@ -44,7 +44,7 @@ class WarpAttend(PrefillAttend):
 
     def own_keys(self, tile, row) -> TileRange:
         # Where warps share rows, one warpgroup has all of the tile.
-        return super().own_keys(tile, row) if self.kernel.config.v_parts == 1 else tile.keys
+        return super().own_keys(tile, row) if self.kernel.config.v_splits == 1 else tile.keys
 
     @cute.jit
     def unmasked_steps(self, operands, turns, q_stage, row, kv_step, keys):
@@ -73,7 +73,7 @@ class WarpAttend(PrefillAttend):
 
     def store(self, *arguments) -> None:
         # Lanes may have read rows of Q that others now write to.
-        if const_expr(self.kernel.config.v_parts > 1):
+        if const_expr(self.kernel.config.v_splits > 1):
             cute.arch.barrier(barrier_id=WARPGROUP_BARRIER, number_of_threads=WARPGROUP)
         else:
             cute.arch.sync_warp()
@@ -113,7 +113,7 @@ class WarpOperands(RowOperands):
         tile_n = kernel.tile.n
         depth_qk, depth_v = kernel.config.depth
         columns = kernel.config.operand_columns[1]
-        first_block = column_half * (columns // (BLOCK_COLUMNS * kernel.config.v_parts))
+        first_block = column_half * (columns // (BLOCK_COLUMNS * kernel.config.v_splits))
         v_row = copy.block_row(0, first_block, tile_n, columns, kernel.source.columns_first)
         words = cls.q_words(kernel.config)
         return dict(

@@ -18,23 +18,23 @@ from hopwell.kernels.sm120_decode_config import Sm120MlaConfig
 
 
 class MlaSm120(LaneReaders, FewRowsMlaSm90):
-    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left. K and V are the left and right parts of a
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left. K and V are the left and right sides of a
     key, both of them key and value.
 
     Warp roles
-        warp 0 load_keys   both parts of the keys; where lanes copy rows, half of them
+        warp 0 load_keys   both sides of the keys; where lanes copy rows, half of them
         warp 1 load_keys   the other half; or widen: keys of 8 bits, see parts/widened_rows.py
         warp 2 load_q      the packed rows of Q
         warp 3 schedule    segments of lines, see parts/ranges.py
         warps 4..7 attend  from Q K^T to a leaf's node, from nodes to the output
 
     Edges
-        loaded K, loaded V  load_keys -> widen  bytes of both parts, where keys have 8 bits; given back on K and V
-        Q       load_q -> attend      released after the part's last leaf
+        loaded K, loaded V  load_keys -> widen  bytes of both sides, where keys have 8 bits; given back on K and V
+        Q       load_q -> attend      released after the segment's last leaf
         K, V    load_keys -> attend   released when the product with their half of the value has been added to O
         work    schedule -> all       released as soon as it has been read
 
-    Steady state: memory is the limit. There is room for one tile, whose left part is fetched again first.
+    Steady state: memory is the limit. There is room for one tile, whose left side is fetched again first.
 
         memory         |          waits            | left of A'       | right of A' | ...
         attend         | S(A)  | P of A | O += P V left | O += P V right |    waits
@@ -49,7 +49,7 @@ class MlaSm120(LaneReaders, FewRowsMlaSm90):
         return replace(super()._merge(addresses, geometry, tiles), held=self._node())
 
     def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
-        """Both parts are values, whose rows may become zeros."""
+        """Both sides are values, whose rows may become zeros."""
         return super().kv_arrivals(True)
 
     def consumer(self, **parts: Any) -> "WarpLatentAttend":
@@ -65,18 +65,18 @@ class WarpLatentOperands(WarpProducts):
         return WarpLatentOperands(**WarpProducts.fields(kernel, tiles, 1))
 
     def multiply_keys(self, rings, step, q_stage) -> None:
-        """Compute S^T of tile ``step``, over both parts of its columns."""
+        """Compute S^T of tile ``step``, over both sides of its columns."""
         self.s.fill(0.0)
-        for part, ring in enumerate(rings):
+        for side, ring in enumerate(rings):
             ring.wait_full(step)
             depths = self.kernel.config.kv_dims
-            self.add_scores(0, part, ring.stage(step), q_stage, depths[part], part * depths[0])
+            self.add_scores(0, side, ring.stage(step), q_stage, depths[side], side * depths[0])
 
     def multiply_values(self, rings, step) -> None:
-        """Add V^T P^T of tile ``step`` to both halves of O^T, and give the tile's parts back."""
+        """Add V^T P^T of tile ``step`` to both halves of O^T, and give the tile's sides back."""
         half = self.kernel.config.head_dim_v // 2
-        for part, ring in enumerate(rings):
-            self.add_values(0, part, ring.stage(step), half, part * half)
+        for side, ring in enumerate(rings):
+            self.add_values(0, side, ring.stage(step), half, side * half)
             ring.release(step)
 
     def output(self) -> ColumnFragment:

@@ -29,11 +29,11 @@ from hopwell.kernels.sm120.attend import WarpOperands
 
 @dataclass
 class NarrowOperands(WarpOperands):
-    v_parts = 2  # fragments of O that a vector of V gives
+    vector_fragments = 2  # fragments of O that a vector of V gives
     most_q_words = 16  # conversion needs the registers of others
 
     def output(self) -> SplitRowFragment:
-        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row, self.v_parts)
+        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row, self.vector_fragments)
 
     def issue_pv(self, v_stage) -> None:
         config, lane = self.kernel.config, cute.arch.lane_idx()
@@ -42,13 +42,13 @@ class NarrowOperands(WarpOperands):
         words_of_p = LANES * self.p_bits // 64
         for part in range(self.tile_n // LANES):
             p, scales = [self.p[words_of_p * part + i] for i in range(words_of_p)], None
-            for vector in range(self.depth_v // (MMA_COLUMNS * self.v_parts)):
+            for vector in range(self.depth_v // (MMA_COLUMNS * self.vector_fragments)):
                 place = copy.tile_vector(stage, LANES * part + lane, vector, self.tile_n, columns, columns_first)
                 words = copy.load_matrix_x4(place, transposes=True)
                 scales = self.scales_of(part, vector, scales)
                 for first, fragments in enumerate(self.values(words, vector, scales)):
                     for i, b in enumerate(fragments):
-                        self.accumulate(self.o, self.v_parts * vector + i, p[4 * first : 4 * first + 4], b)
+                        self.accumulate(self.o, self.vector_fragments * vector + i, p[4 * first : 4 * first + 4], b)
 
     def scales_of(self, part: int, vector: int, before: Any) -> Any:
         """Return the scales of V of 32 keys in a vector of columns; ``before`` is what the vector before had."""
@@ -141,7 +141,7 @@ class DequantisedOperands(WidenedOperands):
 
     step_products = 4
     neighbours = 8
-    v_parts = 4
+    vector_fragments = 4
 
     @classmethod
     def create(cls, kernel, tiles: SharedTiles, place, addresses, geometry) -> "DequantisedOperands":

@@ -63,8 +63,8 @@ class Attend(Consumer):
 
     def place(self, consumer) -> tuple:
         """Say which row block this warp of consumer warpgroup ``consumer`` has, and which half of V's columns."""
-        parts = self.kernel.config.v_parts
-        return consumer // parts, consumer % parts
+        splits = self.kernel.config.v_splits
+        return consumer // splits, consumer % splits
 
     def warp_row(self, row_block):
         """Return the first of this warp's rows in the tile."""
@@ -258,7 +258,7 @@ class Operands(RowOperands):
     @staticmethod
     def create(kernel, tiles: SharedTiles, row_block, column_half) -> "Operands":
         value = tiles.v
-        if const_expr(kernel.config.v_parts > 1):
+        if const_expr(kernel.config.v_splits > 1):
             part = cute.crd2idx((0, kernel.config.depth[1], 0), tiles.v.layout)
             value = cute.make_tensor(tiles.v.iterator + column_half * part, tiles.v.layout)
         return Operands.of_value(kernel, tiles, row_block, value, kernel.config.operand_columns[1])
@@ -268,7 +268,7 @@ class Operands(RowOperands):
         """``value`` is a tile of ``columns``, the first of which are multiplied."""
         t, source = kernel.tile, warpgroup.OperandSource
         depth_qk, depth_v = kernel.config.depth
-        mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups // kernel.config.v_parts)
+        mma = partial(make_mma, kernel.dtype, warpgroups=kernel.warpgroups // kernel.config.v_splits)
         qk_mma = mma((WARPGROUP_ROWS, t.n), a_source=source.SMEM, b_major=OperandMajorMode.K)
         pv_mma = mma((WARPGROUP_ROWS, kernel.config.product_columns), a_source=source.RMEM, b_major=OperandMajorMode.MN)
         qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)

@@ -3,7 +3,7 @@
 The tensor cores of Hopper keep 13 to 14 bits of a sum of products of 8-bit operands, so that long sums lose what single
 products add. Every ``FLUSHED_STEPS`` steps O goes to a sum in float32, which lies in shared memory, and begins at zero:
 relative to the flush, additions in products are few, and those in float32 are exact enough. Against float32 additions
-in each step this saves the registers that parts of products take, so a step has more keys, and products wait for
+in each step this saves the registers that products of panels take, so a step has more keys, and products wait for
 nothing.
 """
 

@@ -22,7 +22,7 @@ from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import WARPGROUP_BARRIER
 from hopwell.kernels.sm90.byte_prefill import round_to_bytes
 from hopwell.kernels.sm90.conversion import EVEN_BYTES, ODD_BYTES, PAIRED_KEYS
-from hopwell.kernels.sm90.mla import WARP_SUM_BYTES, KeyParts, MlaAttend, MlaSm90
+from hopwell.kernels.sm90.mla import WARP_SUM_BYTES, KeySides, MlaAttend, MlaSm90
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.splitting import ROWS
 
@@ -54,8 +54,8 @@ class ByteMlaSm90(MlaSm90):
     Steady state: what limits is that products wait for softmax and softmax for products.
 
         tensor cores   | left: S(A), right: S(B) |            | O += V^T P^T of A and B, both | left: S(A') ...
-        left           |         waits           | softmax, A | adds parts of products to O   | waits
-        right          |         waits           | softmax, B | adds parts of products to O   | waits
+        left           |         waits           | softmax, A | adds products of panels to O | waits
+        right          |         waits           | softmax, B | adds products of panels to O | waits
         loads          | what the step before has released    |                               |
     """
 
@@ -82,8 +82,8 @@ class ByteMlaSm90(MlaSm90):
 
 
 @dataclass
-class ByteMlaOperands(KeyParts, DeviceStruct):
-    """Matrix operands of one warpgroup. ``k`` and ``k_right`` are a key's two parts and ``p`` the weights of A and of B
+class ByteMlaOperands(KeySides, DeviceStruct):
+    """Matrix operands of one warpgroup. ``k`` and ``k_right`` are a key's two sides and ``p`` the weights of A and of B
     side by side, in shared memory; ``o`` is its half of O, transposed until :meth:`turn`."""
 
     qk_mma: Any
@@ -249,7 +249,7 @@ class ByteMlaAttend(MlaAttend):
         own, other = 2 * step + which, 2 * step + 1 - which
         rings, scores = (self.rings.k, self.rings.v), operands.scores()
         its_half, my_half = rings[1 - which], rings[which]
-        self.scores(operands, q_stage, own, self.kernel.part_orders[which])
+        self.scores(operands, q_stage, own, self.kernel.side_orders[which])
         warpgroup.wait_group(0)
         its_half.release(own)
         if row.needs_mask(masked):

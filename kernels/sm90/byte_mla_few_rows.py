@@ -53,7 +53,7 @@ class TileColumnSoftmax(ColumnSoftmax, TileSoftmax):
 class ByteLatentOperands(LatentOperands):
     """Operands whose values come into registers. ``products`` with zero accumulators are added to O."""
 
-    values: tuple  # first operands of the products with a part of the value, 64 columns each
+    values: tuple  # first operands of the products with a side of the value, 64 columns each
     added: tuple  # these products
     factors: Any  # of each row that a lane holds: what brings O to the tile's reference
     tiles: Any
@@ -79,8 +79,8 @@ class ByteLatentOperands(LatentOperands):
 
     def multiply_values(self, rings, step) -> None:
         """Bring O^T to the tile's references and add V^T P^T, first the left (0) and then the right (1) half."""
-        for part, ring in enumerate(rings):
-            tile, columns = (self.tiles.k, self.tiles.v)[part], self.kernel.config.columns[part]
+        for side, ring in enumerate(rings):
+            tile, columns = (self.tiles.k, self.tiles.v)[side], self.kernel.config.columns[side]
             values = Values.of(self.kernel, tile, columns, ring.stage(step))
             for block, operand in enumerate(self.values):
                 values.read(block, cute.recast_tensor(operand, Uint32))
@@ -90,7 +90,7 @@ class ByteLatentOperands(LatentOperands):
             warpgroup.wait_group(0)
             ring.release(step)
             for block, product in enumerate(self.added):
-                self._add(product, (part * len(self.added) + block) * cute.size(product))
+                self._add(product, (side * len(self.added) + block) * cute.size(product))
 
     def _add(self, product, first: int) -> None:
         for i in range(cute.size(product)):

@@ -20,8 +20,8 @@ from hopwell.kernels.sm90.prefill_attend import PrefillAttend
 # One product has at most so many columns of V. The tensor cores of Hopper add products of 8-bit operands with 13 to 14
 # bits of mantissa, so O is accumulated by float32 instructions, tile by tile, from products with zero accumulators:
 # these take registers, which O, S and P have to leave.
-PART_COLUMNS = 64
-PRODUCT_REGISTERS = 184  # of a lane for S, P, O and a part of a product; with more, kernels spill
+PANEL_COLUMNS = 64
+PRODUCT_REGISTERS = 184  # of a lane for S, P, O and of a product of a panel; with more, kernels spill
 
 
 @dataclass
@@ -32,8 +32,8 @@ class ByteAttend(PrefillAttend):
     added to O, and then the other columns of P V.
     """
 
-    def operands(self, row_block, column_half, addresses, geometry) -> "PartOperands":
-        return PartOperands.create(self.kernel, self.tiles, row_block, column_half)
+    def operands(self, row_block, column_half, addresses, geometry) -> "PanelOperands":
+        return PanelOperands.create(self.kernel, self.tiles, row_block, column_half)
 
     def output_rows(self) -> type[OutputRows]:
         return output_rows(self.kernel.out_dtype, stages_pairs=False)
@@ -45,15 +45,15 @@ class ByteAttend(PrefillAttend):
         k_ring.wait_full(kv_step + 1)
         v_ring.wait_full(kv_step)
         turns.wait()
-        operands.issue_part(v_stage, 0)
+        operands.issue_panel(v_stage, 0)
         operands.issue_qk(q_stage, k_ring.stage(kv_step + 1))
-        for part in cutlass.range_constexpr(operands.parts):
-            if const_expr(part == operands.parts - 1):
+        for panel in cutlass.range_constexpr(operands.panels):
+            if const_expr(panel == operands.panels - 1):
                 turns.pass_on()
-            warpgroup.wait_group(1 if part == 0 else 0)
-            operands.add_part(part, self.softmax.rescale)
-            if const_expr(part + 1 < operands.parts):
-                operands.issue_part(v_stage, part + 1)
+            warpgroup.wait_group(1 if panel == 0 else 0)
+            operands.add_panel(panel, self.softmax.rescale)
+            if const_expr(panel + 1 < operands.panels):
+                operands.issue_panel(v_stage, panel + 1)
         v_ring.release(kv_step)
         warpgroup.wait_group(0)
         k_ring.release(kv_step + 1)
@@ -63,10 +63,10 @@ class ByteAttend(PrefillAttend):
 
     @cute.jit
     def begin_pv(self, operands, v_stage):
-        for part in cutlass.range_constexpr(operands.parts):
-            operands.issue_part(v_stage, part)
+        for panel in cutlass.range_constexpr(operands.panels):
+            operands.issue_panel(v_stage, panel)
             warpgroup.wait_group(0)
-            operands.add_part(part, self.softmax.rescale)
+            operands.add_panel(panel, self.softmax.rescale)
 
     def rescale(self, operands) -> None:
         """O follows when a product is added to it."""
@@ -113,33 +113,33 @@ class ByteOperands(Operands):
 
 
 @dataclass
-class PartOperands(ByteOperands):
-    """``part`` is what a product of some columns of V gives."""
+class PanelOperands(ByteOperands):
+    """``product`` is what P times a panel of V gives."""
 
-    part: object
-    parts: int
+    product: object
+    panels: int
 
     @staticmethod
-    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "PartOperands":
+    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "PanelOperands":
         depth_v = kernel.config.depth[1]
-        width = part_columns(depth_v, kernel.tile.n)
+        width = panel_columns(depth_v, kernel.tile.n)
         # As wgmma has a warpgroup's accumulators: two columns of each eight, of two rows.
-        part = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
-        return PartOperands.of_products(kernel, tiles, row_block, width, part=part, parts=depth_v // width)
+        product = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
+        return PanelOperands.of_products(kernel, tiles, row_block, width, product=product, panels=depth_v // width)
 
-    def issue_part(self, v_stage, part: int) -> None:
+    def issue_panel(self, v_stage, panel: int) -> None:
         """Issue the product of P and some columns of V."""
-        v = self.v[None, part, None, v_stage]
+        v = self.v[None, panel, None, v_stage]
         (values, keys), (value_step, key_step) = v.layout.shape, v.layout.stride
         v = cute.make_tensor(v.iterator, cute.make_layout((values, 1, keys), stride=(value_step, 0, key_step)))
-        issue_mma(self.pv_mma, self.part, self.p, v, self.tile_n, False)
+        issue_mma(self.pv_mma, self.product, self.p, v, self.tile_n, False)
 
     @cute.jit
-    def add_part(self, part: cutlass.Constexpr[int], factors) -> None:
+    def add_panel(self, panel: cutlass.Constexpr[int], factors) -> None:
         """Add the product to its columns of O times ``factors``, one a row."""
-        first = part * cute.size(self.part)
-        for i in cutlass.range_constexpr(cute.size(self.part)):
-            self.o[first + i] = fma(self.o[first + i], factors[i // 2 % 2], self.part[i])
+        first = panel * cute.size(self.product)
+        for i in cutlass.range_constexpr(cute.size(self.product)):
+            self.o[first + i] = fma(self.o[first + i], factors[i // 2 % 2], self.product[i])
 
 
 def round_to_bytes(s, words) -> None:
@@ -150,9 +150,9 @@ def round_to_bytes(s, words) -> None:
         words[i] = copy.pack_e4m3_x4([s[first + k] for k in (0, 1, 4, 5)])
 
 
-def part_columns(depth_v: int, tile_n: int) -> int:
+def panel_columns(depth_v: int, tile_n: int) -> int:
     """Say how many columns of V are in one product: as many as there may be beside S, P and O, and divide all of
     them."""
     left = PRODUCT_REGISTERS - tile_n // 2 - tile_n // 8 - depth_v // 2
-    most = min(2 * left, PART_COLUMNS)
+    most = min(2 * left, PANEL_COLUMNS)
     return max(width for width in range(8, most + 1, 8) if depth_v % width == 0)

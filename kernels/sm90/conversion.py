@@ -25,12 +25,12 @@ from hopwell.kernels.parts.widen import widened_words
 from hopwell.kernels.skeleton import SharedTiles
 
 VECTOR_ELEMENTS = copy.VECTOR_BYTES  # of 8 bits in a vector, which becomes two vectors
-PACKED_ELEMENTS = 2 * copy.VECTOR_BYTES  # of 4 bits in a vector, which becomes four vectors: two blocks
+VECTOR_CODES = 2 * copy.VECTOR_BYTES  # in a vector, which becomes four vectors: two blocks
 BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8 bits that become a column block
 WIDENED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows that a warpgroup widens a column block of at a time
 WIDENING_BARRIER = 8  # named barrier of the warpgroup that widens in place
 VECTORS_UNDER_WAY = 8  # that a thread has read from shared memory and not widened yet
-PACKED_UNDER_WAY = 2  # of 4 bits
+CODES_UNDER_WAY = 2  # vectors of codes
 SCALES_APART = 8  # registers of a thread for scales that are not neighbours
 PAIRED_KEYS = 32  # that a warp transposes at a time: two vectors of a row of the target
 
@@ -175,7 +175,7 @@ class DequantisingConverter(WideningConverter):
     @property
     def row_parts(self) -> int:
         """Say how many threads share a row: those that there are for it, or as many as give each whole vectors."""
-        vectors = self.kernel.config.depth[self.operand] // PACKED_ELEMENTS
+        vectors = self.kernel.config.depth[self.operand] // VECTOR_CODES
         return math.gcd(WARPGROUP // self.kernel.tile.n, vectors)
 
     @property
@@ -205,7 +205,7 @@ class DequantisingConverter(WideningConverter):
     def convert(self, step, scales) -> None:
         config, n = self.kernel.config, self.kernel.tile.n
         loaded, columns_first = config.columns[self.operand], self.kernel.source.columns_first
-        vectors = config.depth[self.operand] // PACKED_ELEMENTS // self.row_parts  # of a thread
+        vectors = config.depth[self.operand] // VECTOR_CODES // self.row_parts  # of a thread
         cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
         row, part = self._place()
         # Lanes that have no row, since there are fewer parts than lanes, read another one's.
@@ -216,7 +216,7 @@ class DequantisingConverter(WideningConverter):
             place = copy.tile_vector(stage, loaded_row, part * vectors + i, n, loaded, columns_first)
             return copy.load_shared(place, 4)
 
-        packed = self.read_ahead(step, read, vectors, PACKED_UNDER_WAY)
+        packed = self.read_ahead(step, read, vectors, CODES_UNDER_WAY)
         target = next(packed)
         for i, words in enumerate(packed):
             self._store_packed(target, row, 4 * (part * vectors + i), words, self._factors(scales, i))

@@ -251,9 +251,9 @@ class DecodeSm90(AttentionSm90):
         """Run those warps of the first warpgroup that load K, V and Q."""
         operands = self.loads(addresses, geometry)
         if warp == K_WARP:
-            self.load_part(0, atoms, operands, tiles, rings, partial_barriers, board)
+            self.load_operand(0, atoms, operands, tiles, rings, partial_barriers, board)
         if warp == V_WARP:
-            self.load_part(1, atoms, operands, tiles, rings, partial_barriers, board)
+            self.load_operand(1, atoms, operands, tiles, rings, partial_barriers, board)
         if warp == Q_WARP:
             self.load_all_q(addresses, geometry, tiles, rings, board)
 
@@ -273,14 +273,14 @@ class DecodeSm90(AttentionSm90):
             operand = replace(operand, page_slots=operand.slots_of_page())
         return operand
 
-    def load_part(self, part: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
-        """Load K (part 0) or V (part 1) of every tile."""
-        shared, operand = shared_address((tiles.k, tiles.v)[part].iterator), operands[part]
+    def load_operand(self, which: int, atoms, operands, tiles, rings, partial_barriers, board) -> None:
+        """Load K (0) or V (1) of every tile."""
+        shared, operand = shared_address((tiles.k, tiles.v)[which].iterator), operands[which]
         operand = self.divided(operand)
         if const_expr(self.config.copies_scales):
-            operand = replace(operand, shared_scales=shared_address(tiles.scales[part]))
-        ring = self.loading_ring(rings, part)
-        self.load_kv(atoms[part], shared, ring, partial_barriers + part, board, operand)
+            operand = replace(operand, shared_scales=shared_address(tiles.scales[which]))
+        ring = self.loading_ring(rings, which)
+        self.load_kv(atoms[which], shared, ring, partial_barriers + which, board, operand)
 
     def _q_atom(self, addresses: Addresses, geometry: DecodeGeometry):
         """Return the TMA atom of Q; it is None where only lanes copy its rows."""

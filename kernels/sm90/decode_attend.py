@@ -137,4 +137,4 @@ class DecodeAttend(DecodeConsumer, Attend):
     @property
     def columns(self) -> int:
         """Say how many columns of the output this warpgroup has."""
-        return self.kernel.config.head_dim_v // self.kernel.config.v_parts
+        return self.kernel.config.head_dim_v // self.kernel.config.v_splits

@@ -48,7 +48,7 @@ class FewRowsDecodeSm90(DecodeSm90):
                            of each tile, and 16 of 64 columns of the output
 
     Edges
-        Q       load_q -> attend      released after the part's last leaf
+        Q       load_q -> attend      released after the segment's last leaf
         K       load_k -> attend      released when the tile's S has been computed
         V       load_v -> attend      released when the tile's product has been added to O
         work    schedule -> all       released as soon as it has been read
@@ -121,11 +121,11 @@ class LeafTiles(SharedTiles):
     p: Any  # [rows, LEAF_TILE, p_tiles]
 
 
-def transposed_values(kernel, pv_mma, part, width: int, columns: int):
-    """Return the first operand of V^T P^T: ``columns`` of a part of V, whose rows have ``width`` in shared memory."""
+def transposed_values(kernel, pv_mma, side, width: int, columns: int):
+    """Return the first operand of V^T P^T: ``columns`` of one side of V, whose rows have ``width`` in shared memory."""
     t, pv = kernel.tile, pv_mma.get_slice(0)
     layout = cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * width))
-    return pv.make_fragment_A(pv.partition_A(cute.composition(part, layout)))
+    return pv.make_fragment_A(pv.partition_A(cute.composition(side, layout)))
 
 
 @dataclass
@@ -136,7 +136,7 @@ class ColumnOperands(DeviceStruct):
     qk_mma: Any
     pv_mma: Any
     q: Any
-    k: tuple  # of parts of a key's columns, each of which has stages of its own
+    k: tuple  # of sides of a key, each of which has stages of its own
     p: Any
     s: Any  # of tiles, one behind the other
     o: Any
@@ -146,7 +146,7 @@ class ColumnOperands(DeviceStruct):
 
     @staticmethod
     def fields(kernel, tiles: LeafTiles, mmas: tuple, keys: tuple, columns: int, scored_tiles: int) -> dict[str, Any]:
-        """Return the values of the fields above by their names. ``keys`` are the parts of K, ``columns`` those of the
+        """Return the values of the fields above by their names. ``keys`` are the sides of K, ``columns`` those of the
         output."""
         t, (qk_mma, pv_mma) = kernel.tile, mmas
         qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
@@ -155,7 +155,7 @@ class ColumnOperands(DeviceStruct):
             qk_mma=qk_mma,
             pv_mma=pv_mma,
             q=qk.make_fragment_B(qk.partition_B(tiles.q)),
-            k=tuple(qk.make_fragment_A(qk.partition_A(part)) for part in keys),
+            k=tuple(qk.make_fragment_A(qk.partition_A(side)) for side in keys),
             p=pv.make_fragment_B(pv.partition_B(tiles.p)),
             s=cute.make_rmem_tensor(cute.size(s_layout) * scored_tiles, Float32),
             o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
@@ -165,10 +165,10 @@ class ColumnOperands(DeviceStruct):
         )
 
     def begin(self, q_ring, work) -> None:
-        """Do nothing: Q of a part stays in shared memory."""
+        """Do nothing: Q of a segment stays in shared memory."""
 
     def end(self, q_ring, work) -> None:
-        """Give Q back, as the part's products are done."""
+        """Give Q back, as the segment's products are done."""
         q_ring.release(work)
 
     def show_weights(self) -> None:

@@ -1,4 +1,4 @@
-"""What the MLA kernels have in common: a key is in shared memory once, in two parts, the left half of the value's
+"""What the MLA kernels have in common: a key is in shared memory once, in two sides, the left half of the value's
 columns and all to the right of them."""
 
 from dataclasses import replace
@@ -35,8 +35,8 @@ class LatentKeys:
     _kv_atom: Any
 
     @property
-    def part_orders(self) -> tuple[tuple[int, int], ...]:
-        """Return the order in which parts, left (0) and right (1), of a step's tiles are multiplied, and fetched by
+    def side_orders(self) -> tuple[tuple[int, int], ...]:
+        """Return the order in which sides, left (0) and right (1), of a step's tiles are multiplied, and fetched by
         TMA."""
         return ((0, 1),) * self.step_tiles
 
@@ -59,21 +59,21 @@ class LatentKeys:
         return WIDENED[source] if self.widens else source
 
     def loads(self, addresses: Addresses, geometry: DecodeGeometry) -> tuple[KvOperand, KvOperand]:
-        """Both parts are values as well: rows that nobody sees become zeros."""
+        """Both sides are values as well: rows that nobody sees become zeros."""
         c, a, g = self.config, addresses, geometry
         pages = page_size(g.page_divisor, g.k_rows, c.uneven_pages)
         strides, table = c.kv_strides(g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
         dims, columns = c.kv_dims, c.columns
         places = a.key, a.key + c.kv_bytes * (c.head_dim_v // 2)
         kind = dict(is_value=True, read_once=c.reads_kv_once)
-        parts = [
+        sides = [
             (place, *strides, *table, dim, width, dim) for place, dim, width in zip(places, dims, columns, strict=True)
         ]
         if self.widens:
-            forms = LatentBytes.of_parts(c.kv_type, self.dtype, dims, c.head_dim_v)
-            left, right = (WidenedOperand(*parts[i], **kind, row_format=forms[i]) for i in range(2))
+            forms = LatentBytes.of_sides(c.kv_type, self.dtype, dims, c.head_dim_v)
+            left, right = (WidenedOperand(*sides[i], **kind, row_format=forms[i]) for i in range(2))
         else:
-            left, right = (KvOperand(*part, **kind) for part in parts)
+            left, right = (KvOperand(*side, **kind) for side in sides)
         return left, right
 
     def _kv_atoms(self, a: Addresses, g: DecodeGeometry):
@@ -116,22 +116,22 @@ class LatentKeys:
     @cute.jit
     def load_keys(self, warp, atoms, addresses, geometry, tiles, rings, partial_barriers, board):
         """Run the warps that load keys, and those that widen them."""
-        operands, parts = self.loads(addresses, geometry), (rings.k, rings.v)
+        operands, sides = self.loads(addresses, geometry), (rings.k, rings.v)
         shared = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
         if const_expr(self.widens):
             loaded = rings.loaded_k, rings.loaded_v
             if warp < self.loading_warps:
-                self._copy_both(warp, shared, parts, loaded, board, operands)
+                self._copy_both(warp, shared, sides, loaded, board, operands)
             else:
-                self._widen_both(warp - self.loading_warps, shared, parts, loaded, board, operands)
+                self._widen_both(warp - self.loading_warps, shared, sides, loaded, board, operands)
         elif const_expr(self.loading_warps == 1):
-            self._load_both(atoms, shared, parts, partial_barriers, board, operands)
+            self._load_both(atoms, shared, sides, partial_barriers, board, operands)
         else:
-            self._copy_both(warp, shared, parts, parts, board, operands)
+            self._copy_both(warp, shared, sides, sides, board, operands)
 
     @cute.jit
     def _widen_both(self, warp, shared, rings, loaded, board, operands):
-        """Widen an equal share of the rows of both parts of every tile."""
+        """Widen an equal share of the rows of both sides of every tile."""
         step, work = Int32(0), Int32(0)
         tile = board.read(work)
         while tile.exists:
@@ -151,8 +151,8 @@ class LatentKeys:
 
     @cute.jit
     def _copy_both(self, warp, shared, rings, loaded, board, operands):
-        """Each warp copies half of the rows of both parts of every tile: parts are given back one after the other, and
-        two warps are done with one sooner. With a part for each warp 64 lists of 2048 and 128 heads took 83.0 instead
+        """Each warp copies half of the rows of both sides of every tile: sides are given back one after the other, and
+        two warps are done with one sooner. With a side for each warp 64 lists of 2048 and 128 heads took 83.0 instead
         of 77.3 us, 32 x 8192 tokens in pages of 1 180 instead of 164 (H200, 2026-11-23)."""
         step, work = Int32(0), Int32(0)
         tile = board.read(work)
@@ -174,7 +174,7 @@ class LatentKeys:
 
     @cute.jit
     def _load_both(self, atoms, shared, rings, partial_barriers, board, operands):
-        """Let one warp load both parts of every tile: what differs between the parts comes as a pair."""
+        """Let one warp load both sides of every tile: what differs between the sides comes as a pair."""
         operands = tuple(self.divided(operand) for operand in operands)
         descriptors = [copy.tma_descriptor(atom) for atom in atoms]
         step, work, partials = Int32(0), Int32(0), [Int32(0), Int32(0)]
@@ -186,7 +186,7 @@ class LatentKeys:
                 for k in cutlass.range_constexpr(self.step_tiles):
                     place = n * self.step_tiles + (self.step_tiles - 1 - k)
                     locations = [source.locate(place) for source in sources]
-                    for i in self.part_orders[k]:
+                    for i in self.side_orders[k]:
                         rings[i].wait_empty(step)
                         barrier = partial_barriers + i
                         partials[i] = sources[i].fill(locations[i], place, rings[i], step, barrier, partials[i])

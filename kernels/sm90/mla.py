@@ -46,13 +46,13 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     64 x 512 of O are more registers than a warpgroup has, so two of them share the columns: left and right. Each
     computes S and P of one of a step's tiles and gives P to the other through shared memory. A key is there once, in
-    two parts: the left half of the value's columns, and all to the right of them. A step is a chain: S and P of A, P of
-    B relative to that, the product with P of B, and S of the next A. So P of B has a tile of its own, and each part of
+    two sides: the left half of the value's columns, and all to the right of them. A step is a chain: S and P of A, P of
+    B relative to that, the product with P of B, and S of the next A. So P of B has a tile of its own, and each side of
     a key is given back, and fetched again, as soon as one warpgroup's product is done; P of A goes where the last 64
-    columns of A's right part were, which belong to the key alone.
+    columns of A's right side were, which belong to the key alone.
 
     Warp roles
-        warp 0 load_keys   both parts of the keys
+        warp 0 load_keys   both sides of the keys
         warp 1             the same where lanes copy rows, half of them each
         warps 1, 2 widen   keys of 8 bits, half of the rows each, see parts/widened_rows.py; warp 1 all of them in
                            batch-invariant kernels
@@ -67,10 +67,10 @@ class MlaSm90(LatentKeys, DecodeSm90):
 
     Edges
         Q       schedule -> attend    released when the unit's last products have been computed
-        loaded K, loaded V  load_keys -> widen  bytes of both parts, where keys have 8 bits; given back on K and V
-        K       load_keys -> attend   left parts, tiles A and B by turns: released by left when its product has been
+        loaded K, loaded V  load_keys -> widen  bytes of both sides, where keys have 8 bits; given back on K and V
+        K       load_keys -> attend   left sides, tiles A and B by turns: released by left when its product has been
                                       added to O; by right, which needs B's for S only, of A when P of A is there
-        V       load_keys -> attend   right parts: released by right when its product has been added to O; by left of A
+        V       load_keys -> attend   right sides: released by right when its product has been added to O; by left of A
                                       when P of A is there, of B, which it does not need, when P of B is
         work    schedule -> all       released as soon as it has been read; merge does not need it
         piece   attend -> schedule    there where shares are handed out: released for each unit when its slot may be
@@ -84,7 +84,7 @@ class MlaSm90(LatentKeys, DecodeSm90):
         tensor cores   | left: S(A) | right: S(B) | O += P(A) A  both | O += P(B) B  both | left: S(A') | right: S(B')
         left           |   waits    | softmax of A: P(A) |      waits for P(B)    | waits       | softmax of A'
         right          |        waits             | softmax of B: P(B) |        waits           |
-        loads          |                          | A', left part | A', right part | B', right part | B', left part
+        loads          |                          | A', left side | A', right side | B', right side | B', left side
     """
 
     staging_bytes = WARP_ROWS * 4 + WARP_SUM_BYTES  # of a warp: references of its rows, sums
@@ -92,9 +92,9 @@ class MlaSm90(LatentKeys, DecodeSm90):
     q_role = "schedule"
 
     @property
-    def part_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Return the order in which parts, left (0) and right (1), of tiles A and B are multiplied. TMA fetches first
-        what is given back first. Lists, whose parts are copied in turns, are 5 % faster with left parts first, tiles of
+    def side_orders(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the order in which sides, left (0) and right (1), of tiles A and B are multiplied. TMA fetches first
+        what is given back first. Lists, whose sides are copied in turns, are 5 % faster with left sides first, tiles of
         pages 3 % slower (H200, 2026-11-22 and 23). Pages of all sizes have one order, or their sums would differ."""
         return ((0, 1), (0, 1)) if self.config.sparse else ((0, 1), (1, 0))
 
@@ -229,19 +229,19 @@ class LatentUnits(QueryKeeper):
         self.merge.announce(unit, self.geometry.group)
 
 
-class KeyParts:
-    """How S is computed from a key's two parts: a base class beside operands that have them."""
+class KeySides:
+    """How S is computed from a key's two sides: a base class beside operands that have them."""
 
-    def issue_part(self, part: int, q_stage, stage, accumulate: bool) -> None:
-        """Issue S (+)= Q K^T over the columns of the left (0) or right (1) part."""
-        q, k = self.q[None, None, None, q_stage], (self.k, self.k_right)[part][None, None, None, stage]
-        depth = (self.depth_v, self.depth_qk - self.depth_v)[part]
-        issue_mma(self.qk_mma, self.s, q, k, depth, accumulate, (part * self.depth_v, 0))
+    def issue_side(self, side: int, q_stage, stage, accumulate: bool) -> None:
+        """Issue S (+)= Q K^T over the columns of the left (0) or right (1) side."""
+        q, k = self.q[None, None, None, q_stage], (self.k, self.k_right)[side][None, None, None, stage]
+        depth = (self.depth_v, self.depth_qk - self.depth_v)[side]
+        issue_mma(self.qk_mma, self.s, q, k, depth, accumulate, (side * self.depth_v, 0))
 
 
 @dataclass
-class MlaOperands(KeyParts, Operands):
-    """Matrix operands of one warpgroup: ``k`` and ``k_right`` are a key's two parts, ``v`` is this warpgroup's half of
+class MlaOperands(KeySides, Operands):
+    """Matrix operands of one warpgroup: ``k`` and ``k_right`` are a key's two sides, ``v`` is this warpgroup's half of
     the value, ``p_shared`` what the other warpgroup computed."""
 
     other_mma: Any
@@ -342,7 +342,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         left, right, turns = self.rings.k, self.rings.v, self.rings.p
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile((2 * n + 1) * self.kernel.tile.n)
-        self.scores(operands, q_stage, a, self.kernel.part_orders[0])
+        self.scores(operands, q_stage, a, self.kernel.side_orders[0])
         warpgroup.wait_group(0)
         if row.needs_mask(masked):
             self.to_logits(operands.scores(), 2 * n + 1, row, True)
@@ -375,7 +375,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         left, right, turns = self.rings.k, self.rings.v, self.rings.p
         a, b = 2 * step, 2 * step + 1
         row = row.of_tile(2 * n * self.kernel.tile.n)
-        self.scores(operands, q_stage, b, self.kernel.part_orders[1])
+        self.scores(operands, q_stage, b, self.kernel.side_orders[1])
         warpgroup.wait_group(0)
         left.release(b)
         scores = operands.scores()
@@ -402,12 +402,12 @@ class MlaAttend(LatentRows, DecodeAttend):
         warpgroup.wait_group(0)
         right.release(b)
 
-    def scores(self, operands, q_stage, step, parts: tuple[int, ...]) -> None:
-        """Issue S of a tile, part by part as they come."""
-        for i, part in enumerate(parts):
-            ring = (self.rings.k, self.rings.v)[part]
+    def scores(self, operands, q_stage, step, sides: tuple[int, ...]) -> None:
+        """Issue S of a tile, one side after the other as they come."""
+        for i, side in enumerate(sides):
+            ring = (self.rings.k, self.rings.v)[side]
             ring.wait_full(step)
-            operands.issue_part(part, q_stage, ring.stage(step), i > 0)
+            operands.issue_side(side, q_stage, ring.stage(step), i > 0)
 
     @cute.jit
     def store(self, operands, tile, work, warp_row, column_half, addresses, geometry):

@@ -39,16 +39,16 @@ from hopwell.kernels.splitting import node_bytes
 
 class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
-    :class:`FewRowsDecodeSm90`. K and V are the left and right parts of a key, both of them key and value.
+    :class:`FewRowsDecodeSm90`. K and V are the left and right sides of a key, both of them key and value.
 
     Warp roles
-        warp 0 load_keys   both parts of the keys; where lanes copy rows, half of them
+        warp 0 load_keys   both sides of the keys; where lanes copy rows, half of them
         warp 1 load_keys   the other half; or widen: keys of 8 bits, see parts/widened_rows.py
         warps 4..7 attend  from Q K^T to a leaf's node
         warps 8..11 merge  from nodes to the output, see parts/tree.py
 
     Edges
-        loaded K, loaded V  load_keys -> widen  bytes of both parts, where keys have 8 bits; given back on K and V
+        loaded K, loaded V  load_keys -> widen  bytes of both sides, where keys have 8 bits; given back on K and V
         K, V    load_keys -> attend   released when the product with their half of the value has been added to O
         leaf    attend -> merge       a leaf's node; released when it is in registers
 
@@ -107,9 +107,9 @@ class FewRowsMlaSm90(LatentKeys, FewRowsDecodeSm90):
 
 @dataclass
 class LatentOperands(ColumnOperands):
-    """Operands of one tile at a time, whose keys are values as well: of two parts, the left and the right one."""
+    """Operands of one tile at a time, whose keys are values as well: of two sides, the left and the right one."""
 
-    depths: tuple[int, int]  # columns of the parts that are multiplied
+    depths: tuple[int, int]  # columns of the sides that are multiplied
     columns: int  # of the output
 
     @staticmethod
@@ -119,11 +119,11 @@ class LatentOperands(ColumnOperands):
         return dict(**fields, depths=(columns // 2, depth_qk - columns // 2), columns=columns)
 
     def multiply_keys(self, rings, step, q_stage) -> None:
-        """Compute S^T of tile ``step``: over the columns of its left part (0), and then of its right part (1)."""
-        for part, ring in enumerate(rings):
+        """Compute S^T of tile ``step``: over the columns of its left side (0), and then of its right side (1)."""
+        for side, ring in enumerate(rings):
             ring.wait_full(step)
-            k, q = self.k[part][None, None, None, ring.stage(step)], self.q[None, None, None, q_stage]
-            issue_mma(self.qk_mma, self._tile_scores(0), k, q, self.depths[part], part > 0, (0, part * self.depths[0]))
+            k, q = self.k[side][None, None, None, ring.stage(step)], self.q[None, None, None, q_stage]
+            issue_mma(self.qk_mma, self._tile_scores(0), k, q, self.depths[side], side > 0, (0, side * self.depths[0]))
         warpgroup.wait_group(0)
 
     def output(self) -> ColumnFragment:
@@ -137,28 +137,28 @@ class LatentOperands(ColumnOperands):
 class LatentLeafOperands(LatentOperands):
     """Operands that all lie in shared memory."""
 
-    v: tuple  # of both parts
-    o_parts: tuple
+    v: tuple  # of both sides
+    o_sides: tuple
 
     @staticmethod
     def create(kernel, tiles: LeafTiles) -> "LatentLeafOperands":
         mmas, half = make_transposed_mmas(kernel.dtype, kernel.tile.m), kernel.config.depth[1] // 2
         fields = LatentOperands.latent_fields(kernel, tiles, mmas)
         o, layout = fields["o"], cute.make_layout(mmas[1].partition_shape_C((half, kernel.tile.m)))
-        parts = zip((tiles.k, tiles.v), kernel.config.columns, strict=True)
+        sides = zip((tiles.k, tiles.v), kernel.config.columns, strict=True)
         return LatentLeafOperands(
             **fields,
-            v=tuple(transposed_values(kernel, mmas[1], part, width, half) for part, width in parts),
-            o_parts=tuple(cute.make_tensor(o.iterator + i * cute.size(layout), layout) for i in range(2)),
+            v=tuple(transposed_values(kernel, mmas[1], side, width, half) for side, width in sides),
+            o_sides=tuple(cute.make_tensor(o.iterator + i * cute.size(layout), layout) for i in range(2)),
         )
 
     def multiply_values(self, rings, step) -> None:
-        """Add V^T P^T of tile ``step`` to the left (0) and right (1) half of O^T, and give the tile's parts back."""
-        for part, ring in enumerate(rings):
-            v = self.v[part][None, None, None, ring.stage(step)]
-            issue_mma(self.pv_mma, self.o_parts[part], v, self.p[None, None, None, 0], self.tile_n, True)
-        for part, ring in enumerate(rings):
-            warpgroup.wait_group(1 - part)
+        """Add V^T P^T of tile ``step`` to the left (0) and right (1) half of O^T, and give the tile's sides back."""
+        for side, ring in enumerate(rings):
+            v = self.v[side][None, None, None, ring.stage(step)]
+            issue_mma(self.pv_mma, self.o_sides[side], v, self.p[None, None, None, 0], self.tile_n, True)
+        for side, ring in enumerate(rings):
+            warpgroup.wait_group(1 - side)
             ring.release(step)
 
 
@@ -183,10 +183,10 @@ class LatentLeaves(LatentRows):
     @cute.jit
     def attend_tile(self, operands, q_stage, row, n, masked, step) -> None:
         """Attend to tile n of the keys, the ``step``-th of this CTA."""
-        parts = (self.rings.k, self.rings.v)
+        sides = (self.rings.k, self.rings.v)
         scores = operands.scores()
         row = row.of_tile(n * self.kernel.tile.n)
-        operands.multiply_keys(parts, step, q_stage)
+        operands.multiply_keys(sides, step, q_stage)
         if row.needs_mask(masked):
             self.mask.apply(scores, n * self.kernel.tile.n + self.warp * ColumnFragment.warp_columns, row)
         largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
@@ -196,7 +196,7 @@ class LatentLeaves(LatentRows):
         self.rescale(operands)
         operands.show_weights()
         self.meet_warpgroup()
-        operands.multiply_values(parts, step)
+        operands.multiply_values(sides, step)
 
 
 @dataclass
@@ -211,7 +211,8 @@ class LatentLeafAttend(LatentLeaves, LeafConsumer):
 
     @cute.jit
     def merge_segment(self, next_leaf: cutlass.Constexpr, node: Node, tile: RangeTile, step):
-        """Hand the node of each leaf of a part over. Returns the step after them; nothing has been left in memory."""
+        """Hand the node of each leaf of a segment over. Returns the step after them; nothing has been left in
+        memory."""
         ring, keys = self.rings.leaf, tile.keys
         tiles, leaf = step
         for n in cutlass.range(keys.end - 1, keys.begin - 1, -1, unroll=1):

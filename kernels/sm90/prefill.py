@@ -149,7 +149,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
             attend = self.attend_types[1](**parts, skip=skip)
             attend.run(addresses, geometry)
             # The first one of the warpgroups that share rows reports.
-            sharing = WARPGROUP * self.config.v_parts
+            sharing = WARPGROUP * self.config.v_splits
             first = cute.arch.thread_idx()[0] % sharing == WARPGROUP % sharing
             skip.report(addresses.skipped, first)
         else:

@@ -70,7 +70,7 @@ class PrefillAttend(Attend):
     def store(self, operands, tile: WorkTile, work, warp_row, column_half, addresses: Addresses, geometry: Geometry):
         """Normalise this warp's rows; write them and their log-sum-exp."""
         config, output, rows = self.kernel.config, operands.output(), self._rows(tile, warp_row)
-        columns = config.head_dim_v // config.v_parts
+        columns = config.head_dim_v // config.v_splits
         out = self.output_rows().of(tile, columns, addresses, geometry, column_half * operands.depth_v)
         if const_expr(config.packs_heads):
             out = replace(out, count=cutlass.min(out.count, rows.shape.tokens))

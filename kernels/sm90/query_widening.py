@@ -22,7 +22,7 @@ def widen_queries(kernel, tile, stage, row_block, barrier: int, consumer) -> Non
     """Widen the rows of ``row_block`` of Q's stage; the whole warpgroup ``consumer`` calls this. It meets at the named
     barrier ``barrier`` + ``consumer``."""
     config, rows = kernel.config, kernel.tile.m
-    assert config.v_parts == 1, "two warpgroups with halves of the value have the same rows of Q"
+    assert config.v_splits == 1, "two warpgroups with halves of the value have the same rows of Q"
     wide, loaded = config.q_columns, config.loaded_q_columns
     target = shared_address(tile.iterator) + stage * (rows * wide * HALFWORD_BYTES)
     source = target + config.first_loaded_q_block * rows * copy.SWIZZLE_ROW_BYTES

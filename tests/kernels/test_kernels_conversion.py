@@ -17,11 +17,11 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.sm90 import conversion
 from hopwell.kernels.sm90.byte_prefill import (
-    PART_COLUMNS,
+    PANEL_COLUMNS,
     PRODUCT_REGISTERS,
     ByteOperands,
-    PartOperands,
-    part_columns,
+    PanelOperands,
+    panel_columns,
 )
 from hopwell.kernels.sm90.conversion import TransposingConverter, WideningConverter
 from hopwell.kernels.support import BYTE_HEAD_DIMS
@@ -180,17 +180,17 @@ def test_keys_of_p_are_those_of_v(monkeypatch: pytest.MonkeyPatch) -> None:
             assert word == tuple((row, first + 2 * lane + k) for k in (0, 1, 8, 9))
 
 
-def test_parts_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_panels_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each register of O is brought to the reference of its row once, and gets the product of its own columns."""
     monkeypatch.setattr(cutlass, "range_constexpr", range)
     monkeypatch.setattr(cute, "size", len)
     monkeypatch.setattr("hopwell.kernels.sm90.byte_prefill.fma", lambda a, b, c: a * b + c)
-    size, parts, factors = 8, 3, [10.0, 1000.0]
-    operands = SimpleNamespace(o=[1.0 + i for i in range(size * parts)], part=None)
-    for part in range(parts):
-        operands.part = [0.25 * (part * size + i) for i in range(size)]
-        PartOperands.add_part.__wrapped__(operands, part, factors)
-    rows = [i // 2 % 2 for i in range(size * parts)]
+    size, panels, factors = 8, 3, [10.0, 1000.0]
+    operands = SimpleNamespace(o=[1.0 + i for i in range(size * panels)], product=None)
+    for panel in range(panels):
+        operands.product = [0.25 * (panel * size + i) for i in range(size)]
+        PanelOperands.add_panel.__wrapped__(operands, panel, factors)
+    rows = [i // 2 % 2 for i in range(size * panels)]
     assert operands.o == [(1.0 + i) * factors[row] + 0.25 * i for i, row in enumerate(rows)]
 
 
@@ -198,8 +198,8 @@ def test_parts_are_added_to_their_columns(monkeypatch: pytest.MonkeyPatch) -> No
 def test_parts_of_v_begin_at_swizzle_atoms(dims: tuple[int, int]) -> None:
     """All products together have all columns."""
     n = PrefillConfig.tile_of(dims, skip_softmax=True, multiplies_bytes=True).n
-    width = part_columns(dims[1], n)
+    width = panel_columns(dims[1], n)
     assert dims[1] % width == 0
     assert width % copy.ATOM_ROWS == 0
-    assert width <= PART_COLUMNS
+    assert width <= PANEL_COLUMNS
     assert n // 2 + n // 8 + dims[1] // 2 + width // 2 <= PRODUCT_REGISTERS
