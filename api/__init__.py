@@ -2,7 +2,7 @@
 
 from hopwell._toolchain import check_toolchain
 
-# before anything that may need the toolchain, so that a wrong one gives this message and no other
+# This comes before anything that may need the toolchain, so that a wrong one gives this message and no other.
 check_toolchain()
 
 from hopwell._device_data import check_device_data  # noqa: E402

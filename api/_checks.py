@@ -157,7 +157,7 @@ def tma_readable(name: str, value: torch.Tensor) -> None:
 def host_int(name: str, value: Any, minimum: int = 0, maximum: int = INT32_MAX) -> int:
     """Return ``value`` as an int on the host; anything with ``__index__`` but a bool or a tensor."""
     if isinstance(value, (bool, torch.Tensor)):
-        # a tensor has __index__ too, but using it would wait for the device
+        # A tensor has __index__ too, but using it would wait for the device
         raise TypeError(f"{name} must be an int, got {describe(value)}")
     try:
         number = operator.index(value)

@@ -242,7 +242,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
     table = checks.page_table(call.block_tables, batch, on, shared=shared)
     kv_lens = checks.lengths("seq_lens", call.seq_lens, batch, on)
     q_offsets = checks.cumulative("cum_seq_lens_q", call.cum_seq_lens_q, batch, on)
-    # callers pass page counts or other lengths here, and the KV lengths are in seq_lens: only its type can be checked
+    # Callers pass page counts or other lengths here, and the KV lengths are in seq_lens: only its type can be checked
     checks.index_tensor("cum_seq_lens_kv", call.cum_seq_lens_kv, on)
     max_q_len = checks.host_int("max_q_len", call.max_q_len)
     max_kv_len = checks.host_int("max_kv_len", call.max_kv_len)

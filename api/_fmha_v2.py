@@ -187,7 +187,7 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
         skip_softmax=skip_softmax,
         softmax_scale=softmax_scale,
         output_scale=output_scale,
-        # with pages they say how long each request is, not where it starts
+        # With pages they say how long each request is, not where it starts
         k_offsets=kv_offsets,
         v_offsets=kv_offsets if table is None else None,
         page_table=table,

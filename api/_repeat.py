@@ -240,7 +240,7 @@ class Repeat:
             addresses=", ".join((self._addresses | LETTERS).values()),
             constants=", ".join(constants),
         )
-        # As globals of a function of its own: entering a function that closes over 45 variables copies all of them,
+        # These are globals of a new function: entering a function that closes over 45 variables copies all of them,
         # and functions that share one code object would share, and spoil, what it remembers about its globals.
         return types.FunctionType(_compiled(source).replace(), {"__builtins__": builtins, **variables})
 

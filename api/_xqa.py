@@ -65,7 +65,7 @@ class XqaCall(NamedTuple):
     lse: torch.Tensor | None
     return_lse: bool
     return_lse_base: str | None
-    # What other entries have besides:
+    # Other entries have these besides.
     entry: str = support.XQA  # whom refusals name; without a mask, several tokens are causal but in xqa
     shared_pages: bool = True  # whether K and V share the ids of ``block_tables``, else [batch, 2, pages_per_request]
     cp_world: int = 1

@@ -201,14 +201,14 @@ _PREFILL_NVFP4_HEAD_DIMS = _PREFILL.row(
     "nvfp4_head_dim",
     "head dims",
     f"with NVFP4 caches: {_listed(NVFP4_HEAD_DIMS)}",
-    *_over("dims", NVFP4_HEAD_DIMS, kv=BYTES),
+    *_over("dims", NVFP4_HEAD_DIMS, kv=UINT8),
 )
 # Other sizes are refused before there is a problem: V's scales are interleaved by four tokens.
 _PREFILL_NVFP4_PAGE_SIZES = _PREFILL.row(
     "nvfp4_page_size",
     "page sizes",
     f"with NVFP4 caches: page size: multiples of 4 up to {MAX_PAGE_SIZE}",
-    *_over("page_size", (4, 12, MAX_PAGE_SIZE), kv=BYTES),
+    *_over("page_size", (4, 12, MAX_PAGE_SIZE), kv=UINT8),
 )
 _DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]
 _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
@@ -258,7 +258,7 @@ ENTRIES: dict[str, Entry] = {
                 "head dims",
                 "other head dims with NVFP4 caches",
                 _PREFILL_NVFP4_HEAD_DIMS,
-                shown=[dict(kv=BYTES)],
+                shown=[dict(kv=UINT8)],
             ),
             *_PREFILL.page_sizes,
             _PREFILL_NVFP4_PAGE_SIZES,

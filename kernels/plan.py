@@ -81,7 +81,7 @@ class Plan:
             self.tickets.reserve()
             self.function = bind(self.config, query.device)
             self.anchor = device_anchor(query.device)
-            # Handed over as one object: converting 30 integers in each call would cost more than the launch.
+            # One object holds them all: converting 30 integers in each call would cost more than the launch.
             self._geometry = tvm_ffi.convert(tuple(sizes))
 
     def launch(self, addresses: Sequence[int], softmax_scale: float, output_scale: float) -> None:

@@ -84,7 +84,7 @@ class Sm120PrefillConfig(PrefillConfig):
     def widened_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType) -> Tile:
         if not widens_by_warpgroup(dims, kv_type):
             return tile
-        # As many as there is room for.
+        # There are as many stages as there is room for.
         stages = next(count for columns, count in {64: 2, 128: 4, 192: 1}.items() if max(dims) <= columns)
         return replace(tile, kv_stages=2, source_stages=(stages, stages), **_CONVERTING)
 

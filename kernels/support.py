@@ -55,7 +55,7 @@ FAMILY_BUILDS = {"sm_120a": "sm_120f"}
 # load with TMA, which the others have as well; the products that scale blocks on sm_120 are plain ones there.
 ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
-# Whose kernels have run on a GPU of that architecture. Those of others have run on the emulator, and those of
+# Kernels of these have run on a GPU of that architecture. Those of others have run on the emulator, and those of
 # RUN_ON_HOPPER on a Hopper GPU besides, compiled for it.
 RUN_ON_HARDWARE = HOPPER
 RUN_ON_HOPPER = SM120

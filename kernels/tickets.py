@@ -62,7 +62,7 @@ class Tickets:
             return self._of_stream[stream]
 
     def _for_thread(self) -> int:
-        # Not by the thread's number: a new thread may have that of a dead one whose launch is still running.
+        # A thread's number is no key: a new thread may have that of a dead one whose launch is still running.
         found = getattr(self._of_thread, "counters", None)
         if found is None:
             with self._lock:
@@ -86,7 +86,7 @@ class Tickets:
     def _grow(self) -> None:
         slab = torch.zeros(self._at_once * self.bytes // 4, dtype=torch.int32, device=self._device)
         if self._has_streams:
-            # Zeroed on this stream, used on any.
+            # The slab is zeroed on this stream, and used on any.
             torch.cuda.current_stream(self._device).synchronize()
         self._slabs.append(slab)
         self._free.extend(slab.data_ptr() + i * self.bytes for i in range(self._at_once))
@@ -96,7 +96,7 @@ def _stream_of_object(index: int) -> int:
     return torch.cuda.current_stream(index).cuda_stream
 
 
-# Without building a Stream object, which takes 1 us of a call that should cost 8, and without a function in between.
+# A Stream object takes 1 us to build, of a call that should cost 8; a function in between is left out as well.
 current_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _stream_of_object)
 is_capturing = getattr(torch._C, "_cuda_isCurrentStreamCapturing", torch.cuda.is_current_stream_capturing)
 

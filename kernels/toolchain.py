@@ -198,7 +198,7 @@ def _load(built: Artifact, name: str) -> Callable[..., None]:
         from cutlass.cute.runtime import load_module
 
         module = load_module(str(built.object_file), enable_tvm_ffi=True)
-        # Never freed, or its destructors would call CUDA while the process ends.
+        # The module is never freed, or its destructors would call CUDA while the process ends.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(module))
         return getattr(module, name)
     import tvm_ffi_orcjit

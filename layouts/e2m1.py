@@ -59,7 +59,7 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
     require_dtype(codes, (torch.uint8,), "codes")
     mantissa = codes & 1
     exponent = codes >> 1 & 3
-    # Arithmetic, because a lookup table would have to be copied to the device on every call.
+    # This is arithmetic, because a lookup table would have to be copied to the device on every call.
     halves = torch.where(exponent == 0, mantissa, (2 + mantissa) << exponent >> 1)
     magnitude = halves.to(torch.float32) / 2
     return torch.where((codes & _SIGN) != 0, -magnitude, magnitude)

@@ -64,7 +64,7 @@ class Family:
     inputs: Callable[..., Inputs]  # of a case, on the GPU or the device that is named
     candidates: Mapping[str, Candidate]
     host_calls: Callable[[], Mapping[str, Call]]  # warm calls whose time on the host is worth knowing
-    # By candidate what there is to say of how it computes its inputs, empty for nothing.
+    # What there is to say of how a candidate computes its inputs, by the candidate's name; empty for nothing.
     remarks: Mapping[str, Callable[[Any], str]] = field(default_factory=dict)
 
     @property

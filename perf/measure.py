@@ -24,7 +24,7 @@ ROUNDS = 21
 # launches on a stream of its own leaves nothing in it (FlashInfer's FMHAv2 at head dims 64 and 256, H100, 2026-11-25).
 LEAST_REPLAY = 1e-3
 FIRST_CALLS = 3
-# Run by itself: everything but the call has happened before, as in a server that has loaded its weights.
+# This script runs by itself: everything but the call has happened before, as in a server that has loaded its weights.
 FIRST_CALL = """
 import importlib, sys, time
 import torch

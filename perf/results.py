@@ -326,7 +326,7 @@ class Run:
             shown = colors.shown(self._rates(list(points)))
             palette = colors.colors(list(shown))
             for name, rates in shown.items():
-                # Drawn above peers, whose lines may lie on ours.
+                # Ours are drawn above peers, whose lines may lie on them.
                 _line(axes, points, rates, label=name, color=palette[name], marker=".", zorder=2 + colors.is_ours(name))
             for title, rates in self._rooflines(list(points)).items():
                 _line(axes, points, rates, label=title, color="black", linestyle="dashed")

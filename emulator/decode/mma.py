@@ -14,7 +14,7 @@ FORMAT = {
     "ue4m3": 10, "s8": 11, "u8": 12, "s32": 13,
 }  # fmt: skip
 BYTE_FLOATS = {"e4m3", "e5m2"}
-# Whose machine code has no mma.sync of 8-bit floats; ptxas puts products in f16 in its place.
+# Their machine code has no mma.sync of 8-bit floats; ptxas puts products in f16 in its place.
 WITHOUT_BYTE_FLOATS = ("sm_90a", "sm_100a", "sm_103a")
 WITH_KINDS = "sm_12"  # targets that have products with .kind, of 4, 6 and 8 bits, with scales of blocks among them
 

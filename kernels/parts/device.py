@@ -245,7 +245,7 @@ class Divisor(DeviceStruct):
     @staticmethod
     def of(value) -> "Divisor":
         reciprocal = Uint32(0xFFFFFFFF) // value.to(Uint32)
-        # Else the compiler moves the division to where its result is needed.
+        # Otherwise the compiler moves the division to where its result is needed.
         return Divisor(value, tied(reciprocal.to(Int32), value).to(Uint32))
 
     def divide(self, number):

@@ -182,7 +182,7 @@ class Merge(DeviceStruct):
         """In the first thread, return when the unit's piece, if it is one, may be written."""
         # In their first generation all slots are free.
         if tile.piece >= self.slots.slots and tile.chunks > 1 and self.thread == 0:
-            # Its own slot, and those that keep count for it: their pieces may not have come that far.
+            # Pieces in its own slot and in those that keep count for it may not have come that far.
             self.slots.wait_free((tile.piece, tile.first_piece, tile.bundle_piece))
         cute.arch.sync_warp()
 

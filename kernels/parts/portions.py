@@ -78,7 +78,7 @@ def portion_size(total, longest, portions: Divisor):
     size = cutlass.max(equal, LEAST_PORTION_STEPS * FRACTIONS if total > portions.value * FRACTIONS else FRACTIONS)
     large, small = cutlass.max(longest, size), cutlass.min(longest, size)
     is_cut = longest >= size
-    # Chunks of a request, or else requests of a chunk.
+    # The count is of chunks in a request, or else of requests in a chunk.
     count = quotient(large + (Int32(0) if is_cut else small - 1), small)
     even = quotient(longest + (count - 1), count) if is_cut else longest * count
     # Portions that are longer than they need to be leave room for more.

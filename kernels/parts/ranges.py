@@ -171,7 +171,8 @@ class RangeSchedule(SplitSchedule):
         while goes_on:
             in_requests = before + cute.arch.shuffle_sync(last_leaf, LANES - 1)
             if leaf >= end:
-                # Not before there is room: a range that waits here may be one that another CTA could begin with.
+                # No ticket is drawn before there is room: a range that waits here may be one that another CTA could
+                # begin with.
                 board.ring.wait_empty(step)
                 layer, strip = layer_and_strip(cute.arch.shuffle_sync(draw_ticket(self.addresses), 0), strips)
                 head, first_row = self._head(strip, row_tiles)

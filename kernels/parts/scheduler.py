@@ -176,7 +176,8 @@ class TileSchedule(DeviceStruct):
                 board.post(step, tile)
                 self.published(tile, step)
                 step += 1
-                # Not before there is room: a tile that waits here may be one that another CTA could begin with.
+                # No ticket is drawn before there is room: a tile that waits here may be one that another CTA could
+                # begin with.
                 board.ring.wait_empty(step)
                 place = self._place(self._next_ticket(), count)
                 if const_expr(self.alternates):

@@ -68,7 +68,7 @@ class ScoreMap(DeviceStruct):
                     scores.set(r, c, tanh(power) if self.kind is ScoreKind.SOFT_CAP else precise_tanh(power))
         if const_expr(self.kind.has_slopes):
             factor = self.soft_cap if const_expr(self.kind.caps) else self.scale
-            # Relative to the row's own key: the same softmax as with absolute positions, without their rounding.
+            # Distances from the row's own key give the same softmax as absolute positions, without their rounding.
             for r in cutlass.range_constexpr(scores.rows):
                 distance = tile_start + scores.first_column() - positions[r]
                 bias = slope * distance.to(Float32)

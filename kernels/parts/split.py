@@ -254,7 +254,8 @@ class SplitSchedule(DeviceStruct):
                 self.keeper.posted(step, unit, latest)
                 latest = unit
                 step += 1
-                # Not before there is room: a unit that waits here may be one that another CTA could begin with.
+                # No ticket is drawn before there is room: a unit that waits here may be one that another CTA could
+                # begin with.
                 board.ring.wait_empty(step)
                 place = cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
         self.keeper.ended(step, latest)

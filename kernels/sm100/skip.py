@@ -28,7 +28,8 @@ class SkippingSoftmax(Softmax):
             unneeded = Int32(0)
         left_out = barrier_all(unneeded, TILE_BARRIER + steps.index, WARPGROUP)
         if left_out:
-            # From the query tile's first row on, which reports; none where the request ends before it.
+            # Rows count from the query tile's first one on, which reports; there are none where the request ends before
+            # it.
             rows = cutlass.max(cutlass.min(logits.row.kv_len - logits.row.positions[0], Q_TILE_ROWS), 0)
             self.skip.note(False, (rows + (SKIP_ROWS - 1)) // SKIP_ROWS)
             self.state.rescale[0] = 1.0

@@ -23,7 +23,7 @@ from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES
 # 2^f for -1/2 <= f <= 1/2: 1 + f * (these, from the lowest power on), off by 3e-6 of the value at most. A power of two
 # is exact.
 _POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.009582852013409138)
-# Added to a number up to 2^22, it leaves the nearest integer in the lowest bits.
+# This, added to a number up to 2^22, leaves the nearest integer in the lowest bits.
 _ROUNDING = float(3 << 22)
 _LEAST_EXPONENT = -127.0  # of what is not 0; at exactly this the polynomial is 0
 
@@ -131,7 +131,7 @@ class Softmax(DeviceStruct):
                         step(n, True)
                 kv_step += keys.end - keys.begin
                 posted += keys.end - keys.begin - 1
-            # Looked at again, so that the steps need no registers for what is written about rows.
+            # The tile is looked at again, so that the steps need no registers for what is written about rows.
             tile = self.board.look(work)
             self.board.release(work)
             tile_row = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS

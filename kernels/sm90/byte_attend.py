@@ -313,7 +313,7 @@ class ByteMerge(Merge):
             self.meet()
             self.gather(tile, rows, out_dtype)
             work += 1
-            # Before the merge, for which attend has no reason to wait.
+            # Attend has no reason to wait for the merge.
             ring.release(work)
             if tile.chunks > 1:
                 self.complete(tile, rows, out_dtype)

@@ -50,7 +50,7 @@ class FlushingByteAttend(OverlappedAttend):
 
     @cute.jit
     def next_step(self, operands, turns, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
-        # Here S needs no registers. The last of so many tiles, so that short requests have no flush.
+        # Here S needs no registers. The flush comes with the last of so many tiles, so that short requests have none.
         if n % FLUSHED_STEPS == FLUSHED_STEPS - 1:
             operands.flush(self.softmax)
         OverlappedAttend.next_step(self, operands, turns, q_stage, row, kv_step, n, masked)

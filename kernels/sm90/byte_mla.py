@@ -294,7 +294,8 @@ class ByteMlaAttend(MlaAttend):
             vector = first + 2 * k + lane // WARP_ROWS
             place = copy.swizzled_vector(shared_address(self.tiles.p.iterator), row, vector)
             copy.store_matrix_x4(place, [words[4 * k + i] for i in range(4)])
-        # Else ptxas would put the additions behind the products, and weights in float32 would take registers till then.
+        # Otherwise ptxas would put the additions behind the products, and weights in float32 would take registers till
+        # then.
         sums = self._sums(0)
         for r in cutlass.range_constexpr(RowFragment.rows):
             sums[r] = self.softmax.row_sum[r]

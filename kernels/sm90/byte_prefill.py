@@ -123,7 +123,7 @@ class PanelOperands(ByteOperands):
     def create(kernel, tiles: SharedTiles, row_block, column_half) -> "PanelOperands":
         depth_v = kernel.config.depth[1]
         width = panel_columns(depth_v, kernel.tile.n)
-        # As wgmma has a warpgroup's accumulators: two columns of each eight, of two rows.
+        # A lane has the accumulators that wgmma gives it: two columns of each eight, of two rows.
         product = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
         return PanelOperands.of_products(kernel, tiles, row_block, width, product=product, panels=depth_v // width)
 

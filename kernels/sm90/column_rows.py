@@ -16,8 +16,8 @@ from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, place_in_warp, transpose
 from hopwell.kernels.sm90.attend import WARPGROUP_BARRIER
 from hopwell.kernels.splitting import LEAF_TILE
 
-# Behind the nodes in shared memory: what Tree.results says, and a float32 of each row for all warps: of one warpgroup,
-# or of two with up to 16 rows.
+# What lies behind the nodes in shared memory: what Tree.results says, and a float32 of each row for all warps, of one
+# warpgroup, or of two with up to 16 rows.
 RESULT_BYTES, STATE_BYTES = 256, 1024
 
 

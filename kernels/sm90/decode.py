@@ -147,7 +147,7 @@ class DecodeSm90(AttentionSm90):
             smem=self.shared_bytes,
             stream=stream,
             min_blocks_per_mp=self.config.ctas_per_sm,
-            # Percent; without it a kernel can only be compiled where there is a GPU to ask.
+            # This is in percent; without it a kernel can only be compiled where there is a GPU to ask.
             preferred_smem_carveout=100 if self.config.ctas_per_sm > 1 else None,
             use_pdl=programmatic_launch,
             cooperative=self.config.is_cooperative,

@@ -243,7 +243,7 @@ class LatentMerge(LeafTree):
         tile = board.read(work)
         while tile.exists:
             self.meet_warpgroup()
-            # Else the compiler would keep it while pieces are merged.
+            # Otherwise the compiler would keep it while pieces are merged.
             self.merge.held.clear()
             leaf, left = self.merge_segment(partial(self.take, node), node, tile, leaf)
             self.finish_segment(node, tile, left, addresses, geometry)

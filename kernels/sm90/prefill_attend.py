@@ -38,7 +38,7 @@ class PrefillAttend(Attend):
 
     def _rows(self, tile: WorkTile, warp_row) -> QueryRows:
         if self.kernel.config.packs_heads:
-            # Hides from the compiler that a warp's row never changes: it would keep what follows from that, in
+            # This hides from the compiler that a warp's row never changes: it would keep what follows from that, in
             # registers that the steps need.
             warp_row = cute.arch.make_warp_uniform(warp_row)
         return QueryRows(warp_row, request_shape(self.tile_shape, tile.request.q_len))

@@ -15,7 +15,8 @@ from hopwell.emulator.native import HERE
 from hopwell.emulator.tools.devices import Emulated
 from hopwell.emulator.tools.interpolator import ARCH, FUNCTIONS, Function, Piece, coefficients, measure
 
-# By instruction, (inputs, results) as bits: an even grid and the inputs whose sums lie closest to the next result.
+# The file has (inputs, results) of each instruction as bits: an even grid and the inputs whose sums lie closest to the
+# next result.
 MEASURED = np.load(Path(__file__).with_name("h200_approximations.npz"))
 
 

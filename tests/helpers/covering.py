@@ -184,7 +184,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
     rows = {KvType.WIDE: splitting.ROWS, KvType.E4M3: MOST_ROWS_IN_REGISTERS}
     kinds = [(kind, count) for kind, most in rows.items() for count in (most, FEW_ROWS[0])]
     narrow = ("sm_90a", "bf16", "e4m3")
-    # Compiled on demand only: every head dim with few rows and with many, boxes and rows, and each mask.
+    # These are compiled on demand only: every head dim with few rows and with many, boxes and rows, and each mask.
     nvfp4: list[tuple[int, MaskKind, tuple[KvFetch, int], int, tuple[str, str]]] = [
         (64, MaskKind.DRAFT, ROWS, FEW_ROWS[0], ("bf16", "bf16")),
         (64, MaskKind.FULL, ROWS, splitting.ROWS, ("bf16", "bf16")),

@@ -168,7 +168,7 @@ def listing(kind: str, q_len: int, kv_len: int, top_k: int, seed: int = 0) -> to
         return nothing
     if kind == "twice":
         return (torch.randint(kv_len, (q_len, 1), generator=generator) // 2).expand(-1, top_k).contiguous()
-    # As a model chooses: each token once, and -1 behind the last.
+    # A model chooses each token once, and -1 stands behind the last.
     chosen = torch.rand(q_len, kv_len, generator=generator).argsort(1)[:, :top_k]
     nothing[:, : chosen.shape[1]] = chosen
     return nothing

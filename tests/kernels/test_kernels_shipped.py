@@ -52,7 +52,7 @@ def problem(
 @pytest.mark.parametrize("types", PREFILL_TYPES)
 def test_calls_find_their_kernels(types: str, arch: str) -> None:
     shipped = {config.name for config in kernels_to_ship(arch, (types,)) if config.family is Family.PREFILL}
-    head_dims = prefill_type(arch).tiles if types == WIDE else BYTE_HEAD_DIMS  # others are compiled on demand
+    head_dims = prefill_type(arch).tiles if types == TYPES_16BIT else BYTE_HEAD_DIMS  # others are compiled on demand
     masks = [Mask(kind, window_left=left, chunk=64) for kind in MASKS for left in (100, 1000)]
     for dims, dtypes, page_size, mask, q_len in itertools.product(
         [dims for dims in DIMS if dims in head_dims], OPERANDS[types], (None, 1, 8, 16, 128), masks, (4, 300)

@@ -34,7 +34,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.bfloat16}
 BYTES, BF16_TENSORS = ("e4m3", KvType.WIDE), torch.bfloat16
 NARROW_OUTS = {"fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "nvfp4": torch.uint8}
 OUTS = {torch.bfloat16: "", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}  # of e4m3 queries
-CAPS = {ScoreKind.SOFT_CAP: 5.0, ScoreKind.WIDE_SOFT_CAP: 1e6, ScoreKind.CAPPED_ALIBI: 5.0}
+CAPS = {ScoreKind.SOFT_CAP: 5.0, ScoreKind.LARGE_SOFT_CAP: 1e6, ScoreKind.CAPPED_ALIBI: 5.0}
 MASKS = {mask.kind: mask for mask in (FULL, CAUSAL, window(70), chunked(64))}
 PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, LISTED: 16}
 PREFILL = dict(q_lens=[70, 3], kv_lens=[130, 80], heads=4, kv_heads=2, head_dim=64, device="cpu")

@@ -365,7 +365,7 @@ class TestScores:
             want = 0.25 * raw[r][c] + slope * (tile_start + first_column + c)
             got = found.largest_logit(fragment.values[r][c], found.shift(slope, Int32(position)))
             assert number(got) == pytest.approx(want)
-            # Relative to the row's own key, whose rounding does not grow with the length.
+            # The bias counts from the row's own key, so that its rounding does not grow with the length.
             assert fragment.values[r][c] == pytest.approx(want - slope * position)
 
     def test_the_bias_is_not_capped(self) -> None:

@@ -78,7 +78,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not out.exists():
             leftovers = shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info")
             shutil.copytree(ROOT, tree, ignore=leftovers, dirs_exist_ok=True)
-            # Moved into place when it is there: after a failure the next process meets the same failure.
+            # The folder is moved into place when it is complete: after a failure the next process meets the same
+            # failure.
             fresh = shared / "packaging-fresh"
             run(sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", fresh, tree)
             fresh.rename(out)

@@ -21,7 +21,7 @@ from hopwell.kernels.problem import MaskKind, ScoreKind
 
 pytestmark = pytest.mark.emulator
 
-# With what is chosen for speed in its own list: all of it with everything would take as long again.
+# What is chosen for speed has a list of its own: all of it with everything would take as long again.
 BF16 = [c for c in shipped_configs() if c.dtype == "bf16" and not c.short_steps and not c.packs_heads]
 CHOSEN = [c for c in covering_configs() if c.short_steps or c.packs_heads]
 CONFIGS = [

@@ -18,7 +18,7 @@ from hopwell.kernels.problem import AttentionProblem, Mask, Score, ScoreKind
 Q_LENS, KV_LENS = [40, 0, 3, 1, 17, 33, 600], [700, 9, 2, 77, 130, 33, 600]
 GROUPS = [(4, 2), (3, 1), (14, 2), (12, 1), (32, 1), (9, 1)]
 FEW_GROUPS = GROUPS[1:3]
-# With a way to fetch each, of which neither masks nor heads know.
+# Each comes with a way to fetch, of which neither masks nor heads know.
 MASKS = [(FULL, None), (CAUSAL, 16), (window(20), 64), (window(600), 2), (chunked(32), 16)]
 PLAIN = Score()
 
