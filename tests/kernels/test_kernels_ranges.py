@@ -255,8 +255,7 @@ BATCHES = [
 
 @pytest.mark.parametrize("batch", BATCHES)
 def test_parts_make_whole_lines(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every leaf of every line is in one segment, and segments begin at subtrees; subtrees that are shared have
-    places."""
+    """Every leaf of every line is in one segment; segments begin at subtrees, and shared subtrees have places."""
     found: dict[tuple[int, ...], list[RangeTile]] = {}
     for tile in published(batch, memory, monkeypatch):
         place = (tile.request.index, tile.kv_head, tile.first_row)
@@ -471,13 +470,12 @@ def commit(state: SimpleNamespace) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -> None:
-    """Lines in segments that begin at any subtrees and are done in any order; one is the last, and all counters are
-    zero."""
+    """Lines in segments that begin anywhere are done in any order; one is the last, and all counters are zero."""
     random.seed(seed)
     shift, rows, slots = random.choice((0, 0, 1, 3)), random.choice(FEW_ROWS), 4096
     leaves = random.choice((1, 7, 16, 17, 64, 65, 100, 255, 257, 300)) << random.choice((0, shift))
     addresses = (1 << 20, 1 << 30, Int64(0), Int64(1 << 40))
-    # Narrow nodes with levels in shared memory, or wide ones with the first level in registers.
+    # Nodes of few columns have levels in shared memory, those of many have the first level in registers.
     sizes = random.choice(((shared_levels(rows, 128), rows, 128), (1, LATENT_FEW_ROWS, 512, HostNode())))
     levels = far_levels(1, leaves, sizes[0])  # of requests of as many keys
     geometry = device_tuple(DecodeGeometry, slots=slots, far_levels=levels)
@@ -498,5 +496,5 @@ def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -
     assert not any(state.counters.values())
 
 
-def test_a_part_is_posted_whole() -> None:
+def test_a_segment_is_posted_whole() -> None:
     assert WorkTile.INTS + len(fields(RangeTile)) - len(fields(WorkTile)) == RangeTile.INTS
