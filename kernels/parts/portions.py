@@ -162,7 +162,7 @@ class PortionSchedule(SplitSchedule):
                 portion = first_of_portion.divide(place_in_grid)
                 row_tile = place_in_grid - portion * row_tiles
                 has_chunk = (span.first_portion <= portion) & (portion < span.first_portion + span.chunks)
-                # Of uneven numbers of new tokens, a request with fewer may have no rows in this tile.
+                # Where numbers of new tokens are uneven, a request with fewer may have no rows in this tile.
                 has_chunk &= row_tile < self._row_tiles(span.q_len)
                 lanes = Uint32(cute.arch.vote_ballot_sync(has_chunk & (span.chunks > merges)))
                 while lanes != 0:
