@@ -89,7 +89,7 @@ def _build_mla(config: MlaConfig) -> tuple[Any, tuple[Any, ...]]:
     return _build_in(f"sm90.{kind}{'_few_rows' if config.has_tree else ''}", config)
 
 
-# By family, how a config of a kind is chosen for a problem, and which configs of a kind are compiled ahead.
+# How, in each family, a config of a kind is chosen for a problem, and which configs of a kind are compiled ahead.
 _CHOICES: dict[Family, tuple[Callable[..., Buildable], Callable[..., Iterator[Buildable]]]] = {
     Family.PREFILL: (resolve_prefill, shipped_prefill_configs),
     Family.DECODE: (resolve_decode, shipped_decode_configs),
