@@ -22,8 +22,8 @@ WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
 # leading one of the largest that they add. What is below is cut off.
 SUMMAND_ERROR, SUMMED_AT_ONCE = 2.0**-13, 32
 LOGIT_ERROR = 2.0**-9  # of prefill's logits, by the same sums
-# Of a whole output of prefill: each weight errs on its own, so all together are far better than that. Measured at head
-# dim 128 are 2.0e-2 to 2.3e-2, and 2.4e-2 of FlashAttention 3, see docs/kernels/prefill.md.
+# This is of a whole output of prefill: each weight errs on its own, so all together are far better than that. Measured
+# at head dim 128 are 2.0e-2 to 2.3e-2, and 2.4e-2 of FlashAttention 3, see docs/kernels/prefill.md.
 WHOLE_ERROR = 2.4e-2
 
 

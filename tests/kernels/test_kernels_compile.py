@@ -99,7 +99,7 @@ SM120 += [
         ("bf16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.E4M3)),
         ("bf16", "bf16", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(kv_type=KvType.NVFP4, packs_heads=True)),
         ("bf16", "bf16", (192, 128), MaskKind.CAUSAL, PAGES16, dict(kv_type=KvType.NVFP4)),
-        # Those that spill most: of each class of operands, with most masks and heads that share tiles, or no mask.
+        # Kernels that spill most: of each class of operands, with most masks and heads that share tiles, or no mask.
         ("bf16", "bf16", (128, 128), MaskKind.CHUNKED, ROWS, dict(packs_heads=True)),
         ("e4m3", "e4m3", (128, 128), MaskKind.SLIDING_WINDOW, ROWS, dict(packs_heads=True)),
         ("bf16", "bf16", (128, 128), MaskKind.FULL, PAGES16, dict(kv_type=KvType.E4M3)),
