@@ -31,7 +31,7 @@ from hopwell.kernels.parts.device import Divisor
 from hopwell.kernels.parts.mask import IntervalMask, ListMask, TileRange
 from hopwell.kernels.parts.ranges import ListRangeSchedule, Ranges, RangeSchedule, RangeTile, layer_and_strip
 from hopwell.kernels.parts.scheduler import WorkTile
-from hopwell.kernels.parts.split import SplitSchedule, UnitKeeper
+from hopwell.kernels.parts.split import SplitSchedule, TokenLists, UnitKeeper
 from hopwell.kernels.parts.tree import Bundle, LeftNodes, Tree
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 from hopwell.kernels.sm90 import leaf_tree as leaf_tree_module
@@ -66,13 +66,12 @@ GROUP = 4  # query heads of a KV head
 def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
     memory = Memory()
     monkeypatch.setattr(split, "load_int", memory.load_int)
-    for kind, names in ((Ranges, ("of", "own_range")), (RangeSchedule, ("_requests", "_leaves"))):
-        for name in names:
-            member = vars(kind)[name]
-            plain = getattr(member, "__func__", member).__wrapped__
-            monkeypatch.setattr(kind, name, staticmethod(plain) if isinstance(member, staticmethod) else plain)
-    for schedule in (SplitSchedule, ListRangeSchedule):
-        monkeypatch.setattr(schedule, "_span", vars(schedule)["_span"].__wrapped__)
+    lists, spans = ("_request_of", "_listed_token"), ((kind, ["_span"]) for kind in (SplitSchedule, ListRangeSchedule))
+    kinds = (Ranges, ("of", "own_range")), (RangeSchedule, ("_requests", "_leaves")), (TokenLists, lists), *spans
+    for kind, name in ((kind, name) for kind, names in kinds for name in names):
+        member = vars(kind)[name]
+        plain = getattr(member, "__func__", member).__wrapped__
+        monkeypatch.setattr(kind, name, staticmethod(plain) if isinstance(member, staticmethod) else plain)
     monkeypatch.setattr(cutlass, "range", lambda *bounds, unroll: range(*map(host, bounds)))
     monkeypatch.setattr(cute.arch, "clz", lambda value: Int32(32 - host(value).bit_length()))
     monkeypatch.setattr(device, "tied", lambda value, other: value)
@@ -204,7 +203,8 @@ class ListBatch(Batch):
 
     def schedule(self, memory: Memory) -> RangeSchedule:
         plain, offsets = super().schedule(memory), [0, *itertools.accumulate(self.q_lens)]
-        g = plain.geometry._replace(q_len=Int64(max(self.q_lens)), listed=Int64(self.listed))
+        most, tokens, listed = map(Int64, (max(self.q_lens), sum(self.q_lens), self.listed))
+        g = plain.geometry._replace(q_len=most, tokens=tokens, listed=listed)
         a = plain.addresses._replace(q_offsets=memory.put(offsets))
         mask = ListMask(MaskKind.CAUSAL, plain.mask.size)
         return ListRangeSchedule(g, a, mask, 16, LEAF, LEAF, False, UnitKeeper(), SUBTREES, RESIDENT_LEAVES)
