@@ -328,12 +328,18 @@ def _check_sharded(call: XqaCall, part: Shard | None) -> None:
         raise ValueError("sinks must be None with causal_seqlens_kv_global: every rank would count them")
 
 
-def widened_query(query: torch.Tensor, out: Any, out_dtype: Any) -> torch.Tensor:
-    """Return e4m3 queries over an e4m3 cache in 16 bits, which hold all of their values and are what kernels multiply:
-    float16 where the output has this dtype, else bfloat16."""
+def widened_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: Any) -> torch.Tensor:
+    """Return e4m3 queries over an e4m3 or NVFP4 cache in 16 bits, which hold all of their values and are what kernels
+    multiply: in the dtype of a 16-bit output, else in bfloat16, or over NVFP4 in float16, which those kernels convert
+    bfloat16 to. Queries over other caches are returned as they are."""
+    is_nvfp4 = _cache.has_dtype(kv_cache, torch.uint8)
+    if not is_nvfp4 and not _cache.has_dtype(kv_cache, checks.FP8):
+        return query
     checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
     dtype = getattr(out, "dtype", None) if out_dtype is None else out_dtype
-    return query.to(torch.float16 if dtype == torch.float16 else torch.bfloat16)
+    if dtype not in checks.SIXTEEN_BIT:
+        dtype = torch.float16 if is_nvfp4 else torch.bfloat16
+    return query.to(dtype)
 
 
 def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:

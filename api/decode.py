@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-from hopwell._cache import has_dtype
 from hopwell._checks import FP8, INT32_MAX
 from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
 from hopwell._dynamo import opaque
@@ -217,8 +216,8 @@ def trtllm_batch_decode_with_kv_cache(
     :func:`xqa_batch_decode_with_kv_cache`.
 
     Args:
-        query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16, or float8_e4m3fn over a cache of
-            that dtype: each call widens it to 16 bits, which is exact.
+        query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16, or float8_e4m3fn over a
+            float8_e4m3fn or NVFP4 cache: each call widens it to 16 bits, which is exact.
         kv_cache: as there; a tensor or a pair (K, V).
         workspace_buffer: as there.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
@@ -230,8 +229,8 @@ def trtllm_batch_decode_with_kv_cache(
         bmm2_scale: factor on the output, likewise.
         window_left: keys to the left of its own that a row sees; -1 for all of them.
         out: [tokens, num_heads, head_dim] to write into; None allocates.
-        out_dtype: dtype of the output: that of ``query``, or float8_e4m3fn with a float8_e4m3fn or NVFP4 cache. None
-            means that of ``out``, or of ``query``. "nvfp4" is refused.
+        out_dtype: dtype of the output: that of ``query``, or float8_e4m3fn with a float8_e4m3fn or NVFP4 cache; of
+            float8_e4m3fn queries any of the three. None means that of ``out``, or of ``query``. "nvfp4" is refused.
         o_sf_scale: for nvfp4 outputs; must be None.
         o_sf_vec_size: for nvfp4 outputs; must be None.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor.
@@ -277,8 +276,8 @@ def trtllm_batch_decode_with_kv_cache(
     k, v = (kv_cache, None) if type(kv_cache) is torch.Tensor else halves(kv_cache)
     k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
     query_dtype = getattr(query, "dtype", None)
-    if query_dtype is FP8 and has_dtype(kv_cache, FP8):
-        query = widened_query(query, out, out_dtype)
+    if query_dtype is FP8:
+        query = widened_query(query, kv_cache, out, out_dtype)
     arguments: Arguments = (
         query,
         k,

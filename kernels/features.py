@@ -69,9 +69,10 @@ class Feature:
 
 
 def refuse(problem: Any, arch: str) -> str | None:
-    """Say why an entry finds no kernel for ``problem``, or return None. It widens e4m3 queries of MLA where kernels do
-    not take them."""
-    if problem.family is Family.MLA and problem.query.dtype == FP8 and not families.takes_bytes(arch):
+    """Say why an entry finds no kernel for ``problem``, or return None. It widens e4m3 queries of decode, and those of
+    MLA where kernels do not take them."""
+    widens = problem.family is Family.DECODE or (problem.family is Family.MLA and not families.takes_bytes(arch))
+    if widens and problem.query.dtype == FP8:
         problem = replace(problem, query=problem.query.to(BF16))
     return families.refuse(problem, arch)
 
@@ -325,6 +326,13 @@ ENTRIES: dict[str, Entry] = {
             _DECODE.row("fp8_kv", "data types", "fp8 (e4m3) KV cache", dict(kv=FP8)),
             _DECODE.row("int8_kv", "data types", "int8 KV cache", dict(kv=INT8)),
             _DECODE.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=UINT8)),
+            _DECODE.row(
+                "fp8",
+                "data types",
+                "fp8 (e4m3) query with an fp8 or NVFP4 KV cache (`trtllm_batch_decode_with_kv_cache`)",
+                *_over("kv", (FP8, UINT8), query=FP8),
+                shown=dict(query=FP8),
+            ),
             _DECODE.row(
                 "fp8_out",
                 "data types",

@@ -110,6 +110,7 @@ def prefill(
 def decode(
     *,
     dim: int = 128,
+    query: torch.dtype = BF16,
     kv: torch.dtype = BF16,
     out: torch.dtype | None = None,
     page_size: int = PAGE_SIZE,
@@ -118,10 +119,10 @@ def decode(
     tensor_scales: bool = False,
     **fields: Any,
 ) -> AttentionProblem:
-    """Make a decode of ``q_len`` new tokens of each request, with a query of bfloat16."""
+    """Make a decode of ``q_len`` new tokens of each request."""
     tokens = BATCH * q_len
     return _problem(
-        _empty(tokens, HEADS, dim, dtype=BF16),
+        _empty(tokens, HEADS, dim, dtype=query),
         q_len,
         Mask(mask),
         out=None if out is None else _empty(tokens, HEADS, dim, dtype=out),

@@ -30,6 +30,8 @@ SLACK = 8.0
 FLOAT32_TINY = 1.1754944e-38
 LARGE_FLOAT32 = 1e38  # of which three do not overflow
 MOST_BELOW = 60.0  # powers of two that a tile's reference may lie below the largest score
+# The largest powers of two of element types that weights are rounded to. bf16 has the range of float32 instead.
+E4M3_POWER, FLOAT16_POWER = 8.0, 15.0
 
 
 @dataclass
@@ -169,7 +171,7 @@ class TileSoftmax(OnlineSoftmax):
     soon as a tile's product is added, which the caller has to do in float32 anyway: see ``sm90/byte_prefill.py``.
     """
 
-    headroom = 8.0  # 2^8 is the largest power of two that e4m3 has
+    headroom = E4M3_POWER
 
     @cute.jit
     def choose_reference(self, r: cutlass.Constexpr[int], row_max) -> None:
@@ -187,16 +189,46 @@ class TileSoftmax(OnlineSoftmax):
 class ColumnSoftmax(OnlineSoftmax):
     """The softmax of rows that a :class:`ColumnFragment` holds."""
 
-    @staticmethod
-    def over(scale, rows: int) -> "ColumnSoftmax":
+    @classmethod
+    def over(cls, scale, rows: int) -> "ColumnSoftmax":
         """Return a softmax of ``rows`` rows of a lane, whose ``scale`` is that attribute of another one."""
-        return ColumnSoftmax(scale, *[cute.make_rmem_tensor(rows, Float32) for _ in range(4)])
+        return cls(scale, *[cute.make_rmem_tensor(rows, Float32) for _ in range(4)])
 
     def largest_of_lanes(self, value, lanes: int):
         return _over_row(value, cute.arch.fmax)
 
     def sum_of_lanes(self, value, lanes: int):
         return _over_row(value, lambda one, other: one + other)
+
+
+@dataclass
+class HalfLeafSoftmax(ColumnSoftmax):
+    """The softmax of leaves whose weights are rounded to float16.
+
+    float16 has few bits below 2^-14 and none below 2^-25: beside a heavy key, thousands of light ones would lose their
+    weight if the heavy one's were 1. So weights reach as far up as float16 does. Sums and outputs are relative to a
+    reference that is lower by as much, of which merges and sinks need not know. Only scores beyond 2^23 powers of two
+    would overflow, of which float32 does not tell the weights.
+    """
+
+    headroom = FLOAT16_POWER  # the reference of a leaf is its largest score
+
+
+@dataclass
+class HalfSoftmax(ColumnSoftmax):
+    """The softmax of such weights over steps of keys.
+
+    The reference moves only when scores are more than ``slack`` powers of two above it, which is room that the headroom
+    has to leave. With so little of it, weights have all bits of float16 down to 2^-25 of the largest one, and scores
+    that differ as usual still leave the reference where the first step has put it.
+    """
+
+    slack = 4.0
+    headroom = FLOAT16_POWER - slack
+
+    def accumulate(self, scores, r: int, row_max) -> None:
+        self.choose_reference(r, row_max, self.slack)
+        self.exponentials(scores, r)
 
 
 def _over_row(value, operation):

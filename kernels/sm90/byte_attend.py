@@ -16,7 +16,7 @@ from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.mask import TileRange
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import COLUMNS_AT_ONCE, PIECE, Merge, WeightedSum
-from hopwell.kernels.parts.softmax import ColumnSoftmax
+from hopwell.kernels.parts.softmax import HalfSoftmax
 from hopwell.kernels.parts.split import SplitTile
 from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
 from hopwell.kernels.parts.widen import by_columns, together
@@ -232,7 +232,7 @@ class ByteDecodeAttend(DecodeAttend):
         """Attend to a unit with ``count`` rows, 8 * ``products`` of them for each warp."""
         q_ring = self.rings.q
         operands = ByteDecodeOperands.create(self.kernel, self.tiles, products)
-        softmax = ColumnSoftmax.over(self.softmax.scale, 2 * products)
+        softmax = HalfSoftmax.over(self.softmax.scale, 2 * products)
         mine = WarpKeys.of(count, products, self.kernel)
         q_ring.wait_full(work)
         operands.load_q(q_ring.stage(work), mine.first_row)

@@ -19,7 +19,8 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.fragment import ColumnFragment
 from hopwell.kernels.parts.packed import PackedRows
-from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, accumulate, place_in_warp
+from hopwell.kernels.parts.softmax import HalfLeafSoftmax
+from hopwell.kernels.parts.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
 from hopwell.kernels.parts.widen import of_two_keys
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.byte_products import BLOCK_BYTES, ByteProducts, padded
@@ -53,6 +54,9 @@ class ByteFewRowsDecodeSm90(FewRowsDecodeSm90):
     @property
     def weights_dtype(self) -> type:
         return Float16
+
+    def softmax(self, scale) -> HalfLeafSoftmax:
+        return HalfLeafSoftmax.create(scale, self.tile.m // QUAD)
 
     def consumer(self, **parts: Any) -> "ByteLeafAttend":
         return ByteLeafAttend(**parts)

@@ -207,8 +207,34 @@ def test_e4m3_queries(out_dtype: torch.dtype | None, device: str) -> None:
     assert torch.equal(out, decode.trtllm_batch_decode_with_kv_cache(**arguments | more))
 
 
-def test_e4m3_queries_need_an_e4m3_cache() -> None:
-    data = batch("cpu", [1] * 5)
+@pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("group", [4, 20])
+def test_e4m3_queries_over_nvfp4(group: int, out_dtype: torch.dtype | None, device: str) -> None:
+    """Scales are linear, as for other queries; the output is e4m3 unless asked otherwise, by its dtype or a tensor."""
+    fp8 = torch.float8_e4m3fn
+    data = batch(device, [1] * 5, heads=2 * group, kv_dtype=NVFP4)
+    data.q = data.q.to(fp8)
+    problem = data.decode(16)
+    scales = (problem.kv_scales.key, problem.kv_scales.value)
+    more: dict[str, Any] = dict(kv_cache=(problem.key, problem.value), kv_cache_sf=scales)
+    out = repeated(decode.trtllm_batch_decode_with_kv_cache, data, common(data, problem, out_dtype=out_dtype, **more))
+    assert out.dtype == (out_dtype or fp8)
+    data.expected_decode(out_dtype=out.dtype).check(out)
+    given = torch.empty_like(out)
+    arguments = common(data, problem, out=given, backend="xqa", **more)
+    assert decode.trtllm_batch_decode_with_kv_cache(**arguments) is given
+    assert torch.equal(given.float(), out.float())
+    arguments["query"] = data.q.to(torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float16)
+    assert torch.equal(given.float(), decode.trtllm_batch_decode_with_kv_cache(**arguments).float())
+    with pytest.raises(NotImplementedError, match="backend='trtllm-gen' with kv_cache_sf"):
+        decode.trtllm_batch_decode_with_kv_cache(**arguments | dict(query=data.q, backend="trtllm-gen"))
+    with pytest.raises(ValueError, match="kv_cache_sf"):
+        decode.trtllm_batch_decode_with_kv_cache(**arguments | dict(query=data.q, kv_cache_sf=None))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+def test_e4m3_queries_need_an_e4m3_or_nvfp4_cache(kv_dtype: torch.dtype | None) -> None:
+    data = batch("cpu", [1] * 5, kv_dtype=kv_dtype)
     data.q = data.q.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"query must be torch\.bfloat16 or torch\.float16"):
         decode.trtllm_batch_decode_with_kv_cache(**common(data, data.decode(16)))

@@ -9,11 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import test_decode_light_weights as light_weights
 import test_decode_nvfp4 as nvfp4
 import torch
 from helpers.batches import same
 from helpers.covering import COVERING_SM120_DECODE
-from helpers.decode_batches import DRAFT, DecodeBatch
+from helpers.decode_batches import DRAFT, NVFP4, DecodeBatch
 from helpers.decode_cases import Case, check_config
 from helpers.schedules import schedules
 from test_decode_clients import test_context_parallel_ranks as ranks_share_keys
@@ -63,6 +64,11 @@ def test_drafts_over_nvfp4_caches() -> None:
 
 def test_nvfp4_gives_the_bits_of_e4m3() -> None:
     nvfp4.test_bits_are_those_of_e4m3(head_dim=128, group=3, device="cpu")
+
+
+@pytest.mark.parametrize(("kv_dtype", "rows"), [(torch.float8_e4m3fn, 4), (NVFP4, 36)], ids=["e4m3", "nvfp4"])
+def test_light_keys_beside_a_heavy_one(kv_dtype: torch.dtype, rows: int) -> None:
+    light_weights.test_light_keys_beside_a_heavy_one(25.9, kv_dtype, rows, "cpu")
 
 
 def test_hopper_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
