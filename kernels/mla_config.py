@@ -151,7 +151,7 @@ class MlaConfig(DecodeConfig):
     @property
     def merge_loads(self) -> tuple[tuple[int, int], ...]:
         """Say how many pieces, and subtiles of each, a producer warp that merges has under way."""
-        return ((4, 1),) if self.sparse or self.multiplies_bytes else ((4, 2), (8, 1))
+        return ((4, 2), (8, 1)) if self.tile.producer_registers == _TILE.producer_registers else ((4, 1),)
 
     @property
     def kv_dims(self) -> tuple[int, int]:
