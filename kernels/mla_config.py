@@ -251,7 +251,6 @@ def shipped_mla_configs(arch: str = "sm_90a", kind: type[MlaConfig] = MlaConfig)
         operands = [("bf16", kv_type) for kv_type in kv_types] + [("e4m3", KvType.WIDE)] * kind.takes_bytes
         for dtype, kv_type in operands:
             config = kind(arch, dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, kv_type, rows)
-            is_on = settings.BATCH_INVARIANT.is_on
-            # New tokens in uneven numbers, which make a difference where they have no lists, take these kernels anyway.
-            ways = sorted({is_on, not config.sparse or is_on}) if rows == ROWS else [False]
-            yield from (replace(config, batch_invariant=way) for way in ways)
+            # Without the setting, new tokens in uneven numbers that have no lists take batch-invariant kernels as well.
+            ways = {True} if settings.BATCH_INVARIANT.is_on else {False, not config.sparse}
+            yield from (replace(config, batch_invariant=way) for way in (sorted(ways) if rows == ROWS else [False]))

@@ -98,7 +98,7 @@ class Pieces(DeviceStruct):
         return (warp_row // WARP_ROWS * RowFragment.rows + r) * 2 + half
 
     @cute.jit
-    def _merge_subtiles(self, subtiles: tuple, pieces: "RowPieces", rows: PackedRows, dtype: cutlass.Constexpr) -> None:
+    def _merge_subtiles(self, subtiles: tuple, pieces: RowPieces, rows: PackedRows, dtype: cutlass.Constexpr) -> None:
         """Merge (first subtile, end) of rows that have these pieces."""
         of_band, (begin, end) = self._subtiles_of_band, subtiles
         for band in cutlass.range(begin // of_band, (end + (of_band - 1)) // of_band, unroll=1):
@@ -113,7 +113,7 @@ class Pieces(DeviceStruct):
 
     @cute.jit
     def _merge_band_of(
-        self, loads: cutlass.Constexpr, band, subtiles, pieces: "RowPieces", rows: PackedRows, dtype: cutlass.Constexpr
+        self, loads: cutlass.Constexpr, band, subtiles, pieces: RowPieces, rows: PackedRows, dtype: cutlass.Constexpr
     ) -> None:
         """Merge subtiles of a band with the first of these ``loads`` that take all pieces at once, or with the last."""
         (pieces_at_once, subtiles_at_once), *rest = loads
@@ -133,7 +133,7 @@ class Pieces(DeviceStruct):
         band,
         begin,
         end,
-        pieces: "RowPieces",
+        pieces: RowPieces,
         rows: PackedRows,
         dtype: cutlass.Constexpr,
     ) -> None:

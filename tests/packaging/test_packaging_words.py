@@ -68,22 +68,29 @@ def has_second_meaning(meaning: str) -> bool:
     return SECOND_MEANING.search(meaning) is not None
 
 
-@pytest.mark.parametrize("opening", ["Of a device.", "By candidate.", "In bfloat16.", "As in prefill. What is kept."])
-def test_fragments_are_found(opening: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
-    file = tmp_path / "fragment.py"
-    file.write_text(f'"""{opening}"""')
-    assert len(fragments(file)) == 1
-
-
 @pytest.mark.parametrize(
-    "comment",
-    ["By candidate what there is.", "As wgmma has them: two of each.", "Whose kernels run.", "Not before it."],
+    "source",
+    [
+        *(
+            f'"""{text}"""'
+            for text in ("Of a device.", "By candidate.", "In bfloat16.", "As in prefill. What is kept.")
+        ),
+        *(
+            f"# {text}\n# It goes on.\nx = 1  # of x\n"
+            for text in (
+                "By candidate what there is.",
+                "As wgmma has them: two of each.",
+                "Whose kernels run.",
+                "Not before it.",
+            )
+        ),
+    ],
 )
-def test_fragments_are_found_in_comments(comment: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fragments_are_found(source: str, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found in docstrings and in comments."""
     monkeypatch.setattr(f"{__name__}.ROOT", tmp_path)
     file = tmp_path / "fragment.py"
-    file.write_text(f"# {comment}\n# It goes on.\nx = 1  # of x\n")
+    file.write_text(source)
     assert len(fragments(file)) == 1
 
 
