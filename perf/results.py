@@ -338,6 +338,7 @@ class Run:
 
     def _finish(self, figure: Any, path: Path, what: str = "") -> None:
         from matplotlib import pyplot
+        from PIL import Image  # matplotlib needs it, too
 
         drawn: dict[str, Any] = {}
         top = max(axes.get_ylim()[1] for axes in figure.axes)
@@ -352,6 +353,9 @@ class Run:
         figure.suptitle(f"{family[0].upper()}{family[1:]}{what} on one {self.gpu}, {self.date}")
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
+        with Image.open(path) as plot:  # a palette takes a third of the bytes
+            palette = plot.convert("RGB").quantize(128, dither=Image.Dither.NONE)
+        palette.save(path, optimize=True)
 
 
 def _error(row: Row | None) -> float | None:
