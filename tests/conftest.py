@@ -10,7 +10,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=4, help="threads of tests/emulator/test_threads.py")
     parser.addoption("--rounds", type=int, default=1, help="how often each of them makes all calls")
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls")
-    parser.addoption("--core", action="store_true", help="run the core set of tests only, see core_set.py")
+    sets = {"--core": "run the core set of tests only, see core_set.py", "--rest": "run all tests but the core set"}
+    for option, meaning in sets.items():
+        parser.addoption(option, action="store_true", help=meaning)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -21,10 +23,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow_emulator")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
-    if config.getoption("--core"):
-        chosen = core([item for item in items if not item.get_closest_marker("gpu")])
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
-        items[:] = chosen
+    for option, is_chosen in (("--core", True), ("--rest", False)):
+        if config.getoption(option):
+            members = set(core([item for item in items if not item.get_closest_marker("gpu")]))
+            config.hook.pytest_deselected(items=[item for item in items if (item in members) != is_chosen])
+            items[:] = [item for item in items if (item in members) == is_chosen]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

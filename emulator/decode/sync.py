@@ -92,7 +92,8 @@ def barrier(c: Context, i: Instr) -> Op:
         d = c.dst(first, "u32") if how == "popc" else c.pred_dst(first)
     number = c.src(args[0], "u32")
     count = c.src(args[1], "u32") if len(args) > 1 else NONE
-    return c.system("bar", d, number, count, predicate, imm=int(negated), aux=aux)
+    aligned = p[0] == "bar" or "aligned" in p
+    return c.system("bar", d, number, count, predicate, imm=int(negated) + 2 * aligned, aux=aux)
 
 
 @decodes("barrier.cluster")

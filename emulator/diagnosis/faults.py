@@ -96,6 +96,11 @@ def _barrier(machine: Machine, e: Fault, name: str) -> EmulatorError | None:
         return BarrierFault(f"barrier {e.address}: thread count {e.extra} is not a positive multiple of 32")
     if name == "BARRIER_OVERFLOW":
         return BarrierFault(f"barrier {e.address}: {e.extra} threads arrived, more than it expects")
+    if name == "BARRIER_SITE":
+        return BarrierFault(
+            f"barrier {e.address}: others wait at another instruction, {machine.where(e.extra2)}, "
+            f"for which the barrier has to be one without .aligned"
+        )
     if name == "BARRIER_ID":
         return BarrierFault(f"barrier {e.address}: there are barriers 0 to 15")
     if name == "CLUSTER_BARRIER":

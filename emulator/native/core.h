@@ -125,6 +125,7 @@ typedef struct named_barrier {
   u32 reduce_popc, reduce_and, reduce_or; /* of the arrivals so far */
   u32 result_popc, result_and, result_or; /* of the last completed generation, until the slowest warp has read them */
   u32 warps;       /* that arrived in this generation */
+  i32 site;        /* the instruction at which the first of them waits, counted from 1; 0: nobody waits */
   u32 horizon;     /* as of an mbarrier */
   i32 *vc;
 } named_barrier;
@@ -189,8 +190,8 @@ enum {
   ERR_NONE, ERR_GLOBAL, ERR_SHARED, ERR_MISALIGNED, ERR_MIXED_SPACE, ERR_RANK, ERR_MBAR_INIT, ERR_MBAR_OVERFLOW,
   ERR_MBAR_EXITED, ERR_BARRIER_COUNT, ERR_BARRIER_OVERFLOW, ERR_SHFL_LANE, ERR_TRAP, ERR_UNSUPPORTED, ERR_READONLY,
   ERR_UNINIT_REG, ERR_UNINIT_SHARED, ERR_UNINIT_GLOBAL, ERR_IN_FLIGHT, ERR_CLUSTER_BARRIER, ERR_LOCAL, ERR_MBAR_COUNT,
-  ERR_MBAR_MISALIGNED, ERR_MBAR_MEMORY, ERR_TX_RANGE, ERR_AGENTS, ERR_PARAM, ERR_BARRIER_ID, ERR_WGMMA_FENCE,
-  ERR_WGMMA_GROUP, ERR_WGMMA_DISAGREE, ERR_DESCRIPTOR, ERR_TMA_EXITED, ERR_TMA_RANK
+  ERR_MBAR_MISALIGNED, ERR_MBAR_MEMORY, ERR_TX_RANGE, ERR_AGENTS, ERR_PARAM, ERR_BARRIER_ID, ERR_BARRIER_SITE,
+  ERR_WGMMA_FENCE, ERR_WGMMA_GROUP, ERR_WGMMA_DISAGREE, ERR_DESCRIPTOR, ERR_TMA_EXITED, ERR_TMA_RANK
 };
 
 typedef struct fault {

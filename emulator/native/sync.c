@@ -27,6 +27,7 @@ void barrier_settle(machine *M, cta *c, named_barrier *b) {
   b->arrived = 0;
   b->generation++;
   b->warps = 0;
+  b->site = 0;
   b->result_popc = b->reduce_popc, b->result_and = b->reduce_and, b->result_or = b->reduce_or;
   if (TRACKED(M)) clock_turn(M, b->vc);
 }
@@ -37,7 +38,7 @@ static void leave_barrier(machine *M, warp *w, named_barrier *b) {
 }
 
 /* bar.sync / bar.arrive / bar.red. o[1]: barrier number; o[2]: thread count or none; o[3]: predicate of red; o[0]:
- * destination of red; aux: 0 sync, 1 arrive, 2 red.popc, 3 red.and, 4 red.or; imm bit 0: negated predicate. */
+ * destination of red; aux: 0 sync, 1 arrive, 2 red.popc, 3 red.and, 4 red.or; imm bit 0: negated predicate, 1: aligned. */
 static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
   if (i->aux < 2) return;
   if (i->aux == 2) {
@@ -47,6 +48,16 @@ static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
   }
   u32 v = (i->aux == 3 ? b->result_and : b->result_or) ? FULL : 0;
   w->pred[i->o[0]] = (w->pred[i->o[0]] & ~m) | (v & m);
+}
+
+/* PTX ISA, "barrier": where .aligned is said, which bar implies, all threads that wait execute the same instruction.
+ * Hardware lets others pass, synccheck calls them divergent. Returns the instruction of the others. */
+static const insn *other_site(machine *M, named_barrier *b, const insn *i) {
+  i32 here = (i32)(i - M->insns) + 1;
+  if (i->aux == 1) return NULL;
+  if (!b->site) b->site = here;
+  const insn *first = M->insns + b->site - 1;
+  return b->site != here && ((i->imm | first->imm) & 2) ? first : NULL;
 }
 
 EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
@@ -68,6 +79,11 @@ EXPORT int sys_bar(machine *M, warp *w, frag *f, const insn *i, u32 m) {
   if (b->arrived && b->expected != n) {
     M->err.extra2 = (u64)b->expected;
     return fail(M, w, i, ERR_BARRIER_COUNT, -1, id, (u64)n);
+  }
+  const insn *other = other_site(M, b, i);
+  if (other) {
+    M->err.extra2 = (u64)(other - M->insns);
+    return fail(M, w, i, ERR_BARRIER_SITE, -1, id, 0);
   }
   if (!b->arrived) b->reduce_popc = 0, b->reduce_and = 1, b->reduce_or = 0;
   b->whole = whole;

@@ -7,6 +7,7 @@ from typing import Any
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32, Uint64
+from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
 from hopwell.kernels.hardware import WARPS
@@ -61,6 +62,14 @@ def shared_address(pointer):
 def warp_in_warpgroup():
     """Return which warp of its warpgroup this one is, the same for all of its lanes."""
     return cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS
+
+
+@dsl_user_op
+def barrier_of_branches(barrier_id: int, threads: int, *, loc=None, ip=None) -> None:
+    """Wait at a named barrier of ``threads`` threads, some of which wait at another instruction. Where
+    ``cute.arch.barrier`` is called, all of them wait at that one: PTX calls it aligned."""
+    number, count = (Int32(value).ir_value(loc=loc, ip=ip) for value in (barrier_id, threads))
+    nvvm.barrier_cta_sync(number, thread_count=count, aligned=False, loc=loc, ip=ip)
 
 
 @dsl_user_op

@@ -13,7 +13,14 @@ from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.device import DeviceStruct, fma, prmt, shared_address, warp_in_warpgroup
+from hopwell.kernels.parts.device import (
+    DeviceStruct,
+    barrier_of_branches,
+    fma,
+    prmt,
+    shared_address,
+    warp_in_warpgroup,
+)
 from hopwell.kernels.parts.epilogue import WARP_ROWS
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.softmax import TileSoftmax
@@ -22,6 +29,7 @@ from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.attend import WARPGROUP_BARRIER
 from hopwell.kernels.sm90.byte_prefill import round_to_bytes
 from hopwell.kernels.sm90.conversion import EVEN_BYTES, ODD_BYTES, PAIRED_KEYS
+from hopwell.kernels.sm90.decode import MERGE_BARRIER
 from hopwell.kernels.sm90.mla import WARP_SUM_BYTES, KeySides, MlaAttend, MlaSm90
 from hopwell.kernels.sm90.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.splitting import ROWS
@@ -224,6 +232,10 @@ class ByteMlaAttend(MlaAttend):
     def both_operands(self) -> tuple[ByteMlaOperands, ByteMlaOperands]:
         operands = ByteMlaOperands.create(self.kernel, self.tiles)
         return operands, operands
+
+    def meet(self) -> None:
+        """Wait for both warpgroups, each of which has a copy of a step."""
+        barrier_of_branches(MERGE_BARRIER, 2 * WARPGROUP)
 
     @cute.jit
     def give_back_q(self, operands, work, consumer) -> None:

@@ -160,6 +160,23 @@ def test_conflicting_thread_counts():
         )
 
 
+def meeting_of_two(branch, other, block=64):
+    """Let the first warp wait at one instruction, and the others at another."""
+    run_ptx(f"setp.eq.u32 %p1, %warp, 0; @%p1 bra ONE; {other} 1, {block}; bra DONE; ONE: {branch} 1, {block}; DONE:",
+            block=block)  # fmt: skip
+
+
+@pytest.mark.parametrize(("branch", "other"), [("bar.sync", "bar.sync"), ("barrier.sync", "barrier.sync.aligned")])
+def test_aligned_barriers_wait_at_one_instruction(branch, other):
+    with pytest.raises(BarrierFault, match="others wait at another instruction"):
+        meeting_of_two(branch, other)
+
+
+@pytest.mark.parametrize(("branch", "other"), [("barrier.sync", "barrier.sync"), ("bar.sync", "bar.arrive")])
+def test_other_barriers_wait_anywhere(branch, other):
+    meeting_of_two(branch, other, 96 if other == "barrier.sync" else 64)
+
+
 def test_transaction_bytes_left_over_at_exit():
     with pytest.raises(BarrierFault, match="ends with 128 transaction bytes that were announced but never arrived"):
         run_ptx(INIT.format(count=1) + "@%p1 mbarrier.arrive.expect_tx.shared.b64 _, [%r1], 128;", shared=16)

@@ -9,7 +9,7 @@ import torch
 
 from helpers import reference
 from helpers.batches import Batch
-from hopwell.kernels import execute
+from hopwell.kernels import execute, support
 from hopwell.kernels.families import prefill_type
 from hopwell.kernels.problem import Mask, Score
 
@@ -28,7 +28,12 @@ def rows_of(dims: tuple[int, int], arch: str) -> Rows:
     return Rows(rows, rows)
 
 
-def tile_n(dims: tuple[int, int], score: Score = reference.PLAIN, arch: str = "sm_90a") -> int:
+def arch_of(device: str) -> str:
+    """Return the architecture whose kernels a call with tensors on ``device`` runs."""
+    return support.arch_of(torch.device(device))
+
+
+def tile_n(dims: tuple[int, int], arch: str, score: Score = reference.PLAIN) -> int:
     return prefill_type(arch).tile_of(dims, score.kind, True).n
 
 
@@ -39,12 +44,12 @@ def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torc
 
 
 def attention_with_skips(
-    data: Batch, factor: float, mask: Mask, score: Score, arch: str = "sm_90a", n_keys: int = 0
+    data: Batch, factor: float, mask: Mask, score: Score, n_keys: int = 0
 ) -> tuple[torch.Tensor, int]:
     """Return the output, and how many pairs of 64 rows, or fewer that decide, and a tile of keys are left out. Each row
     has to see a key. ``n_keys`` is those of a tile, 0 for what 16-bit kernels have."""
-    dims = (data.head_dim, data.v_head_dim)
-    rows, n_keys = rows_of(dims, arch), n_keys or tile_n(dims, score, arch)
+    dims, arch = (data.head_dim, data.v_head_dim), arch_of(data.device)
+    rows, n_keys = rows_of(dims, arch), n_keys or tile_n(dims, arch, score)
     outs, skipped = [], 0
     for q, k, v, seen in data.requests(mask):
         logits = reference.logits(q, k, data.scale, score).masked_fill(~seen, -math.inf)
@@ -64,14 +69,12 @@ def attention_with_skips(
     return torch.cat(outs), skipped
 
 
-def check_left_out(
-    data: Batch, factor: float, page_size: int | None, mask: Mask, score: Score, arch: str = "sm_90a"
-) -> None:
+def check_left_out(data: Batch, factor: float, page_size: int | None, mask: Mask, score: Score) -> None:
     """The right tiles are left out where of each 300 keys 200 weigh little but not nothing: without them the output is
     off by several percent."""
     for k in data.k:
         k[torch.arange(k.shape[0], device=data.device) % 300 >= 100] *= 0.02
-    want, skipped = attention_with_skips(data, factor, mask, score, arch)
+    want, skipped = attention_with_skips(data, factor, mask, score)
     assert (skipped > 0) == (factor > 1)
     out, count = with_count(data, page_size, mask=mask, score=score, skip_softmax=factor)
     assert count == skipped

@@ -70,7 +70,7 @@ def test_tails_keep_their_weight(dims: tuple[int, int], place: tuple[int, int], 
     tiles, to four bits, be these visited before or after. Relative to the largest weight of all, e4m3 would round every
     one of them to 0."""
     n = step_of(batch(dims, device, q_lens=[3], kv_lens=[515]).in_bytes(None, FULL, BF16))
-    keys, (tile, key) = 4 * n + 3, place
+    keys, (tile, key) = 4 * n + 3, (place[0], place[1] % n)
     data = batch(dims, device, q_lens=[3], kv_lens=[keys])
     data.q[:] = 0.0
     data.q[..., 0] = 1.0

@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers import reference
 from helpers.batches import CAUSAL, FULL, Batch, chunked, window
-from helpers.skipped_tiles import check_left_out, tile_n, with_count
+from helpers.skipped_tiles import arch_of, check_left_out, rows_of, tile_n, with_count
 
 from hopwell.kernels.problem import Mask, Score, ScoreKind
 
@@ -43,10 +43,10 @@ def test_what_is_left_out(
 
 @pytest.mark.parametrize("head_dim", [64, 128, 512])
 def test_a_row_that_alone_needs_a_tile(head_dim: int, device: str) -> None:
-    """Each tile but two is needed by one row and by none of the 63 that it decides with, and that row by another lane
-    and warp each time."""
-    rows = [0, 9, 31, 63, 64, 77, 111, 127]
-    tiles, n = len(rows) + 2, tile_n((head_dim, head_dim))
+    """Each tile but two is needed by one row and by none of the others that it decides with, and that row by another
+    lane and warp each time."""
+    rows, dims, arch = [0, 9, 31, 63, 64, 77, 111, 127], (head_dim, head_dim), arch_of(device)
+    tiles, n = len(rows) + 2, tile_n(dims, arch)
     data = Batch([128], [tiles * n], 1, 1, head_dim, device=device)
     data.q.zero_()
     data.k[0].zero_()
@@ -57,4 +57,4 @@ def test_a_row_that_alone_needs_a_tile(head_dim: int, device: str) -> None:
         data.k[0][tile * n + 5, :, 1 + tile] = 8.0
     out, count = with_count(data, None, mask=FULL, softmax_scale=1.0, skip_softmax=100.0)
     data.expected(FULL, scale=1.0).check(out)
-    assert count == 2 * (tiles - 1) - len(rows)
+    assert count == 128 // rows_of(dims, arch).deciding * (tiles - 1) - len(rows)

@@ -20,7 +20,7 @@ DETECTORS = dict(race=True, proxy=True, strict=True)
 def batch(arch: str, head_dim: int, rows: int) -> Batch:
     """Make keys that weigh nothing but for the last ``rows`` ones, of which each row sees one at least: a logit of
     64."""
-    keys = TILES * tile_n((head_dim, head_dim), arch=arch)
+    keys = TILES * tile_n((head_dim, head_dim), arch)
     data = Batch([rows], [keys], heads=2, kv_heads=1, head_dim=head_dim, device="cpu")
     data.q.zero_()
     data.q[..., 0] = 8.0
@@ -48,7 +48,7 @@ def skipped(arch: str, data: Batch, page_size: int | None) -> int:
     ],
 )
 def test_every_pair_of_rows_and_keys_counts_once(arch: str, head_dim: int, page_size: int | None, rows: int) -> None:
-    tiles_with_weight = -(-rows // tile_n((head_dim, head_dim), arch=arch))
+    tiles_with_weight = -(-rows // tile_n((head_dim, head_dim), arch))
     data = batch(arch, head_dim, rows)
     assert skipped(arch, data, page_size) == data.heads * rows // 64 * (TILES - tiles_with_weight)
 
@@ -76,4 +76,4 @@ def test_what_is_left_out_on_blackwell(
     """A query tile that a request has no rows for does not count. Hopper's test is in test_prefill_skip_softmax.py."""
     data = Batch([256, 128], [1000, 500], 2, 1, *dims, dtype=dtype, magnitude=1.5, device="cpu")
     with emulator.use("sm_100a", **DETECTORS):
-        check_left_out(data, 200.0, page_size, mask, score, "sm_100a")
+        check_left_out(data, 200.0, page_size, mask, score)
