@@ -20,7 +20,8 @@ PEER_COLORS = {
     "torch indexing": "#c4c4c4",
 }
 OTHER_COLORS = ("#8c8c8c", "#b3b3b3", "#cccccc", "#dddddd")  # of candidates without a colour of their own
-SAME_LIBRARY = {"FlashInfer cuDNN": "cuDNN", "cuDNN SDPA": "cuDNN"}  # which different projects call
+# Which library candidates of different projects call.
+SAME_LIBRARY = dict.fromkeys(("FlashInfer cuDNN", "cuDNN SDPA", "cuDNN fp8 graph"), "cuDNN")
 MOST = 8  # candidates in a figure
 LEAST_OURS = 2  # of them, if there are as many forms
 

@@ -22,9 +22,10 @@ from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
 from hopwell.perf.peers import flash_attention_3, flashinfer, for_pages, peer_workspace
 from hopwell.perf.prefill_workloads import Tensors
-from hopwell.perf.quantized import BF16
+from hopwell.perf.quantized import BF16, E4M3
 
 GROUP = 64  # queries that decide together what to leave out
+LARGEST_E4M3 = 448.0
 
 Lengths = tuple[torch.Tensor, int, int, float, float, int, torch.Tensor, torch.Tensor]
 
@@ -227,6 +228,61 @@ def sdpa(backend: str) -> Candidate:
     return prepare
 
 
+def cudnn_fp8_graph(t: Tensors) -> Call:
+    """Prepare cuDNN's attention in e4m3 as its front end builds it, without another library between.
+
+    The output is in bfloat16 on cards where cuDNN has that for e4m3, and in e4m3 on Hopper, where it refuses any other.
+    """
+    work = t.work
+    if work.q_dtype is not E4M3 or work.kv_dtype is not E4M3:
+        raise NotImplementedError("e4m3 only")
+    if not work.uniform or work.window_left >= 0 or work.sinks:
+        raise NotImplementedError("requests of one length without window and sinks only")
+    import cudnn
+
+    try:
+        return _cudnn_fp8_graph(cudnn, t, t.output())
+    except cudnn.cudnnGraphNotSupportedError:
+        return _cudnn_fp8_graph(cudnn, t, torch.empty_like(t.output(), dtype=E4M3))
+
+
+def _cudnn_fp8_graph(cudnn: Any, t: Tensors, out: torch.Tensor) -> Call:
+    types, handle = cudnn.data_type, cudnn.create_handle()
+    names = {E4M3: types.FP8_E4M3, BF16: types.BFLOAT16, torch.float32: types.FLOAT}
+    graph = cudnn.pygraph(
+        io_data_type=types.FP8_E4M3,
+        intermediate_data_type=types.FLOAT,
+        compute_data_type=types.FLOAT,
+        handle=handle,
+    )
+    q, k, v, o = (x.unflatten(0, (t.work.batch, -1)).transpose(1, 2) for x in (t.q, t.k, t.v, out))
+    # Weights are at most 1, and are scaled so that e4m3 resolves small ones best. All else is in its own unit.
+    values = dict.fromkeys(("descale_q", "descale_k", "descale_v", "scale_o"), 1.0)
+    values |= {"scale_s": LARGEST_E4M3, "descale_s": 1 / LARGEST_E4M3}
+    scales = {name: torch.full((1, 1, 1, 1), value, device=t.device) for name, value in values.items()}
+    inputs = {"q": q, "k": k, "v": v, **scales}
+    declared = {
+        name: graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=names[x.dtype])
+        for name, x in inputs.items()
+    }
+    # Without a prefix both corners of the causal mask are one, and Hopper's has the top left. The largest weight and
+    # the largest output are no outputs of the graph: a kernel that finds them has more to do.
+    attention = graph.sdpa_fp8(
+        **declared, attn_scale=t.work.scale, use_causal_mask=t.work.causal, generate_stats=False
+    )[0]
+    attention.set_output(True).set_dim(list(o.shape)).set_stride(list(o.stride())).set_data_type(names[o.dtype])
+    graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+    pack = {declared[name]: x for name, x in inputs.items()} | {attention: o}
+    workspace = torch.empty(max(graph.get_workspace_size(), 1), dtype=torch.uint8, device=t.device)
+
+    def call() -> torch.Tensor:
+        cudnn.set_stream(handle, torch.cuda.current_stream().cuda_stream)  # that of a capture is another
+        graph.execute(pack, workspace, handle=handle)
+        return out
+
+    return call
+
+
 def flashinfer_fmha_v2(page_size: int | None = None) -> Candidate:
     def prepare(t: Tensors) -> Call:
         function = flashinfer().prefill.trtllm_fmha_v2_prefill
@@ -332,4 +388,5 @@ PREFILL: dict[str, Candidate] = {
     **for_pages("FlashInfer cuDNN", flashinfer_cudnn, 16, 64),
     "FlashAttention 2": sdpa("FLASH_ATTENTION"),
     "cuDNN SDPA": sdpa("CUDNN_ATTENTION"),
+    "cuDNN fp8 graph": cudnn_fp8_graph,
 }

@@ -20,8 +20,8 @@ def test_peers_have_one_bar_each() -> None:
 
 
 def test_front_ends_of_a_library_share_a_bar() -> None:
-    rates = {"FlashInfer cuDNN, pages of 16": [1.0, 3.0], "cuDNN SDPA": [2.0, None]}
-    assert colors.shown(rates) == {"cuDNN": [2.0, 3.0]}
+    rates = {"FlashInfer cuDNN, pages of 16": [1.0, 3.0], "cuDNN SDPA": [2.0, None], "cuDNN fp8 graph": [None, 4.0]}
+    assert colors.shown(rates) == {"cuDNN": [2.0, 4.0]}
     assert "cuDNN" in colors.PEER_COLORS
 
 
