@@ -30,9 +30,8 @@ def full_page() -> str:
         "and the emulator has executed the same PTX, checked it against float64 and looked for races. Where it says\n"
         "so, the same source has run on a Hopper GPU besides, compiled for it.\n\n"
         "On sm_120a, e4m3 queries over NVFP4 caches and those of MLA are widened by a copy before the kernel, and on\n"
-        "every architecture those of decode. Two things have not run on any GPU: prefill over NVFP4 at head dims\n"
-        "192/128, and the products that scale blocks, by which sm_120a multiplies e4m3 in prefill. Hopper lacks\n"
-        "these, and has multiplied e4m3 plainly.\n\n" + support_matrix()
+        "every architecture those of decode. What has not run on any GPU are the products that scale blocks, by which\n"
+        "sm_120a multiplies e4m3 in prefill: Hopper lacks them, and has multiplied e4m3 plainly.\n\n" + support_matrix()
     )
 
 
