@@ -265,8 +265,8 @@ def _cudnn_fp8_graph(cudnn: Any, t: Tensors, out: torch.Tensor) -> Call:
         name: graph.tensor(name=name, dim=list(x.shape), stride=list(x.stride()), data_type=names[x.dtype])
         for name, x in inputs.items()
     }
-    # Without a prefix both corners of the causal mask are one, and Hopper's has the top left. The largest weight and
-    # the largest output are no outputs of the graph: a kernel that finds them has more to do.
+    # Without a prefix, causal masks from the top left and the bottom right agree; Hopper has the former. The largest
+    # weight and the largest output are no outputs of the graph: a kernel that finds them has more to do.
     attention = graph.sdpa_fp8(
         **declared, attn_scale=t.work.scale, use_causal_mask=t.work.causal, generate_stats=False
     )[0]

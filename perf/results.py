@@ -338,7 +338,7 @@ class Run:
 
     def _finish(self, figure: Any, path: Path, what: str = "") -> None:
         from matplotlib import pyplot
-        from PIL import Image  # matplotlib needs it, too
+        from PIL import Image
 
         drawn: dict[str, Any] = {}
         top = max(axes.get_ylim()[1] for axes in figure.axes)
@@ -353,7 +353,7 @@ class Run:
         figure.suptitle(f"{family[0].upper()}{family[1:]}{what} on one {self.gpu}, {self.date}")
         figure.savefig(path, dpi=150)
         pyplot.close(figure)
-        with Image.open(path) as plot:  # a palette takes a third of the bytes
+        with Image.open(path) as plot:  # a palette takes a third of the bytes (h200/precisions, 2026-11-25)
             palette = plot.convert("RGB").quantize(128, dither=Image.Dither.NONE)
         palette.save(path, optimize=True)
 

@@ -23,6 +23,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow_emulator")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
+    if config.getoption("--core") and config.getoption("--rest"):
+        raise pytest.UsageError("--core and --rest leave no test: give one of them, or neither for all")
     for option, is_chosen in (("--core", True), ("--rest", False)):
         if config.getoption(option):
             members = set(core([item for item in items if not item.get_closest_marker("gpu")]))

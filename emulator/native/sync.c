@@ -50,8 +50,8 @@ static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
   w->pred[i->o[0]] = (w->pred[i->o[0]] & ~m) | (v & m);
 }
 
-/* PTX ISA, "barrier": where .aligned is said, which bar implies, all threads that wait execute the same instruction.
- * Hardware lets others pass, synccheck calls them divergent. Returns the instruction of the others. */
+/* PTX ISA, "barrier": .aligned, which bar implies, promises that all threads execute the same barrier; arrivals may be
+ * mixed in. So those who wait are held to it, as synccheck does; hardware lets them pass. Returns the instruction of the others. */
 static const insn *other_site(machine *M, named_barrier *b, const insn *i) {
   i32 here = (i32)(i - M->insns) + 1;
   if (i->aux == 1) return NULL;

@@ -66,8 +66,8 @@ def warp_in_warpgroup():
 
 @dsl_user_op
 def barrier_of_branches(barrier_id: int, threads: int, *, loc=None, ip=None) -> None:
-    """Wait at a named barrier of ``threads`` threads, some of which wait at another instruction. Where
-    ``cute.arch.barrier`` is called, all of them wait at that one: PTX calls it aligned."""
+    """Wait at a named barrier of ``threads`` threads, whose warps may wait at different instructions. That of
+    ``cute.arch.barrier`` is aligned: all who wait for it have to be at one instruction."""
     number, count = (Int32(value).ir_value(loc=loc, ip=ip) for value in (barrier_id, threads))
     nvvm.barrier_cta_sync(number, thread_count=count, aligned=False, loc=loc, ip=ip)
 

@@ -234,7 +234,7 @@ class ByteMlaAttend(MlaAttend):
         return operands, operands
 
     def meet(self) -> None:
-        """Wait for both warpgroups, each of which has a copy of a step."""
+        """Wait for both warpgroups, which have a copy of a step each, and so wait at two instructions."""
         barrier_of_branches(MERGE_BARRIER, 2 * WARPGROUP)
 
     @cute.jit

@@ -62,8 +62,8 @@ class MlaSm90(LatentKeys, DecodeSm90):
                            kernels slots for their pieces, which it announces
         warps 4..7 left    S and P of tile A; left half of O
         warps 8..11 right  S and P of tile B; right half of O
-        Left and right are attend. Only their steps are code of their own: where they meet, synccheck wants all threads
-        at the same instruction, and there is less code to fetch when a unit begins.
+        Left and right are attend. Only their steps are code of their own: elsewhere there is less code to fetch when a
+        unit begins, and they meet at the same instruction, as an aligned barrier wants it.
 
     Edges
         Q       schedule -> attend    released when the unit's last products have been computed

@@ -166,15 +166,18 @@ def meeting_of_two(branch, other, block=64):
             block=block)  # fmt: skip
 
 
-@pytest.mark.parametrize(("branch", "other"), [("bar.sync", "bar.sync"), ("barrier.sync", "barrier.sync.aligned")])
+SYNC, ALIGNED = "barrier.sync", "barrier.sync.aligned"
+
+
+@pytest.mark.parametrize(("branch", "other"), [("bar.sync", "bar.sync"), (SYNC, ALIGNED), (ALIGNED, SYNC)])
 def test_aligned_barriers_wait_at_one_instruction(branch, other):
     with pytest.raises(BarrierFault, match="others wait at another instruction"):
         meeting_of_two(branch, other)
 
 
-@pytest.mark.parametrize(("branch", "other"), [("barrier.sync", "barrier.sync"), ("bar.sync", "bar.arrive")])
+@pytest.mark.parametrize(("branch", "other"), [(SYNC, SYNC), ("bar.sync", "bar.arrive")])
 def test_other_barriers_wait_anywhere(branch, other):
-    meeting_of_two(branch, other, 96 if other == "barrier.sync" else 64)
+    meeting_of_two(branch, other, 96 if other == SYNC else 64)
 
 
 def test_transaction_bytes_left_over_at_exit():
