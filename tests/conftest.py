@@ -23,13 +23,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow_emulator")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
-    if config.getoption("--core") and config.getoption("--rest"):
+    only_core, only_rest = (config.getoption(option) for option in ("--core", "--rest"))
+    if only_core and only_rest:
         raise pytest.UsageError("--core and --rest leave no test: give one of them, or neither for all")
-    for option, is_chosen in (("--core", True), ("--rest", False)):
-        if config.getoption(option):
-            members = set(core([item for item in items if not item.get_closest_marker("gpu")]))
-            config.hook.pytest_deselected(items=[item for item in items if (item in members) != is_chosen])
-            items[:] = [item for item in items if (item in members) == is_chosen]
+    if only_core or only_rest:
+        members = set(core([item for item in items if not item.get_closest_marker("gpu")]))
+        config.hook.pytest_deselected(items=[item for item in items if (item in members) != only_core])
+        items[:] = [item for item in items if (item in members) == only_core]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

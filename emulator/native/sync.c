@@ -38,7 +38,8 @@ static void leave_barrier(machine *M, warp *w, named_barrier *b) {
 }
 
 /* bar.sync / bar.arrive / bar.red. o[1]: barrier number; o[2]: thread count or none; o[3]: predicate of red; o[0]:
- * destination of red; aux: 0 sync, 1 arrive, 2 red.popc, 3 red.and, 4 red.or; imm bit 0: negated predicate, 1: aligned. */
+ * destination of red; aux: 0 sync, 1 arrive, 2 red.popc, 3 red.and, 4 red.or; imm bit 0: negated predicate, bit 1:
+ * aligned. */
 static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
   if (i->aux < 2) return;
   if (i->aux == 2) {
@@ -51,7 +52,8 @@ static void reduce_result(warp *w, const insn *i, named_barrier *b, u32 m) {
 }
 
 /* PTX ISA, "barrier": .aligned, which bar implies, promises that all threads execute the same barrier; arrivals may be
- * mixed in. So those who wait are held to it, as synccheck does; hardware lets them pass. Returns the instruction of the others. */
+ * mixed in. So those who wait are held to it, as synccheck does; hardware lets them pass. Returns the instruction of
+ * the others. */
 static const insn *other_site(machine *M, named_barrier *b, const insn *i) {
   i32 here = (i32)(i - M->insns) + 1;
   if (i->aux == 1) return NULL;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,16 @@ STREAM = 7
 class UnsupportedError(Exception): ...
 
 
+def setter(field: str) -> Callable[[Any, Any], Any]:
+    """Return a method that sets a field and returns the object."""
+
+    def set_field(self: Any, value: Any) -> Any:
+        setattr(self, field, value)
+        return self
+
+    return set_field
+
+
 @dataclass(eq=False)
 class Declared:
     """A tensor of a graph, as the front end has it: each setter returns it."""
@@ -32,21 +43,7 @@ class Declared:
     name: str = ""
     is_output: bool = False
 
-    def set_output(self, is_output: bool) -> Declared:
-        self.is_output = is_output
-        return self
-
-    def set_dim(self, dim: Any) -> Declared:
-        self.dim = dim
-        return self
-
-    def set_stride(self, stride: Any) -> Declared:
-        self.stride = stride
-        return self
-
-    def set_data_type(self, data_type: Any) -> Declared:
-        self.data_type = data_type
-        return self
+    set_output, set_dim, set_stride, set_data_type = map(setter, ("is_output", "dim", "stride", "data_type"))
 
     def of(self, data: torch.Tensor) -> torch.Tensor:
         """Return what cuDNN takes memory for, by its declaration alone."""
