@@ -79,7 +79,8 @@ class Tile:
     splits_v: bool = False  # two consumer warpgroups, or two pairs of warps, share rows, each for half of V's columns
     merge_registers: int = 88  # where a warpgroup of decode merges
     source_stages: tuple[int, int] | None = None  # of K and of V as they are loaded, where they are converted
-    converting_registers: int = 0  # of the warpgroup that converts them
+    converting_registers: int = 0  # of the warpgroups that convert them
+    converting_warpgroups: int = 1  # one for both, or one for K and one for V
 
     @property
     def loaded_stages(self) -> tuple[int, int]:
@@ -301,8 +302,12 @@ class KernelConfig:
     @property
     def registers(self) -> tuple[int, ...]:
         """Say how many registers a thread of each warpgroup has."""
-        converting = [self.tile.converting_registers] if self.converts else []
+        converting = [self.tile.converting_registers] * self.converting_warpgroups
         return (self.tile.producer_registers, *[self.tile.consumer_registers] * self.consumer_warpgroups, *converting)
+
+    @property
+    def converting_warpgroups(self) -> int:
+        return self.tile.converting_warpgroups if self.converts else 0
 
     @property
     def consumer_warpgroups(self) -> int:

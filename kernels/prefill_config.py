@@ -78,6 +78,10 @@ SHORT_WINDOW, SHORT_STEP = 512, 64
 # Where K and V are converted there is one more warpgroup, for which the others leave registers, and there are stages of
 # what was loaded beside those of what is multiplied. Widened and beyond head dim 128, shared memory has one of either.
 _CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_registers=208, converting_registers=64)
+# K and V have a warpgroup each where e4m3 becomes bfloat16, which takes more than twice the instructions that float16
+# takes. Five warpgroups have 480 registers to share out: NVFP4 would spill with 32, consumers with fewer than 192, and
+# those of skip-softmax with 192.
+_CONVERTED_BY_TWO: dict[str, Any] = dict(consumer_registers=192, converting_registers=32, converting_warpgroups=2)
 # Where V is transposed, loaders and the converting warpgroup do with fewer registers, and 8 more for the consumers gave
 # 1 to 2 %. Steps at head dim 128 where products of panels are added to O: 160 keys give 778 and 700 TFLOP/s at 1 x
 # 16384 and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24). Where products accumulate O
@@ -128,6 +132,7 @@ class PrefillConfig(KernelConfig):
         packs_heads: bool = False,
         kv_type: KvType = KvType.WIDE,
         multiplies_bytes: bool = False,
+        dtype: str = "bf16",
     ) -> Tile:
         """Return the tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step,
         so a cache of 8 bits gives the bits that its values give in 16."""
@@ -142,7 +147,8 @@ class PrefillConfig(KernelConfig):
             tile = replace(tile, m=_MIDDLE_DIMS.m, producer_registers=registers[0], consumer_registers=registers[1])
         if multiplies_bytes:
             return cls.byte_tile(dims, tile, short_steps, cls.flushes(dims, skip_softmax, short_steps))
-        return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile, kv_type)
+        by_two = kv_type is KvType.E4M3 and dtype == "bf16" and not skip_softmax
+        return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile, kv_type, by_two)
 
     @classmethod
     def flushes(cls, dims: tuple[int, int], skip_softmax: bool, short_steps: bool) -> bool:
@@ -159,8 +165,9 @@ class PrefillConfig(KernelConfig):
         return replace(tile, m=_MIDDLE_DIMS.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
 
     @classmethod
-    def widened_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType) -> Tile:
-        """Return the tile where keys and values are widened and would have ``tile`` in the type of the queries."""
+    def widened_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType, by_two: bool) -> Tile:
+        """Return the tile where keys and values are widened and would have ``tile`` in the type of the queries. Where
+        there are stages for it, K and V are to have a warpgroup each if they are to be converted ``by_two``."""
         if max(dims) > WIDENED_APART_TO:
             return replace(tile, m=_MIDDLE_DIMS.m, **_CONVERTING)
         has_pairs = max(dims) <= WIDENED_PAIRS_TO
@@ -169,7 +176,7 @@ class PrefillConfig(KernelConfig):
             m=_MIDDLE_DIMS.m,
             kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
             source_stages=(2, 1) if has_pairs else (1, 1),
-            **_CONVERTING,
+            **_CONVERTING | (_CONVERTED_BY_TWO if by_two and has_pairs else {}),
         )
 
     @classmethod
@@ -199,7 +206,7 @@ class PrefillConfig(KernelConfig):
     def tile(self) -> Tile:
         dims = self.head_dim_qk, self.head_dim_v
         choices = self.score, self.skip_softmax, self.short_steps, self.packs_heads
-        return self.tile_of(dims, *choices, self.kv_type, self.multiplies_bytes)
+        return self.tile_of(dims, *choices, self.kv_type, self.multiplies_bytes, self.dtype)
 
     @property
     def pairs_steps(self) -> bool:

@@ -81,7 +81,7 @@ class Sm120PrefillConfig(PrefillConfig):
         return next(tile for columns, tile in _BYTES_OF_COLUMNS.items() if max(dims) <= columns)
 
     @classmethod
-    def widened_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType) -> Tile:
+    def widened_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType, by_two: bool) -> Tile:
         if not widens_by_warpgroup(dims, kv_type):
             return tile
         # There are as many stages as there is room for.

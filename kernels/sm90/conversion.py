@@ -1,4 +1,4 @@
-"""The warpgroup of Hopper prefill that stands between those that load K and V and those that multiply them.
+"""The warpgroups of Hopper prefill that stand between those that load K and V and those that multiply them.
 
 Where the queries have 16 bits, it widens K and V of 8 bits. Those that multiply see no difference, so their results
 have the bits that K and V of 16 bits with the same values would give. Where the queries have 8 bits as well, it
@@ -29,7 +29,7 @@ VECTOR_CODES = 2 * copy.VECTOR_BYTES  # in a vector, which becomes four vectors:
 BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8 bits that become a column block
 WIDENED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows that a warpgroup widens a column block of at a time
 WIDENING_BARRIER = 8  # named barrier of the warpgroup that widens in place
-VECTORS_UNDER_WAY = 8  # that a thread has read from shared memory and not widened yet
+VECTORS_UNDER_WAY = 8  # that threads of one place in their warpgroups have read from shared memory and not widened yet
 CODES_UNDER_WAY = 2  # vectors of codes
 SCALES_APART = 8  # registers of a thread for scales that are not neighbours
 PAIRED_KEYS = 32  # that a warp transposes at a time: two vectors of a row of the target
@@ -148,7 +148,7 @@ class WideningConverter(Converter):
             place = sources[block % 2] + self._distance(first, block // 2, loaded, columns_first)
             return copy.load_shared(place, 4)
 
-        vectors = self.read_ahead(step, read, len(places), VECTORS_UNDER_WAY)
+        vectors = self.read_ahead(step, read, len(places), VECTORS_UNDER_WAY // config.converting_warpgroups)
         stage = next(vectors)
         targets = [copy.tile_vector(stage, row, 2 * vector + half, n, columns, self.columns_first) for half in range(2)]
         for (first, block), words in zip(places, vectors, strict=True):
@@ -290,7 +290,7 @@ class TransposingConverter(Converter):
 
 @dataclass
 class Conversion(DeviceStruct):
-    """What the converting warpgroup does: it converts the tiles of every step of every work tile."""
+    """What a converting warpgroup does: it converts the tiles of every step of every work tile."""
 
     converters: tuple
     board: Board
@@ -319,6 +319,17 @@ class Conversion(DeviceStruct):
                 board,
             )
         return Conversion(tuple(WideningConverter(*place) for place in places), board)
+
+    @cute.jit
+    def share_out(self, warp) -> None:
+        """Convert what is the share of a warpgroup, of which ``warp`` is one: all, or K or V."""
+        kernel = self.converters[0].kernel
+        if const_expr(kernel.config.converting_warpgroups > 1):
+            for i in cutlass.range_constexpr(len(self.converters)):
+                if warp // WARPS == i:
+                    Conversion((self.converters[i],), self.board).run()
+        else:
+            self.run()
 
     @cute.jit
     def run(self) -> None:

@@ -71,10 +71,12 @@ class Bytes(Lanes):
             assert len({row % 128 for row in rows[first : first + 8]}) == 8
 
 
-@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize(("in_place", "by_two"), [(False, False), (False, True), (True, False)])
 @pytest.mark.parametrize("columns_first", [False, True])
 @pytest.mark.parametrize("columns", [64, 128, 192, 256])
-def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_widened_chunks(
+    columns: int, columns_first: bool, in_place: bool, by_two: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each vector is read once and becomes two where the layout has them. Of 8 lanes, no two meet in a bank."""
     loaded = -(-columns // 128) * 64  # in units of 16 bits
     source = {
@@ -86,6 +88,7 @@ def test_widened_chunks(columns: int, columns_first: bool, in_place: bool, monke
         stage_columns=(columns, columns) if in_place else (loaded, loaded),
         operand_columns=(columns, columns),
         widens_in_place=in_place,
+        converting_warpgroups=1 + by_two,
         kv_type=None,
     )
     ring = SimpleNamespace(stage=lambda step: 0, **dict.fromkeys(RING_METHODS, lambda step: None))
