@@ -32,7 +32,7 @@ from hopwell.kernels.families import build
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.prefill_config import PrefillConfig
-from hopwell.kernels.problem import Family, MaskKind
+from hopwell.kernels.problem import Family, MaskKind, ScoreKind
 from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
 from hopwell.kernels.toolchain import Artifact, artifact
@@ -59,6 +59,15 @@ BYTE_PREFILL = [
         ("fp16", (64, 64), ROWS),
         ("bf16", (192, 128), PAGES64),
         ("bf16", (256, 256), PAGES64),
+    )
+]
+# Kernels that would spill if K and V had a converting warpgroup each, and the one with that has most to keep.
+BYTE_PREFILL += [
+    PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, mask, *fetch, kv_type=KvType.E4M3, **choices)
+    for mask, fetch, choices in (
+        (MaskKind.CAUSAL, PAGES16, dict(skip_softmax=True)),
+        (MaskKind.CAUSAL, PAGES16, dict(score=ScoreKind.CAPPED_ALIBI)),
+        (MaskKind.SLIDING_WINDOW, ROWS, dict(score=ScoreKind.LARGE_SOFT_CAP)),
     )
 ]
 # K and V of 4 bits with scales of blocks, and outputs with them: a thread for a row and two, all kinds of output.
