@@ -80,7 +80,8 @@ SHORT_WINDOW, SHORT_STEP = 512, 64
 _CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_registers=208, converting_registers=64)
 # K and V have a warpgroup each where e4m3 becomes bfloat16, which takes more than twice the instructions that float16
 # takes. Five warpgroups have 480 registers to share out: NVFP4 would spill with 32, consumers with fewer than 192, and
-# with 192 those of skip-softmax, and of capped scores with slopes.
+# with 192 those of skip-softmax, and of capped scores with slopes. Few queries and short windows, which do not wait for
+# conversions, would take 1 to 3 % more time (H100, 2026-11-25).
 _CONVERTED_BY_TWO: dict[str, Any] = dict(consumer_registers=192, converting_registers=32, converting_warpgroups=2)
 # Where V is transposed, loaders and the converting warpgroup do with fewer registers, and 8 more for the consumers gave
 # 1 to 2 %. Steps at head dim 128 where products of panels are added to O: 160 keys give 778 and 700 TFLOP/s at 1 x
@@ -148,7 +149,8 @@ class PrefillConfig(KernelConfig):
         if multiplies_bytes:
             return cls.byte_tile(dims, tile, short_steps, cls.flushes(dims, skip_softmax, short_steps))
         needs_more = skip_softmax or (score.caps and score.has_slopes)
-        by_two = kv_type is KvType.E4M3 and dtype == "bf16" and not needs_more
+        gains = not (packs_heads or short_steps)
+        by_two = kv_type is KvType.E4M3 and dtype == "bf16" and gains and not needs_more
         return tile if kv_type is KvType.WIDE else cls.widened_tile(dims, tile, kv_type, by_two)
 
     @classmethod
