@@ -307,6 +307,7 @@ class KernelConfig:
 
     @property
     def converting_warpgroups(self) -> int:
+        """Say how many warpgroups convert K and V."""
         return self.tile.converting_warpgroups if self.converts else 0
 
     @property

@@ -136,7 +136,7 @@ class PrefillConfig(KernelConfig):
         dtype: str = "bf16",
     ) -> Tile:
         """Return the tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step,
-        so a cache of 8 bits gives the bits that its values give in 16."""
+        so a cache of 8 bits gives the bits that its values give in 16. ``dtype`` is what such a cache is widened to."""
         tile = cls.all_tiles()[dims]
         if tile is _SMALL_DIMS and (score.caps or skip_softmax):
             tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups

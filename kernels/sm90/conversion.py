@@ -1,7 +1,7 @@
 """The warpgroups of Hopper prefill that stand between those that load K and V and those that multiply them.
 
-Where the queries have 16 bits, it widens K and V of 8 bits. Those that multiply see no difference, so their results
-have the bits that K and V of 16 bits with the same values would give. Where the queries have 8 bits as well, it
+Where the queries have 16 bits, they widen K and V of 8 bits. Those that multiply see no difference, so their results
+have the bits that K and V of 16 bits with the same values would give. Where the queries have 8 bits as well, one
 transposes V: products of 8-bit operands take keys along the rows of shared memory.
 """
 
@@ -29,7 +29,7 @@ VECTOR_CODES = 2 * copy.VECTOR_BYTES  # in a vector, which becomes four vectors:
 BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8 bits that become a column block
 WIDENED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows that a warpgroup widens a column block of at a time
 WIDENING_BARRIER = 8  # named barrier of the warpgroup that widens in place
-VECTORS_UNDER_WAY = 8  # that threads of one place in their warpgroups have read from shared memory and not widened yet
+VECTORS_UNDER_WAY = 8  # read from shared memory and not widened yet: a thread's, where K and V share a warpgroup
 CODES_UNDER_WAY = 2  # vectors of codes
 SCALES_APART = 8  # registers of a thread for scales that are not neighbours
 PAIRED_KEYS = 32  # that a warp transposes at a time: two vectors of a row of the target
@@ -321,10 +321,9 @@ class Conversion(DeviceStruct):
         return Conversion(tuple(WideningConverter(*place) for place in places), board)
 
     @cute.jit
-    def share_out(self, warp) -> None:
-        """Convert what is the share of a warpgroup, of which ``warp`` is one: all, or K or V."""
-        kernel = self.converters[0].kernel
-        if const_expr(kernel.config.converting_warpgroups > 1):
+    def run_share(self, warp) -> None:
+        """Do the part of the warpgroup that ``warp`` is in, counted from the first that converts: all, or K or V."""
+        if const_expr(self.converters[0].kernel.config.converting_warpgroups > 1):
             for i in cutlass.range_constexpr(len(self.converters)):
                 if warp // WARPS == i:
                     Conversion((self.converters[i],), self.board).run()

@@ -44,7 +44,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         warp 2 load_q      Q tiles
         warp 3 schedule    work tiles: which query rows, which keys, where they are
         last four convert  where K and V have 8 bits: their tiles in 16 bits, or, where Q has 8 bits as well, those of V
-                           transposed; elsewhere there are none. Where e4m3 becomes bfloat16, K and V have four each
+                           transposed; elsewhere there are none. K and V have four each where the tile says so
         warps 4.. attend   consumer warpgroups, each 64 query rows from Q K^T to the output; at head dim 512 two that
                            share 64 rows, each for half of V's columns
 
@@ -109,11 +109,11 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         else:
             numbers = (addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax)
             if const_expr(self.config.converts):
-                first = WARPS * (len(self.config.registers) - self.config.converting_warpgroups)
+                first = WARPS * (1 + self.warpgroups)
                 if warp >= first:
                     self.set_registers(self.tile.converting_registers)
                     conversion = Conversion.create(self, tiles, rings, board, addresses, geometry)
-                    conversion.share_out(warp - first)
+                    conversion.run_share(warp - first)
                 else:
                     self.attend(tiles, self.multiplied(rings), board, mask, *numbers)
             else:

@@ -61,7 +61,7 @@ BYTE_PREFILL = [
         ("bf16", (256, 256), PAGES64),
     )
 ]
-# Kernels that would spill if K and V had a converting warpgroup each, and the one with that has most to keep.
+# The first two would spill if K and V had a converting warpgroup each. The third has both warpgroups, and most to keep.
 BYTE_PREFILL += [
     PrefillConfig("sm_90a", "bf16", "bf16", 128, 128, mask, *fetch, kv_type=KvType.E4M3, **choices)
     for mask, fetch, choices in (

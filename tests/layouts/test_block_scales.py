@@ -190,7 +190,7 @@ BAD = {
     ),
     "interleave dtype": (lambda: interleave_v_scales(SCALES.float(), "HND"), TypeError, "linear must have dtype"),
     "interleave type": (lambda: interleave_v_scales(None, "HND"), TypeError, "linear must be a torch.Tensor"),
-    "interleave layout": (lambda: interleave_v_scales(SCALES, "XXX"), ValueError, "kv_layout must be one of"),
+    "interleave layout": (lambda: interleave_v_scales(SCALES, "NDH"), ValueError, "kv_layout must be one of"),
     "interleave rank": (lambda: interleave_v_scales(SCALES[0], "HND"), ValueError, "must be 4-D"),
     "deinterleave dtype": (lambda: deinterleave_v_scales(SCALES.float(), "HND"), TypeError, "interleaved must have"),
     "deinterleave stride": (
