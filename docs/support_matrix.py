@@ -5,7 +5,7 @@ from __future__ import annotations
 import pathlib
 import re
 
-from hopwell.kernels.features import EMULATED, ON_HOPPER, support_matrix
+from hopwell.kernels.features import EMULATED, OF_SM120, ON_HOPPER, support_matrix
 
 ROOT = pathlib.Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -19,7 +19,7 @@ SHORT_NAMES = {
     "append_paged_kv_cache": "append",
 }
 PLACE = re.compile(r"(<!-- support matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
-STYLE = {"yes": "{}", EMULATED: "*{}*", EMULATED + ON_HOPPER: "*{}*"}  # of an architecture's name in a cell
+STYLE = {"yes": "{}", EMULATED: "*{}*", EMULATED + ON_HOPPER: "*{}*", EMULATED + OF_SM120: "*{}*†"}  # in a cell
 
 
 def full_page() -> str:
@@ -28,10 +28,14 @@ def full_page() -> str:
         "# What each entry can do on each architecture\n\n"
         '"yes" is what has run on GPUs of that architecture. "emulator-verified" has not: its kernels compile for it,\n'
         "and the emulator has executed the same PTX, checked it against float64 and looked for races. Where it says\n"
-        "so, the same source has run on a Hopper GPU besides, compiled for it.\n\n"
-        "On sm_120a, e4m3 queries over NVFP4 caches and those of MLA are widened by a copy before the kernel, and on\n"
-        "every architecture those of decode. What has not run on any GPU are the products that scale blocks, by which\n"
-        "sm_120a multiplies e4m3 in prefill: Hopper lacks them, and has multiplied e4m3 plainly.\n\n" + support_matrix()
+        "so, the same source has run on a Hopper GPU besides, compiled for it. Where sm_100a and sm_103a have\n"
+        '"(sm_120\'s)", kernels of sm_120 do some or all of what the row names. They multiply with mma.sync, and not\n'
+        "with tensor memory, whose products are several times as fast: [kernels/blackwell.md](kernels/blackwell.md).\n"
+        "\n"
+        "Where kernels of sm_120 serve, e4m3 queries over NVFP4 caches and those of MLA are widened by a copy before\n"
+        "the kernel, and on every architecture those of decode. What has not run on any GPU are the products that\n"
+        "scale blocks, by which sm_120a multiplies e4m3 in prefill: Hopper lacks them, and has multiplied e4m3\n"
+        "plainly.\n\n" + support_matrix()
     )
 
 

@@ -7,7 +7,7 @@ direction. What there is to choose from, to refuse and to compile ahead follows 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Protocol
@@ -54,7 +54,7 @@ class Implementation:
     """The kernels of a family on an architecture.
 
     Attributes:
-        config: the type of their configs.
+        config: the type of their configs; where there are two, of those that serve what the others do not.
         resolve: the config for a problem; raises NotImplementedError where no kernel serves it.
         shipped: the configs that are compiled ahead.
         build: the traceable launch function of a config, and example arguments to compile it with.
@@ -97,30 +97,71 @@ _CHOICES: dict[Family, tuple[Callable[..., Buildable], Callable[..., Iterator[Bu
 }
 
 
-def _served(archs: Sequence[str], kind: type[Buildable], build: Build) -> dict[tuple[Family, str], Implementation]:
-    """Return the implementation whose configs are of ``kind``, by family and by each of ``archs``."""
+def _of(kind: type[Buildable], build: Build) -> Implementation:
+    """Return the implementation whose configs are of ``kind``."""
     resolve, shipped = _CHOICES[kind.family]
-    made = Implementation(kind, partial(resolve, kind=kind), partial(shipped, kind=kind), build)
-    return {(kind.family, arch): made for arch in archs}
+    return Implementation(kind, partial(resolve, kind=kind), partial(shipped, kind=kind), build)
 
 
-_APPEND = Implementation(AppendConfig, resolve_append, shipped_append_configs, partial(_build_in, "append"))
+def _preferring(first: Implementation, then: Implementation, dims: Container[tuple[int, int]]) -> Implementation:
+    """Return the implementation that leaves to ``then`` what ``first`` has no kernel for. What is compiled ahead of
+    head dims in ``dims`` is for the first one."""
 
+    def resolve(problem: Any, arch: str) -> Buildable:
+        return (then if first.refuse(problem, arch) else first).resolve(problem, arch)
+
+    def shipped(arch: str) -> Iterator[Buildable]:
+        yield from first.shipped(arch)
+        yield from (c for c in then.shipped(arch) if (c.head_dim_qk, c.head_dim_v) not in dims)
+
+    def build(config: Any) -> tuple[Any, tuple[Any, ...]]:
+        return (first if isinstance(config, first.config) else then).build(config)
+
+    return Implementation(then.config, resolve, shipped, build)
+
+
+def _served(family: Family, by_archs: dict[Sequence[str], Implementation]) -> dict[tuple[Family, str], Implementation]:
+    """Return the implementations of a family, by family and architecture."""
+    return {(family, arch): made for archs, made in by_archs.items() for arch in archs}
+
+
+_WARP_PREFILL = _of(Sm120PrefillConfig, partial(_build_in, "sm120.prefill"))
+_BLACKWELL_PREFILL = _of(Sm100PrefillConfig, partial(_build_in, "sm100.prefill"))
+
+# Kernels of sm_120 multiply with mma.sync, which Blackwell has as well: they serve what it has no others for.
 IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
-    **_served(HOPPER, PrefillConfig, partial(_build_in, "sm90.prefill")),
-    **_served(BLACKWELL, Sm100PrefillConfig, partial(_build_in, "sm100.prefill")),
-    **_served(SM120, Sm120PrefillConfig, partial(_build_in, "sm120.prefill")),
-    **_served(HOPPER, DecodeConfig, _build_decode),
-    **_served(SM120, Sm120DecodeConfig, partial(_build_in, "sm120.decode")),
-    **_served(HOPPER, MlaConfig, _build_mla),
-    **_served(SM120, Sm120MlaConfig, partial(_build_in, "sm120.mla")),
-    **{(Family.APPEND, arch): _APPEND for arch in ARCHS},
+    **_served(
+        Family.PREFILL,
+        {
+            HOPPER: _of(PrefillConfig, partial(_build_in, "sm90.prefill")),
+            BLACKWELL: _preferring(_BLACKWELL_PREFILL, _WARP_PREFILL, Sm100PrefillConfig.tiles),
+            SM120: _WARP_PREFILL,
+        },
+    ),
+    **_served(
+        Family.DECODE,
+        {
+            HOPPER: _of(DecodeConfig, _build_decode),
+            (*BLACKWELL, *SM120): _of(Sm120DecodeConfig, partial(_build_in, "sm120.decode")),
+        },
+    ),
+    **_served(
+        Family.MLA,
+        {
+            HOPPER: _of(MlaConfig, _build_mla),
+            (*BLACKWELL, *SM120): _of(Sm120MlaConfig, partial(_build_in, "sm120.mla")),
+        },
+    ),
+    **_served(
+        Family.APPEND,
+        {ARCHS: Implementation(AppendConfig, resolve_append, shipped_append_configs, partial(_build_in, "append"))},
+    ),
 }
 
 
 def architectures(family: Family) -> tuple[str, ...]:
     """Return the architectures that have kernels of ``family``."""
-    return tuple(arch for one, arch in IMPLEMENTATIONS if one is family)
+    return tuple(arch for arch in ARCHS if (family, arch) in IMPLEMENTATIONS)
 
 
 def implementation(family: Family, arch: str) -> Implementation:
@@ -178,6 +219,16 @@ def refuse(problem: AttentionProblem, arch: str) -> str | None:
         return implementation(problem.family, arch).refuse(problem, arch)
     except NotImplementedError as reason:
         return str(reason)
+
+
+def is_of_sm120(problem: Any, arch: str) -> bool:
+    """Tell whether a kernel of sm_120 serves ``problem`` on ``arch``, which may be another architecture.
+
+    Raises:
+        NotImplementedError: no kernel serves it.
+    """
+    config = implementation(problem.family, arch).resolve(problem, arch)
+    return isinstance(config, (Sm120PrefillConfig, Sm120DecodeConfig, Sm120MlaConfig))
 
 
 def shipped_configs(arch: str = "sm_90a", family: Family = Family.PREFILL) -> Iterator[Any]:

@@ -64,17 +64,30 @@ class Feature:
     @functools.cached_property
     def archs(self) -> tuple[str, ...]:
         """Return the architectures that have kernels for all cases."""
-        problems = [self.probe(**case) for case in self.cases]
+        problems = self._problems
         return tuple(arch for arch in ARCHS if problems and not any(refuse(one, arch) for one in problems))
+
+    @property
+    def _problems(self) -> list[Any]:
+        return [self.probe(**case) for case in self.cases]
+
+    def is_of_sm120(self, arch: str) -> bool:
+        """Tell whether an architecture that has the feature has it, or some of it, by kernels of sm_120."""
+        return any(families.is_of_sm120(as_launched(one, arch), arch) for one in self._problems)
 
 
 def refuse(problem: Any, arch: str) -> str | None:
-    """Say why an entry finds no kernel for ``problem``, or return None. It widens e4m3 queries of decode, and those of
-    MLA where kernels do not take them."""
+    """Say why an entry finds no kernel for ``problem``, or return None."""
+    return families.refuse(as_launched(problem, arch), arch)
+
+
+def as_launched(problem: Any, arch: str) -> Any:
+    """Return the problem that an entry makes of ``problem``: it widens e4m3 queries of decode, and those of MLA where
+    kernels do not take them."""
     widens = problem.family is Family.DECODE or (problem.family is Family.MLA and not families.takes_bytes(arch))
     if widens and problem.query.dtype == FP8:
-        problem = replace(problem, query=problem.query.to(BF16))
-    return families.refuse(problem, arch)
+        return replace(problem, query=problem.query.to(BF16))
+    return problem
 
 
 @dataclass(frozen=True)
@@ -435,7 +448,7 @@ def require(entry: str, feature: str, detail: str, arch: str) -> None:
         raise refusal(entry, feature, detail, arch)
 
 
-EMULATED, ON_HOPPER = "emulator-verified", ", run on Hopper"
+EMULATED, ON_HOPPER, OF_SM120 = "emulator-verified", ", run on Hopper", " (sm_120's)"
 
 
 def lacking(entry: str, problem: Any, arch: str) -> Feature | None:
@@ -449,14 +462,16 @@ def _mark(row: Feature, arch: str) -> str:
         return "-"
     if arch in RUN_ON_HARDWARE:
         return "yes"
-    return EMULATED + ON_HOPPER * (arch in RUN_ON_HOPPER)
+    if arch in RUN_ON_HOPPER:
+        return EMULATED + ON_HOPPER
+    return EMULATED + OF_SM120 * row.is_of_sm120(arch)
 
 
 def support_matrix() -> str:
     """Return the table in Markdown: for each entry its features as rows and the architectures as columns.
 
     "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator, and where it says so
-    on a Hopper GPU, compiled for it.
+    on a Hopper GPU, compiled for it. "sm_120's" are kernels of another architecture, which the row's own has not.
     """
     sections = []
     for name, entry in ENTRIES.items():

@@ -1,4 +1,5 @@
-"""Which decode and MLA decode kernels serve a problem on sm_120a: tiles and resources.
+"""Which decode and MLA decode kernels serve a problem on sm_120a, and on sm_100a and sm_103a, which have more shared
+memory: tiles and resources.
 
 Requests of any number of rows have as many tiles of few rows as they need. Each tile reads the keys again, which the
 L2 cache has then.
@@ -16,11 +17,10 @@ from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, node_bytes, tree_rows
 
 # 256 threads, each with as many registers as an instruction can name: only compiled for Hopper do roles trade them.
-# Where nodes are large, ptxas fills all of them while it merges, and spills up to 20 that live longer: addresses and
-# counters, which are read again once or twice a leaf, of drafts with 32 rows two of them between products. A leaf takes
-# microseconds of memory.
+# Where nodes are large, ptxas fills all of them while it merges, and spills up to 26 that live longer: addresses and
+# counters, up to 13 of which are read again in a leaf. A leaf takes microseconds of memory.
 _TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=1, kv_stages=1, producer_registers=104, consumer_registers=240)
-_STAGE_BYTES = 32 << 10  # of K, and of V
+_MOST_STAGES = 16  # of K, and of V; the narrowest tiles could have more, beyond what keeps memory busy
 _OTHER_BYTES = 2 << 10  # of shared memory: what warps tell each other, the board, barriers
 
 
@@ -49,11 +49,13 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @property
     def tile(self) -> Tile:
-        # The widest tiles are loaded by halves of their keys.
+        # K and V have a third of shared memory each, or what is below it of powers of two. Where that is less than a
+        # tile, it is loaded by halves of its keys.
         row_bytes = HALFWORD_BYTES * self.columns[0]
-        keys = min(LEAF_TILE, _STAGE_BYTES // row_bytes)
-        stages = _STAGE_BYTES // (keys * row_bytes)
-        return replace(_TILE, m=self.rows, n=keys, kv_stages=1 << (stages.bit_length() - 1))
+        stage_bytes = _power_of_two(self.most_shared_bytes // 3)
+        keys = min(LEAF_TILE, stage_bytes // row_bytes)
+        stages = min(_power_of_two(stage_bytes // (keys * row_bytes)), _MOST_STAGES)
+        return replace(_TILE, m=self.rows, n=keys, kv_stages=stages)
 
     @property
     def near_levels(self) -> int:
@@ -79,4 +81,11 @@ class Sm120MlaConfig(MlaConfig):
 
     @property
     def tile(self) -> Tile:
-        return replace(_TILE, m=LATENT_FEW_ROWS, kv_stages=2 if self.head_dim_v <= 256 else 1)
+        used = HALFWORD_BYTES * LATENT_FEW_ROWS * (self.q_columns + LEAF_TILE) + _OTHER_BYTES
+        stages = (self.most_shared_bytes - used) // (HALFWORD_BYTES * LEAF_TILE * sum(self.operand_columns))
+        return replace(_TILE, m=LATENT_FEW_ROWS, kv_stages=_power_of_two(stages))
+
+
+def _power_of_two(size: int) -> int:
+    """Return the largest power of two that is not above ``size``."""
+    return 1 << (size.bit_length() - 1)

@@ -90,6 +90,7 @@ DENSE = (
     _uniform("M3-q2", 1, 65536, q_len=2),
     _uniform("H16", 32, 8192, heads=16),
     _uniform("H16-long", 1, 65536, heads=16),
+    _uniform("H16-deep", 32, 32768, heads=16),
 )
 SPARSE = (_uniform("S1", 64, 32768, top_k=2048), _uniform("S1-q2", 64, 32768, q_len=2, top_k=2048))
 

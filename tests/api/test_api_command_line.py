@@ -33,11 +33,6 @@ def test_a_name_that_no_kernel_has(capsys: pytest.CaptureFixture[str]) -> None:
     )
 
 
-def test_types_that_an_architecture_has_not(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compile", "--arch", "sm_100a", "--prefill-types", "fp8", "fp8_kv"]) == 1
-    assert capsys.readouterr().err.startswith("no kernel for sm_100a with --prefill-types fp8 fp8_kv has a name")
-
-
 def test_the_demo_without_a_gpu(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["demo", "--device", "cuda"]) == 1

@@ -37,13 +37,13 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     for part in (support.CONTEXT, "softmax in fp16", "use_fp16_softmax=True", "sm_90a", "attention sinks"):
         assert part in message
 
-    with pytest.raises(NotImplementedError, match=r"on sm_100a.*architectures that support .*: sm_90a, sm_120a$"):
-        features.require(support.XQA, "large_head_dim", "head_dim=512", "sm_100a")
+    with pytest.raises(NotImplementedError, match=r"on sm_80.*architectures that support .*: sm_90a, .*, sm_120a$"):
+        features.require(support.XQA, "large_head_dim", "head_dim=512", "sm_80")
 
 
 def test_a_row_has_what_its_implementations_do_not_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     row = features.ENTRIES[support.XQA].feature("16bit")
-    assert replace(row).archs == (*support.HOPPER, *support.SM120)
+    assert replace(row).archs == support.ARCHS
     monkeypatch.setattr(Sm120DecodeConfig, "head_dims", (64,))
     assert replace(row).archs == support.HOPPER
 
@@ -57,11 +57,16 @@ def test_a_row_without_cases_names_the_rest(entry: str) -> None:
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
     text = features.support_matrix()
     marks = {"sm_90a": "yes", "sm_120a": "emulator-verified, run on Hopper"}
-    kernels = {arch: marks.get(arch, "emulator-verified") for arch in support.ARCHS}
+
+    def mark(feature: features.Feature, arch: str) -> str:
+        if arch not in feature.archs:
+            return "-"
+        return marks.get(arch, "emulator-verified" + " (sm_120's)" * feature.is_of_sm120(arch))
+
     for name, entry in features.ENTRIES.items():
         assert f"`{entry.module}.{name}`" in text
         for feature in entry.features:
-            cells = " | ".join(kernels[arch] if arch in feature.archs else "-" for arch in support.ARCHS)
+            cells = " | ".join(mark(feature, arch) for arch in support.ARCHS)
             assert f"| {feature.title} | {cells} |\n" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert {line.count("|") for line in rows} == {len(support.ARCHS) + 2}
@@ -161,36 +166,29 @@ def test_configs_have_a_target() -> None:
 PREFILL = (support.CONTEXT, support.FMHA_V2, support.CUDNN)
 
 
-@pytest.mark.parametrize(
-    ("form", "arch"),
-    [(form, arch) for arch in ("sm_100a", "sm_103a") for form in FORMS if form.function.__name__ not in PREFILL],
-    ids=str,
-)
-def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyPatch, form: Form, arch: str) -> None:
-    monkeypatch.setattr(support, "arch_of", lambda device: arch)
-    with pytest.raises(NotImplementedError, match=f"{form.function.__name__}.*{arch}"):
+@pytest.mark.parametrize("form", [form for form in FORMS if form.function.__name__ not in PREFILL], ids=str)
+def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
+    monkeypatch.setattr(support, "arch_of", lambda device: "sm_80")
+    with pytest.raises(NotImplementedError, match=f"{form.function.__name__}.*sm_80"):
         form.function(**form.build())
 
 
-@pytest.mark.parametrize("entry", PREFILL)
-def test_blackwell_prefill_has_what_hopper_prefill_has_but_a_few_features(entry: str) -> None:
-    nvfp4 = ("nvfp4_kv", "nvfp4_head_dim", "nvfp4_page_size", "nvfp4_out")
-    narrow = ("8bit_head_dim", "fp8_kv", "fp8", "fp8_out", "fp8_scales", *nvfp4)
-    absent = {
-        "sm_100a": (*narrow, "multiple_head_dim", "large_head_dim", "alibi_soft_cap"),
-        "sm_120a": (),
-    }
-    absent["sm_103a"] = absent["sm_100a"]
+@pytest.mark.parametrize("entry", features.ENTRIES)
+def test_every_architecture_has_what_hopper_has(entry: str) -> None:
     for feature in features.ENTRIES[entry].features:
-        for arch, keys in absent.items():
-            there = "sm_90a" in feature.archs and feature.key not in keys
-            assert (arch in feature.archs) == there, (feature.key, arch)
+        assert feature.archs in ((), support.ARCHS), feature.key
 
 
-@pytest.mark.parametrize("entry", [support.XQA, support.MLA])
-def test_sm120_decodes_what_hopper_does(entry: str) -> None:
-    for feature in features.ENTRIES[entry].features:
-        assert ("sm_120a" in feature.archs) == ("sm_90a" in feature.archs), feature.key
+def test_blackwell_has_its_own_kernels_of_16_bits() -> None:
+    context, xqa = (features.ENTRIES[entry] for entry in (support.CONTEXT, support.XQA))
+    own = ("16bit", "head_dim", "page_size", "cache", "causal", "sinks", "skip_softmax", "lse", "tensor_scales")
+    for arch in support.BLACKWELL:
+        assert not any(context.feature(key).is_of_sm120(arch) for key in own)
+        assert all(context.feature(key).is_of_sm120(arch) for key in ("fp8", "fp8_kv", "nvfp4_kv", "large_head_dim"))
+        assert all(row.is_of_sm120(arch) for row in xqa.features if row.archs)
+
+
+def test_sm120_has_decode_head_dims_of_hopper() -> None:
     others = features.ENTRIES[support.XQA].feature("other_head_dim")
     dims = {dim for dim in range(8, 601, 8) if not others.is_asked(probes.decode(dim=dim))}
     assert dims == set(DecodeConfig.head_dims) == set(Sm120DecodeConfig.head_dims)

@@ -12,6 +12,7 @@ from helpers.batches import Batch
 from hopwell.kernels import execute, support
 from hopwell.kernels.families import prefill_type
 from hopwell.kernels.problem import Mask, Score
+from hopwell.kernels.sm100_config import Sm100PrefillConfig
 
 
 class Rows(NamedTuple):
@@ -34,7 +35,8 @@ def arch_of(device: str) -> str:
 
 
 def tile_n(dims: tuple[int, int], arch: str, score: Score = reference.PLAIN) -> int:
-    return prefill_type(arch).tile_of(dims, score.kind, True).n
+    kind = Sm100PrefillConfig if arch == "sm_100a" else prefill_type(arch)
+    return kind.tile_of(dims, score.kind, True).n
 
 
 def with_count(data: Batch, page_size: int | None, **options: Any) -> tuple[torch.Tensor, int]:

@@ -137,8 +137,14 @@ class TestShipped:
         }
         assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
 
-    def test_other_archs_have_none(self) -> None:
-        assert list(shipped_configs("sm_100a", Family.DECODE)) == []
+    def test_blackwell_has_those_of_sm120(self) -> None:
+        """With more shared memory the widest tiles are loaded as a whole, in taller boxes."""
+        here, there = (
+            {(c.dtype, c.head_dim_qk, c.mask, c.kv_type, c.rows) for c in shipped_configs(arch, Family.DECODE)}
+            for arch in ("sm_100a", "sm_120a")
+        )
+        assert here == there
+        assert list(shipped_configs("sm_80", Family.DECODE)) == []
 
     def test_what_is_compiled_in_tests_stands_for_all(self) -> None:
         """There is every head dim with every mask and with every way to fetch, and every dtype; few rows come with each
@@ -269,7 +275,7 @@ class TestRefusals:
             resolve(of, arch)
         return str(caught.value)
 
-    @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100a", "sm_120"])
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120"])
     def test_other_archs(self, arch: str) -> None:
         message = self.refusal(problem(), arch)
         assert arch in message

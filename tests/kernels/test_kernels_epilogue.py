@@ -31,12 +31,13 @@ from hopwell.kernels.parts.epilogue import (
 )
 from hopwell.kernels.parts.fragment import LaneRow, RowFragment, SplitRowFragment
 from hopwell.kernels.parts.query_rows import QueryRows
+from hopwell.kernels.sm100_config import Sm100PrefillConfig
 
 pytestmark = pytest.mark.traced
 
 # What a warp holds its rows in, the columns of the output that it writes, and those that it holds at a time.
 WIDTHS = sorted({(c.head_dim_v // c.v_splits, c.depth[1]) for c in shipped_configs()})
-LANE_WIDTHS = sorted({(c.head_dim_v, LaneRow.pass_columns) for c in shipped_configs("sm_100a")})
+LANE_WIDTHS = sorted({(v, LaneRow.pass_columns) for _, v in Sm100PrefillConfig.tiles})
 CASES = [*((RowFragment, *width) for width in WIDTHS), *((LaneRow, *width) for width in LANE_WIDTHS)]
 # Rows that are staged as float32: whole passes of 32 columns, and the half of one.
 FLOAT_WIDTHS = [16, 80, 128]

@@ -51,8 +51,11 @@ def test_names_are_those_of_no_other_kernel() -> None:
     assert {"mla_sm_90a_bf16_d576_512_causal_pages64", "mla_sm_90a_e4m3_to_bf16_d576_512_causal_listed"} <= set(names)
 
 
-def test_other_archs_have_none() -> None:
-    assert list(shipped_configs("sm_100a", Family.MLA)) == []
+def test_blackwell_has_those_of_sm120() -> None:
+    for arch in ("sm_100a", "sm_103a"):
+        there = [replace(config, arch=arch) for config in shipped_configs("sm_120a", Family.MLA)]
+        assert list(shipped_configs(arch, Family.MLA)) == there
+    assert list(shipped_configs("sm_80", Family.MLA)) == []
 
 
 def test_what_is_compiled_in_tests_is_shipped() -> None:
@@ -137,7 +140,7 @@ def test_the_family_is_what_tells_mla_from_decode() -> None:
 
 
 def test_refusals() -> None:
-    assert "no MLA decode kernel for sm_100a; supported: sm_90a" in refusal(problem(), "sm_100a")
+    assert "no MLA decode kernel for sm_80; supported: sm_90a, sm_100a" in refusal(problem(), "sm_80")
     for dims in ((512, 512), (576, 256), (192, 128)):
         assert f"{dims[0]}/{dims[1]} have no MLA kernel on sm_90a; supported: 576/512, 320/256" in refusal(
             problem(dims)

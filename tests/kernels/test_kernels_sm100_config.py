@@ -12,14 +12,17 @@ from helpers.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, em
 
 from hopwell.kernels import sm100_config
 from hopwell.kernels.config import DTYPES, KvFetch, kv_fetch
-from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.families import build, resolve, shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.scheduler import WorkTile
-from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.prefill_config import resolve_prefill
+from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
 from hopwell.kernels.skeleton import board_stride
 from hopwell.kernels.sm100.prefill import PrefillSm100
 from hopwell.kernels.sm100_config import Q_TILES, TILES, Sm100PrefillConfig
+from hopwell.kernels.sm120.prefill import PrefillSm120
+from hopwell.kernels.sm120_config import Sm120PrefillConfig
 from hopwell.kernels.support import COMMON_HEAD_DIMS, MAX_PAGE_SIZE
 
 SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
@@ -27,12 +30,19 @@ SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 pytestmark = pytest.mark.traced
 
 ARCHS = ("sm_100a", "sm_103a")
-SHIPPED = {arch: list(shipped_configs(arch)) for arch in ARCHS}
+SHIPPED = {arch: [c for c in shipped_configs(arch) if isinstance(c, Sm100PrefillConfig)] for arch in ARCHS}
 PAGE_SIZES = [1 << i for i in range(MAX_PAGE_SIZE.bit_length())]
 
 
 def config(dims: tuple[int, int] = (128, 128), arch: str = "sm_100a") -> Sm100PrefillConfig:
     return Sm100PrefillConfig(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, KvFetch.CONTIGUOUS, 0)
+
+
+def resolve_own(problem: AttentionProblem, arch: str) -> Sm100PrefillConfig:
+    """Return what serves a problem among the kernels of tcgen05."""
+    found = resolve_prefill(problem, arch, Sm100PrefillConfig)
+    assert isinstance(found, Sm100PrefillConfig)
+    return found
 
 
 class TestShipped:
@@ -45,7 +55,7 @@ class TestShipped:
             assert all(isinstance(c, Sm100PrefillConfig) and c.arch == arch for c in configs)
 
     def test_names_are_unique_among_all_archs(self) -> None:
-        configs = [*shipped_configs(), *itertools.chain(*SHIPPED.values())]
+        configs = [*shipped_configs(), *itertools.chain(*map(shipped_configs, ARCHS)), *shipped_configs("sm_120a")]
         assert len({c.name for c in configs}) == len(set(configs)) == len(configs)
 
     def test_covering_ones_stand_for_all(self) -> None:
@@ -73,36 +83,52 @@ class TestResolve:
     def test_every_cache_has_a_shipped_kernel(self, dims: tuple[int, int], arch: str) -> None:
         shipped = set(SHIPPED[arch])
         for dtype, form, page_size in itertools.product(DTYPES, CACHES, PAGE_SIZES):
-            found = resolve(paged(*cache(form, page_size, dims, dtype=dtype)), arch)
+            found = resolve_own(paged(*cache(form, page_size, dims, dtype=dtype)), arch)
             assert found in shipped, (form, page_size)
             assert (found.dtype, found.head_dim_qk, found.head_dim_v) == (DTYPES[dtype], *dims)
         key, value = (empty(640, 2, dim).transpose(0, 1)[None] for dim in dims)
-        assert resolve(contiguous(key, value), arch) == config(dims, arch)
+        assert resolve_own(contiguous(key, value), arch) == config(dims, arch) == resolve(contiguous(key, value), arch)
 
     def test_masks_and_scores(self, arch: str) -> None:
         """No feature changes a tile, so boxes stay too."""
         problem = paged(*cache("tuple-HND", 16, (128, 128)))
-        plain = resolve(problem, arch)
+        plain = resolve_own(problem, arch)
         served = [score for score in ScoreKind if score is not ScoreKind.CAPPED_ALIBI]
         for mask, score, skip in itertools.product(MASKS, served, (0.0, 500.0)):
-            found = resolve(replace(problem, mask=MASKS[mask], score=SCORES[score], skip_softmax=skip), arch)
+            found = resolve_own(replace(problem, mask=MASKS[mask], score=SCORES[score], skip_softmax=skip), arch)
             assert found == replace(plain, mask=mask, score=score, skip_softmax=skip > 0)
             assert found.tile == plain.tile
         with pytest.raises(NotImplementedError, match=f"capped_alibi have no kernel on {arch}; supported: scaled, "):
-            resolve(replace(problem, score=SCORES[ScoreKind.CAPPED_ALIBI]), arch)
+            resolve_own(replace(problem, score=SCORES[ScoreKind.CAPPED_ALIBI]), arch)
 
     @pytest.mark.parametrize("dims", [(32, 32), (80, 80), (192, 192), (256, 256), (512, 512), (128, 64)], ids=str)
     def test_other_head_dims_are_refused(self, dims: tuple[int, int], arch: str) -> None:
         message = rf"{dims[0]}/{dims[1]} have no kernel on {arch}; supported: 64/64, 128/128, 192/128$"
         with pytest.raises(NotImplementedError, match=message):
-            resolve(paged(*cache("tuple-HND", 16, dims)), arch)
+            resolve_own(paged(*cache("tuple-HND", 16, dims)), arch)
 
     def test_other_dtypes_and_page_sizes_are_refused(self, arch: str) -> None:
         narrow = cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn)
         with pytest.raises(NotImplementedError, match=f"dtype torch.float8_e4m3fn has no kernel on {arch}"):
-            resolve(paged(*narrow), arch)
+            resolve_own(paged(*narrow), arch)
         with pytest.raises(NotImplementedError, match=f"page size 2048 has no kernel on {arch}"):
-            resolve(paged(*cache("tuple-HND", 2048, (128, 128))), arch)
+            resolve_own(paged(*cache("tuple-HND", 2048, (128, 128))), arch)
+
+    def test_kernels_of_sm120_serve_the_rest(self, arch: str) -> None:
+        plain = paged(*cache("tuple-HND", 16, (128, 128)))
+        wide, narrow = (paged(*cache("tuple-HND", 16, dims)) for dims in ((256, 256), (80, 80)))
+        fp8 = paged(*cache("tuple-HND", 16, (128, 128), dtype=torch.float8_e4m3fn))
+        rest = [wide, narrow, fp8, replace(plain, score=SCORES[ScoreKind.CAPPED_ALIBI])]
+        for problem in rest:
+            found = resolve(problem, arch)
+            assert found == replace(resolve(problem, "sm_120a"), arch=arch)
+            assert isinstance(build(found)[0], PrefillSm120)
+        assert isinstance(build(resolve(plain, arch))[0], PrefillSm100)
+        with pytest.raises(NotImplementedError, match=f"24/128 have no kernel on {arch}; supported: 64/64, .*512/512"):
+            resolve(paged(*cache("tuple-HND", 16, (24, 128))), arch)
+        # Ahead are those of head dims that tensor memory has no kernels for.
+        others = {(c.head_dim_qk, c.head_dim_v) for c in shipped_configs(arch) if isinstance(c, Sm120PrefillConfig)}
+        assert others == set(Sm120PrefillConfig.tiles) - set(TILES)
 
 
 class TestKvFetch:

@@ -16,6 +16,7 @@ from helpers.batches import CAUSAL, FULL, Batch, check_statistics, chunked, wind
 from helpers.byte_batches import ByteBatch, round_keys_and_values, with_byte_cache
 from helpers.covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
 from helpers.covering_sm120 import BF16, Cell, every_cell, filling, missing, with_choices
+from helpers.decode_batches import DecodeBatch
 from helpers.entry_calls import context, mla
 from helpers.low_precision import NVFP4, LowPrecisionBatch
 from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
@@ -69,10 +70,10 @@ def prefill_elsewhere() -> Iterator[tuple[Cell, tuple[int, int]]]:
             yield Cell(Family.PREFILL, types, mask.kind, pages(size), out), dims
 
 
-def in_schedules(launch: Callable[[], torch.Tensor]) -> torch.Tensor:
+def in_schedules(launch: Callable[[], torch.Tensor], arch: str) -> torch.Tensor:
     """Return the output, the same in an ordinary and an adverse schedule under all detectors."""
     first = None
-    for setting in schedules(4, 1, arch=ARCH, strict=True):
+    for setting in schedules(4, 1, arch=arch, strict=True):
         with setting():
             out = launch().clone()
         first = out if first is None else first
@@ -83,17 +84,17 @@ def in_schedules(launch: Callable[[], torch.Tensor]) -> torch.Tensor:
     return first
 
 
-def run_prefill(cell: Cell) -> None:
+def run_prefill(cell: Cell, arch: str) -> None:
     mask, size, (dtype, kv_type) = MASKS[cell.mask], PAGE_SIZES[cell.pages], cell.types
     if kv_type is KvType.NVFP4:
-        run_nvfp4(cell)
+        run_nvfp4(cell, arch)
         return
     sinks, score = torch.linspace(-2.0, 2.0, 4), Score(cell.score, CAPS.get(cell.score, 0.0))
     if dtype == "e4m3":
         data = ByteBatch(**PREFILL)
         out_dtype = NARROW_OUTS.get(cell.out, torch.bfloat16)
         problem = data.in_bytes(size, mask, out_dtype, score=score, sinks=sinks, lse=data.ragged_lse())
-        data.check_bytes(in_schedules(served(cell, problem)), mask, score=score, sinks=sinks)
+        data.check_bytes(in_schedules(served(cell, problem, arch), arch), mask, score=score, sinks=sinks)
         return
     data = Batch(dtype=DTYPES[dtype], **PREFILL)
     if kv_type is KvType.E4M3:
@@ -103,18 +104,18 @@ def run_prefill(cell: Cell) -> None:
     if kv_type is KvType.E4M3:
         problem = with_byte_cache(problem)
     expected = data.expected(mask, score=score, sinks=sinks)
-    expected.check(in_schedules(served(cell, problem)))
+    expected.check(in_schedules(served(cell, problem, arch), arch))
     expected.check_lse(results["lse"].tensor)
     check_statistics(results["statistics"], data.expected_statistics(mask, score=score))
 
 
-def served(cell: Cell, problem: AttentionProblem) -> Callable[[], torch.Tensor]:
+def served(cell: Cell, problem: AttentionProblem, arch: str) -> Callable[[], torch.Tensor]:
     """Return the launch of a problem, whose kernel is the cell's."""
-    assert Cell.of(families.resolve(problem, ARCH)) == cell
+    assert Cell.of(families.resolve(problem, arch)) == cell
     return lambda: execute(problem)
 
 
-def run_nvfp4(cell: Cell) -> None:
+def run_nvfp4(cell: Cell, arch: str) -> None:
     """Queries of kernels with float16 ones are e4m3 where the output is narrow, which the entry asks for."""
     mask, size = MASKS[cell.mask], PAGE_SIZES[cell.pages]
     q_dtype = torch.float8_e4m3fn if cell.out in NARROW_OUTS else DTYPES[cell.types[0]]
@@ -127,27 +128,27 @@ def run_nvfp4(cell: Cell) -> None:
         return context(data, (key, value), table, **out, **given)
 
     if cell.out == "nvfp4":
-        codes = in_schedules(lambda: call(out_dtype="nvfp4", o_sf_scale=2.0).data)
-        with emulator.use(ARCH):
+        codes = in_schedules(lambda: call(out_dtype="nvfp4", o_sf_scale=2.0).data, arch)
+        with emulator.use(arch):
             want = layouts.quantize_nvfp4_output(call(out_dtype=torch.float16), 2.0)
         assert (codes == want.data).float().mean() > 0.98
     else:
-        out = in_schedules(lambda: call(out_dtype=NARROW_OUTS.get(cell.out, torch.bfloat16)))
+        out = in_schedules(lambda: call(out_dtype=NARROW_OUTS.get(cell.out, torch.bfloat16)), arch)
         data.expected_low(mask, sinks=given["sinks"]).check(out)
 
 
-def run_decode(cell: Cell) -> None:
+def run_decode(cell: Cell, arch: str) -> None:
     dtype, kv_type = cell.types
-    config = Sm120DecodeConfig(ARCH, dtype, cell.out or dtype, 64, 64, cell.mask, *cell.pages, kv_type, 8)
+    config = Sm120DecodeConfig(arch, dtype, cell.out or dtype, 64, 64, cell.mask, *cell.pages, kv_type, 8)
     case = decode_cases.Case([1, 1], [config.chunk_tokens + 65, 3], 4)
     if cell.mask is MaskKind.SLIDING_WINDOW:
         case = decode_cases.Case([1, 1], [config.chunk_tokens + 65, 3], 4, window=70)
     if cell.mask is MaskKind.DRAFT:
         case = decode_cases.Case([2, 1], [config.chunk_tokens + 1, 3], 4, ragged=True)
-    decode_cases.check_config(config, case, PAGE_SIZES[cell.pages] or 0, "cpu", schedules(4, 1, arch=ARCH, strict=True))
+    decode_cases.check_config(config, case, PAGE_SIZES[cell.pages] or 0, "cpu", schedules(4, 1, arch=arch, strict=True))
 
 
-def run_mla(cell: Cell) -> None:
+def run_mla(cell: Cell, arch: str) -> None:
     size, (dtype, kv_type) = PAGE_SIZES[cell.pages] or 0, cell.types
     kind, options = MlaBatch, dict(heads=5, dtype=DTYPES[dtype], device="cpu")
     if kv_type is KvType.FP8_DS_MLA:
@@ -158,12 +159,12 @@ def run_mla(cell: Cell) -> None:
     cache = {}
     if kv_type is KvType.FP8_DS_MLA:
         cache = dict(kv_cache=data.packed(size), kv_scale_format="arbitrary_fp32")
-    out = in_schedules(lambda: mla(data, data.decode(size), **cache))
+    out = in_schedules(lambda: mla(data, data.decode(size), **cache), arch)
     data.expected_mla().check(out.flatten(0, 1))
 
 
-def run(cell: Cell) -> None:
-    {Family.PREFILL: run_prefill, Family.DECODE: run_decode, Family.MLA: run_mla}[cell.family](cell)
+def run(cell: Cell, arch: str = ARCH) -> None:
+    {Family.PREFILL: run_prefill, Family.DECODE: run_decode, Family.MLA: run_mla}[cell.family](cell, arch)
 
 
 FILLING = filling(covered_elsewhere())
@@ -223,3 +224,64 @@ def test_cells_that_others_leave_out(cell: Cell) -> None:
 @pytest.mark.parametrize("cell", every_cell(), ids=str)
 def test_every_cell(cell: Cell) -> None:
     run(cell)
+
+
+# Blackwell runs these kernels where it has no others, with more stages and levels of the tree in shared memory. Masks
+# and pages are the same code: each kind of operands, with one of each.
+_PREFILL, _DECODE, _MLA = Family.PREFILL, Family.DECODE, Family.MLA
+BLACKWELL_CELLS = [
+    Cell(_PREFILL, BF16, MaskKind.CAUSAL, CONTIGUOUS, score=ScoreKind.CAPPED_ALIBI),
+    Cell(_PREFILL, BYTES, MaskKind.CAUSAL, PAGES16, "e4m3"),
+    Cell(_PREFILL, ("bf16", KvType.E4M3), MaskKind.SLIDING_WINDOW, PAGES64),
+    Cell(_PREFILL, ("bf16", KvType.NVFP4), MaskKind.CAUSAL, ROWS),
+    Cell(_PREFILL, ("fp16", KvType.NVFP4), MaskKind.FULL, PAGES16, "nvfp4"),
+    Cell(_DECODE, BF16, MaskKind.FULL, PAGES64),
+    Cell(_DECODE, ("fp16", KvType.WIDE), MaskKind.DRAFT, ROWS),
+    Cell(_DECODE, ("bf16", KvType.E4M3), MaskKind.SLIDING_WINDOW, PAGES16, "e4m3"),
+    Cell(_DECODE, ("bf16", KvType.INT8), MaskKind.DRAFT, PAGES64),
+    Cell(_DECODE, ("bf16", KvType.NVFP4), MaskKind.FULL, ROWS),
+    Cell(_MLA, BF16, MaskKind.CAUSAL, PAGES64),
+    Cell(_MLA, ("bf16", KvType.E4M3), MaskKind.CAUSAL, ROWS),
+    Cell(_MLA, ("bf16", KvType.FP8_DS_MLA), MaskKind.CAUSAL, LISTED),
+]
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("cell", BLACKWELL_CELLS, ids=str)
+def test_what_blackwell_takes_from_sm120(cell: Cell) -> None:
+    run(cell, "sm_100a")
+
+
+@pytest.mark.emulator
+def test_wide_prefill_on_blackwell() -> None:
+    """The same kernel on either architecture, but for the products that scale blocks, which give the same bits."""
+    data = Batch(**PREFILL | dict(head_dim=256))
+    problem = data.problem(16, CAUSAL)
+    out = in_schedules(lambda: execute(problem), "sm_100a")
+    data.expected(CAUSAL).check(out)
+    assert torch.equal(out, in_schedules(lambda: execute(problem), ARCH))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize(("dim", "mask", "rows"), [(512, MaskKind.FULL, 8), (256, MaskKind.DRAFT, 16)])
+def test_wide_decode_on_blackwell(dim: int, mask: MaskKind, rows: int) -> None:
+    """Tiles of 512 columns are loaded as a whole, where sm_120 loads halves of them. Bits are the same: leaves are."""
+    config = Sm120DecodeConfig("sm_100a", "bf16", "bf16", dim, dim, mask, *PAGES64, KvType.WIDE, rows)
+    case = decode_cases.Case([1] * 3, [1, config.chunk_tokens, 2 * config.chunk_tokens + 65], rows, kv_heads=2)
+    if mask is MaskKind.DRAFT:
+        case = decode_cases.Case([7, 0, 1], [config.chunk_tokens + 2, 40, 70], rows // 4, drafts="tree", ragged=True)
+    decode_cases.check_config(config, case, 64, "cpu", schedules(4, 1, arch="sm_100a", strict=True))
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("family", [Family.DECODE, Family.MLA])
+def test_blackwell_gives_the_bits_of_sm120(family: Family) -> None:
+    if family is Family.MLA:
+        problem = MlaBatch([1, 1], [700, 70], heads=20, device="cpu").decode(64)
+    else:
+        problem = DecodeBatch([1, 1], [700, 70], heads=8, kv_heads=1, head_dim=128, device="cpu").decode(16)
+    outs = []
+    for arch in (ARCH, "sm_100a"):
+        with emulator.use(arch):
+            outs.append(execute(problem).clone())
+    assert torch.equal(*outs)

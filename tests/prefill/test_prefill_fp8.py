@@ -365,8 +365,6 @@ def test_what_has_no_kernel_is_named() -> None:
     with pytest.raises(NotImplementedError, match=r"512/512 .*float8_e4m3fn operands; supported: 64/64"):
         resolve(data.in_bytes(16, CAUSAL, BF16), "sm_90a")
     data = batch((128, 128), "cpu")
-    with pytest.raises(NotImplementedError, match=r"query dtype .*float8_e4m3fn has no kernel on sm_100a"):
-        resolve(data.in_bytes(16, CAUSAL, BF16), "sm_100a")
     wide = replace(data.problem(16), out=torch.zeros(data.tokens, 4, 128).to(FP8))
     with pytest.raises(NotImplementedError, match=r"output dtype .*float8_e4m3fn has no kernel"):
         resolve(wide, "sm_90a")

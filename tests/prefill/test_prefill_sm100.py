@@ -23,6 +23,7 @@ from hopwell.kernels import execute
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import Mask, MaskKind, PageTable
+from hopwell.kernels.sm100_config import Sm100PrefillConfig
 
 CONFIGS = covering_blackwell_configs()
 ADVERSE = ("late", "random", "priority")
@@ -30,7 +31,9 @@ ADVERSE = ("late", "random", "priority")
 REST = [
     config
     for config in shipped_configs("sm_100a")
-    if config not in CONFIGS and (config.dtype == "bf16" or config.mask is MaskKind.CAUSAL)
+    if isinstance(config, Sm100PrefillConfig)
+    and config not in CONFIGS
+    and (config.dtype == "bf16" or config.mask is MaskKind.CAUSAL)
 ]
 
 
