@@ -111,8 +111,9 @@ def _preferring(first: Implementation, then: Implementation, dims: Container[tup
         return (then if first.refuse(problem, arch) else first).resolve(problem, arch)
 
     def shipped(arch: str) -> Iterator[Buildable]:
+        others: Iterator[Any] = then.shipped(arch)
         yield from first.shipped(arch)
-        yield from (c for c in then.shipped(arch) if (c.head_dim_qk, c.head_dim_v) not in dims)
+        yield from (config for config in others if (config.head_dim_qk, config.head_dim_v) not in dims)
 
     def build(config: Any) -> tuple[Any, tuple[Any, ...]]:
         return (first if isinstance(config, first.config) else then).build(config)
