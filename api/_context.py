@@ -172,7 +172,7 @@ def widened_query(query: torch.Tensor) -> torch.Tensor:
     """Return e4m3 queries over an NVFP4 cache as float16, which holds all of their values, where kernels do not widen
     them: that is what they multiply with NVFP4 elements times their scales, which e4m3 does not hold."""
     _check_query(query)  # a copy has none of the faults that are looked for
-    if families.prefill_type(support.arch_of(query.device)).can_widen_q:
+    if families.can_widen_q(support.arch_of(query.device)):
         return query
     return query.to(torch.float16)
 

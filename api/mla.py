@@ -64,7 +64,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Nothing else is scaled: the scales of e4m3 queries and caches belong into ``bmm1_scale`` and ``bmm2_scale``. With
     16-bit queries, keys of 8 bits are multiplied as 16-bit ones of the same values, so that results have the bits that
     a cache of those gives. With e4m3 queries and cache both products multiply float8_e4m3fn on Hopper: softmax weights
-    are rounded to it, relative to the largest one of 64 or 128 keys. On sm_120 such queries are widened to bfloat16. A
+    are rounded to it, relative to the largest one of 64 or 128 keys. Elsewhere such queries are widened to bfloat16. A
     row with no visible key gives 0. Results do not depend on max_seq_len, and with up to 16 heads times new tokens, or
     under ``hopwell.batch_invariant(True)``, not on what else is in the batch either: the keys of a request are split in
     the same way and merged in the same order. Else the keys of all requests are cut into equal portions, which is

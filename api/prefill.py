@@ -77,8 +77,8 @@ def trtllm_batch_context_with_kv_cache(
     to the largest one of as many neighbouring keys as a kernel takes at a time, and added up in float32. In all other
     cases they multiply 16-bit numbers, to which an fp8 or NVFP4 cache is widened exactly: the result has the bits that
     the same values give in a 16-bit cache. Beside an NVFP4 cache that holds for fp8 queries as well: their kernels
-    multiply float16, to which they are widened, on sm_120 by a copy in each call. Values that an fp8 output cannot hold
-    become the largest that it can.
+    multiply float16, to which they are widened, but on Hopper by a copy in each call. Values that an fp8 output cannot
+    hold become the largest that it can.
 
     Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
 

@@ -19,7 +19,7 @@ SHORT_NAMES = {
     "append_paged_kv_cache": "append",
 }
 PLACE = re.compile(r"(<!-- support matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
-STYLE = {"yes": "{}", EMULATED: "*{}*", EMULATED + ON_HOPPER: "*{}*", EMULATED + OF_SM120: "*{}*†"}  # in a cell
+STYLE = {"yes": "{}", EMULATED: "*{}*", EMULATED + ON_HOPPER: "*{}*", EMULATED + OF_SM120: "*{}*+"}  # in a cell
 
 
 def full_page() -> str:

@@ -190,6 +190,12 @@ def prefill_type(arch: str) -> type[PrefillConfig]:
     return kind
 
 
+def can_widen_q(arch: str) -> bool:
+    """Tell whether prefill kernels of ``arch`` over NVFP4 caches take e4m3 queries, which they widen themselves."""
+    found = IMPLEMENTATIONS.get((Family.PREFILL, arch))
+    return found is not None and issubclass(found.config, PrefillConfig) and found.config.can_widen_q
+
+
 def takes_bytes(arch: str) -> bool:
     """Tell whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
     found = IMPLEMENTATIONS.get((Family.MLA, arch))

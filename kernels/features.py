@@ -1,9 +1,10 @@
 """What each entry point can do on each architecture: one table, read by the argument checks and by the README.
 
 A row is a title and problems that stand for it, see ``probes.py``. An architecture has what its implementation in
-``families.py`` does not refuse, so that nothing here names an architecture. Which rows a call needs follows from its
-problem: it has what their probes ask for. An entry asks :func:`lacking` once its arguments are known to be well formed,
-so that anything without a kernel is refused by name before a launch. :func:`support_matrix` prints the same table.
+``families.py`` does not refuse, so that nothing here says what an architecture has. Which rows a call needs follows
+from its problem: it has what their probes ask for. An entry asks :func:`lacking` once its arguments are known to be
+well formed, so that anything without a kernel is refused by name before a launch. :func:`support_matrix` prints the
+same table.
 """
 
 from __future__ import annotations
@@ -471,7 +472,7 @@ def support_matrix() -> str:
     """Return the table in Markdown: for each entry its features as rows and the architectures as columns.
 
     "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator, and where it says so
-    on a Hopper GPU, compiled for it. "sm_120's" are kernels of another architecture, which the row's own has not.
+    on a Hopper GPU, compiled for it. "sm_120's" are kernels that an architecture borrows for what its own do not serve.
     """
     sections = []
     for name, entry in ENTRIES.items():

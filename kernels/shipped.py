@@ -35,8 +35,6 @@ def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) 
 def _byte_configs(arch: str, dtypes: list[tuple[str, str]], **types: Any) -> Iterator[PrefillConfig]:
     """Yield the prefill kernels that read 8-bit keys and values, for ``dtypes`` of (query, output)."""
     kind = families.prefill_type(arch)
-    if not kind.takes_narrow:
-        return
     for (dtype, out), dims, mask in itertools.product(dtypes, support.BYTE_HEAD_DIMS, MASKS):
         for choices in kind.all_choices(dims, mask):
             tile = kind.tile_of(dims, **choices, **types, multiplies_bytes=dtype == "e4m3")

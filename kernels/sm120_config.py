@@ -1,4 +1,5 @@
-"""Which prefill kernel serves a problem on sm_120a: tiles and resources."""
+"""Which prefill kernel serves a problem on sm_120a, and on sm_100a and sm_103a where tensor memory has none: tiles and
+resources, which are those of sm_120a on all of them."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def _tile(m: int, n: int, kv_stages: int, splits_v: bool = False) -> Tile:
     )
 
 
-# A CTA has 99 KiB: that is Q and some stages of K and V, with the output staged in Q's place. Where O takes 128
+# On sm_120 a CTA has 99 KiB: Q and some stages of K and V, with the output staged in Q's place. Where O takes 128
 # registers of a thread, the warps that 128 rows need have no room for the rest. ptxas gives the threads of sm_120 no
 # more than they have at launch, 168 of 384 threads: steps of 64 keys at 128 columns spilled 30 registers in the loop,
 # steps of 32 spill up to 10 once a work tile, and up to 4 in a step with a mask, of e4m3 operands up to 6: two or three

@@ -16,11 +16,13 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, node_bytes, tree_rows
 
-# 256 threads, each with as many registers as an instruction can name: only compiled for Hopper do roles trade them.
+# 256 threads, each with as many registers as an instruction can name: only where kernels are compiled for other
+# architectures than sm_120 do roles trade them.
 # Where nodes are large, ptxas fills all of them while it merges, and spills up to 26 that live longer: addresses and
 # counters, up to 13 of which are read again in a leaf. A leaf takes microseconds of memory.
 _TILE = Tile(FEW_ROWS[0], LEAF_TILE, q_stages=1, kv_stages=1, producer_registers=104, consumer_registers=240)
 _MOST_STAGES = 16  # of K, and of V; the narrowest tiles could have more, beyond what keeps memory busy
+_MOST_LEVELS = 24  # of a tree: 2^31 keys have fewer than 2^24 leaves of 128
 _OTHER_BYTES = 2 << 10  # of shared memory: what warps tell each other, the board, barriers
 
 
@@ -49,8 +51,8 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @property
     def tile(self) -> Tile:
-        # K and V have a third of shared memory each, or what is below it of powers of two. Where that is less than a
-        # tile, it is loaded by halves of its keys.
+        # K and V have the largest power of two each that is not above a third of shared memory. Where that is less than
+        # a tile, it is loaded by halves of its keys.
         row_bytes = HALFWORD_BYTES * self.columns[0]
         stage_bytes = _power_of_two(self.most_shared_bytes // 3)
         keys = min(LEAF_TILE, stage_bytes // row_bytes)
@@ -59,17 +61,19 @@ class Sm120DecodeConfig(DecodeConfig):
 
     @property
     def near_levels(self) -> int:
-        """The tree has as many levels as there is room for beside K, V, their scales, Q and P."""
+        """The tree has as many levels as there is room for beside K, V, their scales, Q and P, and as the longest line
+        can need."""
         key = HALFWORD_BYTES * sum(self.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
         used = self.tile.kv_stages * self.tile.n * key + _OTHER_BYTES
         used += HALFWORD_BYTES * self.rows * (self.q_columns + LEAF_TILE * self.leaf_tiles)
-        return (self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v)
+        return min((self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v), _MOST_LEVELS)
 
 
 @dataclass(frozen=True)
 class Sm120MlaConfig(MlaConfig):
-    """An MLA decode kernel whose products are those of single warps. A key, Q and P fill shared memory; the warps that
-    attend merge, and have the first level of the tree in registers."""
+    """An MLA decode kernel whose products are those of single warps. On sm_120 one tile of keys of 576 columns, Q and P
+    fill shared memory; Blackwell has room for two. The warps that attend merge, and have the first level of the tree in
+    registers."""
 
     tiled: ClassVar[bool] = True
     most_rows: ClassVar[int] = LATENT_FEW_ROWS

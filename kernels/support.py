@@ -25,8 +25,8 @@ APPEND = "append_paged_kv_cache"
 NVFP4_APPEND = "nvfp4_quantize_append_paged_kv_cache"
 SAME_AS = {TRTLLM_DECODE: XQA, NVFP4_APPEND: APPEND}  # entries without a table of their own
 
-# Prefill kernels have these head dims (QK, V): the first on every architecture, the others where scores and the output
-# are in registers, which is on Hopper and on sm_120.
+# Prefill kernels have these head dims (QK, V): the first whatever they multiply with, the others where scores and the
+# output are in registers. Blackwell has kernels with tensor memory for the first, and those of sm_120 for the others.
 COMMON_HEAD_DIMS = ((64, 64), (128, 128), (192, 128))
 REGISTER_HEAD_DIMS = tuple((d, d) for d in (32, 40, 48, 80, 96, 104, 160, 192, 256, 512))
 # These are compiled on demand only.

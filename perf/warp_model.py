@@ -8,8 +8,9 @@ a multiprocessor. Assumptions:
   load cost nothing, nor does the one that widens keys of MLA.
 * The units are those of the CUDA programming guide, at the rates of compute capability 12.0, and run side by side.
 * ldmatrix, loads, stores and what TMA writes share one port of shared memory, without bank conflicts.
-* Conversions from e4m3 to 16 bits run at a quarter of the rate of others. A Hopper GPU has no product of e4m3 for one
-  warp and converts instead, at less than half of the speed that the other rate allows; this one is chosen to fit that.
+* Conversions from e4m3 to 16 bits run at a third of the rate of others. A Hopper GPU has no product of e4m3 for one
+  warp and converts instead, at half of the speed that the other rate allows; this one is chosen so that as large a part
+  of a step as in 16 bits stays unhidden there.
 * Numbers of multiprocessors, clocks and FLOP a cycle are assumed so that their products are the published TFLOP/s. How
   many multiprocessors and which clock make up a product does not matter: a step is counted in cycles of one
   multiprocessor, and only the bytes of memory that it gets in a cycle, bandwidth / (multiprocessors x clock), depend on
@@ -40,7 +41,7 @@ MEMORY = "memory"
 UNPACKING = "unpacking of e4m3"
 PLAIN_16, PLAIN_8, SCALED_8, SCALED_4 = "16-bit", "8-bit", "block-scaled 8-bit", "block-scaled 4-bit"
 SHARED_BYTES = 128  # a cycle
-LANE_RATES = {MUFU: 16, FMA: 128, ALU: 64, CONVERSION: 64, UNPACKING: 16}  # a cycle
+LANE_RATES = {MUFU: 16, FMA: 128, ALU: 64, CONVERSION: 64, UNPACKING: 64 / 3}  # a cycle
 ISSUE_RATE = 4  # instructions a cycle
 
 _PRODUCT = re.compile(r"(?P<kind>[HQO]MMA)(?P<scaled>\.SF)?\.168(?P<depth>\d+)")

@@ -166,8 +166,8 @@ def _measured_prefill() -> Iterator[list[str]]:
 
 
 def _measured_streams() -> Iterator[list[str]]:
-    """Yield decode, whose bandwidth is what that run could read. Of MLA, what longer requests take beyond shorter ones:
-    there is one node of a tree for many steps, which takes as long as some of them to merge."""
+    """Yield decode, whose bandwidth is what that run could read. MLA's figure is what longer requests take beyond
+    shorter ones: a CTA begins, ends and merges once however long they are, so that the difference has steps alone."""
     loop, measured = decode("", 128, 8), rates("decode")
     one = loop.predict(work_of(loop, HOPPER), HOPPER_CARD)
     for case in (case for case in DECODE if case.name in ("D1", "D2", "D3", "D4")):

@@ -23,12 +23,13 @@ class DecodeSm120(LaneReaders, FewRowsDecodeSm90):
     """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
     :class:`FewRowsDecodeSm90`. Requests with more rows have several tiles of them.
 
-    Steady state: memory is the limit. A leaf is two tiles, A and B, or four, and so many stages have room for one.
+    Steady state: memory is the limit. A leaf is two tiles, A and B, or four. Up to 128 columns as many stages or more
+    have room for one.
 
         memory         |    K of A'    |    K of B'    |         |    V of A'    |    V of B'     | ...
         attend         | S(A)  | S(B)  | P of both     | O = P V (A) | O += P V (B) | nodes |   waits
 
-    Of 512 columns a stage has half of the keys of a tile: those of two warps, which multiply them by Q.
+    On sm_120 a stage of 512 columns has half of the keys of a tile: those of two warps, which multiply them by Q.
     """
 
     def consumer(self, **parts: Any) -> "WarpLeafAttend":

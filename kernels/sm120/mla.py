@@ -34,7 +34,8 @@ class MlaSm120(LaneReaders, FewRowsMlaSm90):
         K, V    load_keys -> attend   released when the product with their half of the value has been added to O
         work    schedule -> all       released as soon as it has been read
 
-    Steady state: memory is the limit. There is room for one tile, whose left side is fetched again first.
+    Steady state: memory is the limit. On sm_120 there is room for one tile of 576 columns, whose left side is fetched
+    again first; narrower keys, and Blackwell, have two tiles or more under way.
 
         memory         |          waits            | left of A'       | right of A' | ...
         attend         | S(A)  | P of A | O += P V left | O += P V right |    waits

@@ -163,10 +163,7 @@ def test_configs_have_a_target() -> None:
     assert (moved.target, moved.name) == ("sm_90a", config.name.replace("sm_90a", "sm_120a_on_sm_90a"))
 
 
-PREFILL = (support.CONTEXT, support.FMHA_V2, support.CUDNN)
-
-
-@pytest.mark.parametrize("form", [form for form in FORMS if form.function.__name__ not in PREFILL], ids=str)
+@pytest.mark.parametrize("form", FORMS, ids=str)
 def test_every_entry_refuses_an_arch_without_kernels(monkeypatch: pytest.MonkeyPatch, form: Form) -> None:
     monkeypatch.setattr(support, "arch_of", lambda device: "sm_80")
     with pytest.raises(NotImplementedError, match=f"{form.function.__name__}.*sm_80"):

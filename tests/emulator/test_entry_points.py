@@ -55,12 +55,12 @@ def test_switched_off(batch, monkeypatch, switch):
 
 
 def test_an_architecture_without_kernels_is_refused_by_name(monkeypatch):
-    wide = Batch([3], [5], head_dim=512, device="cpu")
+    batch = Batch([3], [5], device="cpu")
     with emulator.use("sm_80"), pytest.raises(NotImplementedError, match="sm_80"):
-        context(wide)
+        context(batch)
     monkeypatch.setenv("HOPWELL_EMULATE", "sm_80")
     with pytest.raises(NotImplementedError, match="sm_80"):
-        context(wide)
+        context(batch)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from hopwell.kernels.decode_config import (
     shipped_decode_configs,
     tile_rows,
 )
-from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.families import build, resolve, shipped_configs
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -41,6 +41,7 @@ from hopwell.kernels.problem import (
 )
 from hopwell.kernels.sm90.decode import DecodeSm90
 from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
+from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfig
 from hopwell.kernels.splitting import FEW_ROWS, ROWS
 from hopwell.kernels.support import MAX_PAGE_SIZE
 
@@ -310,3 +311,32 @@ class TestRefusals:
     def test_other_dtypes(self, dtype: torch.dtype) -> None:
         assert f"query dtype {dtype}" in self.refusal(problem(query=empty(60, 4, 128, dtype=dtype)))
         assert f"output dtype {dtype}" in self.refusal(problem(out=empty(60, 4, 128, dtype=dtype)))
+
+
+@pytest.mark.parametrize(
+    ("arch", "kind", "dims", "kv_type", "expected"),
+    [
+        ("sm_120a", Sm120DecodeConfig, 64, KvType.WIDE, (64, 4)),
+        ("sm_100a", Sm120DecodeConfig, 64, KvType.WIDE, (64, 8)),
+        ("sm_120a", Sm120DecodeConfig, 128, KvType.WIDE, (64, 2)),
+        ("sm_103a", Sm120DecodeConfig, 128, KvType.WIDE, (64, 4)),
+        ("sm_120a", Sm120DecodeConfig, 512, KvType.WIDE, (32, 1)),
+        ("sm_100a", Sm120DecodeConfig, 512, KvType.WIDE, (64, 1)),
+        ("sm_120a", Sm120DecodeConfig, 64, KvType.NVFP4, (64, 16)),
+        ("sm_100a", Sm120DecodeConfig, 64, KvType.NVFP4, (64, 16)),
+        ("sm_120a", Sm120MlaConfig, (576, 512), KvType.WIDE, (64, 1)),
+        ("sm_100a", Sm120MlaConfig, (576, 512), KvType.WIDE, (64, 2)),
+        ("sm_120a", Sm120MlaConfig, (320, 256), KvType.WIDE, (64, 2)),
+        ("sm_100a", Sm120MlaConfig, (320, 256), KvType.WIDE, (64, 4)),
+    ],
+)
+def test_warps_have_the_tiles_that_shared_memory_holds(
+    arch: str, kind: Any, dims: Any, kv_type: KvType, expected: tuple[int, int]
+) -> None:
+    dims = dims if isinstance(dims, tuple) else (dims, dims)
+    rows = 16 if kind is Sm120MlaConfig else 8
+    config = kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, KvFetch.PAGE_ROWS, 0, kv_type, rows)
+    assert (config.tile.n, config.tile.kv_stages) == expected
+    assert 0 < config.near_levels <= 24
+    kernel, _ = build(config)
+    assert kernel.shared_bytes <= ARCHITECTURES[arch].shared_bytes

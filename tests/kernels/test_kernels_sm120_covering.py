@@ -227,7 +227,7 @@ def test_every_cell(cell: Cell) -> None:
 
 
 # Blackwell runs these kernels where it has no others, with more stages and levels of the tree in shared memory. Masks
-# and pages are the same code: each kind of operands, with one of each.
+# and pages are the same code, so that each kind of operands runs with one of each.
 _PREFILL, _DECODE, _MLA = Family.PREFILL, Family.DECODE, Family.MLA
 BLACKWELL_CELLS = [
     Cell(_PREFILL, BF16, MaskKind.CAUSAL, CONTIGUOUS, score=ScoreKind.CAPPED_ALIBI),
@@ -254,7 +254,7 @@ def test_what_blackwell_takes_from_sm120(cell: Cell) -> None:
 
 @pytest.mark.emulator
 def test_wide_prefill_on_blackwell() -> None:
-    """The same kernel on either architecture, but for the products that scale blocks, which give the same bits."""
+    """At 256 columns Blackwell runs the kernel of sm_120, and gives its bits."""
     data = Batch(**PREFILL | dict(head_dim=256))
     problem = data.problem(16, CAUSAL)
     out = in_schedules(lambda: execute(problem), "sm_100a")
@@ -277,7 +277,8 @@ def test_wide_decode_on_blackwell(dim: int, mask: MaskKind, rows: int) -> None:
 @pytest.mark.parametrize(("family", "arch"), [(Family.DECODE, "sm_103a"), (Family.MLA, "sm_100a")])
 def test_blackwell_gives_the_bits_of_sm120(family: Family, arch: str) -> None:
     if family is Family.MLA:
-        problem = MlaBatch([1, 1], [700, 70], heads=20, device="cpu").decode(64)
+        sizes = dict(heads=20, head_dim=320, v_head_dim=256)  # with four stages instead of two
+        problem = MlaBatch([1, 1], [700, 70], device="cpu", **sizes).decode(64)
     else:
         problem = DecodeBatch([1, 1], [700, 70], heads=8, kv_heads=1, head_dim=128, device="cpu").decode(16)
     outs = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hopwell.kernels.config import KvType
 from hopwell.perf import __main__ as command
 from hopwell.perf import resources, warp_model, warp_report
 from hopwell.perf.kernel_work import ALU, CONVERSION, MUFU
+from hopwell.perf.mla_workloads import MLA
 from hopwell.perf.model import ISSUE, MMA, SHARED
 from hopwell.perf.sass import Sass
 from hopwell.perf.warp_model import (
@@ -126,7 +128,7 @@ def test_unpacking_of_e4m3_is_a_conversion_of_its_own() -> None:
     does = loop_work(code)
     assert (does.results[UNPACKING], does.results[CONVERSION]) == (1, 1)
     units = predict(does, Shape(4, 0), PRO).step.units
-    assert (units[UNPACKING], units[CONVERSION]) == (8, 2)
+    assert (units[UNPACKING], units[CONVERSION]) == (6, 2)
 
 
 def test_warps_that_convert_count_beside_those_that_multiply() -> None:
@@ -140,7 +142,7 @@ def test_warps_that_convert_count_beside_those_that_multiply() -> None:
     units = predict(does, Shape(8, 256, converting=4), PRO).step.units
     assert units[ISSUE] == (8 * 3 + 4 * 4) / 4
     assert units[SHARED] == (8 * 512 + 4 * 1024 + 256) / 128
-    assert (units[MMA], units[UNPACKING]) == (8 * 4, 4 * 32 / 16)
+    assert (units[MMA], units[UNPACKING]) == (8 * 4, 4 * 32 / (64 / 3))
     assert warp_report.prefill("prefill", (128, 128), kv_type=KvType.NVFP4).converting == 4
     assert warp_report.prefill("prefill", (128, 128)).converting == 0
 
@@ -172,7 +174,21 @@ def test_what_stays_unhidden_counts_on_every_card(monkeypatch: pytest.MonkeyPatc
 def test_measured_rates_of_hopper_are_those_of_the_run() -> None:
     assert warp_report.rates("decode")["D2", "memory read"] > warp_report.rates("decode")["D2", warp_report.CANDIDATE]
     assert {("P1", warp_report.CANDIDATE), ("P1-fp8", warp_report.CANDIDATE)} <= set(warp_report.rates("prefill"))
-    assert ("H16", warp_report.CANDIDATE) in warp_report.rates("mla")
+    assert {("H16", warp_report.CANDIDATE), ("H16-deep", warp_report.CANDIDATE)} <= set(warp_report.rates("mla"))
+
+
+def test_steps_of_mla_are_what_longer_requests_take_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch takes 1 s besides its steps, which read at half of what the ceiling reads."""
+    works = {case.name: case for case in MLA}
+    ceiling = 100e12
+    times = {name: 1.0 + works[name].work / (ceiling / 2) for name in ("H16", "H16-deep")}
+    found = {(name, warp_report.CANDIDATE): works[name].work / seconds for name, seconds in times.items()}
+    monkeypatch.setattr(warp_report, "rates", lambda family: defaultdict(lambda: ceiling, found))
+    tile = 64 * 2 * 16 * (576 + 512)  # FLOP, of four warps
+    monkeypatch.setattr(warp_report, "work_of", lambda loop, target="": LoopWork({PLAIN_16: tile // 4}, {}, 0, 1))
+    *_, row = warp_report._measured_streams()
+    assert row[0].endswith("beyond H16")
+    assert row[4] == "0.50"
 
 
 def test_tables_are_written_into_their_place(tmp_path: Path) -> None:
