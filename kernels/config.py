@@ -36,6 +36,11 @@ def rounded_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
+def power_of_two_in(size: int) -> int:
+    """Return the largest power of two that is not above ``size``."""
+    return 1 << (size.bit_length() - 1)
+
+
 def _in_halfwords(element_bytes: int, strides: tuple[Any, ...]) -> tuple[Any, ...]:
     """Convert strides in elements to strides in halfwords."""
     if element_bytes == HALFWORD_BYTES:

@@ -20,6 +20,7 @@ from hopwell.kernels.config import (
     has_uneven_pages,
     kv_fetch,
     paged_fetches,
+    power_of_two_in,
     require_dtypes,
     require_page_size,
     rounded_up,
@@ -156,7 +157,7 @@ class DecodeConfig(KernelConfig):
             row_bytes = HALFWORD_BYTES * self.columns[0]
             stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < CACHE_LINE_BYTES else _STAGE_BYTES
             stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
-            return replace(tile, m=self.rows, kv_stages=1 << (stages.bit_length() - 1))
+            return replace(tile, m=self.rows, kv_stages=power_of_two_in(stages))
         byte_tiles = _WIDENED_TILES if self.widens_in_place else _BYTE_TILES
         tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, byte_tiles)
         return replace(tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)], m=self.rows)

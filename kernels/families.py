@@ -6,6 +6,7 @@ direction. What there is to choose from, to refuse and to compile ahead follows 
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,9 @@ def _preferring(first: Implementation, then: Implementation, dims: Container[tup
     head dims in ``dims`` is for the first one."""
 
     def resolve(problem: Any, arch: str) -> Buildable:
-        return (then if first.refuse(problem, arch) else first).resolve(problem, arch)
+        with contextlib.suppress(NotImplementedError):
+            return first.resolve(problem, arch)
+        return then.resolve(problem, arch)
 
     def shipped(arch: str) -> Iterator[Buildable]:
         others: Iterator[Any] = then.shipped(arch)
@@ -180,7 +183,8 @@ def implementation(family: Family, arch: str) -> Implementation:
 
 
 def prefill_type(arch: str) -> type[PrefillConfig]:
-    """Return the type of the prefill configs of ``arch``.
+    """Return the type of the prefill configs of ``arch``; where there are two, of those that serve what the others do
+    not.
 
     Raises:
         NotImplementedError: it has none.
@@ -190,22 +194,25 @@ def prefill_type(arch: str) -> type[PrefillConfig]:
     return kind
 
 
+def _says(family: Family, arch: str, fact: str) -> bool:
+    """Tell whether there are kernels of ``family`` on ``arch`` of which the type of their configs says ``fact``."""
+    found = IMPLEMENTATIONS.get((family, arch))
+    return found is not None and bool(getattr(found.config, fact))
+
+
 def can_widen_q(arch: str) -> bool:
     """Tell whether prefill kernels of ``arch`` over NVFP4 caches take e4m3 queries, which they widen themselves."""
-    found = IMPLEMENTATIONS.get((Family.PREFILL, arch))
-    return found is not None and issubclass(found.config, PrefillConfig) and found.config.can_widen_q
+    return _says(Family.PREFILL, arch, "can_widen_q")
 
 
 def takes_bytes(arch: str) -> bool:
     """Tell whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
-    found = IMPLEMENTATIONS.get((Family.MLA, arch))
-    return found is not None and issubclass(found.config, MlaConfig) and found.config.takes_bytes
+    return _says(Family.MLA, arch, "takes_bytes")
 
 
 def is_tiled(family: Family, arch: str) -> bool:
     """Tell whether kernels of ``arch`` for decode or MLA have rows in tiles of few, however many there are."""
-    found = IMPLEMENTATIONS.get((family, arch))
-    return found is not None and issubclass(found.config, DecodeConfig) and found.config.tiled
+    return _says(family, arch, "tiled")
 
 
 def resolve(problem: AttentionProblem, arch: str) -> Any:

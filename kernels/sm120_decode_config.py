@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from hopwell.kernels.config import KvType, Tile
+from hopwell.kernels.config import KvType, Tile, power_of_two_in
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.mla_config import MlaConfig
@@ -54,9 +54,9 @@ class Sm120DecodeConfig(DecodeConfig):
         # K and V have the largest power of two each that is not above a third of shared memory. Where that is less than
         # a tile, it is loaded by halves of its keys.
         row_bytes = HALFWORD_BYTES * self.columns[0]
-        stage_bytes = _power_of_two(self.most_shared_bytes // 3)
+        stage_bytes = power_of_two_in(self.most_shared_bytes // 3)
         keys = min(LEAF_TILE, stage_bytes // row_bytes)
-        stages = min(_power_of_two(stage_bytes // (keys * row_bytes)), _MOST_STAGES)
+        stages = min(power_of_two_in(stage_bytes // (keys * row_bytes)), _MOST_STAGES)
         return replace(_TILE, m=self.rows, n=keys, kv_stages=stages)
 
     @property
@@ -87,9 +87,4 @@ class Sm120MlaConfig(MlaConfig):
     def tile(self) -> Tile:
         used = HALFWORD_BYTES * LATENT_FEW_ROWS * (self.q_columns + LEAF_TILE) + _OTHER_BYTES
         stages = (self.most_shared_bytes - used) // (HALFWORD_BYTES * LEAF_TILE * sum(self.operand_columns))
-        return replace(_TILE, m=LATENT_FEW_ROWS, kv_stages=_power_of_two(stages))
-
-
-def _power_of_two(size: int) -> int:
-    """Return the largest power of two that is not above ``size``."""
-    return 1 << (size.bit_length() - 1)
+        return replace(_TILE, m=LATENT_FEW_ROWS, kv_stages=power_of_two_in(stages))

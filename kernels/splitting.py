@@ -1,6 +1,6 @@
 """How decode cuts the keys of a request, and the memory that the pieces need. Plain numbers, host and device."""
 
-from hopwell.kernels.config import BLOCK_COLUMNS
+from hopwell.kernels.config import BLOCK_COLUMNS, power_of_two_in
 from hopwell.kernels.elements import HALFWORD_BYTES
 
 # A chunk takes about 16 us of a CTA: a piece (4 KiB at 8 rows and 128 columns) is little beside its keys and values
@@ -100,7 +100,7 @@ def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = HALFWO
     """Say how many keys a whole chunk has, a power of two. ``latent`` as in MLA, where the value is part of the key."""
     if latent:
         return LATENT_CHUNK_TOKENS
-    return max(1 << ((CHUNK_ELEMENTS // columns).bit_length() - 1), MIN_CHUNK_TOKENS) * HALFWORD_BYTES // element_bytes
+    return max(power_of_two_in(CHUNK_ELEMENTS // columns), MIN_CHUNK_TOKENS) * HALFWORD_BYTES // element_bytes
 
 
 def tree_columns(tiled: bool) -> int:
@@ -156,7 +156,7 @@ def share_subtrees(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES)
     """Count the subtrees in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
     most = MOST_SUBTREES if columns <= MOST_TREE_COLUMNS else MOST_LARGE_NODE_SUBTREES
     subtrees = min(SUBTREES_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
-    return 1 << (subtrees.bit_length() - 1)
+    return power_of_two_in(subtrees)
 
 
 def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = HALFWORD_BYTES) -> int:

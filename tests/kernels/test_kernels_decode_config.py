@@ -139,7 +139,7 @@ class TestShipped:
         assert all(c.out_dtype == c.dtype and c.head_dim_v == c.head_dim_qk for c in SHIPPED)
 
     def test_blackwell_has_those_of_sm120(self) -> None:
-        """With more shared memory the widest tiles are loaded as a whole, in taller boxes."""
+        """Blackwell ships the same kernels, whose boxes may be taller: it loads the widest tiles as a whole."""
         here, there = (
             {(c.dtype, c.head_dim_qk, c.mask, c.kv_type, c.rows) for c in shipped_configs(arch, Family.DECODE)}
             for arch in ("sm_100a", "sm_120a")
