@@ -129,9 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--model-only", action="store_true", help="run the emulator alone")
     p.set_defaults(run=_compare)
 
-    p = commands.add_parser(
-        "compare-outputs", help="compare the prefill entry points' outputs on a GPU with the emulator"
-    )
+    p = commands.add_parser("compare-outputs", help="compare the entry points' outputs on a GPU with the emulator")
     which = p.add_mutually_exclusive_group(required=True)
     which.add_argument("--record", metavar="FOLDER", help="run the cases on this machine's GPU and keep their outputs")
     which.add_argument("--against", metavar="FOLDER", help="run the cases on the emulator and compare with a recording")

@@ -1,11 +1,11 @@
-"""Small calls of the prefill entry points whose inputs are the same on every machine, bit for bit."""
+"""Small calls of the entry points whose inputs are the same on every machine, bit for bit."""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,41 +13,63 @@ import numpy as np
 import torch
 
 import hopwell
+from hopwell import layouts
+from hopwell.layouts.mla_rows import LATENT
 
 HEADS, KV_HEADS = 4, 2
 Q_LENS, KV_LENS = (5, 0, 1, 131), (9, 3, 0, 261)  # up to two tiles of queries and three of keys
+LONGEST = 1100  # keys of decode's longest request: several CTAs share them, and partial results are merged
 DIMS = (32, 40, 48, 64, 80, 96, 104, 128, 160, 192, (192, 128), 256, 512)
+INT8_UNIT = 40  # the element of an int8 cache that stands for 1
+LIST = 64  # tokens that a query of sparse MLA attends to
+WORKSPACE_BYTES = 128 << 20  # enough for the partial results of any case
+E4M3, NVFP4 = torch.float8_e4m3fn, torch.uint8
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call. ``layout``: fmha_v2's input layout, context's KV layout, and for cudnn "ragged" or a KV layout.
+    """One call. ``layout``: fmha_v2's input layout, cudnn's "ragged", MLA's "dense" or "sparse", or else a KV layout.
 
-    ``arguments`` are further ones of the entry point, tuples stand for float32 tensors. Contiguous layouts have no
-    ``page_size``.
+    ``cache`` is the dtype of K and V where it is not that of the queries; uint8 stands for NVFP4, and with MLA for rows
+    of 656 bytes. ``tokens`` are decode's new tokens of each request. ``arguments`` are further ones of the entry point,
+    tuples stand for float32 tensors. Contiguous layouts have no ``page_size``.
     """
 
     group: str
-    entry: str  # context, fmha_v2, cudnn
+    entry: str  # context, fmha_v2, cudnn, xqa, mla
     layout: str
     dims: int | tuple[int, int] = 128
     page_size: int = 0
     dtype: torch.dtype = torch.bfloat16
     arguments: dict[str, Any] = field(default_factory=dict)
+    cache: torch.dtype | None = None
+    tokens: int = 1
+    heads: int = HEADS
 
     @property
     def name(self) -> str:
         """Return the unique name that a recording knows the case by."""
         dims = self.dims if isinstance(self.dims, int) else "-".join(map(str, self.dims))
-        pages = [f"page{self.page_size}"] if self.page_size else []
+        places = [f"page{self.page_size}"] if self.page_size else []
+        places += [f"{self.cache} cache".removeprefix("torch.")] if self.cache else []
+        if self.decodes:
+            places.append(f"{self.tokens}x{self.heads}")
         more = [f"{key}={value}" for key, value in self.arguments.items()]
-        return " ".join((self.entry, self.layout, f"d{dims}", str(self.dtype).removeprefix("torch."), *pages, *more))
+        return " ".join((self.entry, self.layout, f"d{dims}", str(self.dtype).removeprefix("torch."), *places, *more))
+
+    @property
+    def decodes(self) -> bool:
+        return self.entry in ("xqa", "mla")
+
+    @property
+    def kv_heads(self) -> int:
+        return {"mla": 1}.get(self.entry, HEADS if self.layout == "PACKED_QKV" else KV_HEADS)
 
     def run(self, device: str) -> tuple[dict[str, torch.Tensor], str]:
         """Return the results by name, ``out`` and perhaps ``statistics`` (those of fmha_v2 or the log-sum-exp), and the
         digest of the inputs."""
         inputs = Inputs(self, device)
-        return {"context": context, "fmha_v2": fmha_v2, "cudnn": cudnn}[self.entry](self, inputs), inputs.digest
+        return ENTRIES[self.entry](self, inputs), inputs.digest
 
 
 class Inputs:
@@ -61,41 +83,88 @@ class Inputs:
         }
         self._random = np.random.default_rng(list(case.name.encode()))
         self.dim, self.v_dim = (case.dims, case.dims) if isinstance(case.dims, int) else case.dims
-        packed = case.layout == "PACKED_QKV"
-        self.kv_heads = HEADS if packed else KV_HEADS
-        self.q_lens, self.kv_lens = (KV_LENS if packed else Q_LENS), KV_LENS
-        self.q = self._draw(case.dtype, sum(self.q_lens), HEADS, self.dim)
-        places: tuple[int, ...] = (sum(KV_LENS), self.kv_heads)
+        self.q_lens = KV_LENS if case.layout == "PACKED_QKV" else Q_LENS
+        self.kv_lens = KV_LENS
+        if case.decodes:
+            self.q_lens, self.kv_lens = (case.tokens,) * len(KV_LENS), (*KV_LENS[:-1], LONGEST)
+        self.q = self._draw(sum(self.q_lens), case.heads, self.dim).to(case.dtype).to(device)
+        places: tuple[int, ...] = (sum(self.kv_lens), case.kv_heads)
         if case.page_size:
-            counts = [-(-n // case.page_size) for n in KV_LENS]
+            counts = [-(-n // case.page_size) for n in self.kv_lens]
             pages = self._random.permutation(sum(counts)).tolist()
             rows = [[pages.pop() if i < n else -1 for i in range(max(counts))] for n in counts]
             self.table = torch.tensor(rows, dtype=torch.int32, device=device)
-            places = (sum(counts), self.kv_heads, case.page_size)
-        self.k = self._draw(case.dtype, *places, self.dim)
-        self.v = self._draw(case.dtype, *places, self.v_dim)
+            places = (sum(counts), case.kv_heads, case.page_size)
+        cached = case.cache or case.dtype
+        self.k, self.k_scales = self._cached(self._draw(*places, self.dim), cached, case.entry == "mla")
+        if case.entry != "mla":
+            self.v, self.v_scales = self._cached(self._draw(*places, self.v_dim), cached)
 
-    def _draw(self, dtype: torch.dtype, *shape: int) -> torch.Tensor:
-        """Draw numbers that are about normally distributed, and exact in float32."""
+    def _draw(self, *shape: int) -> torch.Tensor:
+        """Draw float32 numbers that are about normally distributed, and exact."""
         values = self._random.integers(-128, 128, (4, *shape)).sum(0).astype(np.float32) / 128
-        drawn = torch.from_numpy(values).to(dtype)
-        self._hash.update(drawn.view(torch.uint8).numpy().tobytes())
-        return drawn.to(self.device)
+        self._hash.update(values.tobytes())
+        return torch.from_numpy(values)
+
+    def _cached(self, values: torch.Tensor, dtype: torch.dtype, latent: bool = False) -> tuple[torch.Tensor, Any]:
+        """Return values as a cache has them, and NVFP4's block scales."""
+        if dtype is torch.uint8 and latent:
+            return layouts.quantize_fp8_ds_mla(values[..., :LATENT], values[..., LATENT:]).to(self.device), None
+        if dtype is NVFP4:
+            blocks = layouts.quantize_nvfp4(values, 1.0)
+            return blocks.data.to(self.device), blocks.scales.to(self.device)
+        if dtype is torch.int8:
+            values = (values * INT8_UNIT).round().clamp(-127, 127)
+        return values.to(dtype).to(self.device), None
 
     @property
     def digest(self) -> str:
         return self._hash.hexdigest()
 
-    def ints(self, values: Iterator[int] | tuple[int, ...] | list[int]) -> torch.Tensor:
+    def words(self) -> torch.Tensor:
+        """Return a draft's mask: each new token sees itself, and others at random."""
+        tokens = self.q_lens[0]
+        bits = self._random.integers(0, 2, (len(self.q_lens), tokens, tokens)) | np.eye(tokens, dtype=np.int64)
+        words = np.zeros((len(self.q_lens), tokens, 2), np.uint16)
+        words[..., 0] = (bits << np.arange(tokens)).sum(-1)
+        return torch.from_numpy(words).to(self.device)
+
+    def lists(self, page_size: int) -> torch.Tensor:
+        """Return where in the cache the tokens are that sparse queries attend to, and -1 for none, in any order."""
+        found = []
+        for request, tokens in enumerate(self.q_lens):
+            for token in range(tokens):
+                sees = self.kv_lens[request] - tokens + token + 1
+                chosen = self._random.permutation(max(sees, 0))[:LIST]
+                chosen = np.concatenate([chosen, np.full(LIST - len(chosen), -1)]).astype(np.int64)
+                pages = self.table[request].cpu().numpy()[chosen // page_size]
+                found.append(np.where(chosen < 0, -1, pages * page_size + chosen % page_size))
+        return self.ints(np.concatenate(found).tolist()).view(len(self.q_lens), -1, LIST)
+
+    def ints(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)
 
     def starts(self, lengths: tuple[int, ...], unit: int = 1) -> torch.Tensor:
         return self.ints([unit * n for n in itertools.accumulate(lengths, initial=0)])
 
+    def workspace(self) -> torch.Tensor:
+        return torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=self.device)
+
+    def pools(self, layout: str) -> dict[str, Any]:
+        """Return the cache in a KV layout and what its block scales are."""
+
+        def laid(*pools: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return pools if layout == "HND" else tuple(pool.transpose(1, 2).contiguous() for pool in pools)
+
+        found: dict[str, Any] = dict(kv_cache=laid(self.k, self.v), kv_layout=layout, block_tables=self.table)
+        if self.k_scales is not None:
+            found["kv_cache_sf"] = laid(self.k_scales, self.v_scales)
+        return found
+
     def common(self) -> dict[str, Any]:
         """Return the arguments that context and fmha_v2 both take."""
         return dict(
-            workspace_buffer=torch.empty(0, dtype=torch.uint8, device=self.device),
+            workspace_buffer=self.workspace(),
             seq_lens=self.ints(self.kv_lens),
             max_q_len=max(self.q_lens),
             max_kv_len=max(self.kv_lens),
@@ -108,8 +177,7 @@ class Inputs:
 
 
 def context(case: Case, x: Inputs) -> dict[str, Any]:
-    cache = (x.k, x.v) if case.layout == "HND" else tuple(pool.transpose(1, 2).contiguous() for pool in (x.k, x.v))
-    arguments = x.common() | dict(query=x.q, kv_cache=cache, block_tables=x.table, kv_layout=case.layout)
+    arguments = x.common() | x.pools(case.layout) | dict(query=x.q)
     return {"out": hopwell.trtllm_batch_context_with_kv_cache(**(arguments | x.more))}
 
 
@@ -142,7 +210,7 @@ def cudnn(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
         x.k,
         x.v,
         1 / math.sqrt(x.dim),
-        torch.empty(0, dtype=torch.uint8, device=x.device),
+        x.workspace(),
         max_token_per_sequence=max(Q_LENS),
         max_sequence_kv=max(KV_LENS),
         actual_seq_lens_q=x.ints(Q_LENS),
@@ -156,6 +224,46 @@ def cudnn(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
     return {"out": out, "statistics": lse}
 
 
+def xqa(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    unit = INT8_UNIT if case.cache is torch.int8 else 1
+    out, lse = hopwell.xqa_batch_decode_with_kv_cache(
+        x.q,
+        workspace_buffer=x.workspace(),
+        seq_lens=x.ints(x.kv_lens),
+        max_seq_len=max(x.kv_lens),
+        bmm1_scale=1 / math.sqrt(x.dim) / unit,
+        bmm2_scale=1 / unit,
+        q_len_per_req=case.tokens,
+        mask=x.words() if case.tokens > 1 else None,
+        return_lse=True,
+        **x.pools(case.layout),
+        **x.more,
+    )
+    return {"out": out, "statistics": lse}
+
+
+def mla(case: Case, x: Inputs) -> dict[str, torch.Tensor]:
+    lists: dict[str, Any] = dict(block_tables=x.table)
+    if case.layout == "sparse":
+        lists = dict(block_tables=x.lists(case.page_size), sparse_mla_top_k=LIST)
+    out, lse = hopwell.trtllm_batch_decode_with_kv_cache_mla(
+        x.q.view(len(x.q_lens), case.tokens, case.heads, x.dim),
+        x.k,
+        x.workspace(),
+        qk_nope_head_dim=128,
+        kv_lora_rank=x.v_dim,
+        qk_rope_head_dim=x.dim - x.v_dim,
+        seq_lens=x.ints(x.kv_lens),
+        max_seq_len=max(x.kv_lens),
+        bmm1_scale=192**-0.5,
+        return_lse=True,
+        **lists,
+        **x.more,
+    )
+    return {"out": out, "statistics": lse}
+
+
+ENTRIES = {"context": context, "fmha_v2": fmha_v2, "cudnn": cudnn, "xqa": xqa, "mla": mla}
 MASKS: dict[str, dict[str, Any]] = {
     "full": {"mask_mode": "padding"},
     "causal": {},
@@ -167,10 +275,18 @@ SCORES: dict[str, dict[str, Any]] = {
     "ALiBi": {"pos_encoding_mode": "alibi"},
     "skipped tiles": {"skip_softmax_threshold_scale_factor": 1000.0, "bmm1_scale": 0.3},
 }
+SINKS = {"sinks": (-1.0, 0.0, 0.5, 2.0)}
 
 
 def cases() -> Iterator[Case]:
     """Yield cases of every head dim, mask, way to fetch, score and dtype, and of every entry point and layout."""
+    yield from prefill_cases()
+    yield from decode_cases()
+    yield from mla_cases()
+
+
+def prefill_cases() -> Iterator[Case]:
+    """Yield cases of the three entry points of prefill."""
     for dims in DIMS:
         yield Case("head dims", "fmha_v2", "SEPARATE_Q_K_V", dims)
     for dims in (64, 128, (192, 128), 256):
@@ -186,7 +302,43 @@ def cases() -> Iterator[Case]:
         for layout, dims, page_size in (("CONTIGUOUS_Q_KV", 64, 0), ("Q_PAGED_KV_NHD", 128, 16)):
             yield Case(f"score: {score}", "fmha_v2", layout, dims, page_size, arguments=arguments)
     yield Case("layouts", "fmha_v2", "PACKED_QKV")
-    yield Case("layouts", "context", "HND", page_size=16, arguments={"sinks": (-1.0, 0.0, 0.5, 2.0)})
+    yield Case("layouts", "context", "HND", page_size=16, arguments=SINKS)
     for layout, page_size in (("ragged", 0), ("HND", 16)):
         for causal in (False, True):
             yield Case("cuDNN", "cudnn", layout, page_size=page_size, arguments={"causal": causal})
+    for dims in (64, 128, 192, 256):
+        to_bf16 = {"out_dtype": torch.bfloat16}
+        yield Case("e4m3", "context", "HND", dims, 16, E4M3, to_bf16)
+        yield Case("caches of e4m3 under prefill", "context", "NHD", dims, 64, cache=E4M3)
+        yield Case("caches of NVFP4 under prefill", "context", "HND", dims, 16, cache=NVFP4)
+    yield Case("e4m3", "context", "HND", 128, 64, E4M3, {"out_dtype": E4M3} | SINKS)
+
+
+def decode_cases() -> Iterator[Case]:
+    """Yield cases of decode: head dims, few and many rows of a KV head, masks, pages and caches."""
+    for dims in (64, 80, 128, 256, 512):
+        yield Case("decode: head dims", "xqa", "HND", dims, 16)
+        yield Case("decode: head dims", "xqa", "NHD", dims, 64, torch.float16, tokens=4)
+    for page_size in (1, 8, 32, 128):
+        yield Case("decode: pages", "xqa", "NHD", 128, page_size, heads=16)
+    yield Case("decode: masks", "xqa", "HND", 128, 16, arguments={"window_left": 70} | SINKS)
+    yield Case("decode: masks", "xqa", "HND", 128, 16, arguments={"window_left": 700}, tokens=4, heads=16)
+    for cache in (E4M3, torch.int8, NVFP4):
+        name = "NVFP4" if cache is NVFP4 else str(cache).removeprefix("torch.")
+        for dims, tokens in ((64, 1), (128, 1), (128, 4), (256, 1)):
+            yield Case(f"decode: caches of {name}", "xqa", "HND", dims, 16, cache=cache, tokens=tokens)
+        yield Case(f"decode: caches of {name}", "xqa", "NHD", 128, 64, torch.float16, cache=cache, heads=16)
+
+
+def mla_cases() -> Iterator[Case]:
+    """Yield cases of MLA: widths, pages and lists, few heads and many, and caches."""
+    wide, narrow, unrotated = (576, 512), (320, 256), (512, 512)
+    for heads, tokens in ((16, 1), (16, 4), (128, 1)):
+        yield Case("MLA: dense", "mla", "dense", wide, 64, heads=heads, tokens=tokens)
+        yield Case("MLA: dense", "mla", "dense", wide, 1, torch.float16, heads=heads, tokens=tokens)
+        yield Case("MLA: lists", "mla", "sparse", wide, 64, heads=heads, tokens=tokens)
+        for cache in (E4M3, NVFP4):
+            name = "e4m3" if cache is E4M3 else "656 bytes"
+            yield Case(f"MLA: rows of {name}", "mla", "dense", wide, 16, cache=cache, heads=heads, tokens=tokens)
+    for dims, layout in ((narrow, "dense"), (narrow, "sparse"), (unrotated, "sparse")):
+        yield Case("MLA: widths", "mla", layout, dims, 16, heads=16)

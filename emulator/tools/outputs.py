@@ -1,4 +1,4 @@
-"""Outputs of the prefill entry points on a GPU and on the emulator, bit by bit.
+"""Outputs of the entry points on a GPU and on the emulator, bit by bit.
 
 The two need not share a machine: one run records the GPU's outputs in a file, another compares the emulator with it.
 Statistics are the log-sum-exp or what fmha_v2 returns in its place.
@@ -6,15 +6,18 @@ Statistics are the log-sum-exp or what fmha_v2 returns in its place.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+
+from hopwell.kernels import plan
 
 from ..errors import HostError
 from ..options import use
@@ -24,12 +27,29 @@ ARCH = "sm_90a"
 FILE = "outputs.npz"
 Say = Callable[[str], None]
 KINDS = ("out", "statistics")
-FLOATS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}
+FLOATS = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float8_e4m3fn: torch.int8,
+}
 
 
-def results_of(case: Case, device: str) -> tuple[dict[str, torch.Tensor], str]:
+@contextlib.contextmanager
+def _emulated(multiprocessors: int) -> Iterator[None]:
+    """Emulate a device with this many multiprocessors, since MLA cuts keys by their number."""
+    before = plan.EMULATED_SMS
+    plan.EMULATED_SMS = multiprocessors
+    try:
+        with use(ARCH, numerics="hardware", sms=multiprocessors):
+            yield
+    finally:
+        plan.EMULATED_SMS = before
+
+
+def results_of(case: Case, device: str, multiprocessors: int) -> tuple[dict[str, torch.Tensor], str]:
     """Return the results of a case on the CPU, and the digest of its inputs."""
-    with use(ARCH, numerics="hardware"):
+    with _emulated(multiprocessors):
         found, digest = case.run(device)
     return {kind: value.cpu() for kind, value in found.items()}, digest
 
@@ -51,15 +71,15 @@ def record(folder: Path, device: str = "cuda", only: str = "", say: Say = print)
         say: where a line per case goes.
     """
     kept: dict[str, Any] = {}
-    digests, wanted = {}, chosen(only)
+    digests, wanted, sms = {}, chosen(only), plan.multiprocessors(torch.device(device))
     for number, case in enumerate(wanted, 1):
         began = time.perf_counter()
-        found, digests[case.name] = results_of(case, device)
+        found, digests[case.name] = results_of(case, device, sms)
         for kind, value in found.items():
             kept[f"{case.name}/{kind}"] = value.contiguous().view(FLOATS[value.dtype]).numpy()
         say(f"[{number}/{len(wanted)}] {case.name}: {time.perf_counter() - began:.1f} s")
     name = torch.cuda.get_device_name() if device == "cuda" else "emulator"
-    kept["recording"] = np.array(json.dumps({"device": name, "inputs": digests}))
+    kept["recording"] = np.array(json.dumps({"device": name, "multiprocessors": sms, "inputs": digests}))
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / FILE, **kept)
 
@@ -141,7 +161,7 @@ def compare(folder: Path, only: str = "", say: Say = print) -> dict[str, list[di
         if case.name not in about["inputs"]:
             raise HostError(f"the recording has no case {case.name!r}: record it again")
         began = time.perf_counter()
-        emulated, digest = results_of(case, "cpu")
+        emulated, digest = results_of(case, "cpu", about["multiprocessors"])
         if digest != about["inputs"][case.name]:
             raise HostError(f"the recording has other inputs for {case.name!r}: record it again")
         row = {

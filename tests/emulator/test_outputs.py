@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
 
 from hopwell.emulator import EmulatorError
-from hopwell.emulator.tools.output_cases import DIMS, cases
+from hopwell.emulator.tools.output_cases import DIMS, ENTRIES, cases
 from hopwell.emulator.tools.outputs import FILE, Distance, compare, record
+from hopwell.kernels import plan
 from hopwell.kernels.prefill_config import TILES
 
 pytestmark = pytest.mark.emulator
@@ -77,7 +80,25 @@ def test_distances():
 
 
 def test_cases_cover_what_there_is():
-    """Every head dim is there, and the file stays small."""
+    """Every entry and every head dim is there, and the file stays small."""
     every = list(cases())
-    assert len({case.name for case in every}) == len(every) <= 60
+    assert len({case.name for case in every}) == len(every) <= 120
+    assert {case.entry for case in every} == set(ENTRIES)
     assert {dims if isinstance(dims, tuple) else (dims, dims) for dims in DIMS} == set(TILES)
+
+
+def test_mla_is_cut_for_as_many_multiprocessors(tmp_path):
+    """The emulator takes the recording's number of them, by which MLA cuts keys of many rows."""
+    only = "mla dense d576-512 bfloat16 page64 4x16"
+    record(tmp_path, "cpu", only, say=lambda line: None)
+
+    def many(arrays):
+        about = json.loads(str(arrays["recording"]))
+        assert about["multiprocessors"] == plan.EMULATED_SMS
+        arrays["recording"] = np.array(json.dumps(about | {"multiprocessors": 30}))
+
+    (same,) = compare(tmp_path, only, say=lambda line: None).values()
+    (changes,) = compare(changed(tmp_path, tmp_path, many), only, say=lambda line: None).values()
+    assert same[0]["out"].equal == same[0]["out"].elements
+    assert changes[0]["out"].equal < changes[0]["out"].elements
+    assert plan.EMULATED_SMS < 30
