@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from core_set import core
+from selection import core, pairwise
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -10,7 +10,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--threads", type=int, default=4, help="threads of tests/emulator/test_threads.py")
     parser.addoption("--rounds", type=int, default=1, help="how often each of them makes all calls")
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls")
-    sets = {"--core": "run the core set of tests only, see core_set.py", "--rest": "run all tests but the core set"}
+    sets = {
+        "--core": "run the core set of tests only, see selection.py",
+        "--pairwise": "run what the core set leaves of the pairwise set",
+    }
     for option, meaning in sets.items():
         parser.addoption(option, action="store_true", help=meaning)
 
@@ -23,13 +26,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow_emulator")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
-    only_core, only_rest = (config.getoption(option) for option in ("--core", "--rest"))
-    if only_core and only_rest:
-        raise pytest.UsageError("--core and --rest leave no test: give one of them, or neither for all")
-    if only_core or only_rest:
-        members = set(core([item for item in items if not item.get_closest_marker("gpu")]))
-        config.hook.pytest_deselected(items=[item for item in items if (item in members) != only_core])
-        items[:] = [item for item in items if (item in members) == only_core]
+    only_core, only_pairwise = (config.getoption(option) for option in ("--core", "--pairwise"))
+    if only_core and only_pairwise:
+        raise pytest.UsageError("--core and --pairwise leave no test: give one of them, or neither for all")
+    if only_core or only_pairwise:
+        without_gpu = [item for item in items if not item.get_closest_marker("gpu")]
+        members = set(core(without_gpu))
+        if only_pairwise:
+            members = set(pairwise(without_gpu)) - members
+        config.hook.pytest_deselected(items=[item for item in items if item not in members])
+        items[:] = [item for item in items if item in members]
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")

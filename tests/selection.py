@@ -1,19 +1,43 @@
-"""The core set of tests, ``pytest --core``: what a change is tried with first.
+"""Sets of the tests that compile kernels, all of which take hours: the core set and the pairwise set.
 
-All of the host's tests belong to it, those of traced parts among them. Of those that compile kernels it has one kernel
-of each cell (family, architecture, element type of queries, of K and V), both compiled alone and run on the emulator,
-and where a test names no kernel, one case of each file: every part and every entry runs once.
+The core set, ``pytest --core``, is what a change is tried with first. All of the host's tests belong to it, those of
+traced parts among them. Of those that compile kernels it has one kernel of each cell (family, architecture, element
+type of queries, of K and V), both compiled alone and run on the emulator, and where a test names no kernel, one case of
+each file: every part and every entry runs once.
+
+The pairwise set, ``pytest --pairwise``, is what CI runs besides. Of each test function it has cases in which each pair
+of values occurs that two of its parameters, or two choices of its kernels, have together in any of its cases: mask and
+way to fetch, element type and head dim, page size and schedule. Most faults take no more than two choices to show. It
+leaves out what the core set has.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 import pytest
 
 COMPILING = ("compile", "emulator", "slow_emulator")
 KERNELS_OF_A_CELL = 1  # in either kind of test
+COST_OF_A_KERNEL = 3  # compiling one takes about as long as this many runs on the emulator
+
+
+def _params(item: pytest.Item) -> dict[str, Any]:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def _kernel(item: pytest.Item) -> Any:
+    """Return the config among a test's parameters, or None."""
+    configs = (value for value in _params(item).values() if hasattr(value, "family") and hasattr(value, "arch"))
+    return next(configs, None)
+
+
+def _kinds(item: pytest.Item) -> list[str]:
+    return [kind for kind in COMPILING if item.get_closest_marker(kind)]
 
 
 def cell(item: pytest.Item) -> Hashable | None:
@@ -21,15 +45,13 @@ def cell(item: pytest.Item) -> Hashable | None:
 
     Tests of the same cell can stand for each other there.
     """
-    kinds = [kind for kind in COMPILING if item.get_closest_marker(kind)]
+    kinds = _kinds(item)
     if not kinds:
         return None
-    params = item.callspec.params.values() if hasattr(item, "callspec") else ()
-    for config in params:
-        if hasattr(config, "family") and hasattr(config, "arch"):
-            kv = getattr(config, "kv_type", None)
-            return (*kinds, config.family, config.arch, getattr(config, "dtype", ""), kv)
-    return (*kinds, item.path)
+    config = _kernel(item)
+    if config is None:
+        return (*kinds, item.path)
+    return (*kinds, config.family, config.arch, getattr(config, "dtype", ""), getattr(config, "kv_type", None))
 
 
 def core(items: Sequence[pytest.Item]) -> list[pytest.Item]:
@@ -43,3 +65,50 @@ def core(items: Sequence[pytest.Item]) -> list[pytest.Item]:
         if place is None or taken[place] <= KERNELS_OF_A_CELL:
             chosen.append(item)
     return chosen
+
+
+def pairwise(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of the pairwise set in their order, with those of the core set."""
+    core_set = core(items)
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    chosen = set(core_set)
+    compiled = {config.name for item in core_set if _kinds(item) and (config := _kernel(item))}
+    # Tests that only read what the compiler made come last: kernels that others run cost them nothing.
+    for cases in sorted(functions.values(), key=lambda cases: "compile" in _kinds(cases[0])):
+        if not chosen.issuperset(cases):
+            chosen.update(_covering(cases, chosen, compiled))
+    return [item for item in items if item in chosen]
+
+
+def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[str]) -> list[pytest.Item]:
+    """Return cases of one test function that have every pair of values, greedily, and add their kernels to
+    ``compiled``."""
+    names = {item: config.name for item in cases if (config := _kernel(item))}
+    pairs = {item: _pairs(item) for item in cases}
+    found = [item for item in cases if item in chosen]
+    if "compile" in _kinds(cases[0]):
+        found += [item for item in cases if item not in chosen and names.get(item) in compiled]
+    left = set().union(*pairs.values()).difference(*(pairs[item] for item in found))
+
+    def worth(item: pytest.Item) -> float:
+        is_new = item in names and names[item] not in compiled
+        return len(pairs[item] & left) / (COST_OF_A_KERNEL if is_new else 1)
+
+    while left:
+        best = max(cases, key=worth)
+        found.append(best)
+        left -= pairs[best]
+        if best in names:
+            compiled.add(names[best])
+    return found
+
+
+def _pairs(item: pytest.Item) -> set[tuple[Hashable, ...]]:
+    """Return all pairs of a test's values; the one value of a test that has no other."""
+    values: dict[str, str] = {}
+    for name, value in _params(item).items():
+        is_config = value is _kernel(item) and is_dataclass(value)
+        values |= {f.name: str(getattr(value, f.name)) for f in fields(value)} if is_config else {name: str(value)}
+    return {*itertools.combinations(sorted(values.items()), 2)} or {(*values.items(),)}

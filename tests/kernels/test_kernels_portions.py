@@ -147,10 +147,15 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("batch", BATCHES.values(), ids=BATCHES.keys())
-def test_every_step_is_in_one_unit(batch: Batch, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+# Units by their steps where all requests are of one length, and chunks too: halves, whole requests, single steps.
+EVENLY_CUT = {"equal": {32: 32}, "whole": {4: 32}, "one": {1: 16}}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_every_step_is_in_one_unit(name: str, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units hold every step of every request once for each tile of its own rows, in order; pieces have slots of their
-    own."""
+    own. Requests of one length are cut into chunks of one length, or not at all, where CTAs get little more by that."""
+    batch = BATCHES[name]
     schedule = batch.schedule(memory)
     units = [unit for cta in range(batch.ctas) for unit in posted(schedule, cta, monkeypatch)]
     found: dict[tuple[int, int], list[SplitTile]] = {}
@@ -170,31 +175,20 @@ def test_every_step_is_in_one_unit(batch: Batch, memory: Memory, monkeypatch: py
             assert [host(unit.piece) for unit in chunks] == [first + 2 * i * of_chunk for i in range(len(chunks))]
             numbered += [host(unit.piece) for unit in chunks]
     assert not found
+    if name in EVENLY_CUT:
+        assert Counter(host(unit.keys.end) - host(unit.keys.begin) for unit in units) == EVENLY_CUT[name]
     assert len(set(numbered)) == len(numbered)
     assert not numbered or 0 <= min(numbered) <= max(numbered) < 2 * count_portions(of_chunk, batch.ctas) * of_chunk
 
 
 def test_portions_are_equal(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No CTA has more than a portion and what cuts are moved by, however requests differ."""
-    batch = ragged(1, 50, 6000)
+    batch = ragged(1, 34, 6000)
     schedule, total = batch.schedule(memory), sum(max(-(-keys // STEP), 1) + 1 for keys in batch.kv_lens)
     limit = -(-total // (batch.ctas // batch.row_tiles)) * 17 / 16 + 2 * SNAP_STEPS + 1
     for cta in range(batch.ctas):
         units = posted(schedule, cta, monkeypatch)
         assert sum(host(unit.keys.end) - host(unit.keys.begin) for unit in units) <= limit
-
-
-@pytest.mark.parametrize(
-    ("name", "steps"), [("equal", {32: 32}), ("whole", {4: 32}), ("one", {1: 16})], ids=["halves", "whole", "steps"]
-)
-def test_equal_requests_are_cut_evenly(
-    name: str, steps: dict[int, int], memory: Memory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Requests of one length are cut into chunks of one length, or not at all, where CTAs get little more by that."""
-    batch = BATCHES[name]
-    schedule = batch.schedule(memory)
-    units = [unit for cta in range(batch.ctas) for unit in posted(schedule, cta, monkeypatch)]
-    assert Counter(host(unit.keys.end) - host(unit.keys.begin) for unit in units) == steps
 
 
 @pytest.mark.parametrize("ctas", [1, 4, 78, 132, 148])
