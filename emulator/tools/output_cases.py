@@ -83,8 +83,8 @@ class Inputs:
         }
         self._random = np.random.default_rng(list(case.name.encode()))
         self.dim, self.v_dim = (case.dims, case.dims) if isinstance(case.dims, int) else case.dims
-        self.q_lens = KV_LENS if case.layout == "PACKED_QKV" else Q_LENS
-        self.kv_lens = KV_LENS
+        self.q_lens: tuple[int, ...] = KV_LENS if case.layout == "PACKED_QKV" else Q_LENS
+        self.kv_lens: tuple[int, ...] = KV_LENS
         if case.decodes:
             self.q_lens, self.kv_lens = (case.tokens,) * len(KV_LENS), (*KV_LENS[:-1], LONGEST)
         self.q = self._draw(sum(self.q_lens), case.heads, self.dim).to(case.dtype).to(device)
