@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -152,11 +152,10 @@ def byte_prefill(draw: Draw) -> None:
 def narrow_cache_prefill(draw: Draw) -> None:
     """Queries of 16 bits over caches of 8 and 4 bits, the context entry."""
     cache = draw.one("cache", (E4M3, NVFP4))
-    data = prefill_batch(
-        draw, LowPrecisionBatch, draw.one("dims", TILES), q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache
-    )
-    data = replace(data, k_scale=0.5, v_scale=2.0)
-    # Scales of four tokens of V are interleaved.
+    # Scales of V, four blocks of four tokens each, are interleaved.
+    dims = draw.one("dims", [dims for dims in TILES if cache is E4M3 or dims[1] % 64 == 0])
+    types = dict(q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache)
+    data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
     page_size = draw.one("page_size", [n for n in PAGE_SIZES if cache is E4M3 or n % 4 == 0])
     mask, sinks = mask_of(draw), draw.sinks(data.heads)
     key, value, table = data.pages(page_size, order=draw.number)
