@@ -78,7 +78,7 @@ def prefill_batch(draw: Draw, kind: type[Batch], dims: tuple[int, int], **option
 
 def mask_of(draw: Draw, chunks: bool = False) -> Mask:
     masks = [CAUSAL, CAUSAL, FULL, window(draw.one("window", (0, 1, 20, 64, 127, 130, 400)))]
-    return draw.one("mask", [*masks, chunked(draw.one("chunk", (1, 16, 32, 64, 100, 256)))] if chunks else masks)
+    return draw.one("mask", [*masks, chunked(draw.one("chunk", (1, 16, 32, 64, 128, 256)))] if chunks else masks)
 
 
 def mask_options(mask: Mask) -> dict[str, Any]:
