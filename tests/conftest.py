@@ -9,7 +9,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--calls", type=int, default=1500, help="calls that tests/api/test_api_seeded_fuzz.py makes")
     parser.addoption("--threads", type=int, default=4, help="threads of tests/emulator/test_threads.py")
     parser.addoption("--rounds", type=int, default=1, help="how often each of them makes all calls")
-    parser.addoption("--problems", type=int, default=16, help="problems of test_kernels_random_problems.py")
+    parser.addoption("--problems", type=int, default=8, help="problems of test_kernels_random_problems.py")
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls or problems")
     sets = {
         "--core": "run the core set of tests only, see selection.py",

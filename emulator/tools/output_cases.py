@@ -324,7 +324,7 @@ def decode_cases() -> Iterator[Case]:
     yield Case("decode: masks", "xqa", "HND", 128, 16, arguments={"window_left": 70} | SINKS)
     yield Case("decode: masks", "xqa", "HND", 128, 16, arguments={"window_left": 700}, tokens=4, heads=16)
     for cache in (E4M3, torch.int8, NVFP4):
-        name = "NVFP4" if cache is NVFP4 else str(cache).removeprefix("torch.")
+        name = {E4M3: "e4m3", NVFP4: "NVFP4"}.get(cache, "int8")
         for dims, tokens in ((64, 1), (128, 1), (128, 4), (256, 1)):
             yield Case(f"decode: caches of {name}", "xqa", "HND", dims, 16, cache=cache, tokens=tokens)
         yield Case(f"decode: caches of {name}", "xqa", "NHD", 128, 64, torch.float16, cache=cache, heads=16)

@@ -109,7 +109,9 @@ def context_call(draw: Draw) -> None:
 
 def fmha_v2_call(draw: Draw) -> None:
     """16 bits, ragged or paged, masks and scores of FMHAv2."""
-    data = prefill_batch(draw, Batch, draw.one("dims", TILES), dtype=draw.one("dtype", (BF16, FP16)))
+    page_size = draw.one("page_size", (0, *PAGE_SIZES))
+    dims = draw.one("dims", [dims for dims in TILES if not page_size or dims[0] == dims[1]])
+    data = prefill_batch(draw, Batch, dims, dtype=draw.one("dtype", (BF16, FP16)))
     mask = mask_of(draw, chunks=True)
     score, options = draw.one("score", ("plain", "plain", "capped", "alibi")), mask_options(mask)
     kind = Score.capped(cap := draw.one("cap", (0.5, 20.0))) if score == "capped" else Score()
@@ -117,7 +119,6 @@ def fmha_v2_call(draw: Draw) -> None:
         options["logits_soft_cap_scale"] = cap
     if score == "alibi":
         kind, options["pos_encoding_mode"] = Score(ScoreKind.ALIBI), "alibi"
-    page_size = draw.one("page_size", (0, *PAGE_SIZES))
     if page_size:
         key, value, table = data.pages(page_size, order=draw.number)
         out = fmha_v2(data, (data.q, torch.stack((key, value), 1)), "Q_PAGED_KV_HND", block_tables=table, **options)
@@ -152,8 +153,8 @@ def byte_prefill(draw: Draw) -> None:
 def narrow_cache_prefill(draw: Draw) -> None:
     """Queries of 16 bits over caches of 8 and 4 bits, the context entry."""
     cache = draw.one("cache", (E4M3, NVFP4))
-    # Scales of V, four blocks of four tokens each, are interleaved.
-    dims = draw.one("dims", [dims for dims in TILES if cache is E4M3 or dims[1] % 64 == 0])
+    # Tokens begin at multiples of 16 bytes; scales of V, four blocks of four tokens each, are interleaved.
+    dims = draw.one("dims", [dims for dims in TILES if dims[1] % (64 if cache is NVFP4 else 16) == 0])
     types = dict(q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache)
     data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
     page_size = draw.one("page_size", [n for n in PAGE_SIZES if cache is E4M3 or n % 4 == 0])
