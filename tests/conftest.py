@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from selection import core, pairwise
+from selection import core, values
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls or problems")
     sets = {
         "--core": "run the core set of tests only, see selection.py",
-        "--pairwise": "run what the core set leaves of the pairwise set",
+        "--values": "run what the core set leaves of the set of values",
     }
     for option, meaning in sets.items():
         parser.addoption(option, action="store_true", help=meaning)
@@ -27,14 +27,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow_emulator")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
-    only_core, only_pairwise = (config.getoption(option) for option in ("--core", "--pairwise"))
-    if only_core and only_pairwise:
-        raise pytest.UsageError("--core and --pairwise leave no test: give one of them, or neither for all")
-    if only_core or only_pairwise:
+    only_core, only_values = (config.getoption(option) for option in ("--core", "--values"))
+    if only_core and only_values:
+        raise pytest.UsageError("--core and --values leave no test: give one of them, or neither for all")
+    if only_core or only_values:
         without_gpu = [item for item in items if not item.get_closest_marker("gpu")]
         members = set(core(without_gpu))
-        if only_pairwise:
-            members = set(pairwise(without_gpu)) - members
+        if only_values:
+            members = set(values(without_gpu)) - members
         config.hook.pytest_deselected(items=[item for item in items if item not in members])
         items[:] = [item for item in items if item in members]
     if torch.cuda.is_available():

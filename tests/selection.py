@@ -1,19 +1,17 @@
-"""Sets of the tests that compile kernels, all of which take hours: the core set and the pairwise set.
+"""Sets of the tests that compile kernels, all of which take hours: the core set and the set of values.
 
 The core set, ``pytest --core``, is what a change is tried with first. All of the host's tests belong to it, those of
 traced parts among them. Of those that compile kernels it has one kernel of each cell (family, architecture, element
 type of queries, of K and V), both compiled alone and run on the emulator, and where a test names no kernel, one case of
 each file: every part and every entry runs once.
 
-The pairwise set, ``pytest --pairwise``, is what CI runs besides. Of each test function it has cases in which each pair
-of values occurs that two of its parameters, or two choices of its kernels, have together in any of its cases: mask and
-way to fetch, element type and head dim, page size and schedule. Most faults take no more than two choices to show. It
-leaves out what the core set has.
+The set of values, ``pytest --values``, is what CI runs besides: of each test function cases in which every value of
+each of its parameters occurs, and every choice that its kernels differ in: each mask, way to fetch, element type, head
+dim, page size, schedule. It leaves out what the core set has.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import fields, is_dataclass
@@ -67,8 +65,8 @@ def core(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return chosen
 
 
-def pairwise(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests of the pairwise set in their order, with those of the core set."""
+def values(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of the set of values in their order, with those of the core set."""
     core_set = core(items)
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
@@ -83,32 +81,31 @@ def pairwise(items: Sequence[pytest.Item]) -> list[pytest.Item]:
 
 
 def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[str]) -> list[pytest.Item]:
-    """Return cases of one test function that have every pair of values, greedily, and add their kernels to
-    ``compiled``."""
+    """Return cases of one test function that have every value, greedily, and add their kernels to ``compiled``."""
     names = {item: config.name for item in cases if (config := _kernel(item))}
-    pairs = {item: _pairs(item) for item in cases}
+    has = {item: _values(item) for item in cases}
     found = [item for item in cases if item in chosen]
     if "compile" in _kinds(cases[0]):
         found += [item for item in cases if item not in chosen and names.get(item) in compiled]
-    left = set().union(*pairs.values()).difference(*(pairs[item] for item in found))
+    left = set().union(*has.values()).difference(*(has[item] for item in found))
 
     def worth(item: pytest.Item) -> float:
         is_new = item in names and names[item] not in compiled
-        return len(pairs[item] & left) / (COST_OF_A_KERNEL if is_new else 1)
+        return len(has[item] & left) / (COST_OF_A_KERNEL if is_new else 1)
 
     while left:
         best = max(cases, key=worth)
         found.append(best)
-        left -= pairs[best]
+        left -= has[best]
         if best in names:
             compiled.add(names[best])
     return found
 
 
-def _pairs(item: pytest.Item) -> set[tuple[Hashable, ...]]:
-    """Return all pairs of a test's values; the one value of a test that has no other."""
-    values: dict[str, str] = {}
+def _values(item: pytest.Item) -> set[tuple[str, str]]:
+    """Return what a test's parameters are, and the fields of its config; without parameters that it exists."""
+    found = {("", "")}
     for name, value in _params(item).items():
         is_config = value is _kernel(item) and is_dataclass(value)
-        values |= {f.name: str(getattr(value, f.name)) for f in fields(value)} if is_config else {name: str(value)}
-    return {*itertools.combinations(sorted(values.items()), 2)} or {(*values.items(),)}
+        found |= {(f.name, str(getattr(value, f.name))) for f in fields(value)} if is_config else {(name, str(value))}
+    return found
