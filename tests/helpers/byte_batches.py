@@ -62,8 +62,10 @@ class ByteBatch(Batch):
         scale: float | None = None,
         sinks: torch.Tensor | None = None,
         score: Score = reference.PLAIN,
+        whole_error: float = WHOLE_ERROR,
     ) -> None:
-        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it."""
+        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it, and
+        the whole output of each request is within ``whole_error`` of its norm."""
         unit = torch.finfo(out.dtype).eps / 2
         begins = starts(self.q_lens)
         for (q, k, v, seen), begin in zip(self.requests(mask), begins, strict=False):
@@ -75,8 +77,9 @@ class ByteBatch(Batch):
             allowed = (WEIGHT_ERROR + LOGIT_ERROR) * sizes + SMALLEST_WEIGHT * largest
             allowed = allowed + unit * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
             assert ((got - exact).abs() <= allowed).all(), f"off by {((got - exact).abs() / allowed).max():.2f} of it"
-            if exact.numel():
-                assert (got - exact).norm() <= (WHOLE_ERROR + unit) * exact.norm()
+            if exact.any():
+                error = (got - exact).norm() / exact.norm()
+                assert error <= whole_error + unit, f"the whole is off by {error:.1e}"
 
 
 @dataclass
