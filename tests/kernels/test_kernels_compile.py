@@ -127,14 +127,15 @@ SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 112, Family.MLA: 88}
 NARROW_STACK = 80  # where warps widen K and V for themselves
 # For Blackwell the compiler keeps pairs of O's elements side by side, which take up to 128 registers, and spills: see
 # docs/kernels/blackwell.md.
-PAIRED_STACK = 320
+PAIRED_STACK = {KvType.WIDE: 320, KvType.E4M3: 512, KvType.NVFP4: 416}
 # What stands for kernels of sm_120 that serve Blackwell, where threads have the registers of their roles.
 SM120_ON_BLACKWELL = [
     replace(config, arch="sm_100a")
     for config in (
         *(c for c in COVERING_SM120_DECODE if "d128_draft_rows32" in c.name or "d576_512_causal_rows16_p" in c.name),
         *(c for c in SM120 if "e4m3_to_bf16_d128" in c.name or "bf16_d128_full_kv_e4m3" in c.name),
-        *(c for c in SM120 if "bf16_d256_chunked" in c.name),
+        *(c for c in SM120 if "bf16_d192_sliding_window_kv_nvfp4" in c.name),
+        *(replace(c, kv_type=kv) for c in SM120 if "bf16_d256_chunked" in c.name for kv in PAIRED_STACK),
     )
 ]
 # Head dims and page sizes that are compiled on demand only.
@@ -249,7 +250,7 @@ def test_append_kernels_do_not_spill(arch: str) -> None:
 def most_stack(config: KernelConfig) -> int:
     """Return the bytes of stack that a kernel may have."""
     if config in SM120_ON_BLACKWELL and config.family is Family.PREFILL and config.head_dim_v > 192:
-        return PAIRED_STACK
+        return PAIRED_STACK[config.kv_type]
     if config.arch == "sm_120a" or config in SM120_ON_BLACKWELL:
         return NARROW_STACK if widens_for_itself(config) else SM120_STACK[config.family]
     return 8 if config.name.startswith(SPILL) else 0
