@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls or problems")
     sets = {
         "--core": "run the core set of tests only, see selection.py",
-        "--values": "run what the core set leaves of the set of values",
+        "--values": "run what the core set leaves of the set of values; neither set has tests that take a GPU",
     }
     for option, meaning in sets.items():
         parser.addoption(option, action="store_true", help=meaning)

@@ -1,13 +1,14 @@
-"""Sets of the tests that compile kernels, all of which take hours: the core set and the set of values.
+"""This module chooses two sets of tests, as all that compile kernels take hours: the core set and the set of values.
 
 The core set, ``pytest --core``, is what a change is tried with first. All of the host's tests belong to it, those of
 traced parts among them. Of those that compile kernels it has one kernel of each cell (family, architecture, element
 type of queries, of K and V), both compiled alone and run on the emulator, and where a test names no kernel, one case of
 each file: every part and every entry runs once.
 
-The set of values, ``pytest --values``, is what CI runs besides: of each test function cases in which every value of
-each of its parameters occurs, and every choice that its kernels differ in: each mask, way to fetch, element type, head
-dim, page size, schedule. It leaves out what the core set has.
+The set of values, ``pytest --values``, is what CI runs besides. It has cases of each test function in which every value
+of each of its parameters occurs, and every choice that its kernels differ in: each mask, way to fetch, element type,
+head dim, page size, schedule. Which of them meet in one case is left to chance. It leaves out what the core set has,
+and tests that take a GPU.
 """
 
 from __future__ import annotations
@@ -87,16 +88,18 @@ def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[
     found = [item for item in cases if item in chosen]
     if "compile" in _kinds(cases[0]):
         found += [item for item in cases if item not in chosen and names.get(item) in compiled]
-    left = set().union(*has.values()).difference(*(has[item] for item in found))
+    taken = Counter(value for item in found for value in has[item])
 
-    def worth(item: pytest.Item) -> float:
+    def worth(item: pytest.Item) -> tuple[float, int]:
+        """Say how many missing values a case brings for its cost; of equal cases that with rarer values is the best."""
         is_new = item in names and names[item] not in compiled
-        return len(has[item] & left) / (COST_OF_A_KERNEL if is_new else 1)
+        missing = sum(value not in taken for value in has[item])
+        return missing / (COST_OF_A_KERNEL if is_new else 1), -sum(taken[value] for value in has[item])
 
-    while left:
+    while set().union(*has.values()) > taken.keys():
         best = max(cases, key=worth)
         found.append(best)
-        left -= has[best]
+        taken.update(has[best])
         if best in names:
             compiled.add(names[best])
     return found

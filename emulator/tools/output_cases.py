@@ -50,12 +50,12 @@ class Case:
     def name(self) -> str:
         """Return the unique name that a recording knows the case by."""
         dims = self.dims if isinstance(self.dims, int) else "-".join(map(str, self.dims))
-        places = [f"page{self.page_size}"] if self.page_size else []
-        places += [f"{self.cache} cache".removeprefix("torch.")] if self.cache else []
+        details = [f"page{self.page_size}"] if self.page_size else []
+        details += [f"{self.cache} cache".removeprefix("torch.")] if self.cache else []
         if self.decodes:
-            places.append(f"{self.tokens}x{self.heads}")
+            details.append(f"{self.tokens}x{self.heads}")
         more = [f"{key}={value}" for key, value in self.arguments.items()]
-        return " ".join((self.entry, self.layout, f"d{dims}", str(self.dtype).removeprefix("torch."), *places, *more))
+        return " ".join((self.entry, self.layout, f"d{dims}", str(self.dtype).removeprefix("torch."), *details, *more))
 
     @property
     def decodes(self) -> bool:
@@ -87,7 +87,7 @@ class Inputs:
         self.kv_lens: tuple[int, ...] = KV_LENS
         if case.decodes:
             self.q_lens, self.kv_lens = (case.tokens,) * len(KV_LENS), (*KV_LENS[:-1], LONGEST)
-        self.q = self._draw(sum(self.q_lens), case.heads, self.dim).to(case.dtype).to(device)
+        self.q = self._given(self._draw(sum(self.q_lens), case.heads, self.dim).to(case.dtype))
         places: tuple[int, ...] = (sum(self.kv_lens), case.kv_heads)
         if case.page_size:
             counts = [-(-n // case.page_size) for n in self.kv_lens]
@@ -102,20 +102,23 @@ class Inputs:
 
     def _draw(self, *shape: int) -> torch.Tensor:
         """Draw float32 numbers that are about normally distributed, and exact."""
-        values = self._random.integers(-128, 128, (4, *shape)).sum(0).astype(np.float32) / 128
-        self._hash.update(values.tobytes())
-        return torch.from_numpy(values)
+        return torch.from_numpy(self._random.integers(-128, 128, (4, *shape)).sum(0).astype(np.float32) / 128)
+
+    def _given(self, values: torch.Tensor) -> torch.Tensor:
+        """Return what a call gets, on the device, and add it to the digest."""
+        self._hash.update(values.contiguous().view(torch.uint8).numpy().tobytes())
+        return values.to(self.device)
 
     def _cached(self, values: torch.Tensor, dtype: torch.dtype, latent: bool = False) -> tuple[torch.Tensor, Any]:
         """Return values as a cache has them, and NVFP4's block scales."""
         if dtype is torch.uint8 and latent:
-            return layouts.quantize_fp8_ds_mla(values[..., :LATENT], values[..., LATENT:]).to(self.device), None
+            return self._given(layouts.quantize_fp8_ds_mla(values[..., :LATENT], values[..., LATENT:])), None
         if dtype is NVFP4:
             blocks = layouts.quantize_nvfp4(values, 1.0)
-            return blocks.data.to(self.device), blocks.scales.to(self.device)
+            return self._given(blocks.data), self._given(blocks.scales)
         if dtype is torch.int8:
             values = (values * INT8_UNIT).round().clamp(-127, 127)
-        return values.to(dtype).to(self.device), None
+        return self._given(values.to(dtype)), None
 
     @property
     def digest(self) -> str:
@@ -127,7 +130,7 @@ class Inputs:
         bits = self._random.integers(0, 2, (len(self.q_lens), tokens, tokens)) | np.eye(tokens, dtype=np.int64)
         words = np.zeros((len(self.q_lens), tokens, 2), np.uint16)
         words[..., 0] = (bits << np.arange(tokens)).sum(-1)
-        return torch.from_numpy(words).to(self.device)
+        return self._given(torch.from_numpy(words))
 
     def lists(self, page_size: int) -> torch.Tensor:
         """Return where in the cache the tokens are that sparse queries attend to, and -1 for none, in any order."""
@@ -139,7 +142,8 @@ class Inputs:
                 chosen = np.concatenate([chosen, np.full(LIST - len(chosen), -1)]).astype(np.int64)
                 pages = self.table[request].cpu().numpy()[chosen // page_size]
                 found.append(np.where(chosen < 0, -1, pages * page_size + chosen % page_size))
-        return self.ints(np.concatenate(found).tolist()).view(len(self.q_lens), -1, LIST)
+        places = torch.from_numpy(np.concatenate(found)).to(torch.int32)
+        return self._given(places).view(len(self.q_lens), -1, LIST)
 
     def ints(self, values: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(values), dtype=torch.int32, device=self.device)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from hopwell.kernels import plan
+from hopwell.kernels import plan, support
 
 from ..errors import HostError
 from ..options import use
@@ -54,6 +54,12 @@ def results_of(case: Case, device: str, multiprocessors: int) -> tuple[dict[str,
     return {kind: value.cpu() for kind, value in found.items()}, digest
 
 
+def kernels_of(device: str) -> str:
+    """Return the architecture whose kernels calls run, which HOPWELL_KERNELS may have chosen."""
+    with use(ARCH):
+        return support.arch_of(torch.device(device))
+
+
 def chosen(only: str) -> list[Case]:
     found = [case for case in cases() if only in case.name]
     if not found:
@@ -79,7 +85,8 @@ def record(folder: Path, device: str = "cuda", only: str = "", say: Say = print)
             kept[f"{case.name}/{kind}"] = value.contiguous().view(FLOATS[value.dtype]).numpy()
         say(f"[{number}/{len(wanted)}] {case.name}: {time.perf_counter() - began:.1f} s")
     name = torch.cuda.get_device_name() if device == "cuda" else "emulator"
-    kept["recording"] = np.array(json.dumps({"device": name, "multiprocessors": sms, "inputs": digests}))
+    about = {"device": name, "multiprocessors": sms, "kernels": kernels_of(device), "inputs": digests}
+    kept["recording"] = np.array(json.dumps(about))
     folder.mkdir(parents=True, exist_ok=True)
     np.savez_compressed(folder / FILE, **kept)
 
@@ -154,6 +161,9 @@ def compare(folder: Path, only: str = "", say: Say = print) -> dict[str, list[di
         raise HostError(f"{folder} holds no {FILE}: record it with compare-outputs --record")
     recording = np.load(folder / FILE)
     about = json.loads(str(recording["recording"]))
+    kernels = kernels_of("cpu")
+    if about.get("kernels") != kernels or "multiprocessors" not in about:
+        raise HostError(f"the recording has other kernels than those of {kernels}: record it again")
     say(f"recorded on: {about['device']}")
     distances: dict[str, list[dict[str, Distance]]] = {}
     wanted = chosen(only)

@@ -57,7 +57,14 @@ def test_a_difference_shows(recording, tmp_path):
     assert "99.9993 % | 3 |" in lines[-1]
 
 
-@pytest.mark.parametrize(("old", "message"), [("causal=True", "has no case"), ('": "', "has other inputs")])
+OTHERS = [
+    ("causal=True", "has no case"),
+    ('causal=True": "', "has other inputs"),
+    ('"kernels": "sm_9', "has other kernels"),
+]
+
+
+@pytest.mark.parametrize(("old", "message"), OTHERS)
 def test_recordings_of_other_cases_are_refused(recording, tmp_path, old, message):
     def change(arrays):
         arrays["recording"] = np.array(str(arrays["recording"]).replace(old, old + "0"))

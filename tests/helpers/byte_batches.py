@@ -80,6 +80,8 @@ class ByteBatch(Batch):
             if exact.any():
                 error = (got - exact).norm() / exact.norm()
                 assert error <= whole_error + unit, f"the whole is off by {error:.1e}"
+            else:
+                assert not got.any(), "rows that see no key, or no value but 0, are not zero"
 
 
 @dataclass

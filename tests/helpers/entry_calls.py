@@ -97,6 +97,11 @@ def cudnn(data: Batch, k_cache: torch.Tensor, v_cache: torch.Tensor, **more: Any
     return repeated(hopwell.cudnn_batch_prefill_with_kv_cache, data, cudnn_arguments(data, k_cache, v_cache, **more))
 
 
+def ragged_rows(data: Batch, padded: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a padded log-sum-exp that belong to a request."""
+    return torch.cat([padded[i, :n] for i, n in enumerate(data.q_lens)])
+
+
 def elements(data: Batch, tokens: list[int], unit: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
     """Return the offsets in elements of places in tokens."""
     return data.ints([token * unit for token in tokens], dtype)

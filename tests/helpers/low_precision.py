@@ -173,8 +173,9 @@ class ExpectedLow:
     lse: torch.Tensor  # natural
 
     def error(self, out: torch.Tensor) -> float:
-        """Compute the relative error of a whole output."""
-        return float((out.double() - self.out).norm() / self.out.norm())
+        """Compute the relative error of a whole output, 0 where it is exact."""
+        error = (out.double() - self.out).norm()
+        return float(error / self.out.norm()) if error else 0.0
 
     def check(self, out: torch.Tensor, most: float = math.inf) -> None:
         """``out`` is no further away than twice what rounding of weights and of the output cost, and than ``most``."""

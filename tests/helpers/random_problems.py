@@ -1,10 +1,11 @@
-"""Problems drawn at random from what the entry points serve, each with its check against float64.
+"""Problems of prefill, decode and MLA drawn at random from what is served, each with its check against float64.
 
 Lengths lie around the edges of tiles and pages. What must not be read is NaN, as in all batches.
 """
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,10 +17,10 @@ from helpers.batches import CAUSAL, FULL, Batch, chunked, window
 from helpers.byte_batches import WHOLE_ERROR, ByteBatch, ByteMlaBatch
 from helpers.decode_batches import NVFP4, DecodeBatch
 from helpers.decode_cases import draft_bits
-from helpers.entry_calls import cache_forms, context, cudnn, elements, fmha_v2, mla, xqa
+from helpers.entry_calls import cache_forms, context, cudnn, elements, fmha_v2, mla, ragged_rows, xqa
 from helpers.low_precision import LowPrecisionBatch
 from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
-from hopwell.kernels import execute
+from hopwell.kernels import execute, support
 from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
@@ -97,11 +98,11 @@ def context_call(draw: Draw) -> None:
     dims = draw.one("dims", [*TILES, (72, 72), (112, 112), (200, 200)])
     data = prefill_batch(draw, Batch, dims, dtype=draw.one("dtype", (BF16, FP16)))
     key, value, table = data.pages(draw.one("page_size", PAGE_SIZES), order=draw.number)
-    cache, layout = draw.one("form", range(4)), cache_forms(key, value)
-    cache, name = layout[cache % len(layout)]
+    forms = cache_forms(key, value)
+    cache, layout = forms[draw.one("form", range(4)) % len(forms)]
     mask, sinks = mask_of(draw), draw.sinks(data.heads)
     options: dict[str, Any] = dict(causal=False) if mask == FULL else dict(window_left=mask.window_left)
-    out, lse = context(data, cache, table, kv_layout=name, sinks=sinks, return_lse=True, **options)
+    out, lse = context(data, cache, table, kv_layout=layout, sinks=sinks, return_lse=True, **options)
     expected = data.expected(mask, sinks=sinks)
     expected.check(out)
     expected.check_lse(lse, natural=False)
@@ -137,13 +138,15 @@ def cudnn_call(draw: Draw) -> None:
         for name, dim in (("k", data.head_dim), ("v", data.v_head_dim))
     }
     causal = draw.maybe("causal")
-    out, _ = cudnn(data, key, value, causal=causal, **offsets)
-    data.expected(CAUSAL if causal else FULL).check(out)
+    out, lse = cudnn(data, key, value, causal=causal, **offsets)
+    expected = data.expected(CAUSAL if causal else FULL)
+    expected.check(out)
+    expected.check_lse(ragged_rows(data, lse))
 
 
 def byte_prefill(draw: Draw) -> None:
-    """Queries, keys and values in e4m3."""
-    data = prefill_batch(draw, ByteBatch, draw.one("dims", TILES))
+    """Queries, keys and values in e4m3, as problems: no entry takes all of their masks and outputs."""
+    data = prefill_batch(draw, ByteBatch, draw.one("dims", support.BYTE_HEAD_DIMS))
     mask, sinks = mask_of(draw, chunks=True), draw.sinks(data.heads)
     page_size = draw.one("page_size", (None, *PAGE_SIZES))
     problem = data.in_bytes(page_size, mask, draw.one("out", (BF16, FP16, E4M3)), sinks=sinks)
@@ -154,22 +157,26 @@ def byte_prefill(draw: Draw) -> None:
 def narrow_cache_prefill(draw: Draw) -> None:
     """Queries of 16 bits over caches of 8 and 4 bits, the context entry."""
     cache = draw.one("cache", (E4M3, NVFP4))
-    # Tokens begin at multiples of 16 bytes; scales of V, four blocks of four tokens each, are interleaved.
-    dims = draw.one("dims", [dims for dims in TILES if dims[1] % (64 if cache is NVFP4 else 16) == 0])
+    dims = draw.one("dims", support.NVFP4_HEAD_DIMS if cache is NVFP4 else support.BYTE_HEAD_DIMS)
     types = dict(q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache)
     data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
+    # Scales of four tokens of V are interleaved.
     page_size = draw.one("page_size", [n for n in PAGE_SIZES if cache is E4M3 or n % 4 == 0])
     mask, sinks = mask_of(draw), draw.sinks(data.heads)
     key, value, table = data.pages(page_size, order=draw.number)
     options = data.options(mask) | dict(sinks=sinks, out_dtype=data.q_dtype)
     if cache is NVFP4:
         options["kv_block_scales"] = data.block_scales(page_size, "interleaved", order=draw.number)
-    out = context(data, (key, value), table, **options)
-    data.expected_low(mask, sinks=sinks).check(out)
+    out, lse = context(data, (key, value), table, return_lse=True, lse_base="ln", **options)
+    expected = data.expected_low(mask, sinks=sinks)
+    expected.check(out)
+    seen = expected.lse > -math.inf
+    assert torch.equal(lse > -math.inf, seen)
+    assert ((lse.double() - expected.lse)[seen].abs() <= 1e-5 * (1 + expected.lse[seen].abs())).all()
 
 
 def decode(draw: Draw) -> None:
-    """Decode over caches of all kinds, with drafts, windows and sinks."""
+    """Decode over caches of all kinds, with drafts, windows and sinks, by either entry."""
     tokens = draw.one("tokens", (1, 1, 1, 2, 3, 4, 7, 16))
     kv_lens = draw.lengths("kv_lens", DECODE_KEYS)
     drafts = [draft_bits("tree", tokens, draw.number + i) for i in range(len(kv_lens))]
@@ -183,7 +190,8 @@ def decode(draw: Draw) -> None:
     kind = MaskKind.DRAFT if tokens > 1 else MaskKind.FULL if left < 0 else MaskKind.SLIDING_WINDOW
     mask, sinks = Mask(kind, left), draw.sinks(data.heads)
     problem = data.decode(draw.one("page_size", PAGE_SIZES), mask, order=draw.number)
-    out, lse = xqa(data, problem, tokens, window_left=left, sinks=sinks, return_lse=True)
+    entry = draw.one("entry", ("xqa", "trtllm"))
+    out, lse = xqa(data, problem, tokens, entry, window_left=left, sinks=sinks, return_lse=True)
     expected = data.expected_decode(mask, sinks=sinks)
     expected.check(out.flatten(0, -3))
     expected.check_lse(lse.view(-1, data.heads), natural=False)
@@ -203,10 +211,13 @@ def latent(draw: Draw) -> None:
         kind, [tokens] * len(kv_lens), kv_lens, top_k, listed, head_dim=dims[0], v_head_dim=dims[1], **options
     )
     page_size, sinks = draw.one("page_size", PAGE_SIZES), draw.sinks(data.heads)
-    problem = data.decode(page_size, order=draw.number) if not top_k else data.decode(page_size)
-    more = dict(kv_cache=data.packed(page_size)) if isinstance(data, PackedBatch) else {}
-    out = mla(data, data.decode(page_size) if more else problem, sinks=sinks, **more)
-    data.expected_mla(sinks=sinks).check(out.flatten(0, 1))
+    is_packed = isinstance(data, PackedBatch)  # whose rows lie in pages of the order 0
+    problem = data.decode(page_size, order=0 if is_packed else draw.number)
+    more = dict(kv_cache=data.packed(page_size)) if is_packed else {}
+    out, lse = mla(data, problem, sinks=sinks, return_lse=True, **more)
+    expected = data.expected_mla(sinks=sinks)
+    expected.check(out.flatten(0, 1))
+    expected.check_lse(lse.view(-1, data.heads), natural=False)
 
 
 KINDS: tuple[Callable[[Draw], None], ...] = (

@@ -149,6 +149,7 @@ BATCHES = {
 
 # Units by their steps where all requests are of one length, and chunks too: halves, whole requests, single steps.
 EVENLY_CUT = {"equal": {32: 32}, "whole": {4: 32}, "one": {1: 16}}
+assert EVENLY_CUT.keys() <= BATCHES.keys()
 
 
 @pytest.mark.parametrize("name", BATCHES)

@@ -1,4 +1,4 @@
-"""Random problems through the entry points, against float64. ``--problems 500 --seed 1000`` runs more and others."""
+"""Random problems of prefill, decode and MLA, against float64. ``--problems 500 --seed 1000`` runs more and others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,5 @@ def test_random_problems(number: int, device: str) -> None:
     draw = Draw(number, device)
     try:
         KINDS[number % len(KINDS)](draw)
-    except NotImplementedError as refusal:
-        pytest.skip(f"{refusal}; drawn: {draw.noted}")
-    except AssertionError as error:
-        raise AssertionError(f"{error}; drawn: {KINDS[number % len(KINDS)].__name__} {draw.noted}") from error
+    except Exception as error:
+        raise AssertionError(f"{error!r}; drawn: {KINDS[number % len(KINDS)].__name__} {draw.noted}") from error

@@ -63,6 +63,14 @@ def test_each_value_is_in_one_test() -> None:
     assert len(found) == 3
 
 
+def test_values_take_turns() -> None:
+    """Every config needs a case of its own, and the schedules share them."""
+    items = [item("emulator", config=n, schedule=name) for n in range(20) for name in ("eager", "random")]
+    found = [one.callspec.params["schedule"] for one in values(items)]
+    assert len(found) == 20
+    assert found.count("eager") == found.count("random")
+
+
 def test_every_value_is_in_where_a_test_has_one_parameter() -> None:
     items = [item("emulator", seed=seed) for seed in range(5)]
     assert values(items) == items

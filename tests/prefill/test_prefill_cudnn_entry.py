@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import CAUSAL, FULL, Batch, starts
-from helpers.entry_calls import KV_LENS, Q_LENS, cudnn, elements
+from helpers.entry_calls import KV_LENS, Q_LENS, cudnn, elements, ragged_rows
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
@@ -25,11 +25,6 @@ def ragged_offsets(data: Batch) -> dict[str, torch.Tensor]:
         batch_offsets_k=elements(data, begins, data.kv_heads * data.head_dim),
         batch_offsets_v=elements(data, begins, data.kv_heads * data.v_head_dim),
     )
-
-
-def ragged_rows(data: Batch, padded: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a padded log-sum-exp that belong to a request."""
-    return torch.cat([padded[i, :n] for i, n in enumerate(data.q_lens)])
 
 
 @pytest.mark.parametrize("causal", [True, False])
