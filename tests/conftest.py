@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from selection import core, values
+from selection import core, functions
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -13,7 +13,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seed", type=int, default=0, help="number of the first of these calls or problems")
     sets = {
         "--core": "run the core set of tests only, see selection.py",
-        "--values": "run what the core set leaves of the set of values; neither set has tests that take a GPU",
+        "--functions": "run what the core set leaves of the set of functions; neither set has tests that take a GPU",
     }
     for option, meaning in sets.items():
         parser.addoption(option, action="store_true", help=meaning)
@@ -27,14 +27,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         slow = [item for item in items if item.get_closest_marker("slow_emulator")]
         config.hook.pytest_deselected(items=slow)
         items[:] = [item for item in items if not item.get_closest_marker("slow_emulator")]
-    only_core, only_values = (config.getoption(option) for option in ("--core", "--values"))
-    if only_core and only_values:
-        raise pytest.UsageError("--core and --values leave no test: give one of them, or neither for all")
-    if only_core or only_values:
+    only_core, only_functions = (config.getoption(option) for option in ("--core", "--functions"))
+    if only_core and only_functions:
+        raise pytest.UsageError("--core and --functions leave no test: give one of them, or neither for all")
+    if only_core or only_functions:
         without_gpu = [item for item in items if not item.get_closest_marker("gpu")]
         members = set(core(without_gpu))
-        if only_values:
-            members = set(values(without_gpu)) - members
+        if only_functions:
+            members = set(functions(without_gpu)) - members
         config.hook.pytest_deselected(items=[item for item in items if item not in members])
         items[:] = [item for item in items if item in members]
     if torch.cuda.is_available():

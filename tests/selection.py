@@ -1,21 +1,21 @@
-"""This module chooses two sets of tests, as all that compile kernels take hours: the core set and the set of values.
+"""This module chooses two sets of tests, as all that compile kernels take hours: the core set and the set of functions.
 
 The core set, ``pytest --core``, is what a change is tried with first. All of the host's tests belong to it, those of
 traced parts among them. Of those that compile kernels it has one kernel of each cell (family, architecture, element
 type of queries, of K and V), both compiled alone and run on the emulator, and where a test names no kernel, one case of
 each file: every part and every entry runs once.
 
-The set of values, ``pytest --values``, is what CI runs besides. It has cases of each test function in which every value
-of each of its parameters occurs, and every choice that its kernels differ in: each mask, way to fetch, element type,
-head dim, page size, schedule. Which of them meet in one case is left to chance. It leaves out what the core set has,
-and tests that take a GPU.
+The set of functions, ``pytest --functions``, is what CI runs besides. It has a case of each test function, and of one
+that names kernels cases in which every choice occurs that they differ in (each mask, way to fetch, element type, head
+dim) and every value of other parameters, such as schedules. Which of them meet in one case is left to chance. It leaves
+out what the core set has, and tests that take a GPU.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -66,35 +66,35 @@ def core(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     return chosen
 
 
-def values(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests of the set of values in their order, with those of the core set."""
+def functions(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Return the tests of the set of functions in their order, with those of the core set."""
     core_set = core(items)
-    functions: dict[str, list[pytest.Item]] = {}
+    cases_of: dict[str, list[pytest.Item]] = {}
     for item in items:
-        functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        cases_of.setdefault(item.nodeid.partition("[")[0], []).append(item)
     chosen = set(core_set)
     compiled = {config.name for item in core_set if _kinds(item) and (config := _kernel(item))}
     # Tests that only read what the compiler made come last: kernels that others run cost them nothing.
-    for cases in sorted(functions.values(), key=lambda cases: "compile" in _kinds(cases[0])):
+    for cases in sorted(cases_of.values(), key=lambda cases: "compile" in _kinds(cases[0])):
         if not chosen.issuperset(cases):
             chosen.update(_covering(cases, chosen, compiled))
     return [item for item in items if item in chosen]
 
 
 def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[str]) -> list[pytest.Item]:
-    """Return cases of one test function that have every value, greedily, and add their kernels to ``compiled``."""
+    """Return cases of one test function that have every choice, greedily, and add their kernels to ``compiled``."""
     names = {item: config.name for item in cases if (config := _kernel(item))}
-    has = {item: _values(item) for item in cases}
+    has = {item: _choices(item) for item in cases}
     found = [item for item in cases if item in chosen]
     if "compile" in _kinds(cases[0]):
         found += [item for item in cases if item not in chosen and names.get(item) in compiled]
-    taken = Counter(value for item in found for value in has[item])
+    taken = Counter(choice for item in found for choice in has[item])
 
     def worth(item: pytest.Item) -> tuple[float, int]:
-        """Say how many missing values a case brings for its cost; of equal cases that with rarer values is the best."""
+        """Say how many missing choices a case brings for its cost; of equal cases that with rarer ones is the best."""
         is_new = item in names and names[item] not in compiled
-        missing = sum(value not in taken for value in has[item])
-        return missing / (COST_OF_A_KERNEL if is_new else 1), -sum(taken[value] for value in has[item])
+        missing = sum(choice not in taken for choice in has[item])
+        return missing / (COST_OF_A_KERNEL if is_new else 1), -sum(taken[choice] for choice in has[item])
 
     while set().union(*has.values()) > taken.keys():
         best = max(cases, key=worth)
@@ -105,10 +105,10 @@ def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[
     return found
 
 
-def _values(item: pytest.Item) -> set[tuple[str, str]]:
-    """Return what a test's parameters are, and the fields of its config; without parameters that it exists."""
-    found = {("", "")}
-    for name, value in _params(item).items():
-        is_config = value is _kernel(item) and is_dataclass(value)
-        found |= {(f.name, str(getattr(value, f.name))) for f in fields(value)} if is_config else {(name, str(value))}
-    return found
+def _choices(item: pytest.Item) -> set[tuple[str, str]]:
+    """Return the fields of a test's config and its other parameters; of a test without a config only that it exists."""
+    config = _kernel(item)
+    if config is None:
+        return {("", "")}
+    others = {(name, str(value)) for name, value in _params(item).items() if value is not config}
+    return others | {(f.name, str(getattr(config, f.name))) for f in fields(config)}
