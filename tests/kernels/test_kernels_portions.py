@@ -184,7 +184,7 @@ def test_every_step_is_in_one_unit(name: str, memory: Memory, monkeypatch: pytes
 
 def test_portions_are_equal(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """No CTA has more than a portion and what cuts are moved by, however requests differ."""
-    batch = ragged(1, 34, 6000)
+    batch = ragged(1, 50, 6000)
     schedule, total = batch.schedule(memory), sum(max(-(-keys // STEP), 1) + 1 for keys in batch.kv_lens)
     limit = -(-total // (batch.ctas // batch.row_tiles)) * 17 / 16 + 2 * SNAP_STEPS + 1
     for cta in range(batch.ctas):

@@ -244,12 +244,12 @@ BATCHES = [
     Batch([9000], kv_heads=2),
     Batch([70_000], window=20_000, ctas=8),
     ListBatch([9000], q_lens=[1], listed=2000),
-    Batch([(i * 97) % 1500 for i in range(40)], kv_heads=3, ctas=4),
+    Batch([(i * 97) % 1500 for i in range(70)], kv_heads=3, ctas=8),
     ListBatch([0, 5, 100, 260, 9000], q_lens=[0, 3, 1, 3, 2]),
     ListBatch([1, 2, 700], q_lens=[3, 3, 3], listed=64),
     Batch([0, 1, 128, 129, 257, 9000], kv_heads=2, q_len=5),
     Batch([4000], q_len=33, ctas=8),
-    ListBatch([900 + i for i in range(40)], q_lens=[i % 4 for i in range(40)], ctas=4, listed=512),
+    ListBatch([900 + i for i in range(70)], q_lens=[i % 4 for i in range(70)], ctas=8, listed=512),
 ]
 
 
@@ -468,7 +468,7 @@ def commit(state: SimpleNamespace) -> None:
     state.stored = [{} for _ in range(LANES)]
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(60))
 def test_whoever_merges_finds_the_same_tree(seed: int, state: SimpleNamespace) -> None:
     """Lines in segments that begin anywhere are done in any order; one is the last, and all counters are zero."""
     random.seed(seed)

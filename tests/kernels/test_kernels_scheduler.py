@@ -278,7 +278,7 @@ def test_keys_of_few_tokens_leave_the_cache_first(memory: Memory, monkeypatch: p
 def test_tiles_cover_every_row_of_every_head(
     kind: MaskKind, tile_heads: int, memory: Memory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = Requests([1, 0, 128, 129], [7, 9, 0, 500], 12, 2, kind=kind, tile_heads=tile_heads)
+    requests = Requests([1, 0, 128, 129, 300], [7, 9, 0, 500, 300], 12, 2, kind=kind, tile_heads=tile_heads)
     tokens = requests.tile_tokens
     mask, rows = requests.schedule(memory).mask, []
     events = published(requests, [*range(len(requests.listed()) + 1)], memory, monkeypatch)

@@ -226,7 +226,7 @@ BATCHES = [
     Requests([1], [9000], kv_heads=3, group=5),
     Requests([1] * 3, [0, 600, 512], kv_heads=2),
     # More requests than lanes, some in one chunk and some in more; the last lanes of a warp have none.
-    Requests([1] * 40, [random.Random(i).choice((0, 5, 511, 513)) for i in range(40)], group=3),
+    Requests([1] * 70, [random.Random(i).choice((0, 5, 511, 513)) for i in range(70)], group=3),
     Requests(
         [7, 0, 33, 20] + [1] * 31, [1100, 40, 33, 9000] + [7, 600] * 15 + [0], 4, ragged=True, kind=MaskKind.DRAFT
     ),
