@@ -89,6 +89,7 @@ def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[
     if "compile" in _kinds(cases[0]):
         found += [item for item in cases if item not in chosen and names.get(item) in compiled]
     taken = Counter(choice for item in found for choice in has[item])
+    every = set().union(*has.values())
 
     def worth(item: pytest.Item) -> tuple[float, int]:
         """Say how many missing choices a case brings for its cost; of equal cases that with rarer ones is the best."""
@@ -96,7 +97,7 @@ def _covering(cases: list[pytest.Item], chosen: set[pytest.Item], compiled: set[
         missing = sum(choice not in taken for choice in has[item])
         return missing / (COST_OF_A_KERNEL if is_new else 1), -sum(taken[choice] for choice in has[item])
 
-    while set().union(*has.values()) > taken.keys():
+    while every > taken.keys():
         best = max(cases, key=worth)
         found.append(best)
         taken.update(has[best])

@@ -63,7 +63,9 @@ class Case:
 
     @property
     def kv_heads(self) -> int:
-        return {"mla": 1}.get(self.entry, HEADS if self.layout == "PACKED_QKV" else KV_HEADS)
+        if self.entry == "mla":
+            return 1
+        return HEADS if self.layout == "PACKED_QKV" else KV_HEADS
 
     def run(self, device: str) -> tuple[dict[str, torch.Tensor], str]:
         """Return the results by name, ``out`` and perhaps ``statistics`` (those of fmha_v2 or the log-sum-exp), and the

@@ -38,6 +38,11 @@ def chunked(size: int) -> Mask:
     return Mask(MaskKind.CHUNKED, chunk=size)
 
 
+def context_mask(mask: Mask) -> dict[str, Any]:
+    """Return the context entry's arguments for a mask without chunks."""
+    return dict(causal=False) if mask == FULL else dict(window_left=mask.window_left)
+
+
 @dataclass
 class Batch:
     q_lens: Sequence[int]

@@ -97,6 +97,15 @@ def cudnn(data: Batch, k_cache: torch.Tensor, v_cache: torch.Tensor, **more: Any
     return repeated(hopwell.cudnn_batch_prefill_with_kv_cache, data, cudnn_arguments(data, k_cache, v_cache, **more))
 
 
+def ragged_offsets(data: Batch, begins: list[int] | None = None) -> dict[str, torch.Tensor]:
+    """Return where each request's keys and values begin: at these tokens, or without gaps."""
+    begins = begins or starts(data.kv_lens)
+    return dict(
+        batch_offsets_k=elements(data, begins, data.kv_heads * data.head_dim),
+        batch_offsets_v=elements(data, begins, data.kv_heads * data.v_head_dim),
+    )
+
+
 def ragged_rows(data: Batch, padded: torch.Tensor) -> torch.Tensor:
     """Return the rows of a padded log-sum-exp that belong to a request."""
     return torch.cat([padded[i, :n] for i, n in enumerate(data.q_lens)])

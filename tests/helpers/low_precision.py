@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from helpers import reference
-from helpers.batches import CAUSAL, FULL, Batch, starts
+from helpers.batches import CAUSAL, Batch, Expected, context_mask, starts
 from hopwell import FP4Tensor, layouts
 from hopwell.kernels import support
 from hopwell.kernels.config import KvType
@@ -73,8 +73,7 @@ class LowPrecisionBatch(Batch):
 
     def options(self, mask: Mask) -> dict[str, Any]:
         """Return the context entry's arguments for a mask without chunks, and for the scales of whole tensors."""
-        mask_options = dict(causal=False) if mask == FULL else dict(window_left=mask.window_left)
-        return dict(bmm1_scale=self.bmm1_scale, bmm2_scale=self.bmm2_scale, **mask_options)
+        return dict(bmm1_scale=self.bmm1_scale, bmm2_scale=self.bmm2_scale, **context_mask(mask))
 
     # -- memory
     def pages(self, page_size: int, *, order: int = 0, spare: int = 3) -> tuple[torch.Tensor, ...]:
@@ -167,10 +166,8 @@ class LowPrecisionBatch(Batch):
 
 
 @dataclass
-class ExpectedLow:
-    out: torch.Tensor  # float64
-    rounded: torch.Tensor  # the same with rounded weights
-    lse: torch.Tensor  # natural
+class ExpectedLow(Expected):
+    """``rounded`` is attention with rounded weights."""
 
     def error(self, out: torch.Tensor) -> float:
         """Compute the relative error of a whole output, 0 where it is exact."""

@@ -12,8 +12,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def test_random_problems(number: int, device: str) -> None:
-    draw = Draw(number, device)
+    draw, check = Draw(number, device), KINDS[number % len(KINDS)]
     try:
-        KINDS[number % len(KINDS)](draw)
+        check(draw)
     except Exception as error:
-        raise AssertionError(f"{error!r}; drawn: {KINDS[number % len(KINDS)].__name__} {draw.noted}") from error
+        raise AssertionError(f"{error!r}; drawn: {check.__name__} {draw.noted}") from error

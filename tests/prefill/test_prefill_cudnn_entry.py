@@ -10,21 +10,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import CAUSAL, FULL, Batch, starts
-from helpers.entry_calls import KV_LENS, Q_LENS, cudnn, elements, ragged_rows
+from helpers.entry_calls import KV_LENS, Q_LENS, cudnn, elements, ragged_offsets, ragged_rows
 
 BF16, FP16 = torch.bfloat16, torch.float16
 
 
 def batch(device: str, dims: tuple[int, int] = (128, 128), **options: Any) -> Batch:
     return Batch(Q_LENS, KV_LENS, 4, 2, *dims, device=device, **options)
-
-
-def ragged_offsets(data: Batch) -> dict[str, torch.Tensor]:
-    begins = starts(data.kv_lens)
-    return dict(
-        batch_offsets_k=elements(data, begins, data.kv_heads * data.head_dim),
-        batch_offsets_v=elements(data, begins, data.kv_heads * data.v_head_dim),
-    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
