@@ -32,6 +32,7 @@ from hopwell.kernels.problem import (
     Shard,
     TokenOffsets,
 )
+from hopwell.kernels.splitting import most_new_tokens
 from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")
@@ -245,11 +246,7 @@ def _requests(call: MlaCall) -> tuple[int, int, TokenOffsets | None]:
     """Return (requests, most new tokens of one, where each starts, where they may have different ones) of a checked
     query."""
     if call.cum_seq_lens_q is not None:
-        batch, q_len, starts = ragged_starts(
-            "cum_seq_lens_q", call.cum_seq_lens_q, "max_q_len", call.max_q_len, call.query
-        )
-        # Scratch grows with it, and no request has more tokens than there are.
-        return batch, min(q_len, max(call.query.shape[0], 1)), starts
+        return ragged_starts("cum_seq_lens_q", call.cum_seq_lens_q, "max_q_len", call.max_q_len, call.query)
     dense_tokens("query", call.query)
     if call.max_q_len is not None:
         most = checks.host_int("max_q_len", call.max_q_len)
@@ -351,7 +348,8 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
         raise ValueError(f"backend must not be {SPARSE_BACKEND!r} for dense attention (sparse_mla_top_k=0)")
     _check_out(call.out, call.query, rank)
     log = _log_sum_exp(call, query, part)
-    scratch = _scratch(call, cache, log, mla_workspace_bytes(heads, capacity, q_len, rank, on))
+    most = most_new_tokens(q_len, tokens, heads)
+    scratch = _scratch(call, cache, log, mla_workspace_bytes(heads, capacity, most, rank, on))
 
     arch = support.arch_of(on)
     out = call.out

@@ -33,6 +33,7 @@ from hopwell.kernels.problem import (
     Shard,
     TokenOffsets,
 )
+from hopwell.kernels.splitting import most_new_tokens
 from hopwell.utils import FP4Tensor
 
 MAX_HEAD_DIM = 512
@@ -273,12 +274,12 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     part = shard(call.causal_seqlens_kv_global, call.cp_world, call.cp_rank, batch, on)
     _check_sharded(call, part)
     _check_out(call.out, query, cache, batch, q_len)
-    if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
-        q_len = min(q_len, max(ragged_tokens, 2))
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
     log = log_sum_exp(call.lse, call.return_lse, call.return_lse_base, query, sizes)
     capacity = checks.capacity(table, cache.page_size)
-    needed = xqa_workspace_bytes(heads, cache.key.shape[1], head_dim, capacity, q_len, on)
+    kv_heads = cache.key.shape[1]
+    most = most_new_tokens(q_len, tokens, heads // kv_heads)
+    needed = xqa_workspace_bytes(heads, kv_heads, head_dim, capacity, most, on)
     scratch = _scratch(call, cache, kv_scales, log, needed)
 
     arch = support.arch_of(on)

@@ -15,6 +15,7 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
+from hopwell.kernels.parts.hidden_keys import HiddenKeys
 from hopwell.kernels.parts.kv_rows import PageRows
 from hopwell.kernels.parts.kv_source import KvOperand, KvSource
 from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions
@@ -65,7 +66,7 @@ class LatentKeys:
         strides, table = c.kv_strides(g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
         dims, columns = c.kv_dims, c.columns
         places = a.key, a.key + c.kv_bytes * (c.head_dim_v // 2)
-        kind = dict(is_value=True, read_once=c.reads_kv_once)
+        kind = dict(is_value=True, read_once=c.reads_kv_once, hidden=HiddenKeys.of(c, a, g))
         sides = [
             (place, *strides, *table, dim, width, dim) for place, dim, width in zip(places, dims, columns, strict=True)
         ]
