@@ -11,7 +11,7 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_index, prmt
-from hopwell.kernels.parts.hidden_keys import HiddenKeys, end_of_seen
+from hopwell.kernels.parts.hidden_keys import DraftRows, hidden_drafts
 from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.parts.warp_mma import QUAD
 
@@ -34,7 +34,7 @@ class ScaleRows(DeviceStruct):
     pages: Any  # their size
     blocks: int  # of a row
     interleaves: bool
-    hidden: HiddenKeys | None  # keys whose scales must read as zeros
+    draft_rows: DraftRows | None  # of V: scales of keys that no row sees must read as zeros
 
     @staticmethod
     def key(config, a: Addresses, g) -> "ScaleRows":
@@ -47,15 +47,15 @@ class ScaleRows(DeviceStruct):
         places = (a.value_scales, g.v_scale_page, g.v_scale_head, g.v_scale_row, a.value_table, g.value_table_row)
         pages = page_size(g.page_divisor, g.v_rows, config.uneven_pages)
         blocks = config.kv_element.scales_of(config.head_dim_v)
-        return ScaleRows(*places, pages, blocks, interleaves, HiddenKeys.of(config, a, g))
+        return ScaleRows(*places, pages, blocks, interleaves, DraftRows.of(config, a, g))
 
     @cute.jit
     def look_up(self, tile, key, n):
         """Look up the page of a key of tile ``n``; -1 where the key is not needed."""
         entry, request = Int32(-1), tile.request
-        if n >= tile.keys.begin and key >= tile.keys.first_key and key < end_of_seen(self.hidden, request):
+        if n >= tile.keys.begin and key >= tile.keys.first_key and key < request.kv_len:
             entry = load_index(self.table + 4 * self.table_row * request.index, self.pages.split(key)[0])
-        drafts = None if self.hidden is None else self.hidden.drafts(request)
+        drafts = hidden_drafts(self.draft_rows, request)
         if const_expr(drafts is not None):
             entry = Int32(-1) if drafts.hides(key) else entry
         return entry
@@ -169,9 +169,9 @@ class ScaleCopies(DeviceStruct):
     end_key: Int32
 
     @staticmethod
-    def create(rows: ScaleRows | None, tile, end_key, shared, tile_n: int) -> "ScaleCopies | None":
-        """Return what copies ``rows``, if there are any, of a work tile's head and request up to ``end_key``;
-        ``shared`` is the address of the first stage."""
+    def create(rows: ScaleRows | None, tile, shared, tile_n: int) -> "ScaleCopies | None":
+        """Return what copies ``rows``, if there are any, of a work tile's head and request; ``shared`` is the address
+        of the first stage."""
         if rows is None:
             return None
         return ScaleCopies(
@@ -182,7 +182,7 @@ class ScaleCopies(DeviceStruct):
             rows.table + 4 * rows.table_row * tile.request.index,
             rows.pages,
             tile.keys.first_key,
-            end_key,
+            tile.request.kv_len,
         )
 
     def locate(self, tile) -> list:

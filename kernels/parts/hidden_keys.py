@@ -1,8 +1,8 @@
-"""Keys inside a request that the mask hides from all of its rows.
+"""New tokens of a request that the draft mask hides from all of its rows.
 
 The softmax gives hidden keys the weight 0, but 0 * NaN is NaN. Loaders therefore write zeros in place of V, and of its
-block scales, wherever no row sees a key. Only decode has such keys: behind a rank's causal bound in decode context
-parallel, and among new tokens where no row of the draft mask has a key's bit.
+block scales, wherever no row sees a key. Other masks hide keys from all rows only before the first and after the last
+key that a row sees.
 """
 
 from dataclasses import dataclass
@@ -10,12 +10,11 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint16, Uint32, const_expr
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32
 
 from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.device import DeviceStruct, global_array
-from hopwell.kernels.parts.mask import TokenPositions
 from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.problem import MaskKind
 
@@ -54,35 +53,23 @@ class HiddenDrafts(DeviceStruct):
     def of_tile(self, begin, tile_n: int) -> list:
         """Return a word for each 32 keys of a tile: a bit is 1 where the key is hidden. Called by a whole warp."""
         lane = cute.arch.lane_idx()
-        return [
-            cute.arch.vote_ballot_sync(self.hides(begin + (i + lane))).to(Uint32) for i in range(0, tile_n, LANES)
-        ]
+        return [cute.arch.vote_ballot_sync(self.hides(begin + (i + lane))).to(Uint32) for i in range(0, tile_n, LANES)]
 
 
 @dataclass
-class HiddenKeys(DeviceStruct):
-    """How a loader finds the hidden keys of a request. The other masks leave no key of a request hidden."""
+class DraftRows(DeviceStruct):
+    """The draft mask of all requests."""
 
-    kind: MaskKind
     addresses: Addresses
     geometry: DecodeGeometry
 
     @staticmethod
-    def of(config: Any, a: Addresses, g: Any) -> "HiddenKeys | None":
-        """Return what finds the keys that the mask of ``config`` hides; None where it hides none."""
-        return HiddenKeys(config.mask, a, g) if config.mask in (MaskKind.DRAFT, MaskKind.CYCLIC) else None
+    def of(config: Any, a: Addresses, g: Any) -> "DraftRows | None":
+        """Return the draft mask of a kernel; None for a kernel of another mask."""
+        return DraftRows(a, g) if config.mask is MaskKind.DRAFT else None
 
-    def end_key(self, request: Request):
-        """Return the end of the keys that the request's last row, and with it any row, may see."""
-        if const_expr(self.kind is MaskKind.DRAFT):
-            return request.kv_len
-        positions = TokenPositions.of_request(self.kind, request, self.addresses, self.geometry)
-        return cutlass.max(cutlass.min(positions.of(request.q_len - 1) + 1, request.kv_len), 0)
-
-    def drafts(self, request: Request) -> HiddenDrafts | None:
-        """Return the hidden new tokens of a request; None for a mask that has no bits."""
-        if const_expr(self.kind is not MaskKind.DRAFT):
-            return None
+    def of_request(self, request: Request) -> HiddenDrafts:
+        """Return the hidden new tokens of a request."""
         a, g = self.addresses, self.geometry
         row_bytes = Int32(2 * MASK_BYTES * g.draft_words)
         words = a.draft_mask + Int64(request.q_start) * row_bytes * (a.draft_mask != 0).to(Int64)
@@ -90,6 +77,6 @@ class HiddenKeys(DeviceStruct):
         return HiddenDrafts(request.first_position, *sizes)
 
 
-def end_of_seen(hidden: HiddenKeys | None, request: Request):
-    """Return the end of the keys of a request that any row may see."""
-    return request.kv_len if hidden is None else hidden.end_key(request)
+def hidden_drafts(rows: DraftRows | None, request: Request) -> HiddenDrafts | None:
+    """Return the hidden new tokens of a request; None where the kernel has no draft mask."""
+    return None if rows is None else rows.of_request(request)

@@ -31,7 +31,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.block_scales import ScaleCopies, ScaleRows
 from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, load_index
-from hopwell.kernels.parts.hidden_keys import HiddenDrafts, HiddenKeys, end_of_seen
+from hopwell.kernels.parts.hidden_keys import DraftRows, HiddenDrafts, hidden_drafts
 from hopwell.kernels.parts.page_size import EvenPages, page_size
 
 BOXES_AT_ONCE = 8  # whose corners a lane holds before they are fetched
@@ -57,7 +57,7 @@ class KvOperand(DeviceStruct):
     shared_scales: Any = None  # address of those of stage 0
     stage_columns: int | None = None  # that a stage has room for; None: ``columns``
     page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
-    hidden: HiddenKeys | None = None  # keys that the mask hides from all rows
+    draft_rows: DraftRows | None = None  # the draft mask, where the kernel has one
 
     def cache_policy(self, tile):
         """Say how soon a work tile's rows leave the L2 cache. Rows shorter than a cache line share it with other heads'
@@ -78,19 +78,19 @@ class KvOperand(DeviceStruct):
         strides = config.kv_strides(g.k_page, g.k_head, g.k_row)
         table = (a.key_table, g.key_table_row, page_size(g.page_divisor, g.k_rows, config.uneven_pages))
         scales = ScaleRows.key(config, a, g) if config.copies_scales else None
-        return KvOperand._of(0, config, (a.key, *strides, *table), scales, HiddenKeys.of(config, a, g))
+        return KvOperand._of(0, config, (a.key, *strides, *table), scales, DraftRows.of(config, a, g))
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
         strides = config.kv_strides(g.v_page, g.v_head, g.v_row)
         table = (a.value_table, g.value_table_row, page_size(g.page_divisor, g.v_rows, config.uneven_pages))
         scales = ScaleRows.value(config, a, g, interleaves=False) if config.copies_scales else None
-        return KvOperand._of(1, config, (a.value, *strides, *table), scales, HiddenKeys.of(config, a, g))
+        return KvOperand._of(1, config, (a.value, *strides, *table), scales, DraftRows.of(config, a, g))
 
     @staticmethod
-    def _of(part: int, config, places: tuple, scales: ScaleRows | None, hidden: HiddenKeys | None) -> "KvOperand":
+    def _of(part: int, config, places: tuple, scales: ScaleRows | None, drafts: DraftRows | None) -> "KvOperand":
         sizes = (config.kv_dims[part], config.columns[part], config.loaded_depth[part])
-        kind = dict(is_value=part == 1, read_once=config.reads_kv_once, hidden=hidden)
+        kind = dict(is_value=part == 1, read_once=config.reads_kv_once, draft_rows=drafts)
         return KvOperand(*places, *sizes, **kind, scales=scales, stage_columns=config.stage_columns[part])
 
 
@@ -100,7 +100,7 @@ class KvSource(DeviceStruct):
     shared: Int32  # address of stage 0
     kv_head: Int32
     first_key: Int32  # tokens before this one are not needed
-    end_key: Int32  # no row of the request sees this key or a later one
+    end_key: Int32  # the request's length
     tile_n: int
     columns: int
     stage_columns: int  # columns that a stage has room for
@@ -116,20 +116,19 @@ class KvSource(DeviceStruct):
 
     @staticmethod
     def _common(operand: KvOperand, tile, descriptor, shared, tile_n: int) -> dict[str, Any]:
-        hidden, end_key = operand.hidden, end_of_seen(operand.hidden, tile.request)
         return dict(
             descriptor=descriptor,
             shared=shared,
             kv_head=tile.kv_head,
             first_key=tile.keys.first_key,
-            end_key=end_key,
+            end_key=tile.request.kv_len,
             tile_n=tile_n,
             columns=operand.columns,
             stage_columns=operand.stage_columns or operand.columns,
             zero_outside=operand.is_value,
-            drafts=hidden.drafts(tile.request) if hidden is not None and operand.is_value else None,
+            drafts=hidden_drafts(operand.draft_rows if operand.is_value else None, tile.request),
             policy=operand.cache_policy(tile) if operand.read_once else None,
-            scales=ScaleCopies.create(operand.scales, tile, end_key, operand.shared_scales, tile_n),
+            scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales, tile_n),
         )
 
     @property

@@ -15,10 +15,9 @@ from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.hidden_keys import HiddenKeys
 from hopwell.kernels.parts.kv_rows import PageRows
 from hopwell.kernels.parts.kv_source import KvOperand, KvSource
-from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions
+from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions, mask_type
 from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.parts.widened_rows import WIDENED, LatentBytes, WidenedOperand
 from hopwell.kernels.pipeline import Edge
@@ -43,7 +42,7 @@ class LatentKeys:
 
     @property
     def mask_type(self) -> type[IntervalMask]:
-        return ListMask if self.config.sparse else IntervalMask
+        return ListMask if self.config.sparse else mask_type(self.config.mask)
 
     @property
     def widens(self) -> bool:
@@ -66,7 +65,7 @@ class LatentKeys:
         strides, table = c.kv_strides(g.k_page, g.k_head, g.k_row), (a.key_table, g.key_table_row, pages)
         dims, columns = c.kv_dims, c.columns
         places = a.key, a.key + c.kv_bytes * (c.head_dim_v // 2)
-        kind = dict(is_value=True, read_once=c.reads_kv_once, hidden=HiddenKeys.of(c, a, g))
+        kind = dict(is_value=True, read_once=c.reads_kv_once)
         sides = [
             (place, *strides, *table, dim, width, dim) for place, dim, width in zip(places, dims, columns, strict=True)
         ]

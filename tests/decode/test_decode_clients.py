@@ -238,3 +238,20 @@ def test_e4m3_queries_need_an_e4m3_or_nvfp4_cache(kv_dtype: torch.dtype | None) 
     data.q = data.q.to(torch.float8_e4m3fn)
     with pytest.raises(ValueError, match=r"query must be torch\.bfloat16 or torch\.float16"):
         decode.trtllm_batch_decode_with_kv_cache(**common(data, data.decode(16)))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["wide", "e4m3"])
+def test_uneven_drafts_do_not_change_a_request(kv_dtype: torch.dtype | None, device: str) -> None:
+    """A request with one new token has the same bits beside one with four, and over 16-bit caches for any bound that
+    keeps rows within a tile of the tree."""
+    data = batch(device, [1, 0, 4, 0, 0], heads=16, kv_heads=2, kv_dtype=kv_dtype)
+
+    def out(one: DecodeBatch, bound: int) -> torch.Tensor:
+        options = common(one, one.decode(16), cum_seq_lens_q=one.ints(starts(one.q_lens)), max_q_len=bound)
+        del options["o_scale"]
+        options["kv_cache"] = options["kv_cache"] if kv_dtype is None else tuple(one.pages(16)[:2])
+        return decode.trtllm_batch_decode_with_kv_cache(**options)
+
+    together = out(data, 4)
+    for bound in (4,) if kv_dtype is not None else (1, 2, 4):
+        assert torch.equal(out(data.request(0), bound), together[:1]), f"max_q_len={bound}"
