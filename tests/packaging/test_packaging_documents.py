@@ -17,11 +17,3 @@ def test_each_document_of_kernels_is_in_the_index() -> None:
 def test_each_example_is_run_by_a_test() -> None:
     run = set(re.findall(r'\brun\("(\w+)"', (ROOT / "tests" / "examples" / "test_examples.py").read_text()))
     assert run == {file.stem for file in (ROOT / "examples").glob("*.py")}
-
-
-def test_words_of_the_glossary_stand_there_once() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\| ([^|]+) \|", text[text.index("## Glossary") : text.index("## How to add")], re.MULTILINE)
-    words = [word.strip() for row in rows for word in row.split(",")]
-    assert len(words) > 50
-    assert len(words) == len(set(words))
