@@ -1,4 +1,4 @@
-"""Write the support matrix: all of it to docs/support.md, and two short tables of it into README.md."""
+"""Write the support matrix: all of it to docs/support.md, and short tables of it into README.md and a guide."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hopwell.kernels import support
 from hopwell.kernels.features import ENTRIES, MISSING, gpus_of, support_matrix
 
 ROOT = pathlib.Path(__file__).parents[1]
-README = ROOT / "README.md"
 FULL = ROOT / "docs" / "support.md"
+PAGES_WITH_TABLES = (ROOT / "README.md", ROOT / "docs" / "guides" / "quantised_caches.md")
 PLACE = re.compile(r"(<!-- (\w+) matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
 COLUMNS = (support.HOPPER, support.BLACKWELL, support.SM120)
 MARKS = """\
@@ -113,8 +113,26 @@ def entry_matrix() -> str:
     return "\n".join(lines) + "\n"
 
 
-TABLES = {"gpu": gpu_matrix, "entry": entry_matrix}
+def page_matrix() -> str:
+    """Return the table of page sizes by entry."""
+    lines = ["| entry | page size |", "|---|---|"]
+    for entry, name in SHORT_NAMES.items():
+        sizes = (row for row in ENTRIES[entry].features if row.archs and row.kind == "page sizes")
+        lines.append(f"| {name} | " + "; ".join(PREFIX.sub("", row.title) for row in sizes) + " |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"gpu": gpu_matrix, "entry": entry_matrix, "page": page_matrix}
+
+
+def pages() -> dict[pathlib.Path, str]:
+    """Return the text of each document that has parts of the matrix."""
+    texts = {FULL: full_page()}
+    for page in PAGES_WITH_TABLES:
+        texts[page] = PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[4]}", page.read_text())
+    return texts
+
 
 if __name__ == "__main__":
-    FULL.write_text(full_page())
-    README.write_text(PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[4]}", README.read_text()))
+    for page, text in pages().items():
+        page.write_text(text)

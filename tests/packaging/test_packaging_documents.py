@@ -14,6 +14,13 @@ def test_each_document_of_kernels_is_in_the_index() -> None:
     assert linked == {file.name for file in folder.glob("*.md")} - {"README.md"}
 
 
+def test_each_document_is_in_the_index() -> None:
+    folder = ROOT / "docs"
+    linked = set(re.findall(r"\]\(([\w/]+\.md)\)", (folder / "README.md").read_text()))
+    documents = [*folder.glob("*.md"), *(folder / "guides").glob("*.md"), folder / "kernels" / "README.md"]
+    assert linked >= {str(file.relative_to(folder)) for file in documents} - {"README.md"}
+
+
 def test_each_example_is_run_by_a_test() -> None:
     run = set(re.findall(r'\brun\("(\w+)"', (ROOT / "tests" / "examples" / "test_examples.py").read_text()))
     assert run == {file.stem for file in (ROOT / "examples").glob("*.py")}
