@@ -68,7 +68,7 @@ NOTES = """\
 4. The kernel for up to 32 rows (query heads of a KV head times new tokens) dequantises in registers. From 33 rows on,
    and at head dim 512, fp8 and int8 caches use `wgmma`.
 5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
-   32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in the tiles of a B200, 103 and 136 in those of RTX.
+   32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
    Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
 """
 SHORT_NAMES = {
@@ -86,11 +86,11 @@ KINDS = ("head dims", "page sizes", "masks", "extras")
 def full_page() -> str:
     """Return the content of docs/support.md."""
     return (
-        "# What each entry supports on each GPU\n\n"
+        "# Support by entry and GPU\n\n"
         f"{MARKS}\nA call marked {MISSING} raises `NotImplementedError`.\n\n"
         "* H100 and H200 are compute capability 9.0, B200 is 10.0, B300 is 10.3, RTX and DGX Spark are 12.x.\n"
-        "* `mma.sync` on a B200 or B300 does not use tensor memory and is several times slower than `tcgen05`:\n"
-        "  [kernels/blackwell.md](kernels/blackwell.md).\n"
+        "* `tcgen05` products are several times as fast as `mma.sync` products on a B200 or B300. Decode needs few\n"
+        "  products, and memory limits it instead: [kernels/blackwell.md](kernels/blackwell.md).\n"
         "* A decode row shows the kernel for 4 rows (query heads of a KV head times new tokens).\n"
         "* `python -m hopwell support` prints this page's tables.\n\n" + support_matrix()
     )

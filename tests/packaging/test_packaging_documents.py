@@ -14,11 +14,21 @@ def test_each_document_of_kernels_is_in_the_index() -> None:
     assert linked == {file.name for file in folder.glob("*.md")} - {"README.md"}
 
 
-def test_each_document_is_in_the_index() -> None:
+def links(document: pathlib.Path) -> set[pathlib.Path]:
+    """Return the documents that a document links to."""
+    found = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", document.read_text())
+    return {(document.parent / target).resolve() for target in found}
+
+
+def test_links_from_the_index_lead_to_each_document() -> None:
     folder = ROOT / "docs"
-    linked = set(re.findall(r"\]\(([\w/]+\.md)\)", (folder / "README.md").read_text()))
-    documents = [*folder.glob("*.md"), *(folder / "guides").glob("*.md"), folder / "kernels" / "README.md"]
-    assert linked >= {str(file.relative_to(folder)) for file in documents} - {"README.md"}
+    guides = set((folder / "guides").glob("*.md"))
+    assert guides <= links(folder / "README.md")
+    found, new = set(), {folder / "README.md"}
+    while new:
+        found |= new
+        new = {target for page in new if folder in page.parents for target in links(page)} - found
+    assert found >= set(folder.rglob("*.md"))
 
 
 def test_each_example_is_run_by_a_test() -> None:
