@@ -75,8 +75,8 @@ def test_code_of_a_guide_is_public_and_ends_with_a_check(page: pathlib.Path) -> 
     imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
     for node in nodes:
         if isinstance(node, ast.ImportFrom):
-            imported |= {f"{node.module}.{alias.name}" for alias in node.names}
-    assert {name if name in PUBLIC else name.rpartition(".")[0] for name in imported} <= PUBLIC
+            imported |= {f"hopwell.{alias.name}" if node.module == "hopwell" else node.module for alias in node.names}
+    assert imported <= PUBLIC
     assert not [node.attr for node in nodes if isinstance(node, ast.Attribute) and node.attr.startswith("_")]
     last = ast.unparse(trees[-1].body[-1])
     assert "assert" in last or last.startswith("check("), f"code ends with {last}"
