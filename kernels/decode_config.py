@@ -26,7 +26,7 @@ from hopwell.kernels.config import (
     rounded_up,
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.hardware import CACHE_LINE_BYTES
+from hopwell.kernels.hardware import CACHE_LINE_BYTES, WARP_MMA
 from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, MaskKind, Score
 from hopwell.kernels.splitting import (
     CTAS_PER_SM,
@@ -138,6 +138,10 @@ class DecodeConfig(KernelConfig):
     def widens_in_registers(self) -> bool:
         """Tell whether warps that multiply read K and V of 8 or 4 bits, and widen them themselves."""
         return self.kv_element.widened and not self.widens_in_place
+
+    @property
+    def matrix_instruction(self) -> str:
+        return WARP_MMA if self.widens_in_registers else super().matrix_instruction
 
     @property
     def splitting_bytes(self) -> int:
