@@ -201,7 +201,7 @@ def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
     """Return K and V, and their block scales."""
     head_dim = call.query.shape[2]
     kv_dtypes = (call.query.dtype, checks.FP8, torch.int8, torch.uint8)
-    cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes)
+    cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=call.shared_pages)
     if cache.v_dim != head_dim:
         raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
     return cache, _cache.block_scales("kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout)
