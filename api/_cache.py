@@ -49,16 +49,27 @@ def pair_or_tensor(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
     return [(f"{name}[{i}]", checks.tensor(f"{name}[{i}]", part)) for i, part in enumerate(value)]
 
 
+def check_dtype(
+    parts: Sequence[tuple[str, torch.Tensor]], query_dtype: torch.dtype, allowed: Sequence[torch.dtype]
+) -> None:
+    """Check that all ``parts`` of a cache have one of the dtypes that go with a query of ``query_dtype``."""
+    first_name, first = parts[0]
+    if first.dtype not in allowed:
+        known = " or ".join(f"{one} (NVFP4)" if one == torch.uint8 else str(one) for one in dict.fromkeys(allowed))
+        raise ValueError(f"{first_name} must be {known} for a query of {query_dtype}, got {first.dtype}")
+    for name, part in parts:
+        if part.dtype != first.dtype:
+            raise ValueError(f"{name} must have the dtype of {first_name}, {first.dtype}, got {part.dtype}")
+
+
 def paged_cache(
     kv_cache: Any, kv_layout: Any, query: torch.Tensor, dtypes: Sequence[torch.dtype], *, same_pages: bool = True
 ) -> PagedCache:
     """Check the ``kv_cache`` argument against ``query`` [tokens, heads, head_dim] and view it canonically."""
     parts = pair_or_tensor("kv_cache", kv_cache)
+    check_dtype(parts, query.dtype, dtypes)
     for name, part in parts:
-        checks.dtype(name, part, dtypes)
         checks.device(name, part, query.device)
-        if part.dtype != parts[0][1].dtype:
-            raise ValueError(f"{name} must have the dtype of {parts[0][0]}, {parts[0][1].dtype}, got {part.dtype}")
     checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     key, value = paged_kv_views(kv_cache, kv_layout, same_pages=same_pages)
     packing = 2 if key.dtype == torch.uint8 else 1

@@ -371,6 +371,44 @@ def output(
     return checked
 
 
+def prefill_outputs(query_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Return the output dtypes of prefill."""
+    return (*SIXTEEN_BIT, FP8) if query_dtype == FP8 else SIXTEEN_BIT
+
+
+def output_dtype(
+    given: Any,
+    out: Any,
+    default: torch.dtype,
+    allowed: Sequence[torch.dtype],
+    inputs: str,
+    name: str = "out_dtype",
+    kinds: str = "a torch.dtype or None",
+) -> torch.dtype:
+    """Return the dtype of the output: ``given``, else the dtype of ``out``, else ``default``.
+
+    Args:
+        given: the argument called ``name``.
+        out: the tensor to write into, or None.
+        default: the dtype where neither is given.
+        allowed: the dtypes that kernels store.
+        inputs: the inputs that ``allowed`` depends on, for the message.
+        name: the argument that asks for a dtype.
+        kinds: the values that ``name`` may have, for the message.
+    """
+    if given is not None and not isinstance(given, torch.dtype):
+        raise TypeError(f"{name} must be {kinds}, got {describe(given)}")
+    if out is not None:
+        tensor("out", out, "a torch.Tensor or None")
+        if given is not None and given != out.dtype:
+            raise ValueError(f"{name} must be the dtype of out, {out.dtype}, where both are given, got {given}")
+    found = given or (default if out is None else out.dtype)
+    if found not in allowed:
+        blamed = "out" if given is None else name
+        raise ValueError(f"{blamed} must be {' or '.join(map(str, allowed))} for {inputs}, got {found}")
+    return found
+
+
 def allocated(out: torch.Tensor | None, query: torch.Tensor, v_dim: int, of: torch.dtype) -> torch.Tensor | None:
     """Return ``out``, or a new tensor where the launch's own allocation (in the dtype of the query) would not do."""
     if out is not None or of == query.dtype:

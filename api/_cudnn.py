@@ -202,7 +202,8 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     return_lse = checks.flag("return_lse", call.return_lse)
     checks.backend_name(call.backend)
     natural = checks.is_natural("lse_base", call.lse_base)
-    out_dtype = _out_dtype(q, call.o_data_type)
+    allowed, inputs = checks.prefill_outputs(q.dtype), f"q of {q.dtype}"
+    out_dtype = checks.output_dtype(call.o_data_type, call.out, q.dtype, allowed, inputs, "o_data_type")
 
     if call.out is not None:
         checks.output("out", call.out, (tokens, heads, v_dim), out_dtype, on)
@@ -249,17 +250,6 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     )
     require_problem(support.CUDNN, problem, arch, {"fp8_scales": "scales given", "lse": "return_lse=True"})
     return problem
-
-
-def _out_dtype(q: torch.Tensor, o_data_type: Any) -> torch.dtype:
-    if o_data_type is None:
-        return q.dtype
-    if not isinstance(o_data_type, torch.dtype):
-        raise TypeError(f"o_data_type must be a torch.dtype or None, got {checks.describe(o_data_type)}")
-    allowed = (*checks.SIXTEEN_BIT, *((checks.FP8,) if q.dtype == checks.FP8 else ()))
-    if o_data_type not in allowed:
-        raise ValueError(f"o_data_type must be {' or '.join(map(str, allowed))} for q of {q.dtype}, got {o_data_type}")
-    return o_data_type
 
 
 def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:

@@ -80,20 +80,8 @@ def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
         if not isinstance(named, torch.dtype):
             raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
         out_dtype = named
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
-    if (
-        out is not None
-        and out_dtype is not None
-        and checks.tensor("out", out, "a torch.Tensor or None").dtype != out_dtype
-    ):
-        raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}, where both are given, got {out_dtype}")
-    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out, "a torch.Tensor or None").dtype)
-    allowed = (*checks.SIXTEEN_BIT, *((checks.FP8,) if query.dtype == checks.FP8 else ()))
-    if dtype not in allowed:
-        name = "out" if out_dtype is None else "out_dtype"
-        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))} for qkv of {query.dtype}, got {dtype}")
-    return dtype
+    allowed, inputs = checks.prefill_outputs(query.dtype), f"qkv of {query.dtype}"
+    return checks.output_dtype(out_dtype, out, query.dtype, allowed, inputs, kinds="a torch.dtype or the name of one")
 
 
 def _has_alibi(pos_encoding_mode: Any) -> bool:

@@ -71,6 +71,8 @@ class XqaCall(NamedTuple):
     cp_world: int = 1
     cp_rank: int = 0
     causal_seqlens_kv_global: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    query_dtype: torch.dtype | None = None  # of the caller's query, where ``query`` has been widened
 
 
 class TrtllmDecodeCall(NamedTuple):
@@ -137,18 +139,24 @@ def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on
         raise ValueError(f"mask must be contiguous, got strides {mask.stride()}")
 
 
-def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: int, q_len: int) -> None:
+def _output(call: XqaCall, cache: _cache.PagedCache, batch: int, q_len: int) -> torch.Tensor | None:
+    """Return ``out`` as it is given, or a new tensor where the launch would allocate one of another dtype."""
+    query, out = call.query, call.out
+    query_dtype, kv_dtype = call.query_dtype or query.dtype, cache.key.dtype
+    allowed = checks.SIXTEEN_BIT if query_dtype == checks.FP8 else (query_dtype,)
+    if cache.is_nvfp4 or kv_dtype == checks.FP8:
+        allowed = (*allowed, checks.FP8)
+    inputs = f"a query of {query_dtype} and a kv_cache of {kv_dtype}"
+    kinds = "a torch.dtype, 'nvfp4' or None"
+    dtype = checks.output_dtype(call.out_dtype, out, query_dtype, allowed, inputs, kinds=kinds)
     if out is None:
-        return
-    checks.tensor("out", out, "a torch.Tensor or None")
+        return checks.allocated(out, query, cache.v_dim, dtype)
     tokens, heads, _ = query.shape
-    has_fp8_out = cache.key.dtype == checks.FP8 or cache.is_nvfp4
-    allowed = (query.dtype, checks.FP8) if has_fp8_out else (query.dtype,)
-    checks.dtype("out", out, allowed)
     if out.dim() == 4:
         checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("head_dim", cache.v_dim))
         dense_tokens("out", out)
-    checks.output("out", flat_tokens(out), (tokens, heads, cache.v_dim), out.dtype, query.device)
+    checks.output("out", flat_tokens(out), (tokens, heads, cache.v_dim), dtype, query.device)
+    return out
 
 
 def xqa_workspace_bytes(
@@ -179,10 +187,6 @@ def xqa_workspace_bytes(
     checks.host_int("max_seq_len", max_seq_len)
     rows = heads // kv_heads * checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
     return workspace_bytes(rows, num_kv_heads, head_dim, max_seq_len, device)
-
-
-def _has_fp8_out(call: XqaCall) -> bool:
-    return call.out is not None and call.out.dtype == checks.FP8
 
 
 def _check_query(query: Any) -> None:
@@ -272,7 +276,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     _check_mask(call.mask, batch, q_len, ragged_tokens, on)
     part = shard(call.causal_seqlens_kv_global, call.cp_world, call.cp_rank, batch, on)
     _check_sharded(call, part)
-    _check_out(call.out, query, cache, batch, q_len)
+    out = _output(call, cache, batch, q_len)
     if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
         q_len = min(q_len, max(ragged_tokens, 2))
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
@@ -286,7 +290,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         query=query,
         key=cache.key,
         value=cache.value,
-        out=flat_tokens(call.out),
+        out=flat_tokens(out),
         batch=batch,
         max_q_len=q_len,
         max_kv_len=capacity,
@@ -296,7 +300,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         # An fp8 output is bmm2_scale * o, any other one bmm2_scale * o_scale * o.
-        output_factor=1.0 if _has_fp8_out(call) else output_factor,
+        output_factor=1.0 if out is not None and out.dtype == checks.FP8 else output_factor,
         page_table=table,
         sinks=sinks,
         lse=log,
@@ -348,7 +352,9 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
     check_counter_buffer(call.multi_ctas_kv_counter_buffer)
     query, q_len_per_req, max_q_len = call.query, call.q_len_per_req, call.max_q_len
     checks.main_tensor("query", query)
-    checks.dtype("query", query, checks.SIXTEEN_BIT)
+    checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
+    if query.dtype == checks.FP8:  # widened_query leaves those over other caches as they are
+        _cache.check_dtype(_cache.pair_or_tensor("kv_cache", call.kv_cache), checks.FP8, (checks.FP8, torch.uint8))
     _refuse_unserved(call)
     checks.choice("backend", call.backend, BACKENDS)
     if call.backend == "trtllm-gen" and call.kv_cache_sf is not None:
@@ -370,29 +376,12 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
             raise ValueError(f"q_len_per_req must be None or max_q_len with cum_seq_lens_q, got {q_len_per_req}")
         q_len_per_req = max_q_len
     others = dict(
-        out=_out_of_type(call),
         q_len_per_req=q_len_per_req,
         q_cu_seq_lens=call.cum_seq_lens_q,
         entry=support.TRTLLM_DECODE,
         shared_pages=call.uses_shared_paged_kv_idx,
     )
     return xqa_problem(record(XqaCall, call._asdict() | others))
-
-
-def _out_of_type(call: TrtllmDecodeCall) -> torch.Tensor | None:
-    """Return ``out``, or a new tensor where ``out_dtype`` is not what the launch allocates."""
-    query, out, out_dtype, query_dtype = call.query, call.out, call.out_dtype, call.query_dtype
-    if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or isinstance(out, FP4Tensor):
-        raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", query.device)
-    if out_dtype is None:
-        if out is not None or query_dtype is None:
-            return out
-        return checks.allocated(out, query, query.shape[-1], query_dtype)
-    if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype, 'nvfp4' or None, got {checks.describe(out_dtype)}")
-    if out is not None:
-        checks.dtype("out", checks.tensor("out", out, "a torch.Tensor or None"), (out_dtype,))
-    return checks.allocated(out, query, query.shape[-1], out_dtype)
 
 
 _ONLY_NONE = {  # names and types of what is refused; the class of a plan is FlashInfer's
@@ -404,7 +393,9 @@ _ONLY_NONE = {  # names and types of what is refused; the class of a plan is Fla
 
 def _refuse_unserved(call: TrtllmDecodeCall) -> None:
     """Refuse by name what would change a result."""
-    on = call.query.device
+    on, out_dtype = call.query.device, call.out_dtype
+    if isinstance(call.out, FP4Tensor) or (isinstance(out_dtype, str) and out_dtype == "nvfp4"):
+        raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", on)
     for name in ("o_sf_scale", "o_sf_vec_size"):
         value = getattr(call, name)
         if value is not None:

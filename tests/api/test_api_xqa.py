@@ -237,7 +237,8 @@ class TestRefusals:
         good = data(BATCH, HEADS, DIM)
         refused(XQA, TypeError, "^out must be a torch.Tensor or None, got int 3$", out=3)
         for dtype in (FP16, FP8):
-            refused(XQA, ValueError, f"^out must be torch.bfloat16, got {dtype}$", out=good.to(dtype))
+            text = "^out must be torch.bfloat16 for a query of torch.bfloat16 and a kv_cache of torch.bfloat16, got "
+            refused(XQA, ValueError, f"{text}{dtype}$", out=good.to(dtype))
         refused(XQA, ValueError, "^out must be on cpu", out=good.to("meta"))
         text = r"^out must have shape \[tokens=3, heads=4, head_dim=64\], got "
         for wrong in (good[:-1], good[:, :-1], good[..., :32], good.flatten(1)):

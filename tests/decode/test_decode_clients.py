@@ -218,8 +218,8 @@ def test_pages_of_k_and_v(pages: int, kv_dtype: torch.dtype | None, layout: str,
     data.expected_decode(FULL).check(
         repeated(decode.trtllm_batch_decode_with_kv_cache, data, common(data, problem, **options))
     )
+    shared = options | dict(block_tables=table, uses_shared_paged_kv_idx=True)
     with pytest.raises(ValueError, match="must have the same number of pages"):
-        shared = options | dict(block_tables=table, uses_shared_paged_kv_idx=True)
         decode.trtllm_batch_decode_with_kv_cache(**common(data, problem, **shared))
 
 
@@ -262,9 +262,12 @@ def test_e4m3_queries_over_nvfp4(group: int, out_dtype: torch.dtype | None, devi
         decode.trtllm_batch_decode_with_kv_cache(**arguments | dict(query=data.q, kv_cache_sf=None))
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float16, torch.int8], ids=str)
 def test_e4m3_queries_need_an_e4m3_or_nvfp4_cache(kv_dtype: torch.dtype | None) -> None:
     data = batch("cpu", [1] * 5, kv_dtype=kv_dtype)
     data.q = data.q.to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"query must be torch\.bfloat16 or torch\.float16"):
+    allowed = (
+        r"^kv_cache\[0\] must be torch.float8_e4m3fn or torch.uint8 \(NVFP4\) for a query of torch.float8_e4m3fn, got"
+    )
+    with pytest.raises(ValueError, match=allowed):
         decode.trtllm_batch_decode_with_kv_cache(**common(data, data.decode(16)))
