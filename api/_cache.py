@@ -49,6 +49,11 @@ def pair_or_tensor(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
     return [(f"{name}[{i}]", checks.tensor(f"{name}[{i}]", part)) for i, part in enumerate(value)]
 
 
+def other_layout(kv_layout: str) -> str:
+    """Return the argument that asks for the other layout, for messages."""
+    return f"kv_layout={KVLayout(kv_layout).other.value!r}"
+
+
 def check_dtype(
     parts: Sequence[tuple[str, torch.Tensor]], query_dtype: torch.dtype, allowed: Sequence[torch.dtype]
 ) -> None:
@@ -75,7 +80,7 @@ def paged_cache(
     packing = 2 if key.dtype == torch.uint8 else 1
     cache = PagedCache(key, value, key.shape[-1] * packing, value.shape[-1] * packing)
 
-    checks.grouped_heads(query.shape[1], key.shape[1], "kv_cache")
+    checks.grouped_heads(query.shape[1], key, ("query", "kv_cache"), other_layout(kv_layout))
     checks.page_size("kv_cache", cache.page_size)
     if cache.qk_dim != query.shape[2]:
         stored = " (two elements a byte)" if cache.is_nvfp4 else ""

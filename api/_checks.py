@@ -133,12 +133,12 @@ def device(name: str, value: torch.Tensor, expected: torch.device) -> None:
         raise ValueError(f"{name} must be on {expected}, the device of the query, got {value.device}")
 
 
-def shape(name: str, value: torch.Tensor, *dims: tuple[str, int | None]) -> None:
-    """The shape is ``dims``: pairs of a dimension's name and its size, None for any size."""
+def shape(name: str, value: torch.Tensor, *dims: tuple[str, int | None], hint: str = "") -> None:
+    """The shape is ``dims``: pairs of a dimension's name and its size, None for any size. ``hint`` ends the message."""
     got = tuple(value.shape)
     if len(got) != len(dims) or any(want not in (None, size) for size, (_, want) in zip(got, dims, strict=True)):
         text = ", ".join(label if want is None else f"{label}={want}" for label, want in dims)
-        raise ValueError(f"{name} must have shape [{text}], got {got}")
+        raise ValueError(f"{name} must have shape [{text}], got {got}{hint}")
 
 
 def unit_stride(name: str, value: torch.Tensor) -> None:
@@ -239,10 +239,10 @@ def backend_name(value: Any) -> None:
         raise TypeError(f"backend must be a str or None, got {describe(value)}")
 
 
-def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int]) -> torch.Tensor:
-    """Check and return a preallocated log-sum-exp of the sizes ``dims``."""
+def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int], hint: str = "") -> torch.Tensor:
+    """Check and return a preallocated log-sum-exp of the sizes ``dims``; ``hint`` is as in :func:`shape`."""
     checked = tensor(name, value, "a torch.Tensor or None")
-    shape(name, checked, *dims)
+    shape(name, checked, *dims, hint=hint)
     dtype(name, checked, (torch.float32,))
     device(name, checked, on)
     if not checked.is_contiguous():
@@ -329,12 +329,29 @@ def power_of_two(name: str, number: int) -> None:
         raise ValueError(f"{name} must be a power of two, got {number}")
 
 
-def grouped_heads(heads: int, kv_heads: int, kv_name: str) -> None:
-    """Every KV head serves the same number of query heads."""
+def layout_hint(heads: int, key: torch.Tensor, other: str, page_multiple: int = 1) -> str:
+    """Return the end of a message about the shape of ``key`` [pages, kv_heads, page_size, head_dim]: it names the
+    ``other`` layout, which swaps kv_heads and page_size, where the shape fits that one."""
+    _, page_size, kv_heads, _ = key.shape
+    fits = kv_heads > 0 and page_size > 0 and heads % kv_heads == 0 and page_size % page_multiple == 0
+    return f"; the shape fits {other}" if fits else ""
+
+
+def grouped_heads(heads: int, key: torch.Tensor, names: tuple[str, str], other: str = "") -> None:
+    """Every KV head of ``key`` [pages, kv_heads, page_size, head_dim] serves the same number of query heads.
+
+    Args:
+        heads: query heads.
+        key: the keys.
+        names: the arguments that queries and keys come in.
+        other: the layout that swaps kv_heads and page_size, for the message; empty where there is none.
+    """
+    kv_heads = key.shape[1]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        hint = layout_hint(heads, key, other) if other and heads > 0 else ""
         raise ValueError(
-            f"the query heads must be a positive multiple of the KV heads of {kv_name}, "
-            f"got query with {heads} and {kv_name} with {kv_heads}"
+            f"the query heads must be a positive multiple of the KV heads of {names[1]}, "
+            f"got {names[0]} with {heads} and {names[1]} with {kv_heads}{hint}"
         )
 
 

@@ -70,14 +70,14 @@ class _Output:
     scales: OutputScales | None = None
 
 
-def _check_nvfp4(cache: _cache.PagedCache) -> None:
-    for what, size, multiple in (
-        ("a K head_dim", cache.qk_dim, 64),
-        ("a V head_dim", cache.v_dim, 64),
-        ("a page size", cache.page_size, 4),
+def _check_nvfp4(cache: _cache.PagedCache, heads: int, kv_layout: str) -> None:
+    for what, size, multiple, hint in (
+        ("a K head_dim", cache.qk_dim, 64, ""),
+        ("a V head_dim", cache.v_dim, 64, ""),
+        ("a page size", cache.page_size, 4, checks.layout_hint(heads, cache.key, _cache.other_layout(kv_layout), 4)),
     ):
         if size % multiple:
-            raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}")
+            raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}{hint}")
 
 
 def _nvfp4_output(
@@ -189,7 +189,7 @@ def _kv(call: ContextCall, shared: bool) -> tuple[_cache.PagedCache, BlockScales
     kv_dtypes = (call.query.dtype, checks.FP8, torch.uint8)
     cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
     if cache.is_nvfp4:
-        _check_nvfp4(cache)
+        _check_nvfp4(cache, call.query.shape[1], call.kv_layout)
     name, given = _block_scales(call.kv_block_scales, call.kv_cache_sf)
     scales = _cache.block_scales(name, given, cache, call.kv_layout)
     return cache, scales, () if scales is None else ((name, scales.key), (name, scales.value))

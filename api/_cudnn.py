@@ -67,7 +67,8 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         views = ragged_kv_views(k_cache, v_cache, KV_NAMES)
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
         checks.tma_readable(name, cache)
-    checks.grouped_heads(q.shape[1], views.key.shape[1], "k_cache")
+    other = "NHD, which k_cache.transpose(1, 2) and v_cache.transpose(1, 2) make HND" if paged else ""
+    checks.grouped_heads(q.shape[1], views.key, ("q", "k_cache"), other)
     if views.key.shape[3] != q.shape[2]:
         raise ValueError(f"k_cache must have the head_dim of q, {q.shape[2]}, got {views.key.shape[3]}")
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
@@ -163,11 +164,13 @@ def _check_lse(call: CudnnCall, sizes: tuple[int, int, int], starts: TokenOffset
     if call.lse is None:
         return
     tokens, heads, _ = call.q.shape
-    if starts is not None and isinstance(call.lse, torch.Tensor) and call.lse.ndim == 2:
+    is_packed = isinstance(call.lse, torch.Tensor) and call.lse.ndim == 2
+    if starts is not None and is_packed:
         checks.log_sum_exp("lse", call.lse, call.q.device, ("tokens", tokens), ("num_heads", heads))
     else:
         named = zip(("batch", "max_token_per_sequence", "num_heads"), sizes, strict=True)
-        checks.log_sum_exp("lse", call.lse, call.q.device, *named)
+        hint = "; batch_offsets_stats must be given with a packed lse [tokens, num_heads]" if is_packed else ""
+        checks.log_sum_exp("lse", call.lse, call.q.device, *named, hint=hint)
 
 
 def cudnn_problem(call: CudnnCall) -> AttentionProblem:

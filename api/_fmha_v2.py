@@ -30,6 +30,12 @@ def _tensors(name: str, value: Any, depth: int = 2) -> list[tuple[str, torch.Ten
     return [found for i, part in enumerate(value) for found in _tensors(f"{name}[{i}]", part, depth - 1)]
 
 
+def _other_layout(input_layout: str) -> str:
+    """Return the argument that asks for the other layout of pages, for messages; empty without pages."""
+    kv_layout = FmhaV2Layout(input_layout).kv_layout
+    return "" if kv_layout is None else f"input_layout='Q_PAGED_KV_{kv_layout.other.value}'"
+
+
 def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV2Inputs:
     if block_tables is not None:
         checks.dtype("block_tables", checks.tensor("block_tables", block_tables), checks.INTEGERS)
@@ -49,7 +55,7 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
     if block_tables is not None:
         checks.device("block_tables", block_tables, inputs.query.device)
         checks.page_size("qkv[1]", inputs.key.shape[2])
-    checks.grouped_heads(inputs.query.shape[1], inputs.key.shape[1], "qkv")
+    checks.grouped_heads(inputs.query.shape[1], inputs.key, ("qkv", "qkv"), _other_layout(input_layout))
     if inputs.query.shape[2] < 1 or inputs.value.shape[3] < 1:
         raise ValueError(f"qkv must have a head_dim of at least 1, got {inputs.query.shape[2]}")
     return inputs

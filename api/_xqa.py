@@ -35,8 +35,8 @@ from hopwell.kernels.problem import (
 )
 from hopwell.utils import FP4Tensor
 
-MAX_HEAD_DIM = 512
 HEAD_DIM_STEP = 16
+*_, MAX_MULTIPLE, MAX_HEAD_DIM = support.DECODE_HEAD_DIMS  # multiples of the step up to the former, and the latter
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 MASK_BITS = 32  # a row of the speculative mask is a whole number of 32-bit words, seen as uint16
 
@@ -183,10 +183,18 @@ def xqa_workspace_bytes(
     kv_heads = checks.host_int("num_kv_heads", num_kv_heads, minimum=1)
     if heads % kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, {kv_heads}, got {heads}")
-    checks.host_int("head_dim", head_dim, HEAD_DIM_STEP, MAX_HEAD_DIM)
+    _check_head_dim("head_dim must be", checks.host_int("head_dim", head_dim))
     checks.host_int("max_seq_len", max_seq_len)
     rows = heads // kv_heads * checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
     return workspace_bytes(rows, num_kv_heads, head_dim, max_seq_len, device)
+
+
+def _check_head_dim(subject: str, head_dim: int) -> None:
+    """Refuse what no architecture can serve; a multiple between the two bounds is refused by the table of features."""
+    if head_dim % HEAD_DIM_STEP or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{subject} a multiple of {HEAD_DIM_STEP} up to {MAX_MULTIPLE}, or {MAX_HEAD_DIM}, got {head_dim}"
+        )
 
 
 def _check_query(query: Any) -> None:
@@ -194,11 +202,7 @@ def _check_query(query: Any) -> None:
     checks.dtype("query", query, checks.SIXTEEN_BIT)
     checks.shape("query", query, ("batch * q_len_per_req", None), ("num_heads", None), ("head_dim", None))
     checks.tma_readable("query", query)
-    head_dim = query.shape[2]
-    if head_dim % HEAD_DIM_STEP or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"query must have a head_dim that is a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got {head_dim}"
-        )
+    _check_head_dim("query must have a head_dim that is", query.shape[2])
 
 
 def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:

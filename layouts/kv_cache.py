@@ -33,6 +33,11 @@ class KVLayout(enum.Enum):
     NHD = "NHD"
 
     @property
+    def other(self) -> KVLayout:
+        """Return the layout that swaps kv_heads and page_size."""
+        return KVLayout.NHD if self is KVLayout.HND else KVLayout.HND
+
+    @property
     def shape(self) -> str:
         """Return the dimensions of a 4-D cache, for messages."""
         return f"[pages, {self.page_shape}]"

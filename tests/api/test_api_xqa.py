@@ -196,9 +196,11 @@ class TestWorkspace:
 
 class TestRefusals:
     def test_head_dims(self) -> None:
-        text = r"^query must have a head_dim that is a multiple of 16 up to 512, got "
+        text = r"^query must have a head_dim that is a multiple of 16 up to 256, or 512, got "
         for dim in (8, 40, 528):
             refused(XQA, ValueError, f"{text}{dim}$", query=data(BATCH, HEADS, dim))
+            with pytest.raises(ValueError, match=f"^head_dim must be a multiple of 16 up to 256, or 512, got {dim}$"):
+                xqa_workspace_bytes(HEADS, KV_HEADS, dim, 1024, device="cpu")
         for dim in (272, 320, 496):
             changes = dict(query=data(BATCH, HEADS, dim), kv_cache=data(PAGES, 2, PAGE, KV_HEADS, dim))
             refused(XQA, NotImplementedError, f"^{FUNCTIONS[XQA].__name__}: .*head_dim={dim}.*sm_90a", **changes)
