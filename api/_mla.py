@@ -315,7 +315,7 @@ def _scratch(call: MlaCall, cache: KVViews, log: LogSumExp | None, needed: int) 
         ("sparse_mla_top_k_lens", call.sparse_mla_top_k_lens),
     )
     results = (("out", call.out), ("lse", None if log is None else log.tensor))
-    return workspace(call.workspace_buffer, needed, results, inputs)
+    return workspace(call.workspace_buffer, needed, "hopwell.mla.mla_workspace_bytes", results, inputs)
 
 
 def mla_problem(call: MlaCall) -> AttentionProblem:

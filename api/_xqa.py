@@ -246,7 +246,7 @@ def _scratch(
         *(("kv_cache_sf", part) for part in ((scales.key, scales.value) if scales is not None else ())),
     )
     results = (("out", call.out), ("lse", None if log is None else log.tensor))
-    return workspace(call.workspace_buffer, needed, results, inputs)
+    return workspace(call.workspace_buffer, needed, "hopwell.decode.xqa_workspace_bytes", results, inputs)
 
 
 def _mask(call: XqaCall, q_len: int, part: Shard | None) -> Mask:
