@@ -8,7 +8,7 @@ from hopwell._checks import FP8, INT32_MAX
 from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
 from hopwell._dynamo import opaque
 from hopwell._launch import ANY_BOUND, Calls, halves, record, single
-from hopwell._repeat import Arguments
+from hopwell._repeat import Arguments, Results
 from hopwell._xqa import (
     TrtllmDecodeCall,
     XqaCall,
@@ -163,6 +163,13 @@ def xqa_batch_decode_with_kv_cache(
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
         done = _XQA.run(arguments, problem, out, stats, rows)
     return done if return_lse else done[0]
+
+
+def _checked_trtllm(arguments: Arguments, call: TrtllmDecodeCall) -> Results:
+    """Check a call of the trtllm entry that was not recognised, and launch it."""
+    problem = trtllm_decode_problem(call)
+    stats = call.lse if problem.lse is None or call.lse is not None else problem.lse.tensor
+    return _TRTLLM.run(arguments, problem, call.out, stats)
 
 
 @opaque
@@ -344,7 +351,5 @@ def trtllm_batch_decode_with_kv_cache(
         )
     done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
-        problem = trtllm_decode_problem(record(TrtllmDecodeCall, locals()))
-        stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
-        done = _TRTLLM.run(arguments, problem, out, stats)
+        done = _checked_trtllm(arguments, record(TrtllmDecodeCall, locals()))
     return done if return_lse else done[0]
