@@ -300,10 +300,15 @@ def offsets(
     return starts
 
 
-def page_table(value: Any, batch: int, on: torch.device, *, shared: bool = True) -> PageTable:
-    """Read ``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own."""
-    read = shared_page_table if shared else split_page_table
-    return read(index_tensor("block_tables", value, on), batch)
+def page_table(
+    value: Any, batch: int, on: torch.device, *, shared: bool = True, batch_source: str = "batch_size"
+) -> PageTable:
+    """Read ``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own. ``batch_source`` tells for
+    messages how ``batch`` follows from other arguments."""
+    table = index_tensor("block_tables", value, on)
+    if table.dim() and table.shape[0] != batch:
+        raise ValueError(f"block_tables must have {batch} rows ({batch_source}), got shape {tuple(table.shape)}")
+    return shared_page_table(table, batch) if shared else split_page_table(table, batch)
 
 
 def capacity(table: PageTable, page_size: int) -> int:

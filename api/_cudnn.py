@@ -60,6 +60,12 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         if cache.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {cache.dtype}")
         checks.device(name, cache, q.device)
+    form = "[pages, kv_heads, page_size, head_dim] with" if paged else "[kv_tokens, kv_heads, head_dim] without"
+    for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
+        if cache.dim() != (4 if paged else 3):
+            raise ValueError(
+                f"{name} must be {4 if paged else 3}-D {form} block_tables, got shape {tuple(cache.shape)}"
+            )
     if paged:
         views = separate_kv_views(k_cache, v_cache, KVLayout.HND, names=KV_NAMES)
         checks.page_size("k_cache", k_cache.shape[2])
@@ -200,7 +206,8 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     in_tokens = checks.choice("batch_offsets_units", call.batch_offsets_units, ("elements", "tokens")) == "tokens"
     batch = _batch(call.actual_seq_lens_q, call.batch_offsets_q, in_tokens)
     q_lens, kv_lens = _request_lengths(call, batch, in_tokens, on)
-    table = checks.page_table(call.block_tables, batch, on) if paged else None
+    source = "elements of actual_seq_lens_q"
+    table = checks.page_table(call.block_tables, batch, on, batch_source=source) if paged else None
     causal = checks.flag("causal", call.causal)
     return_lse = checks.flag("return_lse", call.return_lse)
     checks.backend_name(call.backend)

@@ -263,9 +263,10 @@ def _check_query(call: MlaCall) -> None:
     checks.dtype("query", call.query, (*checks.SIXTEEN_BIT, checks.FP8))
     is_ragged = call.cum_seq_lens_q is not None
     if is_ragged:
-        checks.tensor("cum_seq_lens_q", call.cum_seq_lens_q)
+        checks.index_tensor("cum_seq_lens_q", call.cum_seq_lens_q, call.query.device)
     sizes = (("tokens", None),) if is_ragged else (("batch", None), ("q_len", None))
-    checks.shape("query", call.query, *sizes, ("num_heads", None), ("head_dim", None))
+    hint = f" {'with' if is_ragged else 'without'} cum_seq_lens_q"
+    checks.shape("query", call.query, *sizes, ("num_heads", None), ("head_dim", None), hint=hint)
     checks.tma_readable("query", call.query)
 
 
@@ -290,7 +291,8 @@ def _tables(call: MlaCall, batch: int, top_k: int, page_size: int) -> tuple[Page
         if not shared:
             raise ValueError(f"uses_shared_paged_kv_idx must be True with sparse_mla_top_k={top_k}")
         return None, _token_table(call.block_tables, call.query, top_k), top_k
-    table = checks.page_table(call.block_tables, batch, call.query.device, shared=shared)
+    source = "the first size of query" if call.cum_seq_lens_q is None else "elements of cum_seq_lens_q - 1"
+    table = checks.page_table(call.block_tables, batch, call.query.device, shared=shared, batch_source=source)
     return table, None, checks.capacity(table, page_size)
 
 

@@ -267,7 +267,8 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     batch, q_len, starts = _requests(call)
     if call.entry == support.XQA and q_len > 1 and call.mask is None:
         raise ValueError(f"mask must be given for q_len_per_req > 1, got None with q_len_per_req={q_len}")
-    table = checks.page_table(call.block_tables, batch, on, shared=call.shared_pages)
+    rows = f"{tokens} rows of query / q_len_per_req={q_len}" if starts is None else "elements of cumulative lengths - 1"
+    table = checks.page_table(call.block_tables, batch, on, shared=call.shared_pages, batch_source=rows)
     kv_lens = checks.lengths("seq_lens", call.seq_lens, batch, on)
     checks.host_int("max_seq_len", call.max_seq_len)
     softmax_scale = checks.scale("bmm1_scale", call.bmm1_scale, on, minimum=0.0)
@@ -373,7 +374,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
         if max_q_len is not None:
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {max_q_len}")
     else:
-        checks.tensor("cum_seq_lens_q", call.cum_seq_lens_q)
+        checks.index_tensor("cum_seq_lens_q", call.cum_seq_lens_q, query.device)
         if max_q_len is None:
             raise ValueError("max_q_len must be given with cum_seq_lens_q, whose values are not read on the host")
         if q_len_per_req is not None and checks.host_int("q_len_per_req", q_len_per_req) not in (1, max_q_len):
