@@ -419,7 +419,8 @@ def output_dtype(
         kinds: the values that ``name`` may have, for the message.
     """
     if given is not None and not isinstance(given, torch.dtype):
-        raise TypeError(f"{name} must be {kinds}, got {describe(given)}")
+        error = ValueError if isinstance(given, str) else TypeError
+        raise error(f"{name} must be {kinds}, got {describe(given)}")
     if out is not None:
         tensor("out", out, "a torch.Tensor or None")
         if given is not None and given != out.dtype:

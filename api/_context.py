@@ -133,16 +133,14 @@ def _output(call: ContextCall, v_dim: int) -> _Output:
         o_sf_vec_size = checks.host_int("o_sf_vec_size", o_sf_vec_size, NVFP4_BLOCK, NVFP4_BLOCK)
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or (out_dtype is None and isinstance(out, FP4Tensor)):
         return _nvfp4_output(query, query_dtype, out, sizes, o_sf_scale)
-    if isinstance(out_dtype, str):
-        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
-    for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):
-        if value is not None:
-            raise ValueError(f"{name} must be None unless the output is NVFP4, got {checks.describe(value)}")
     if isinstance(out, FP4Tensor):
         raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
     allowed, inputs = checks.prefill_outputs(query_dtype), f"a query of {query_dtype}"
     kinds = "a torch.dtype or the string 'nvfp4'"
     dtype = checks.output_dtype(out_dtype, out, query_dtype, allowed, inputs, kinds=kinds)
+    for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):
+        if value is not None:
+            raise ValueError(f"{name} must be None unless the output is NVFP4, got {checks.describe(value)}")
     if out is not None:
         checks.output("out", out, sizes, dtype, query.device)
     return _Output(out, dtype)

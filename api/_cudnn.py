@@ -22,6 +22,7 @@ from hopwell.kernels.problem import (
 from hopwell.layouts import KVLayout, KVViews, ragged_kv_views, separate_kv_views
 
 KV_NAMES = ("k_cache", "v_cache")
+OR_TOKENS = "a torch.Tensor, or None where batch_offsets_{} counts tokens"  # the lengths that a call may give
 
 
 class CudnnCall(NamedTuple):
@@ -95,11 +96,12 @@ def _batch(actual_seq_lens_q: Any, batch_offsets_q: Any, in_tokens: bool) -> int
     """Return the batch size, which this entry has no argument for."""
     if actual_seq_lens_q is None and in_tokens and batch_offsets_q is not None:
         return max(checks.tensor("batch_offsets_q", batch_offsets_q).numel() - 1, 0)
-    return checks.tensor("actual_seq_lens_q", actual_seq_lens_q).numel()
+    return checks.tensor("actual_seq_lens_q", actual_seq_lens_q, OR_TOKENS.format("q")).numel()
 
 
-def _lengths(name: str, value: Any, batch: int, on: torch.device, graphs: bool) -> torch.Tensor:
-    checked = checks.tensor(name, value)
+def _lengths(of: str, value: Any, batch: int, on: torch.device, graphs: bool) -> torch.Tensor:
+    name = f"actual_seq_lens_{of}"
+    checked = checks.tensor(name, value, OR_TOKENS.format(of[0]))
     if checked.device == on or checked.device.type != "cpu":
         return checks.lengths(name, checked, batch, on)
     if graphs:
@@ -140,9 +142,9 @@ def _request_lengths(
     graphs = call.is_cuda_graph_compatible
     q_lens = kv_lens = None
     if call.actual_seq_lens_q is not None or not in_tokens or call.batch_offsets_q is None:
-        q_lens = _lengths("actual_seq_lens_q", call.actual_seq_lens_q, batch, on, graphs)
+        q_lens = _lengths("q", call.actual_seq_lens_q, batch, on, graphs)
     if call.actual_seq_lens_kv is not None or not in_tokens or call.batch_offsets_k is None:
-        kv_lens = _lengths("actual_seq_lens_kv", call.actual_seq_lens_kv, batch, on, graphs)
+        kv_lens = _lengths("kv", call.actual_seq_lens_kv, batch, on, graphs)
     else:  # the last key of the last request is where a further one would start
         checks.cumulative("batch_offsets_k", call.batch_offsets_k, batch, on)
     return q_lens, kv_lens
