@@ -214,8 +214,8 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     return_lse = checks.flag("return_lse", call.return_lse)
     checks.backend_name(call.backend)
     natural = checks.is_natural("lse_base", call.lse_base)
-    allowed, inputs = checks.prefill_outputs(q.dtype), f"q of {q.dtype}"
-    out_dtype = checks.output_dtype(call.o_data_type, call.out, q.dtype, allowed, inputs, "o_data_type")
+    allowed = checks.prefill_outputs(q.dtype)
+    out_dtype = checks.output_dtype(call.o_data_type, call.out, q.dtype, allowed, f"q of {q.dtype}", "o_data_type")
 
     if call.out is not None:
         checks.output("out", call.out, (tokens, heads, v_dim), out_dtype, on)
