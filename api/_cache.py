@@ -55,12 +55,16 @@ def other_layout(kv_layout: str) -> str:
 
 
 def check_dtype(
-    parts: Sequence[tuple[str, torch.Tensor]], query_dtype: torch.dtype, allowed: Sequence[torch.dtype]
+    parts: Sequence[tuple[str, torch.Tensor]],
+    query_dtype: torch.dtype,
+    allowed: Sequence[torch.dtype],
+    of_bytes: str = "NVFP4",
 ) -> None:
-    """Check that all ``parts`` of a cache have one of the dtypes that go with a query of ``query_dtype``."""
+    """Check that all ``parts`` of a cache have one of the dtypes that go with a query of ``query_dtype``. ``of_bytes``
+    tells for messages what a cache of uint8 holds."""
     first_name, first = parts[0]
     if first.dtype not in allowed:
-        known = " or ".join(f"{one} (NVFP4)" if one == torch.uint8 else str(one) for one in dict.fromkeys(allowed))
+        known = " or ".join(f"{one} ({of_bytes})" if one == torch.uint8 else str(one) for one in dict.fromkeys(allowed))
         raise ValueError(f"{first_name} must be {known} for a query of {query_dtype}, got {first.dtype}")
     for name, part in parts:
         if part.dtype != first.dtype:
@@ -80,7 +84,7 @@ def paged_cache(
     packing = 2 if key.dtype == torch.uint8 else 1
     cache = PagedCache(key, value, key.shape[-1] * packing, value.shape[-1] * packing)
 
-    checks.grouped_heads(query.shape[1], key, ("query", "kv_cache"), other_layout(kv_layout))
+    checks.grouped_heads(query.shape[1], key, "kv_cache", other_layout(kv_layout))
     checks.page_size("kv_cache", cache.page_size)
     if cache.qk_dim != query.shape[2]:
         stored = " (two elements a byte)" if cache.is_nvfp4 else ""

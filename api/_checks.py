@@ -342,21 +342,21 @@ def layout_hint(heads: int, key: torch.Tensor, other: str, page_multiple: int = 
     return f"; the shape fits {other}" if fits else ""
 
 
-def grouped_heads(heads: int, key: torch.Tensor, names: tuple[str, str], other: str = "") -> None:
+def grouped_heads(heads: int, key: torch.Tensor, kv_name: str, other: str = "") -> None:
     """Every KV head of ``key`` [pages, kv_heads, page_size, head_dim] serves the same number of query heads.
 
     Args:
         heads: query heads.
         key: the keys.
-        names: the arguments that queries and keys come in.
+        kv_name: the argument that the keys come in.
         other: the layout that swaps kv_heads and page_size, for the message; empty where there is none.
     """
     kv_heads = key.shape[1]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
         hint = layout_hint(heads, key, other) if other and heads > 0 else ""
         raise ValueError(
-            f"the query heads must be a positive multiple of the KV heads of {names[1]}, "
-            f"got {names[0]} with {heads} and {names[1]} with {kv_heads}{hint}"
+            f"the query heads must be a positive multiple of the KV heads of {kv_name}, "
+            f"got {heads} query heads and {kv_heads} KV heads{hint}"
         )
 
 

@@ -286,7 +286,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
     )
     skip = "skip_softmax_threshold_scale_factor"
     asked = named(call, skip_softmax=skip, lse="return_lse", window="window_left")
-    require_problem(support.CONTEXT, problem, arch, asked)
+    require_problem(support.CONTEXT, problem, arch, asked, call.query_dtype)
     return problem
 
 

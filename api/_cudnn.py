@@ -75,7 +75,7 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
         checks.tma_readable(name, cache)
     other = "NHD, which k_cache.transpose(1, 2) and v_cache.transpose(1, 2) make HND" if paged else ""
-    checks.grouped_heads(q.shape[1], views.key, ("q", "k_cache"), other)
+    checks.grouped_heads(q.shape[1], views.key, "k_cache", other)
     if views.key.shape[3] != q.shape[2]:
         raise ValueError(f"k_cache must have the head_dim of q, {q.shape[2]}, got {views.key.shape[3]}")
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):

@@ -55,7 +55,7 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
     if block_tables is not None:
         checks.device("block_tables", block_tables, inputs.query.device)
         checks.page_size("qkv[1]", inputs.key.shape[2])
-    checks.grouped_heads(inputs.query.shape[1], inputs.key, ("qkv", "qkv"), _other_layout(input_layout))
+    checks.grouped_heads(inputs.query.shape[1], inputs.key, "qkv", _other_layout(input_layout))
     if inputs.query.shape[2] < 1 or inputs.value.shape[3] < 1:
         raise ValueError(f"qkv must have a head_dim of at least 1, got {inputs.query.shape[2]}")
     return inputs

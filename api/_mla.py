@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell import _checks as checks
+from hopwell._cache import check_dtype
 from hopwell._decoding import (
     NATURAL_BASE,
     check_counter_buffer,
@@ -147,14 +148,10 @@ def _checked_cache(
     query: torch.Tensor, query_dtype: torch.dtype, kv_cache: Any, kv_lora_rank: int, qk_rope_head_dim: int
 ) -> KVViews:
     checks.tensor("kv_cache", kv_cache)
-    # Rows of 656 bytes have bfloat16 in them, and other elements times scales are rounded to it.
     packed = kv_cache.dtype == torch.uint8
-    allowed = (torch.uint8,) if packed else (query_dtype, checks.FP8)
-    if kv_cache.dtype not in allowed or (packed and query_dtype != torch.bfloat16):
-        raise ValueError(
-            f"kv_cache must have the dtype of query, {query_dtype}, be {checks.FP8}, or torch.uint8 for queries of "
-            f"torch.bfloat16, got {kv_cache.dtype}"
-        )
+    # Rows of 656 bytes have bfloat16 in them, and other elements times scales are rounded to it.
+    allowed = (query_dtype, checks.FP8, *((torch.uint8,) if query_dtype == torch.bfloat16 else ()))
+    check_dtype([("kv_cache", kv_cache)], query_dtype, allowed, f"rows of {FP8_DS_MLA_BYTES} bytes")
     checks.device("kv_cache", kv_cache, query.device)
     cache = mla_kv_views(kv_cache, kv_lora_rank)
     width = kv_lora_rank + qk_rope_head_dim
@@ -381,5 +378,6 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
         family=Family.MLA,
         programmatic_launch=True if enable_pdl is None else enable_pdl,
     )
-    require_problem(support.MLA, problem, arch, named(call, sparse="sparse_mla_top_k", dcp="enable_dcp"))
+    asked = named(call, sparse="sparse_mla_top_k", dcp="enable_dcp")
+    require_problem(support.MLA, problem, arch, asked, call.query_dtype)
     return problem

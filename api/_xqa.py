@@ -201,8 +201,8 @@ def _check_query(query: Any) -> None:
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
     checks.shape("query", query, ("batch * q_len_per_req", None), ("num_heads", None), ("head_dim", None))
-    checks.tma_readable("query", query)
     _check_head_dim("query must have a head_dim that is", query.shape[2])
+    checks.tma_readable("query", query)
 
 
 def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
@@ -317,7 +317,8 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         programmatic_launch=True if enable_pdl is None else enable_pdl,
     )
     asked = named(call, speculative="q_len_per_req", window="window_left")
-    require_problem(call.entry, problem, arch, asked | {"dcp": "causal_seqlens_kv_global given"})
+    asked["dcp"] = "causal_seqlens_kv_global given"
+    require_problem(call.entry, problem, arch, asked, call.query_dtype)
     return problem
 
 

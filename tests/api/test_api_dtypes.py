@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.api_calls import (
+    BATCH,
     BF16,
     CONTEXT,
     CUDNN,
@@ -18,6 +19,7 @@ from helpers.api_calls import (
     FUNCTIONS,
     HEADS,
     KV_HEADS,
+    MLA,
     PAGE,
     PAGES,
     TOKENS,
@@ -25,6 +27,7 @@ from helpers.api_calls import (
     context,
     cudnn_paged,
     data,
+    form,
     xqa,
 )
 
@@ -112,3 +115,23 @@ def test_cudnn(query: torch.dtype, out: torch.dtype | None, given: str, launched
         return
     with pytest.raises(ValueError, match=f"^{given} must be {listed(outputs)} for q of {query}, got {out}$"):
         FUNCTIONS[CUDNN](**arguments | {given: asked})
+
+
+@pytest.mark.parametrize(("query", "cache"), itertools.product(QUERIES, CACHES), ids=str)
+def test_mla(query: torch.dtype, cache: torch.dtype, launched: Any) -> None:
+    arguments = form(MLA, "packed" if cache == U8 else "dense")
+    arguments |= dict(query=arguments["query"].to(query), kv_cache=arguments["kv_cache"].to(cache))
+    allowed = [query, *([FP8] if query != FP8 else []), *([U8] if query == BF16 else [])]
+    if cache in allowed:
+        assert FUNCTIONS[MLA](**arguments).dtype == (BF16 if query == FP8 else query)
+        return
+    names = " or ".join(f"{one} (rows of 656 bytes)" if one == U8 else str(one) for one in allowed)
+    with pytest.raises(ValueError, match=f"^kv_cache must be {re.escape(names)} for a query of {query}, got {cache}$"):
+        FUNCTIONS[MLA](**arguments)
+
+
+def test_a_refusal_has_the_dtype_of_the_query_that_was_given() -> None:
+    """The query is widened before the table of features is asked."""
+    query, cache = data(BATCH, HEADS, 320, dtype=FP8), data(PAGES, 2, KV_HEADS, PAGE, 320, dtype=FP8)
+    with pytest.raises(NotImplementedError, match=r"head_dim=320 .*query\.dtype=torch\.float8_e4m3fn, KV"):
+        hopwell.trtllm_batch_decode_with_kv_cache(**xqa(cache, "HND", query=query))

@@ -26,7 +26,7 @@ import hopwell
 
 PAGES, KV_HEADS, PAGE, DIM = 11, 2, 16, 64
 LAYOUTS = [("HND", "NHD"), ("NHD", "HND")]
-HEADS_TEXT = "^the query heads must be a positive multiple of the KV heads of {}, got {} with 4 and {} with 16"
+HEADS_TEXT = "^the query heads must be a positive multiple of the KV heads of {}, got 4 query heads and 16 KV heads"
 
 
 def pages(layout: str, *lead: int, dtype: torch.dtype = BF16, width: int = DIM) -> torch.Tensor:
@@ -41,7 +41,7 @@ def test_kv_layout(form: str, read: str, actual: str) -> None:
     cache: Any = pages(actual, 2, dtype=dtype, width=width)
     if form == "pair":
         cache = (cache[:, 0], cache[:, 1])
-    text = HEADS_TEXT.format("kv_cache", "query", "kv_cache") + f"; the shape fits kv_layout='{actual}'$"
+    text = HEADS_TEXT.format("kv_cache") + f"; the shape fits kv_layout='{actual}'$"
     refused(CONTEXT, ValueError, text, kv_cache=cache, kv_layout=read)
     refused(XQA, ValueError, text, kv_cache=cache, kv_layout=read)
     with pytest.raises(ValueError, match=text):
@@ -51,7 +51,7 @@ def test_kv_layout(form: str, read: str, actual: str) -> None:
 @pytest.mark.parametrize(("read", "actual"), LAYOUTS)
 def test_input_layout(read: str, actual: str) -> None:
     arguments = form(FMHA, f"paged-{read}")
-    text = HEADS_TEXT.format("qkv", "qkv", "qkv") + f"; the shape fits input_layout='Q_PAGED_KV_{actual}'$"
+    text = HEADS_TEXT.format("qkv") + f"; the shape fits input_layout='Q_PAGED_KV_{actual}'$"
     refused(FMHA, ValueError, text, f"paged-{read}", qkv=(arguments["qkv"][0], pages(actual, 2)))
     pool = data(2, *pages(actual).shape)
     refused(FMHA, ValueError, text, f"pair-{read}", qkv=(arguments["qkv"][0], (pool[0], pool[1])))
@@ -60,7 +60,7 @@ def test_input_layout(read: str, actual: str) -> None:
 def test_cudnn_pages() -> None:
     arguments = form(CUDNN, "paged")
     nhd = {name: arguments[name].transpose(1, 2).contiguous() for name in ("k_cache", "v_cache")}
-    text = HEADS_TEXT.format("k_cache", "q", "k_cache") + "; the shape fits NHD, which k_cache.transpose"
+    text = HEADS_TEXT.format("k_cache") + "; the shape fits NHD, which k_cache.transpose"
     refused(CUDNN, ValueError, text, "paged", **nhd)
 
 
@@ -80,7 +80,7 @@ def test_block_scales(layout: str, scales_layout: str) -> None:
 
 
 def test_a_shape_that_fits_neither_layout_has_no_hint() -> None:
-    text = HEADS_TEXT.replace("16", "3").format("kv_cache", "query", "kv_cache") + "$"
+    text = HEADS_TEXT.replace("16", "3").format("kv_cache") + "$"
     refused(CONTEXT, ValueError, text, kv_cache=data(PAGES, 2, 3, 5, DIM), kv_layout="HND")
     refused(CONTEXT, ValueError, text, kv_cache=data(PAGES, 2, 3, 0, DIM), kv_layout="HND")
 

@@ -197,7 +197,7 @@ class TestWorkspace:
 class TestRefusals:
     def test_head_dims(self) -> None:
         text = r"^query must have a head_dim that is a multiple of 16 up to 256, or 512, got "
-        for dim in (8, 40, 528):
+        for dim in (0, 8, 40, 528):
             refused(XQA, ValueError, f"{text}{dim}$", query=data(BATCH, HEADS, dim))
             with pytest.raises(ValueError, match=f"^head_dim must be a multiple of 16 up to 256, or 512, got {dim}$"):
                 xqa_workspace_bytes(HEADS, KV_HEADS, dim, 1024, device="cpu")
