@@ -405,7 +405,7 @@ def output_dtype(
     allowed: Sequence[torch.dtype],
     inputs: str,
     name: str = "out_dtype",
-    kinds: str = "a torch.dtype or None",
+    names: str = "None",
 ) -> torch.dtype:
     """Return the dtype of the output: ``given``, else the dtype of ``out``, else ``default``.
 
@@ -416,11 +416,11 @@ def output_dtype(
         allowed: the dtypes that kernels store.
         inputs: the inputs that ``allowed`` depends on, for the message.
         name: the argument that asks for a dtype.
-        kinds: the values that ``name`` may have, for the message.
+        names: the strings that ``name`` may be in place of a dtype, for the message, or None where there are none.
     """
     if given is not None and not isinstance(given, torch.dtype):
-        error = ValueError if isinstance(given, str) else TypeError
-        raise error(f"{name} must be {kinds}, got {describe(given)}")
+        error = ValueError if isinstance(given, str) and names != "None" else TypeError
+        raise error(f"{name} must be a torch.dtype or {names}, got {describe(given)}")
     if out is not None:
         tensor("out", out, "a torch.Tensor or None")
         if given is not None and given != out.dtype:

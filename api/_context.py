@@ -136,8 +136,7 @@ def _output(call: ContextCall, v_dim: int) -> _Output:
     if isinstance(out, FP4Tensor):
         raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
     allowed, inputs = checks.prefill_outputs(query_dtype), f"a query of {query_dtype}"
-    kinds = "a torch.dtype or the string 'nvfp4'"
-    dtype = checks.output_dtype(out_dtype, out, query_dtype, allowed, inputs, kinds=kinds)
+    dtype = checks.output_dtype(out_dtype, out, query_dtype, allowed, inputs, names="the string 'nvfp4'")
     for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):
         if value is not None:
             raise ValueError(f"{name} must be None unless the output is NVFP4, got {checks.describe(value)}")

@@ -147,8 +147,7 @@ def _output(call: XqaCall, cache: _cache.PagedCache, batch: int, q_len: int) -> 
     if cache.is_nvfp4 or kv_dtype == checks.FP8:
         allowed = (*allowed, checks.FP8)
     inputs = f"a query of {query_dtype} and a kv_cache of {kv_dtype}"
-    kinds = "a torch.dtype, 'nvfp4' or None"
-    dtype = checks.output_dtype(call.out_dtype, out, query_dtype, allowed, inputs, kinds=kinds)
+    dtype = checks.output_dtype(call.out_dtype, out, query_dtype, allowed, inputs, names="the string 'nvfp4'")
     if out is None:
         return checks.allocated(out, query, cache.v_dim, dtype)
     tokens, heads, _ = query.shape

@@ -254,7 +254,8 @@ def trtllm_batch_decode_with_kv_cache(
             different ones.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
         kv_cache_sf: block scales of an NVFP4 cache, linear for K and V, as there.
-        uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``.
+        uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``. With False, the pools of K and V
+            may have different numbers of pages.
         lse: float32 [tokens, num_heads], contiguous, to write the log-sum-exp into, whatever ``return_lse`` says.
         return_lse: whether to return the log-sum-exp.
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.

@@ -279,7 +279,8 @@ def trtllm_fmha_v2_prefill(
             * "CONTIGUOUS_Q_KV": (Q, KV), Q [tokens, num_heads, head_dim], KV [kv_tokens, 2, num_kv_heads, head_dim].
             * "SEPARATE_Q_K_V": (Q, K, V), K and V [kv_tokens, num_kv_heads, head_dim]; V may have its own head_dim.
             * "Q_PAGED_KV_NHD": (Q, pool), pool [pages, 2, page_size, num_kv_heads, head_dim] or a pair (K, V) of
-              contiguous [pages, page_size, num_kv_heads, head_dim] in one storage, V behind K.
+              contiguous [pages, page_size, num_kv_heads, head_dim] in one storage, V behind K. K and V may have
+              different numbers of pages.
             * "Q_PAGED_KV_HND": the same with num_kv_heads before page_size.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         seq_lens: int32, uint32 or int64, ``batch_size`` elements. As in FlashInfer, KV lengths are the differences of
