@@ -8,7 +8,7 @@ from hopwell._checks import FP8, INT32_MAX
 from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
 from hopwell._dynamo import opaque
 from hopwell._launch import ANY_BOUND, Calls, halves, record, single
-from hopwell._repeat import Arguments
+from hopwell._repeat import Arguments, Results
 from hopwell._xqa import (
     TrtllmDecodeCall,
     XqaCall,
@@ -165,6 +165,13 @@ def xqa_batch_decode_with_kv_cache(
     return done if return_lse else done[0]
 
 
+def _checked_trtllm(arguments: Arguments, call: TrtllmDecodeCall) -> Results:
+    """Check a call of the trtllm entry that was not recognised, and launch it."""
+    problem = trtllm_decode_problem(call)
+    stats = call.lse if problem.lse is None or call.lse is not None else problem.lse.tensor
+    return _TRTLLM.run(arguments, problem, call.out, stats)
+
+
 @opaque
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -247,7 +254,8 @@ def trtllm_batch_decode_with_kv_cache(
             different ones.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
         kv_cache_sf: block scales of an NVFP4 cache, linear for K and V, as there.
-        uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``.
+        uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``. With False, the pools of K and V
+            may have different numbers of pages.
         lse: float32 [tokens, num_heads], contiguous, to write the log-sum-exp into, whatever ``return_lse`` says.
         return_lse: whether to return the log-sum-exp.
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
@@ -344,7 +352,5 @@ def trtllm_batch_decode_with_kv_cache(
         )
     done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
-        problem = trtllm_decode_problem(record(TrtllmDecodeCall, locals()))
-        stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
-        done = _TRTLLM.run(arguments, problem, out, stats)
+        done = _checked_trtllm(arguments, record(TrtllmDecodeCall, locals()))
     return done if return_lse else done[0]
