@@ -122,7 +122,8 @@ class GlobalMemory:
                 continue
             for s in r.spans:
                 flags = r.written[s.address - r.base : s.address - r.base + s.size]
-                missing = np.flatnonzero(flags[:: s.element] == 0)
-                if missing.size:
-                    out.append((s.name, int(missing.size), int(missing[0])))
+                is_written = flags[:: s.element] != 0  # a byte an element: indices of all missing ones would be eight
+                missing = is_written.size - int(np.count_nonzero(is_written))
+                if missing:
+                    out.append((s.name, missing, int(is_written.argmin())))
         return out

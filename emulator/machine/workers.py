@@ -58,7 +58,7 @@ class SharedRegions:
             if region.role == "in":
                 continue
             original = array_at(region.base, region.size, np.uint8)
-            pages = mmap.mmap(-1, max(1, 2 * region.size))
+            pages = mmap.mmap(-1, region.size if region.written is None else 2 * region.size)
             shared = np.frombuffer(pages, np.uint8)
             shared[: region.size] = original
             m.memory.table[k].host = shared.ctypes.data

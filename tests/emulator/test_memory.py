@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
 from helpers.ptx_harness import empty, run_ptx
 
-from hopwell.emulator import MemoryFault, UninitializedRead, Unsupported
+from hopwell.emulator import MemoryFault, Span, UninitializedRead, Unsupported
+from hopwell.emulator.machine.memory import GlobalMemory
 
 
 def test_vector_loads_and_stores_keep_order():
@@ -190,6 +193,19 @@ def test_outputs_that_are_not_written_completely_are_listed():
     y = empty(64)
     report = run_ptx("mul.wide.u32 %d3, %tid, 4; add.u64 %d4, %a0, %d3; st.global.b32 [%d4], %tid;", y, roles="out")
     assert report.never_written == [("arg0", 32, 32)]
+
+
+def test_listing_what_is_not_written_takes_little_memory():
+    size = 1 << 22
+    memory = GlobalMemory([Span("out", 1 << 40, size, "out", 2)], track=True)
+    memory.regions[0].written[:64] = 1
+    tracemalloc.start()
+    try:
+        assert memory.never_written() == [("out", size // 2 - 32, 32)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 2 * size
 
 
 def test_unwritten_shared_memory_is_nan():
