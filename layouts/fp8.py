@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from hopwell.layouts._checks import FLOAT_TYPES, require_dtype, require_scale, require_tensor
@@ -73,8 +75,11 @@ def dequantize_fp8(data: torch.Tensor, scale: float | torch.Tensor, dtype: torch
 
 
 def saturate_e4m3(x: torch.Tensor) -> torch.Tensor:
-    """Convert float32 to e4m3. Older torch turns what is too large into NaN, hence the explicit clamp."""
-    return x.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    """Convert float32 to e4m3, clamped at +-448. Every NaN becomes 0x7f, as in ``cvt.rn.satfinite.e4m3x2``.
+
+    The clamp is explicit because older torch turns larger numbers into NaN. torch keeps the sign of NaN.
+    """
+    return torch.where(x.isnan(), math.nan, x).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
 
 
 def scale_to_range(x: torch.Tensor, largest: float) -> torch.Tensor:
