@@ -9,22 +9,32 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell import _checks as checks
+from hopwell import _device_data, _switches
 from hopwell._cache import KV_LAYOUTS, SCALE_TYPES, pair_or_tensor
 from hopwell._features import require_problem
 from hopwell._launch import CAPACITY
 from hopwell._repeat import ALIGNMENT_MASK, extent_bytes, metadata
-from hopwell.kernels import support
-from hopwell.kernels.append_config import AppendProblem, CacheType
+from hopwell.kernels import append_data, support
+from hopwell.kernels.append_config import SMALLEST_SCALE, AppendAddresses, AppendProblem, CacheType
 from hopwell.kernels.append_plan import AppendPlan, operands
+from hopwell.kernels.launch import address_of
 from hopwell.kernels.problem import PageTable
 from hopwell.layouts import NVFP4_BLOCK, KVViews, VScaleLayout, block_scale_views, paged_kv_views
 
 CACHE_TYPES = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
-INDICES = (torch.int32, torch.uint32)  # the kernel reads neighbouring words, which 64-bit indices are not
 V_SCALE_LAYOUTS = tuple(layout.value for layout in VScaleLayout)
 INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # what page sizes and V's head dims are multiples of
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # what is smaller may be 0 in float32
 ALIGNED, LARGE = 4, 6  # operands that begin on 16 bytes, and those whose memory is looked at: they come first
+# Arguments whose names differ from their operands'. The table of pages has one of two names.
+ARGUMENTS = {
+    "key": "append_key",
+    "value": "append_value",
+    "key_cache": "paged_kv_cache",
+    "value_cache": "paged_kv_cache",
+    "key_scales": "kv_cache_sf",
+    "value_scales": "kv_cache_sf",
+    "page_starts": "kv_indptr",
+}
 
 
 class AppendArguments(NamedTuple):
@@ -59,6 +69,12 @@ class AppendArguments(NamedTuple):
         """Return the block scales as the caller gave them: one tensor, a pair, or None."""
         return self.scales if self.value_scales is None else (self.scales, self.value_scales)
 
+    def name(self, operand: str) -> str:
+        """Return the argument that an operand of the kernel lies in."""
+        if operand in ("key_table", "value_table"):
+            return "kv_indices" if self.block_tables is None else "block_tables"
+        return ARGUMENTS.get(operand, operand)
+
     def sources(self) -> tuple[Any, ...]:
         """Return the arguments that the operands of the kernel lie in, in their order."""
         table = self.kv_indices if self.block_tables is None else self.block_tables
@@ -73,6 +89,7 @@ class AppendCalls:
 
     def __init__(self) -> None:
         self._checked: dict[Hashable, _Repeat] = {}
+        _switches.on_switch(self._checked.clear)
 
     def run(self, arguments: AppendArguments) -> None:
         """Check what has to be checked, and launch."""
@@ -84,12 +101,14 @@ class AppendCalls:
         if found is not None and found.run(arguments):
             return
         problem = append_problem(arguments)
+        on, looks = problem.key.device, _device_data.is_enabled()
+        if looks:
+            _device_data.check(append_data.rules_of(problem), on, arguments.name)
         plan = AppendPlan(problem)
-        plan.launch(operands(problem))
-        on = problem.key.device
+        plan.launch(operands(problem), arguments.name)
         # A tensor that lies elsewhere was read, and has to be in each call.
         here = all(value.device == on for value in arguments if isinstance(value, torch.Tensor))
-        if plan.has_work and plan.repeatable and here:
+        if plan.has_work and plan.repeatable and here and not looks:
             if len(self._checked) >= CAPACITY:
                 self._checked.clear()
             self._checked[key] = _Repeat(arguments, problem, plan)
@@ -102,7 +121,10 @@ class _Repeat:
         self._plan = plan
         views = operands(problem)
         pairs = zip(views, arguments.sources(), strict=True)
-        self._offsets = [None if view is None else view.data_ptr() - source.data_ptr() for view, source in pairs]
+        self._offsets = [
+            None if view is None else address_of(operand, view) - source.data_ptr()
+            for operand, (view, source) in zip(AppendAddresses._fields, pairs, strict=True)
+        ]
         sizes = [extent_bytes(view) for view in views[:LARGE]]
         at = [0 if view is None else view.data_ptr() for view in views[:LARGE]]
         self._pairs = [
@@ -250,7 +272,7 @@ def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, Pag
         batch, table = starts.shape[0] - 1, PageTable(ids, ids)
     else:
         tables = checks.tensor("block_tables", a.block_tables)
-        checks.dtype("block_tables", tables, INDICES)
+        checks.dtype("block_tables", tables, checks.INTEGERS)
         _on("block_tables", tables, on)
         starts, batch = None, tables.shape[0] if tables.dim() else 0
         table = checks.page_table(tables, batch, on, shared=shared)
@@ -260,9 +282,9 @@ def _pages(a: AppendArguments, shared: bool, on: torch.device) -> tuple[int, Pag
 
 
 def _index(name: str, value: Any, dim: tuple[str, int | None], on: torch.device) -> torch.Tensor:
-    """Check and return a contiguous 1-D tensor of 32-bit integers."""
+    """Check and return a contiguous 1-D tensor of indices."""
     checked = checks.tensor(name, value)
-    checks.dtype(name, checked, INDICES)
+    checks.dtype(name, checked, checks.INTEGERS)
     _on(name, checked, on)
     checks.shape(name, checked, dim)
     checks.unit_stride(name, checked)

@@ -292,8 +292,8 @@ def context_problem(call: ContextCall) -> AttentionProblem:
 CONTEXT_PLACES = Places(
     tensors=(
         "query",
-        "k",
-        "v",
+        "kv_cache",
+        "kv_cache[1]",
         "block_tables",
         "seq_lens",
         "cum_seq_lens_q",
@@ -305,8 +305,8 @@ CONTEXT_PLACES = Places(
     ),
     operands={
         "query": "query",
-        "key": "k",
-        "value": ("v", "k"),
+        "key": "kv_cache",
+        "value": ("kv_cache[1]", "kv_cache"),
         "q_offsets": "cum_seq_lens_q",
         "kv_lens": "seq_lens",
         "key_table": "block_tables",

@@ -8,9 +8,11 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell import _checks as checks
+from hopwell import _device_data
 from hopwell._features import require_problem
 from hopwell._repeat import Places
 from hopwell.kernels import support
+from hopwell.kernels.device_data import scale_rule
 from hopwell.kernels.problem import (
     AttentionProblem,
     LogSumExp,
@@ -23,6 +25,7 @@ from hopwell.layouts import KVLayout, KVViews, ragged_kv_views, separate_kv_view
 
 KV_NAMES = ("k_cache", "v_cache")
 OR_TOKENS = "a torch.Tensor, or None where batch_offsets_{} counts tokens"  # the lengths that a call may give
+SCALE_PRODUCT = "scale * q_scale * k_scale"  # messages' name of the factor that kernels read
 
 
 class CudnnCall(NamedTuple):
@@ -278,6 +281,9 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
         if q.dtype != checks.FP8:
             raise ValueError(f"{name} must be None for q of {q.dtype}: it scales {checks.FP8} inputs")
         given[name] = checks.scale(name, factor, on)
+    if _device_data.is_enabled():  # the product would not tell which of them is wrong
+        tensors = ((name, factor) for name, factor in given.items() if isinstance(factor, torch.Tensor))
+        _device_data.check([scale_rule(name, factor) for name, factor in tensors], on)
     product = checks.host_float("scale", scale, minimum=0.0)
     for name in ("q_scale", "k_scale"):
         product = product if given[name] is None else given[name] * product
@@ -317,7 +323,7 @@ CUDNN_PLACES = Places(
         "batch_offsets_k",
         "batch_offsets_v",
         "batch_offsets_stats",
-        "scale",
+        SCALE_PRODUCT,
         "v_scale",
     ),
     operands={
@@ -329,7 +335,7 @@ CUDNN_PLACES = Places(
         "kv_lens": "actual_seq_lens_kv",
         "key_table": "block_tables",
         "value_table": "block_tables",
-        "softmax_scale": "scale",
+        "softmax_scale": SCALE_PRODUCT,
         "output_scale": "v_scale",
         "lse_offsets": "batch_offsets_stats",
     },

@@ -141,13 +141,12 @@ def check_counter_buffer(value: Any) -> None:
         checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
 
 
-def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, latent: bool = False) -> Places:
-    """Say where the operands of an entry for decode lie, where these two arguments are called so; ``latent``: there is
-    one tensor of keys and values, and nothing that has to do with two. The log-sum-exp is a result, which is found by
-    itself."""
-    pair = ("k", "v"), ("o_scale", "mask", "kv_cache_sf", "kv_cache_sf[1]")
+def decode_places(q_offsets: str, *, latent: bool = False) -> Places:
+    """Return the places of the operands of an entry for decode whose cumulative lengths are called ``q_offsets``.
+    ``latent``: one tensor has keys and values. The log-sum-exp is a result and has no place."""
+    pair = ("kv_cache", "kv_cache[1]"), ("o_scale", "mask", "kv_cache_sf", "kv_cache_sf[1]")
     cache, own = (("kv_cache",), ()) if latent else pair
-    shared = ("block_tables", kv_lens, "bmm1_scale", "bmm2_scale", "sinks")
+    shared = ("block_tables", "seq_lens", "bmm1_scale", "bmm2_scale", "sinks")
     of_pairs: dict[str, str | tuple[str, ...]] = {
         "output_factor": "o_scale",
         "draft_mask": "mask",
@@ -162,7 +161,7 @@ def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, latent: bool = F
             "value": cache[::-1],
             "q_offsets": q_offsets,
             "k_offsets": "causal_seqlens_kv_global",  # see launch.Addresses
-            "kv_lens": kv_lens,
+            "kv_lens": "seq_lens",
             "key_table": "block_tables",
             "value_table": "block_tables",
             "softmax_scale": "bmm1_scale",

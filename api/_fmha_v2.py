@@ -219,11 +219,11 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
 
 FMHA_V2_PLACES = Places(
     # The fourth argument is no tensor: the distance of V from K in a pool.
-    tensors=("query", "k", "v", "pool", "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables", "sinks"),
+    tensors=("qkv", "qkv[1]", "qkv[2]", "pool", "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables", "sinks"),
     operands={
-        "query": "query",
-        "key": ("k", "query"),
-        "value": ("v", "k", "query"),
+        "query": "qkv",
+        "key": ("qkv[1]", "qkv"),
+        "value": ("qkv[2]", "qkv[1]", "qkv"),
         "q_offsets": "cum_seq_lens_q",
         "k_offsets": "cum_seq_lens_kv",
         "v_offsets": "cum_seq_lens_kv",

@@ -11,6 +11,7 @@ and over. So the latest calls are recognised without one, see :mod:`hopwell._rep
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,6 +20,7 @@ import torch
 from hopwell import _device_data, _switches
 from hopwell._repeat import Arguments, Checked, Launch, Places, Repeat, Results, metadata
 from hopwell.kernels import Plan
+from hopwell.kernels.device_data import rules_of
 from hopwell.kernels.problem import AttentionProblem
 
 CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
@@ -93,18 +95,26 @@ class Calls:
         return results
 
     def run(
-        self, arguments: Arguments, problem: AttentionProblem, out: Any, stats: Any = None, rows: Sequence[int] = ()
+        self,
+        arguments: Arguments,
+        problem: AttentionProblem,
+        out: Any,
+        stats: Any = None,
+        rows: Sequence[int] = (),
+        renamed: Mapping[str, str] | None = None,
     ) -> Results:
         """Launch a problem that has just been checked, and remember it for calls with arguments like these.
 
         ``out`` and ``stats`` are the results as they are returned: the output if given, and the log-sum-exp or the
         statistics if asked for. An output allocated here has the problem's rows in dimensions of sizes ``rows``.
+        ``renamed`` has the caller's names of arguments that are called otherwise in ``places``.
         """
         looks = _device_data.is_enabled()
+        name = functools.partial(self.places.name, arguments=arguments, renamed=renamed or {})
         if looks:
-            _device_data.check(problem, self.places.name)
+            _device_data.check(rules_of(problem), problem.query.device, name)
         plan = Plan(problem)
-        result = plan.execute(problem)
+        result = plan.execute(problem, name)
         if out is None:
             out = result.unflatten(0, rows) if rows else result
         device = problem.query.device

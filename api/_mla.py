@@ -34,7 +34,7 @@ from hopwell.kernels.problem import (
     TokenOffsets,
 )
 from hopwell.kernels.splitting import most_new_tokens
-from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, low_words, mla_kv_views
+from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")
 SPARSE_BACKEND = "sparse"  # which serves lists alone
@@ -174,7 +174,7 @@ def _checked_cache(
 def _token_table(block_tables: Any, query: torch.Tensor, top_k: int) -> torch.Tensor:
     """Return the table of sparse attention, token indices, as [tokens, top_k]. It has the first dimensions of
     ``query``."""
-    ids = low_words(checks.index_tensor("block_tables", block_tables, query.device))
+    ids = checks.index_tensor("block_tables", block_tables, query.device)
     if query.dim() == 3:
         checks.shape("block_tables", block_tables, ("tokens", query.shape[0]), ("sparse_mla_top_k", top_k))
         checks.unit_stride("block_tables", block_tables)

@@ -109,9 +109,12 @@ class Places(NamedTuple):
                 return place
         raise AssertionError(f"operand {operand} of the kernel lies in no argument")
 
-    def name(self, operand: str) -> str:
-        """Say what an operand is called in messages."""
-        return next(iter(self._names(operand)), operand)
+    def name(self, operand: str, arguments: Arguments, renamed: Mapping[str, str]) -> str:
+        """Return the argument that an operand lies in, by the caller's name of it; the operand's own name for what lies
+        in none. An index behind the name stays: of ``kv_cache[1]``, ``kv_cache`` may be renamed."""
+        given = [name for name in self._names(operand) if isinstance(arguments[self.tensors.index(name)], torch.Tensor)]
+        name, bracket, index = (given[0] if given else operand).partition("[")
+        return renamed.get(name, name) + bracket + index
 
     def _names(self, operand: str) -> tuple[str, ...]:
         names = self.operands.get(operand, ())

@@ -13,7 +13,7 @@ from hopwell._repeat import Arguments
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
-_MLA = Calls(decode_places("cum_seq_lens_q", "seq_lens or sparse_mla_top_k_lens", latent=True))
+_MLA = Calls(decode_places("cum_seq_lens_q", latent=True))
 
 
 @opaque
@@ -146,7 +146,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
         ValueError: a wrong dtype, shape, stride, alignment, device or value; the message names the argument.
         NotImplementedError: a well-formed call that no kernel serves on this architecture; the message says what is.
     """
-    query_dtype = getattr(query, "dtype", None)
+    query_dtype, given_lens = getattr(query, "dtype", None), sparse_mla_top_k_lens
     if sparse_mla_top_k_lens is None and type(sparse_mla_top_k) is int and sparse_mla_top_k > 0:
         seq_lens, sparse_mla_top_k_lens = list_lengths(query, seq_lens, sparse_mla_top_k)
     arguments: Arguments = (
@@ -216,5 +216,6 @@ def trtllm_batch_decode_with_kv_cache_mla(
         problem = mla_problem(record(MlaCall, locals()))
         rows = query.shape[:2] if cum_seq_lens_q is None else ()
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
-        done = _MLA.run(arguments, problem, out, stats, rows)
+        renamed = {} if given_lens is None else {"seq_lens": "sparse_mla_top_k_lens"}
+        done = _MLA.run(arguments, problem, out, stats, rows, renamed)
     return done if return_lse else done[0]

@@ -3,11 +3,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from hopwell import _checks as checks
+from hopwell import _device_data
 from hopwell._append import AppendArguments, AppendCalls
+from hopwell._dynamo import opaque
 from hopwell._launch import halves
+from hopwell.kernels.device_data import INT32_MAX, INT32_MIN, Rule, ascending, signed
 
 __all__ = [
     "append_paged_kv_cache",
@@ -19,6 +24,7 @@ __all__ = [
 _APPEND = AppendCalls()
 
 
+@opaque
 def append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -40,9 +46,11 @@ def append_paged_kv_cache(
 ) -> None:
     """Write new keys and values into the pages of a cache, quantized as its dtype says.
 
-    One launch, without waiting for the device, so that it can be captured in a CUDA graph. A token whose request,
-    position or page id is negative or past the end of what is given is not written, so that graphs may have room for
-    more tokens than there are. Which of two tokens with the same place is written is not defined.
+    The call is one launch and does not wait for the device, so that CUDA graphs can capture it. Graphs may have room
+    for more tokens than there are: a token with a negative batch index or position is padding and is not written. A
+    token past the pages of its request is not written either, nor is one of a request that does not exist, or whose
+    page id is out of range: such a token is lost, and ``HOPWELL_CHECK=1`` reports it. Which of two tokens with the
+    same place is written is not defined.
 
     Rounding is that of ``hopwell.layouts``: e4m3 takes x / scale rounded to nearest even, clamped at +-448; NVFP4 takes
     a scale factor e4m3(max / 6) for each 16 elements of x / scale, and codes of what remains, clamped at +-6.
@@ -53,24 +61,26 @@ def append_paged_kv_cache(
         append_key: bfloat16 or float16 [tokens, kv_heads, head_dim]; token and head strides are free multiples of 16
             bytes, so that a slice of packed QKV will do.
         append_value: likewise; its head_dim may differ.
-        batch_indices: int32 [tokens], the request that a token belongs to.
-        positions: int32 [tokens], the place of a token among the keys of its request.
+        batch_indices: int32, uint32 or int64 [tokens], the request that a token belongs to; negative for padding.
+        positions: likewise, the place of a token among the keys of its request; negative for padding.
         paged_kv_cache: a pair (K, V) of [pages, page_size, kv_heads, head_dim] ("NHD") or
             [pages, kv_heads, page_size, head_dim] ("HND"), or one tensor stacked on dimension 1. In the dtype of
             append_key, float8_e4m3fn, or uint8 for NVFP4, with head_dim / 2 as the last dimension. page_size is a power
             of two up to 1024.
-        kv_indices: int32 [pages], page ids of the requests in a row.
-        kv_indptr: int32 [batch + 1], where those of each request begin in ``kv_indices``.
-        kv_last_page_len: int32 [batch] or None. It enters no computation, as ``positions`` say the same.
+        kv_indices: int32, uint32 or int64 [pages], page ids of the requests in a row.
+        kv_indptr: likewise [batch + 1], where those of each request begin in ``kv_indices``.
+        kv_last_page_len: likewise [batch], or None. It enters no computation, as ``positions`` say the same.
         kv_layout: "NHD" or "HND".
-        k_scale: what keys are divided by: a positive float, or one float32 in a tensor, unchecked. The global scale of
-            NVFP4. Belongs into ``bmm1_scale`` of the attention call. 1.0 for 16-bit caches.
-        v_scale: what values are divided by, likewise, for ``bmm2_scale``.
+        k_scale: divisor of keys: a positive float, or one float32 in a tensor, of which only ``HOPWELL_CHECK=1`` reads
+            the value. The global scale of NVFP4. Belongs into ``bmm1_scale`` of the attention call. 1.0 for 16-bit
+            caches.
+        v_scale: divisor of values, likewise, for ``bmm2_scale``.
         kv_cache_sf: block scales of an NVFP4 cache, float8_e4m3fn or uint8, as a pair or stacked like the cache, with
             head_dim / 16 as the last dimension.
         v_scale_layout: "linear" for ``xqa_batch_decode_with_kv_cache``, "interleaved" (by four tokens) for
             ``trtllm_batch_context_with_kv_cache``. Their caches cannot be told apart.
-        block_tables: int32 [batch, pages_per_request], page ids in place of ``kv_indices`` and ``kv_indptr``.
+        block_tables: int32, uint32 or int64 [batch, pages_per_request], page ids in place of ``kv_indices`` and
+            ``kv_indptr``.
         uses_shared_paged_kv_idx: False for ``block_tables`` [batch, 2, pages_per_request] with ids of K and of V.
         enable_pdl: programmatic dependent launch; None means where the device has it.
 
@@ -104,6 +114,7 @@ def append_paged_kv_cache(
     )
 
 
+@opaque
 def nvfp4_quantize_append_paged_kv_cache(
     append_key: torch.Tensor,
     append_value: torch.Tensor,
@@ -163,17 +174,18 @@ def nvfp4_quantize_append_paged_kv_cache(
     )
 
 
+@opaque
 def get_batch_indices_positions(
     append_indptr: torch.Tensor, seq_lens: torch.Tensor, nnz: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Say for each new token to which request it belongs and where in it, as :func:`append_paged_kv_cache` wants it.
+    """Compute the request and the position of each new token, as :func:`append_paged_kv_cache` takes them.
 
     New tokens are the last ones of their requests. Nothing waits for the device.
 
     Args:
-        append_indptr: int32 [batch + 1], where the new tokens of each request begin.
-        seq_lens: int32 [batch], tokens of each request, new ones included.
-        nnz: how many tokens to say it for, the last element of ``append_indptr`` or more.
+        append_indptr: int32, uint32 or int64 [batch + 1], where the new tokens of each request begin.
+        seq_lens: int32, uint32 or int64 [batch], tokens of each request, new ones included.
+        nnz: number of tokens in the results, the last element of ``append_indptr`` or more.
 
     Returns:
         (batch_indices, positions): int32 [nnz] each, -1 for tokens of no request.
@@ -183,33 +195,33 @@ def get_batch_indices_positions(
         ValueError: a wrong dtype, shape or device.
 
     >>> starts = torch.tensor([0, 1, 3, 3, 6], dtype=torch.int32)
-    >>> get_batch_indices_positions(starts, torch.tensor([5, 5, 5, 5], dtype=torch.int32), 7)[1].tolist()
+    >>> get_batch_indices_positions(starts, torch.tensor([5, 5, 5, 5]), 7)[1].tolist()
     [4, 3, 4, 2, 3, 4, -1]
     """
-    starts = checks.main_tensor("append_indptr", append_indptr)
-    checks.dtype("append_indptr", starts, (torch.int32,))
-    checks.shape("append_indptr", starts, ("batch + 1", None))
-    batch = starts.shape[0] - 1
-    if batch < 1:
-        raise ValueError(f"append_indptr must have batch + 1 elements of at least one request, got {batch + 1}")
-    lengths = checks.tensor("seq_lens", seq_lens)
-    checks.dtype("seq_lens", lengths, (torch.int32,))
-    checks.shape("seq_lens", lengths, ("batch", batch))
-    if lengths.device != starts.device:
-        raise ValueError(f"seq_lens must be on {starts.device}, the device of append_indptr, got {lengths.device}")
-    token = torch.arange(checks.host_int("nnz", nnz), dtype=torch.int32, device=starts.device)
-    request = torch.searchsorted(starts.contiguous(), token, right=True, out_int32=True) - 1
+    starts, lengths = _starts_and("append_indptr", append_indptr, "seq_lens", seq_lens)
+    nnz = checks.host_int("nnz", nnz)
+    batch, counts = lengths.shape[0], starts[1:] - starts[:-1]
+    if _device_data.is_enabled():
+        text = f"at most {nnz}, the number of tokens that the call gives as nnz"
+        rules = [
+            Rule("append_indptr", starts, starts > nnz, lambda index: text),
+            Rule("seq_lens", lengths, lengths < counts, lambda i: f"at least {int(counts[i])}, its new tokens"),
+        ]
+        _device_data.check([ascending("append_indptr", starts), *rules], starts.device)
+    token = torch.arange(nnz, device=starts.device)
+    request = torch.searchsorted(starts, token, right=True) - 1
     owner = request.clamp(max=batch - 1)
     position = lengths[owner] - starts[owner + 1] + token
-    return torch.where(request < batch, request, -1), torch.where(request < batch, position, -1)
+    return _int32(torch.where(request < batch, request, -1)), _int32(torch.where(request < batch, position, -1))
 
 
+@opaque
 def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_size: int) -> torch.Tensor:
-    """Say how many tokens each request has, by its pages.
+    """Compute the number of tokens of each request from its pages.
 
     Args:
-        kv_indptr: int32 [batch + 1], where the pages of each request begin.
-        kv_last_page_len: int32 [batch], tokens in the last page of each.
+        kv_indptr: int32, uint32 or int64 [batch + 1], where the pages of each request begin.
+        kv_last_page_len: int32, uint32 or int64 [batch], tokens in the last page of each.
         page_size: tokens of a page.
 
     Returns:
@@ -217,16 +229,35 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
 
     Raises:
         TypeError: an argument of a wrong Python type.
-        ValueError: a wrong dtype or shape.
+        ValueError: a wrong dtype, shape or device.
 
-    >>> get_seq_lens(torch.tensor([0, 3, 4], dtype=torch.int32), torch.tensor([13, 8], dtype=torch.int32), 16).tolist()
+    >>> get_seq_lens(torch.tensor([0, 3, 4]), torch.tensor([13, 8]), 16).tolist()
     [45, 8]
     """
-    starts = checks.main_tensor("kv_indptr", kv_indptr)
-    checks.dtype("kv_indptr", starts, (torch.int32,))
-    checks.shape("kv_indptr", starts, ("batch + 1", None))
-    last = checks.tensor("kv_last_page_len", kv_last_page_len)
-    checks.dtype("kv_last_page_len", last, (torch.int32,))
-    checks.shape("kv_last_page_len", last, ("batch", starts.shape[0] - 1))
+    starts, last = _starts_and("kv_indptr", kv_indptr, "kv_last_page_len", kv_last_page_len)
     size = checks.host_int("page_size", page_size, minimum=1)
-    return (starts[1:] - starts[:-1] - 1).clamp(min=0) * size + last
+    if _device_data.is_enabled():
+        outside = Rule("kv_last_page_len", last, (last < 0) | (last > size), lambda index: f"in [0, {size}]")
+        _device_data.check([ascending("kv_indptr", starts), outside], starts.device)
+    return _int32((starts[1:] - starts[:-1] - 1).clamp(min=0) * size + last)
+
+
+def _starts_and(starts_name: str, starts: Any, name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Check [batch + 1] starts of requests, and [batch] of what else requests have, and return both as int64."""
+    checks.main_tensor(starts_name, starts)
+    checks.dtype(starts_name, starts, checks.INTEGERS)
+    checks.shape(starts_name, starts, ("batch + 1", None))
+    batch = starts.shape[0] - 1
+    if batch < 1:
+        raise ValueError(f"{starts_name} must have batch + 1 elements of at least one request, got {batch + 1}")
+    checks.tensor(name, value)
+    checks.dtype(name, value, checks.INTEGERS)
+    checks.shape(name, value, ("batch", batch))
+    if value.device != starts.device:
+        raise ValueError(f"{name} must be on {starts.device}, the device of {starts_name}, got {value.device}")
+    return signed(starts).contiguous(), signed(value)
+
+
+def _int32(values: torch.Tensor) -> torch.Tensor:
+    """Convert int64 to int32. Larger magnitudes become the largest ones: they must not turn into valid positions."""
+    return values.clamp(INT32_MIN, INT32_MAX).int()

@@ -33,7 +33,8 @@ def _checked_context(arguments: Arguments, call: ContextCall) -> Results:
     if out is None and problem.out is not None and problem.out_scales is not None:
         shape = (*call.query.shape[:-1], problem.v_dim)
         out = FP4Tensor(problem.out, problem.out_scales.tensor, original_shape=shape)
-    return _CONTEXT.run(arguments, problem, out, stats)
+    renamed = None if call.kv_cache_sf is None else {"kv_block_scales": "kv_cache_sf"}
+    return _CONTEXT.run(arguments, problem, out, stats, renamed=renamed)
 
 
 @opaque

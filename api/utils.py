@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
+__all__ = ["FP4Tensor"]
+
 
 class FP4Tensor:
     """An NVFP4 tensor: packed e2m1 values with one e4m3 scale per 16 of them.

@@ -15,7 +15,7 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr
 from hopwell.kernels.append_config import AppendAddresses, AppendConfig, AppendGeometry, CacheType
 from hopwell.kernels.elements import HALFWORD_BYTES, INTERLEAVED_TOKENS
 from hopwell.kernels.parts import copy, quantize
-from hopwell.kernels.parts.device import DeviceStruct, global_array, load_scale
+from hopwell.kernels.parts.device import DeviceStruct, load_scale, load_wide_index
 from hopwell.kernels.skeleton import example_arguments
 
 THREADS = 128
@@ -99,30 +99,31 @@ class Append:
         if part == 0:
             scale = load_scale(a.k_scale, k_scale)
             page, row = self.place(a, g, token, a.key_table, g.key_table_row)
-            if page >= 0 and page < Int32(g.k_pages):
+            if page >= 0 and page < g.k_pages:
                 self.write(Destination.of_keys(a, g), Int32(g.kv_heads), token, page, row, scale)
         else:
             scale = load_scale(a.v_scale, v_scale)
             page, row = self.place(a, g, token, a.value_table, g.value_table_row)
-            if page >= 0 and page < Int32(g.v_pages):
+            if page >= 0 and page < g.v_pages:
                 interleaves = self.kind is CacheType.NVFP4_INTERLEAVED
                 self.write(Destination.of_values(a, g, interleaves), Int32(g.kv_heads), token, page, row, scale)
 
     @cute.jit
     def place(self, a, g, token, table, table_row):
         """Return the page that a token belongs into, -1 for none, and the row in it."""
-        request = global_array(Int32, a.batch_indices)[token]
-        position = global_array(Int32, a.positions)[token]
-        page, shift = Int32(-1), Int32(g.page_shift)
-        if request >= 0 and request < Int32(g.batch) and position >= 0:
+        request = load_wide_index(a.batch_indices, token)
+        position = load_wide_index(a.positions, token)
+        page, shift = Int64(-1), Int64(g.page_shift)
+        if request >= 0 and request < g.batch and position >= 0:
             index = position >> shift
             first, end = request * table_row, request * table_row + g.table_width
             if a.page_starts != 0:
-                first = Int64(global_array(Int32, a.page_starts)[request])
-                end = cutlass.min(Int64(global_array(Int32, a.page_starts)[request + 1]), g.table_width)
-            if first >= 0 and first + index < end:
-                page = global_array(Int32, table)[first + index]
-        return page, position & ((Int32(1) << shift) - 1)
+                first = load_wide_index(a.page_starts, request)
+                end = cutlass.min(load_wide_index(a.page_starts, request + 1), g.table_width)
+            # The difference does not overflow where the conditions before it hold.
+            if first >= 0 and first < end and index < end - first:
+                page = load_wide_index(table, first + index)
+        return page, position & ((Int64(1) << shift) - 1)
 
     @cute.jit
     def write(self, to: Destination, heads, token, page, row, scale) -> None:

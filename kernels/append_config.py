@@ -14,6 +14,8 @@ from hopwell.kernels import support
 from hopwell.kernels.config import DTYPES
 from hopwell.kernels.problem import Family, PageTable
 
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # what is smaller may be 0 in float32
+
 
 class CacheType(enum.Enum):
     """What the kernel writes."""
@@ -42,9 +44,9 @@ class AppendProblem:
         key, value: [tokens, kv_heads, head_dim], rows of which begin on 16 bytes.
         key_cache, value_cache: canonical views [pages, kv_heads, page_size, stored head_dim].
         key_scales, value_scales: of NVFP4, [pages, kv_heads, page_size, head_dim / 16], else None.
-        batch_indices, positions: int32 [tokens].
+        batch_indices, positions: int32, uint32 or int64 [tokens], as all indices may be. Negative ones are padding.
         page_table: ids of K's and of V's pages: 2-D, or 1-D where ``page_starts`` says where a request's begin.
-        page_starts: int32 [batch + 1] or None.
+        page_starts: [batch + 1] or None.
         batch: number of requests.
         k_scale, v_scale: what is divided by before it is rounded: floats, or one float32 on the device.
         kind: what is written.
@@ -71,7 +73,7 @@ class AppendProblem:
 
 
 class AppendAddresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent."""
+    """Device addresses in bytes; 0 means absent. Those of int64 indices are odd, see ``launch.address_of``."""
 
     key: int
     value: int

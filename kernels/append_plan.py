@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,12 +12,12 @@ import tvm_ffi
 from hopwell.kernels import support
 from hopwell.kernels.append_config import AppendAddresses, AppendGeometry, AppendProblem, resolve_append
 from hopwell.kernels.config import page_and_head_stride
-from hopwell.kernels.launch import named_tuple
+from hopwell.kernels.launch import address_of, named_tuple
 from hopwell.kernels.plan import bind, device_anchor, emulated_memory
 
 # The tensors whose addresses are AppendAddresses, by the same names.
 AppendOperands = named_tuple("AppendOperands", *AppendAddresses._fields)
-RESULTS = ("key_cache", "value_cache", "key_scales", "value_scales")
+CACHES = ("key_cache", "value_cache", "key_scales", "value_scales")
 
 
 class AppendPlan:
@@ -39,12 +39,14 @@ class AppendPlan:
             )
             self.anchor = device_anchor(device)
 
-    def launch(self, views: Sequence[torch.Tensor | None]) -> None:
-        """Launch with ``operands`` of the plan's problem."""
+    def launch(self, views: Sequence[torch.Tensor | None], name: Callable[[str], str] = str) -> None:
+        """Launch with ``operands`` of the plan's problem. ``name`` returns what the emulator's messages call one."""
         if self.has_work:
-            named = dict(zip(AppendAddresses._fields, views, strict=True))
-            with contextlib.nullcontext() if self.repeatable else emulated_memory(named, RESULTS):
-                self.launch_at([0 if view is None else view.data_ptr() for view in views])
+            named = [*zip(AppendAddresses._fields, views, strict=True)]
+            # Most of a cache stays as it is.
+            spans = [(name(operand), "inout" if operand in CACHES else "in", view) for operand, view in named]
+            with contextlib.nullcontext() if self.repeatable else emulated_memory(spans):
+                self.launch_at([address_of(operand, view) for operand, view in named])
 
     def launch_at(self, addresses: Sequence[int]) -> None:
         """Launch on the current stream of the plan's device; ``addresses`` are those of :class:`AppendAddresses`."""
@@ -89,7 +91,7 @@ def geometry(problem: AppendProblem) -> AppendGeometry:
         k_dim=p.key.shape[2],
         v_dim=p.value.shape[2],
         page_shift=p.key_cache.shape[2].bit_length() - 1,
-        key_table_row=table.key.stride(0) if has_rows else 0,
+        key_table_row=table.key.stride(0) if has_rows else 0,  # in page ids, whatever their dtype
         value_table_row=table.value.stride(0) if has_rows else 0,
         table_width=table.key.shape[-1],
         k_pages=p.key_cache.shape[0],

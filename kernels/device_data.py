@@ -6,13 +6,15 @@ waits once for the answers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 
 from hopwell.kernels.elements import INTERLEAVED_TOKENS, SCALE_COLUMNS
 from hopwell.kernels.problem import AttentionProblem, BlockScales, Family, PageTable, Shard, TokenOffsets
+
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -54,23 +56,24 @@ class Extent:
     length_operand: str
 
 
-def first_fault(problem: AttentionProblem, *, defined: bool = True) -> Fault | None:
-    """Return the first fault in what a launch would read; ``defined`` says whether those that kernels clamp count.
+def first_fault(rules: Iterable[Rule], *, defined: bool = True) -> Fault | None:
+    """Return the first element that breaks one of ``rules``; ``defined`` says whether those that kernels clamp count.
 
     The host waits for the device once, and where there is a fault a second time.
     """
-    rules = [rule for rule in _rules(problem) if rule.wrong.numel() and (defined or not rule.is_defined)]
-    if not rules:
+    counted = [rule for rule in rules if rule.wrong.numel() and (defined or not rule.is_defined)]
+    if not counted:
         return None
-    wrong = torch.stack([rule.wrong.any() for rule in rules]).tolist()
-    for rule, is_wrong in zip(rules, wrong, strict=True):
+    wrong = torch.stack([rule.wrong.any() for rule in counted]).tolist()
+    for rule, is_wrong in zip(counted, wrong, strict=True):
         if is_wrong:
             index = tuple(rule.wrong.nonzero()[0].tolist())
             return Fault(rule.operand, index, rule.values[index].item(), rule.text(index))
     return None
 
 
-def _rules(problem: AttentionProblem) -> Iterator[Rule]:
+def rules_of(problem: AttentionProblem) -> Iterator[Rule]:
+    """Yield the rules for what a launch of ``problem`` reads besides queries, keys and values."""
     p = problem
     yield from _scales(p)
     queries = _extent(p.q_offsets, p.q_lens, "q_offsets", "q_lens", p)
@@ -80,11 +83,12 @@ def _rules(problem: AttentionProblem) -> Iterator[Rule]:
     yield from _offsets(p.q_offsets, "q_offsets", queries, p.query.shape[0])
     yield from _offsets(p.o_offsets, "o_offsets", queries, p.query.shape[0])
     if p.lse is not None:
-        yield from _whole_tokens(p.lse.offsets, "lse_offsets", p.batch)
+        yield from _offsets(p.lse.offsets, "lse_offsets", queries, p.lse.tensor.shape[-2], is_clipped=True)
     yield from _lengths(keys)
     if p.shard is not None:
         yield from _shard(p.shard, queries, keys)
     if p.token_table is not None:
+        yield from _at_most(keys, INT32_MAX, "what kernels read of it", is_defined=True)
         yield from _lists(p, queries, keys)
     elif p.page_table is not None:
         (_, heads, page_size, _), columns = p.key.shape, p.page_table.key.shape[1]
@@ -100,10 +104,9 @@ def _rules(problem: AttentionProblem) -> Iterator[Rule]:
         if p.kv_scales is not None:
             yield from _block_scales(p, p.kv_scales, p.page_table, queries, keys)
     else:
+        yield from _at_most(keys, p.key.shape[2], "the rows of the keys")
         yield from _offsets(p.k_offsets, "k_offsets", keys, p.key.shape[2])
         yield from _offsets(p.v_offsets, "v_offsets", keys, p.value.shape[2])
-        if p.k_offsets is None:
-            yield from _at_most(keys, p.key.shape[2], "the rows of the keys")
     if p.family is Family.MLA and p.key.dtype == torch.uint8:
         yield _scales_in_rows(p, queries, keys)
 
@@ -119,15 +122,15 @@ def _extent(
     if offsets is not None:
         starts = _tokens(offsets)[: p.batch]
     if lengths is not None:
-        return Extent(starts, _signed(lengths), start_operand, length_operand)
+        return Extent(starts, signed(lengths), start_operand, length_operand)
     if offsets is None:  # every request of decode has as many
         return Extent(torch.arange(p.batch, device=p.query.device) * p.max_q_len, starts + p.max_q_len, "", "")
     return Extent(starts, _tokens(offsets)[1 : p.batch + 1] - starts, start_operand, "")
 
 
-def _signed(lengths: torch.Tensor) -> torch.Tensor:
-    """Return lengths as kernels read them, which is as int32."""
-    return lengths.view(-1).view(torch.int32).long() if lengths.dtype == torch.uint32 else lengths.view(-1).long()
+def signed(indices: torch.Tensor) -> torch.Tensor:
+    """Return indices as int64. Kernels read uint32 as int32, and so does this."""
+    return indices.view(torch.int32).long() if indices.dtype == torch.uint32 else indices.long()
 
 
 def _tokens(offsets: TokenOffsets) -> torch.Tensor:
@@ -141,10 +144,17 @@ def _scales(p: AttentionProblem) -> Iterator[Rule]:
         ("output_factor", p.output_factor),
     ):
         if isinstance(scale, torch.Tensor):
-            wrong, text = ~scale.isfinite(), "finite"
-            if operand == "softmax_scale":
-                wrong, text = wrong | (scale < 0), "finite and not negative"
-            yield Rule(operand, scale, wrong, _always(text), is_defined=True)
+            yield scale_rule(operand, scale, is_signed=operand != "softmax_scale")
+    if p.sinks is not None:
+        yield Rule("sinks", p.sinks, p.sinks.isnan(), _always("a number"), is_defined=True)
+
+
+def scale_rule(operand: str, scale: torch.Tensor, *, is_signed: bool = False) -> Rule:
+    """Return the rule for a scale: finite, and not negative unless it ``is_signed``."""
+    wrong, text = ~scale.isfinite(), "finite"
+    if not is_signed:
+        wrong, text = wrong | (scale < 0), "finite and not negative"
+    return Rule(operand, scale, wrong, _always(text), is_defined=True)
 
 
 def _always(text: str) -> Callable[[tuple[int, ...]], str]:
@@ -157,10 +167,7 @@ def _lengths(extent: Extent) -> Iterator[Rule]:
         text = "0 or more"
         yield Rule(extent.length_operand, extent.lengths, extent.lengths < 0, lambda index: text, is_defined=True)
     elif extent.start_operand:
-        ends = extent.starts + extent.lengths
-        falls = torch.cat([torch.zeros_like(ends[:1], dtype=torch.bool), extent.lengths < 0])
-        values = torch.cat([extent.starts[:1], ends])
-        yield Rule(extent.start_operand, values, falls, lambda index: "at least the one before it", is_defined=True)
+        yield ascending(extent.start_operand, torch.cat([extent.starts[:1], extent.starts + extent.lengths]))
 
 
 def _at_most(extent: Extent, most: int, what: str, *, is_defined: bool = False) -> Iterator[Rule]:
@@ -177,6 +184,12 @@ def _at_most(extent: Extent, most: int, what: str, *, is_defined: bool = False) 
         yield Rule(operand, ends, wrong, lambda index: f"at most {most}, {what}, more than the one before", is_defined)
 
 
+def ascending(operand: str, starts: torch.Tensor) -> Rule:
+    """Return the rule for starts of requests that lie one behind the other."""
+    falls = torch.cat([torch.zeros_like(starts[:1], dtype=torch.bool), starts[1:] < starts[:-1]])
+    return Rule(operand, starts, falls, _always("at least the one before it"), is_defined=True)
+
+
 def _whole_tokens(offsets: TokenOffsets | None, operand: str, batch: int) -> Iterator[Rule]:
     if offsets is not None and offsets.token_elements > 1:
         values = offsets.tensor.view(-1).long()[:batch]
@@ -184,20 +197,23 @@ def _whole_tokens(offsets: TokenOffsets | None, operand: str, batch: int) -> Ite
         yield Rule(operand, values, values % offsets.token_elements != 0, lambda index: text, is_defined=True)
 
 
-def _offsets(offsets: TokenOffsets | None, operand: str, extent: Extent, rows: int) -> Iterator[Rule]:
-    """Requests lie within ``rows`` tokens."""
+def _offsets(
+    offsets: TokenOffsets | None, operand: str, extent: Extent, rows: int, *, is_clipped: bool = False
+) -> Iterator[Rule]:
+    """Requests lie within ``rows`` tokens; ``is_clipped``: kernels leave out what is past their end."""
     if offsets is None:
         return
     yield from _whole_tokens(offsets, operand, len(extent.lengths))
     starts = _tokens(offsets)[: len(extent.lengths)]
     values = offsets.tensor.view(-1).long()[: len(extent.lengths)]
     lengths = extent.lengths.clamp(min=0)
-    wrong = (lengths > 0) & ((starts < 0) | (starts + lengths > rows))
+    is_used = lengths > 0
 
     def text(index: tuple[int, ...]) -> str:
         return f"a place for the {lengths[index].item()} tokens of request {index[0]} among {rows}"
 
-    yield Rule(operand, values, wrong, text)
+    yield Rule(operand, values, is_used & (starts < 0), text)
+    yield Rule(operand, values, is_used & (starts + lengths > rows), text, is_clipped)
 
 
 def _first_visible(p: AttentionProblem, queries: Extent, keys: Extent) -> torch.Tensor:
@@ -231,8 +247,9 @@ def _pages(p: AttentionProblem, operand: str, table: torch.Tensor, pages: int, q
 
 def _shard(shard: Shard, queries: Extent, keys: Extent) -> Iterator[Rule]:
     """A rank has each ``count``-th key of all, from its own on."""
-    everywhere = _signed(shard.kv_lens)
+    everywhere = signed(shard.kv_lens)
     yield Rule("k_offsets", everywhere, everywhere < 0, _always("0 or more"), is_defined=True)
+    yield Rule("k_offsets", everywhere, everywhere > INT32_MAX, _always(f"at most {INT32_MAX}"), is_defined=True)
     here = (everywhere.clamp(min=0) - shard.index + shard.count - 1) // shard.count
 
     def text(index: tuple[int, ...]) -> str:
@@ -245,7 +262,7 @@ def _shard(shard: Shard, queries: Extent, keys: Extent) -> Iterator[Rule]:
     yield Rule(keys.length_operand, keys.lengths, wrong, text, is_defined=True)
 
 
-def _read_rows(ids: torch.Tensor, used: torch.Tensor, rows: int) -> torch.Tensor:
+def read_rows(ids: torch.Tensor, used: torch.Tensor, rows: int) -> torch.Tensor:
     """Tell which rows of a cache any of ``ids`` that are ``used`` names, as [rows]."""
     inside = used & (ids >= 0) & (ids < rows)
     # The last one stands for all that name none, so that the host need not wait for how many do.
@@ -260,7 +277,7 @@ def _read_tokens(p: AttentionProblem, table: torch.Tensor, pages: int, queries: 
     inside = torch.arange(page_size, device=table.device)
     ids = (table[: p.batch].long()[..., None] * page_size + inside).flatten(1)
     used = _used(p, ids.shape[1], 1, queries, keys)
-    return _read_rows(ids, used, pages * page_size).view(pages, page_size)
+    return read_rows(ids, used, pages * page_size).view(pages, page_size)
 
 
 def _block_scales(
@@ -286,7 +303,7 @@ def _scales_in_rows(p: AttentionProblem, queries: Extent, keys: Extent) -> Rule:
     """Scales that lie in rows of the cache behind what they scale are finite."""
     pages, _, page_size, _ = p.key.shape
     if p.token_table is not None:
-        read = _read_rows(*_listed(p, p.token_table, queries, keys), pages * page_size).view(pages, page_size)
+        read = read_rows(*_listed(p, p.token_table, queries, keys), pages * page_size).view(pages, page_size)
     else:
         assert p.page_table is not None
         read = _read_tokens(p, p.page_table.key, pages, queries, keys)
@@ -299,19 +316,19 @@ def _scales_in_rows(p: AttentionProblem, queries: Extent, keys: Extent) -> Rule:
 
 
 def _lists(p: AttentionProblem, queries: Extent, keys: Extent) -> Iterator[Rule]:
-    """Entries that a token sees are tokens of the cache, or negative."""
+    """Entries that a token sees are tokens of the cache, or negative in the 32 bits that kernels read."""
     tokens = p.key.shape[0] * p.key.shape[2]
     assert p.token_table is not None
     ids, used = _listed(p, p.token_table, queries, keys)
-    text = f"negative, or a token of the cache in [0, {tokens})"
-    yield Rule("key_table", ids, used & (ids >= tokens), lambda index: text)
+    text = f"negative as int32, or a token of the cache in [0, {tokens})"
+    yield Rule("key_table", ids, used & ((ids >= tokens) | (ids < INT32_MIN)), lambda index: text)
 
 
 def _listed(
     p: AttentionProblem, lists: torch.Tensor, queries: Extent, keys: Extent
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the entries of lists as int64, and which of them a token sees."""
-    ids = lists.view(torch.int32).long() if lists.dtype == torch.uint32 else lists.long()
+    ids = signed(lists)
     seen = torch.zeros(lists.shape[0], dtype=torch.int64, device=lists.device)
     rows = torch.arange(lists.shape[0], device=lists.device)
     if p.batch:

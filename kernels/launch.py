@@ -14,8 +14,8 @@ import torch
 
 
 class Addresses(NamedTuple):
-    """Device addresses in bytes; 0 means absent. The addresses of :data:`INDICES` and of sinks say by their lowest bit
-    how wide elements are, see :func:`address_of`."""
+    """Device addresses in bytes; 0 means absent. The lowest bit of indices' and of sinks' addresses says how wide
+    elements are, see :func:`address_of`."""
 
     query: int
     key: int
@@ -57,10 +57,6 @@ OPERANDS = (*Operands._fields, *SCALES)
 ScaledOperands = named_tuple("ScaledOperands", *OPERANDS)
 ScaledAddresses = named_tuple("ScaledAddresses", *OPERANDS, "tickets")
 
-INDICES = frozenset(
-    ("q_offsets", "o_offsets", "k_offsets", "v_offsets", "lse_offsets", "q_lens", "kv_lens", "key_table", "value_table")
-)
-
 DIVISOR_BITS = 8  # of a page divisor, for the shift
 
 
@@ -75,11 +71,11 @@ def page_divisor(size: int) -> int:
 
 
 def address_of(name: str, view: torch.Tensor | None) -> int:
-    """Return the address of operand ``name``. It is odd, which no array's is, for indices that are the lower halves of
-    64-bit ones, and for bfloat16 sinks: kernels learn of it without an argument or a kernel more."""
+    """Return the address of operand ``name``. It is odd for int64 indices and for bfloat16 sinks: no array's address is
+    odd, so kernels learn the width of elements without another argument."""
     if view is None:
         return 0
-    is_other = view.dtype == torch.bfloat16 if name == "sinks" else name in INDICES and view.stride(-1) == 2
+    is_other = view.dtype == (torch.bfloat16 if name == "sinks" else torch.int64)
     return view.data_ptr() | int(is_other)
 
 

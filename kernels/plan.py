@@ -6,9 +6,9 @@ import contextlib
 import ctypes
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would be 30 (H200's host, 2026-11-22)
@@ -16,7 +16,7 @@ import tvm_ffi  # with hopwell, not in the first call, of whose 55 ms it would b
 from hopwell.kernels import families, support, toolchain
 from hopwell.kernels.config import TileShape, page_and_head_stride
 from hopwell.kernels.decode_config import DecodeConfig
-from hopwell.kernels.device_data import first_fault
+from hopwell.kernels.device_data import first_fault, rules_of
 from hopwell.kernels.families import Buildable
 from hopwell.kernels.launch import (
     OPERANDS,
@@ -46,11 +46,15 @@ from hopwell.kernels.splitting import (
 )
 from hopwell.kernels.tickets import tickets
 
+if TYPE_CHECKING:
+    from hopwell.emulator import Span
+
 MAX_INT = 2**31 - 1  # of a size that kernels compare with lengths
 # CTAs that read K and V of one head at the same time. With one, every tile comes from memory: 1 x 4096 tokens of 128 KV
 # heads, head dims 192/128, took 12 % longer. There 2 are as good, 8 and 16 slower (H200, 2026-11-22).
 SHARING = 4
 RESULTS = ("out", "lse", "statistics", "skipped", "out_scales", "scratch")
+INDEX_BYTES = 4
 EMULATED_SMS = 4  # multiprocessors of the emulated device
 
 
@@ -96,8 +100,9 @@ class Plan:
         """Return what ``function`` takes after the anchor and the addresses."""
         return self._geometry, softmax_scale, output_scale, *self._options
 
-    def execute(self, problem: AttentionProblem) -> torch.Tensor:
-        """Compute the problem that the plan was made for; allocates the output where the problem has none."""
+    def execute(self, problem: AttentionProblem, name: Callable[[str], str] = str) -> torch.Tensor:
+        """Compute the problem that the plan was made for; allocates the output where the problem has none. ``name``
+        returns what the emulator's messages call an operand."""
         out = problem.out
         if out is None:
             query = problem.query
@@ -108,48 +113,46 @@ class Plan:
             views = operands(problem, out)
             addresses = addresses_of(views)
             if not self.repeatable:
-                _check_device_data(problem)
-            with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views):
+                _check_device_data(problem, name)
+            with contextlib.nullcontext() if self.repeatable else self._emulated_memory(views, name):
                 self.launch(addresses, *host_scales(problem))
         return out
 
     @contextlib.contextmanager
-    def _emulated_memory(self, views: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Tell the emulator which memory a launch may reach, by the operands' names."""
-        from hopwell.emulator import EmulatorError
+    def _emulated_memory(self, views: Sequence[torch.Tensor | None], name: Callable[[str], str]) -> Iterator[None]:
+        """Tell the emulator which memory a launch may reach."""
+        from hopwell.emulator import EmulatorError, Span
 
-        named = dict(zip(OPERANDS, views, strict=False))
         counters, size = self.tickets.address(), self.tickets.bytes
+        roles = ((operand, "out" if operand in RESULTS else "in") for operand in OPERANDS)
+        operands = [(name(operand), role, view) for (operand, role), view in zip(roles, views, strict=False)]
         try:
-            with emulated_memory(named, RESULTS, tickets=(counters, size)):
+            with emulated_memory(operands, [Span("tickets", counters, size)]):
                 yield
         except EmulatorError:
             ctypes.memset(counters, 0, size)  # a kernel that was stopped has not done it
             raise
 
 
-def _check_device_data(problem: AttentionProblem) -> None:
+def _check_device_data(problem: AttentionProblem, name: Callable[[str], str]) -> None:
     """What leads a kernel out of its operands is a fault. On the emulator TMA would read zeros there, as on a GPU."""
     from hopwell import emulator
 
-    fault = first_fault(problem, defined=False)
+    fault = first_fault(rules_of(problem), defined=False)
     if fault is not None:
-        raise emulator.MemoryFault(fault.message(fault.operand))
+        raise emulator.MemoryFault(fault.message(name(fault.operand)))
 
 
 @contextlib.contextmanager
 def emulated_memory(
-    named: Mapping[str, torch.Tensor | None], results: Sequence[str], **areas: tuple[int, int]
+    operands: Iterable[tuple[str, str, torch.Tensor | None]], others: Iterable[Span] = ()
 ) -> Iterator[None]:
-    """Tell the emulator which memory a launch may reach: operands by name, and ``areas`` of an address and a size."""
+    """Tell the emulator which memory a launch may reach: names, roles and tensors of operands, and ``others``. A role
+    is that of ``emulator.Span``: "in" is only read, "out" is only written, "inout" is partly written."""
     from hopwell import emulator
 
-    spans = [
-        emulator.span_of(name, view, "out" if name in results else "in")
-        for name, view in named.items()
-        if view is not None
-    ]
-    with emulator.memory([*spans, *(emulator.Span(name, *area) for name, area in areas.items())]):
+    spans = [emulator.span_of(name, view, role) for name, role, view in operands if view is not None]
+    with emulator.memory([*spans, *others]):
         yield
 
 
@@ -377,9 +380,14 @@ def _strides(problem: AttentionProblem) -> dict[str, int]:
         v_page=v_page,
         v_head=v_head,
         v_row=_row_stride(value),
-        key_table_row=0 if table is None else table.key.stride(0),
-        value_table_row=0 if table is None else table.value.stride(0),
+        key_table_row=0 if table is None else _row_words(table.key),
+        value_table_row=0 if table is None else _row_words(table.value),
     )
+
+
+def _row_words(table: torch.Tensor) -> int:
+    """Return the distance between the rows of a table in words of 32 bits, of which an int64 has two."""
+    return table.stride(0) * table.element_size() // INDEX_BYTES
 
 
 def _lse_geometry(problem: AttentionProblem) -> dict[str, int]:

@@ -89,8 +89,8 @@ class Shard:
 class TokenOffsets:
     """Where requests start in a ragged tensor: request b starts at token ``tensor[b] // token_elements``.
 
-    ``tensor`` is int32 or uint32 with at least B entries (B + 1 where lengths are taken from differences), or the lower
-    halves of 64-bit ones, as all indices may be. ``token_elements`` is 1 for
+    ``tensor`` is int32, uint32 or int64 with at least B entries (B + 1 where lengths are taken from differences).
+    Kernels read the lower 32 bits of int64 offsets, as of all int64 lengths and page ids. ``token_elements`` is 1 for
     cumulative token counts and the number of elements per token for cuDNN's element offsets.
     """
 
@@ -103,8 +103,8 @@ class PageTable:
     """Page ids of each request: ``key[b, i]`` is the page of ``AttentionProblem.key`` that holds its tokens
     [i * page_size, (i + 1) * page_size). ``value`` is the same for V; one tensor serves both when ids are shared.
 
-    Both are [B, P] int32 or uint32 views with a unit last stride, or of 2 where they are lower halves
-    of 64-bit ids. Entries at or past ceil(kv_len / page_size) are never read and may hold anything.
+    Both are [B, P] int32, uint32 or int64 views with a unit last stride. Entries at or past
+    ceil(kv_len / page_size) are never read and may hold anything.
     """
 
     key: torch.Tensor
@@ -184,9 +184,9 @@ class AttentionProblem:
         draft_mask: for MaskKind.DRAFT, contiguous uint16 pairs [T, 2 * words]: the words of 32 bits of a query token
             say which of its request's query tokens, as keys, it sees; bits at or past q_len are ignored. Without it a
             query token sees itself and those before it.
-        token_table: [T, k] int32 or None: what a query token attends to, in place of a page table. An entry is a token
-            of ``key``, page * page_size + row. A query token takes the first entries, as many as it sees keys and k at
-            most, and ignores negative ones. Only MLA decode takes one.
+        token_table: [T, k] int32, uint32 or int64, or None: what a query token attends to, in place of a page table. An
+            entry is a token of ``key``, page * page_size + row. A query token takes the first entries, as many as it
+            sees keys and k at most, and ignores negative ones. Only MLA decode takes one.
         shard: for MaskKind.CYCLIC, which of all keys ``key`` holds; ``kv_lens`` counts those. Only decode and MLA take
             one.
         kv_scales: for NVFP4 K and V, which are uint8 with two elements in a byte; None for all others.

@@ -52,7 +52,7 @@ from hopwell.layouts.nvfp4 import (
     quantize_nvfp4_output,
 )
 from hopwell.layouts.paging import shared_page_table, split_page_table
-from hopwell.layouts.ragged import cumulative_lengths, element_offsets, low_words, sequence_lengths, token_offsets
+from hopwell.layouts.ragged import cumulative_lengths, element_offsets, sequence_lengths, token_offsets
 from hopwell.layouts.scales import (
     NVFP4_BLOCK,
     VScaleLayout,
@@ -107,7 +107,6 @@ __all__ = [
     "interleave_v_scales",
     "interleaved_v_scale_position",
     "interleaved_v_scale_view",
-    "low_words",
     "mla_kv_views",
     "nvfp4_global_scale",
     "pack_e2m1",

@@ -10,7 +10,6 @@ import torch
 
 from hopwell.kernels.problem import PageTable
 from hopwell.layouts._checks import INDEX_TYPES, require_dtype, require_rank, require_unit_last_stride
-from hopwell.layouts.ragged import low_words
 
 
 def _check_table(table: torch.Tensor, batch_size: int, name: str) -> None:
@@ -32,7 +31,7 @@ def shared_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "
         name: what messages call ``block_tables``.
 
     Returns:
-        A table whose ``key`` and ``value`` are ``block_tables`` itself, or the lower halves of its 64-bit ids.
+        A table whose ``key`` and ``value`` are ``block_tables`` itself.
 
     Raises:
         TypeError: no tensor, or another dtype.
@@ -44,8 +43,7 @@ def shared_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "
     """
     require_rank(block_tables, 2, name, "[batch_size, pages_per_request] (ids shared by K and V)")
     _check_table(block_tables, batch_size, name)
-    ids = low_words(block_tables)
-    return PageTable(ids, ids)
+    return PageTable(block_tables, block_tables)
 
 
 def split_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "block_tables") -> PageTable:
@@ -77,4 +75,4 @@ def split_page_table(block_tables: torch.Tensor, batch_size: int, name: str = "b
     _check_table(block_tables, batch_size, name)
     if block_tables.shape[1] != 2:
         raise ValueError(f"{name} must have 2 as dimension 1 (K, V), got shape {tuple(block_tables.shape)}")
-    return PageTable(*low_words(block_tables).unbind(1))
+    return PageTable(*block_tables.unbind(1))

@@ -11,18 +11,6 @@ from hopwell.kernels.problem import TokenOffsets
 from hopwell.layouts._checks import INDEX_TYPES, require_dtype, require_tensor
 
 
-def low_words(indices: torch.Tensor) -> torch.Tensor:
-    """View indices as 32-bit ones: of int64 the lower halves, whose strides are twice as large, anything else as it is.
-
-    Kernels tell the two apart and read either, so that nobody's lengths, offsets and page ids have to be copied.
-
-    >>> view = low_words(torch.tensor([[5, -1], [7, 2]]))
-    >>> view.tolist(), view.stride()
-    ([[5, -1], [7, 2]], (4, 2))
-    """
-    return indices.unsqueeze(-1).view(torch.int32)[..., 0] if indices.dtype == torch.int64 else indices
-
-
 def _flat(tensor: torch.Tensor, counts: tuple[int, ...], name: str) -> torch.Tensor:
     require_tensor(tensor, name)
     require_dtype(tensor, INDEX_TYPES, name)
@@ -31,7 +19,7 @@ def _flat(tensor: torch.Tensor, counts: tuple[int, ...], name: str) -> torch.Ten
         raise ValueError(f"{name} must have {allowed} elements, got shape {tuple(tensor.shape)}")
     if not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous, got shape {tuple(tensor.shape)} and strides {tensor.stride()}")
-    return low_words(tensor.view(-1))
+    return tensor.view(-1)
 
 
 def sequence_lengths(seq_lens: torch.Tensor, batch_size: int, name: str = "seq_lens") -> torch.Tensor:
@@ -121,5 +109,6 @@ def cumulative_lengths(lengths: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"lengths must be 1-D, got shape {tuple(lengths.shape)}")
     total = torch.zeros(lengths.numel() + 1, dtype=torch.int32, device=lengths.device)
     # torch has no cumsum for uint32; the bits of a length below 2**31 mean the same in int32.
-    torch.cumsum(low_words(lengths).view(torch.int32), 0, dtype=torch.int32, out=total[1:])
+    signed = lengths.view(torch.int32) if lengths.dtype == torch.uint32 else lengths
+    torch.cumsum(signed, 0, dtype=torch.int32, out=total[1:])
     return total

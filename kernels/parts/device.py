@@ -6,7 +6,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32, Uint64
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, Uint64
 from cutlass._mlir.dialects import nvvm
 from cutlass.cutlass_dsl import dsl_user_op
 
@@ -190,6 +190,17 @@ def load_index(address, index):
     """Load entry ``index`` of lengths, offsets or a table. At an odd address it is the lower half of a 64-bit one."""
     is_wide = address & 1
     return global_array(Int32, address - is_wide)[index << is_wide.to(Int32)]
+
+
+@cute.jit
+def load_wide_index(address, index):
+    """Load an entry of indices as an Int64. At an odd address they are int64, else int32."""
+    value = Int64(0)
+    if address & 1 != 0:
+        value = global_array(Int64, address - 1)[index]
+    else:
+        value = global_array(Int32, address)[index].to(Int64)
+    return value
 
 
 @cute.jit

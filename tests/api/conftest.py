@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -28,7 +28,7 @@ class RecordingPlan:
     def __init__(self, problem: AttentionProblem):
         self.problems.append(problem)
 
-    def execute(self, problem: AttentionProblem) -> torch.Tensor:
+    def execute(self, problem: AttentionProblem, name: Callable[[str], str] = str) -> torch.Tensor:
         out = problem.out
         if out is None:
             out = problem.query.new_empty((*problem.query.shape[:-1], problem.v_dim))

@@ -49,9 +49,11 @@ BAD: list[tuple[str, str, str, Any, float, str]] = [
     (CUDNN, "ragged", "batch_offsets_o", 0, -512, r"batch_offsets_o\[0\] must be a place"),
     (XQA, "stacked-NHD", "block_tables", (0, 1), 11, r"block_tables\[0, 1\] must be a page id"),
     (XQA, "ragged", "q_cu_seq_lens", 3, 9, r"q_cu_seq_lens\[3\] must be"),
-    (MLA, "dense", "seq_lens", 2, 1000, r"seq_lens or .*\[2\] must be at most 64"),
+    (CUDNN, "ragged", "actual_seq_lens_kv", 1, -3, r"actual_seq_lens_kv\[1\] must be 0 or more, got -3"),
+    (MLA, "dense", "seq_lens", 2, 1000, r"seq_lens\[2\] must be at most 64"),
+    (MLA, "counted", "sparse_mla_top_k_lens", (1, 1), -2, r"sparse_mla_top_k_lens\[3\] must be 0 or more, got -2"),
     (MLA, "sparse", "block_tables", (1, 0, 3), PAGES_TOKENS := 11 * 16, rf"block_tables\[2, 3\].*got {PAGES_TOKENS}"),
-    (MLA, "ranks", "seq_lens", 1, 0, r"seq_lens or .*\[1\] must be 1, because rank 1 of 2 .* 2 keys, got 0"),
+    (MLA, "ranks", "seq_lens", 1, 0, r"seq_lens\[1\] must be 1, because rank 1 of 2 .* 2 keys, got 0"),
     (MLA, "ranks", "causal_seqlens_kv_global", 2, -1, r"causal_seqlens_kv_global\[2\] must be 0 or more, got -1"),
     (CONTEXT, "nvfp4-NHD", "kv_block_scales", (5, 0, 15, 1, 3), NAN, r"kv_block_scales\[5, 1, 15, 3\].*page 5"),
     (
@@ -63,6 +65,13 @@ BAD: list[tuple[str, str, str, Any, float, str]] = [
         r"kv_block_scales.*\[9, 0, 8, 2\] must be a number",
     ),
     (XQA, "nvfp4", "kv_cache_sf", (2, 1, 3, 1, 0), NAN, r"kv_cache_sf.*\[2, 1, 3, 0\] must be a number, .*page 2"),
+]
+SCALES: list[tuple[str, str, str, float, str]] = [
+    *((CUDNN, "e4m3", f"{name}_scale", NAN, "finite") for name in "qkv"),
+    *((CUDNN, "e4m3", f"{name}_scale", -1.0, "finite and not negative") for name in "qk"),
+    *((XQA, "stacked-NHD", name, math.inf, "finite") for name in ("bmm1_scale", "bmm2_scale", "o_scale")),
+    *((MLA, "dense", name, math.inf, "finite") for name in ("bmm1_scale", "bmm2_scale")),
+    *((CONTEXT, "stacked-HND", name, NAN, "finite") for name in ("bmm1_scale", "bmm2_scale")),
 ]
 NOT_READ = [
     (CONTEXT, "nvfp4-NHD", "kv_block_scales", (3, 0, 5, 1, 3)),  # behind the last of 37 keys
@@ -86,6 +95,92 @@ def test_what_is_wrong_is_named(
     with pytest.raises(ValueError, match=f"^{text}"):
         found.function(**{**arguments, argument: changed(arguments[argument], place, value)})
     assert len(recorded.addresses) == launches
+
+
+@pytest.mark.parametrize(("entry", "name", "argument", "value", "text"), SCALES)
+def test_scales_are_named(entry: str, name: str, argument: str, value: float, text: str) -> None:
+    """Beside right ones, of which kernels may get a product."""
+    arguments = e4m3_cudnn() if name == "e4m3" else form(entry, name)
+    FUNCTIONS[entry](**{**arguments, argument: torch.ones(1)})
+    with pytest.raises(ValueError, match=rf"^{argument}\[0\] must be {text}.*, got {value}$"):
+        FUNCTIONS[entry](**{**arguments, argument: torch.tensor([value])})
+
+
+def e4m3_cudnn() -> dict[str, Any]:
+    arguments = api_calls.cudnn_ragged(128, 128)
+    low = {name: arguments[name].to(torch.float8_e4m3fn) for name in ("q", "k_cache", "v_cache")}
+    return {**arguments, **low, "return_lse": False, **{f"{name}_scale": torch.ones(1) for name in "qkv"}}
+
+
+def test_a_product_of_scales_that_overflows_is_named() -> None:
+    large = torch.full((1,), 1e30)
+    with pytest.raises(ValueError, match=r"^scale \* q_scale \* k_scale\[0\] must be finite"):
+        FUNCTIONS[CUDNN](**{**e4m3_cudnn(), "q_scale": large, "k_scale": large})
+
+
+def test_scales_of_a_cache_have_the_name_that_the_caller_used() -> None:
+    arguments = form(CONTEXT, "nvfp4-NHD")
+    scales = arguments.pop("kv_block_scales")
+    scales[5, 0, 15, 1, 3] = NAN
+    with pytest.raises(ValueError, match=r"^kv_cache_sf\[5, 1, 15, 3\] must be a number"):
+        FUNCTIONS[CONTEXT](**arguments, kv_cache_sf=scales)
+    with pytest.raises(ValueError, match=r"^kv_cache_sf\[1\]\[5, 1, 15, 3\] must be a number"):
+        FUNCTIONS[CONTEXT](**arguments, kv_cache_sf=(torch.zeros_like(scales[:, 1]), scales[:, 0]))
+
+
+@pytest.mark.parametrize("entry", [CONTEXT, XQA, MLA])
+def test_sinks(entry: str) -> None:
+    sinks = torch.tensor([0.0, -math.inf, NAN, 1.0])
+    arguments = form(entry, api_calls.DEFAULT[entry])
+    FUNCTIONS[entry](**arguments, sinks=sinks[:2].repeat(2))
+    with pytest.raises(ValueError, match=r"^sinks\[2\] must be a number, got nan"):
+        FUNCTIONS[entry](**arguments, sinks=[sinks])
+
+
+def test_rows_of_a_log_sum_exp() -> None:
+    """Rows past its end are not written."""
+    arguments = form(CUDNN, "ragged") | dict(lse=torch.zeros(api_calls.TOKENS, api_calls.HEADS))
+    starts = api_calls.cumulative(api_calls.Q_LENS, api_calls.HEADS)
+    FUNCTIONS[CUDNN](**arguments, batch_offsets_stats=starts)
+    for place in (-4, 16):
+        with pytest.raises(ValueError, match=rf"^batch_offsets_stats\[2\] must be a place for the 5 .*, got {place}"):
+            FUNCTIONS[CUDNN](**arguments, batch_offsets_stats=changed(starts, 2, place))
+
+
+def refusal_of(case: Form, arguments: dict[str, Any]) -> str:
+    """Return the message of the refusal of a call, empty where it is launched."""
+    try:
+        case.function(**arguments)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+UNREAD = {(CONTEXT, "cum_seq_lens_kv"), (FMHA, "seq_lens")}  # their places are taken by other arguments
+
+
+@pytest.mark.parametrize("case", [case for case in FORMS if case.runs], ids=str)
+def test_upper_halves_of_64_bits_are_looked_at(case: Form, recorded: Any) -> None:
+    """In every argument of lengths, offsets, ids and lists."""
+    arguments = case.build()
+    name_of = next(name for name in api_calls.NAMES if case.function.__name__.startswith(name))
+    wide = {
+        name: value.long()
+        for name, value in arguments.items()
+        if isinstance(value, torch.Tensor) and value.dtype == torch.int32 and (name_of, name) not in UNREAD
+    }
+    if "sparse_mla_top_k_lens" in wide:
+        del wide["seq_lens"]
+    case.function(**{**arguments, **wide})
+    for name, value in wide.items():
+        places = {int(value.argmax()), min(2, value.numel() - 1)}  # what is largest is read, or what request 2 has
+        for distance in (2**32, -(2**32)):
+            messages = []
+            for place in places:
+                other = value.clone()
+                other.view(-1)[place] += distance
+                messages.append(refusal_of(case, {**arguments, **wide, name: other}))
+            assert {message.partition("[")[0] for message in messages} - {""} == {name}
 
 
 @pytest.mark.parametrize(("entry", "name", "argument", "place"), NOT_READ)

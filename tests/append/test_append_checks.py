@@ -56,8 +56,14 @@ BAD = {
         ValueError,
         "append_value must be on cpu",
     ),
-    "int64 positions": ("bf16", "positions", lambda x: x.long(), ValueError, "positions must be torch.int32"),
-    "int64 pages": ("bf16", "kv_indices", lambda x: x.long(), ValueError, "kv_indices must be torch.int32"),
+    "int16 positions": (
+        "bf16",
+        "positions",
+        lambda x: x.short(),
+        ValueError,
+        r"positions must be torch\.int32 or torch\.uint32 or torch\.int64, got torch\.int16",
+    ),
+    "pages in float32": ("bf16", "kv_indices", lambda x: x.float(), ValueError, "kv_indices must be torch.int32"),
     "short positions": ("bf16", "positions", lambda x: x[1:], ValueError, "positions must have shape"),
     "strided requests": (
         "bf16",
@@ -144,11 +150,9 @@ def test_bad_arguments_are_named(
         call(case, change)
 
 
-def test_int64_block_tables_are_refused() -> None:
-    """The kernel would read the upper halves as page ids too."""
-
+def test_int16_block_tables_are_refused() -> None:
     def change(arguments: dict[str, Any]) -> None:
-        tables = torch.zeros(4, 9, dtype=torch.int64)
+        tables = torch.zeros(4, 9, dtype=torch.int16)
         arguments |= dict(kv_indices=None, kv_indptr=None, block_tables=tables)
 
     with pytest.raises(ValueError, match=r"block_tables must be torch\.int32"):
@@ -223,7 +227,9 @@ def test_kernels_move_16_bytes_and_wait_for_the_grid_in_front(arch: str) -> None
 def test_places_are_refused_by_name() -> None:
     starts, lengths = torch.tensor([0, 1, 3], dtype=torch.int32), torch.tensor([4, 5], dtype=torch.int32)
     with pytest.raises(ValueError, match=r"append_indptr must be torch.int32"):
-        hopwell.get_batch_indices_positions(starts.long(), lengths, 3)
+        hopwell.get_batch_indices_positions(starts.float(), lengths, 3)
+    with pytest.raises(ValueError, match=r"kv_last_page_len must be on cpu, the device of kv_indptr, got meta"):
+        hopwell.get_seq_lens(starts, lengths.to("meta"), 16)
     with pytest.raises(ValueError, match="seq_lens must have shape"):
         hopwell.get_batch_indices_positions(starts, lengths[:1], 3)
     with pytest.raises(ValueError, match="at least one request"):
@@ -250,7 +256,7 @@ def test_a_repeated_call_is_launched_with_its_own_addresses(
     monkeypatch.setattr(AppendPlan, "__init__", lambda self, problem: None)
     monkeypatch.setattr(AppendPlan, "has_work", True, raising=False)
     monkeypatch.setattr(AppendPlan, "repeatable", True, raising=False)
-    monkeypatch.setattr(AppendPlan, "launch", lambda self, views: None)
+    monkeypatch.setattr(AppendPlan, "launch", lambda self, views, name: None)
     monkeypatch.setattr(AppendPlan, "launch_at", lambda self, addresses: launched.append(list(addresses)))
     monkeypatch.setattr(page, "_APPEND", AppendCalls())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -84,6 +85,85 @@ def test_scales_on_the_device(device: str, name: str) -> None:
     scales = [torch.tensor([scale], device=device) for scale in (data.case.k_scale, data.case.v_scale)]
     append(data, k_scale=scales[0], v_scale=scales[1])
     data.check(want)
+
+
+INDICES = ("batch_indices", "positions", "indices", "indptr", "last")
+
+
+@pytest.mark.parametrize("wide", [INDICES, *((name,) for name in INDICES)], ids=lambda names: "+".join(names))
+def test_indices_of_64_bits(device: str, wide: tuple[str, ...]) -> None:
+    """All of them, and each one among others of 32 bits."""
+    data = Data(replace(CASES["nvfp4"], device=device))
+    want = data.expected()
+    for name in wide:
+        setattr(data, name, getattr(data, name).long())
+    append(data)
+    data.check(want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint32])
+@pytest.mark.parametrize("shared", [True, False])
+def test_block_tables_of_other_types(device: str, shared: bool, dtype: torch.dtype) -> None:
+    data = Data(replace(CASES["e4m3"], device=device))
+    want = data.expected()
+    table = data.block_tables()
+    tables = (table if shared else torch.stack([table, table], 1)).to(dtype)
+    append(data, kv_indices=None, kv_indptr=None, block_tables=tables, uses_shared_paged_kv_idx=shared)
+    data.check(want)
+
+
+@pytest.mark.parametrize("multiple", [1, -1, 2**31 - 1, -(2**31)])
+def test_indices_beyond_32_bits_name_no_place(device: str, multiple: int) -> None:
+    """Their lower halves would be valid places."""
+    for name, place in (("batch_indices", 4), ("positions", 5), ("indices", 6), ("indptr", 0)):
+        data = Data(replace(CASES["bf16"], device=device))
+        pages = data.ids.tolist().index(int(data.indices[6]))
+        skipped = {
+            "batch_indices": [4],
+            "positions": [5],
+            "indices": [i for i in range(data.case.tokens) if page_of(data, i) == pages],
+            "indptr": [i for i in range(data.case.tokens) if int(data.batch_indices[i]) == 0],
+        }[name]
+        want = data.expected(skipped=skipped)
+        changed = getattr(data, name).long()
+        changed[place] += multiple * 2**32
+        setattr(data, name, changed)
+        append(data)
+        data.check(want)
+
+
+def page_of(data: Data, token: int) -> int:
+    """Return the place in kv_indices of the page that a token goes to."""
+    return int(data.indptr[int(data.batch_indices[token])]) + int(data.positions[token]) // data.case.page_size
+
+
+@pytest.mark.emulator
+def test_the_emulator_takes_no_memory_for_what_stays_as_it_is() -> None:
+    """One token in a cache of 8 MiB."""
+    cache = torch.zeros(64, 2, 8, 16, 128, dtype=FP16)
+    new, ids = torch.ones(1, 8, 128, dtype=FP16), torch.zeros(1, dtype=torch.int32)
+    places = dict(batch_indices=ids, positions=ids, block_tables=ids[None], kv_layout="HND")
+    hopwell.append_paged_kv_cache(new, new, paged_kv_cache=cache[:1], **places)
+    tracemalloc.start()
+    try:
+        hopwell.append_paged_kv_cache(new, new, paged_kv_cache=cache, **places)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert cache[0, :, :, 0].eq(1).all()
+    assert peak < cache.nbytes / 4
+
+
+def test_places_of_64_bits() -> None:
+    """As in FlashInfer's example. Places that int32 does not hold become the largest ones, which are none."""
+    starts, lengths = torch.tensor([0, 1, 3, 6, 10]), torch.tensor([5, 5, 5, 2**32 + 5])
+    for change in (lambda x: x, lambda x: x.int()):
+        requests, positions = hopwell.get_batch_indices_positions(change(starts), lengths, 11)
+        assert (requests.dtype, positions.dtype) == (torch.int32, torch.int32)
+        assert requests.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3, -1]
+        assert positions.tolist() == [4, 3, 4, 2, 3, 4, *[2**31 - 1] * 4, -1]
+    assert hopwell.get_seq_lens(torch.tensor([0, 3, 4]), torch.tensor([13, 8]), 16).tolist() == [45, 8]
+    assert hopwell.get_seq_lens(torch.tensor([0, 2**40]), torch.tensor([1]), 16).tolist() == [2**31 - 1]
 
 
 def test_what_names_no_place_is_not_written(device: str) -> None:

@@ -97,20 +97,20 @@ def test_settings_nest_and_end():
 @pytest.mark.parametrize("page_size", [4, 16])
 def test_a_page_number_out_of_range(batch, page_size, bad_page):
     """TMA, where it fetches pages, would read zeros. Entries behind a request's last page may hold anything."""
-    text = rf"key_table\[2, 1\] must be a page id in \[0, \d+\), because request 2 has 150 keys, .* {page_size} on, got"
+    text = rf"block_tables\[2, 1\] must be a page id in \[0, \d+\), because request 2 .* from {page_size} on, got"
     with pytest.raises(emulator.MemoryFault, match=f"{text} {bad_page}$"):
         context(batch, page_size, bad_page)
 
 
 def test_a_length_beyond_the_table(batch):
     key, value, table = batch.pages(16)
-    with pytest.raises(emulator.MemoryFault, match=r"kv_lens\[2\] must be at most 48, what 3 pages of 16 .*, got 150"):
+    with pytest.raises(emulator.MemoryFault, match=r"seq_lens\[2\] must be at most 48, what 3 pages of 16 .*, got 150"):
         entry_calls.context(batch, (key, value), table[:, :3].contiguous())
 
 
 def test_a_page_number_that_a_kernel_comes_to(batch, monkeypatch):
     """A kernel that reads pages row by row would get somebody else's memory; and the next call is not affected."""
-    monkeypatch.setattr(plan, "_check_device_data", lambda problem: None)
+    monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)
     with pytest.raises(emulator.MemoryFault, match="outside of every tensor"):
         context(batch, page_size=4, bad_page=10**6)
     batch.expected(CAUSAL).check(context(batch, page_size=4))

@@ -65,7 +65,7 @@ def test_a_race_detector_in_each_thread():
 
 
 def test_each_thread_gets_its_own_error(monkeypatch):
-    monkeypatch.setattr(plan, "_check_device_data", lambda problem: None)  # let the kernel come to it
+    monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)  # let the kernel come to it
     data = Batch([3], [40], heads=2, kv_heads=1, device="cpu")
     key, value, table = data.pages(4)
     wrong = table.clone()

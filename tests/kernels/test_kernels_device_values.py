@@ -49,7 +49,7 @@ def test_a_request_of_decode_with_a_negative_length_sees_nothing(length: int) ->
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches do not look at device data first, as on a GPU: what leaves the operands is a fault of the kernel."""
-    monkeypatch.setattr(plan, "_check_device_data", lambda problem: None)
+    monkeypatch.setattr(plan, "_check_device_data", lambda problem, name: None)
 
 
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a"])
