@@ -213,13 +213,16 @@ def _caches(
         checks.tma_readable(name, part)
     of = parts[0][1].dtype
     if of in checks.SIXTEEN_BIT and of != key.dtype:
-        raise ValueError(f"a 16-bit paged_kv_cache must have the dtype of append_key, {key.dtype}, got {of}")
+        raise ValueError(
+            f"paged_kv_cache with 16-bit elements must have the dtype of append_key, {key.dtype}, got {of}"
+        )
     checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     caches = paged_kv_views(paged_kv_cache, kv_layout, same_pages=shared, name="paged_kv_cache")
     nvfp4 = CacheType.NVFP4_INTERLEAVED if interleaves else CacheType.NVFP4
     kind = {checks.FP8: CacheType.E4M3, torch.uint8: nvfp4}.get(of, CacheType.WIDE)
     packing = 2 if kind.is_nvfp4 else 1
-    for name, tokens, cache in (("K", key, caches.key), ("V", value, caches.value)):
+    parts_of = (("K", "append_key", key, caches.key), ("V", "append_value", value, caches.value))
+    for name, argument, tokens, cache in parts_of:
         wanted, got = (tokens.shape[1], tokens.shape[2]), (cache.shape[1], cache.shape[3] * packing)
         if wanted != got:
             stored = " (two elements a byte)" if kind.is_nvfp4 else ""
@@ -229,7 +232,8 @@ def _caches(
             )
         if tokens.shape[2] % kind.elements:
             raise ValueError(
-                f"head_dim of {name} must be a multiple of {kind.elements} for a cache of {of}, got {tokens.shape[2]}"
+                f"{argument} must have a head_dim that is a multiple of {kind.elements} for a paged_kv_cache of {of}, "
+                f"got {tokens.shape[2]}"
             )
     if kind is CacheType.NVFP4_INTERLEAVED and (
         caches.key.shape[2] % INTERLEAVED_TOKENS or value.shape[2] % INTERLEAVED_DIM

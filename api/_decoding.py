@@ -125,7 +125,7 @@ def shard(kv_global: Any, world: Any, rank: Any, batch: int, on: torch.device) -
 
 def refused(entry: str, what: str, on: torch.device) -> NotImplementedError:
     """Return the error for an argument that no architecture's kernels serve."""
-    return NotImplementedError(f"{entry}: {what} is not supported on {support.arch_of(on)}, nor elsewhere")
+    return NotImplementedError(f"{entry} does not support {what}, neither on {support.arch_of(on)} nor elsewhere")
 
 
 def refuse_skip_softmax(entry: str, value: Any, on: torch.device) -> None:

@@ -201,6 +201,8 @@ def get_batch_indices_positions(
     starts, lengths = _starts_and("append_indptr", append_indptr, "seq_lens", seq_lens)
     nnz = checks.host_int("nnz", nnz)
     batch, counts = lengths.shape[0], starts[1:] - starts[:-1]
+    if batch < 1:
+        raise ValueError("append_indptr must have batch + 1 elements of at least one request, got 1")
     if _device_data.is_enabled():
         text = f"at most {nnz}, the number of tokens that the call gives as nnz"
         rules = [
@@ -247,12 +249,11 @@ def _starts_and(starts_name: str, starts: Any, name: str, value: Any) -> tuple[t
     checks.main_tensor(starts_name, starts)
     checks.dtype(starts_name, starts, checks.INTEGERS)
     checks.shape(starts_name, starts, ("batch + 1", None))
-    batch = starts.shape[0] - 1
-    if batch < 1:
-        raise ValueError(f"{starts_name} must have batch + 1 elements of at least one request, got {batch + 1}")
+    if not starts.shape[0]:
+        raise ValueError(f"{starts_name} must have batch + 1 elements, got none")
     checks.tensor(name, value)
     checks.dtype(name, value, checks.INTEGERS)
-    checks.shape(name, value, ("batch", batch))
+    checks.shape(name, value, ("batch", starts.shape[0] - 1))
     if value.device != starts.device:
         raise ValueError(f"{name} must be on {starts.device}, the device of {starts_name}, got {value.device}")
     return signed(starts).contiguous(), signed(value)

@@ -158,12 +158,12 @@ class _Rows:
     @property
     def sinks(self) -> Feature:
         """Return a row of sinks."""
-        return self.row("sinks", "extras", "attention sinks", dict(sinks=probes.SINKS))
+        return self.row("sinks", "options", "attention sinks", dict(sinks=probes.SINKS))
 
     @property
     def tensor_scales(self) -> Feature:
         """Return a row of scales that the device has."""
-        return self.row("tensor_scales", "extras", "scales as device tensors", dict(tensor_scales=True))
+        return self.row("tensor_scales", "options", "scales as device tensors", dict(tensor_scales=True))
 
     def with_others(self, *known: Feature) -> tuple[Feature, ...]:
         """Return the rows of head dims, and that of what they leave."""
@@ -181,7 +181,7 @@ _FP8 = _PREFILL.row("fp8", "data types", "fp8 (e4m3) query and KV", _BYTES_IN, s
 _FP8_OUT = _PREFILL.row(
     "fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", dict(out=FP8, **_BYTES_IN), shown=dict(out=FP8)
 )
-_SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "extras", "skip-softmax", dict(skip_softmax=1.0))
+_SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "options", "skip-softmax", dict(skip_softmax=1.0))
 _PREFILL_BYTE_HEAD_DIMS = _PREFILL.row(
     "8bit_head_dim",
     "head dims",
@@ -287,10 +287,10 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.sinks,
             _PREFILL.tensor_scales,
             _SKIP_SOFTMAX,
-            _PREFILL.row("lse", "extras", "log-sum-exp, base 2 or e", dict(lse=True)),
+            _PREFILL.row("lse", "options", "log-sum-exp, base 2 or e", dict(lse=True)),
             # No problem can ask for these two.
-            _PREFILL.no_row("fp16_softmax", "extras", "softmax in fp16 (`use_fp16_softmax`)", shown=()),
-            _PREFILL.no_row("spcompress", "extras", "`uses_spcompress`", shown=()),
+            _PREFILL.no_row("fp16_softmax", "options", "softmax in fp16 (`use_fp16_softmax`)", shown=()),
+            _PREFILL.no_row("spcompress", "options", "`uses_spcompress`", shown=()),
         ),
     ),
     FMHA_V2: Entry(
@@ -307,10 +307,12 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.mask(MaskKind.SLIDING_WINDOW),
             _PREFILL.mask(MaskKind.CHUNKED),
             _PREFILL.sinks,
-            _PREFILL.row("alibi", "extras", "ALiBi", dict(alibi=True)),
-            _PREFILL.row("alibi_soft_cap", "extras", "ALiBi together with a soft cap", dict(alibi=True, soft_cap=30.0)),
-            _PREFILL.row("soft_cap", "extras", "logits soft cap", *_over("soft_cap", (30.0, 1e6))),
-            _PREFILL.row("softmax_stats", "extras", "softmax statistics", dict(statistics=True)),
+            _PREFILL.row("alibi", "options", "ALiBi", dict(alibi=True)),
+            _PREFILL.row(
+                "alibi_soft_cap", "options", "ALiBi together with a soft cap", dict(alibi=True, soft_cap=30.0)
+            ),
+            _PREFILL.row("soft_cap", "options", "logits soft cap", *_over("soft_cap", (30.0, 1e6))),
+            _PREFILL.row("softmax_stats", "options", "softmax statistics", dict(statistics=True)),
             _SKIP_SOFTMAX,
         ),
     ),
@@ -325,10 +327,10 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.row("cache", "KV caches", "paged and ragged KV, element offsets"),
             _PREFILL.mask(MaskKind.CAUSAL),
             _PREFILL.mask(MaskKind.FULL),
-            _PREFILL.row("lse", "extras", "log-sum-exp, padded or ragged, base 2 or e", dict(lse=True)),
+            _PREFILL.row("lse", "options", "log-sum-exp, padded or ragged, base 2 or e", dict(lse=True)),
             _PREFILL.row(
                 "fp8_scales",
-                "extras",
+                "options",
                 "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)",
                 dict(tensor_scales=True, **_BYTES_IN),
                 shown=dict(tensor_scales=True),
@@ -430,6 +432,8 @@ def table_of(entry: str) -> Entry:
 def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedError:
     """Return the error for a call of ``entry`` that needs a ``feature`` without a kernel on ``arch``.
 
+    An example: "append_paged_kv_cache on sm_90a supports these page sizes: powers of two up to 1024; got page_size=24".
+
     Args:
         entry: name of the entry point.
         feature: key of the feature in the table.
@@ -438,12 +442,18 @@ def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedE
     """
     table = table_of(entry)
     row = table.feature(feature)
-    here = [other.title for other in table.features if other.kind == row.kind and arch in other.archs]
-    return NotImplementedError(
-        f"{entry}: {row.title} ({detail}) is not supported on {arch}; "
-        f"{row.kind} supported on {arch}: {'; '.join(here) or 'none yet'}; "
-        f"architectures that support {row.title}: {', '.join(row.archs) or 'none yet'}"
-    )
+    here = [
+        _without(other.kind, other.title) for other in table.features if other.kind == row.kind and arch in other.archs
+    ]
+    allowed = f"supports these {row.kind}: {'; '.join(here)};" if here else f"supports no {row.kind},"
+    elsewhere = f"; {row.title}: supported on {', '.join(row.archs)}" if row.archs else ""
+    return NotImplementedError(f"{entry} on {arch} {allowed} got {detail}{elsewhere}")
+
+
+def _without(kind: str, title: str) -> str:
+    """Return a title without the words that a list of its kind begins with: "head dim: 64" among head dims is "64"."""
+    one = kind.removesuffix("s")
+    return title.replace(f"{one}: ", "").replace(f"{one} ", "")
 
 
 def require(entry: str, feature: str, detail: str, arch: str) -> None:

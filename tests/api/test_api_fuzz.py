@@ -169,7 +169,7 @@ def check(form: Form, arguments: dict[str, Any], names: list[str]) -> None:
     assert error in (NotImplementedError, ValueError, TypeError)
     assert len(text) < 500
     if error is NotImplementedError:
-        assert text.startswith(f"{entry}: ")
+        assert text.startswith(f"{entry} ")
         assert "sm_90a" in text
     else:
         blamed = [blame for name in names for blame in (name, *PARTNERS.get(name, ()))]

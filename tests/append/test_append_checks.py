@@ -94,7 +94,7 @@ BAD = {
         "paged_kv_cache",
         lambda x: tuple(p[:, :7] for p in x),
         NotImplementedError,
-        "other page sizes .page_size=7.*powers of two up to 1024",
+        "^append_paged_kv_cache on sm_90a supports these page sizes: powers of two up to 1024; got page_size=7$",
     ),
     "layout": ("bf16", "kv_layout", lambda x: "NDH", ValueError, "kv_layout must be one of"),
     "scale of bf16": ("bf16", "k_scale", lambda x: 2.0, ValueError, "k_scale must be 1.0 for a 16-bit cache"),
@@ -201,7 +201,7 @@ def test_kernels_are_the_devices_own_whatever_attention_uses(monkeypatch: pytest
 def test_page_sizes_beyond_the_table_are_refused() -> None:
     cache = torch.zeros(1, 2048, 1, 64, dtype=BF16)
     tokens, ids = torch.zeros(1, 1, 64, dtype=BF16), torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="other page sizes"):
+    with pytest.raises(NotImplementedError, match="powers of two up to 1024; got page_size=2048"):
         hopwell.append_paged_kv_cache(
             tokens, tokens, ids, ids, (cache, cache.clone()), ids, torch.tensor([0, 1], dtype=torch.int32)
         )
