@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers import entry_calls
+from helpers.append_cases import Case, Data
 from helpers.batches import CAUSAL, Batch
 
+import hopwell
 from hopwell import emulator
 from hopwell.kernels import plan
 
@@ -106,6 +108,25 @@ def test_a_length_beyond_the_table(batch):
     key, value, table = batch.pages(16)
     with pytest.raises(emulator.MemoryFault, match=r"seq_lens\[2\] must be at most 48, what 3 pages of 16 .*, got 150"):
         entry_calls.context(batch, (key, value), table[:, :3].contiguous())
+
+
+def test_memory_has_the_names_of_arguments(batch, monkeypatch):
+    """Faults of kernels name them."""
+    named, memory = [], emulator.memory
+
+    def recorded(spans):
+        named.append({span.name for span in spans if span.size})
+        return memory(spans)
+
+    monkeypatch.setattr(emulator, "memory", recorded)
+    context(batch)
+    inputs = {"query", "kv_cache", "kv_cache[1]", "block_tables", "seq_lens", "cum_seq_lens_q"}
+    assert named.pop() == {*inputs, "out", "tickets"}
+    data = Data(Case())
+    places = (data.key, data.value, data.batch_indices, data.positions)
+    hopwell.append_paged_kv_cache(*places, kv_indices=data.indices, kv_indptr=data.indptr, **data.options())
+    inputs = {"append_key", "append_value", "batch_indices", "positions", "kv_indices", "kv_indptr"}
+    assert named.pop() == {*inputs, "paged_kv_cache"}
 
 
 def test_a_page_number_that_a_kernel_comes_to(batch, monkeypatch):
