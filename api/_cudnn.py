@@ -283,7 +283,7 @@ def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tupl
         given[name] = checks.scale(name, factor, on)
     if _device_data.is_enabled():  # the product would not tell which of them is wrong
         tensors = ((name, factor) for name, factor in given.items() if isinstance(factor, torch.Tensor))
-        _device_data.check([scale_rule(name, factor) for name, factor in tensors], on)
+        _device_data.check((scale_rule(name, factor) for name, factor in tensors), on)
     product = checks.host_float("scale", scale, minimum=0.0)
     for name in ("q_scale", "k_scale"):
         product = product if given[name] is None else given[name] * product

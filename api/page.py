@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -200,16 +201,11 @@ def get_batch_indices_positions(
     """
     starts, lengths = _starts_and("append_indptr", append_indptr, "seq_lens", seq_lens)
     nnz = checks.host_int("nnz", nnz)
-    batch, counts = lengths.shape[0], starts[1:] - starts[:-1]
+    batch = lengths.shape[0]
     if batch < 1:
         raise ValueError("append_indptr must have batch + 1 elements of at least one request, got 1")
     if _device_data.is_enabled():
-        text = f"at most {nnz}, the number of tokens that the call gives as nnz"
-        rules = [
-            Rule("append_indptr", starts, starts > nnz, lambda index: text),
-            Rule("seq_lens", lengths, lengths < counts, lambda i: f"at least {int(counts[i])}, its new tokens"),
-        ]
-        _device_data.check([ascending("append_indptr", starts), *rules], starts.device)
+        _device_data.check(_new_token_rules(starts, lengths, nnz), starts.device)
     token = torch.arange(nnz, device=starts.device)
     request = torch.searchsorted(starts, token, right=True) - 1
     owner = request.clamp(max=batch - 1)
@@ -239,9 +235,21 @@ def get_seq_lens(kv_indptr: torch.Tensor, kv_last_page_len: torch.Tensor, page_s
     starts, last = _starts_and("kv_indptr", kv_indptr, "kv_last_page_len", kv_last_page_len)
     size = checks.host_int("page_size", page_size, minimum=1)
     if _device_data.is_enabled():
-        outside = Rule("kv_last_page_len", last, (last < 0) | (last > size), lambda index: f"in [0, {size}]")
-        _device_data.check([ascending("kv_indptr", starts), outside], starts.device)
+        _device_data.check(_page_rules(starts, last, size), starts.device)
     return _int32((starts[1:] - starts[:-1] - 1).clamp(min=0) * size + last)
+
+
+def _new_token_rules(starts: torch.Tensor, lengths: torch.Tensor, nnz: int) -> Iterator[Rule]:
+    counts = starts[1:] - starts[:-1]
+    text = f"at most {nnz}, the number of tokens that the call gives as nnz"
+    yield ascending("append_indptr", starts)
+    yield Rule("append_indptr", starts, starts > nnz, lambda index: text)
+    yield Rule("seq_lens", lengths, lengths < counts, lambda index: f"at least {int(counts[index])}, its new tokens")
+
+
+def _page_rules(starts: torch.Tensor, last: torch.Tensor, page_size: int) -> Iterator[Rule]:
+    yield ascending("kv_indptr", starts)
+    yield Rule("kv_last_page_len", last, (last < 0) | (last > page_size), lambda index: f"in [0, {page_size}]")
 
 
 def _starts_and(starts_name: str, starts: Any, name: str, value: Any) -> tuple[torch.Tensor, torch.Tensor]:

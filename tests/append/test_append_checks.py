@@ -275,6 +275,10 @@ def test_a_repeated_call_is_launched_with_its_own_addresses(
     if not stacked:
         with pytest.raises(ValueError, match="must not share memory"):
             call(second, paged_kv_cache=(second.cache[0], second.cache[0]))
+    wide = second.indices.long()
+    for _ in range(2):
+        call(second, kv_indices=wide)
+    assert launched.pop()[8:10] == [wide.data_ptr() + 1] * 2  # odd as an address of int64
     with pytest.raises(ValueError, match="kv_layout"):
         call(second, kv_layout="ndh")
     assert launched == []
