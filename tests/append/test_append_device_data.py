@@ -10,6 +10,7 @@ import torch
 from helpers.append_cases import FP8, NVFP4, Case, Data
 
 import hopwell
+from hopwell.kernels import settings
 from hopwell.kernels.append_plan import AppendPlan
 
 SMALL = torch.finfo(torch.float32).tiny / 2
@@ -134,18 +135,16 @@ def test_scales(launches: list[Any], name: str, cache: torch.dtype, value: float
 def test_switching(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that has been checked and is repeated is looked at as soon as the check is on."""
     monkeypatch.setattr(AppendPlan, "launch_at", lambda self, addresses: launches.append(addresses))
+    monkeypatch.setattr(settings.CHECK, "given", None)  # and again after the test
     data = Data(Case())
     data.positions[1] = 8
     hopwell.check_device_data(False)
-    try:
-        for _ in range(3):
-            call(data)
-        assert len(launches) == 3
-        hopwell.check_device_data(True)
-        with pytest.raises(ValueError, match=r"positions\[1\]"):
-            call(data)
-    finally:
-        monkeypatch.setattr("hopwell.kernels.settings.CHECK.given", None)
+    for _ in range(3):
+        call(data)
+    assert len(launches) == 3
+    hopwell.check_device_data(True)
+    with pytest.raises(ValueError, match=r"positions\[1\]"):
+        call(data)
 
 
 def test_places_are_looked_at_as_well() -> None:
