@@ -79,7 +79,6 @@ SHORT_NAMES = {
     support.MLA: "MLA decode",
     support.APPEND: "append",
 }
-PREFIX = re.compile(r"(head dim|page size):? ")  # the column says it
 KINDS = ("head dims", "page sizes", "masks", "extras")
 
 
@@ -108,7 +107,7 @@ def entry_matrix() -> str:
     lines = ["| | " + " | ".join(KINDS) + " |", "|---|" + "---|" * len(KINDS)]
     for entry, name in SHORT_NAMES.items():
         rows = [row for row in ENTRIES[entry].features if row.archs]
-        cells = ("; ".join(PREFIX.sub("", row.title) for row in rows if row.kind == kind) for kind in KINDS)
+        cells = ("; ".join(row.short_title for row in rows if row.kind == kind) for kind in KINDS)
         lines.append(f"| {name} | " + " | ".join(cell or MISSING for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -118,7 +117,7 @@ def page_matrix() -> str:
     lines = ["| entry | page size |", "|---|---|"]
     for entry, name in SHORT_NAMES.items():
         sizes = (row for row in ENTRIES[entry].features if row.archs and row.kind == "page sizes")
-        lines.append(f"| {name} | " + "; ".join(PREFIX.sub("", row.title) for row in sizes) + " |")
+        lines.append(f"| {name} | " + "; ".join(row.short_title for row in sizes) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,15 +1,14 @@
-"""What each entry point can do on each architecture: one table, read by the argument checks and by the README.
+"""Capabilities of each entry point by architecture: one table for the argument checks and for the documents.
 
-A row is a title and problems that stand for it, see ``probes.py``. An architecture has what its implementation in
-``families.py`` does not refuse, so that nothing here says what an architecture has. Which rows a call needs follows
-from its problem: it has what their probes ask for. An entry asks :func:`lacking` once its arguments are known to be
-well formed, so that anything without a kernel is refused by name before a launch. :func:`support_matrix` prints the
-same table.
+A row is a title and problems that stand for it, see ``probes.py``. An architecture has a row if its implementation in
+``families.py`` refuses none of these problems. A call needs the rows whose probes match its problem. An entry calls
+:func:`lacking` after its other checks, so that a refusal comes before any launch and names the feature.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,6 +66,11 @@ class Feature:
         """Return the architectures that have kernels for all cases."""
         problems = self._problems
         return tuple(arch for arch in ARCHS if problems and not any(refuse(one, arch) for one in problems))
+
+    @property
+    def short_title(self) -> str:
+        """Return the title without the name of its kind: "64" for "head dim 64"."""
+        return re.sub("(head dim|page size):? ", "", self.title)
 
     @property
     def _problems(self) -> list[Any]:
@@ -158,12 +162,12 @@ class _Rows:
     @property
     def sinks(self) -> Feature:
         """Return a row of sinks."""
-        return self.row("sinks", "options", "attention sinks", dict(sinks=probes.SINKS))
+        return self.row("sinks", "extras", "attention sinks", dict(sinks=probes.SINKS))
 
     @property
     def tensor_scales(self) -> Feature:
         """Return a row of scales that the device has."""
-        return self.row("tensor_scales", "options", "scales as device tensors", dict(tensor_scales=True))
+        return self.row("tensor_scales", "extras", "scales as device tensors", dict(tensor_scales=True))
 
     def with_others(self, *known: Feature) -> tuple[Feature, ...]:
         """Return the rows of head dims, and that of what they leave."""
@@ -181,7 +185,7 @@ _FP8 = _PREFILL.row("fp8", "data types", "fp8 (e4m3) query and KV", _BYTES_IN, s
 _FP8_OUT = _PREFILL.row(
     "fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", dict(out=FP8, **_BYTES_IN), shown=dict(out=FP8)
 )
-_SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "options", "skip-softmax", dict(skip_softmax=1.0))
+_SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "extras", "skip-softmax", dict(skip_softmax=1.0))
 _PREFILL_BYTE_HEAD_DIMS = _PREFILL.row(
     "8bit_head_dim",
     "head dims",
@@ -287,10 +291,10 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.sinks,
             _PREFILL.tensor_scales,
             _SKIP_SOFTMAX,
-            _PREFILL.row("lse", "options", "log-sum-exp, base 2 or e", dict(lse=True)),
+            _PREFILL.row("lse", "extras", "log-sum-exp, base 2 or e", dict(lse=True)),
             # No problem can ask for these two.
-            _PREFILL.no_row("fp16_softmax", "options", "softmax in fp16 (`use_fp16_softmax`)", shown=()),
-            _PREFILL.no_row("spcompress", "options", "`uses_spcompress`", shown=()),
+            _PREFILL.no_row("fp16_softmax", "extras", "softmax in fp16 (`use_fp16_softmax`)", shown=()),
+            _PREFILL.no_row("spcompress", "extras", "`uses_spcompress`", shown=()),
         ),
     ),
     FMHA_V2: Entry(
@@ -307,12 +311,10 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.mask(MaskKind.SLIDING_WINDOW),
             _PREFILL.mask(MaskKind.CHUNKED),
             _PREFILL.sinks,
-            _PREFILL.row("alibi", "options", "ALiBi", dict(alibi=True)),
-            _PREFILL.row(
-                "alibi_soft_cap", "options", "ALiBi together with a soft cap", dict(alibi=True, soft_cap=30.0)
-            ),
-            _PREFILL.row("soft_cap", "options", "logits soft cap", *_over("soft_cap", (30.0, 1e6))),
-            _PREFILL.row("softmax_stats", "options", "softmax statistics", dict(statistics=True)),
+            _PREFILL.row("alibi", "extras", "ALiBi", dict(alibi=True)),
+            _PREFILL.row("alibi_soft_cap", "extras", "ALiBi together with a soft cap", dict(alibi=True, soft_cap=30.0)),
+            _PREFILL.row("soft_cap", "extras", "logits soft cap", *_over("soft_cap", (30.0, 1e6))),
+            _PREFILL.row("softmax_stats", "extras", "softmax statistics", dict(statistics=True)),
             _SKIP_SOFTMAX,
         ),
     ),
@@ -327,10 +329,10 @@ ENTRIES: dict[str, Entry] = {
             _PREFILL.row("cache", "KV caches", "paged and ragged KV, element offsets"),
             _PREFILL.mask(MaskKind.CAUSAL),
             _PREFILL.mask(MaskKind.FULL),
-            _PREFILL.row("lse", "options", "log-sum-exp, padded or ragged, base 2 or e", dict(lse=True)),
+            _PREFILL.row("lse", "extras", "log-sum-exp, padded or ragged, base 2 or e", dict(lse=True)),
             _PREFILL.row(
                 "fp8_scales",
-                "options",
+                "extras",
                 "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)",
                 dict(tensor_scales=True, **_BYTES_IN),
                 shown=dict(tensor_scales=True),
@@ -432,8 +434,6 @@ def table_of(entry: str) -> Entry:
 def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedError:
     """Return the error for a call of ``entry`` that needs a ``feature`` without a kernel on ``arch``.
 
-    An example: "append_paged_kv_cache on sm_90a supports these page sizes: powers of two up to 1024; got page_size=24".
-
     Args:
         entry: name of the entry point.
         feature: key of the feature in the table.
@@ -442,18 +442,10 @@ def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedE
     """
     table = table_of(entry)
     row = table.feature(feature)
-    here = [
-        _without(other.kind, other.title) for other in table.features if other.kind == row.kind and arch in other.archs
-    ]
-    allowed = f"supports these {row.kind}: {'; '.join(here)};" if here else f"supports no {row.kind},"
+    here = "; ".join(one.short_title for one in table.features if one.kind == row.kind and arch in one.archs)
+    allowed = f"supports these {row.kind}: {here};" if here else f"supports no {row.kind},"
     elsewhere = f"; {row.title}: supported on {', '.join(row.archs)}" if row.archs else ""
     return NotImplementedError(f"{entry} on {arch} {allowed} got {detail}{elsewhere}")
-
-
-def _without(kind: str, title: str) -> str:
-    """Return a title without the words that a list of its kind begins with: "head dim: 64" among head dims is "64"."""
-    one = kind.removesuffix("s")
-    return title.replace(f"{one}: ", "").replace(f"{one} ", "")
 
 
 def require(entry: str, feature: str, detail: str, arch: str) -> None:

@@ -34,7 +34,7 @@ def test_refusal_names_entry_feature_argument_arch_and_alternatives() -> None:
     with pytest.raises(NotImplementedError) as caught:
         features.require(support.CONTEXT, "fp16_softmax", "use_fp16_softmax=True", "sm_90a")
     message = str(caught.value)
-    assert message.startswith(f"{support.CONTEXT} on sm_90a supports these options: attention sinks; ")
+    assert message.startswith(f"{support.CONTEXT} on sm_90a supports these extras: attention sinks; ")
     assert message.endswith("; got use_fp16_softmax=True")
 
     text = "^{} on sm_80 supports no head dims, got head_dim=512; head dim 512: supported on sm_90a, .*, sm_120a$"
