@@ -166,7 +166,7 @@ def xqa_workspace_bytes(
 
     It holds partial results of requests whose keys several multiprocessors share: on 132 multiprocessors, with 8 KV
     heads of 128 columns and 131072 keys, 24 MiB for 8 rows (query heads that share a KV head times new tokens of a
-    request), 53 for 32 and 101 for 64; with 1024 keys 20, 40 and 40.
+    request), 56 for 32 and 101 for 64; with 1024 keys 20, 40 and 40.
 
     Args:
         num_heads: query heads.
