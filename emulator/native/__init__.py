@@ -103,7 +103,7 @@ def build(stem: str, key: str, make) -> Path:
                 cache_folder.protect(scratch)
                 # A process that has loaded a damaged library keeps its file: the new one is another.
                 for source, target in ((out, path), (_hash_file(out), _hash_file(path))):
-                    os.replace(source, target)
+                    cache_folder.replace(source, target)
     return path
 
 
