@@ -14,7 +14,6 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tabulate")
 
-from test_perf_sweep import COPIES, sweep
 from typer.testing import CliRunner
 
 from hopwell.kernels import toolchain
@@ -30,6 +29,7 @@ from hopwell.perf.prefill import PREFILL
 from hopwell.perf.prefill_workloads import Prefill
 from hopwell.perf.quantized import E4M3, NVFP4
 from hopwell.perf.results import Run
+from tests.perf.test_perf_sweep import COPIES, sweep
 
 PROMPTS = Prefill("small", "2 x 200", (200, 200), (300, 300), 4, 2, 128, 128, q_dtype=E4M3, kv_dtype=E4M3)
 
