@@ -6,7 +6,6 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tabulate import tabulate
@@ -44,10 +43,10 @@ class Resources:
         return Resources(int(registers), int(stack), len(spills), in_steps)
 
 
-def shipped(arch: str, pattern: str = "*") -> Iterator[KernelConfig]:
-    """Yield the attention kernels that are compiled ahead for ``arch``, by a glob of their names."""
+def shipped(arch: str, pattern: str = "") -> Iterator[KernelConfig]:
+    """Yield the attention kernels that are compiled ahead for ``arch`` and have a name that ``pattern`` matches."""
     for config in kernels_to_ship(arch, PREFILL_TYPES):
-        if isinstance(config, KernelConfig) and fnmatchcase(config.name, pattern):
+        if isinstance(config, KernelConfig) and re.search(pattern, config.name):
             yield config
 
 
