@@ -155,6 +155,7 @@ def _compile(config: Buildable, target: Artifact) -> None:
         # The DSL hands the path to its compiler passes between single quotes.
         raise ValueError(f"HOPWELL_CACHE_DIR must not have a single quote in its path, got {cache_folder.root()}")
     fingerprint.check()
+    logger.info("compiling %s, which takes seconds; later calls and processes find it in the cache", config.name)
     start = time.perf_counter()
     # The finished directory is renamed into place: others see all of it or nothing.
     with cache_folder.unfinished(target.path) as work:

@@ -83,15 +83,13 @@ def compile_ahead(
 
     They are those of HOPWELL_EMULATE's architecture, and of HOPWELL_KERNELS compiled for it.
     """
-    from hopwell.kernels import toolchain
+    from hopwell.kernels.ahead import compile_and_report
     from hopwell.perf.ahead import configs_of
 
     configs: dict[str, Buildable] = {}
     for family, chosen, titles in _chosen(cases, candidates):
         configs |= configs_of(family, chosen, titles)
-    for done, built in enumerate(toolchain.compile_ahead(configs.values(), jobs), 1):
-        typer.echo(f"[{done}/{len(configs)}] {built.path.name}")
-    typer.echo(f"{len(configs)} kernels in {toolchain.cache_dir()}")
+    compile_and_report([*configs.values()], jobs, typer.echo)
 
 
 @app.command()

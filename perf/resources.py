@@ -12,7 +12,8 @@ from tabulate import tabulate
 
 from hopwell.kernels.config import KernelConfig
 from hopwell.kernels.families import build
-from hopwell.kernels.shipped import PREFILL_TYPES, kernels_to_ship
+from hopwell.kernels.shipped import kernels_to_ship
+from hopwell.kernels.support import PREFILL_TYPES
 from hopwell.kernels.toolchain import artifact
 from hopwell.perf.loops import innermost
 from hopwell.perf.sass import cuda_tool, disassemble, sass_loops

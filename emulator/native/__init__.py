@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -20,6 +21,8 @@ from hopwell.kernels import cache_folder
 from ..errors import HostError
 from . import layout
 from .layout import I32, I64, U8, U32, U64, P
+
+logger = logging.getLogger("hopwell")
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
@@ -120,6 +123,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def _make_core(out: Path) -> None:
+    logger.info("building the emulator's core with %s, once; this takes some seconds", compiler())
     objects = []
     for name, flags in SOURCES.items():
         obj = out.with_name(name + ".o")
