@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from hopwell.kernels import support
+from hopwell.kernels import hardware, support
 
 MAX_JOBS = 1024  # processes; each takes hundreds of megabytes
 
@@ -43,7 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
     compile_.add_argument(
         "--arch",
-        default=support.DEFAULT_ARCH,
+        default=hardware.DEFAULT_ARCH,
         choices=support.ARCHS,
         help="architecture to compile for (default: %(default)s)",
     )

@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from hopwell.kernels import settings
-from hopwell.kernels.support import DEFAULT_ARCH
+from hopwell.kernels.hardware import DEFAULT_ARCH
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 SCHEDULES = ("eager", "late", "random", "priority")

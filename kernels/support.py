@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     import torch
 
 ARCHS = tuple(hardware.ARCHITECTURES)
-DEFAULT_ARCH = "sm_90a"  # of commands that compile, and of the emulator
 
 CONTEXT = "trtllm_batch_context_with_kv_cache"
 FMHA_V2 = "trtllm_fmha_v2_prefill"

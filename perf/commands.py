@@ -15,7 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from hopwell.kernels.support import ARCHS, BLACKWELL, DEFAULT_ARCH
+from hopwell.kernels.hardware import DEFAULT_ARCH
+from hopwell.kernels.support import ARCHS, BLACKWELL
 from hopwell.perf.results import Row, Run
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ def imported_by_tests() -> set[str]:
 
 def external(names: Iterable[str]) -> set[str]:
     """Return the top-level packages among ``names`` that come from elsewhere than Python and this repository."""
-    own = {"hopwell", "helpers", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
+    own = {"hopwell", "helpers", "tests", *(file.stem for file in (ROOT / "tests").rglob("*.py"))}
     return {name.partition(".")[0] for name in names} - own - sys.stdlib_module_names
 
 
