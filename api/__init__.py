@@ -1,27 +1,37 @@
-"""hopwell: attention kernels for NVIDIA Hopper and Blackwell, drop-in for FlashInfer's entry points."""
+"""hopwell: attention kernels for NVIDIA Hopper and Blackwell, drop-in for FlashInfer's entry points.
+
+Modules are imported when one of their names is first used, so that the command line starts without PyTorch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from hopwell._toolchain import check_toolchain
 
 # This comes before anything that may need the toolchain, so that a wrong one gives this message and no other.
 check_toolchain()
 
-from hopwell._device_data import check_device_data  # noqa: E402
-from hopwell._switches import batch_invariant  # noqa: E402
-from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache  # noqa: E402
-from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla  # noqa: E402
-from hopwell.page import (  # noqa: E402
-    append_paged_kv_cache,
-    get_batch_indices_positions,
-    get_seq_lens,
-    nvfp4_quantize_append_paged_kv_cache,
-)
-from hopwell.prefill import (  # noqa: E402
-    cudnn_batch_prefill_with_kv_cache,
-    trtllm_batch_context_with_kv_cache,
-    trtllm_fmha_v2_prefill,
-)
-from hopwell.utils import FP4Tensor  # noqa: E402
 from hopwell.version import __version__  # noqa: E402
+
+if TYPE_CHECKING:
+    from hopwell._device_data import check_device_data
+    from hopwell._switches import batch_invariant
+    from hopwell.decode import trtllm_batch_decode_with_kv_cache, xqa_batch_decode_with_kv_cache
+    from hopwell.mla import trtllm_batch_decode_with_kv_cache_mla
+    from hopwell.page import (
+        append_paged_kv_cache,
+        get_batch_indices_positions,
+        get_seq_lens,
+        nvfp4_quantize_append_paged_kv_cache,
+    )
+    from hopwell.prefill import (
+        cudnn_batch_prefill_with_kv_cache,
+        trtllm_batch_context_with_kv_cache,
+        trtllm_fmha_v2_prefill,
+    )
+    from hopwell.utils import FP4Tensor
 
 __all__ = [
     "FP4Tensor",
@@ -39,3 +49,38 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
     "xqa_batch_decode_with_kv_cache",
 ]
+_HOMES = {
+    "_device_data": ("check_device_data",),
+    "_switches": ("batch_invariant",),
+    "decode": ("trtllm_batch_decode_with_kv_cache", "xqa_batch_decode_with_kv_cache"),
+    "mla": ("trtllm_batch_decode_with_kv_cache_mla",),
+    "page": (
+        "append_paged_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+        "nvfp4_quantize_append_paged_kv_cache",
+    ),
+    "prefill": (
+        "cudnn_batch_prefill_with_kv_cache",
+        "trtllm_batch_context_with_kv_cache",
+        "trtllm_fmha_v2_prefill",
+    ),
+    "utils": ("FP4Tensor",),
+}
+_MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
+_SUBMODULES = ("cudnn", "decode", "emulator", "kernels", "layouts", "mla", "page", "prefill", "utils")
+
+
+def __getattr__(name: str) -> Any:
+    """Import a function, a class or a module when it is first used; later uses are ordinary look-ups."""
+    if name in _SUBMODULES:
+        return importlib.import_module(f"hopwell.{name}")
+    if name in _MODULE_OF:
+        found = getattr(importlib.import_module(f"hopwell.{_MODULE_OF[name]}"), name)
+        globals()[name] = found
+        return found
+    raise AttributeError(f"module 'hopwell' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBMODULES})

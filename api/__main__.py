@@ -6,44 +6,24 @@ import argparse
 import logging
 import re
 import sys
-import time
 from collections.abc import Sequence
 
-from hopwell.kernels import features, shipped, support
+from hopwell.kernels import hardware, support
 
 MAX_JOBS = 1024  # processes; each takes hundreds of megabytes
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    parser = argparse.ArgumentParser("hopwell", description="Attention kernels for NVIDIA Hopper and Blackwell.")
-    commands = parser.add_subparsers(required=True, metavar="command")
-
-    demo = commands.add_parser("demo", help="attention over a paged cache: on the GPU, or on the emulator without one")
-    demo.add_argument("--device", choices=("cuda", "cpu"), help="cpu is the emulator; default: cuda where there is one")
-    demo.set_defaults(run=_demo)
-
-    compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
-    compile_.add_argument(
-        "--arch", default="sm_90a", choices=support.ARCHS, help="architecture to compile for (default: %(default)s)"
-    )
-    compile_.add_argument(
-        "--prefill-types",
-        nargs="+",
-        choices=shipped.PREFILL_TYPES,
-        default=[shipped.TYPES_16BIT],
-        help="what prefill multiplies: 16bit, with all of decode, and MLA of 16-bit queries; fp8_kv, such queries over "
-        "e4m3 caches; fp8, e4m3 queries and caches, with MLA of these (default: 16bit)",
-    )
-    compile_.add_argument("--match", type=_pattern, default=".", help="regular expression over kernel names")
-    compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")
-    compile_.set_defaults(run=_compile)
-
-    features = commands.add_parser("support", help="print what each entry point can do on each architecture")
-    features.set_defaults(run=_support)
-
+    parser = _parser()
     options = parser.parse_args(arguments)
-    logging.basicConfig(format="%(message)s", level=logging.INFO)
+    if not hasattr(options, "run"):
+        parser.print_help()
+        return 2
+    if options.run is _cache and options.stale and not options.clear:
+        parser.error("argument --stale: it says what --clear removes, which is not given")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hopwell").setLevel(logging.INFO)
     try:
         return options.run(options)
     except (ValueError, OSError, RuntimeError) as error:  # of settings, folders, the compiler and the GPU
@@ -51,11 +31,52 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser. PyTorch takes seconds to import, so only the commands import what needs it."""
+    parser = argparse.ArgumentParser("hopwell", description="Attention kernels for NVIDIA Hopper and Blackwell.")
+    commands = parser.add_subparsers(metavar="command")
+
+    demo = commands.add_parser("demo", help="attention over a paged cache: on the GPU, or on the emulator without one")
+    demo.add_argument("--device", choices=("cuda", "cpu"), help="cpu is the emulator; default: cuda where there is one")
+    demo.set_defaults(run=_demo)
+
+    compile_ = commands.add_parser("compile", help="compile kernels ahead of time; needs no GPU")
+    compile_.add_argument(
+        "--arch",
+        default=hardware.DEFAULT_ARCH,
+        choices=support.ARCHS,
+        help="architecture to compile for (default: %(default)s)",
+    )
+    compile_.add_argument(
+        "--prefill-types",
+        nargs="+",
+        choices=support.PREFILL_TYPES,
+        default=[support.TYPES_16BIT],
+        help="what prefill multiplies: 16bit, with all of decode, and MLA of 16-bit queries; fp8_kv, such queries over "
+        "e4m3 caches; fp8, e4m3 queries and caches, with MLA of these (default: 16bit)",
+    )
+    compile_.add_argument("--match", type=_pattern, default="", help="regular expression over kernel names")
+    compile_.add_argument("--jobs", type=_jobs, help="processes (default: one for each CPU)")
+    compile_.add_argument("--list", action="store_true", help="print the names of these kernels, and compile nothing")
+    compile_.set_defaults(run=_compile)
+
+    cache = commands.add_parser("cache", help="print what the cache of compiled kernels holds, or clear it")
+    cache.add_argument("--clear", action="store_true", help="remove all kernels, and the emulator's libraries")
+    cache.add_argument(
+        "--stale", action="store_true", help="with --clear: only kernels of other versions of hopwell or its toolchain"
+    )
+    cache.set_defaults(run=_cache)
+
+    matrix = commands.add_parser("support", help="print what each entry point can do on each architecture")
+    matrix.set_defaults(run=_support)
+    return parser
+
+
 def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a regular expression: {error}") from None
 
 
 def _jobs(text: str) -> int:
@@ -71,7 +92,7 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from hopwell.kernels import shipped, toolchain
+    from hopwell.kernels import ahead, shipped
 
     types = tuple(options.prefill_types)
     configs = [c for c in shipped.kernels_to_ship(options.arch, types) if options.match.search(c.name)]
@@ -82,14 +103,35 @@ def _compile(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
         return 1
-    begin = time.perf_counter()
-    for done, built in enumerate(toolchain.compile_ahead(configs, options.jobs), 1):
-        print(f"[{done}/{len(configs)}] {built.path.name}", flush=True)
-    print(f"{len(configs)} kernels in {toolchain.cache_dir()}, {time.perf_counter() - begin:.0f} s")
+    if options.list:
+        print("\n".join(config.name for config in configs))
+    else:
+        ahead.compile_and_report(configs, options.jobs, lambda line: print(line, flush=True))
+    return 0
+
+
+def _cache(options: argparse.Namespace) -> int:
+    from hopwell.kernels import cache_contents, cache_folder
+    from hopwell.kernels.ahead import size
+
+    if options.clear:
+        print(f"removed {size(cache_contents.clear(options.stale))} from {cache_folder.root()}")
+        return 0
+    print(cache_folder.root())
+    versions = cache_contents.versions()
+    for title, chosen in (
+        ("this version of hopwell and its toolchain", [version for version in versions if not version.is_stale]),
+        ("other versions (--clear --stale removes them)", [version for version in versions if version.is_stale]),
+    ):
+        kernels, octets = sum(version.kernels for version in chosen), sum(version.octets for version in chosen)
+        print(f"  {title}: {kernels} kernels, {size(octets)}")
+    print(f"  the emulator: {size(sum(map(cache_contents.octets, cache_contents.emulator_files())))}")
     return 0
 
 
 def _support(options: argparse.Namespace) -> int:
+    from hopwell.kernels import features
+
     print(features.support_matrix(), end="")
     return 0
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from .errors import HostError
 from .options import ARCHITECTURES
 
 
@@ -93,6 +94,13 @@ def _build(args: argparse.Namespace) -> int:
     return 0
 
 
+def _existing(text: str) -> str:
+    """Return the argument; ``:function`` may follow the path of a file."""
+    if not Path(text.partition(":")[0]).exists():
+        raise argparse.ArgumentTypeError(f"there is no {text!r}")
+    return text
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m hopwell.emulator", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -104,7 +112,7 @@ def _parser() -> argparse.ArgumentParser:
     p.set_defaults(run=_selftest)
 
     p = commands.add_parser("campaign", help="plant synchronisation faults and report which stay undetected")
-    p.add_argument("case", help="Python file[:function] that launches the kernel once")
+    p.add_argument("case", type=_existing, help="Python file[:function] that launches the kernel once")
     p.add_argument("--kernel", default="", help="part of the kernel's name")
     p.add_argument("--kind", action="append", default=[], help="kind of fault; may be repeated; default all")
     p.add_argument("--arch", default=None, choices=ARCHITECTURES, help="default: the one in force")
@@ -114,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("example", help="run a script that wants a GPU, such as a CUTLASS example")
     p.add_argument("arch", choices=ARCHITECTURES)
-    p.add_argument("script")
+    p.add_argument("script", type=_existing)
     p.add_argument("--sms", type=int, default=2, help="SMs that the emulated device has")
     p.add_argument("--schedule", default="eager")
     p.add_argument("--seed", type=int, default=0)
@@ -122,32 +130,43 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments, after --")
     p.set_defaults(run=_example)
 
-    p = commands.add_parser("compare-hardware", help="compare this machine's Hopper GPU with the emulator")
+    p = commands.add_parser("compare-hardware", help="compare a Hopper GPU with the emulator (needs the GPU)")
     p.add_argument("--out", default=".", help="folder for hardware.md and hardware.json")
     p.add_argument("--count", type=int, default=1 << 19, help="inputs per instruction, a multiple of 1024")
     p.add_argument("--tiles", type=int, default=256, help="tiles per matrix product")
-    p.add_argument("--model-only", action="store_true", help="run the emulator alone")
+    p.add_argument("--model-only", action="store_true", help="run the emulator alone; needs no GPU")
     p.set_defaults(run=_compare)
 
-    p = commands.add_parser("compare-outputs", help="compare the entry points' outputs on a GPU with the emulator")
+    p = commands.add_parser(
+        "compare-outputs", help="compare the entry points' outputs on a GPU with the emulator (--record needs a GPU)"
+    )
     which = p.add_mutually_exclusive_group(required=True)
-    which.add_argument("--record", metavar="FOLDER", help="run the cases on this machine's GPU and keep their outputs")
-    which.add_argument("--against", metavar="FOLDER", help="run the cases on the emulator and compare with a recording")
+    which.add_argument("--record", metavar="FOLDER", help="run the cases on a GPU and keep their outputs")
+    which.add_argument(
+        "--against", metavar="FOLDER", type=_existing, help="run the cases on the emulator and compare with a recording"
+    )
     p.add_argument("--only", default="", help="cases whose names contain this")
-    p.add_argument("--model-only", action="store_true", help="record the emulator instead of a GPU")
+    p.add_argument("--model-only", action="store_true", help="record the emulator instead; needs no GPU")
     p.set_defaults(run=_outputs)
 
-    p = commands.add_parser("derive-approximations", help="derive the function unit's tables from this machine's GPU")
+    p = commands.add_parser(
+        "derive-approximations", help="derive the special function unit's tables from a GPU (needs the GPU)"
+    )
     p.add_argument("--out", default="interpolator_tables.h", help="the header to write")
     p.set_defaults(run=_derive)
     return parser
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Run a command; returns the exit status. Without a GPU or C compiler that it needs, stderr gets one line."""
     args = _parser().parse_args(argv)
     if getattr(args, "arguments", None) and args.arguments[0] == "--":
         args.arguments = args.arguments[1:]
-    return int(args.run(args))
+    try:
+        return int(args.run(args))
+    except HostError as error:
+        print(f"hopwell.emulator: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -13,12 +13,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from hopwell.kernels import settings
+from hopwell.kernels.hardware import DEFAULT_ARCH
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 SCHEDULES = ("eager", "late", "random", "priority")
 NUMERICS = ("auto", "hardware", "fast")
-DEFAULT_ARCH = "sm_90a"
-
 
 RESERVED_BYTES = 1024  # of shared memory, which the system takes with each CTA
 

@@ -8,6 +8,7 @@ tokens that the 16-bit one led to, and what it does to the logits is printed::
 """
 
 import argparse
+import logging
 import math
 import pathlib
 from collections.abc import Callable
@@ -204,6 +205,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--caches", nargs="+", choices=CACHES, default=["bf16"], help="the first is the reference")
     caches = parser.parse_args().caches
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("hopwell").setLevel(logging.INFO)  # says when a kernel is compiled
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
     arguments, lengths, steps = sizes(on_gpu)
@@ -212,11 +215,17 @@ if __name__ == "__main__":
     model = model.to("cuda" if on_gpu else "cpu")
     text = (pathlib.Path(__file__).parents[1] / "LICENSE").read_bytes()
     prompts = [text[1000 : 1000 + n] for n in lengths]
+    shape = f"{config.num_hidden_layers} layers with random weights"
+    print(f"{len(prompts)} prompts of {lengths} bytes and {steps} steps, {shape}, {caches[0]} cache")
     logits, tokens = zip(*generate(model, prompts, steps, caches[0]), strict=True)
-    print(torch.stack(tokens, 1).tolist())
+    for request, continued in enumerate(torch.stack(tokens, 1).tolist()):
+        print(f"bytes that continue prompt {request}: {continued}")
     runs = {caches[0]: logits}
     for cache in caches[1:]:
+        print(f"the same tokens over the {cache} cache")
         runs[cache] = [each for each, _ in generate(model, prompts, steps, cache, given=tokens)]
     figures = report(runs)
+    if figures:
+        print(f"logits compared with the {caches[0]} cache; excess: of perplexity, same token: of greedy choices")
     for row in figures:
         print(", ".join(f"{name} {each:.3g}" if isinstance(each, float) else each for name, each in row.items()))

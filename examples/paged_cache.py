@@ -1,8 +1,13 @@
 """Prefill and a few decode steps over one paged cache. Tensors on the CPU run on the emulator."""
 
+import logging
+
 import torch
 
 import hopwell
+
+logging.basicConfig(format="%(message)s")
+logging.getLogger("hopwell").setLevel(logging.INFO)  # says when a kernel is compiled, which the first call does
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 heads, kv_heads, head_dim, page_size = 4, 2, 128, 16
@@ -29,6 +34,11 @@ out = hopwell.trtllm_batch_context_with_kv_cache(
     cum_seq_lens_kv=torch.tensor([0, 37, 101, 141], dtype=torch.int32, device=device),
 )
 
+place = "the GPU" if device == "cuda" else "the CPU, emulated"
+print(
+    f"prefill on {place}: {sum(q_lens)} new tokens of {len(q_lens)} requests attended to {sum(kv_lens)} cached tokens"
+)
+
 prefilled = query, out  # the next steps have queries and outputs of their own
 
 # The workspace holds partial results of requests whose keys several multiprocessors share; its size does not depend on
@@ -52,11 +62,13 @@ def attend(request=slice(None)):
 
 
 requests = torch.arange(3, dtype=torch.int32, device=device)  # which one each new token belongs to
-for _ in range(3):
+for step in range(3):
     query, key, value = (torch.randn(3, n, head_dim, device=device).bfloat16() for n in (heads, kv_heads, kv_heads))
     hopwell.append_paged_kv_cache(key, value, requests, seq_lens, kv_cache, kv_layout="HND", block_tables=block_tables)
     seq_lens += 1
     out = attend()
+    print(f"decode step {step}: one token more for each request, which now have {seq_lens.tolist()} tokens")
 
 # What comes out for a request depends on that request alone, bit for bit, whatever else is in the batch.
 assert torch.equal(attend(slice(1, 2)), out[1:2])
+print("request 1 alone gives the same bits as request 1 in the batch of three")

@@ -34,9 +34,15 @@ def root() -> pathlib.Path:
 
 
 def make(folder: pathlib.Path) -> None:
-    """Make a folder, and those above it that are missing, for this user alone whatever the umask is."""
+    """Make a folder, and those above it that are missing, for this user alone whatever the umask is.
+
+    A file in the place of a folder inside the cache is damage and is removed.
+    """
     if folder.is_dir():
         return
+    if root() in folder.parents:
+        with contextlib.suppress(OSError):
+            folder.unlink()  # leaves a folder alone that another process has made meanwhile
     make(folder.parent)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=PRIVATE)
@@ -69,6 +75,25 @@ def check(path: pathlib.Path) -> None:
             f"{one} {wrong}, and hopwell loads native code from there: {mend}, or set HOPWELL_CACHE_DIR to a folder of "
             "your own. HOPWELL_CACHE_TRUST=all loads it nevertheless"
         )
+
+
+def remove(path: pathlib.Path) -> None:
+    """Remove a file, a link or a folder with everything in it, whatever its permissions are."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    path.chmod(PRIVATE)
+    for folder, names, _ in os.walk(path):
+        for name in names:
+            pathlib.Path(folder, name).chmod(PRIVATE)  # before os.walk lists it
+    shutil.rmtree(path)
+
+
+def replace(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Rename ``source`` to ``target``, whatever is there. A file replaces a file in one step."""
+    if source.is_dir() or target.is_dir():
+        remove(target)
+    os.replace(source, target)
 
 
 def protect(folder: pathlib.Path) -> None:
@@ -113,10 +138,10 @@ def unfinished(target: pathlib.Path) -> Iterator[pathlib.Path]:
     for leftover in target.parent.glob(f"{UNFINISHED}*"):
         name = leftover.name.removeprefix(UNFINISHED)
         if name == target.name:
-            shutil.rmtree(leftover, ignore_errors=True)
+            remove(leftover)
             continue
-        with contextlib.suppress(filelock.Timeout), lock(target.with_name(name), timeout=0):
-            shutil.rmtree(leftover, ignore_errors=True)
+        with contextlib.suppress(filelock.Timeout, OSError), lock(target.with_name(name), timeout=0):
+            remove(leftover)
     folder = target.with_name(f"{UNFINISHED}{target.name}")
     make(folder)
     try:
@@ -127,4 +152,10 @@ def unfinished(target: pathlib.Path) -> Iterator[pathlib.Path]:
 
 def lock(target: pathlib.Path, timeout: float = -1) -> filelock.FileLock:
     """Return the lock that is held by the process that makes ``target``."""
-    return filelock.FileLock(f"{target}.lock", timeout=timeout, poll_interval=0.05)
+    file = target.with_name(f"{target.name}.lock")
+    with contextlib.suppress(OSError):
+        if file.is_dir():  # nobody can hold it
+            remove(file)
+        elif file.exists() and not os.access(file, os.R_OK | os.W_OK):
+            file.chmod(0o600)
+    return filelock.FileLock(file, timeout=timeout, poll_interval=0.05)

@@ -39,6 +39,7 @@ class Architecture:
         return (self.shared_bytes + self.reserved_bytes) // ctas - self.reserved_bytes
 
 
+DEFAULT_ARCH = "sm_90a"  # of commands that compile, and of the emulator
 ARCHITECTURES = {
     arch.name: arch
     for arch in (

@@ -12,11 +12,7 @@ from hopwell.kernels.families import Buildable
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.prefill_config import MASKS, PrefillConfig
 from hopwell.kernels.problem import Family
-
-# What prefill multiplies, as the rows of the support matrix have it: inputs and output of one 16-bit dtype, 16-bit
-# queries over e4m3 caches with an output like the queries, or e4m3 queries and caches with an output of 16 or 8 bits.
-TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8 = "16bit", "fp8_kv", "fp8"
-PREFILL_TYPES = (TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8)
+from hopwell.kernels.support import PREFILL_TYPES, TYPES_16BIT, TYPES_FP8, TYPES_FP8_KV
 
 
 def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) -> Iterator[Buildable]:

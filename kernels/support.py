@@ -49,6 +49,11 @@ HOPPER = hardware.with_instruction("wgmma")
 BLACKWELL = hardware.with_instruction("tcgen05")
 SM120 = hardware.with_instruction("mma.sync")
 
+# What prefill multiplies, as the rows of the support matrix have it: inputs and output of one 16-bit dtype, 16-bit
+# queries over e4m3 caches with an output like the queries, or e4m3 queries and caches with an output of 16 or 8 bits.
+TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8 = "16bit", "fp8_kv", "fp8"
+PREFILL_TYPES = (TYPES_16BIT, TYPES_FP8_KV, TYPES_FP8)
+
 # A family-specific build runs on every device of compute capability 12.x, one for sm_120a on 12.0 alone.
 FAMILY_BUILDS = {"sm_120a": "sm_120f"}
 # Architectures besides their own that can run kernels, compiled for them. Kernels of sm_120a multiply with mma.sync and

@@ -23,7 +23,6 @@ import logging
 import multiprocessing
 import os
 import pathlib
-import platform
 import shlex
 import shutil
 import threading
@@ -33,14 +32,13 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hopwell.kernels import cache_folder, settings
+from hopwell.kernels import cache_folder, fingerprint, settings
 
 if TYPE_CHECKING:
     from hopwell.kernels.families import Buildable
 
 logger = logging.getLogger("hopwell")
 
-TOOLCHAIN = ("nvidia-cutlass-dsl", "apache-tvm-ffi")
 OBJECT, PTX, CUBIN, META = "kernel.o", "kernel.ptx", "kernel.cubin", "meta.json"
 RUNTIME = "libcute_dsl_runtime.so"
 
@@ -75,27 +73,13 @@ class Artifact:
         """Tell whether all files are the ones that were written."""
         try:
             return self.meta["sha256"] == self.digests()
-        except (OSError, ValueError, KeyError, TypeError):  # whatever else the description may hold
+        except (OSError, ValueError, KeyError, TypeError, RecursionError):  # whatever the description may hold
             return False
 
 
 def cache_dir() -> pathlib.Path:
     """Return the directory of the compiled kernels of this version of the sources and the toolchain."""
-    return cache_folder.root() / fingerprint()[:16]
-
-
-@functools.cache
-def fingerprint() -> str:
-    """Return a hash of everything besides the config that decides what a kernel compiles to."""
-    digest = hashlib.sha256()
-    digest.update(f"{platform.machine()}\n".encode())  # the host function's; a home directory may serve several kinds
-    for name in TOOLCHAIN:
-        digest.update(f"{name}=={importlib.metadata.version(name)}\n".encode())
-    root = pathlib.Path(__file__).parent
-    for source in sorted(root.rglob("*.py")):
-        digest.update(f"{source.relative_to(root)}\n".encode())
-        digest.update(source.read_bytes())
-    return digest.hexdigest()
+    return cache_folder.root() / fingerprint.IMPORTED[:16]
 
 
 _functions: dict[str, Callable[..., None]] = {}
@@ -170,6 +154,8 @@ def _compile(config: Buildable, target: Artifact) -> None:
     if "'" in str(target.path):
         # The DSL hands the path to its compiler passes between single quotes.
         raise ValueError(f"HOPWELL_CACHE_DIR must not have a single quote in its path, got {cache_folder.root()}")
+    fingerprint.check()
+    logger.info("compiling %s, which takes seconds; later calls and processes find it in the cache", config.name)
     start = time.perf_counter()
     # The finished directory is renamed into place: others see all of it or nothing.
     with cache_folder.unfinished(target.path) as work:
@@ -194,8 +180,8 @@ def _compile(config: Buildable, target: Artifact) -> None:
         meta = {"name": config.name, "sha256": fresh.digests(), "seconds": round(seconds, 2)}
         (fresh.path / META).write_text(json.dumps(meta, indent=1))
         cache_folder.protect(fresh.path)
-        shutil.rmtree(target.path, ignore_errors=True)
-        os.replace(fresh.path, target.path)
+        fingerprint.check()  # again, as the sources were read while the kernel was traced
+        cache_folder.replace(fresh.path, target.path)
     logger.info("compiled %s in %.1f s", config.name, seconds)
 
 

@@ -6,14 +6,14 @@ import re
 import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from tabulate import tabulate
 
 from hopwell.kernels.config import KernelConfig
 from hopwell.kernels.families import build
-from hopwell.kernels.shipped import PREFILL_TYPES, kernels_to_ship
+from hopwell.kernels.shipped import kernels_to_ship
+from hopwell.kernels.support import PREFILL_TYPES
 from hopwell.kernels.toolchain import artifact
 from hopwell.perf.loops import innermost
 from hopwell.perf.sass import cuda_tool, disassemble, sass_loops
@@ -44,10 +44,10 @@ class Resources:
         return Resources(int(registers), int(stack), len(spills), in_steps)
 
 
-def shipped(arch: str, pattern: str = "*") -> Iterator[KernelConfig]:
-    """Yield the attention kernels that are compiled ahead for ``arch``, by a glob of their names."""
+def shipped(arch: str, pattern: str = "") -> Iterator[KernelConfig]:
+    """Yield the attention kernels that are compiled ahead for ``arch`` and have a name that ``pattern`` matches."""
     for config in kernels_to_ship(arch, PREFILL_TYPES):
-        if isinstance(config, KernelConfig) and fnmatchcase(config.name, pattern):
+        if isinstance(config, KernelConfig) and re.search(pattern, config.name):
             yield config
 
 

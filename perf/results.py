@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hopwell.perf import colors
+from hopwell.perf import MissingError, colors
 from hopwell.perf.precision import PARTS_OF_FILES, SIXTEEN_BITS, by_precision, name_of, wide_name
 
 PACKAGES = (
@@ -75,8 +75,15 @@ class Run:
 
     @staticmethod
     def here(labels: Labels) -> Run:
+        """Return an empty run of this machine's GPU and installed versions.
+
+        Raises:
+            MissingError: torch finds no GPU.
+        """
         import torch
 
+        if not torch.cuda.is_available():
+            raise MissingError("a sweep needs a GPU, and torch finds none")
         versions = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
         for package in PACKAGES:
             try:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hopwell.perf import MissingError
 from hopwell.perf.loops import Loop, natural_loops
 
 _LINE = re.compile(
@@ -89,7 +90,11 @@ def disassemble(cubin: Path) -> list[Sass]:
 
 
 def cuda_tool(name: str) -> str:
-    """Find a disassembler, of its pip package or else of an installed CUDA toolkit."""
+    """Find a disassembler, of its pip package or else of an installed CUDA toolkit.
+
+    Raises:
+        MissingError: neither has it.
+    """
     package = f"nvidia-cuda-{name}"
     try:
         files = importlib.metadata.files(package) or []
@@ -97,7 +102,7 @@ def cuda_tool(name: str) -> str:
         files = []
     found = next((str(file.locate()) for file in files if file.name == name), None) or shutil.which(name)
     if found is None:
-        raise FileNotFoundError(f"{name} is needed: pip install {package}")
+        raise MissingError(f'{name} is not installed; pip install "hopwell[perf]"')
     return found
 
 

@@ -1,9 +1,9 @@
 """This module chooses two sets of tests, as all that compile kernels take hours: the core set and the set of functions.
 
 The core set, ``pytest --core``, is what a change is tried with first. All of the host's tests belong to it, those of
-traced parts among them. Of those that compile kernels it has one kernel of each cell (family, architecture, element
-type of queries, of K and V), both compiled alone and run on the emulator, and where a test names no kernel, one case of
-each file: every part and every entry runs once.
+traced parts among them. Tests that compile kernels and name one belong to it with the kernels of ``core_kernels.py``:
+the first test that compiles such a kernel alone, and the first one that runs it on the emulator. Where a test names no
+kernel, one case of each file belongs to it: every entry runs once.
 
 The set of functions, ``pytest --functions``, is what CI runs besides. It has a case of each test function, and of one
 that names kernels cases in which every choice occurs that they differ in (each mask, way to fetch, element type, head
@@ -19,9 +19,9 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+from core_kernels import KERNELS
 
 COMPILING = ("compile", "emulator", "slow_emulator")
-KERNELS_OF_A_CELL = 1  # in either kind of test
 COST_OF_A_KERNEL = 3  # compiling one takes about as long as this many runs on the emulator
 
 
@@ -39,30 +39,23 @@ def _kinds(item: pytest.Item) -> list[str]:
     return [kind for kind in COMPILING if item.get_closest_marker(kind)]
 
 
-def cell(item: pytest.Item) -> Hashable | None:
-    """Say what a test that compiles kernels stands for in the core set; None for the other tests.
-
-    Tests of the same cell can stand for each other there.
-    """
-    kinds = _kinds(item)
-    if not kinds:
-        return None
-    config = _kernel(item)
-    if config is None:
-        return (*kinds, item.path)
-    return (*kinds, config.family, config.arch, getattr(config, "dtype", ""), getattr(config, "kv_type", None))
+def cell(config: Any) -> tuple[Hashable, ...]:
+    """Return the family, the architecture, and the element types of queries and of K/V of a kernel's config."""
+    return (config.family, config.arch, getattr(config, "dtype", ""), getattr(config, "kv_type", None))
 
 
 def core(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """Return the tests of the core set in their order: the first ones of each cell, and all that compile nothing."""
-    taken: Counter[Hashable] = Counter()
+    """Return the tests of the core set in their order."""
+    taken: set[Hashable] = set()
     chosen = []
     for item in items:
-        place = cell(item)
-        if place is not None:
-            taken[place] += 1
-        if place is None or taken[place] <= KERNELS_OF_A_CELL:
+        kinds, config = _kinds(item), _kernel(item)
+        if kinds and config is not None and config.name not in KERNELS:
+            continue
+        place = (*kinds, item.path if config is None else config.name)
+        if not kinds or place not in taken:
             chosen.append(item)
+        taken.add(place)
     return chosen
 
 

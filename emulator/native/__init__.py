@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -20,6 +21,8 @@ from hopwell.kernels import cache_folder
 from ..errors import HostError
 from . import layout
 from .layout import I32, I64, U8, U32, U64, P
+
+logger = logging.getLogger("hopwell")
 
 HERE = Path(__file__).parent
 FLAGS = ["-std=gnu11", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas", "-Wno-psabi"]
@@ -103,7 +106,7 @@ def build(stem: str, key: str, make) -> Path:
                 cache_folder.protect(scratch)
                 # A process that has loaded a damaged library keeps its file: the new one is another.
                 for source, target in ((out, path), (_hash_file(out), _hash_file(path))):
-                    os.replace(source, target)
+                    cache_folder.replace(source, target)
     return path
 
 
@@ -120,6 +123,7 @@ def _is_sound(path: Path) -> bool:
 
 
 def _make_core(out: Path) -> None:
+    logger.info("building the emulator's core with %s, once; this takes some seconds", compiler())
     objects = []
     for name, flags in SOURCES.items():
         obj = out.with_name(name + ".o")

@@ -88,12 +88,23 @@ def extents(tensor: torch.Tensor) -> tuple[list[int], list[int]]:
     return list(tensor.shape)[::-1], [s * size for s in tensor.stride()[-2::-1]]
 
 
+def require_gpu() -> None:
+    """Raise HostError if torch finds no GPU."""
+    if not torch.cuda.is_available():
+        raise HostError("this command needs a GPU, and torch finds none")
+
+
 class Gpu:
-    """The current CUDA device, through the driver's interface."""
+    """The current CUDA device, through the driver's interface.
+
+    Raises:
+        HostError: torch finds no GPU.
+    """
 
     torch_device = "cuda"
 
     def __init__(self) -> None:
+        require_gpu()
         from cuda.bindings import driver
 
         self.driver = driver

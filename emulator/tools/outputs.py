@@ -21,6 +21,7 @@ from hopwell.kernels import plan, support
 
 from ..errors import HostError
 from ..options import use
+from .devices import require_gpu
 from .output_cases import Case, cases
 
 ARCH = "sm_90a"
@@ -75,7 +76,12 @@ def record(folder: Path, device: str = "cuda", only: str = "", say: Say = print)
         device: "cuda", or "cpu" to record the emulator itself.
         only: part of a name.
         say: where a line per case goes.
+
+    Raises:
+        HostError: ``device`` is "cuda", and torch finds no GPU.
     """
+    if device == "cuda":
+        require_gpu()
     kept: dict[str, Any] = {}
     digests, wanted, sms = {}, chosen(only), plan.multiprocessors(torch.device(device))
     for number, case in enumerate(wanted, 1):

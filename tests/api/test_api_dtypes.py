@@ -58,7 +58,7 @@ def listed(dtypes: tuple[torch.dtype, ...]) -> str:
 
 
 @pytest.mark.parametrize("given", ["out_dtype", "out"])
-@pytest.mark.parametrize(("query", "cache", "out"), itertools.product(QUERIES, CACHES, OUTPUTS), ids=str)
+@pytest.mark.parametrize(("query", "cache", "out"), [*itertools.product(QUERIES, CACHES, OUTPUTS)], ids=str)
 def test_decode(query: torch.dtype, cache: torch.dtype, out: torch.dtype | None, given: str, launched: Any) -> None:
     arguments = xqa(None, "HND") | cache_of(cache)
     arguments["query"] = arguments["query"].to(query)
@@ -80,7 +80,7 @@ def test_decode(query: torch.dtype, cache: torch.dtype, out: torch.dtype | None,
 
 
 @pytest.mark.parametrize("given", ["out_dtype", "out"])
-@pytest.mark.parametrize(("query", "cache", "out"), itertools.product(QUERIES, CACHES, OUTPUTS), ids=str)
+@pytest.mark.parametrize(("query", "cache", "out"), [*itertools.product(QUERIES, CACHES, OUTPUTS)], ids=str)
 def test_context(query: torch.dtype, cache: torch.dtype, out: torch.dtype | None, given: str, launched: Any) -> None:
     arguments = context(None, "HND", data(TOKENS, HEADS, DIM).to(query)) | cache_of(cache)
     asked = out if given == "out_dtype" or out is None else torch.zeros(arguments["query"].shape, dtype=out)
@@ -102,7 +102,7 @@ def test_context(query: torch.dtype, cache: torch.dtype, out: torch.dtype | None
 
 
 @pytest.mark.parametrize("given", ["o_data_type", "out"])
-@pytest.mark.parametrize(("query", "out"), itertools.product(QUERIES, OUTPUTS), ids=str)
+@pytest.mark.parametrize(("query", "out"), [*itertools.product(QUERIES, OUTPUTS)], ids=str)
 def test_cudnn(query: torch.dtype, out: torch.dtype | None, given: str, launched: Any) -> None:
     arguments = {
         name: value.to(query) if name in ("q", "k_cache", "v_cache") else value for name, value in cudnn_paged().items()
@@ -117,7 +117,7 @@ def test_cudnn(query: torch.dtype, out: torch.dtype | None, given: str, launched
         FUNCTIONS[CUDNN](**arguments | {given: asked})
 
 
-@pytest.mark.parametrize(("query", "cache"), itertools.product(QUERIES, CACHES), ids=str)
+@pytest.mark.parametrize(("query", "cache"), [*itertools.product(QUERIES, CACHES)], ids=str)
 def test_mla(query: torch.dtype, cache: torch.dtype, launched: Any) -> None:
     arguments = form(MLA, "packed" if cache == U8 else "dense")
     arguments |= dict(query=arguments["query"].to(query), kv_cache=arguments["kv_cache"].to(cache))

@@ -65,6 +65,24 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_names_are_imported_when_they_are_used() -> None:
+    """They are the same objects as in their modules, and ``dir`` has them before."""
+    code = """
+import sys, hopwell
+assert "torch" not in sys.modules
+assert {*hopwell.__all__, "decode", "layouts"} <= set(dir(hopwell))
+for name in hopwell.__all__:
+    getattr(hopwell, name)
+    assert name in vars(hopwell), name
+from hopwell import *
+assert hopwell.append_paged_kv_cache is hopwell.page.append_paged_kv_cache is append_paged_kv_cache
+assert not hasattr(hopwell, "no_such_name") and not hasattr(hopwell.kernels, "no_such_name")
+from hopwell.kernels import Plan, execute
+assert hopwell.kernels.execute is hopwell.kernels.plan.execute is execute
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
 def test_range_is_the_one_that_is_installed() -> None:
     project = Path(__file__).parents[2] / "pyproject.toml"
     assert f'"{PACKAGE}[cu13]{TESTED}"' in project.read_text()

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.api_calls import FORMS, Form, misaligned
-from test_api_tensor_kinds import KINDS
 
 import hopwell
 from hopwell.kernels import settings
+from tests.api.test_api_tensor_kinds import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 ERRORS = (TypeError, ValueError, NotImplementedError)

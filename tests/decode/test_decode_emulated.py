@@ -68,7 +68,7 @@ def drafts(chunk: int, most: int) -> list[tuple[int, int]]:
     return [(3, 1), (0, 40), (5, 5), (1, chunk), (most, chunk + most // 4), (2, 0), (most - 4, 2 * chunk + 40)]
 
 
-@pytest.mark.parametrize(("config", "page_size"), cases())
+@pytest.mark.parametrize(("config", "page_size"), [*cases()])
 def test_decode(config: DecodeConfig, page_size: int) -> None:
     """A few requests have from no keys to three chunks or leaves; with drafts all rows of a tile, or more than it
     has."""

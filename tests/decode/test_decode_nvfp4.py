@@ -9,9 +9,9 @@ import torch
 from helpers.decode_batches import NVFP4, DecodeBatch, nvfp4
 from helpers.decode_cases import draft_bits
 from helpers.entry_calls import cache_forms, xqa
-from test_decode_entry import KV_LENS
 
 from hopwell.kernels.problem import Mask, MaskKind
+from tests.decode.test_decode_entry import KV_LENS
 
 FP8, U8 = torch.float8_e4m3fn, torch.uint8
 BF16, FP16 = torch.bfloat16, torch.float16

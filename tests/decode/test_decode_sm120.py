@@ -9,20 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import test_decode_light_weights as light_weights
-import test_decode_nvfp4 as nvfp4
 import torch
 from helpers.batches import same
 from helpers.covering import COVERING_SM120_DECODE
 from helpers.decode_batches import DRAFT, NVFP4, DecodeBatch
 from helpers.decode_cases import Case, check_config
 from helpers.schedules import schedules
-from test_decode_clients import test_context_parallel_ranks as ranks_share_keys
 
 from hopwell import emulator
 from hopwell.kernels import execute
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.problem import Family, MaskKind
+from tests.decode import test_decode_light_weights as light_weights
+from tests.decode import test_decode_nvfp4 as nvfp4
+from tests.decode.test_decode_clients import test_context_parallel_ranks as ranks_share_keys
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("sm120_emulated")]
 

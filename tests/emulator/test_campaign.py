@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import campaign_blackwell
-import campaign_prefill
-import campaign_sm120
 import pytest
 import torch
 from helpers.ptx_harness import empty, run_ptx
 
 from hopwell import emulator
 from hopwell.emulator.tools.campaign import Campaign, run_campaign, summary
+from tests.emulator import campaign_blackwell, campaign_prefill, campaign_sm120
 
 # Warp 0 hands 32 numbers to warp 1, which doubles them. The second bar.sync orders nothing.
 HAND_OVER = """

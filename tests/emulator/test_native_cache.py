@@ -46,6 +46,15 @@ def test_a_damaged_one_is_built_again(made: list[Path], content: bytes | None, e
     assert len(made) == 2
 
 
+@pytest.mark.parametrize("ending", ["", ".sha256"])
+def test_a_folder_in_the_place_of_one_is_replaced(made: list[Path], ending: str) -> None:
+    path = Path(f"{build(made)}{ending}")
+    path.unlink()
+    (path / "left").mkdir(parents=True)
+    assert build(made).read_bytes() == CONTENT
+    assert len(made) == 2
+
+
 def test_one_that_others_can_write_is_refused(made: list[Path]) -> None:
     build(made).chmod(0o666)
     with pytest.raises(PermissionError, match="can be written by others"):

@@ -26,24 +26,34 @@ def run(name: str, device: str, monkeypatch: pytest.MonkeyPatch, *options: str) 
     return runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
 
 
-def test_paged_cache(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paged_cache(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("paged_cache", device, monkeypatch)
+    first, *steps, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("46 new tokens of 3 requests attended to 141 cached tokens")
+    assert [line.partition(":")[0] for line in steps] == [f"decode step {step}" for step in range(3)]
+    assert "the same bits" in last
     cache = names["kv_cache"], names["block_tables"]
     check_attention(*names["prefilled"], *cache, names["q_lens"], names["kv_lens"])
     assert names["seq_lens"].tolist() == [n + 3 for n in names["kv_lens"]]
     check_attention(names["query"], names["out"], *cache, [1, 1, 1], names["seq_lens"].tolist())
 
 
-def test_warm_up_and_graphs(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_warm_up_and_graphs(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     names = run("warm_up_and_graphs", device, monkeypatch)
+    shown = capsys.readouterr().out
+    assert shown.count("decode step by ") == 2
+    assert ("a replay of the CUDA graph" in shown) == (device == "cuda")
     assert len(names["steps"]) == 2
     for query, tables, lengths, out in names["steps"]:
         check_attention(query, out, names["kv_cache"], tables, [1] * len(lengths), lengths)
 
 
-def test_model(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model(device: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     names = run("model", device, monkeypatch, "--caches", "bf16", "fp8", "nvfp4")
+    shown = capsys.readouterr().out
+    assert shown.count("bytes that continue prompt") == len(names["prompts"])
+    assert shown.index("logits compared with the bf16 cache") < shown.index("fp8, prompts, relative error")
     assert len(names["tokens"]) == 1 + (64 if device == "cuda" else 4)
     # What rounding keys and values does to the logits of two layers, on a GPU of four (0.07 for fp8): a wrong scale,
     # or a wrong order of scales, gives several times as much.

@@ -193,7 +193,7 @@ class TestResources:
             for stages in (tile.q_stages, tile.kv_stages, WORK_STAGES):
                 assert stages & (stages - 1) == 0
 
-    @pytest.mark.parametrize(("score", "skip"), itertools.product(ScoreKind, (False, True)))
+    @pytest.mark.parametrize(("score", "skip"), [*itertools.product(ScoreKind, (False, True))])
     def test_features_that_need_registers_have_smaller_steps(self, score: ScoreKind, skip: bool) -> None:
         """Tiles of three warpgroups do, which have the fewest; all else about a tile stays."""
         for dims, tile in TILES.items():

@@ -14,7 +14,6 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32
 from helpers.lane_threads import SchedulingWarp, device_tuple, host
-from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.masks import WIDEST
@@ -26,6 +25,7 @@ from hopwell.kernels.parts.split import SplitTile, TokenLists, UnitKeeper
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.splitting import FRACTIONS, ROWS, SNAP_STEPS, slot_count
 from hopwell.kernels.splitting import portions as count_portions
+from tests.kernels.test_kernels_scheduler import Memory
 
 pytestmark = pytest.mark.traced
 

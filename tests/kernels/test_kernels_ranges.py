@@ -15,7 +15,6 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64
 from helpers.lane_threads import Lanes, SchedulingWarp, device_tuple, host
-from test_kernels_scheduler import Memory
 
 from hopwell.kernels.config import KvType
 from hopwell.kernels.decode_config import shipped_decode_configs
@@ -53,6 +52,7 @@ from hopwell.kernels.splitting import (
     share_subtrees,
     shared_levels,
 )
+from tests.kernels.test_kernels_scheduler import Memory
 
 pytestmark = pytest.mark.traced
 

@@ -11,8 +11,15 @@ from hopwell.kernels.config import DTYPES
 from hopwell.kernels.families import prefill_type, resolve, shipped_configs
 from hopwell.kernels.prefill_config import MASKS
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, TokenOffsets
-from hopwell.kernels.shipped import PREFILL_TYPES, TYPES_16BIT, TYPES_FP8, TYPES_FP8_KV, kernels_to_ship
-from hopwell.kernels.support import BYTE_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
+from hopwell.kernels.shipped import kernels_to_ship
+from hopwell.kernels.support import (
+    BYTE_HEAD_DIMS,
+    PREFILL_TYPES,
+    SPARSE_MLA_HEAD_DIMS,
+    TYPES_16BIT,
+    TYPES_FP8,
+    TYPES_FP8_KV,
+)
 
 FP8 = torch.float8_e4m3fn
 BYTE_MLA = "mla_sm_90a_e4m3_"

@@ -14,8 +14,6 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32, Int64
 from helpers.lane_threads import SchedulingWarp, device_tuple, host
-from test_kernels_mask import Scores
-from test_kernels_scheduler import Memory
 
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.masks import WIDEST
@@ -36,6 +34,8 @@ from hopwell.kernels.splitting import (
     TICKETS,
     slot_count,
 )
+from tests.kernels.test_kernels_mask import Scores
+from tests.kernels.test_kernels_scheduler import Memory
 
 pytestmark = pytest.mark.traced
 

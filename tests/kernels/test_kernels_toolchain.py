@@ -5,20 +5,18 @@ The compiler behind it is a stand-in; real compiles are in test_kernels_compile.
 
 from __future__ import annotations
 
-import ast
-import importlib.metadata
 import json
 import logging
 import multiprocessing
 import os
 import pathlib
-import platform
 import re
 import shutil
 import signal
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +25,8 @@ import pytest
 from helpers.fake_dsl import Compiler
 
 from hopwell.__main__ import main
-from hopwell.kernels import compile_ahead, shipped, toolchain
+from hopwell.kernels import compile_ahead, fingerprint, shipped, toolchain
+from hopwell.kernels.cache_folder import UNFINISHED
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.toolchain import (
@@ -39,14 +38,13 @@ from hopwell.kernels.toolchain import (
     Artifact,
     artifact,
     cache_dir,
-    fingerprint,
     runtime_library,
 )
 
 FORK = multiprocessing.get_context("fork")  # children have the stand-in, and need no time to start
 CONFIGS = list(shipped_configs())[:3]
 CONFIG = CONFIGS[0]
-SOURCES = pathlib.Path(toolchain.__file__).parent
+NOBODY = 65534  # a user's number
 
 
 @pytest.fixture(autouse=True)
@@ -58,6 +56,24 @@ def compiler(tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> Compile
     monkeypatch.delenv("HOPWELL_JIT", raising=False)
     monkeypatch.setattr(toolchain, "_functions", {})
     return fake
+
+
+@pytest.fixture
+def unprivileged(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The cache belongs to a user without root's right to read everything, and so does the process."""
+    with tempfile.TemporaryDirectory() as folder:
+        monkeypatch.setenv("HOPWELL_CACHE_DIR", f"{folder}/cache")
+        monkeypatch.setattr(fingerprint, "check", lambda: None)  # that user may not read the sources
+        compiler.record = pathlib.Path(folder, "record")
+        is_root = os.geteuid() == 0
+        if is_root:
+            os.chown(folder, NOBODY, NOBODY)
+            os.setresuid(NOBODY, NOBODY, 0)
+        try:
+            yield
+        finally:
+            if is_root:
+                os.setresuid(0, 0, 0)
 
 
 def files(built: Artifact) -> dict[str, bytes]:
@@ -89,13 +105,15 @@ class TestCompile:
         assert compiler.compiled == [config.name for config in CONFIGS]
         assert len({one.object_file.read_bytes() for one in built}) == len(CONFIGS)
 
-    def test_one_log_line_with_seconds(self, compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
+    def test_log_lines_before_and_after(self, compiler: Compiler, caplog: pytest.LogCaptureFixture) -> None:
         compiler.seconds = 0.25
         with caplog.at_level(logging.INFO, logger="hopwell"):
             artifact(CONFIG)
             artifact(CONFIG)
-        assert len(caplog.messages) == 1
-        seconds = re.fullmatch(rf"compiled {CONFIG.name} in (\d+\.\d) s", caplog.messages[0])
+        before, after = caplog.records
+        assert before.getMessage().startswith(f"compiling {CONFIG.name}, which takes seconds")
+        assert after.created - before.created >= 0.2
+        seconds = re.fullmatch(rf"compiled {CONFIG.name} in (\d+\.\d) s", after.getMessage())
         assert seconds is not None
         assert 0.2 <= float(seconds[1]) < 5
         assert 0.25 <= Artifact(cache_dir() / CONFIG.name).meta["seconds"] < 5
@@ -152,7 +170,11 @@ class TestDamage:
         self.rebuilt(compiler)
 
     @pytest.mark.parametrize(
-        "text", ["{}", "[]", "null", "7", '"sha256"', '{"sha256": null}', '{"sha256": "0"}', "\xff"]
+        "text",
+        [
+            *("{}", "[]", "null", "7", '"sha256"', '{"sha256": null}', '{"sha256": "0"}', "\xff"),
+            pytest.param("[" * 100_000, id="nested too deep"),
+        ],
     )
     def test_of_the_description(self, text: str, compiler: Compiler) -> None:
         built = artifact(CONFIG)
@@ -168,6 +190,49 @@ class TestDamage:
         built.object_file.unlink()
         built.object_file.mkdir()
         (built.object_file / "left").touch()
+        self.rebuilt(compiler)
+
+    @pytest.mark.parametrize("kind", ["file", "link to a folder", "link to nothing"])
+    def test_another_kind_in_the_place_of_the_entry(
+        self, kind: str, compiler: Compiler, tmp_path: pathlib.Path
+    ) -> None:
+        place, linked = artifact(CONFIG).path, tmp_path / "linked"
+        shutil.rmtree(place)
+        if kind == "file":
+            place.touch()
+        else:
+            place.symlink_to(linked)
+        if kind == "link to a folder":
+            linked.mkdir()
+            (linked / "kept").touch()
+        self.rebuilt(compiler)
+        assert linked.exists() == (kind == "link to a folder") == (linked / "kept").exists()
+
+    def test_a_file_in_the_place_of_the_version(self, compiler: Compiler) -> None:
+        version = artifact(CONFIG).path.parent
+        shutil.rmtree(version)
+        version.touch()
+        self.rebuilt(compiler)
+
+    def test_a_file_in_the_place_of_an_unfinished_entry(self, compiler: Compiler) -> None:
+        place = artifact(CONFIG).path
+        shutil.rmtree(place)
+        place.with_name(f"{UNFINISHED}{place.name}").touch()
+        self.rebuilt(compiler)
+
+    def test_a_folder_in_the_place_of_the_lock(self, compiler: Compiler) -> None:
+        place = artifact(CONFIG).path
+        shutil.rmtree(place)
+        lock = place.with_name(f"{place.name}.lock")
+        lock.unlink(missing_ok=True)
+        (lock / "left").mkdir(parents=True)
+        self.rebuilt(compiler)
+
+    @pytest.mark.parametrize("name", ["", OBJECT, PTX, CUBIN, META])
+    def test_of_permissions(self, name: str, unprivileged: None, compiler: Compiler) -> None:
+        place = artifact(CONFIG).path
+        place.with_name(f"{place.name}.lock").chmod(0o000)
+        (place / name).chmod(0o000)
         self.rebuilt(compiler)
 
     def test_of_one_entry_leaves_others_alone(self, compiler: Compiler) -> None:
@@ -199,7 +264,7 @@ class TestPlace:
 
     def test_sources_and_toolchain_have_a_directory_of_their_own(self, monkeypatch: pytest.MonkeyPatch) -> None:
         before = cache_dir()
-        monkeypatch.setattr(toolchain, "fingerprint", lambda: "f" * 64)
+        monkeypatch.setattr(fingerprint, "IMPORTED", "f" * 64)
         assert cache_dir().parent == before.parent
         assert cache_dir() != before
 
@@ -397,73 +462,6 @@ class TestRuntime:
 
     def test_the_installed_one_is_found(self) -> None:
         toolchain._load_runtime()
-
-
-class TestFingerprint:
-    @pytest.fixture
-    def sources(self, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> pathlib.Path:
-        """A copy of the package's sources that fingerprints are taken of."""
-        copied = tmp_path / "copy" / "kernels"
-        shutil.copytree(SOURCES, copied, ignore=shutil.ignore_patterns("__pycache__"))
-        monkeypatch.setattr(toolchain, "__file__", str(copied / "toolchain.py"))
-        return copied
-
-    @staticmethod
-    def fresh() -> str:
-        return fingerprint.__wrapped__()
-
-    def test_place_and_leftovers_do_not_matter(self, sources: pathlib.Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        before = self.fresh()
-        (sources / "__pycache__").mkdir()
-        (sources / "__pycache__" / "config.cpython-311.pyc").write_bytes(b"anything")
-        (sources / "notes.txt").write_text("anything")
-        assert self.fresh() == before
-        moved = sources.parent / "moved"
-        sources.rename(moved)
-        monkeypatch.setattr(toolchain, "__file__", str(moved / "toolchain.py"))
-        assert self.fresh() == before
-
-    def test_every_source_matters(self, sources: pathlib.Path) -> None:
-        seen = {self.fresh()}
-        paths = sorted(sources.rglob("*.py"))
-        assert any(path.parent.name == "sm90" for path in paths)
-        for count, path in enumerate(paths, 2):
-            path.write_bytes(path.read_bytes() + b"\n")
-            seen.add(self.fresh())
-            assert len(seen) == count, path
-
-    def test_names_of_sources_matter(self, sources: pathlib.Path) -> None:
-        before = self.fresh()
-        (sources / "parts" / "new.py").touch()
-        added = self.fresh()
-        (sources / "parts" / "new.py").rename(sources / "parts" / "other.py")
-        assert len({before, added, self.fresh()}) == 3
-
-    @pytest.mark.parametrize("package", toolchain.TOOLCHAIN)
-    def test_versions_matter(self, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        before, version = self.fresh(), importlib.metadata.version
-        assert before == fingerprint()
-        monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.8.99" if name == package else version(name))
-        assert self.fresh() != before
-
-    def test_the_toolchain_is_what_compiles(self) -> None:
-        assert {"nvidia-cutlass-dsl", "apache-tvm-ffi"} <= set(toolchain.TOOLCHAIN)
-
-    def test_the_machine_matters(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The object file holds host code, and a home directory may be shared by machines of two kinds."""
-        before = self.fresh()
-        monkeypatch.setattr(platform, "machine", lambda: "other")
-        assert self.fresh() != before
-
-    def test_kernels_are_made_of_nothing_else(self) -> None:
-        """Traced code imports no other part of hopwell: a change there could not be seen."""
-        traced = [SOURCES / "config.py", SOURCES / "launch.py", SOURCES / "pipeline.py"]
-        for path in (*traced, *(SOURCES / "parts").glob("*.py"), *(SOURCES / "sm90").glob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
-                names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-                names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-                for module in names:
-                    assert module.split(".")[0] != "hopwell" or module.startswith("hopwell.kernels"), (path, module)
 
 
 def test_a_description_is_for_reading(compiler: Compiler) -> None:

@@ -13,13 +13,13 @@ from helpers.byte_batches import E4M3, ByteMlaBatch
 from helpers.entry_calls import mla
 from helpers.mla_batches import with_lists
 from helpers.mla_cases import BOTH_ROWS, DIMS, FEW, GAPS, MANY, TOP_K, Case, check_case, check_counts, check_gaps
-from test_mla_clients import call
-from test_mla_parts import Buffers
 
 from hopwell.kernels import execute, settings, support
 from hopwell.kernels.families import resolve, takes_bytes
 from hopwell.kernels.problem import AttentionProblem, PageTable
 from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
+from tests.mla.test_mla_clients import call
+from tests.mla.test_mla_parts import Buffers
 
 KV_LENS = [70, 0, 3, 330]
 KINDS = pytest.mark.parametrize("top_k", [0, TOP_K], ids=["dense", "sparse"])

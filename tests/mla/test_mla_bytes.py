@@ -14,10 +14,10 @@ from helpers.byte_batches import E4M3
 from helpers.entry_calls import mla, mla_arguments
 from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
 from helpers.mla_cases import FEW, MANY, TOP_K
-from test_mla_entry import KINDS, refused
 
 import hopwell
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla, fill_fp8_ds_mla_cache, quantize_fp8_ds_mla
+from tests.mla.test_mla_entry import KINDS, refused
 
 KV_LENS = [70, 0, 3, 150]
 

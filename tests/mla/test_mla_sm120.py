@@ -12,11 +12,11 @@ from helpers.covering import COVERING_SM120_DECODE
 from helpers.mla_batches import MlaBatch
 from helpers.mla_cases import Case, check_case
 from helpers.schedules import schedules
-from test_mla_clients import test_context_parallel_ranks as ranks_share_keys
 
 from hopwell import emulator
 from hopwell.kernels import execute
 from hopwell.kernels.mla_config import MlaConfig
+from tests.mla.test_mla_clients import test_context_parallel_ranks as ranks_share_keys
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("sm120_emulated")]
 

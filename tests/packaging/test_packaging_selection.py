@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from selection import core, functions
+from core_kernels import KERNELS
+from selection import COMPILING, cell, core, functions
 
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.problem import Family
+from tests.decode import test_decode_emulated, test_decode_sm120
+from tests.kernels import test_kernels_compile
+from tests.mla import test_mla_emulated, test_mla_sm120
+from tests.prefill import test_prefill_emulated, test_prefill_sm100
+
+NAMING_KERNELS = (
+    *(test_decode_emulated, test_decode_sm120, test_kernels_compile, test_mla_emulated, test_mla_sm120),
+    *(test_prefill_emulated, test_prefill_sm100),
+)
 
 
 class Item:
@@ -35,12 +46,45 @@ def test_tests_of_the_host_are_all_in() -> None:
     assert core(items) == items
 
 
-def test_one_kernel_stands_for_its_cell() -> None:
-    decode = list(shipped_configs("sm_90a", Family.DECODE))
-    items = [item("compile", config=config) for config in decode]
-    cells = {(config.dtype, config.kv_type) for config in decode}
-    assert len(core(items)) == len(cells) > 2
-    assert core(items)[0] is items[0]
+def test_listed_kernels_are_in_once_in_either_kind_of_test() -> None:
+    configs = list(shipped_configs("sm_90a", Family.DECODE))
+    listed = [config for config in configs if config.name in KERNELS]
+    assert len(listed) > 5
+    items = [item(kind, config=config, seed=seed) for kind in COMPILING for config in configs for seed in range(2)]
+    found = core(items)
+    assert [one.callspec.params["seed"] for one in found] == [0] * len(found)
+    assert [(one._markers, one.callspec.params["config"]) for one in found] == [
+        ((kind,), config) for kind in COMPILING for config in listed
+    ]
+
+
+def kernels_of_tests() -> Iterator[tuple[str, Any]]:
+    """Yield the kind of test and the config of each case that names a kernel, except slow cases and those on a GPU."""
+    for module in NAMING_KERNELS:
+        of_module = getattr(module, "pytestmark", [])
+        of_module = of_module if isinstance(of_module, list) else [of_module]
+        for name, function in vars(module).items():
+            marks = [*of_module, *getattr(function, "pytestmark", [])]
+            kinds = {mark.name for mark in marks} & {"compile", "emulator", "slow_emulator", "gpu"}
+            if not name.startswith("test_") or not kinds or kinds & {"slow_emulator", "gpu"}:
+                continue
+            for mark in marks:
+                for case in mark.args[1] if mark.name == "parametrize" else ():
+                    values = getattr(case, "values", case if isinstance(case, tuple) else (case,))
+                    yield from ((kind, value) for kind in kinds for value in values if hasattr(value, "family"))
+
+
+def test_each_cell_of_tests_has_a_listed_kernel() -> None:
+    """The list has no other kernels than those that tests name."""
+    every, listed, names = set(), set(), set()
+    for kind, config in kernels_of_tests():
+        every.add((kind, *cell(config)))
+        if config.name in KERNELS:
+            listed.add((kind, *cell(config)))
+            names.add(config.name)
+    assert len(every) > 50
+    assert every == listed
+    assert names == set(KERNELS)
 
 
 def test_one_case_of_a_file_where_no_kernel_is_named() -> None:

@@ -14,11 +14,10 @@ pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 pytest.importorskip("tabulate")
 
-from test_perf_sweep import COPIES, sweep
 from typer.testing import CliRunner
 
 from hopwell.kernels import toolchain
-from hopwell.perf import __main__ as command
+from hopwell.perf import commands as command
 from hopwell.perf.ahead import configs_of, smaller
 from hopwell.perf.append import APPEND
 from hopwell.perf.append_workloads import Append
@@ -30,6 +29,7 @@ from hopwell.perf.prefill import PREFILL
 from hopwell.perf.prefill_workloads import Prefill
 from hopwell.perf.quantized import E4M3, NVFP4
 from hopwell.perf.results import Run
+from tests.perf.test_perf_sweep import COPIES, sweep
 
 PROMPTS = Prefill("small", "2 x 200", (200, 200), (300, 300), 4, 2, 128, 128, q_dtype=E4M3, kv_dtype=E4M3)
 
@@ -132,6 +132,7 @@ def test_a_run_does_not_go_on_with_another_one(tmp_path: Path, other: dict[str, 
 
 def test_tables_say_whose_kernels_ran(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOPWELL_KERNELS", "sm_120a")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda: "a card")
     assert Run.here(COPIES.labels).markdown().splitlines()[0].endswith(". HOPWELL_KERNELS=sm_120a.")
 

@@ -16,7 +16,7 @@ pytest.importorskip("tabulate")
 
 from typer.testing import CliRunner
 
-from hopwell.perf import __main__ as command
+from hopwell.perf import commands as command
 from hopwell.perf.ceilings import MATMUL, READ
 from hopwell.perf.decode import DECODE
 from hopwell.perf.decode_candidates import hopwell_paged

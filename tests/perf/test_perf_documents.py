@@ -12,7 +12,7 @@ pytest.importorskip("tabulate")
 
 from typer.testing import CliRunner
 
-from hopwell.perf import __main__ as command
+from hopwell.perf import commands as command
 from hopwell.perf import precision
 from hopwell.perf.documents import with_tables
 from hopwell.perf.results import ERROR_TITLE, OVER_PEER, OVER_WIDE, Labels, Row, Run
@@ -94,6 +94,7 @@ def test_precisions_have_plots_of_their_own(run: Run, tmp_path: Path) -> None:
 
 
 def test_a_run_knows_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "some GPU")
     here = Run.here(LABELS)
     assert (here.gpu, here.versions["torch"]) == ("some GPU", torch.__version__)

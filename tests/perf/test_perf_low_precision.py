@@ -18,8 +18,8 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("tabulate")
 
 from hopwell import layouts
-from hopwell.perf import __main__ as command
 from hopwell.perf import colors, peers
+from hopwell.perf import commands as command
 from hopwell.perf.append import APPEND
 from hopwell.perf.append_candidates import torch_indexing
 from hopwell.perf.append_workloads import Append, AppendTensors

@@ -14,7 +14,7 @@ pytest.importorskip("tabulate")
 
 from typer.testing import CliRunner
 
-from hopwell.perf import __main__ as command
+from hopwell.perf import commands as command
 from hopwell.perf.ceilings import CEILINGS, MATMUL, READ
 from hopwell.perf.colors import is_ours
 from hopwell.perf.mla import MLA

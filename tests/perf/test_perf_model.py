@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from hopwell.emulator.ptx import parse_module
 from hopwell.kernels.toolchain import artifact
-from hopwell.perf import __main__ as command
+from hopwell.perf import commands as command
 from hopwell.perf import model_report
 from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, Product, product, ptx_results, skipped, work
 from hopwell.perf.loops import around, innermost, natural_loops

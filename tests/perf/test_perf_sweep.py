@@ -22,7 +22,7 @@ pytest.importorskip("tabulate")
 
 from typer.testing import CliRunner
 
-from hopwell.perf import __main__ as command
+from hopwell.perf import commands as command
 from hopwell.perf import measure
 from hopwell.perf.append import APPEND
 from hopwell.perf.ceilings import CEILINGS, MATMUL, MATMUL_8, READ, Ceiling

@@ -75,7 +75,7 @@ def fp16_configs() -> Iterator[PrefillConfig]:
             yield config
 
 
-@pytest.mark.parametrize(("config", "page_size"), cases())
+@pytest.mark.parametrize(("config", "page_size"), [*cases()])
 def test_prefill(config: PrefillConfig, page_size: int | None) -> None:
     # Three heads leave rows of a tile over.
     heads = dict(heads=3, kv_heads=1) if config.packs_heads else dict(heads=4, kv_heads=2)

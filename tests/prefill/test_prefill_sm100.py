@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
-import test_prefill_context_entry as context_entry
-import test_prefill_cudnn_entry as cudnn_entry
-import test_prefill_fmha_v2_entry as fmha_v2_entry
 import torch
 from helpers.batches import CAUSAL, FULL, Batch, chunked, same, window
 from helpers.covering import covering_blackwell_configs
@@ -24,6 +21,9 @@ from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.problem import Mask, MaskKind, PageTable
 from hopwell.kernels.sm100_config import Sm100PrefillConfig
+from tests.prefill import test_prefill_context_entry as context_entry
+from tests.prefill import test_prefill_cudnn_entry as cudnn_entry
+from tests.prefill import test_prefill_fmha_v2_entry as fmha_v2_entry
 
 CONFIGS = covering_blackwell_configs()
 ADVERSE = ("late", "random", "priority")
@@ -45,7 +45,7 @@ def cases(configs: list[PrefillConfig]) -> Iterator[object]:
 
 @pytest.mark.emulator
 @pytest.mark.parametrize("is_adverse", [False, True], ids=["eager", "adverse"])
-@pytest.mark.parametrize(("config", "page_size"), cases(CONFIGS))
+@pytest.mark.parametrize(("config", "page_size"), [*cases(CONFIGS)])
 def test_prefill(config: PrefillConfig, page_size: int | None, is_adverse: bool) -> None:
     """Schedule and seed go with the kernel, so that the kernels together see many of both."""
     seed = CONFIGS.index(config)
@@ -137,7 +137,7 @@ def test_entries(test: Callable[..., None], arguments: tuple[object, ...]) -> No
 
 
 @pytest.mark.slow_emulator
-@pytest.mark.parametrize(("config", "page_size"), cases(REST))
+@pytest.mark.parametrize(("config", "page_size"), [*cases(REST)])
 def test_other_configs(config: PrefillConfig, page_size: int | None) -> None:
     seed = REST.index(config)
     for schedule in ("eager", ADVERSE[seed % len(ADVERSE)]):

@@ -10,9 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import test_prefill_cudnn_entry as cudnn_entry
-import test_prefill_fp8 as e4m3
-import test_prefill_nvfp4 as nvfp4
 import torch
 from helpers.batches import CAUSAL, Batch, window
 from helpers.byte_batches import round_keys_and_values, with_byte_cache
@@ -25,6 +22,9 @@ from hopwell.kernels import execute, toolchain
 from hopwell.kernels.families import implementation
 from hopwell.kernels.problem import Family, Mask, PageTable, Score
 from hopwell.kernels.sm120_config import Sm120PrefillConfig
+from tests.prefill import test_prefill_cudnn_entry as cudnn_entry
+from tests.prefill import test_prefill_fp8 as e4m3
+from tests.prefill import test_prefill_nvfp4 as nvfp4
 
 
 def batch(dims: tuple[int, int], dtype: torch.dtype = torch.bfloat16, **changes: Any) -> Batch:
