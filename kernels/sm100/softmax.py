@@ -34,6 +34,8 @@ class PackedSoftmax(OnlineSoftmax):
 
     polynomial_eighths: int
 
+    keeps_nan = True  # polynomials make a large number of NaN; with a NaN reference all other exponentials are NaN
+
     @staticmethod
     def of(scale, polynomial_eighths: int) -> "PackedSoftmax":
         common = OnlineSoftmax.create(scale, LaneRow.rows)
@@ -158,7 +160,7 @@ class Softmax(DeviceStruct):
         rest = self.kernel.tile.n - held
         late_maximum = self.state.maximum(logits.load(held, rest), 0)
         first = logits.load(0, held)
-        maximum = cute.arch.fmax(self.state.maximum(first, 0), late_maximum)
+        maximum = cute.arch.fmax(self.state.maximum(first, 0), late_maximum, nan=True)
         self.weigh(steps, first, logits, maximum, done)
 
     @cute.jit
