@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hopwell import _checks as checks
-from hopwell._repeat import Places
+from hopwell._repeat import OperandMap
 from hopwell.kernels import families, settings, support
 from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import Family, LogSumExp, LseLayout, Shard, TokenOffsets
@@ -136,7 +136,7 @@ def check_counter_buffer(value: Any) -> None:
         checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
 
 
-def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, latent: bool = False) -> Places:
+def decode_operands(q_offsets: str, kv_lens: str = "seq_lens", *, latent: bool = False) -> OperandMap:
     """Say where the operands of an entry for decode lie, where these two arguments are called so; ``latent``: there is
     one tensor of keys and values, and nothing that has to do with two. The log-sum-exp is a result, which is found by
     itself."""
@@ -149,7 +149,7 @@ def decode_places(q_offsets: str, kv_lens: str = "seq_lens", *, latent: bool = F
         "key_scales": "kv_cache_sf",
         "value_scales": ("kv_cache_sf[1]", "kv_cache_sf"),
     }
-    return Places(
+    return OperandMap(
         tensors=("query", *cache, *shared, "workspace_buffer", q_offsets, "causal_seqlens_kv_global", *own),
         operands={
             "query": "query",

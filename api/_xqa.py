@@ -21,7 +21,7 @@ from hopwell._decoding import (
     workspace_bytes,
 )
 from hopwell._features import named, require_problem
-from hopwell._launch import record
+from hopwell._launch import call_arguments
 from hopwell.kernels import support
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -315,7 +315,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
 def _check_sharded(call: XqaCall, part: Shard | None) -> None:
     """Ranks that share keys return what they are merged by. No mask but the causal one goes with them, and no sinks."""
     if part is None:
-        if call.cp_world > 1:
+        if checks.host_int("cp_world", call.cp_world) > 1:
             raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {call.cp_world}")
         return
     if not checks.flag("return_lse", call.return_lse):
@@ -358,7 +358,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
         )
     checks.flag("uses_shared_paged_kv_idx", call.uses_shared_paged_kv_idx)
     if max_q_len is not None:
-        checks.host_int("max_q_len", max_q_len, minimum=1)
+        max_q_len = checks.host_int("max_q_len", max_q_len, minimum=1)
     if call.cum_seq_lens_q is None:
         if max_q_len is not None:
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {max_q_len}")
@@ -376,7 +376,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
         entry=support.TRTLLM_DECODE,
         shared_pages=call.uses_shared_paged_kv_idx,
     )
-    return xqa_problem(record(XqaCall, call._asdict() | others))
+    return xqa_problem(call_arguments(XqaCall, call._asdict() | others))
 
 
 def _out_of_type(call: TrtllmDecodeCall) -> torch.Tensor | None:

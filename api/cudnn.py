@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from hopwell._checks import INT32_MAX
-from hopwell._cudnn import CUDNN_PLACES, CudnnCall, cudnn_problem, scaled
+from hopwell._cudnn import CUDNN_OPERANDS, CudnnCall, cudnn_problem, scaled
 from hopwell._dynamo import opaque
-from hopwell._launch import ANY_BOUND, Calls, record
+from hopwell._launch import ANY_BOUND, Calls, call_arguments
 from hopwell._repeat import Arguments
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
-_CUDNN = Calls(CUDNN_PLACES)
+_CUDNN = Calls(CUDNN_OPERANDS)
 ELEMENTS, NATURAL = "elements", "ln"
 
 
@@ -151,9 +151,10 @@ def cudnn_batch_prefill_with_kv_cache(
     repeated = _CUDNN.latest(arguments, out, lse) or _CUDNN.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated
-    problem = cudnn_problem(record(CudnnCall, locals()))
+    call = call_arguments(CudnnCall, locals())
+    problem = cudnn_problem(call)
     stats = None
     if problem.lse is not None:
         # A ragged log-sum-exp was viewed as rows for the kernel.
         stats = problem.lse.tensor.view(problem.batch, max_token_per_sequence, q.shape[1]) if lse is None else lse
-    return _CUDNN.run(arguments, problem, out, stats)
+    return _CUDNN.run(arguments, call, problem, out, stats)

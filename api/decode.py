@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hopwell._checks import FP8, INT32_MAX
-from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
+from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
 from hopwell._dynamo import opaque
-from hopwell._launch import ANY_BOUND, Calls, halves, record, single
+from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
 from hopwell._repeat import Arguments
 from hopwell._xqa import (
     TrtllmDecodeCall,
@@ -26,8 +26,8 @@ __all__ = [
     "xqa_workspace_bytes",
 ]
 
-_XQA = Calls(decode_places("q_cu_seq_lens"))
-_TRTLLM = Calls(decode_places("cum_seq_lens_q"))
+_XQA = Calls(decode_operands("q_cu_seq_lens"))
+_TRTLLM = Calls(decode_operands("cum_seq_lens_q"))
 
 
 @opaque
@@ -157,11 +157,12 @@ def xqa_batch_decode_with_kv_cache(
         arguments += (lse, return_lse, return_lse_base)
     done = _XQA.latest(arguments, out, lse) or _XQA.repeat(arguments, out, lse)
     if done is None:
-        problem = xqa_problem(record(XqaCall, locals()))
+        call = call_arguments(XqaCall, locals())
+        problem = xqa_problem(call)
         is_nested = problem.max_q_len > 1 and q_cu_seq_lens is None
         rows = (problem.batch, problem.max_q_len) if is_nested else ()
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
-        done = _XQA.run(arguments, problem, out, stats, rows)
+        done = _XQA.run(arguments, call, problem, out, stats, rows)
     return done if return_lse else done[0]
 
 
@@ -344,7 +345,8 @@ def trtllm_batch_decode_with_kv_cache(
         )
     done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
-        problem = trtllm_decode_problem(record(TrtllmDecodeCall, locals()))
+        call = call_arguments(TrtllmDecodeCall, locals())
+        problem = trtllm_decode_problem(call)
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
-        done = _TRTLLM.run(arguments, problem, out, stats)
+        done = _TRTLLM.run(arguments, call, problem, out, stats)
     return done if return_lse else done[0]

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from hopwell._cache import has_dtype
 from hopwell._checks import INT32_MAX
-from hopwell._context import CONTEXT_PLACES, ContextCall, context_problem, widened_query
+from hopwell._context import CONTEXT_OPERANDS, ContextCall, context_problem, widened_query
 from hopwell._dynamo import opaque
-from hopwell._fmha_v2 import FMHA_V2_PLACES, FmhaV2Call, fmha_v2_problem, leaves
-from hopwell._launch import ANY_BOUND, Calls, halves, record, single
+from hopwell._fmha_v2 import FMHA_V2_OPERANDS, FmhaV2Call, fmha_v2_problem, leaves
+from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
 from hopwell._repeat import Arguments, output_parts
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
@@ -21,8 +21,8 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT = Calls(CONTEXT_PLACES)
-_FMHA_V2 = Calls(FMHA_V2_PLACES)
+_CONTEXT = Calls(CONTEXT_OPERANDS)
+_FMHA_V2 = Calls(FMHA_V2_OPERANDS)
 LOG2 = "log2"
 
 
@@ -222,12 +222,13 @@ def trtllm_batch_context_with_kv_cache(
     repeated = repeated or _CONTEXT.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated if return_lse else repeated[0]
-    problem = context_problem(record(ContextCall, locals()))
+    call = call_arguments(ContextCall, locals())
+    problem = context_problem(call)
     stats = None if problem.lse is None else problem.lse.tensor
     if out is None and problem.out is not None and problem.out_scales is not None:
         shape = (*query.shape[:-1], problem.v_dim)
         out = FP4Tensor(problem.out, problem.out_scales.tensor, original_shape=shape)
-    results = _CONTEXT.run(arguments, problem, out, stats)
+    results = _CONTEXT.run(arguments, call, problem, out, stats)
     return results if return_lse else results[0]
 
 
@@ -354,6 +355,7 @@ def trtllm_fmha_v2_prefill(
     repeated = _FMHA_V2.latest(arguments, out, None) or _FMHA_V2.repeat(arguments, out)
     if repeated is not None:
         return repeated if save_softmax_stats else repeated[0]
-    problem = fmha_v2_problem(record(FmhaV2Call, locals()))
-    results = _FMHA_V2.run(arguments, problem, out, problem.statistics)
+    call = call_arguments(FmhaV2Call, locals())
+    problem = fmha_v2_problem(call)
+    results = _FMHA_V2.run(arguments, call, problem, out, problem.statistics)
     return results if save_softmax_stats else results[0]

@@ -44,11 +44,8 @@ class AppendPlan:
         if self.has_work:
             named = dict(zip(AppendAddresses._fields, views, strict=True))
             with contextlib.nullcontext() if self.repeatable else emulated_memory(named, RESULTS):
-                self.launch_at([0 if view is None else view.data_ptr() for view in views])
-
-    def launch_at(self, addresses: Sequence[int]) -> None:
-        """Launch on the current stream of the plan's device; ``addresses`` are those of :class:`AppendAddresses`."""
-        self.function(self.anchor, tuple(addresses), *self.constants)
+                addresses = tuple([0 if view is None else view.data_ptr() for view in views])
+                self.function(self.anchor, addresses, *self.constants)
 
 
 def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:

@@ -1,0 +1,58 @@
+"""Notice that no gradient flows through a call: hopwell is inference only."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from hopwell.kernels import settings
+from hopwell.utils import FP4Tensor
+
+UNUSED = ("workspace_buffer", "multi_ctas_kv_counter_buffer")  # their contents enter no result
+TO_THE_CALLER = 5  # frames from the warning to the code that calls an entry point
+
+
+class Notice:
+    """The warning of one entry point, which is given once."""
+
+    def __init__(self) -> None:
+        self._was_given = False
+
+    def is_due(self, arguments: tuple[Any, ...]) -> bool:
+        """Whether the warning has to be given before calls with these arguments are repeated."""
+        if self._was_given or not torch.is_grad_enabled():
+            return False
+        return any(isinstance(argument, torch.Tensor) and argument.requires_grad for argument in arguments)
+
+    def give(self, arguments: Iterable[tuple[str, Any]]) -> None:
+        """Warn where a gradient is asked for through one of the checked ``arguments``, given by name.
+
+        Raises:
+            ValueError: the same in place of the warning, where device data is checked (``HOPWELL_CHECK``).
+        """
+        if not torch.is_grad_enabled() or (self._was_given and not settings.CHECK.is_on):
+            return
+        for name, value in arguments:
+            if name not in UNUSED and any(tensor.requires_grad for tensor in _tensors(value)):
+                message = (
+                    f"inference only: no gradient flows through {name}; use torch.no_grad(), torch.inference_mode() or "
+                    "detach()"
+                )
+                if settings.CHECK.is_on:
+                    raise ValueError(message)
+                warnings.warn(message, UserWarning, stacklevel=TO_THE_CALLER)
+                self._was_given = True
+                return
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, FP4Tensor):
+        yield from (value.data, value.scale)
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
