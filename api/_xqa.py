@@ -315,8 +315,9 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
 def _check_sharded(call: XqaCall, part: Shard | None) -> None:
     """Ranks that share keys return what they are merged by. No mask but the causal one goes with them, and no sinks."""
     if part is None:
-        if checks.host_int("cp_world", call.cp_world) > 1:
-            raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {call.cp_world}")
+        world = checks.host_int("cp_world", call.cp_world)
+        if world > 1:
+            raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {world}")
         return
     if not checks.flag("return_lse", call.return_lse):
         raise ValueError("return_lse must be True with causal_seqlens_kv_global: ranks are merged by it")

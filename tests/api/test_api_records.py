@@ -20,7 +20,7 @@ RECORDS: list[tuple[Callable[..., Any], type, set[str], set[str]]] = [  # what p
     (
         cudnn.cudnn_batch_prefill_with_kv_cache,
         _cudnn.CudnnCall,
-        {"q_scale", "k_scale", "v_scale"},
+        set(),
         {"output_scale"},
     ),
     (decode.trtllm_batch_decode_with_kv_cache, _xqa.TrtllmDecodeCall, set(), {"query_dtype"}),

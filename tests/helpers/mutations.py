@@ -10,7 +10,7 @@ import numpy
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from helpers.api_calls import misaligned
+from helpers.api_calls import batched, misaligned
 
 Path = tuple[Any, ...]  # the name of an argument, and indices into tuples in it
 WRITTEN = ("out", "lse", "workspace_buffer", "paged_kv_cache", "kv_cache_sf")
@@ -54,15 +54,6 @@ def resized(tensor: torch.Tensor, storage_bytes: int, start: int = 0) -> torch.T
     return copy
 
 
-def _batched(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what torch.vmap makes of a tensor."""
-    level = torch._C._functorch._vmap_increment_nesting(2, "error")
-    try:
-        return torch._C._functorch._add_batch_dim(torch.stack([tensor, tensor]), 0, level)
-    finally:
-        torch._C._functorch._vmap_decrement_nesting()
-
-
 TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "none": lambda t: None,
     "number": lambda t: 1,
@@ -100,7 +91,7 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "meta": lambda t: t.to("meta"),
     "fake": lambda t: FakeTensorMode().from_tensor(t),
     "subclass": lambda t: t.clone().as_subclass(Logged),
-    "batched": _batched,
+    "batched": batched,
 }
 PLAIN: dict[str, Callable[[Any], Any]] = {
     "none": lambda v: None,
