@@ -267,6 +267,10 @@ class Repeat:
             firsts.setdefault(id(arguments[i]), i)
         variables["check"] = _guard([arguments[i] for i in firsts.values()])
         conditions = _conditions(self._plain, names, [firsts.get(id(argument)) for argument in arguments], variables)
+        if any(arguments[i].requires_grad for i in firsts.values()):
+            # In grad mode such a call warns first. Guards compare requires_grad alone.
+            variables["is_grad_enabled"] = torch.is_grad_enabled
+            conditions.insert(0, f"is_grad_enabled() is {torch.is_grad_enabled()}")
         of_positions = [names[firsts[id(arguments[i])]] for i in self._positions]
         aliases = [
             f"{names[i]}_at = {first}_at"
@@ -372,4 +376,4 @@ def _slow_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
 
 
 def _guarded(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return *metadata(tensor), tensor.requires_grad and torch.is_grad_enabled()
+    return *metadata(tensor), tensor.requires_grad

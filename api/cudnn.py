@@ -56,6 +56,9 @@ def cudnn_batch_prefill_with_kv_cache(
     Signature and meaning follow FlashInfer's function of this name (cuDNN itself is not used): unless told, offsets
     count elements, and the log-sum-exp is natural.
 
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
+
     Args:
         q: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn.
         k_cache: paged [pages, num_kv_heads, page_size, head_dim], strides free in multiples of 16 bytes but for the

@@ -69,6 +69,9 @@ def xqa_batch_decode_with_kv_cache(
     cache dtype: ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit one. (FlashInfer divides
     ``bmm1_scale`` by both where the cache is 16 bits wide.)
 
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
+
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
             multiple of 16 up to 256, or 512; 64, 128 or 256 with an NVFP4 cache.
@@ -215,6 +218,9 @@ def trtllm_batch_decode_with_kv_cache(
 
     Signature and meaning follow FlashInfer's function of this name. What is not described here is as in
     :func:`xqa_batch_decode_with_kv_cache`.
+
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16, or float8_e4m3fn over a

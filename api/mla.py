@@ -73,6 +73,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
 
     Signature and meaning follow FlashInfer's documentation of the function of this name.
 
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
+
     Args:
         query: [batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], the absorbed latent query first and the
             rotary part last; bfloat16, float16 or float8_e4m3fn. Tokens lie at equal distances: no gap between

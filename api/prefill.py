@@ -82,6 +82,9 @@ def trtllm_batch_context_with_kv_cache(
 
     Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
 
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
+
     Args:
         query: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn, requests one after the other. Strides
             are free in multiples of 16 bytes, but for the last, which is 1.
@@ -267,6 +270,9 @@ def trtllm_fmha_v2_prefill(
     ``window_left=0`` means a window of one key under every mask mode that takes one and ``chunked_attention_size=1`` a
     chunk of one, "padding" hides no key under ALiBi either, and contradictory arguments, unknown mask modes and unknown
     position encodings are refused.
+
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         qkv: bfloat16, float16 or float8_e4m3fn tensors as ``input_layout`` says, all of one dtype.

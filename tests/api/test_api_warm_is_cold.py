@@ -12,7 +12,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-from helpers import api_calls
 from helpers.api_calls import FORMS, HEADS, KV_HEADS, PAGE, PAGES, data, ints
 from helpers.mutations import Index, mutations
 
@@ -126,12 +125,14 @@ def outcome(function: Callable[..., Any], arguments: dict[str, Any], launches: L
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            results = function(**arguments)
-        except Exception as error:
-            assert not launches.noted, f"{error!r} was raised after a launch"
-            assert isinstance(error, (TypeError, ValueError, NotImplementedError)), repr(error)
-            assert any(name in str(error) for name in arguments), f"{error!r} names no argument"
-            return type(error), str(error)
+            results, error = function(**arguments), None
+        except Exception as raised:
+            results, error = None, raised
+    if error is not None:
+        assert not launches.noted, f"{error!r} was raised after a launch"
+        assert isinstance(error, (TypeError, ValueError, NotImplementedError)), repr(error)
+        assert any(name in str(error) for name in arguments), f"{error!r} names no argument"
+        return type(error), str(error)
     told = [str(warning.message) for warning in caught if "inference only" in str(warning.message)]
     results = results if isinstance(results, tuple) else (results,)
     tensors = [part for result in results for part in (getattr(result, "data", result), getattr(result, "scale", None))]

@@ -36,8 +36,12 @@ class Index:
 
 def bytes_of(tensor: torch.Tensor) -> int:
     """Count the bytes from the first element to the end of the last."""
-    return 0 if tensor.numel() == 0 else tensor.as_strided((1,), (1,)).nbytes + tensor.element_size() * sum(
-        (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    return (
+        0
+        if tensor.numel() == 0
+        else tensor.as_strided((1,), (1,)).nbytes
+        + tensor.element_size()
+        * sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     )
 
 
