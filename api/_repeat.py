@@ -17,6 +17,7 @@ import builtins
 import functools
 import itertools
 import re
+import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -46,17 +47,27 @@ PACKED = "packed(empty_like(out_like), empty_like(scales_like), 0, original_shap
 SOURCE = """
 def launch(arguments, out, statistics):
     try:
-        {arguments} = arguments
-        if not ({conditions}):
+        (
+            {arguments},
+        ) = arguments
+        if not (
+            {conditions}
+        ):
             return None
     except (AttributeError, ValueError):
         return None
     {addresses}
-    place = ({place})
+    place = (
+        {place_addresses},
+        {place_sizes},
+    )
     if place not in known and not fits(arguments, place):
         return None
     {results}
-    function(anchor, ({operands}), {constants})
+    operands = (
+        {operands},
+    )
+    function(anchor, operands, {constants})
     return out, statistics
 """
 
@@ -89,11 +100,13 @@ class OperandMap(NamedTuple):
         """Return the name of an operand in messages."""
         return next(iter(self._names(operand)), operand)
 
-    def variable(self, position: int) -> str:
+    def variable(self, position: int, argument: Any, call: CheckedCall) -> str:
         """Return the name of an argument in generated functions."""
         if position < len(self.tensors):
             return re.sub(r"\W+", "_", self.tensors[position]).strip("_")
-        return f"argument{position}"
+        results = zip(("given_out", "given_scales", "given_lse"), call.results, strict=True)
+        found = (name for name, result in results if isinstance(argument, torch.Tensor) and argument is result)
+        return next(found, f"argument{position}")
 
     def _names(self, operand: str) -> tuple[str, ...]:
         names = self.operands.get(operand, ())
@@ -113,6 +126,11 @@ class CheckedCall(NamedTuple):
     ticket: Callable[[], int] | None = None  # returns the last address, where the kernel gets one more
     out: torch.Tensor | FP4Tensor | None = None  # this and the next as they are returned
     statistics: torch.Tensor | None = None
+
+    @property
+    def results(self) -> tuple[Any, Any, Any]:
+        """Return the output, its scales, and the log-sum-exp or the statistics; None for what there is not."""
+        return *output_parts(self.out)[:2], self.statistics
 
 
 class Repeat:
@@ -134,7 +152,7 @@ class Repeat:
 
     def __init__(self, call: CheckedCall, operand_map: OperandMap):
         arguments = call.arguments
-        self._names = [operand_map.variable(i) for i in range(len(arguments))]
+        self._names = [operand_map.variable(i, argument, call) for i, argument in enumerate(arguments)]
         self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in arguments])
         self._positions = [i for i, argument in enumerate(self._plain) if argument is TENSOR]
         self._variables: dict[str, Any] = dict(
@@ -211,8 +229,8 @@ class Repeat:
     def _operands(self, call: CheckedCall, operand_map: OperandMap) -> list[str]:
         """Return the address of each operand as an expression, in order."""
         found = []
-        given = {"out": output_parts(call.out)[0], "out_scales": output_parts(call.out)[1]}
-        given |= {"lse": call.statistics, "statistics": call.statistics}
+        data, scales, statistics = call.results
+        given = {"out": data, "out_scales": scales, "lse": statistics, "statistics": statistics}
         for (name, view), address in zip(call.operands.items(), call.addresses, strict=True):
             if view is None:
                 found.append("0")
@@ -245,7 +263,7 @@ class Repeat:
     def _new_results(self, call: CheckedCall) -> list[str]:
         """Return the lines that allocate results which are not given."""
         lines = []
-        data, scales, _ = output_parts(call.out)
+        data, scales, _ = call.results
         if data is not None and not any(argument is data for argument in call.arguments):
             self._variables["out_like"] = _like(data)
             if isinstance(call.out, FP4Tensor):
@@ -266,24 +284,22 @@ class Repeat:
         for i in self._positions:
             firsts.setdefault(id(arguments[i]), i)
         variables["check"] = _guard([arguments[i] for i in firsts.values()])
-        conditions = _conditions(self._plain, names, [firsts.get(id(argument)) for argument in arguments], variables)
+        first = {i: firsts[id(arguments[i])] for i in self._positions}
+        conditions = _conditions(self._plain, names, first, variables)
         if any(arguments[i].requires_grad for i in firsts.values()):
             # In grad mode such a call warns first. Guards compare requires_grad alone.
             variables["is_grad_enabled"] = torch.is_grad_enabled
             conditions.insert(0, f"is_grad_enabled() is {torch.is_grad_enabled()}")
-        of_positions = [names[firsts[id(arguments[i])]] for i in self._positions]
-        aliases = [
-            f"{names[i]}_at = {first}_at"
-            for i, first in zip(self._positions, of_positions, strict=True)
-            if names[i] != first
-        ]
+        of_positions = [names[first[i]] for i in self._positions]
+        aliases = [f"{names[i]}_at = {names[j]}_at" for i, j in first.items() if i != j]
         source = SOURCE.format(
-            arguments=", ".join(names),
-            conditions=" and ".join(conditions),
-            addresses="; ".join([*(f"{names[i]}_at = address({names[i]})" for i in firsts.values()), *aliases]),
-            place=", ".join([*(f"{name}_at" for name in of_positions), *(f"len(storage({n}))" for n in of_positions)]),
-            results="; ".join(self._results) or "pass",
-            operands=", ".join(self._addresses),
+            arguments=_wrapped(names, 12),
+            conditions="\n            and ".join(conditions),
+            addresses="\n    ".join([*(f"{names[i]}_at = address({names[i]})" for i in firsts.values()), *aliases]),
+            place_addresses=_wrapped([f"{name}_at" for name in of_positions], 8),
+            place_sizes=_wrapped([f"len(storage({name}))" for name in of_positions], 8),
+            results="\n    ".join(self._results),
+            operands=_wrapped(self._addresses, 8),
             constants=", ".join(name for name in variables if name.startswith("constant")),
         )
         # These are globals of a new function: entering a function that closes over 45 variables copies all of them,
@@ -299,7 +315,7 @@ def _compiled(source: str) -> types.CodeType:
 
 
 def _conditions(
-    plain: Arguments, names: Sequence[str], firsts: Sequence[int | None], variables: dict[str, Any]
+    plain: Arguments, names: Sequence[str], firsts: Mapping[int, int], variables: dict[str, Any]
 ) -> list[str]:
     """Return what has to hold for other arguments, cheapest first. Values to compare with become variables. Tensors are
     given again where they were before, as torch's guards take each of them once."""
@@ -322,6 +338,11 @@ def _conditions(
             equal.append(f"({name} is value{i} or type({name}) is type{i} and {name} == value{i})")
     flat = [f"not {tensor}.is_nested" for tensor in tensors]
     return [*single, *equal, *flat, f"check({', '.join(tensors)})"]
+
+
+def _wrapped(parts: Sequence[str], indent: int) -> str:
+    """Return comma-separated parts in lines of 120 columns, of which the first is indented already."""
+    return textwrap.fill(", ".join(parts), 119 - indent).replace("\n", "\n" + indent * " ")
 
 
 def _same_memory(view: torch.Tensor, source: torch.Tensor) -> bool:
