@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from hopwell import _launch, _repeat
 
 # The log-sum-exp of cuDNN's entry is allocated anew in each call: test_warm_cudnn_lse looks at that.
 RUNNING = [case for case in IN_PLACE if not case.function.__name__.startswith(CUDNN)]
+
+
+HOST = Path(__file__).parents[2] / "docs" / "kernels" / "host.md"
 
 
 def output_of(results: Any) -> torch.Tensor:
@@ -387,3 +391,16 @@ def test_a_pool_with_v_elsewhere_is_another_call(recorded: Any) -> None:
     pool = api_calls.data(3, api_calls.PAGES, *api_calls.page_shape("HND"))
     FUNCTIONS[FMHA](**{**arguments, "qkv": (query, (pool[0], pool[2]))})
     assert len(recorded.problems) == 2
+
+
+def test_the_document_prints_the_function_of_a_repeated_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+    compiled = _repeat._compiled
+    monkeypatch.setattr(_repeat, "_compiled", lambda source: sources.append(source) or compiled(source))
+    arguments = form(XQA, "stacked-NHD")
+    arguments["out"] = torch.empty_like(arguments["query"])
+    for _ in range(2):
+        FUNCTIONS[XQA](**arguments)
+    (source,) = sources
+    printed = HOST.read_text().partition("```text\n")[2].partition("```")[0]
+    assert printed.strip() == source.strip()
