@@ -404,3 +404,29 @@ def test_the_document_prints_the_function_of_a_repeated_call(monkeypatch: pytest
     (source,) = sources
     printed = HOST.read_text().partition("```text\n")[2].partition("```")[0]
     assert printed.strip() == source.strip()
+
+
+def test_results_that_interleave_with_inputs_are_remembered(recorded: Any) -> None:
+    """Ranges overlap and rows do not: the checks decide it, once for each distance or place."""
+    arguments = form(CONTEXT, "stacked-HND")
+    tokens, heads, dim = arguments["query"].shape
+
+    def call(out_at: int) -> None:
+        rows = torch.zeros(tokens, heads, 3 * dim, dtype=arguments["query"].dtype)
+        for _ in range(3):
+            out = rows[..., out_at * dim : (out_at + 1) * dim]
+            FUNCTIONS[CONTEXT](**{**arguments, "query": rows[..., :dim], "out": out})
+
+    for out_at, checked in ((1, 1), (1, 1), (2, 2), (1, 2), (2, 3)):
+        call(out_at)
+        assert len(recorded.problems) == checked
+
+
+def test_an_address_with_the_alignment_that_was_checked_is_known(recorded: Any) -> None:
+    """Indices lie at multiples of 4 bytes, such as the rest of a longer tensor."""
+    arguments = form(XQA, "stacked-NHD")
+    for first in (1, 1, 0, 1, 2):
+        longer = torch.zeros(first + 3, dtype=torch.int32)
+        FUNCTIONS[XQA](**{**arguments, "seq_lens": longer[first:]})
+    assert len(recorded.problems) == 2
+    assert [addresses[9] % 16 for addresses in recorded.addresses] == [4, 4, 0, 4, 8]
