@@ -176,7 +176,7 @@ def host_float(name: str, value: Any, minimum: float | None = None, kinds: str =
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     try:
-        number = float(value)
+        number = float(value) + 0.0  # -0.0 becomes 0.0, as the two compare equal in repeated calls
     except OverflowError:
         number = math.inf
     if not abs(number) <= FLOAT32_MAX:

@@ -11,6 +11,7 @@ and over. So the latest calls are recognised without one, see :mod:`hopwell._rep
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -80,7 +81,7 @@ def _is_constant(value: Any) -> bool:
     """Whether a plain value can never change. NumPy's scalars cannot; its arrays can, and have no hash."""
     kind = type(value)
     is_scalar = kind.__module__ == "numpy" and kind.__hash__ is not None
-    return kind in CONSTANT_TYPES or is_scalar or isinstance(value, type)
+    return kind in CONSTANT_TYPES or is_scalar or isinstance(value, (type, enum.Enum))
 
 
 class Calls:

@@ -307,3 +307,16 @@ def test_an_integer_that_changes_is_read_in_each_call(name: str, launches: Launc
                     number[...] = other
                 changed = outcome(function, mutated, launches)
                 assert changed == outcome(function, {**arguments, argument: other}, launches), argument
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_minus_zero_is_zero(name: str, launches: Launches) -> None:
+    """The two compare equal, so that a repeated call cannot tell them apart."""
+    function, build = CASES[name]
+    arguments = defaults(function) | build()
+    for argument, value in arguments.items():
+        if type(value) is float:
+            forget(function)
+            *_, last = [outcome(function, {**arguments, argument: zero}, launches) for zero in (0.0, 0.0, -0.0)]
+            forget(function)
+            assert outcome(function, {**arguments, argument: -0.0}, launches) == last, argument
