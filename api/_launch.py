@@ -165,7 +165,7 @@ class Calls:
     def remember(self, call: CheckedCall, device: torch.device) -> None:
         """Have calls like this one on ``device`` repeated."""
         for argument in call.arguments:
-            # What lies elsewhere was copied or read, and has to be in each call.
+            # A tensor elsewhere was copied or read, and has to be in each call.
             if argument.device != device if isinstance(argument, torch.Tensor) else not _is_constant(argument):
                 return
         key = _key(call.arguments)

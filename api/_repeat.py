@@ -73,8 +73,7 @@ def launch(arguments, out, statistics):
 
 
 def output_parts(out: Any) -> tuple[Any, Any, Any]:
-    """Return what there is to compare of an output that is given: its data, and of an NVFP4 one its scales and the row
-    at which they begin."""
+    """Return the data of an output that is given, and of an NVFP4 one its scales and the row at which they begin."""
     return (out.data, out.scale, out.scale_start_index) if isinstance(out, FP4Tensor) else (out, None, None)
 
 
@@ -134,7 +133,7 @@ class CheckedCall(NamedTuple):
 
 
 class Repeat:
-    """What it takes to repeat a checked call. ``latest`` is the function that the last repetition went through."""
+    """A checked call that can be repeated. ``latest`` is the function that the last repetition went through."""
 
     __slots__ = (
         "_addresses",

@@ -32,7 +32,7 @@ CALLS = {
 
 
 def described(value: Any) -> Any:
-    """Return what a plan may depend on: everything in a problem except addresses and the bound of lengths."""
+    """Return the properties of a problem that its plan may depend on: all except addresses and the bound of lengths."""
     if isinstance(value, torch.Tensor):
         return metadata(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
@@ -120,7 +120,7 @@ def restore(function: Callable[..., Any], known: Any) -> None:
 
 
 def outcome(function: Callable[..., Any], arguments: dict[str, Any], launches: Launches) -> Any:
-    """Return what a call launches and returns, or raises."""
+    """Return the warnings, launches and results of a call, or its exception."""
     launches.noted.clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -170,7 +170,7 @@ def append(cache: torch.dtype, stacked: bool) -> dict[str, Any]:
 
 
 def with_results(form: str, **more: Callable[[dict[str, Any]], Any]) -> Callable[[], dict[str, Any]]:
-    """Return what builds the arguments of a form with results to write into."""
+    """Return a function that builds the arguments of a form, with results to write into."""
     case = next(case for case in FORMS if str(case) == form)
 
     def build() -> dict[str, Any]:

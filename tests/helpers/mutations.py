@@ -166,7 +166,7 @@ def overlaps(arguments: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def mutations(arguments: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield changed arguments with the name of the change. What torch cannot make is left out."""
+    """Yield changed arguments with the name of the change. Changes that torch cannot make are left out."""
     for name, argument in arguments.items():
         for path, value in leaves(argument, (name,)):
             table = TENSORS if isinstance(value, torch.Tensor) else PAIRS if isinstance(value, tuple) else PLAIN
