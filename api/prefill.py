@@ -225,8 +225,7 @@ def trtllm_batch_context_with_kv_cache(
     repeated = repeated or _CONTEXT.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated if return_lse else repeated[0]
-    call = call_arguments(ContextCall, locals())
-    problem = context_problem(call)
+    problem = context_problem(call := call_arguments(ContextCall, locals()))
     stats = None if problem.lse is None else problem.lse.tensor
     if out is None and problem.out is not None and problem.out_scales is not None:
         shape = (*query.shape[:-1], problem.v_dim)
