@@ -49,22 +49,42 @@ def pair_or_tensor(name: str, value: Any) -> list[tuple[str, torch.Tensor]]:
     return [(f"{name}[{i}]", checks.tensor(f"{name}[{i}]", part)) for i, part in enumerate(value)]
 
 
+def other_layout(kv_layout: str) -> str:
+    """Return the argument that asks for the other layout, for messages."""
+    return f"kv_layout={KVLayout(kv_layout).other.value!r}"
+
+
+def check_dtype(
+    parts: Sequence[tuple[str, torch.Tensor]],
+    query_dtype: torch.dtype,
+    allowed: Sequence[torch.dtype],
+    of_bytes: str = "NVFP4",
+) -> None:
+    """Check that all ``parts`` of a cache have one of the dtypes that go with a query of ``query_dtype``. ``of_bytes``
+    tells for messages what a cache of uint8 holds."""
+    first_name, first = parts[0]
+    if first.dtype not in allowed:
+        known = " or ".join(f"{one} ({of_bytes})" if one == torch.uint8 else str(one) for one in dict.fromkeys(allowed))
+        raise ValueError(f"{first_name} must be {known} for a query of {query_dtype}, got {first.dtype}")
+    for name, part in parts:
+        if part.dtype != first.dtype:
+            raise ValueError(f"{name} must have the dtype of {first_name}, {first.dtype}, got {part.dtype}")
+
+
 def paged_cache(
     kv_cache: Any, kv_layout: Any, query: torch.Tensor, dtypes: Sequence[torch.dtype], *, same_pages: bool = True
 ) -> PagedCache:
     """Check the ``kv_cache`` argument against ``query`` [tokens, heads, head_dim] and view it canonically."""
     parts = pair_or_tensor("kv_cache", kv_cache)
+    check_dtype(parts, query.dtype, dtypes)
     for name, part in parts:
-        checks.dtype(name, part, dtypes)
         checks.device(name, part, query.device)
-        if part.dtype != parts[0][1].dtype:
-            raise ValueError(f"{name} must have the dtype of {parts[0][0]}, {parts[0][1].dtype}, got {part.dtype}")
     checks.choice("kv_layout", kv_layout, KV_LAYOUTS)
     key, value = paged_kv_views(kv_cache, kv_layout, same_pages=same_pages)
     packing = 2 if key.dtype == torch.uint8 else 1
     cache = PagedCache(key, value, key.shape[-1] * packing, value.shape[-1] * packing)
 
-    checks.grouped_heads(query.shape[1], key.shape[1], "kv_cache")
+    checks.grouped_heads(query.shape[1], key, "kv_cache", other_layout(kv_layout))
     checks.page_size("kv_cache", cache.page_size)
     if cache.qk_dim != query.shape[2]:
         stored = " (two elements a byte)" if cache.is_nvfp4 else ""

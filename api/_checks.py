@@ -136,12 +136,12 @@ def device(name: str, value: torch.Tensor, expected: torch.device) -> None:
         raise ValueError(f"{name} must be on {expected}, the device of the query, got {value.device}")
 
 
-def shape(name: str, value: torch.Tensor, *dims: tuple[str, int | None]) -> None:
-    """The shape is ``dims``: pairs of a dimension's name and its size, None for any size."""
+def shape(name: str, value: torch.Tensor, *dims: tuple[str, int | None], hint: str = "") -> None:
+    """The shape is ``dims``: pairs of a dimension's name and its size, None for any size. ``hint`` ends the message."""
     got = tuple(value.shape)
     if len(got) != len(dims) or any(want not in (None, size) for size, (_, want) in zip(got, dims, strict=True)):
         text = ", ".join(label if want is None else f"{label}={want}" for label, want in dims)
-        raise ValueError(f"{name} must have shape [{text}], got {got}")
+        raise ValueError(f"{name} must have shape [{text}], got {got}{hint}")
 
 
 def unit_stride(name: str, value: torch.Tensor) -> None:
@@ -242,10 +242,10 @@ def backend_name(value: Any) -> None:
         raise TypeError(f"backend must be a str or None, got {describe(value)}")
 
 
-def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int]) -> torch.Tensor:
-    """Check and return a preallocated log-sum-exp of the sizes ``dims``."""
+def log_sum_exp(name: str, value: Any, on: torch.device, *dims: tuple[str, int], hint: str = "") -> torch.Tensor:
+    """Check and return a preallocated log-sum-exp of the sizes ``dims``; ``hint`` is as in :func:`shape`."""
     checked = tensor(name, value, "a torch.Tensor or None")
-    shape(name, checked, *dims)
+    shape(name, checked, *dims, hint=hint)
     dtype(name, checked, (torch.float32,))
     device(name, checked, on)
     if not checked.is_contiguous():
@@ -303,10 +303,15 @@ def offsets(
     return starts
 
 
-def page_table(value: Any, batch: int, on: torch.device, *, shared: bool = True) -> PageTable:
-    """Read ``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own."""
-    read = shared_page_table if shared else split_page_table
-    return read(index_tensor("block_tables", value, on), batch)
+def page_table(
+    value: Any, batch: int, on: torch.device, *, shared: bool = True, batch_source: str = "batch_size"
+) -> PageTable:
+    """Read ``block_tables``: 2-D with ids that K and V share, or 3-D with ids of their own. ``batch_source`` tells for
+    messages how ``batch`` follows from other arguments."""
+    table = index_tensor("block_tables", value, on)
+    if table.dim() and table.shape[0] != batch:
+        raise ValueError(f"block_tables must have {batch} rows ({batch_source}), got shape {tuple(table.shape)}")
+    return shared_page_table(table, batch) if shared else split_page_table(table, batch)
 
 
 def capacity(table: PageTable, page_size: int) -> int:
@@ -332,12 +337,29 @@ def power_of_two(name: str, number: int) -> None:
         raise ValueError(f"{name} must be a power of two, got {number}")
 
 
-def grouped_heads(heads: int, kv_heads: int, kv_name: str) -> None:
-    """Every KV head serves the same number of query heads."""
+def layout_hint(heads: int, key: torch.Tensor, other: str, page_multiple: int = 1) -> str:
+    """Return the end of a message about the shape of ``key`` [pages, kv_heads, page_size, head_dim]: it names the
+    ``other`` layout, which swaps kv_heads and page_size, where the shape fits that one."""
+    _, page_size, kv_heads, _ = key.shape
+    fits = kv_heads > 0 and page_size > 0 and heads % kv_heads == 0 and page_size % page_multiple == 0
+    return f"; the shape fits {other}" if fits else ""
+
+
+def grouped_heads(heads: int, key: torch.Tensor, kv_name: str, other: str = "") -> None:
+    """Every KV head of ``key`` [pages, kv_heads, page_size, head_dim] serves the same number of query heads.
+
+    Args:
+        heads: query heads.
+        key: the keys.
+        kv_name: the argument that the keys come in.
+        other: the layout that swaps kv_heads and page_size, for the message; empty where there is none.
+    """
+    kv_heads = key.shape[1]
     if heads < 1 or kv_heads < 1 or heads % kv_heads:
+        hint = layout_hint(heads, key, other) if other and heads > 0 else ""
         raise ValueError(
             f"the query heads must be a positive multiple of the KV heads of {kv_name}, "
-            f"got query with {heads} and {kv_name} with {kv_heads}"
+            f"got {heads} query heads and {kv_heads} KV heads{hint}"
         )
 
 
@@ -372,6 +394,45 @@ def output(
                 raise ValueError(f"{name} must not overlap itself, got strides {checked.stride()} for {tuple(sizes)}")
             reach += (size - 1) * stride
     return checked
+
+
+def prefill_outputs(query_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """Return the output dtypes of prefill."""
+    return (*SIXTEEN_BIT, FP8) if query_dtype == FP8 else SIXTEEN_BIT
+
+
+def output_dtype(
+    given: Any,
+    out: Any,
+    default: torch.dtype,
+    allowed: Sequence[torch.dtype],
+    inputs: str,
+    name: str = "out_dtype",
+    names: str = "None",
+) -> torch.dtype:
+    """Return the dtype of the output: ``given``, else the dtype of ``out``, else ``default``.
+
+    Args:
+        given: the argument called ``name``.
+        out: the tensor to write into, or None.
+        default: the dtype where neither is given.
+        allowed: the dtypes that kernels store.
+        inputs: the inputs that ``allowed`` depends on, for the message.
+        name: the argument that asks for a dtype.
+        names: the strings that ``name`` may be in place of a dtype, for the message, or None where there are none.
+    """
+    if given is not None and not isinstance(given, torch.dtype):
+        error = ValueError if isinstance(given, str) and names != "None" else TypeError
+        raise error(f"{name} must be a torch.dtype or {names}, got {describe(given)}")
+    if out is not None:
+        tensor("out", out, "a torch.Tensor or None")
+        if given is not None and given != out.dtype:
+            raise ValueError(f"{name} must be the dtype of out, {out.dtype}, where both are given, got {given}")
+    found = given or (default if out is None else out.dtype)
+    if found not in allowed:
+        blamed = "out" if given is None else name
+        raise ValueError(f"{blamed} must be {' or '.join(map(str, allowed))} for {inputs}, got {found}")
+    return found
 
 
 def allocated(out: torch.Tensor | None, query: torch.Tensor, v_dim: int, of: torch.dtype) -> torch.Tensor | None:

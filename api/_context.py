@@ -70,19 +70,14 @@ class _Output:
     scales: OutputScales | None = None
 
 
-def _check_kv_dtype(query: torch.Tensor, cache: _cache.PagedCache) -> None:
-    if cache.key.dtype not in (query.dtype, checks.FP8, torch.uint8):
-        raise ValueError(
-            f"kv_cache must be {query.dtype} like query, {checks.FP8}, or torch.uint8 (NVFP4), got {cache.key.dtype}"
-        )
-    if cache.is_nvfp4:
-        for what, size, multiple in (
-            ("a K head_dim", cache.qk_dim, 64),
-            ("a V head_dim", cache.v_dim, 64),
-            ("a page size", cache.page_size, 4),
-        ):
-            if size % multiple:
-                raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}")
+def _check_nvfp4(cache: _cache.PagedCache, heads: int, kv_layout: str) -> None:
+    for what, size, multiple, hint in (
+        ("a K head_dim", cache.qk_dim, 64, ""),
+        ("a V head_dim", cache.v_dim, 64, ""),
+        ("a page size", cache.page_size, 4, checks.layout_hint(heads, cache.key, _cache.other_layout(kv_layout), 4)),
+    ):
+        if size % multiple:
+            raise ValueError(f"kv_cache as NVFP4 must have {what} that is a multiple of {multiple}, got {size}{hint}")
 
 
 def _nvfp4_output(
@@ -138,24 +133,13 @@ def _output(call: ContextCall, v_dim: int) -> _Output:
         o_sf_vec_size = checks.host_int("o_sf_vec_size", o_sf_vec_size, NVFP4_BLOCK, NVFP4_BLOCK)
     if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or (out_dtype is None and isinstance(out, FP4Tensor)):
         return _nvfp4_output(query, query_dtype, out, sizes, o_sf_scale)
-    if isinstance(out_dtype, str):
-        raise ValueError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype or the string 'nvfp4', got {checks.describe(out_dtype)}")
+    if isinstance(out, FP4Tensor):
+        raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
+    allowed, inputs = checks.prefill_outputs(query_dtype), f"a query of {query_dtype}"
+    dtype = checks.output_dtype(out_dtype, out, query_dtype, allowed, inputs, names="the string 'nvfp4'")
     for name, value in (("o_sf_scale", o_sf_scale), ("o_sf_vec_size", o_sf_vec_size)):
         if value is not None:
             raise ValueError(f"{name} must be None unless the output is NVFP4, got {checks.describe(value)}")
-    if isinstance(out, FP4Tensor):
-        raise ValueError(f"out must be a torch.Tensor for out_dtype {out_dtype}, got an FP4Tensor")
-    if out is not None:
-        checks.tensor("out", out, "a torch.Tensor or None")
-    dtype = out_dtype or (query_dtype if out is None else out.dtype)
-    allowed = (query_dtype, torch.float16, torch.bfloat16)
-    if dtype not in allowed:
-        named = "out_dtype" if out_dtype is not None else "out"
-        raise ValueError(
-            f"{named} must be {' or '.join(map(str, dict.fromkeys(allowed)))} for a {query_dtype} query, got {dtype}"
-        )
     if out is not None:
         checks.output("out", out, sizes, dtype, query.device)
     return _Output(out, dtype)
@@ -199,9 +183,10 @@ def _mask(causal: Any, window_left: Any) -> Mask:
 
 def _kv(call: ContextCall, shared: bool) -> tuple[_cache.PagedCache, BlockScales | None, Inputs]:
     """Return K and V, their block scales, and the scales under the name that the caller gave them."""
-    kv_dtypes = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
+    kv_dtypes = (call.query.dtype, checks.FP8, torch.uint8)
     cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=shared)
-    _check_kv_dtype(call.query, cache)
+    if cache.is_nvfp4:
+        _check_nvfp4(cache, call.query.shape[1], call.kv_layout)
     name, given = _block_scales(call.kv_block_scales, call.kv_cache_sf)
     scales = _cache.block_scales(name, given, cache, call.kv_layout)
     return cache, scales, () if scales is None else ((name, scales.key), (name, scales.value))
@@ -300,7 +285,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
     )
     skip = "skip_softmax_threshold_scale_factor"
     asked = named(call, skip_softmax=skip, lse="return_lse", window="window_left")
-    require_problem(support.CONTEXT, problem, arch, asked)
+    require_problem(support.CONTEXT, problem, arch, asked, call.query_dtype)
     return problem
 
 

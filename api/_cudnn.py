@@ -22,6 +22,7 @@ from hopwell.kernels.problem import (
 from hopwell.layouts import KVLayout, KVViews, ragged_kv_views, separate_kv_views
 
 KV_NAMES = ("k_cache", "v_cache")
+OR_TOKENS = "a torch.Tensor, or None where batch_offsets_{} counts tokens"  # the lengths that a call may give
 
 
 class CudnnCall(NamedTuple):
@@ -63,6 +64,12 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         if cache.dtype != q.dtype:
             raise ValueError(f"{name} must have the dtype of q, {q.dtype}, got {cache.dtype}")
         checks.device(name, cache, q.device)
+    form = "[pages, kv_heads, page_size, head_dim] with" if paged else "[kv_tokens, kv_heads, head_dim] without"
+    for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
+        if cache.dim() != (4 if paged else 3):
+            raise ValueError(
+                f"{name} must be {4 if paged else 3}-D {form} block_tables, got shape {tuple(cache.shape)}"
+            )
     if paged:
         views = separate_kv_views(k_cache, v_cache, KVLayout.HND, names=KV_NAMES)
         checks.page_size("k_cache", k_cache.shape[2])
@@ -70,7 +77,8 @@ def _kv(q: torch.Tensor, k_cache: Any, v_cache: Any, paged: bool) -> KVViews:
         views = ragged_kv_views(k_cache, v_cache, KV_NAMES)
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
         checks.tma_readable(name, cache)
-    checks.grouped_heads(q.shape[1], views.key.shape[1], "k_cache")
+    other = "NHD, which k_cache.transpose(1, 2) and v_cache.transpose(1, 2) make HND" if paged else ""
+    checks.grouped_heads(q.shape[1], views.key, "k_cache", other)
     if views.key.shape[3] != q.shape[2]:
         raise ValueError(f"k_cache must have the head_dim of q, {q.shape[2]}, got {views.key.shape[3]}")
     for name, cache in zip(KV_NAMES, (k_cache, v_cache), strict=True):
@@ -91,11 +99,12 @@ def _batch(actual_seq_lens_q: Any, batch_offsets_q: Any, in_tokens: bool) -> int
     """Return the batch size, which this entry has no argument for."""
     if actual_seq_lens_q is None and in_tokens and batch_offsets_q is not None:
         return max(checks.tensor("batch_offsets_q", batch_offsets_q).numel() - 1, 0)
-    return checks.tensor("actual_seq_lens_q", actual_seq_lens_q).numel()
+    return checks.tensor("actual_seq_lens_q", actual_seq_lens_q, OR_TOKENS.format("q")).numel()
 
 
-def _lengths(name: str, value: Any, batch: int, on: torch.device, graphs: bool) -> torch.Tensor:
-    checked = checks.tensor(name, value)
+def _lengths(of: str, value: Any, batch: int, on: torch.device, graphs: bool) -> torch.Tensor:
+    name = f"actual_seq_lens_{of}"
+    checked = checks.tensor(name, value, OR_TOKENS.format(of[0]))
     if checked.device == on or checked.device.type != "cpu":
         return checks.lengths(name, checked, batch, on)
     if graphs:
@@ -136,9 +145,9 @@ def _request_lengths(
     graphs = call.is_cuda_graph_compatible
     q_lens = kv_lens = None
     if call.actual_seq_lens_q is not None or not in_tokens or call.batch_offsets_q is None:
-        q_lens = _lengths("actual_seq_lens_q", call.actual_seq_lens_q, batch, on, graphs)
+        q_lens = _lengths("q", call.actual_seq_lens_q, batch, on, graphs)
     if call.actual_seq_lens_kv is not None or not in_tokens or call.batch_offsets_k is None:
-        kv_lens = _lengths("actual_seq_lens_kv", call.actual_seq_lens_kv, batch, on, graphs)
+        kv_lens = _lengths("kv", call.actual_seq_lens_kv, batch, on, graphs)
     else:  # the last key of the last request is where a further one would start
         checks.cumulative("batch_offsets_k", call.batch_offsets_k, batch, on)
     return q_lens, kv_lens
@@ -166,11 +175,13 @@ def _check_lse(call: CudnnCall, sizes: tuple[int, int, int], starts: TokenOffset
     if call.lse is None:
         return
     tokens, heads, _ = call.q.shape
-    if starts is not None and isinstance(call.lse, torch.Tensor) and call.lse.ndim == 2:
+    is_packed = isinstance(call.lse, torch.Tensor) and call.lse.ndim == 2
+    if starts is not None and is_packed:
         checks.log_sum_exp("lse", call.lse, call.q.device, ("tokens", tokens), ("num_heads", heads))
     else:
         named = zip(("batch", "max_token_per_sequence", "num_heads"), sizes, strict=True)
-        checks.log_sum_exp("lse", call.lse, call.q.device, *named)
+        hint = "; batch_offsets_stats must be given with a packed lse [tokens, num_heads]" if is_packed else ""
+        checks.log_sum_exp("lse", call.lse, call.q.device, *named, hint=hint)
 
 
 def cudnn_problem(call: CudnnCall) -> AttentionProblem:
@@ -200,12 +211,14 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     in_tokens = checks.choice("batch_offsets_units", call.batch_offsets_units, ("elements", "tokens")) == "tokens"
     batch = _batch(call.actual_seq_lens_q, call.batch_offsets_q, in_tokens)
     q_lens, kv_lens = _request_lengths(call, batch, in_tokens, on)
-    table = checks.page_table(call.block_tables, batch, on) if paged else None
+    source = "elements of actual_seq_lens_q"
+    table = checks.page_table(call.block_tables, batch, on, batch_source=source) if paged else None
     causal = checks.flag("causal", call.causal)
     return_lse = checks.flag("return_lse", call.return_lse)
     checks.backend_name(call.backend)
     natural = checks.is_natural("lse_base", call.lse_base)
-    out_dtype = _out_dtype(q, call.o_data_type)
+    allowed = checks.prefill_outputs(q.dtype)
+    out_dtype = checks.output_dtype(call.o_data_type, call.out, q.dtype, allowed, f"q of {q.dtype}", "o_data_type")
 
     if call.out is not None:
         checks.output("out", call.out, (tokens, heads, v_dim), out_dtype, on)
@@ -252,17 +265,6 @@ def cudnn_problem(call: CudnnCall) -> AttentionProblem:
     )
     require_problem(support.CUDNN, problem, arch, {"fp8_scales": "scales given", "lse": "return_lse=True"})
     return problem
-
-
-def _out_dtype(q: torch.Tensor, o_data_type: Any) -> torch.dtype:
-    if o_data_type is None:
-        return q.dtype
-    if not isinstance(o_data_type, torch.dtype):
-        raise TypeError(f"o_data_type must be a torch.dtype or None, got {checks.describe(o_data_type)}")
-    allowed = (*checks.SIXTEEN_BIT, *((checks.FP8,) if q.dtype == checks.FP8 else ()))
-    if o_data_type not in allowed:
-        raise ValueError(f"o_data_type must be {' or '.join(map(str, allowed))} for q of {q.dtype}, got {o_data_type}")
-    return o_data_type
 
 
 def scaled(q: Any, scale: Any, q_scale: Any, k_scale: Any, v_scale: Any) -> tuple[Any, Any]:

@@ -51,11 +51,16 @@ def workspace_bytes(
 
 
 def workspace(
-    value: Any, needed: int, results: Sequence[tuple[str, torch.Tensor | None]], inputs: Sequence[tuple[str, Any]]
+    value: Any,
+    needed: int,
+    sized_by: str,
+    results: Sequence[tuple[str, torch.Tensor | None]],
+    inputs: Sequence[tuple[str, Any]],
 ) -> torch.Tensor:
     """Return ``needed`` bytes of scratch: the last ones of ``workspace_buffer``, because FlashInfer, with which callers
-    may share it, keeps statistics in the first ones; memory of our own where it has no room for them. No two of it, the
-    results and the inputs share memory, but for the inputs, of which the first is the query."""
+    may share it, keeps statistics in the first ones; memory of our own where it has no room for them. ``sized_by`` is
+    the function that tells callers the size. No two of it, the results and the inputs share memory, but for the inputs,
+    of which the first is the query."""
     checked = checks.tensor("workspace_buffer", value)
     checks.device("workspace_buffer", checked, inputs[0][1].device)
     if not checked.is_contiguous():
@@ -67,7 +72,7 @@ def workspace(
             checks.disjoint(name, result, others)
             others.append((name, result))
     if checked.nbytes < needed:
-        return own_scratch(checked.device).tensor(needed)[:needed]
+        return own_scratch(checked.device).tensor(needed, sized_by)[:needed]
     return checked.view(-1).view(torch.uint8)[checked.nbytes - needed :]
 
 

@@ -17,18 +17,29 @@ SINKS, SCALES = {"sinks": "sinks given"}, {"tensor_scales": "scale given as a te
 
 
 def require_problem(
-    entry: str, problem: AttentionProblem | AppendProblem, arch: str, arguments: Mapping[str, str] | None = None
+    entry: str,
+    problem: AttentionProblem | AppendProblem,
+    arch: str,
+    arguments: Mapping[str, str] | None = None,
+    query_dtype: torch.dtype | None = None,
 ) -> None:
-    """Refuse a problem that ``entry`` cannot solve on ``arch``. ``arguments`` are what callers asked with, by the keys
-    of rows, where the problem's own words would not say it."""
+    """Refuse a problem that ``entry`` cannot solve on ``arch``.
+
+    Args:
+        entry: name of the entry point.
+        problem: the checked call.
+        arch: architecture of the call.
+        arguments: the arguments that asked for rows of the table, by the keys of rows.
+        query_dtype: dtype of the caller's query, where the problem's query is a widened copy of it.
+    """
     row = features.lacking(entry, problem, arch)
     if row is not None:
-        words = {**SINKS, **SCALES, **_described(problem), **(arguments or {})}
+        words = {**SINKS, **SCALES, **_described(problem, query_dtype), **(arguments or {})}
         detail = words.get(row.key) or words.get(row.kind) or row.title
         raise features.refusal(entry, row.key, detail, arch)
 
 
-def _described(problem: Any) -> dict[str, str]:
+def _described(problem: Any, query_dtype: torch.dtype | None) -> dict[str, str]:
     """Return what messages say of a problem's tensors, by kinds of rows."""
     if isinstance(problem, AppendProblem):
         key, cache = problem.key, problem.key_cache
@@ -36,7 +47,7 @@ def _described(problem: Any) -> dict[str, str]:
     else:
         query, cache = problem.query, problem.key
         out = query.dtype if problem.out is None else problem.out.dtype
-        dtypes = f"query.dtype={query.dtype}, KV dtype={cache.dtype}, output dtype={out}"
+        dtypes = f"query.dtype={query_dtype or query.dtype}, KV dtype={cache.dtype}, output dtype={out}"
         dims = f"head_dim={query.shape[-1]} for Q and K, {problem.v_dim} for V, {dtypes}"
     return {
         "data types": dtypes,

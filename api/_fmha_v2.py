@@ -30,6 +30,12 @@ def _tensors(name: str, value: Any, depth: int = 2) -> list[tuple[str, torch.Ten
     return [found for i, part in enumerate(value) for found in _tensors(f"{name}[{i}]", part, depth - 1)]
 
 
+def _other_layout(input_layout: str) -> str:
+    """Return the argument that asks for the other layout of pages, for messages; empty without pages."""
+    kv_layout = FmhaV2Layout(input_layout).kv_layout
+    return "" if kv_layout is None else f"input_layout='Q_PAGED_KV_{kv_layout.other.value}'"
+
+
 def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV2Inputs:
     if block_tables is not None:
         checks.dtype("block_tables", checks.tensor("block_tables", block_tables), checks.INTEGERS)
@@ -49,7 +55,7 @@ def _inputs(qkv: Any, input_layout: Any, batch: int, block_tables: Any) -> FmhaV
     if block_tables is not None:
         checks.device("block_tables", block_tables, inputs.query.device)
         checks.page_size("qkv[1]", inputs.key.shape[2])
-    checks.grouped_heads(inputs.query.shape[1], inputs.key.shape[1], "qkv")
+    checks.grouped_heads(inputs.query.shape[1], inputs.key, "qkv", _other_layout(input_layout))
     if inputs.query.shape[2] < 1 or inputs.value.shape[3] < 1:
         raise ValueError(f"qkv must have a head_dim of at least 1, got {inputs.query.shape[2]}")
     return inputs
@@ -80,20 +86,8 @@ def _out_dtype(out_dtype: Any, out: Any, query: torch.Tensor) -> torch.dtype:
         if not isinstance(named, torch.dtype):
             raise ValueError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
         out_dtype = named
-    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype or the name of one, got {checks.describe(out_dtype)}")
-    if (
-        out is not None
-        and out_dtype is not None
-        and checks.tensor("out", out, "a torch.Tensor or None").dtype != out_dtype
-    ):
-        raise ValueError(f"out_dtype must be the dtype of out, {out.dtype}, where both are given, got {out_dtype}")
-    dtype = out_dtype or (query.dtype if out is None else checks.tensor("out", out, "a torch.Tensor or None").dtype)
-    allowed = (*checks.SIXTEEN_BIT, *((checks.FP8,) if query.dtype == checks.FP8 else ()))
-    if dtype not in allowed:
-        name = "out" if out_dtype is None else "out_dtype"
-        raise ValueError(f"{name} must be {' or '.join(map(str, allowed))} for qkv of {query.dtype}, got {dtype}")
-    return dtype
+    allowed, inputs = checks.prefill_outputs(query.dtype), f"qkv of {query.dtype}"
+    return checks.output_dtype(out_dtype, out, query.dtype, allowed, inputs, names="the name of one")
 
 
 def _has_alibi(pos_encoding_mode: Any) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,7 +13,6 @@ from hopwell.kernels import settings
 from hopwell.utils import FP4Tensor
 
 UNUSED = ("workspace_buffer", "multi_ctas_kv_counter_buffer")  # their contents enter no result
-TO_THE_CALLER = 5  # frames from the warning to the code that calls an entry point
 
 
 class Notice:
@@ -43,9 +43,17 @@ class Notice:
                 )
                 if settings.CHECK.is_on:
                     raise ValueError(message)
-                warnings.warn(message, UserWarning, stacklevel=TO_THE_CALLER)
+                warnings.warn(message, UserWarning, stacklevel=_frames_to_caller())
                 self._was_given = True
                 return
+
+
+def _frames_to_caller() -> int:
+    """Count the frames from the caller of this function to the code that calls an entry point."""
+    frame, count = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_globals["__name__"].startswith("hopwell."):
+        frame, count = frame.f_back, count + 1
+    return count
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell import _checks as checks
+from hopwell._cache import check_dtype
 from hopwell._decoding import (
     NATURAL_BASE,
     check_counter_buffer,
@@ -32,6 +33,7 @@ from hopwell.kernels.problem import (
     Shard,
     TokenOffsets,
 )
+from hopwell.kernels.splitting import most_new_tokens
 from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, low_words, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")
@@ -148,14 +150,10 @@ def _checked_cache(
     query: torch.Tensor, query_dtype: torch.dtype, kv_cache: Any, kv_lora_rank: int, qk_rope_head_dim: int
 ) -> KVViews:
     checks.tensor("kv_cache", kv_cache)
-    # Rows of 656 bytes have bfloat16 in them, and other elements times scales are rounded to it.
     packed = kv_cache.dtype == torch.uint8
-    allowed = (torch.uint8,) if packed else (query_dtype, checks.FP8)
-    if kv_cache.dtype not in allowed or (packed and query_dtype != torch.bfloat16):
-        raise ValueError(
-            f"kv_cache must have the dtype of query, {query_dtype}, be {checks.FP8}, or torch.uint8 for queries of "
-            f"torch.bfloat16, got {kv_cache.dtype}"
-        )
+    # Rows of 656 bytes have bfloat16 in them, and other elements times scales are rounded to it.
+    allowed = (query_dtype, checks.FP8, *((torch.uint8,) if query_dtype == torch.bfloat16 else ()))
+    check_dtype([("kv_cache", kv_cache)], query_dtype, allowed, f"rows of {FP8_DS_MLA_BYTES} bytes")
     checks.device("kv_cache", kv_cache, query.device)
     cache = mla_kv_views(kv_cache, kv_lora_rank)
     width = kv_lora_rank + qk_rope_head_dim
@@ -246,11 +244,7 @@ def _requests(call: MlaCall) -> tuple[int, int, TokenOffsets | None]:
     """Return (requests, most new tokens of one, where each starts, where they may have different ones) of a checked
     query."""
     if call.cum_seq_lens_q is not None:
-        batch, q_len, starts = ragged_starts(
-            "cum_seq_lens_q", call.cum_seq_lens_q, "max_q_len", call.max_q_len, call.query
-        )
-        # Scratch grows with it, and no request has more tokens than there are.
-        return batch, min(q_len, max(call.query.shape[0], 1)), starts
+        return ragged_starts("cum_seq_lens_q", call.cum_seq_lens_q, "max_q_len", call.max_q_len, call.query)
     dense_tokens("query", call.query)
     if call.max_q_len is not None:
         most = checks.host_int("max_q_len", call.max_q_len)
@@ -264,9 +258,10 @@ def _check_query(call: MlaCall) -> None:
     checks.dtype("query", call.query, (*checks.SIXTEEN_BIT, checks.FP8))
     is_ragged = call.cum_seq_lens_q is not None
     if is_ragged:
-        checks.tensor("cum_seq_lens_q", call.cum_seq_lens_q)
+        checks.index_tensor("cum_seq_lens_q", call.cum_seq_lens_q, call.query.device)
     sizes = (("tokens", None),) if is_ragged else (("batch", None), ("q_len", None))
-    checks.shape("query", call.query, *sizes, ("num_heads", None), ("head_dim", None))
+    hint = f" {'with' if is_ragged else 'without'} cum_seq_lens_q"
+    checks.shape("query", call.query, *sizes, ("num_heads", None), ("head_dim", None), hint=hint)
     checks.tma_readable("query", call.query)
 
 
@@ -291,7 +286,8 @@ def _tables(call: MlaCall, batch: int, top_k: int, page_size: int) -> tuple[Page
         if not shared:
             raise ValueError(f"uses_shared_paged_kv_idx must be True with sparse_mla_top_k={top_k}")
         return None, _token_table(call.block_tables, call.query, top_k), top_k
-    table = checks.page_table(call.block_tables, batch, call.query.device, shared=shared)
+    source = "the first size of query" if call.cum_seq_lens_q is None else "elements of cum_seq_lens_q - 1"
+    table = checks.page_table(call.block_tables, batch, call.query.device, shared=shared, batch_source=source)
     return table, None, checks.capacity(table, page_size)
 
 
@@ -316,7 +312,7 @@ def _scratch(call: MlaCall, cache: KVViews, log: LogSumExp | None, needed: int) 
         ("sparse_mla_top_k_lens", call.sparse_mla_top_k_lens),
     )
     results = (("out", call.out), ("lse", None if log is None else log.tensor))
-    return workspace(call.workspace_buffer, needed, results, inputs)
+    return workspace(call.workspace_buffer, needed, "hopwell.mla.mla_workspace_bytes", results, inputs)
 
 
 def mla_problem(call: MlaCall) -> AttentionProblem:
@@ -352,7 +348,8 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
         raise ValueError(f"backend must not be {SPARSE_BACKEND!r} for dense attention (sparse_mla_top_k=0)")
     _check_out(call.out, call.query, rank)
     log = _log_sum_exp(call, query, part)
-    scratch = _scratch(call, cache, log, mla_workspace_bytes(heads, capacity, q_len, rank, on))
+    most = most_new_tokens(q_len, tokens, heads)
+    scratch = _scratch(call, cache, log, mla_workspace_bytes(heads, capacity, most, rank, on))
 
     arch = support.arch_of(on)
     out = call.out
@@ -380,5 +377,6 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
         family=Family.MLA,
         programmatic_launch=True if enable_pdl is None else enable_pdl,
     )
-    require_problem(support.MLA, problem, arch, named(call, sparse="sparse_mla_top_k", dcp="enable_dcp"))
+    asked = named(call, sparse="sparse_mla_top_k", dcp="enable_dcp")
+    require_problem(support.MLA, problem, arch, asked, call.query_dtype)
     return problem

@@ -33,10 +33,11 @@ from hopwell.kernels.problem import (
     Shard,
     TokenOffsets,
 )
+from hopwell.kernels.splitting import most_new_tokens
 from hopwell.utils import FP4Tensor
 
-MAX_HEAD_DIM = 512
 HEAD_DIM_STEP = 16
+*_, MAX_MULTIPLE, MAX_HEAD_DIM = support.DECODE_HEAD_DIMS  # multiples of the step up to the former, and the latter
 BACKENDS = ("auto", "xqa", "trtllm-gen")
 MASK_BITS = 32  # a row of the speculative mask is a whole number of 32-bit words, seen as uint16
 
@@ -71,6 +72,8 @@ class XqaCall(NamedTuple):
     cp_world: int = 1
     cp_rank: int = 0
     causal_seqlens_kv_global: torch.Tensor | None = None
+    out_dtype: torch.dtype | None = None
+    query_dtype: torch.dtype | None = None  # of the caller's query, where ``query`` has been widened
 
 
 class TrtllmDecodeCall(NamedTuple):
@@ -137,18 +140,23 @@ def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on
         raise ValueError(f"mask must be contiguous, got strides {mask.stride()}")
 
 
-def _check_out(out: Any, query: torch.Tensor, cache: _cache.PagedCache, batch: int, q_len: int) -> None:
+def _output(call: XqaCall, cache: _cache.PagedCache, batch: int, q_len: int) -> torch.Tensor | None:
+    """Return ``out`` as it is given, or a new tensor where the launch would allocate one of another dtype."""
+    query, out = call.query, call.out
+    query_dtype, kv_dtype = call.query_dtype or query.dtype, cache.key.dtype
+    allowed = checks.SIXTEEN_BIT if query_dtype == checks.FP8 else (query_dtype,)
+    if cache.is_nvfp4 or kv_dtype == checks.FP8:
+        allowed = (*allowed, checks.FP8)
+    inputs = f"a query of {query_dtype} and a kv_cache of {kv_dtype}"
+    dtype = checks.output_dtype(call.out_dtype, out, query_dtype, allowed, inputs, names="the string 'nvfp4'")
     if out is None:
-        return
-    checks.tensor("out", out, "a torch.Tensor or None")
+        return checks.allocated(out, query, cache.v_dim, dtype)
     tokens, heads, _ = query.shape
-    has_fp8_out = cache.key.dtype == checks.FP8 or cache.is_nvfp4
-    allowed = (query.dtype, checks.FP8) if has_fp8_out else (query.dtype,)
-    checks.dtype("out", out, allowed)
     if out.dim() == 4:
         checks.shape("out", out, ("batch", batch), ("q_len", q_len), ("num_heads", heads), ("head_dim", cache.v_dim))
         dense_tokens("out", out)
-    checks.output("out", flat_tokens(out), (tokens, heads, cache.v_dim), out.dtype, query.device)
+    checks.output("out", flat_tokens(out), (tokens, heads, cache.v_dim), dtype, query.device)
+    return out
 
 
 def xqa_workspace_bytes(
@@ -175,33 +183,33 @@ def xqa_workspace_bytes(
     kv_heads = checks.host_int("num_kv_heads", num_kv_heads, minimum=1)
     if heads % kv_heads:
         raise ValueError(f"num_heads must be a multiple of num_kv_heads, {kv_heads}, got {heads}")
-    checks.host_int("head_dim", head_dim, HEAD_DIM_STEP, MAX_HEAD_DIM)
+    _check_head_dim("head_dim must be", checks.host_int("head_dim", head_dim))
     checks.host_int("max_seq_len", max_seq_len)
     rows = heads // kv_heads * checks.host_int("q_len_per_req", q_len_per_req, minimum=1)
     return workspace_bytes(rows, num_kv_heads, head_dim, max_seq_len, device)
 
 
-def _has_fp8_out(call: XqaCall) -> bool:
-    return call.out is not None and call.out.dtype == checks.FP8
+def _check_head_dim(subject: str, head_dim: int) -> None:
+    """Refuse what no architecture can serve; a multiple between the two bounds is refused by the table of features."""
+    if head_dim % HEAD_DIM_STEP or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(
+            f"{subject} a multiple of {HEAD_DIM_STEP} up to {MAX_MULTIPLE}, or {MAX_HEAD_DIM}, got {head_dim}"
+        )
 
 
 def _check_query(query: Any) -> None:
     checks.main_tensor("query", query)
     checks.dtype("query", query, checks.SIXTEEN_BIT)
     checks.shape("query", query, ("batch * q_len_per_req", None), ("num_heads", None), ("head_dim", None))
+    _check_head_dim("query must have a head_dim that is", query.shape[2])
     checks.tma_readable("query", query)
-    head_dim = query.shape[2]
-    if head_dim % HEAD_DIM_STEP or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(
-            f"query must have a head_dim that is a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, got {head_dim}"
-        )
 
 
 def _kv(call: XqaCall) -> tuple[_cache.PagedCache, BlockScales | None]:
     """Return K and V, and their block scales."""
     head_dim = call.query.shape[2]
     kv_dtypes = (call.query.dtype, checks.FP8, torch.int8, torch.uint8)
-    cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes)
+    cache = _cache.paged_cache(call.kv_cache, call.kv_layout, call.query, kv_dtypes, same_pages=call.shared_pages)
     if cache.v_dim != head_dim:
         raise ValueError(f"kv_cache must have the head_dim of query, {head_dim}, for V as well, got {cache.v_dim}")
     return cache, _cache.block_scales("kv_cache_sf", call.kv_cache_sf, cache, call.kv_layout)
@@ -238,7 +246,7 @@ def _scratch(
         *(("kv_cache_sf", part) for part in ((scales.key, scales.value) if scales is not None else ())),
     )
     results = (("out", call.out), ("lse", None if log is None else log.tensor))
-    return workspace(call.workspace_buffer, needed, results, inputs)
+    return workspace(call.workspace_buffer, needed, "hopwell.decode.xqa_workspace_bytes", results, inputs)
 
 
 def _mask(call: XqaCall, q_len: int, part: Shard | None) -> Mask:
@@ -259,7 +267,8 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     batch, q_len, starts = _requests(call)
     if call.entry == support.XQA and q_len > 1 and call.mask is None:
         raise ValueError(f"mask must be given for q_len_per_req > 1, got None with q_len_per_req={q_len}")
-    table = checks.page_table(call.block_tables, batch, on, shared=call.shared_pages)
+    rows = f"{tokens} rows of query / q_len_per_req={q_len}" if starts is None else "elements of cumulative lengths - 1"
+    table = checks.page_table(call.block_tables, batch, on, shared=call.shared_pages, batch_source=rows)
     kv_lens = checks.lengths("seq_lens", call.seq_lens, batch, on)
     checks.host_int("max_seq_len", call.max_seq_len)
     softmax_scale = checks.scale("bmm1_scale", call.bmm1_scale, on, minimum=0.0)
@@ -272,13 +281,13 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     _check_mask(call.mask, batch, q_len, ragged_tokens, on)
     part = shard(call.causal_seqlens_kv_global, call.cp_world, call.cp_rank, batch, on)
     _check_sharded(call, part)
-    _check_out(call.out, query, cache, batch, q_len)
-    if ragged_tokens is not None and q_len > 1:  # scratch grows with it, and no request has more tokens than there are
-        q_len = min(q_len, max(ragged_tokens, 2))
+    out = _output(call, cache, batch, q_len)
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
     log = log_sum_exp(call.lse, call.return_lse, call.return_lse_base, query, sizes)
     capacity = checks.capacity(table, cache.page_size)
-    needed = xqa_workspace_bytes(heads, cache.key.shape[1], head_dim, capacity, q_len, on)
+    kv_heads = cache.key.shape[1]
+    most = most_new_tokens(q_len, tokens, heads // kv_heads)
+    needed = xqa_workspace_bytes(heads, kv_heads, head_dim, capacity, most, on)
     scratch = _scratch(call, cache, kv_scales, log, needed)
 
     arch = support.arch_of(on)
@@ -286,7 +295,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         query=query,
         key=cache.key,
         value=cache.value,
-        out=flat_tokens(call.out),
+        out=flat_tokens(out),
         batch=batch,
         max_q_len=q_len,
         max_kv_len=capacity,
@@ -296,7 +305,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         softmax_scale=softmax_scale,
         output_scale=output_scale,
         # An fp8 output is bmm2_scale * o, any other one bmm2_scale * o_scale * o.
-        output_factor=1.0 if _has_fp8_out(call) else output_factor,
+        output_factor=1.0 if out is not None and out.dtype == checks.FP8 else output_factor,
         page_table=table,
         sinks=sinks,
         lse=log,
@@ -308,7 +317,8 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         programmatic_launch=True if enable_pdl is None else enable_pdl,
     )
     asked = named(call, speculative="q_len_per_req", window="window_left")
-    require_problem(call.entry, problem, arch, asked | {"dcp": "causal_seqlens_kv_global given"})
+    asked["dcp"] = "causal_seqlens_kv_global given"
+    require_problem(call.entry, problem, arch, asked, call.query_dtype)
     return problem
 
 
@@ -349,7 +359,9 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
     check_counter_buffer(call.multi_ctas_kv_counter_buffer)
     query, q_len_per_req, max_q_len = call.query, call.q_len_per_req, call.max_q_len
     checks.main_tensor("query", query)
-    checks.dtype("query", query, checks.SIXTEEN_BIT)
+    checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
+    if query.dtype == checks.FP8:  # widened_query leaves those over other caches as they are
+        _cache.check_dtype(_cache.pair_or_tensor("kv_cache", call.kv_cache), checks.FP8, (checks.FP8, torch.uint8))
     _refuse_unserved(call)
     checks.choice("backend", call.backend, BACKENDS)
     if call.backend == "trtllm-gen" and call.kv_cache_sf is not None:
@@ -364,36 +376,19 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
         if max_q_len is not None:
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {max_q_len}")
     else:
-        checks.tensor("cum_seq_lens_q", call.cum_seq_lens_q)
+        checks.index_tensor("cum_seq_lens_q", call.cum_seq_lens_q, query.device)
         if max_q_len is None:
             raise ValueError("max_q_len must be given with cum_seq_lens_q, whose values are not read on the host")
         if q_len_per_req is not None and checks.host_int("q_len_per_req", q_len_per_req) not in (1, max_q_len):
             raise ValueError(f"q_len_per_req must be None or max_q_len with cum_seq_lens_q, got {q_len_per_req}")
         q_len_per_req = max_q_len
     others = dict(
-        out=_out_of_type(call),
         q_len_per_req=q_len_per_req,
         q_cu_seq_lens=call.cum_seq_lens_q,
         entry=support.TRTLLM_DECODE,
         shared_pages=call.uses_shared_paged_kv_idx,
     )
     return xqa_problem(call_arguments(XqaCall, call._asdict() | others))
-
-
-def _out_of_type(call: TrtllmDecodeCall) -> torch.Tensor | None:
-    """Return ``out``, or a new tensor where ``out_dtype`` is not what the launch allocates."""
-    query, out, out_dtype, query_dtype = call.query, call.out, call.out_dtype, call.query_dtype
-    if (isinstance(out_dtype, str) and out_dtype == "nvfp4") or isinstance(out, FP4Tensor):
-        raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", query.device)
-    if out_dtype is None:
-        if out is not None or query_dtype is None:
-            return out
-        return checks.allocated(out, query, query.shape[-1], query_dtype)
-    if not isinstance(out_dtype, torch.dtype):
-        raise TypeError(f"out_dtype must be a torch.dtype, 'nvfp4' or None, got {checks.describe(out_dtype)}")
-    if out is not None:
-        checks.dtype("out", checks.tensor("out", out, "a torch.Tensor or None"), (out_dtype,))
-    return checks.allocated(out, query, query.shape[-1], out_dtype)
 
 
 _ONLY_NONE = {  # names and types of what is refused; the class of a plan is FlashInfer's
@@ -405,7 +400,9 @@ _ONLY_NONE = {  # names and types of what is refused; the class of a plan is Fla
 
 def _refuse_unserved(call: TrtllmDecodeCall) -> None:
     """Refuse by name what would change a result."""
-    on = call.query.device
+    on, out_dtype = call.query.device, call.out_dtype
+    if isinstance(call.out, FP4Tensor) or (isinstance(out_dtype, str) and out_dtype == "nvfp4"):
+        raise refused(support.TRTLLM_DECODE, f"an nvfp4 output (out_dtype={out_dtype!r})", on)
     for name in ("o_sf_scale", "o_sf_vec_size"):
         value = getattr(call, name)
         if value is not None:

@@ -103,7 +103,7 @@ def cudnn_batch_prefill_with_kv_cache(
         batch_offsets_units: what all ``batch_offsets_*`` count: "elements" as above, or "tokens", where those of the
             output are those of q unless given, and those of V those of K.
         o_data_type: dtype of the output, float16 or bfloat16, or float8_e4m3fn, which saturates, for q of that dtype;
-            None means that of q.
+            None means that of ``out``, or of q.
         lse_base: "ln" for the natural logarithm, or "log2" for that to base 2, which is the default of newer versions
             of FlashInfer.
 

@@ -8,7 +8,7 @@ from hopwell._checks import FP8, INT32_MAX
 from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
 from hopwell._dynamo import opaque
 from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
-from hopwell._repeat import Arguments
+from hopwell._repeat import Arguments, Results
 from hopwell._xqa import (
     TrtllmDecodeCall,
     XqaCall,
@@ -169,6 +169,13 @@ def xqa_batch_decode_with_kv_cache(
     return done if return_lse else done[0]
 
 
+def _checked_trtllm(arguments: Arguments, call: TrtllmDecodeCall) -> Results:
+    """Check a call of the trtllm entry that was not recognised, and launch it."""
+    problem = trtllm_decode_problem(call)
+    stats = call.lse if problem.lse is None or call.lse is not None else problem.lse.tensor
+    return _TRTLLM.run(arguments, call, problem, call.out, stats)
+
+
 @opaque
 def trtllm_batch_decode_with_kv_cache(
     query: torch.Tensor,
@@ -254,7 +261,8 @@ def trtllm_batch_decode_with_kv_cache(
             different ones.
         skip_softmax_threshold_scale_factor: None or 0; other values are refused.
         kv_cache_sf: block scales of an NVFP4 cache, linear for K and V, as there.
-        uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``.
+        uses_shared_paged_kv_idx: whether K and V share the ids of ``block_tables``. With False, the pools of K and V
+            may have different numbers of pages.
         lse: float32 [tokens, num_heads], contiguous, to write the log-sum-exp into, whatever ``return_lse`` says.
         return_lse: whether to return the log-sum-exp.
         bmm1_scale_log2: must be None: ``bmm1_scale`` takes tensors.
@@ -351,8 +359,5 @@ def trtllm_batch_decode_with_kv_cache(
         )
     done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
-        call = call_arguments(TrtllmDecodeCall, locals())
-        problem = trtllm_decode_problem(call)
-        stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
-        done = _TRTLLM.run(arguments, call, problem, out, stats)
+        done = _checked_trtllm(arguments, call_arguments(TrtllmDecodeCall, locals()))
     return done if return_lse else done[0]

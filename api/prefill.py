@@ -11,7 +11,7 @@ from hopwell._context import CONTEXT_OPERANDS, ContextCall, context_problem, wid
 from hopwell._dynamo import opaque
 from hopwell._fmha_v2 import FMHA_V2_OPERANDS, FmhaV2Call, fmha_v2_problem, leaves
 from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
-from hopwell._repeat import Arguments, output_parts
+from hopwell._repeat import Arguments, Results, output_parts
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
 
@@ -24,6 +24,16 @@ __all__ = [
 _CONTEXT = Calls(CONTEXT_OPERANDS)
 _FMHA_V2 = Calls(FMHA_V2_OPERANDS)
 LOG2 = "log2"
+
+
+def _checked_context(arguments: Arguments, call: ContextCall) -> Results:
+    """Check a call of the context entry that was not recognised, and launch it."""
+    problem, out = context_problem(call), call.out
+    stats = None if problem.lse is None else problem.lse.tensor
+    if out is None and problem.out is not None and problem.out_scales is not None:
+        shape = (*call.query.shape[:-1], problem.v_dim)
+        out = FP4Tensor(problem.out, problem.out_scales.tensor, original_shape=shape)
+    return _CONTEXT.run(arguments, call, problem, out, stats)
 
 
 @opaque
@@ -222,16 +232,10 @@ def trtllm_batch_context_with_kv_cache(
     if repeated is None and query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
         arguments = (query := widened_query(query), *arguments[1:])  # itself where kernels widen it
         repeated = _CONTEXT.latest(arguments, out, lse)
-    repeated = repeated or _CONTEXT.repeat(arguments, out, lse)
-    if repeated is not None:
-        return repeated if return_lse else repeated[0]
-    problem = context_problem(call := call_arguments(ContextCall, locals()))
-    stats = None if problem.lse is None else problem.lse.tensor
-    if out is None and problem.out is not None and problem.out_scales is not None:
-        shape = (*query.shape[:-1], problem.v_dim)
-        out = FP4Tensor(problem.out, problem.out_scales.tensor, original_shape=shape)
-    results = _CONTEXT.run(arguments, call, problem, out, stats)
-    return results if return_lse else results[0]
+    done = repeated or _CONTEXT.repeat(arguments, out, lse)
+    if done is None:
+        done = _checked_context(arguments, call_arguments(ContextCall, locals()))
+    return done if return_lse else done[0]
 
 
 @opaque
@@ -281,7 +285,8 @@ def trtllm_fmha_v2_prefill(
             * "CONTIGUOUS_Q_KV": (Q, KV), Q [tokens, num_heads, head_dim], KV [kv_tokens, 2, num_kv_heads, head_dim].
             * "SEPARATE_Q_K_V": (Q, K, V), K and V [kv_tokens, num_kv_heads, head_dim]; V may have its own head_dim.
             * "Q_PAGED_KV_NHD": (Q, pool), pool [pages, 2, page_size, num_kv_heads, head_dim] or a pair (K, V) of
-              contiguous [pages, page_size, num_kv_heads, head_dim] in one storage, V behind K.
+              contiguous [pages, page_size, num_kv_heads, head_dim] in one storage, V behind K. K and V may have
+              different numbers of pages.
             * "Q_PAGED_KV_HND": the same with num_kv_heads before page_size.
         workspace_buffer: any tensor. hopwell does not use it, so its content and size do not matter.
         seq_lens: int32, uint32 or int64, ``batch_size`` elements. As in FlashInfer, KV lengths are the differences of

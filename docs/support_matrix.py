@@ -1,68 +1,138 @@
-"""Write what ``python -m hopwell support`` prints to docs/support.md, and a compact form of it into README.md."""
+"""Write the support matrix: all of it to docs/support.md, and short tables of it into README.md and a guide."""
 
 from __future__ import annotations
 
 import pathlib
 import re
+from typing import NamedTuple
 
-from hopwell.kernels.features import EMULATED, OF_SM120, ON_HOPPER, support_matrix
+from hopwell.kernels import support
+from hopwell.kernels.features import ENTRIES, MISSING, gpus_of, support_matrix
 
 ROOT = pathlib.Path(__file__).parents[1]
-README = ROOT / "README.md"
 FULL = ROOT / "docs" / "support.md"
+PAGES_WITH_TABLES = (ROOT / "README.md", ROOT / "docs" / "guides" / "quantised_caches.md")
+PLACE = re.compile(r"(<!-- (\w+) matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
+COLUMNS = (support.HOPPER, support.BLACKWELL, support.SM120)
+MARKS = """\
+* ● The kernel has run on a GPU of this column.
+* ◐ The kernel has not run on a GPU of this column. Its source, compiled for Hopper, has run on a Hopper GPU.
+* ○ The kernel has run on the emulator only. The emulator executes the same PTX on the CPU, and looks for races.
+
+The name after the mark is the matrix instruction of Q Kᵀ and P V. `(Q cast to 16 bits)`: the call first copies the fp8
+query to 16 bits.
+"""
+
+
+class Row(NamedTuple):
+    """A row of the table of GPUs: features of an entry that a kernel must have together, and footnotes by column."""
+
+    title: str
+    entry: str
+    features: tuple[str, ...]
+    notes: tuple[str, str, str] = ("", "", "")
+
+    def cells(self) -> list[str]:
+        """Return the marks of each column."""
+        rows = [ENTRIES[self.entry].feature(key) for key in self.features]
+        marks = ([mark for arch in archs for row in rows for mark in row.marks(arch)] for archs in COLUMNS)
+        return [
+            f"{'; '.join(dict.fromkeys(found)) or MISSING} {note}".strip()
+            for found, note in zip(marks, self.notes, strict=True)
+        ]
+
+
+CONTEXT, XQA, MLA = support.CONTEXT, support.XQA, support.MLA
+MLA_NOTES = ("", "(5)", "(5)")
+ROWS = (
+    Row("Prefill, bf16 or fp16, head dim 64, 128, 192/128", CONTEXT, ("16bit", "head_dim"), ("", "(1)", "")),
+    Row("Prefill, bf16 or fp16, other head dims up to 512", CONTEXT, ("multiple_head_dim", "large_head_dim")),
+    Row("Prefill, fp8 KV cache, bf16 or fp16 query", CONTEXT, ("fp8_kv",)),
+    Row("Prefill, fp8 KV cache, fp8 query", CONTEXT, ("fp8",), ("", "(2)", "(3)")),
+    Row("Prefill, NVFP4 KV cache", CONTEXT, ("nvfp4_kv",)),
+    Row("Decode, bf16 or fp16 KV cache", XQA, ("16bit",)),
+    Row("Decode, fp8, int8 or NVFP4 KV cache", XQA, ("fp8_kv", "int8_kv", "nvfp4_kv"), ("(4)", "", "")),
+    Row("Decode, fp8 KV cache, fp8 query", XQA, ("fp8",), ("(4)", "", "")),
+    Row("MLA, bf16 or fp16 cache", MLA, ("16bit",), MLA_NOTES),
+    Row("MLA, fp8 cache, bf16 or fp16 query", MLA, ("fp8_kv",), MLA_NOTES),
+    Row("MLA, fp8 cache, fp8 query", MLA, ("fp8",), MLA_NOTES),
+    Row("MLA, 656-byte rows (`fp8_ds_mla`)", MLA, ("fp8_ds_mla",), MLA_NOTES),
+    Row("MLA, sparse top-k", MLA, ("sparse",), MLA_NOTES),
+    Row("Append to a bf16, fp16, fp8 or NVFP4 cache", support.APPEND, ("16bit", "fp8_kv", "nvfp4_kv")),
+)
+NOTES = """\
+1. A model, not a measurement, predicts 77.1 % of a B200's 2250 TFLOP/s at 1 x 16384 tokens
+   ([blackwell.md](docs/kernels/blackwell.md)).
+2. fp8 is no faster than bf16 with this instruction: 0.65 of the bf16 rate on an H200, at 1 x 16384 tokens.
+3. Hopper does not have the block-scaled instruction. It ran the same kernel with the plain one.
+4. The kernel for up to 32 rows (query heads of a KV head times new tokens) dequantises in registers. From 33 rows on,
+   and at head dim 512, fp8 and int8 caches use `wgmma`.
+5. Each tile has 16 rows, so 128 heads read the keys eight times, mostly from L2. Rates on an H200 with a bf16 cache, at
+   32 x 8192 tokens, with 16 and 128 heads: 111 and 178 TFLOP/s in B200 tiles, 103 and 136 in RTX tiles.
+   Hopper's own kernel: 111 and 587 ([blackwell.md](docs/kernels/blackwell.md), [measured.md](docs/measured.md)).
+"""
 SHORT_NAMES = {
-    "trtllm_batch_context_with_kv_cache": "context",
-    "trtllm_fmha_v2_prefill": "FMHAv2",
-    "cudnn_batch_prefill_with_kv_cache": "cuDNN",
-    "xqa_batch_decode_with_kv_cache": "decode",
-    "trtllm_batch_decode_with_kv_cache_mla": "MLA",
-    "append_paged_kv_cache": "append",
+    support.CONTEXT: "context prefill",
+    support.FMHA_V2: "FMHAv2 prefill",
+    support.CUDNN: "cuDNN prefill",
+    support.XQA: "decode (both entries)",
+    support.MLA: "MLA decode",
+    support.APPEND: "append",
 }
-PLACE = re.compile(r"(<!-- support matrix.*?-->\n)(.*?)(<!-- end)", re.DOTALL)
-STYLE = {"yes": "{}", EMULATED: "*{}*", EMULATED + ON_HOPPER: "*{}*", EMULATED + OF_SM120: "*{}*+"}  # in a cell
+PREFIX = re.compile(r"(head dim|page size):? ")  # the column says it
+KINDS = ("head dims", "page sizes", "masks", "extras")
 
 
 def full_page() -> str:
-    """Return what docs/support.md holds."""
+    """Return the content of docs/support.md."""
     return (
-        "# What each entry can do on each architecture\n\n"
-        '"yes" is what has run on GPUs of that architecture. "emulator-verified" has not: its kernels compile for it,\n'
-        "and the emulator has executed the same PTX, checked it against float64 and looked for races. Where it says\n"
-        "so, the same source has run on a Hopper GPU besides, compiled for it. Where sm_100a and sm_103a have\n"
-        '"(sm_120\'s)", kernels of sm_120 do some or all of what the row names. They multiply with mma.sync, and not\n'
-        "with tensor memory, whose products are several times as fast: [kernels/blackwell.md](kernels/blackwell.md).\n"
-        "\n"
-        "Where kernels of sm_120 serve, e4m3 queries over NVFP4 caches and those of MLA are widened by a copy before\n"
-        "the kernel, and on every architecture those of decode. What has not run on any GPU are the products that\n"
-        "scale blocks, by which sm_120a multiplies e4m3 in prefill: Hopper lacks them, and has multiplied e4m3\n"
-        "plainly.\n\n" + support_matrix()
+        "# Support by entry and GPU\n\n"
+        f"{MARKS}\nA call marked {MISSING} raises `NotImplementedError`.\n\n"
+        "* H100 and H200 are compute capability 9.0, B200 is 10.0, B300 is 10.3, RTX and DGX Spark are 12.x.\n"
+        "* `tcgen05` products are several times as fast as `mma.sync` products on a B200 or B300. Decode needs few\n"
+        "  products, and memory limits it instead: [kernels/blackwell.md](kernels/blackwell.md).\n"
+        "* A decode row shows the kernel for 4 rows (query heads of a KV head times new tokens).\n"
+        "* `python -m hopwell support` prints this page's tables.\n\n" + support_matrix()
     )
 
 
-def compact_matrix() -> str:
-    """Return one table whose rows are the entries: a column has the features that the same architectures have."""
-    features: dict[str, dict[str, list[str]]] = {}  # by the architectures, and by the entry
-    sections = support_matrix().strip().split("\n\n`")
-    for section in sections:
-        entry = section.strip("`").partition("`")[0].rpartition(".")[2]  # of several the first
-        header, _, *rows = [line for line in section.split("\n") if line.startswith("|")]
-        archs = _fields(header)[1:]
-        for title, *marks in map(_fields, rows):
-            known = [STYLE[mark].format(arch[3:-1]) for arch, mark in zip(archs, marks, strict=True) if mark in STYLE]
-            if known:
-                features.setdefault(", ".join(known), {}).setdefault(SHORT_NAMES[entry], []).append(title)
-    columns = sorted(features, key=len, reverse=True)
-    lines = ["| sm_ | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]
-    for entry in SHORT_NAMES.values():
-        cells = ("; ".join(features[column].get(entry, ["-"])) for column in columns)
-        lines.append(f"| {entry} | " + " | ".join(cells) + " |")
+def gpu_matrix() -> str:
+    """Return the table of README.md whose columns are GPUs, with its legend and footnotes."""
+    lines = ["| | " + " | ".join(gpus_of(archs) for archs in COLUMNS) + " |", "|---|" + "---|" * len(COLUMNS)]
+    lines += [f"| {row.title} | {' | '.join(row.cells())} |" for row in ROWS]
+    return "\n".join([MARKS, *lines, "", NOTES])
+
+
+def entry_matrix() -> str:
+    """Return the table of README.md whose rows are entries: sizes, masks and extras, equal on all architectures."""
+    lines = ["| | " + " | ".join(KINDS) + " |", "|---|" + "---|" * len(KINDS)]
+    for entry, name in SHORT_NAMES.items():
+        rows = [row for row in ENTRIES[entry].features if row.archs]
+        cells = ("; ".join(PREFIX.sub("", row.title) for row in rows if row.kind == kind) for kind in KINDS)
+        lines.append(f"| {name} | " + " | ".join(cell or MISSING for cell in cells) + " |")
     return "\n".join(lines) + "\n"
 
 
-def _fields(line: str) -> list[str]:
-    return [field.strip() for field in line.strip("|").split("|")]
+def page_matrix() -> str:
+    """Return the table of page sizes by entry."""
+    lines = ["| entry | page size |", "|---|---|"]
+    for entry, name in SHORT_NAMES.items():
+        sizes = (row for row in ENTRIES[entry].features if row.archs and row.kind == "page sizes")
+        lines.append(f"| {name} | " + "; ".join(PREFIX.sub("", row.title) for row in sizes) + " |")
+    return "\n".join(lines) + "\n"
+
+
+TABLES = {"gpu": gpu_matrix, "entry": entry_matrix, "page": page_matrix}
+
+
+def pages() -> dict[pathlib.Path, str]:
+    """Return the text of each document that has parts of the matrix."""
+    texts = {FULL: full_page()}
+    for page in PAGES_WITH_TABLES:
+        texts[page] = PLACE.sub(lambda found: f"{found[1]}\n{TABLES[found[2]]()}\n{found[4]}", page.read_text())
+    return texts
 
 
 if __name__ == "__main__":
-    FULL.write_text(full_page())
-    README.write_text(PLACE.sub(lambda found: f"{found[1]}\n{compact_matrix()}\n{found[3]}", README.read_text()))
+    for page, text in pages().items():
+        page.write_text(text)

@@ -125,6 +125,7 @@ class AppendConfig:
     """An append kernel: all that changes generated code. Sizes, head dims among them, are run-time arguments."""
 
     family: ClassVar[Family] = Family.APPEND
+    matrix_instruction: ClassVar[str] = ""  # it has no matrix product
 
     arch: str
     dtype: str  # of the new tokens; "16bit" where they are copied

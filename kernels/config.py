@@ -178,6 +178,11 @@ class KernelConfig:
         return self.q_bytes == 1
 
     @property
+    def matrix_instruction(self) -> str:
+        """Return the matrix instruction of both products, with " e4m3" where its operands have 8 bits."""
+        return ARCHITECTURES[self.arch].matrix_instruction + " e4m3" * self.multiplies_bytes
+
+    @property
     def mma_depth(self) -> int:
         """Say how many elements a matrix instruction multiplies at a time: 32 bytes of them."""
         return HALFWORD_BYTES * MMA_DEPTH // self.q_bytes

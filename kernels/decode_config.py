@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -26,7 +26,7 @@ from hopwell.kernels.config import (
     rounded_up,
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
-from hopwell.kernels.hardware import CACHE_LINE_BYTES
+from hopwell.kernels.hardware import CACHE_LINE_BYTES, WARP_MMA
 from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, MaskKind, Score
 from hopwell.kernels.splitting import (
     CTAS_PER_SM,
@@ -96,7 +96,14 @@ _NVFP4_TILES = {
 
 @dataclass(frozen=True)
 class DecodeConfig(KernelConfig):
-    """A decode kernel."""
+    """A decode kernel.
+
+    Attributes:
+        kv_type: element type of K and V in memory.
+        rows: packed rows of a tile.
+        short_leaves: whether leaves have as many keys as with the fewest rows. Ragged drafts have them, so that the
+            bits of a request do not depend on the caller's bound of new tokens as long as its kernels have a tree.
+    """
 
     family: ClassVar[Family] = Family.DECODE
 
@@ -105,7 +112,8 @@ class DecodeConfig(KernelConfig):
     tiled: ClassVar[bool] = False  # whether rows are in tiles of few, however many there are
 
     kv_type: KvType = KvType.WIDE
-    rows: int = ROWS  # packed rows of a tile
+    rows: int = ROWS
+    short_leaves: bool = field(default=False, kw_only=True)
 
     @classmethod
     def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
@@ -132,6 +140,10 @@ class DecodeConfig(KernelConfig):
         return self.kv_element.widened and not self.widens_in_place
 
     @property
+    def matrix_instruction(self) -> str:
+        return WARP_MMA if self.widens_in_registers else super().matrix_instruction
+
+    @property
     def splitting_bytes(self) -> int:
         """Return the bytes of an element of K and V, as far as they say how keys are split among CTAs: what is widened
         in place is split as if it had been wide in memory, so that results have the same bits."""
@@ -148,7 +160,8 @@ class DecodeConfig(KernelConfig):
 
     @property
     def leaf_tiles(self) -> int:
-        return leaf_tiles(self.rows, self.head_dim_v, self.splitting_bytes, self.tiled)
+        rows = FEW_ROWS[0] if self.short_leaves else self.rows
+        return leaf_tiles(rows, self.head_dim_v, self.splitting_bytes, self.tiled)
 
     @property
     def tile(self) -> Tile:
@@ -221,7 +234,8 @@ class DecodeConfig(KernelConfig):
     @property
     def name(self) -> str:
         kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
-        return self._named(kind + [f"rows{self.rows}"] * (self.rows != ROWS))
+        kind += [f"rows{self.rows}"] * (self.rows != ROWS) + ["short_leaves"] * self.short_leaves
+        return self._named(kind)
 
 
 def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig] = DecodeConfig) -> DecodeConfig:
@@ -253,7 +267,9 @@ def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig
     rows = kind.rows_for(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
     unfetched = kind(*common, *paged_fetches(1)[0], kv_type, rows)
     fetch = kv_fetch(problem, unfetched.tile.n)
-    return kind(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
+    config = kind(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
+    short = replace(config, short_leaves=problem.q_offsets is not None and config.has_tree)
+    return short if short.leaf_tiles < config.leaf_tiles else config
 
 
 def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:

@@ -87,8 +87,11 @@ def _rules(problem: AttentionProblem) -> Iterator[Rule]:
     if p.token_table is not None:
         yield from _lists(p, queries, keys)
     elif p.page_table is not None:
-        page_size, columns = p.key.shape[2], p.page_table.key.shape[1]
-        yield from _at_most(keys, columns * page_size, f"what {columns} pages of {page_size} in a table's row hold")
+        (_, heads, page_size, _), columns = p.key.shape, p.page_table.key.shape[1]
+        held = (
+            f"what {columns} pages of {page_size} tokens hold (pages are read as {page_size} tokens of {heads} heads)"
+        )
+        yield from _at_most(keys, columns * page_size, held)
         for operand, table, pages in (
             ("key_table", p.page_table.key, p.key.shape[0]),
             ("value_table", p.page_table.value, p.value.shape[0]),

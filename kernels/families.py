@@ -49,6 +49,11 @@ class Buildable(Protocol):
         """Return the key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
         ...
 
+    @property
+    def matrix_instruction(self) -> str:
+        """Return the matrix instruction of its products, empty without products."""
+        ...
+
 
 @dataclass(frozen=True)
 class Implementation:
@@ -233,16 +238,6 @@ def refuse(problem: AttentionProblem, arch: str) -> str | None:
         return implementation(problem.family, arch).refuse(problem, arch)
     except NotImplementedError as reason:
         return str(reason)
-
-
-def is_of_sm120(problem: Any, arch: str) -> bool:
-    """Tell whether a kernel of sm_120 serves ``problem`` on ``arch``, which may be another architecture.
-
-    Raises:
-        NotImplementedError: no kernel serves it.
-    """
-    config = implementation(problem.family, arch).resolve(problem, arch)
-    return isinstance(config, (Sm120PrefillConfig, Sm120DecodeConfig, Sm120MlaConfig))
 
 
 def shipped_configs(arch: str = "sm_90a", family: Family = Family.PREFILL) -> Iterator[Any]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hopwell.kernels import families, probes
+from hopwell.kernels import families, hardware, probes
 from hopwell.kernels.append_config import CacheType
 from hopwell.kernels.masks import MaskKind
 from hopwell.kernels.probes import BF16, FP8, INT8, UINT8
@@ -72,9 +72,11 @@ class Feature:
     def _problems(self) -> list[Any]:
         return [self.probe(**case) for case in self.cases]
 
-    def is_of_sm120(self, arch: str) -> bool:
-        """Tell whether an architecture that has the feature has it, or some of it, by kernels of sm_120."""
-        return any(families.is_of_sm120(as_launched(one, arch), arch) for one in self._problems)
+    def marks(self, arch: str) -> tuple[str, ...]:
+        """Return a mark and the matrix instruction of each kind of kernel that serves the cases on ``arch``."""
+        if arch not in self.archs:
+            return ()
+        return tuple(dict.fromkeys(_mark(one, arch) for one in self._problems))
 
 
 def refuse(problem: Any, arch: str) -> str | None:
@@ -104,7 +106,7 @@ class Entry:
 
 
 def _listed(dims: tuple[tuple[int, int], ...]) -> str:
-    return "head dim " + ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in dims)
+    return "head dim " + ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in sorted(dims))
 
 
 def _over(name: str, values: Any, **others: Any) -> list[dict[str, Any]]:
@@ -377,7 +379,8 @@ ENTRIES: dict[str, Entry] = {
         "hopwell.mla",
         (
             _MLA.row("16bit", "data types", "bf16 or fp16 query and cache"),
-            _MLA.row("fp8", "data types", "fp8 (e4m3) cache with a bf16, fp16 or fp8 query", dict(kv=FP8), _BYTES_IN),
+            _MLA.row("fp8_kv", "data types", "fp8 (e4m3) cache with a bf16 or fp16 query", dict(kv=FP8)),
+            _MLA.row("fp8", "data types", "fp8 (e4m3) query and cache", _BYTES_IN, shown=dict(query=FP8)),
             _MLA.row(
                 "fp8_ds_mla",
                 "data types",
@@ -449,40 +452,47 @@ def require(entry: str, feature: str, detail: str, arch: str) -> None:
         raise refusal(entry, feature, detail, arch)
 
 
-EMULATED, ON_HOPPER, OF_SM120 = "emulator-verified", ", run on Hopper", " (sm_120's)"
-
-
 def lacking(entry: str, problem: Any, arch: str) -> Feature | None:
     """Return the first row of ``entry`` that a problem needs and ``arch`` has not, or None where it has all."""
     rows = table_of(entry).features
     return next((row for row in rows if arch not in row.archs and row.is_asked(problem)), None)
 
 
-def _mark(row: Feature, arch: str) -> str:
-    if arch not in row.archs:
-        return "-"
-    if arch in RUN_ON_HARDWARE:
-        return "yes"
-    if arch in RUN_ON_HOPPER:
-        return EMULATED + ON_HOPPER
-    return EMULATED + OF_SM120 * row.is_of_sm120(arch)
+RAN, RAN_ON_HOPPER, EMULATED, MISSING = "●", "◐", "○", "-"
+
+
+def _mark(problem: Any, arch: str) -> str:
+    """Return where the kernel that serves ``problem`` on ``arch`` has run, and its matrix instruction."""
+    launched = as_launched(problem, arch)
+    instruction = families.implementation(launched.family, arch).resolve(launched, arch).matrix_instruction
+    elsewhere = RAN_ON_HOPPER if instruction in RUN_ON_HOPPER else EMULATED
+    cast = "" if launched is problem else " (Q cast to 16 bits)"
+    return f"{RAN if arch in RUN_ON_HARDWARE else elsewhere} {instruction}".strip() + cast
+
+
+def gpus_of(archs: Sequence[str]) -> str:
+    """Return the products that have one of these architectures."""
+    return ", ".join(gpu for arch in archs for gpu in hardware.ARCHITECTURES[arch].gpus)
 
 
 def support_matrix() -> str:
     """Return the table in Markdown: for each entry its features as rows and the architectures as columns.
 
-    "yes" has run on hardware; "emulator-verified" has not: its kernels have run on the emulator, and where it says so
-    on a Hopper GPU, compiled for it. "sm_120's" are kernels that an architecture borrows for what its own do not serve.
+    A cell has a mark and the matrix instruction of the kernels. ● has run on a GPU of the column, ◐ on a Hopper GPU as
+    the same source compiled for Hopper, ○ on the emulator alone. - has no kernel.
     """
+    columns = " | ".join(f"{gpus_of([arch])} ({arch})" for arch in ARCHS)
     sections = []
     for name, entry in ENTRIES.items():
         names = [name, *(other for other, table in SAME_AS.items() if table == name)]
         lines = [
             ", ".join(f"`{entry.module}.{one}`" for one in names),
             "",
-            "| | " + " | ".join(ARCHS) + " |",
-            "|---|" + ":---:|" * len(ARCHS),
+            f"| | {columns} |",
+            "|---|" + "---|" * len(ARCHS),
         ]
-        lines += [f"| {row.title} | " + " | ".join(_mark(row, arch) for arch in ARCHS) + " |" for row in entry.features]
+        for row in entry.features:
+            cells = (", ".join(row.marks(arch)) or MISSING for arch in ARCHS)
+            lines.append(f"| {row.title} | " + " | ".join(cells) + " |")
         sections.append("\n".join(lines))
     return "\n\n".join(sections) + "\n"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+WARP_MMA = "mma.sync"  # the matrix instruction of single warps, which every architecture here has
 REGISTERS = 65536  # 32-bit registers of a multiprocessor, on every architecture here
 WARPGROUP = 128  # threads
 LANES = 32  # threads of a warp
@@ -22,6 +23,7 @@ class Architecture:
         reserved_bytes: shared memory that the system takes with each CTA.
         tensor_memory_columns: columns of tensor memory of a multiprocessor, 0 without tensor memory.
         matrix_instruction: the family of matrix instructions that its fastest kernels use.
+        gpus: products with devices of this architecture, as the support matrix names them.
     """
 
     name: str
@@ -29,6 +31,7 @@ class Architecture:
     shared_bytes: int
     tensor_memory_columns: int
     matrix_instruction: str
+    gpus: tuple[str, ...]
     reserved_bytes: int = 1024
 
     def shared_bytes_of(self, ctas: int) -> int:
@@ -39,10 +42,12 @@ class Architecture:
 ARCHITECTURES = {
     arch.name: arch
     for arch in (
-        Architecture("sm_90a", (9, 0), 227 << 10, 0, "wgmma"),  # Hopper
-        Architecture("sm_100a", (10, 0), 227 << 10, 512, "tcgen05"),  # Blackwell
-        Architecture("sm_103a", (10, 3), 227 << 10, 512, "tcgen05"),  # Blackwell Ultra
-        Architecture("sm_120a", (12, None), 99 << 10, 0, "mma.sync"),  # RTX Blackwell
+        Architecture("sm_90a", (9, 0), 227 << 10, 0, "wgmma", ("H100", "H200")),  # Hopper
+        Architecture("sm_100a", (10, 0), 227 << 10, 512, "tcgen05", ("B200",)),  # Blackwell
+        Architecture("sm_103a", (10, 3), 227 << 10, 512, "tcgen05", ("B300",)),  # Blackwell Ultra
+        Architecture(  # RTX Blackwell
+            "sm_120a", (12, None), 99 << 10, 0, WARP_MMA, ("RTX PRO 6000", "RTX 5090", "DGX Spark")
+        ),
     )
 }
 

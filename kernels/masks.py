@@ -91,10 +91,17 @@ class MaskKind(MaskKinds):
     CHUNKED = MaskRule("chunked", "chunked", "chunked mask", _chunk, _to_itself, "chunk")
     # Keys p - window_left.., of the request's queries those of draft_mask, without one up to p: ``DraftMask``.
     DRAFT = MaskRule(
-        "draft", "speculative", "several tokens per request with a mask", _window, size="window_left", prefill=False
+        "draft",
+        "speculative",
+        "several tokens per request with a mask (speculative decoding)",
+        _window,
+        size="window_left",
+        prefill=False,
     )
     # Keys up to p of every n-th key of the request, which is what one rank has: see Shard. ``TokenPositions`` has p.
-    CYCLIC = MaskRule("cyclic", "dcp", "keys that ranks share (decode context parallel)", end=_to_itself, prefill=False)
+    CYCLIC = MaskRule(
+        "cyclic", "dcp", "decode context parallel: a rank has every n-th key", end=_to_itself, prefill=False
+    )
 
 
 @dataclass(frozen=True)

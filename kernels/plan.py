@@ -37,6 +37,7 @@ from hopwell.kernels.splitting import (
     TICKETS,
     counter_ints,
     far_levels,
+    most_new_tokens,
     node_slots,
     portions,
     slot_count,
@@ -300,7 +301,7 @@ def decode_geometry(problem: AttentionProblem, config: DecodeConfig) -> tuple[in
     more."""
     query, lse = problem.query, problem.lse
     group = query.shape[1] // problem.key.shape[1]
-    rows = group * problem.max_q_len
+    rows = group * most_new_tokens(problem.max_q_len, query.shape[0], group)
     # Rows of different tokens have different keys where each has a list.
     row_tiles = -(-(rows if problem.token_table is None else group) // config.tile.m)
     sms = multiprocessors(query.device)

@@ -159,8 +159,8 @@ class AttentionProblem:
         value: [pages, Hkv, page_size, Dv], unit last stride; strides independent of ``key``'s.
         out: [T, H, Dv], unit last stride, or None: the launch allocates it like a contiguous [T, H, Dv].
         batch: B.
-        max_q_len, max_kv_len: host upper bounds of the lengths. They size grids, and kernels differ by the rows that a
-            request may have; they never change a result, but for roundings of decode and MLA.
+        max_q_len, max_kv_len: the caller's upper bounds of the lengths. They size grids and select the kernel of decode
+            and MLA: another bound may change the rounding of their results, another batch with the same bound does not.
         q_offsets: start of each request's queries; None means that the only request starts at token 0.
         o_offsets: the same in ``out``; None means as ``q_offsets``.
         k_offsets, v_offsets: starts in contiguous K and V; None means 0 (or paged).

@@ -29,21 +29,24 @@ class OwnScratch:
         self._of_stream: dict[tuple[int, bool], torch.Tensor] = {}
         self._of_thread = threading.local()
         self._kept: list[torch.Tensor] = []
+        self._sized_by: dict[int, str] = {}
         self._lock = threading.Lock()
 
-    def tensor(self, size: int) -> torch.Tensor:
-        """Return at least ``size`` bytes that a launch on the current stream may use."""
+    def tensor(self, size: int, sized_by: str) -> torch.Tensor:
+        """Return at least ``size`` bytes that a launch on the current stream may use. ``sized_by`` is the function that
+        tells callers the size of a workspace_buffer that is large enough."""
+        self._sized_by[size] = sized_by
         stream = current_stream(self._device.index) if self._device.type == "cuda" else PER_THREAD_STREAM
         key = (stream, stream != LEGACY_STREAM and self._device.type == "cuda" and is_capturing())
         known = self._known_to_thread() if stream == PER_THREAD_STREAM else self._of_stream
         found = known.get(key)
         if found is None or found.numel() < size:
-            found = known[key] = self._allocated(size)
+            found = known[key] = self._allocated(size, sized_by)
         return found
 
     def address(self, size: int) -> int:
-        """Return the device address of what :meth:`tensor` returns."""
-        return self.tensor(size).data_ptr()
+        """Return the device address of the memory of a size that :meth:`tensor` was asked for before."""
+        return self.tensor(size, self._sized_by[size]).data_ptr()
 
     def _known_to_thread(self) -> dict[tuple[int, bool], torch.Tensor]:
         # The per-thread default stream and the emulator's launches have one handle, but each thread its own order.
@@ -51,11 +54,12 @@ class OwnScratch:
             self._of_thread.known = {}
         return self._of_thread.known
 
-    def _allocated(self, size: int) -> torch.Tensor:
+    def _allocated(self, size: int, sized_by: str) -> torch.Tensor:
         _log.warning(
-            "workspace_buffer has no room for the scratch of a decode call: %d bytes are allocated for calls on this "
-            "stream of %s; a larger workspace_buffer saves them",
-            size,
+            "workspace_buffer is too small for decode scratch (%s bytes, see %s); allocated a private buffer for this "
+            "stream of %s",
+            f"{size:,}",
+            sized_by,
             self._device,
         )
         fresh = torch.empty(size, dtype=torch.uint8, device=self._device)

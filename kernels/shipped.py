@@ -32,6 +32,14 @@ def kernels_to_ship(arch: str, prefill_types: tuple[str, ...] = (TYPES_16BIT,)) 
         yield from _byte_configs(arch, [("e4m3", out) for out in QUERY_DTYPES.values()])
 
 
+def command_for(kernel: Buildable) -> str | None:
+    """Return the command line that compiles ``kernel`` ahead, or None where none does."""
+    for types in PREFILL_TYPES:
+        if any(config.name == kernel.name for config in kernels_to_ship(kernel.arch, (types,))):
+            return f"python -m hopwell compile --arch {kernel.arch} --prefill-types {types}"
+    return None
+
+
 def _byte_configs(arch: str, dtypes: list[tuple[str, str]], **types: Any) -> Iterator[PrefillConfig]:
     """Yield the prefill kernels that read 8-bit keys and values, for ``dtypes`` of (query, output)."""
     kind = families.prefill_type(arch)

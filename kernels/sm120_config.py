@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from hopwell.kernels import support
 from hopwell.kernels.config import KvType, Tile, rounded_up
+from hopwell.kernels.hardware import WARP_MMA
 from hopwell.kernels.prefill_config import PrefillConfig
 
 HEAD_DIMS = (*support.COMMON_HEAD_DIMS, *support.OTHER_HEAD_DIMS)
@@ -95,6 +96,10 @@ class Sm120PrefillConfig(PrefillConfig):
         cards run it at twice the rate of the plain one, by published rates other cards at the same. Only sm_120 has
         it."""
         return self.multiplies_bytes and self.target in support.FAMILY_BUILDS.values()
+
+    @property
+    def matrix_instruction(self) -> str:
+        return WARP_MMA + " e4m3" * self.multiplies_bytes + ", block-scaled" * self.block_scaled
 
     @property
     def has_narrow_kv(self) -> bool:

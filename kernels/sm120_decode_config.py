@@ -13,6 +13,7 @@ from typing import ClassVar
 from hopwell.kernels.config import KvType, Tile, power_of_two_in
 from hopwell.kernels.decode_config import DecodeConfig
 from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import WARP_MMA
 from hopwell.kernels.mla_config import MlaConfig
 from hopwell.kernels.splitting import FEW_ROWS, LATENT_FEW_ROWS, LEAF_TILE, node_bytes, tree_rows
 
@@ -31,6 +32,7 @@ class Sm120DecodeConfig(DecodeConfig):
     """A decode kernel whose products are those of single warps."""
 
     tiled: ClassVar[bool] = True
+    matrix_instruction: ClassVar[str] = WARP_MMA
 
     @property
     def has_tree(self) -> bool:
@@ -78,6 +80,7 @@ class Sm120MlaConfig(MlaConfig):
     tiled: ClassVar[bool] = True
     most_rows: ClassVar[int] = LATENT_FEW_ROWS
     takes_bytes: ClassVar[bool] = False
+    matrix_instruction: ClassVar[str] = WARP_MMA
 
     @property
     def has_merge_role(self) -> bool:

@@ -171,7 +171,8 @@ def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, 
 
     def of(tile: int, width: int, size: int) -> int:
         near = LEAST_NEAR_LEVELS if tiled else shared_levels(tile, width, size)
-        far, tiles = far_levels(leaf_tokens(tile, width, size, tiled), capacity, near), 1
+        # Ragged drafts have leaves as short as with the fewest rows.
+        far, tiles = far_levels(leaf_tokens(FEW_ROWS[0], width, size, tiled), capacity, near), 1
         if tiled:
             tiles = -(-rows // tile)
         return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], far, size)
@@ -201,6 +202,15 @@ def _nodes_bytes(
 def tree_counter_ints(slots: int) -> int:
     """Say how many counters a launch with few rows has, all of which are zero before and after it."""
     return TICKETS + TIERS * slots
+
+
+def most_new_tokens(max_q_len: int, tokens: int, group: int) -> int:
+    """Return the new tokens of a request that a launch has room for, given the caller's bound of them.
+
+    No request has more than all ``tokens`` of the batch. The bound selects the kernel, so one tile of rows has room for
+    ``group`` heads of as many tokens as the bound allows.
+    """
+    return min(max_q_len, max(tokens, -(-ROWS // group)))
 
 
 def slot_rows(rows: int, latent: bool = False) -> int:

@@ -55,10 +55,10 @@ FAMILY_BUILDS = {"sm_120a": "sm_120f"}
 # load with TMA, which the others have as well; the products that scale blocks on sm_120 are plain ones there.
 ALSO_RUN_ON = {"sm_120a": ("sm_90a", "sm_100a", "sm_103a")}
 
-# Kernels of these have run on a GPU of that architecture. Those of others have run on the emulator, and those of
-# RUN_ON_HOPPER on a Hopper GPU besides, compiled for it.
+# Kernels of these architectures have run on their GPUs. Kernels of the others have run on the emulator. Kernels of the
+# others with these matrix instructions, or with none, have also run on a Hopper GPU, compiled for it.
 RUN_ON_HARDWARE = HOPPER
-RUN_ON_HOPPER = SM120
+RUN_ON_HOPPER = ("", hardware.WARP_MMA, f"{hardware.WARP_MMA} e4m3")
 
 
 def append_page_size(size: int) -> bool:

@@ -139,8 +139,8 @@ def artifact(config: Buildable) -> Artifact:
         return found
     if forbidden:
         raise RuntimeError(
-            f"kernel {config.name} is not in {found.path.parent} and HOPWELL_JIT=forbid; compile it ahead with "
-            "`python -m hopwell compile`, or unset HOPWELL_JIT"
+            f"kernel {config.name} is not in {found.path.parent} and HOPWELL_JIT=forbid; {_advice(config)}, or unset "
+            "HOPWELL_JIT"
         )
     with cache_folder.writing(found.path.parent):
         cache_folder.make(found.path.parent)
@@ -148,6 +148,18 @@ def artifact(config: Buildable) -> Artifact:
             if not found.is_sound():
                 _compile(config, found)
     return found
+
+
+def _advice(config: Buildable) -> str:
+    from hopwell.kernels import shipped
+
+    command = shipped.command_for(config)
+    if command is None:
+        return (
+            "`python -m hopwell compile` does not compile it: make the call once with this HOPWELL_CACHE_DIR and "
+            "HOPWELL_JIT=allow"
+        )
+    return f"compile it ahead with `{command}`"
 
 
 def _compile(config: Buildable, target: Artifact) -> None:

@@ -162,21 +162,21 @@ def block_offset(
 
     Args:
         k_cache: contiguous 4-D tensor.
-        v_cache: the same shape and dtype, in the same storage.
+        v_cache: the same dtype and page shape, in the same storage. The number of pages may differ.
         kv_layout: "HND" or "NHD".
         names: what messages call the two.
 
     Raises:
         TypeError: no tensors, or different dtypes.
-        ValueError: not contiguous, different shapes, different storages, no elements, or V not a positive whole
+        ValueError: not contiguous, different page shapes, different storages, no elements, or V not a positive whole
             number of blocks behind K.
 
     >>> fused = torch.empty(2, 10, 16, 8, 128)
     >>> block_offset(fused[0], fused[1], "NHD")
     10
     """
-    separate_kv_views(k_cache, v_cache, kv_layout, names=names)
-    require_same(tuple(k_cache.shape), tuple(v_cache.shape), "shape", names)
+    separate_kv_views(k_cache, v_cache, kv_layout, same_pages=False, names=names)
+    require_same(k_cache.shape[3], v_cache.shape[3], "head dimension", names)
     for cache, name in zip((k_cache, v_cache), names, strict=True):
         if not cache.is_contiguous():
             raise ValueError(
@@ -218,7 +218,7 @@ def block_offset_views(
         names: what messages call the two.
 
     Returns:
-        Canonical views of ``block_offset + pages`` blocks.
+        Canonical views of ``block_offset`` + V's pages blocks.
 
     Raises:
         TypeError, ValueError: as :func:`block_offset`.

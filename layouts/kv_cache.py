@@ -33,6 +33,11 @@ class KVLayout(enum.Enum):
     NHD = "NHD"
 
     @property
+    def other(self) -> KVLayout:
+        """Return the layout that swaps kv_heads and page_size."""
+        return KVLayout.NHD if self is KVLayout.HND else KVLayout.HND
+
+    @property
     def shape(self) -> str:
         """Return the dimensions of a 4-D cache, for messages."""
         return f"[pages, {self.page_shape}]"
@@ -157,7 +162,7 @@ def paged_kv_views(
         names = (f"{name}[0]", f"{name}[1]")
         return separate_kv_views(k_cache, v_cache, kv_layout, same_pages=same_pages, names=names)
     layout = require_member(KVLayout, kv_layout, "kv_layout")
-    require_rank(kv_cache, 5, name, f"[pages, 1 or 2, {layout.page_shape}]")
+    require_rank(kv_cache, 5, name, f"[pages, 1 or 2, {layout.page_shape}], or a pair (K, V) of 4-D tensors")
     require_unit_last_stride(kv_cache, name)
     if kv_cache.shape[1] not in (1, 2):
         raise ValueError(f"{name} must have 1 or 2 as dimension 1 (K, V), got shape {tuple(kv_cache.shape)}")

@@ -78,9 +78,10 @@ def block_scale_views(
         require_dtype(data, (torch.uint8,), f"the {kind} cache that {name} belongs to")
         expected = (*data.shape[:3], data.shape[3] * 2 // NVFP4_BLOCK)
         if scales.shape != expected:
+            hint = ", which is the other kv_layout" if scales.transpose(1, 2).shape == expected else ""
             raise ValueError(
                 f"{name} ({kind}) must be {expected} as [pages, kv_heads, page_size, head_dim / 16], "
-                f"got {tuple(scales.shape)}"
+                f"got {tuple(scales.shape)}{hint}"
             )
     return KVViews(views.key.view(torch.float8_e4m3fn), views.value.view(torch.float8_e4m3fn))
 

@@ -11,6 +11,7 @@ from hopwell.kernels.hardware import LANES
 from hopwell.kernels.launch import Addresses
 from hopwell.kernels.parts import copy, e2m1
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_index, prmt
+from hopwell.kernels.parts.hidden_keys import DraftRows, hidden_drafts
 from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.parts.warp_mma import QUAD
 
@@ -33,25 +34,30 @@ class ScaleRows(DeviceStruct):
     pages: Any  # their size
     blocks: int  # of a row
     interleaves: bool
+    draft_rows: DraftRows | None  # of V: scales of keys that no row sees must read as zeros
 
     @staticmethod
     def key(config, a: Addresses, g) -> "ScaleRows":
         places = (a.key_scales, g.k_scale_page, g.k_scale_head, g.k_scale_row, a.key_table, g.key_table_row)
         pages = page_size(g.page_divisor, g.k_rows, config.uneven_pages)
-        return ScaleRows(*places, pages, config.kv_element.scales_of(config.head_dim_qk), interleaves=False)
+        return ScaleRows(*places, pages, config.kv_element.scales_of(config.head_dim_qk), False, None)
 
     @staticmethod
     def value(config, a: Addresses, g, *, interleaves: bool) -> "ScaleRows":
         places = (a.value_scales, g.v_scale_page, g.v_scale_head, g.v_scale_row, a.value_table, g.value_table_row)
         pages = page_size(g.page_divisor, g.v_rows, config.uneven_pages)
-        return ScaleRows(*places, pages, config.kv_element.scales_of(config.head_dim_v), interleaves)
+        blocks = config.kv_element.scales_of(config.head_dim_v)
+        return ScaleRows(*places, pages, blocks, interleaves, DraftRows.of(config, a, g))
 
     @cute.jit
     def look_up(self, tile, key, n):
         """Look up the page of a key of tile ``n``; -1 where the key is not needed."""
-        entry = Int32(-1)
-        if n >= tile.keys.begin and key >= tile.keys.first_key and key < tile.request.kv_len:
-            entry = load_index(self.table + 4 * self.table_row * tile.request.index, self.pages.split(key)[0])
+        entry, request = Int32(-1), tile.request
+        if n >= tile.keys.begin and key >= tile.keys.first_key and key < request.kv_len:
+            entry = load_index(self.table + 4 * self.table_row * request.index, self.pages.split(key)[0])
+        drafts = hidden_drafts(self.draft_rows, request)
+        if const_expr(drafts is not None):
+            entry = Int32(-1) if drafts.hides(key) else entry
         return entry
 
     def read(self, tile, key, page, part, parts: int, *, apart: bool = False) -> list:
@@ -209,10 +215,12 @@ class ScaleCopies(DeviceStruct):
         return self.head + page * self.page + row * self.row
 
     @cute.jit
-    def copy_boxes(self, boxes, first, box_rows: cutlass.Constexpr[int], tile, stage, zeroes: cutlass.Constexpr[bool]):
+    def copy_boxes(
+        self, boxes, first, box_rows: cutlass.Constexpr[int], tile, stage, zeroes: cutlass.Constexpr[bool], hidden
+    ):
         """Issue the copies of a tile whose boxes are of ``box_rows`` tokens, the scales of whose first ones lane
         ``first`` and those after it have the addresses of. Where it ``zeroes``, those of tokens that are not needed
-        become zeros; elsewhere nobody looks at what they make.
+        become zeros, and so do those whose bits are set in ``hidden``; elsewhere nobody looks at what they make.
 
         A lane has the same words of every box: an address takes two shuffles and an addition then. With a page looked
         up and an address computed for each token, a tile took 110 instructions of warps that share schedulers with
@@ -232,6 +240,9 @@ class ScaleCopies(DeviceStruct):
             if const_expr(zeroes):
                 key = tile * tile_n + row + lane_row
                 wanted = (key >= self.first_key) & (key < self.end_key)
+                if const_expr(len(hidden) > 0):
+                    bit = (row % LANES + lane_row).to(Uint32)
+                    wanted = wanted & ((hidden[row // LANES] >> bit) & Uint32(1) == Uint32(0))
             copy.async_word_or_zero(place + row * self.target.blocks, box, wanted)
             box += at_once * self.row
 

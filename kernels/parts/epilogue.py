@@ -18,7 +18,7 @@ from hopwell.kernels.parts.device import DeviceStruct, global_array, load_sink
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.query_rows import QueryRows
 from hopwell.kernels.parts.score import ScoreMap
-from hopwell.kernels.parts.softmax import LN_2, LOG2_E
+from hopwell.kernels.parts.softmax import LOG2_E, log_sum_exp
 
 WARP_ROWS = RowFragment.warp_rows
 NVFP4_BLOCK = ELEMENTS["nvfp4"].block
@@ -239,7 +239,7 @@ class RowResults(DeviceStruct):
         total = softmax.sum_of_largest(r, lanes_per_row)
         largest = self.score.largest_logit(softmax.largest[r], shift)
         if cute.arch.lane_idx() % lanes_per_row == 0:
-            self.lse_rows.store(row, lse + shift * LOG2_E)
+            self.lse_rows.store(row, lse + shift * LOG2_E, self.sink)
             self.statistics.store(row, largest * self.head_dim**-0.5, total)
         return factor
 
@@ -272,7 +272,8 @@ class LseRows(DeviceStruct):
     count: Int32
 
     @cute.jit
-    def store(self, row, value) -> None:
+    def store(self, row, lse, sink) -> None:
+        """Store the base-2 log-sum-exp of a row in the caller's base; ``sink`` is part of it."""
         if self.address != 0 and row < self.count:
-            scaled = value * LN_2 if self.natural != 0 else value
-            global_array(Float32, self.address)[self.offset + row * self.row] = scaled
+            value = log_sum_exp(lse, sink, self.natural)
+            global_array(Float32, self.address)[self.offset + row * self.row] = value

@@ -92,6 +92,8 @@ class PageRows(PagedSource):
         entry = Int32(-1)
         if key >= self.first_key and key < self.end_key:
             entry = load_index(self.table, self._index(key))
+        if const_expr(self.drafts is not None):
+            entry = Int32(-1) if self.drafts.hides(key) else entry
         return entry
 
     def _index(self, key):

@@ -21,7 +21,7 @@ from typing import Any
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64, Uint32, const_expr
 
 from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS
 from hopwell.kernels.elements import HALFWORD_BYTES
@@ -31,6 +31,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.block_scales import ScaleCopies, ScaleRows
 from hopwell.kernels.parts.copy import ATOM_ROWS
 from hopwell.kernels.parts.device import DeviceStruct, load_index
+from hopwell.kernels.parts.hidden_keys import DraftRows, HiddenDrafts, hidden_drafts
 from hopwell.kernels.parts.page_size import EvenPages, page_size
 
 BOXES_AT_ONCE = 8  # whose corners a lane holds before they are fetched
@@ -56,6 +57,7 @@ class KvOperand(DeviceStruct):
     shared_scales: Any = None  # address of those of stage 0
     stage_columns: int | None = None  # that a stage has room for; None: ``columns``
     page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
+    draft_rows: DraftRows | None = None  # the draft mask, where the kernel has one
 
     def cache_policy(self, tile):
         """Say how soon a work tile's rows leave the L2 cache. Rows shorter than a cache line share it with other heads'
@@ -76,19 +78,19 @@ class KvOperand(DeviceStruct):
         strides = config.kv_strides(g.k_page, g.k_head, g.k_row)
         table = (a.key_table, g.key_table_row, page_size(g.page_divisor, g.k_rows, config.uneven_pages))
         scales = ScaleRows.key(config, a, g) if config.copies_scales else None
-        return KvOperand._of(0, config, (a.key, *strides, *table), scales)
+        return KvOperand._of(0, config, (a.key, *strides, *table), scales, DraftRows.of(config, a, g))
 
     @staticmethod
     def value(a: Addresses, g: Geometry, config) -> "KvOperand":
         strides = config.kv_strides(g.v_page, g.v_head, g.v_row)
         table = (a.value_table, g.value_table_row, page_size(g.page_divisor, g.v_rows, config.uneven_pages))
         scales = ScaleRows.value(config, a, g, interleaves=False) if config.copies_scales else None
-        return KvOperand._of(1, config, (a.value, *strides, *table), scales)
+        return KvOperand._of(1, config, (a.value, *strides, *table), scales, DraftRows.of(config, a, g))
 
     @staticmethod
-    def _of(part: int, config, places: tuple, scales: ScaleRows | None) -> "KvOperand":
+    def _of(part: int, config, places: tuple, scales: ScaleRows | None, drafts: DraftRows | None) -> "KvOperand":
         sizes = (config.kv_dims[part], config.columns[part], config.loaded_depth[part])
-        kind = dict(is_value=part == 1, read_once=config.reads_kv_once)
+        kind = dict(is_value=part == 1, read_once=config.reads_kv_once, draft_rows=drafts)
         return KvOperand(*places, *sizes, **kind, scales=scales, stage_columns=config.stage_columns[part])
 
 
@@ -105,6 +107,7 @@ class KvSource(DeviceStruct):
     # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
     # may be NaN; not for K, whose scores are masked.
     zero_outside: bool
+    drafts: HiddenDrafts | None  # rows between both that must read as zeros as well
     policy: Any  # of the L2 cache, see copy.tma_load
     scales: ScaleCopies | None  # beside the tiles
 
@@ -123,6 +126,7 @@ class KvSource(DeviceStruct):
             columns=operand.columns,
             stage_columns=operand.stage_columns or operand.columns,
             zero_outside=operand.is_value,
+            drafts=hidden_drafts(operand.draft_rows if operand.is_value else None, tile.request),
             policy=operand.cache_policy(tile) if operand.read_once else None,
             scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales, tile_n),
         )
@@ -196,14 +200,19 @@ class KvSource(DeviceStruct):
         """Return the pages of a tile's scales, where there are any."""
         return [] if self.scales is None else self.scales.locate(tile)
 
-    def copy_scales(self, location, pages, tile, stage) -> None:
-        """Issue the copies of a tile's scales, whose pages are ``pages``."""
+    def copy_scales(self, location, pages, tile, stage, hidden) -> None:
+        """Issue the copies of a tile's scales, whose pages are ``pages``. ``hidden`` is :meth:`hidden_rows`."""
         self.scales.copy(pages, tile, stage)
 
     def _is_partial(self, tile):
         """Tell whether some rows of ``tile`` have to be zeroed."""
         begin = tile * self.tile_n
-        return self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
+        partial = self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
+        return partial if self.drafts is None else partial | self.drafts.overlap(begin + self.tile_n)
+
+    def hidden_rows(self, tile) -> list:
+        """Return the words of :meth:`HiddenDrafts.of_tile`; none where no key among others is hidden."""
+        return [] if self.drafts is None else self.drafts.of_tile(tile * self.tile_n, self.tile_n)
 
     @cute.jit
     def fill(self, location, tile, ring, step, partial_barrier, partials, pages=()):
@@ -218,14 +227,16 @@ class KvSource(DeviceStruct):
             barrier = partial_barrier
         self._expect(barrier)
         self.fetch(location, ring.stage(step), barrier)
+        hidden = self.hidden_rows(tile)  # while the tile is under way
         if const_expr(self.scales is not None):
-            self.copy_scales(location, pages, tile, ring.stage(step))
+            self.copy_scales(location, pages, tile, ring.stage(step), hidden)
             cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
         if partial:
             cute.arch.mbarrier_wait(partial_barrier, partials & 1)
             partials += 1
             # Rows end before they begin where the first or the last needed key is in another tile.
             begin = tile * self.tile_n
+            self.zero_hidden(ring.stage(step), hidden)
             self.zero_rows(ring.stage(step), 0, cutlass.min(self.first_key - begin, self.tile_n))
             self.zero_rows(ring.stage(step), cutlass.max(self.end_key - begin, 0), self.tile_n)
             if cute.arch.lane_idx() < ring.producer_lanes:
@@ -243,11 +254,22 @@ class KvSource(DeviceStruct):
         """Zero rows [begin, end) of a stage, visibly to the tensor cores. Called by a whole warp."""
         vectors = self.shared_row // copy.VECTOR_BYTES
         for i in cutlass.range(begin * vectors + cute.arch.lane_idx(), end * vectors, LANES, unroll=1):
-            for block in cutlass.range_constexpr(copy.column_blocks(self.columns)):
-                row, vector = i // vectors, i % vectors
-                copy.store_shared_zero(self.vector_address(stage, row, block, vector))
+            self._zero_vectors(stage, i // vectors, i % vectors)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_warp()
+
+    def _zero_vectors(self, stage, row, vector) -> None:
+        for block in range(copy.column_blocks(self.columns)):
+            copy.store_shared_zero(self.vector_address(stage, row, block, vector))
+
+    @cute.jit
+    def zero_hidden(self, stage, hidden):
+        """Zero the rows whose bits are set in ``hidden``. The fence of :meth:`zero_rows` has to follow."""
+        vectors, lane = self.shared_row // copy.VECTOR_BYTES, cute.arch.lane_idx()
+        for i in cutlass.range_constexpr(len(hidden)):
+            if (hidden[i] >> lane.to(Uint32)) & Uint32(1) != Uint32(0):
+                for vector in cutlass.range(vectors, unroll=1):
+                    self._zero_vectors(stage, LANES * i + lane, vector)
 
 
 @dataclass
@@ -349,9 +371,9 @@ class PageBoxes(PagedSource):
     def scale_pages(self, tile) -> list:
         return []
 
-    def copy_scales(self, location, pages, tile, stage) -> None:
+    def copy_scales(self, location, pages, tile, stage, hidden) -> None:
         *_, boxes, first = location
-        self.scales.copy_boxes(boxes, first, self.box_rows, tile, stage, self.zero_outside)
+        self.scales.copy_boxes(boxes, first, self.box_rows, tile, stage, self.zero_outside, hidden)
 
     @property
     def box_bytes(self) -> int:

@@ -1,11 +1,13 @@
 """Masks in kernels: which keys a query row sees, and from that which KV tiles a query tile visits.
 
-Every mask here is an interval: the row at position ``p`` sees keys ``lo <= j < hi``. The bounds are those of its rule
-in ``masks.py``; tile ranges and the per-element predicate follow from them. ``lo`` and ``hi`` never decrease with
-``p``, so the first and the last row of a tile bound all others.
+A mask has an interval of keys: the row at position ``p`` sees no key outside ``lo <= j < hi``. The bounds come from the
+rule in ``masks.py``. ``lo`` and ``hi`` never decrease with ``p``, so the first and the last row of a tile bound all
+others. Tile ranges and the per-element predicate follow from the bounds. A mask that also hides keys inside its
+interval is a subclass of ``IntervalMask`` with a predicate of its own, see ``MASK_TYPES``.
 """
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import cutlass
 import cutlass.cute as cute
@@ -73,8 +75,16 @@ class TokenPositions(DeviceStruct):
 
 @dataclass
 class IntervalMask(DeviceStruct):
+    """A mask that hides no key inside its interval.
+
+    A subclass that overrides ``apply`` to hide more sets ``is_interval`` to False: every tile then takes the predicate.
+    It may override ``first_hidden`` as well, so that tiles before that key do without it.
+    """
+
     kind: MaskKinds
     size: Int32  # what bounds depend on, see ``Mask.size``
+
+    is_interval: ClassVar[bool] = True  # whether rows see every key between their bounds
 
     @property
     def has_left_edge(self) -> bool:
@@ -82,7 +92,12 @@ class IntervalMask(DeviceStruct):
 
     @property
     def has_diagonal(self) -> bool:
-        return self.kind.rule.depends_on_position
+        """Return whether tiles besides the last one take the predicate at the right end of their range."""
+        return self.kind.rule.depends_on_position or not self.is_interval
+
+    def first_hidden(self, request: Request):
+        """Return a key before which every row of ``request`` sees all keys of its interval."""
+        return request.kv_len if self.is_interval else Int32(0)
 
     def keys(self, position, kv_len):
         """Return the visible keys [lo, hi) of the row at ``position``; empty when hi <= lo."""
@@ -93,14 +108,18 @@ class IntervalMask(DeviceStruct):
             lo = rule.first(position, self.size)
         return lo, hi
 
-    def tiles(self, first_position, last_position, kv_len, tile_n: int) -> TileRange:
-        """Return the KV tiles that rows ``first_position``..``last_position`` visit."""
+    def tiles(self, first_position, last_position, request: Request, tile_n: int) -> TileRange:
+        """Return the KV tiles that the rows of ``request`` at ``first_position``..``last_position`` visit."""
+        kv_len = request.kv_len
         first_lo, first_hi = self.keys(first_position, kv_len)
         last_lo, last_hi = self.keys(last_position, kv_len)
         end = (cutlass.max(last_hi, 0) + (tile_n - 1)) // tile_n
         begin = cutlass.min(first_lo // tile_n, end)
         # The last tile is always processed with the predicate, so the full range stops before it.
-        full_end = cutlass.max(cutlass.min(cutlass.max(first_hi, 0) // tile_n, end - 1), begin)
+        full_end = cutlass.min(cutlass.max(first_hi, 0) // tile_n, end - 1)
+        if const_expr(not self.is_interval):
+            full_end = cutlass.min(full_end, self.first_hidden(request) // tile_n)
+        full_end = cutlass.max(full_end, begin)
         full_begin = cutlass.min((last_lo + (tile_n - 1)) // tile_n, full_end)
         return TileRange(begin, end, full_begin, full_end, first_lo)
 
@@ -158,6 +177,11 @@ class DraftRow(LogitRow):
 @dataclass
 class DraftMask(IntervalMask):
     """A window, and among the new tokens whatever the caller's bits say."""
+
+    is_interval = False
+
+    def first_hidden(self, request: Request):
+        return cutlass.max(request.first_position, 0)
 
     @cute.jit
     def apply(self, scores, tile_start, row):
@@ -226,3 +250,12 @@ class ListMask(IntervalMask):
             visible = (words[word] >> Uint32(place)) & Uint32(1) != Uint32(0)
             for r in cutlass.range_constexpr(scores.rows):
                 scores.set(r, c, scores.get(r, c) if visible else -Float32.inf)
+
+
+# Kinds whose masks are not intervals. A new one needs its class here; no kernel names mask classes.
+MASK_TYPES: dict[MaskKinds, type[IntervalMask]] = {MaskKind.DRAFT: DraftMask}
+
+
+def mask_type(kind: MaskKinds) -> type[IntervalMask]:
+    """Return the class of the masks of a kind."""
+    return MASK_TYPES.get(kind, IntervalMask)

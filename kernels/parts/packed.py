@@ -12,7 +12,7 @@ from cutlass import Float32, Int32, Int64
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.launch import Addresses, DecodeGeometry
 from hopwell.kernels.parts.device import DeviceStruct, global_array, load_sink
-from hopwell.kernels.parts.softmax import LN_2, normalised
+from hopwell.kernels.parts.softmax import log_sum_exp, normalised
 
 
 @dataclass
@@ -62,8 +62,9 @@ class PackedRows(DeviceStruct):
         where it ``writes``."""
         a, g = self.addresses, self.geometry
         token, head = self._place(row)
-        factor, lse = normalised(reference, total, load_sink(a.sinks, head))
+        sink = load_sink(a.sinks, head)
+        factor, lse = normalised(reference, total, sink)
         if a.lse != 0 and writes:
-            scaled = lse * LN_2 if g.lse_natural != 0 else lse
-            global_array(Float32, a.lse)[Int64(token) * g.lse_row + head * g.lse_head] = scaled
+            value = log_sum_exp(lse, sink, Int32(g.lse_natural))
+            global_array(Float32, a.lse)[Int64(token) * g.lse_row + head * g.lse_head] = value
         return factor * self.scale

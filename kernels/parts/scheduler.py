@@ -127,7 +127,7 @@ class TileSchedule(DeviceStruct):
         first_row = q_tile * self.tile_shape.tokens
         last_row = cutlass.min(first_row + self.tile_shape.tokens, request.q_len) - 1
         position = request.first_position
-        keys = self.mask.tiles(position + first_row, position + last_row, request.kv_len, self.tile_n)
+        keys = self.mask.tiles(position + first_row, position + last_row, request, self.tile_n)
         kv_head = head // (Int32(self.geometry.heads) // Int32(self.geometry.kv_heads))
         return WorkTile(request, head, kv_head, first_row, keys)
 

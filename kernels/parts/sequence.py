@@ -20,6 +20,11 @@ class Request(DeviceStruct):
     q_len: Int32
     kv_len: Int32
 
+    @staticmethod
+    def of_lengths(index, q_start, q_len, kv_len) -> "Request":
+        """Return a request of decode: its output begins where its queries do, and K and V are in pages."""
+        return Request(index, q_start, q_start, Int32(0), Int32(0), q_start, q_len, kv_len)
+
     @property
     def first_position(self):
         """Return the absolute key position of query row 0 (bottom-right alignment); negative when kv_len < q_len."""

@@ -28,6 +28,7 @@ CHAINS = 4
 # exact in every output type, and each row decides for itself, so its result does not depend on its neighbours.
 SLACK = 8.0
 FLOAT32_TINY = 1.1754944e-38
+FLOAT32_MAX = 3.4028235e38
 LARGE_FLOAT32 = 1e38  # of which three do not overflow
 MOST_BELOW = 60.0  # powers of two that a tile's reference may lie below the largest score
 # The largest powers of two of element types that weights are rounded to. bf16 has the range of float32 instead.
@@ -147,7 +148,8 @@ class OnlineSoftmax(DeviceStruct):
         """Return the sum of the exponentials of row r relative to its largest logit; 0 where it saw no key."""
         seen = self.sum_of_lanes(self.row_sum[r], lanes_per_row)
         moved = cute.math.exp2((self.reference[r] - self.largest[r]) * self.scale - self.headroom, fastmath=True)
-        return seen * moved if self.largest[r] > -Float32.inf else Float32(0.0)
+        # ``moved`` is NaN where the row saw no key; then the sum is 0, or NaN where all scores were.
+        return seen * moved if self.largest[r] > -Float32.inf else seen
 
     @cute.jit
     def partial(self, r: int, lanes_per_row: int):
@@ -255,16 +257,33 @@ def normalised(reference, seen, sink):
     """Return (factor for an output accumulated relative to ``reference``, base-2 LSE) of a row with the sum ``seen``.
 
     ``sink`` is the natural logit of one more key with a zero value; -inf means none. A row that saw no key has
-    the factor 0, and its LSE is the sink's, -inf without one.
+    the factor 0, and its LSE is the sink's, -inf without one. A row with a NaN score or sink gets NaN for both.
+    :func:`log_sum_exp` turns the LSE into the caller's base, and covers sinks that overflow float32 in base 2.
     """
+    exponent = sink * LOG2_E
+    # inf - inf would be NaN. A maximum instead of the comparison would drop a NaN sink.
+    exponent = Float32(FLOAT32_MAX) if exponent > FLOAT32_MAX else exponent
     # Terms are taken relative to the larger exponent: a sink far above every logit must not overflow.
-    largest = cute.arch.fmax(reference, sink * LOG2_E)
+    largest = cute.arch.fmax(reference, exponent)
     largest = Float32(0.0) if largest == -Float32.inf else largest
     weight = cute.math.exp2(reference - largest, fastmath=True)
-    total = seen * weight + cute.math.exp2(sink * LOG2_E - largest, fastmath=True)
-    factor = weight * cute.arch.rcp_approx(total) if total > 0.0 else Float32(0.0)
-    lse = largest + cute.math.log2(total, fastmath=True) if total > 0.0 else -Float32.inf
+    total = seen * weight + cute.math.exp2(exponent - largest, fastmath=True)
+    # A NaN total is not equal to 0 and reaches both results.
+    factor = Float32(0.0) if total == 0.0 else weight * cute.arch.rcp_approx(total)
+    lse = -Float32.inf if total == 0.0 else largest + cute.math.log2(total, fastmath=True)
     return factor, lse
+
+
+@cute.jit
+def log_sum_exp(lse, sink, natural):
+    """Return a base-2 LSE in base e where ``natural`` is not 0, else in base 2.
+
+    A sink beyond ``FLOAT32_MAX / LOG2_E`` outweighs every logit: it is the natural LSE, and the base-2 one is +inf.
+    """
+    value = lse * LN_2 if natural != 0 else lse
+    if sink > FLOAT32_MAX / LOG2_E:
+        value = sink if natural != 0 else Float32.inf
+    return value
 
 
 @cute.jit

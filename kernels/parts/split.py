@@ -79,8 +79,7 @@ class Span(DeviceStruct):
     kv_len: Int32
 
     def request(self) -> Request:
-        start, zero = self.q_start, Int32(0)
-        return Request(self.index, start, start, zero, zero, start, self.q_len, self.kv_len)
+        return Request.of_lengths(self.index, self.q_start, self.q_len, self.kv_len)
 
 
 @dataclass
@@ -146,6 +145,11 @@ class SplitSchedule(DeviceStruct):
         q_len = cutlass.min(cutlass.min(q_end - q_start, Int32(g.q_len)), Int32(g.tokens) - q_start)
         # A negative length, which is no length, would wrap around in differences. Behind a table's end are no pages.
         kv_len = cutlass.max(cutlass.min(load_int(a.kv_lens, safe, 0), Int32(g.capacity)), 0)
+        if const_expr(self.mask.kind is MaskKind.CYCLIC):
+            # A rank may hold keys behind its causal bound, which no row sees: they count as past the end.
+            request = Request.of_lengths(safe, q_start, q_len, kv_len)
+            last = TokenPositions.of_request(self.mask.kind, request, a, g).of(q_len - 1)
+            kv_len = cutlass.max(cutlass.min(kv_len, last + 1), 0)
         return q_start, q_len, kv_len
 
     @cute.jit
@@ -203,13 +207,10 @@ class SplitSchedule(DeviceStruct):
         on."""
         positions = TokenPositions.of_request(self.mask.kind, request, self.addresses, self.geometry)
         first, last = positions.of(first_token), positions.of(last_token)
-        keys = self.mask.tiles(first, last, request.kv_len, self.tile_n)
+        keys = self.mask.tiles(first, last, request, self.tile_n)
         end = cutlass.min(keys.end, begin // self.tile_n + tokens // self.tile_n)
         begin = cutlass.min(cutlass.max(keys.begin, begin // self.tile_n), end)
-        full_end = cutlass.min(keys.full_end, end - 1)
-        if const_expr(self.mask.kind is MaskKind.DRAFT):
-            full_end = cutlass.min(full_end, cutlass.max(request.first_position, 0) // self.tile_n)
-        full_end = cutlass.max(full_end, begin)
+        full_end = cutlass.max(cutlass.min(keys.full_end, end - 1), begin)
         full_begin = cutlass.min(cutlass.max(keys.full_begin, begin), full_end)
         return TileRange(begin, end, full_begin, full_end, keys.first_key)
 

@@ -15,7 +15,7 @@ from hopwell.kernels.parts import copy
 from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_address, shared_array
 from hopwell.kernels.parts.fragment import LaneRow
 from hopwell.kernels.parts.kv_source import KvOperand
-from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.mask import mask_type
 from hopwell.kernels.parts.padding import fill_padding
 from hopwell.kernels.parts.scheduler import TileSchedule, WorkTile
 from hopwell.kernels.parts.score import ScoreMap
@@ -110,7 +110,7 @@ class PrefillSm100(PrefillLaunch, AttentionKernel):
         factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.VECTOR_BYTES))
         words = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
         slot, pending = words, words + 4
-        mask = IntervalMask(self.config.mask, Int32(geometry.mask_size))
+        mask = mask_type(self.config.mask)(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == MMA_WARP:
             tmem.allocate(slot)

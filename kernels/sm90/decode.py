@@ -19,14 +19,14 @@ from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_a
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_rows import PageRows
 from hopwell.kernels.parts.kv_source import KvOperand, PageBoxes
-from hopwell.kernels.parts.mask import DraftMask, IntervalMask
+from hopwell.kernels.parts.mask import IntervalMask, mask_type
 from hopwell.kernels.parts.packed import PackedRows
 from hopwell.kernels.parts.partial import Merge, Slots
 from hopwell.kernels.parts.score import ScoreMap
 from hopwell.kernels.parts.softmax import OnlineSoftmax
 from hopwell.kernels.parts.split import SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.pipeline import Edge
-from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.problem import ScoreKind
 from hopwell.kernels.skeleton import example_arguments
 from hopwell.kernels.sm90.byte_attend import ByteDecodeAttend, ByteMerge, Exchange
 from hopwell.kernels.sm90.conversion import Conversion
@@ -78,7 +78,7 @@ class DecodeSm90(AttentionSm90):
 
     @property
     def mask_type(self) -> type[IntervalMask]:
-        return DraftMask if self.config.mask is MaskKind.DRAFT else IntervalMask
+        return mask_type(self.config.mask)
 
     @property
     def weights_dtype(self) -> type:

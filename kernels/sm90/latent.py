@@ -17,7 +17,7 @@ from hopwell.kernels.parts.device import shared_address
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_rows import PageRows
 from hopwell.kernels.parts.kv_source import KvOperand, KvSource
-from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions
+from hopwell.kernels.parts.mask import LIST_KEYS, IntervalMask, ListMask, ListRow, LogitRow, TokenPositions, mask_type
 from hopwell.kernels.parts.page_size import page_size
 from hopwell.kernels.parts.widened_rows import WIDENED, LatentBytes, WidenedOperand
 from hopwell.kernels.pipeline import Edge
@@ -42,7 +42,7 @@ class LatentKeys:
 
     @property
     def mask_type(self) -> type[IntervalMask]:
-        return ListMask if self.config.sparse else IntervalMask
+        return ListMask if self.config.sparse else mask_type(self.config.mask)
 
     @property
     def widens(self) -> bool:

@@ -16,7 +16,7 @@ from hopwell.kernels.parts.device import load_output_scale, load_scale, shared_a
 from hopwell.kernels.parts.epilogue import STAGING_BYTES
 from hopwell.kernels.parts.fragment import RowFragment
 from hopwell.kernels.parts.kv_source import KvOperand
-from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.mask import mask_type
 from hopwell.kernels.parts.padding import fill_padding
 from hopwell.kernels.parts.query_rows import request_shape
 from hopwell.kernels.parts.scheduler import AlternatingSchedule, TileSchedule
@@ -86,7 +86,7 @@ class PrefillSm90(PrefillLaunch, AttentionSm90):
         skip_softmax: Float32,
     ):
         tiles, rings, board, partial_barriers = self._allocate(cutlass.memory.SmemAllocator())
-        mask = IntervalMask(self.config.mask, Int32(geometry.mask_size))
+        mask = mask_type(self.config.mask)(self.config.mask, Int32(geometry.mask_size))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
         fill_padding(addresses, geometry)

@@ -61,7 +61,7 @@ class PrefillAttend(Attend):
         request, first = tile.request, tile.first_row + row
         last = cutlass.min(first + WARPGROUP_ROWS, request.q_len) - 1
         position = request.first_position
-        keys = self.mask.tiles(position + first, position + last, request.kv_len, self.kernel.tile.n)
+        keys = self.mask.tiles(position + first, position + last, request, self.kernel.tile.n)
         keys.begin = keys.begin if first <= last else tile.keys.begin
         keys.end = keys.end if first <= last else tile.keys.begin
         return keys

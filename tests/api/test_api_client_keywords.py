@@ -77,7 +77,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], type[Exception], str]] = [
     (CUDNN, "paged", {"lse_base": "log10"}, ValueError, "lse_base"),
     (CUDNN, "paged", {"actual_seq_lens_q": None}, TypeError, "actual_seq_lens_q"),
     (CUDNN, "paged", {"actual_seq_lens_kv": None, "batch_offsets_units": "tokens"}, TypeError, "actual_seq_lens_kv"),
-    (CUDNN, "paged", {"lse": torch.empty(TOKENS, HEADS)}, ValueError, "lse must have shape"),
+    (CUDNN, "paged", {"lse": torch.empty(TOKENS, HEADS)}, ValueError, "lse must have shape .*; batch_offsets_stats"),
 ]
 
 
@@ -166,5 +166,8 @@ def test_cudnn_output_type(recorded: Any) -> None:
         assert out.dtype == torch.float16
     out = data(TOKENS, HEADS, 128, dtype=torch.float16)
     assert FUNCTIONS[CUDNN](**cudnn_paged(), o_data_type=torch.float16, out=out)[0] is out
-    with pytest.raises(ValueError, match=r"out must be torch\.bfloat16"):
-        FUNCTIONS[CUDNN](**cudnn_paged(), out=out)
+    assert FUNCTIONS[CUDNN](**cudnn_paged(), out=out)[0] is out
+    with pytest.raises(ValueError, match=r"^o_data_type must be the dtype of out, torch\.float16"):
+        FUNCTIONS[CUDNN](**cudnn_paged(), o_data_type=torch.bfloat16, out=out)
+    with pytest.raises(ValueError, match=r"^out must be torch\.bfloat16 or torch\.float16 for q of torch\.bfloat16"):
+        FUNCTIONS[CUDNN](**cudnn_paged(), out=out.float())

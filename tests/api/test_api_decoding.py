@@ -94,17 +94,34 @@ class TestWorkspace:
         assert not within(problem.scratch, small["workspace_buffer"])
         assert {addresses[-1] for addresses in recorded.addresses} == {problem.scratch.data_ptr()}
         assert [record.levelname for record in caplog.records] == ["WARNING"]
-        assert str(size) in caplog.text
+        function = {XQA: "hopwell.decode.xqa_workspace_bytes", MLA: "hopwell.mla.mla_workspace_bytes"}[entry]
+        text = f"workspace_buffer is too small for decode scratch ({size:,} bytes, see {function}); allocated a private"
+        assert text in caplog.text
+
+    def test_a_warm_call_in_another_thread_names_the_same_function(self, caplog: pytest.LogCaptureFixture) -> None:
+        """Sizes differ by entry, and each thread allocates memory of its own."""
+        own_scratch.cache_clear()
+        scratch = own_scratch(torch.device("cpu"))
+        scratch.tensor(100, "first")
+        scratch.tensor(200, "second")
+        thread = threading.Thread(target=scratch.address, args=(100,))
+        thread.start()
+        thread.join()
+        assert [record.args[:2] for record in caplog.records] == [("100", "first"), ("200", "second"), ("100", "first")]
 
     def test_threads_have_memory_of_their_own(self) -> None:
         scratch, found = own_scratch(torch.device("cpu")), []
+
+        def address(size: int) -> int:
+            return scratch.tensor(size, "size").data_ptr()
+
         for _ in range(2):
-            thread = threading.Thread(target=lambda: found.append((scratch.address(100), scratch.address(50))))
+            thread = threading.Thread(target=lambda: found.append((address(100), address(50))))
             thread.start()
             thread.join()
         assert all(first == second for first, second in found)
         assert found[0] != found[1]
-        assert scratch.address(10**6) != scratch.address(10**7)
+        assert address(10**6) != address(10**7)
 
     @each_entry
     def test_other_refusals(self, entry: str) -> None:

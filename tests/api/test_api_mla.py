@@ -197,8 +197,8 @@ class TestRefusals:
     def test_cache(self) -> None:
         cache = form(MLA, "dense")["kv_cache"]
         refused(MLA, ValueError, "^kv_cache must have kv_lora_rank", kv_cache=cache[..., :512])
-        refused(MLA, ValueError, "^kv_cache must have the dtype of query", kv_cache=cache.to(FP16))
-        refused(MLA, ValueError, "^kv_cache must have the dtype of query", "fp8", kv_cache=cache)
+        refused(MLA, ValueError, "^kv_cache must be torch.bfloat16 or .*, got", kv_cache=cache.to(FP16))
+        refused(MLA, ValueError, "^kv_cache must be torch.float8_e4m3fn for", "fp8", kv_cache=cache)
         refused(MLA, ValueError, "^kv_cache must be on cpu", kv_cache=cache.to("meta"))
         refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[0])
         refused(MLA, ValueError, "^kv_cache must be", kv_cache=cache[:, None].repeat(1, 2, 1, 1))

@@ -88,7 +88,7 @@ def test_out_must_not_share_memory_with_inputs() -> None:
         ({"out_dtype": torch.tensor(3)}, TypeError, "^out_dtype must be a torch.dtype or the string 'nvfp4'"),
         ({"out_dtype": FP8}, ValueError, "^out_dtype must be torch.bfloat16 or torch.float16"),
         ({"out_dtype": torch.float32}, ValueError, "^out_dtype must be"),
-        ({"out": data(TOKENS, HEADS, DIM), "out_dtype": FP16}, ValueError, "^out must be torch.float16"),
+        ({"out": data(TOKENS, HEADS, DIM), "out_dtype": FP16}, ValueError, "^out_dtype must be the dtype of out"),
         ({"o_sf_scale": 1.0}, ValueError, "^o_sf_scale must be None unless"),
         ({"o_sf_vec_size": 16}, ValueError, "^o_sf_vec_size must be None unless"),
         ({"out_dtype": "nvfp4", "o_sf_scale": 1.0}, ValueError, "^query must be torch.float8_e4m3fn"),

@@ -56,20 +56,34 @@ def test_a_row_without_cases_names_the_rest(entry: str) -> None:
 
 def test_matrix_has_a_row_for_each_feature_and_a_column_for_each_arch() -> None:
     text = features.support_matrix()
-    marks = {"sm_90a": "yes", "sm_120a": "emulator-verified, run on Hopper"}
-
-    def mark(feature: features.Feature, arch: str) -> str:
-        if arch not in feature.archs:
-            return "-"
-        return marks.get(arch, "emulator-verified" + " (sm_120's)" * feature.is_of_sm120(arch))
-
     for name, entry in features.ENTRIES.items():
         assert f"`{entry.module}.{name}`" in text
         for feature in entry.features:
-            cells = " | ".join(mark(feature, arch) for arch in support.ARCHS)
+            cells = " | ".join(", ".join(feature.marks(arch)) or "-" for arch in support.ARCHS)
             assert f"| {feature.title} | {cells} |\n" in text
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     assert {line.count("|") for line in rows} == {len(support.ARCHS) + 2}
+
+
+@pytest.mark.parametrize(
+    ("entry", "key", "marks"),
+    [
+        (support.CONTEXT, "16bit", ("● wgmma", "○ tcgen05", "◐ mma.sync")),
+        (support.CONTEXT, "large_head_dim", ("● wgmma", "◐ mma.sync", "◐ mma.sync")),
+        (support.CONTEXT, "fp8", ("● wgmma e4m3", "◐ mma.sync e4m3", "○ mma.sync e4m3, block-scaled")),
+        (support.XQA, "16bit", ("● wgmma", "◐ mma.sync", "◐ mma.sync")),
+        (support.XQA, "fp8_kv", ("● mma.sync", "◐ mma.sync", "◐ mma.sync")),
+        (support.XQA, "fp8", tuple(f"{mark} mma.sync (Q cast to 16 bits)" for mark in "●◐◐")),
+        (support.MLA, "fp8_kv", ("● wgmma", "◐ mma.sync", "◐ mma.sync")),
+        (support.MLA, "fp8", ("● wgmma e4m3", *["◐ mma.sync (Q cast to 16 bits)"] * 2)),
+        (support.APPEND, "nvfp4_kv", ("●", "◐", "◐")),
+        (support.CONTEXT, "fp16_softmax", ("", "", "")),
+    ],
+)
+def test_a_mark_names_where_a_kernel_has_run_and_its_instruction(entry: str, key: str, marks: tuple[str, ...]) -> None:
+    feature = features.ENTRIES[entry].feature(key)
+    assert [", ".join(feature.marks(arch)) for arch in ("sm_90a", "sm_100a", "sm_120a")] == list(marks)
+    assert feature.marks("sm_103a") == feature.marks("sm_100a")
 
 
 @pytest.mark.parametrize(
@@ -180,9 +194,10 @@ def test_blackwell_has_its_own_kernels_of_16_bits() -> None:
     context, xqa = (features.ENTRIES[entry] for entry in (support.CONTEXT, support.XQA))
     own = ("16bit", "head_dim", "page_size", "cache", "causal", "sinks", "skip_softmax", "lse", "tensor_scales")
     for arch in support.BLACKWELL:
-        assert not any(context.feature(key).is_of_sm120(arch) for key in own)
-        assert all(context.feature(key).is_of_sm120(arch) for key in ("fp8", "fp8_kv", "nvfp4_kv", "large_head_dim"))
-        assert all(row.is_of_sm120(arch) for row in xqa.features if row.archs)
+        assert {context.feature(key).marks(arch) for key in own} == {("○ tcgen05",)}
+        others = [context.feature(key) for key in ("fp8", "fp8_kv", "nvfp4_kv", "large_head_dim")]
+        others += [row for row in xqa.features if row.archs]
+        assert all("mma.sync" in mark for row in others for mark in row.marks(arch))
 
 
 def test_sm120_has_decode_head_dims_of_hopper() -> None:

@@ -196,9 +196,11 @@ class TestWorkspace:
 
 class TestRefusals:
     def test_head_dims(self) -> None:
-        text = r"^query must have a head_dim that is a multiple of 16 up to 512, got "
-        for dim in (8, 40, 528):
+        text = r"^query must have a head_dim that is a multiple of 16 up to 256, or 512, got "
+        for dim in (0, 8, 40, 528):
             refused(XQA, ValueError, f"{text}{dim}$", query=data(BATCH, HEADS, dim))
+            with pytest.raises(ValueError, match=f"^head_dim must be a multiple of 16 up to 256, or 512, got {dim}$"):
+                xqa_workspace_bytes(HEADS, KV_HEADS, dim, 1024, device="cpu")
         for dim in (272, 320, 496):
             changes = dict(query=data(BATCH, HEADS, dim), kv_cache=data(PAGES, 2, PAGE, KV_HEADS, dim))
             refused(XQA, NotImplementedError, f"^{FUNCTIONS[XQA].__name__}: .*head_dim={dim}.*sm_90a", **changes)
@@ -237,7 +239,8 @@ class TestRefusals:
         good = data(BATCH, HEADS, DIM)
         refused(XQA, TypeError, "^out must be a torch.Tensor or None, got int 3$", out=3)
         for dtype in (FP16, FP8):
-            refused(XQA, ValueError, f"^out must be torch.bfloat16, got {dtype}$", out=good.to(dtype))
+            text = "^out must be torch.bfloat16 for a query of torch.bfloat16 and a kv_cache of torch.bfloat16, got "
+            refused(XQA, ValueError, f"{text}{dtype}$", out=good.to(dtype))
         refused(XQA, ValueError, "^out must be on cpu", out=good.to("meta"))
         text = r"^out must have shape \[tokens=3, heads=4, head_dim=64\], got "
         for wrong in (good[:-1], good[:, :-1], good[..., :32], good.flatten(1)):

@@ -183,14 +183,44 @@ def test_context_parallel_ranks(q_lens: list[int], heads: int, kv_dtype: torch.d
     data.expected_decode(DRAFT).check_merged(parts, natural=False)
 
 
-def test_pages_of_k_and_v(device: str) -> None:
-    """K and V have page ids of their own."""
-    data = batch(device, [1] * 5)
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn, NVFP4], ids=["wide", "e4m3", "nvfp4"])
+@pytest.mark.parametrize("pages", [-2, 3])
+def test_pages_of_k_and_v(pages: int, kv_dtype: torch.dtype | None, layout: str, device: str) -> None:
+    """K and V have page ids of their own, and the pool of V has fewer or more pages than that of K."""
+    data = batch(device, [1] * 5, kv_dtype=kv_dtype)
     problem = data.decode(16)
-    moved = torch.roll(problem.value, 1, 0)
-    table = torch.stack((problem.page_table.key, (problem.page_table.key + 1) % len(moved)), 1)
-    options = dict(kv_cache=(problem.key, moved), block_tables=table, uses_shared_paged_kv_idx=False)
-    data.expected_decode(FULL).check(decode.trtllm_batch_decode_with_kv_cache(**common(data, problem, **options)))
+    used = problem.page_table.key[problem.page_table.key >= 0].unique().long()
+    count = len(problem.value) + pages
+    moved = torch.randperm(count, generator=torch.Generator().manual_seed(1)).to(device)[: len(used)]
+    ids = torch.full((len(problem.value),), -1, device=device)
+    ids[used] = moved
+    table = problem.page_table.key
+    values = torch.where(table < 0, table, ids[table.long()].int())
+
+    def value_pool(pool: torch.Tensor) -> torch.Tensor:
+        larger = pool.new_empty((count, *pool.shape[1:])).view(torch.uint8).fill_(0xFF).view(pool.dtype)
+        larger.view(torch.uint8)[moved] = pool.view(torch.uint8)[used]
+        return larger
+
+    def in_layout(pool: torch.Tensor) -> torch.Tensor:
+        return pool if layout == "HND" else pool.transpose(1, 2).contiguous()
+
+    options = dict(
+        kv_cache=(in_layout(problem.key), in_layout(value_pool(problem.value))),
+        kv_layout=layout,
+        block_tables=torch.stack((table, values), 1),
+        uses_shared_paged_kv_idx=False,
+    )
+    if problem.kv_scales is not None:
+        scales = problem.kv_scales
+        options |= dict(kv_cache_sf=(in_layout(scales.key), in_layout(value_pool(scales.value))))
+    data.expected_decode(FULL).check(
+        repeated(decode.trtllm_batch_decode_with_kv_cache, data, common(data, problem, **options))
+    )
+    shared = options | dict(block_tables=table, uses_shared_paged_kv_idx=True)
+    with pytest.raises(ValueError, match="must have the same number of pages"):
+        decode.trtllm_batch_decode_with_kv_cache(**common(data, problem, **shared))
 
 
 @pytest.mark.parametrize("out_dtype", [None, torch.bfloat16, torch.float16], ids=str)
@@ -232,9 +262,29 @@ def test_e4m3_queries_over_nvfp4(group: int, out_dtype: torch.dtype | None, devi
         decode.trtllm_batch_decode_with_kv_cache(**arguments | dict(query=data.q, kv_cache_sf=None))
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
+@pytest.mark.parametrize("kv_dtype", [None, torch.float16, torch.int8], ids=str)
 def test_e4m3_queries_need_an_e4m3_or_nvfp4_cache(kv_dtype: torch.dtype | None) -> None:
     data = batch("cpu", [1] * 5, kv_dtype=kv_dtype)
     data.q = data.q.to(torch.float8_e4m3fn)
-    with pytest.raises(ValueError, match=r"query must be torch\.bfloat16 or torch\.float16"):
+    allowed = (
+        r"^kv_cache\[0\] must be torch.float8_e4m3fn or torch.uint8 \(NVFP4\) for a query of torch.float8_e4m3fn, got"
+    )
+    with pytest.raises(ValueError, match=allowed):
         decode.trtllm_batch_decode_with_kv_cache(**common(data, data.decode(16)))
+
+
+@pytest.mark.parametrize("kv_dtype", [None, torch.float8_e4m3fn], ids=["wide", "e4m3"])
+def test_uneven_drafts_do_not_change_a_request(kv_dtype: torch.dtype | None, device: str) -> None:
+    """A request with one new token has the same bits beside one with four, and over 16-bit caches for any bound that
+    keeps rows within a tile of the tree."""
+    data = batch(device, [1, 0, 4, 0, 0], heads=16, kv_heads=2, kv_dtype=kv_dtype)
+
+    def out(one: DecodeBatch, bound: int) -> torch.Tensor:
+        options = common(one, one.decode(16), cum_seq_lens_q=one.ints(starts(one.q_lens)), max_q_len=bound)
+        del options["o_scale"]
+        options["kv_cache"] = options["kv_cache"] if kv_dtype is None else tuple(one.pages(16)[:2])
+        return decode.trtllm_batch_decode_with_kv_cache(**options)
+
+    together = out(data, 4)
+    for bound in (4,) if kv_dtype is not None else (1, 2, 4):
+        assert torch.equal(out(data.request(0), bound), together[:1]), f"max_q_len={bound}"

@@ -36,11 +36,11 @@ def fmin(a: Any, b: Any) -> float:
 
 
 def exp2(value: Any, fastmath: bool = False) -> float:
-    return 2.0 ** number(value) if number(value) < 1024 else INF
+    return INF if number(value) >= 1024 else 2.0 ** number(value)
 
 
 def log2(value: Any, fastmath: bool = False) -> float:
-    return math.log2(number(value)) if number(value) > 0 else -INF
+    return -INF if number(value) <= 0 else math.log2(number(value))
 
 
 def reciprocal(value: Any) -> float:

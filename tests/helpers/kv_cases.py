@@ -178,7 +178,7 @@ def host_warp(monkeypatch: pytest.MonkeyPatch) -> Warp:
     for name in ("range", "range_constexpr"):
         monkeypatch.setattr(cutlass, name, lambda *bounds, **unrolled: range(*bounds))
     for kind in (KvSource, ContiguousBoxes, PageBoxes, PageColumnBoxes, PageRows):
-        loops = ("load", "fill_down", "fill", "fetch", "zero_rows")
+        loops = ("load", "fill_down", "fill", "fetch", "zero_rows", "zero_hidden")
         for name in (*loops, "_entry", "_address", "copy_rows", "_copy_row"):
             if name in vars(kind):
                 monkeypatch.setattr(kind, name, vars(kind)[name].__wrapped__)

@@ -302,6 +302,7 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> dict[int, Memory]:
     """Return arrays by address."""
     arrays: dict[int, Memory] = {}
     monkeypatch.setattr(epilogue, "global_array", lambda dtype, address: arrays.setdefault(address, Memory()))
+    monkeypatch.setattr(epilogue, "log_sum_exp", epilogue.log_sum_exp.__wrapped__)
     return arrays
 
 
@@ -317,7 +318,7 @@ def test_statistics(memory: dict[int, Memory]) -> None:
 def test_log_sum_exp(natural: int, memory: dict[int, Memory]) -> None:
     rows = LseRows(address=4096, offset=7, row=4, natural=natural, count=2)
     for row in range(4):
-        LseRows.store.__wrapped__(rows, row, 1.0 + row)
+        LseRows.store.__wrapped__(rows, row, 1.0 + row, -math.inf)
     assert memory[4096] == pytest.approx(
         {7: math.log(2) if natural else 1.0, 11: 2 * (math.log(2) if natural else 1.0)}
     )
@@ -326,7 +327,7 @@ def test_log_sum_exp(natural: int, memory: dict[int, Memory]) -> None:
 
 def test_nothing_is_written_without_a_tensor(memory: dict[int, Memory]) -> None:
     StatisticsRows.store.__wrapped__(StatisticsRows(address=0, first=0, row=1, count=9), 0, 1.0, 1.0)
-    LseRows.store.__wrapped__(LseRows(address=0, offset=0, row=1, natural=1, count=9), 0, 1.0)
+    LseRows.store.__wrapped__(LseRows(address=0, offset=0, row=1, natural=1, count=9), 0, 1.0, 0.0)
     assert not memory
 
 

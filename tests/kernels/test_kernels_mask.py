@@ -19,7 +19,8 @@ from helpers.kernel_problems import cache, paged
 
 from hopwell.kernels.families import resolve
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.mask import IntervalMask, LogitRow, TileRange
+from hopwell.kernels.parts.mask import DraftMask, IntervalMask, LogitRow, TileRange
+from hopwell.kernels.parts.sequence import Request
 from hopwell.kernels.plan import geometry
 from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.problem import Mask, MaskKind
@@ -77,8 +78,12 @@ def host(value: object) -> int:
     return int(value.value) if isinstance(value, Int32) else int(value)
 
 
+def request_of(kv_len: int, q_len: int = 0) -> Request:
+    return Request(*[Int32(0)] * 6, Int32(q_len), Int32(kv_len))
+
+
 def tile_range(mask: IntervalMask, first: int, last: int, kv_len: int, tile_n: int) -> TileRange:
-    keys = mask.tiles(Int32(first), Int32(last), Int32(kv_len), tile_n)
+    keys = mask.tiles(Int32(first), Int32(last), request_of(kv_len), tile_n)
     return TileRange(*(host(getattr(keys, field)) for field in TileRange.__dataclass_fields__))
 
 
@@ -241,6 +246,31 @@ def lane(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     monkeypatch.setattr(cutlass, "range_constexpr", range)
     monkeypatch.setattr(cute.arch, "lane_idx", lambda: current["lane"])
     return current
+
+
+class HolesMask(IntervalMask):
+    """A mask that hides keys inside its interval."""
+
+    is_interval = False
+
+
+@pytest.mark.parametrize("kind", [MaskKind.FULL, MaskKind.CAUSAL, MaskKind.SLIDING_WINDOW])
+def test_every_tile_of_a_mask_with_holes_takes_the_predicate(kind: MaskKind) -> None:
+    """The range of tiles is that of the interval."""
+    plain, holes = IntervalMask(kind, Int32(70)), HolesMask(kind, Int32(70))
+    for first, last, kv_len in ((0, 15, 16), (300, 331, 332), (300, 331, 900)):
+        keys, want = tile_range(holes, first, last, kv_len, 16), tile_range(plain, first, last, kv_len, 16)
+        assert (keys.begin, keys.end, keys.first_key) == (want.begin, want.end, want.first_key)
+        assert keys.full_begin == keys.full_end == keys.begin
+    assert holes.has_diagonal, "loops that apply the predicate must be there"
+
+
+def test_draft_masks_have_no_holes_before_the_first_new_token() -> None:
+    mask, request = DraftMask(MaskKind.DRAFT, Int32(1 << 30)), request_of(200, 10)
+    keys = mask.tiles(Int32(190), Int32(199), request, 16)
+    assert (host(keys.begin), host(keys.full_end), host(keys.end)) == (0, 190 // 16, 13)
+    short = mask.tiles(Int32(-3), Int32(3), request_of(4, 7), 16)
+    assert host(short.full_end) == 0
 
 
 def test_lanes_share_out_a_tile(lane: dict[str, int]) -> None:

@@ -1,4 +1,7 @@
-"""A mask that this project does not have: a rule with its bounds is all that a kernel needs."""
+"""Masks that this project does not have, as docs/architecture.md describes how to add one.
+
+A mask that is an interval of keys takes a rule. One with holes takes a rule and a class with its predicate.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import pathlib
 from typing import Any
 
 import cutlass
+import cutlass.cute as cute
 import pytest
 import torch
 from helpers import reference
@@ -15,18 +19,47 @@ from hopwell import emulator
 from hopwell.kernels import execute
 from hopwell.kernels.families import resolve
 from hopwell.kernels.masks import Mask, MaskKinds, MaskRule
+from hopwell.kernels.parts import mask as mask_part
+from hopwell.kernels.parts.mask import IntervalMask
 
 
 def _end(position: Any, size: Any) -> Any:
     return cutlass.max(position + 1, size)
 
 
+def _to_itself(position: Any, size: Any) -> Any:
+    return position + 1
+
+
 class OtherKind(MaskKinds):
     # Keys 0..p, and the first ``window_left`` for every row, as a prefix that sees itself as a whole.
     PREFIX = MaskRule("prefix", "prefix", "causal mask with a prefix", end=_end, size="window_left")
+    # Every ``window_left``-th key before p, and p.
+    DILATED = MaskRule("dilated", "dilated", "dilated causal mask", end=_to_itself, size="window_left")
 
 
 PREFIX = 70
+STRIDE = 4
+
+
+class DilatedMask(IntervalMask):
+    """Keys whose distance from the row is a multiple of ``size``, which is a power of two."""
+
+    is_interval = False
+
+    @cute.jit
+    def apply(self, scores, tile_start, row):
+        for r in cutlass.range_constexpr(scores.rows):
+            origin = row.positions[r] - (tile_start + scores.first_column())
+            for c in cutlass.range_constexpr(scores.columns):
+                distance = origin - scores.column_offset(c)
+                visible = distance >= 0 and distance & (self.size - 1) == 0
+                scores.set(r, c, scores.get(r, c) if visible else -cutlass.Float32.inf)
+
+
+def seen_by_dilated(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.Tensor:
+    distance = torch.arange(q_len, device=device)[:, None] + kv_len - q_len - torch.arange(kv_len, device=device)[None]
+    return (distance >= 0) & (distance % mask.window_left == 0)
 
 
 def visible(q_len: int, kv_len: int, mask: Mask, device: torch.device) -> torch.Tensor:
@@ -48,3 +81,17 @@ def test_a_mask_is_its_rule(monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.P
     with emulator.use("sm_90a", race=True, strict=True):
         out = execute(problem)
     data.expected(mask).check(out)
+
+
+@pytest.mark.emulator
+@pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
+def test_a_mask_with_holes_is_a_rule_and_a_predicate(
+    arch: str, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+) -> None:
+    monkeypatch.setenv("HOPWELL_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HOPWELL_EMULATE", arch)
+    monkeypatch.setattr(reference, "visible", seen_by_dilated)
+    monkeypatch.setitem(mask_part.MASK_TYPES, OtherKind.DILATED, DilatedMask)
+    mask = Mask(OtherKind.DILATED, STRIDE)
+    data = Batch([3, 9, 150], [3, 400, 450], heads=1, kv_heads=1, head_dim=64, device="cpu")
+    data.expected(mask).check(execute(data.problem(None, mask)))

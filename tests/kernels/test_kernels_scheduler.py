@@ -288,7 +288,7 @@ def test_tiles_cover_every_row_of_every_head(
         assert host(tile.exists)
         assert host(tile.kv_head) == head * requests.kv_heads // requests.heads
         last, offset = min(first + tokens, q_len) - 1, kv_len - q_len
-        want = mask.tiles(Int32(offset + first), Int32(offset + last), Int32(kv_len), 64)
+        want = mask.tiles(Int32(offset + first), Int32(offset + last), tile.request, 64)
         for field in fields(want):
             assert host(getattr(tile.keys, field.name)) == host(getattr(want, field.name))
         rows += [(index, head + i, row) for i in range(tile_heads) for row in range(first, last + 1)]

@@ -295,6 +295,23 @@ class TestPieces:
             assert output * factor == pytest.approx(row.output * want_factor, **CLOSE)
             assert lse == pytest.approx(want_lse, **CLOSE)
 
+    @pytest.mark.parametrize("sink", [3.0e38, INF])
+    @pytest.mark.parametrize("reference", [-INF, 0.0, 50.0])
+    def test_a_huge_sink_takes_all_weight(self, reference: float, sink: float) -> None:
+        """In base 2 it is beyond float32; the log-sum-exp in base e is the sink itself."""
+        seen = 0.0 if reference == -INF else 3.0
+        factor, lse = softmax_module.normalised(reference, seen, sink)
+        assert number(factor) == 0.0
+        assert number(softmax_module.log_sum_exp(lse, sink, 1)) == pytest.approx(sink)
+        assert number(softmax_module.log_sum_exp(lse, sink, 0)) == INF
+
+    @pytest.mark.parametrize(("seen", "sink"), [(math.nan, -INF), (math.nan, 2.0), (3.0, math.nan), (0.0, math.nan)])
+    def test_nan_reaches_both_results(self, seen: float, sink: float) -> None:
+        factor, lse = softmax_module.normalised(-INF if seen == 0.0 else 1.0, seen, sink)
+        for natural in (0, 1):
+            assert math.isnan(number(softmax_module.log_sum_exp(lse, sink, natural)))
+        assert math.isnan(number(factor))
+
     def test_no_keys_at_all(self) -> None:
         weights, reference, total = softmax_module.merged([-INF, -INF], [0.0, 0.0])
         assert [number(weight) for weight in weights] == [0.0, 0.0]

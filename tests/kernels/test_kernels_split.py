@@ -22,7 +22,7 @@ from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.parts import mask as mask_module
 from hopwell.kernels.parts import partial, split
 from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.mask import DraftMask, DraftRow, IntervalMask
+from hopwell.kernels.parts.mask import DraftMask, DraftRow, mask_type
 from hopwell.kernels.parts.partial import GENERATION, Merge, Slots
 from hopwell.kernels.parts.split import LatentSchedule, RequestSpan, SplitSchedule, SplitTile, UnitKeeper
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
@@ -92,7 +92,7 @@ class Requests:
         sizes = dict(kv_heads=self.kv_heads, batch=len(self.q_lens), group=self.group, capacity=2**31 - 1)
         sizes |= dict(q_len=max(self.q_lens), tokens=MAX_KEYS)
         g = device_tuple(DecodeGeometry, **sizes, row_tiles=self.row_tiles)
-        mask = IntervalMask(self.kind, Int32(self.window))
+        mask = mask_type(self.kind)(self.kind, Int32(self.window))
         return kind(g, a, mask, ROWS, self.tile_n, CHUNK, halves, UnitKeeper())
 
     def visible(self, request: int, row: int) -> range:

@@ -19,13 +19,15 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import platformdirs
 import pytest
 from helpers.fake_dsl import Compiler
 
-from hopwell.kernels import compile_ahead, toolchain
+from hopwell.__main__ import main
+from hopwell.kernels import compile_ahead, shipped, toolchain
 from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.prefill_config import PrefillConfig
 from hopwell.kernels.toolchain import (
@@ -212,16 +214,35 @@ class TestForbid:
             assert CONFIG.name in message
             assert str(cache_dir()) in message
             assert "HOPWELL_JIT=forbid" in message
-            assert "python -m hopwell compile" in message
+            assert (
+                "compile it ahead with `python -m hopwell compile --arch sm_90a --prefill-types 16bit`, or" in message
+            )
         assert compiler.compiled == []
         assert not cache_dir().exists(), "a read-only cache must do"
 
-    def test_the_advice_is_a_command(self) -> None:
-        from hopwell.__main__ import main
+    def test_kernels_that_no_command_compiles(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Page sizes that are no powers of two are compiled on demand."""
+        paged = next(config for config in shipped_configs() if "pages8" in config.name)
+        uneven = replace(paged, uneven_pages=True)
+        assert uneven.name.endswith("_uneven")
+        monkeypatch.setenv("HOPWELL_JIT", "forbid")
+        with pytest.raises(RuntimeError, match="`python -m hopwell compile` does not compile it: make the call once"):
+            artifact(uneven)
 
-        with pytest.raises(SystemExit) as caught:
-            main(["compile", "--help"])
-        assert caught.value.code == 0
+    @pytest.mark.parametrize("arch", ["sm_90a", "sm_120a"])
+    @pytest.mark.parametrize("types", shipped.PREFILL_TYPES)
+    def test_the_advice_is_a_command(self, types: str, arch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It compiles the kernel that is missing."""
+        *_, config = shipped.kernels_to_ship(arch, (types,))
+        monkeypatch.setenv("HOPWELL_JIT", "forbid")
+        with pytest.raises(RuntimeError) as caught:
+            artifact(config)
+        command = re.search("`python -m hopwell (.*)`", str(caught.value))
+        assert command is not None
+        asked: list[Any] = []
+        monkeypatch.setattr(toolchain, "compile_ahead", lambda configs, jobs: asked.extend(configs) or [])
+        assert main([*command[1].split(), "--match", f"^{config.name}$"]) == 0
+        assert [one.name for one in asked] == [config.name]
 
     def test_damaged_kernels_are_an_error(self, compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
         artifact(CONFIG).object_file.write_bytes(b"")

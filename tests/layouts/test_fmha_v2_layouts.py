@@ -98,18 +98,20 @@ def test_stacked_pool(layout, pages, heads, page_size, dim):
 
 
 @pytest.mark.parametrize("layout", PAGED)
-@given(pages=SMALL, heads=SMALL, page_size=SMALL, dim=SMALL, lead=st.integers(0, 9), gap=st.integers(0, 2))
-def test_pair_counts_blocks_from_k(layout, pages, heads, page_size, dim, lead, gap):
-    """K starts ``lead`` elements into its storage, V ``pages + gap`` blocks behind K: any entry must hit V's page."""
+@given(
+    pages=SMALL, v_pages=SMALL, heads=SMALL, page_size=SMALL, dim=SMALL, lead=st.integers(0, 9), gap=st.integers(0, 2)
+)
+def test_pair_counts_blocks_from_k(layout, pages, v_pages, heads, page_size, dim, lead, gap):
+    """K starts ``lead`` elements into its storage, V, of other pages, ``pages + gap`` blocks behind K."""
     kv_layout = PAGED[layout]
     block = heads * page_size * dim
-    shape = (pages, *page_shape(kv_layout, heads, page_size, dim))
+    page = page_shape(kv_layout, heads, page_size, dim)
     delta = pages + gap
-    storage = counting(lead + (delta + pages) * block)
-    k_cache = storage[lead : lead + pages * block].view(shape)
-    v_cache = storage[lead + delta * block :].view(shape)
-    ids = torch.arange(pages - 1, -1, -1, dtype=torch.int32)[None]
-    tables = torch.stack((ids, ids + delta), dim=1)
+    storage = counting(lead + (delta + v_pages) * block)
+    k_cache = storage[lead : lead + pages * block].view(pages, *page)
+    v_cache = storage[lead + delta * block :].view(v_pages, *page)
+    ids = torch.arange(max(pages, v_pages), dtype=torch.int32)[None]
+    tables = torch.stack((ids % pages, ids % v_pages + delta), dim=1)
     inputs = fmha_v2_inputs((counting(2, heads, dim), (k_cache, v_cache)), layout, 1, tables)
 
     assert block_offset(k_cache, v_cache, kv_layout) == delta
@@ -118,13 +120,14 @@ def test_pair_counts_blocks_from_k(layout, pages, heads, page_size, dim, lead, g
         assert_elements(
             view,
             storage,
-            (delta + pages, heads, page_size, dim),
+            (delta + v_pages, heads, page_size, dim),
             lambda p, h, t, d: lead + p * block + in_page(kv_layout, heads, page_size, dim, h, t, d),
         )
-        for i in range(pages):
-            page = pages - 1 - i
+        for i in range(ids.numel()):
             for h, t, d in itertools.product(range(heads), range(page_size), range(dim)):
-                expected = base + page * block + in_page(kv_layout, heads, page_size, dim, h, t, d)
+                expected = (
+                    base + i % (pages, v_pages)[part] * block + in_page(kv_layout, heads, page_size, dim, h, t, d)
+                )
                 assert int(view[int(rows[0, i]), h, t, d]) == expected
 
 
@@ -193,7 +196,7 @@ BAD = {
         r"qkv\[1\]\[0\] must be contiguous",
     ),
     "v strided": (lambda: block_offset(POOL[0, :2], POOL[:, 3], "NHD"), ValueError, "v_cache must be contiguous"),
-    "pair shapes": (lambda: block_offset(POOL[0], POOL[1, ..., :4], "NHD"), ValueError, "same shape"),
+    "pair shapes": (lambda: block_offset(POOL[0], POOL[1, ..., :4], "NHD"), ValueError, "same head dimension"),
     "empty": (lambda: block_offset(POOL[0, :0], POOL[1, :0], "NHD"), ValueError, "pages with elements"),
 }
 

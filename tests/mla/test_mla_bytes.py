@@ -132,10 +132,11 @@ def test_scales_that_are_powers_of_two() -> None:
 def faults() -> Iterator[tuple[str, dict[str, Any]]]:
     data = batch(PackedBatch, "cpu", heads=8)
     packed = data.packed(64)
-    yield "^kv_cache must have the dtype of query", dict(kv_cache=packed, query=torch.zeros(4, 1, 8, 576).half())
+    half = torch.zeros(4, 1, 8, 576, dtype=torch.float16)
+    yield "^kv_cache must be torch.float16 or .* for a query of torch.float16", dict(kv_cache=packed, query=half)
     yield "^kv_cache must have the bytes of a row = 656", dict(kv_cache=packed[..., :640].contiguous())
     yield "for a kv_cache of uint8", dict(kv_cache=packed, qk_rope_head_dim=0, sparse_mla_top_k=4)
-    yield "^kv_cache must have the dtype of query", dict(kv_cache=packed.view(torch.int8))
+    yield r"^kv_cache must be .* or torch.uint8 \(rows of 656 bytes\)", dict(kv_cache=packed.view(torch.int8))
 
 
 @pytest.mark.parametrize(("message", "changes"), list(faults()))
@@ -147,5 +148,5 @@ def test_refusals(message: str, changes: dict[str, Any]) -> None:
 def test_wide_caches_of_bytes_of_queries_are_refused() -> None:
     data = batch(MlaBatch, "cpu", heads=8)
     given = mla_arguments(data, data.decode(64))
-    with pytest.raises(ValueError, match=r"^kv_cache must have the dtype of query, torch\.float8_e4m3fn"):
+    with pytest.raises(ValueError, match=r"^kv_cache must be torch\.float8_e4m3fn for a query of torch\.float8_e4m3fn"):
         hopwell.trtllm_batch_decode_with_kv_cache_mla(**(given | dict(query=given["query"].to(E4M3))))

@@ -217,3 +217,17 @@ def test_tables_of_keys_and_values(device: str) -> None:
     table = problem.page_table.key[:, None].expand(-1, 2, -1).contiguous()
     out = call(data, problem, query=even(data), block_tables=table, uses_shared_paged_kv_idx=False)
     data.expected_mla().check(out.flatten(0, 1))
+
+
+@pytest.mark.parametrize("heads", [8, 40])
+def test_keys_of_a_rank_behind_its_bound(heads: int, device: str) -> None:
+    """A rank may hold keys that no row sees: NaN there leaves no trace."""
+    have, bound, world = 700, 140, 2
+    seen = MlaBatch([1], [bound // world], heads=heads, device=device)
+    data = MlaBatch([1], [have], heads=heads, device=device)
+    data.q, data.k[0][: bound // world] = seen.q, seen.k[0]
+    data.k[0][bound // world :] = torch.nan
+    options = dict(cp_world=world, cp_rank=0, causal_seqlens_kv_global=data.ints([bound]))
+    out, lse = call(data, data.decode(64), query=even(data), enable_dcp=True, return_lse=True, **options)
+    seen.expected_mla().check(out.flatten(0, 1))
+    seen.expected_mla().check_lse(lse)

@@ -195,7 +195,7 @@ def test_refusals_name_the_argument() -> None:
     refused(data, "kv_lora_rank and qk_rope_head_dim", kv_lora_rank=576, qk_rope_head_dim=0)
     refused(data, "kv_lora_rank and qk_rope_head_dim", kv_lora_rank=512, qk_rope_head_dim=0)
     refused(data, "^query must have kv_lora_rank", kv_lora_rank=256)
-    refused(data, "^kv_cache must have the dtype", kv_cache=data.decode(64).key.to(torch.float16))
+    refused(data, "^kv_cache must be torch.bfloat16 or", kv_cache=data.decode(64).key.to(torch.float16))
     refused(data, "^block_tables must", block_tables=torch.zeros(data.size + 1, 9, dtype=torch.int32))
     refused(data, "^seq_lens must", seq_lens=torch.zeros(data.size + 1, dtype=torch.int32))
     refused(data, "^out must have shape", out=out[:, :1])

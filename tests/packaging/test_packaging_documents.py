@@ -14,14 +14,23 @@ def test_each_document_of_kernels_is_in_the_index() -> None:
     assert linked == {file.name for file in folder.glob("*.md")} - {"README.md"}
 
 
+def links(document: pathlib.Path) -> set[pathlib.Path]:
+    """Return the documents that a document links to."""
+    found = re.findall(r"\]\(([^)#:]+\.md)(?:#[^)]*)?\)", document.read_text())
+    return {(document.parent / target).resolve() for target in found}
+
+
+def test_links_from_the_index_lead_to_each_document() -> None:
+    folder = ROOT / "docs"
+    guides = set((folder / "guides").glob("*.md"))
+    assert guides <= links(folder / "README.md")
+    found, new = set(), {folder / "README.md"}
+    while new:
+        found |= new
+        new = {target for page in new if folder in page.parents for target in links(page)} - found
+    assert found >= set(folder.rglob("*.md"))
+
+
 def test_each_example_is_run_by_a_test() -> None:
     run = set(re.findall(r'\brun\("(\w+)"', (ROOT / "tests" / "examples" / "test_examples.py").read_text()))
     assert run == {file.stem for file in (ROOT / "examples").glob("*.py")}
-
-
-def test_words_of_the_glossary_stand_there_once() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = re.findall(r"^\| ([^|]+) \|", text[text.index("## Glossary") : text.index("## How to add")], re.MULTILINE)
-    words = [word.strip() for row in rows for word in row.split(",")]
-    assert len(words) > 50
-    assert len(words) == len(set(words))

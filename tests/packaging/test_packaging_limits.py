@@ -10,7 +10,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDERS = ("api", "docs", "emulator", "examples", "kernels", "layouts", "perf", "tests")
-SOURCES = (".py", ".c", ".h", ".md")
+SOURCES = (".py", ".c", ".h")
 FILE_LINES, FUNCTION_LINES, PARAMETERS, README_LINES = 500, 80, 12, 250
 
 

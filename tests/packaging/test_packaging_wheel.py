@@ -150,7 +150,7 @@ def test_metadata(contents: dict[str, bytes], metadata: email.message.Message, w
     assert metadata["Version"] == hopwell.__version__
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert metadata.get_payload(decode=True) == (ROOT / "README.md").read_bytes()
     assert [name for name in contents if name.endswith("/licenses/LICENSE")]
     assert wheel.name.endswith("-py3-none-any.whl"), "pure Python: one wheel for all"
 

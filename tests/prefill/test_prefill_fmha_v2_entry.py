@@ -50,12 +50,12 @@ def call(data: Batch, layout: str, page_size: int = 16, **options: Any) -> Any:
         key, value = (pool.transpose(1, 2).contiguous() for pool in (key, value))
     if layout not in PAIRS:
         return fmha_v2(data, (data.q, torch.stack((key, value), 1)), layout, block_tables=table, **options)
-    # V's pages have numbers that count from K's first, across what lies between the two.
+    # V's page ids count from K's first page, across the gap. V's pool begins inside the gap, so it has more pages.
     gap = torch.full((5, *key.shape[1:]), math.nan, dtype=data.dtype, device=data.device)
     pool = torch.cat((key, gap, value))
     pages = key.shape[0]
     tables = torch.stack((table, torch.where(table < 0, table, table + pages + 5)), 1)
-    pair = (pool[:pages], pool[pages + 5 :])
+    pair = (pool[:pages], pool[pages + 2 :])
     return fmha_v2(data, (data.q, pair), f"Q_PAGED_KV_{page_layout}", block_tables=tables, **options)
 
 

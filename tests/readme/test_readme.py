@@ -5,11 +5,9 @@ from __future__ import annotations
 import pathlib
 import re
 import runpy
-from typing import Any
 
 import pytest
 import torch
-from helpers.oracles import check_attention
 
 import hopwell
 from hopwell import _demo, emulator
@@ -24,25 +22,29 @@ DEMO = (_demo.Prefill, _demo.Decode, _demo.MlaDecode)
 ENTRIES = [batch.ENTRY for batch in DEMO]
 
 
-def examples(heading: str) -> list[str]:
-    """Return the blocks of Python code under a heading."""
-    section = re.search(rf"^## {heading}\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)
-    assert section is not None
-    return re.findall(r"```python\n(.*?)```", section[1], re.DOTALL)
-
-
-def run(code: str, names: dict[str, Any]) -> None:
-    exec(compile(code, "README.md", "exec"), names)
-
-
 def test_support_matrix_is_up_to_date() -> None:
-    found = re.search(r"<!-- support matrix.*?-->\n(.*?)<!-- end", README, re.DOTALL)
-    assert found is not None
-    matrix = runpy.run_path(str(ROOT / "docs" / "support_matrix.py"))
-    assert found[1].strip() == matrix["compact_matrix"]().strip(), "run `python docs/support_matrix.py`"
-    full = (ROOT / "docs" / "support.md").read_text()
-    assert full == matrix["full_page"](), "run `python docs/support_matrix.py`"
-    assert full.endswith(support_matrix())
+    pages = runpy.run_path(str(ROOT / "docs" / "support_matrix.py"))["pages"]()
+    assert [page.name for page in pages] == ["support.md", "README.md", "quantised_caches.md"]
+    for page, text in pages.items():
+        assert page.read_text() == text, "run `python docs/support_matrix.py`"
+    assert (ROOT / "docs" / "support.md").read_text().endswith(support_matrix())
+
+
+@pytest.mark.parametrize(
+    ("row", "cells"),
+    [
+        ("Prefill, bf16 or fp16, head dim 64, 128, 192/128", ["● wgmma", "○ tcgen05 (1)", "◐ mma.sync"]),
+        ("MLA, fp8 cache, bf16 or fp16 query", ["● wgmma", "◐ mma.sync (5)", "◐ mma.sync (5)"]),
+    ],
+)
+def test_a_row_of_gpus_says_where_a_kernel_has_run_and_with_which_instruction(row: str, cells: list[str]) -> None:
+    assert "\n| | H100, H200 | B200, B300 | RTX PRO 6000, RTX 5090, DGX Spark |\n" in README
+    assert f"\n| {row} | {' | '.join(cells)} |\n" in README
+
+
+def test_footnotes_of_the_matrix_stand_below_it() -> None:
+    table, _, notes = README.partition("<!-- gpu matrix")[2].partition("<!-- end")[0].rpartition("|\n\n")
+    assert set(re.findall(r" \((\d)\)", table)) == set(re.findall(r"^(\d)\. ", notes, re.MULTILINE))
 
 
 def test_every_entry_stands_in_the_first_table() -> None:
@@ -118,28 +120,9 @@ def test_demo_is_emulated_without_kernels_for_the_gpu(
     assert main(["demo"]) == status
 
 
-def check_paged_cache_example() -> None:
-    names: dict[str, Any] = {}
-    (code,) = examples("A paged cache")
-    run(code, names)
-    lengths = names["q_lens"], names["kv_lens"]
-    check_attention(names["query"], names["out"], names["kv_cache"], names["block_tables"], *lengths)
-
-
-@pytest.mark.gpu
-def test_paged_cache_example() -> None:
-    check_paged_cache_example()
-
-
-@pytest.mark.emulator
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the example uses the GPU where there is one")
-def test_paged_cache_example_without_a_gpu() -> None:
-    check_paged_cache_example()
-
-
 def test_links_lead_somewhere() -> None:
     """Links and pictures of the README and the documents, where they name files of this repository, name real ones."""
-    documents = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *(ROOT / "docs").rglob("*.md")]
+    documents = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     for document in documents:
         for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
             assert (document.parent / target).exists(), f"{document.name}: {target}"
