@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Hashable
+import functools
 from typing import Any, NamedTuple
 
 import torch
 
 from hopwell import _checks as checks
-from hopwell import _device_data, _switches
+from hopwell import _device_data
 from hopwell._cache import KV_LAYOUTS, SCALE_TYPES, pair_or_tensor
 from hopwell._features import require_problem
-from hopwell._launch import CAPACITY
-from hopwell._repeat import ALIGNMENT_MASK, extent_bytes, metadata
+from hopwell._launch import Calls
+from hopwell._repeat import CheckedCall, OperandMap
 from hopwell.kernels import append_data, support
 from hopwell.kernels.append_config import SMALLEST_SCALE, AppendAddresses, AppendProblem, CacheType
 from hopwell.kernels.append_plan import AppendPlan, operands
@@ -24,17 +23,6 @@ from hopwell.layouts import NVFP4_BLOCK, KVViews, VScaleLayout, block_scale_view
 CACHE_TYPES = (*checks.SIXTEEN_BIT, checks.FP8, torch.uint8)
 V_SCALE_LAYOUTS = tuple(layout.value for layout in VScaleLayout)
 INTERLEAVED_TOKENS, INTERLEAVED_DIM = 4, 4 * NVFP4_BLOCK  # what page sizes and V's head dims are multiples of
-ALIGNED, LARGE = 4, 6  # operands that begin on 16 bytes, and those whose memory is looked at: they come first
-# Arguments whose names differ from their operands'. The table of pages has one of two names.
-ARGUMENTS = {
-    "key": "append_key",
-    "value": "append_value",
-    "key_cache": "paged_kv_cache",
-    "value_cache": "paged_kv_cache",
-    "key_scales": "kv_cache_sf",
-    "value_scales": "kv_cache_sf",
-    "page_starts": "kv_indptr",
-}
 
 
 class AppendArguments(NamedTuple):
@@ -69,83 +57,66 @@ class AppendArguments(NamedTuple):
         """Return the block scales as the caller gave them: one tensor, a pair, or None."""
         return self.scales if self.value_scales is None else (self.scales, self.value_scales)
 
-    def name(self, operand: str) -> str:
-        """Return the argument that an operand of the kernel lies in."""
-        if operand in ("key_table", "value_table"):
-            return "kv_indices" if self.block_tables is None else "block_tables"
-        return ARGUMENTS.get(operand, operand)
 
-    def sources(self) -> tuple[Any, ...]:
-        """Return the arguments that the operands of the kernel lie in, in their order."""
-        table = self.kv_indices if self.block_tables is None else self.block_tables
-        caches = (self.cache, self.cache if self.value_cache is None else self.value_cache)
-        scales = (self.scales, self.scales if self.value_scales is None else self.value_scales)
-        places = (self.batch_indices, self.positions, table, table, self.kv_indptr)
-        return (self.append_key, self.append_value, *caches, *scales, *places, self.k_scale, self.v_scale)
+# Arguments in messages, where the fields of AppendArguments differ from them.
+ARGUMENTS = {
+    "cache": "paged_kv_cache",
+    "value_cache": "paged_kv_cache",
+    "scales": "kv_cache_sf",
+    "value_scales": "kv_cache_sf",
+}
+APPEND_OPERANDS = OperandMap(
+    tensors=AppendArguments._fields,
+    operands={
+        "key": "append_key",
+        "value": "append_value",
+        "key_cache": "cache",
+        "value_cache": ("value_cache", "cache"),
+        "key_scales": "scales",
+        "value_scales": ("value_scales", "scales"),
+        "batch_indices": "batch_indices",
+        "positions": "positions",
+        "key_table": ("block_tables", "kv_indices"),
+        "value_table": ("block_tables", "kv_indices"),
+        "page_starts": "kv_indptr",
+        "k_scale": "k_scale",
+        "v_scale": "v_scale",
+    },
+)
 
 
 class AppendCalls:
-    """Launches calls; of those like one that has been checked only addresses are looked at."""
+    """Launches calls; one like a call that has been checked is repeated."""
 
     def __init__(self) -> None:
-        self._checked: dict[Hashable, _Repeat] = {}
-        _switches.on_switch(self._checked.clear)
+        self._calls = Calls(APPEND_OPERANDS)
 
     def run(self, arguments: AppendArguments) -> None:
         """Check what has to be checked, and launch."""
-        try:
-            key = tuple([metadata(a) if isinstance(a, torch.Tensor) else (type(a), a) for a in arguments])
-            found = self._checked.get(key)
-        except (RuntimeError, TypeError):  # a tensor without strides, a value without a hash: the checks refuse it
-            found = None
-        if found is not None and found.run(arguments):
+        if self._calls.latest(arguments, None, None) or self._calls.repeat(arguments, None):
             return
         problem = append_problem(arguments)
+        name = functools.partial(self._calls.operand_map.name, arguments=arguments, renamed=ARGUMENTS)
+        self._calls.notice_gradients((ARGUMENTS.get(field, field), a) for field, a in arguments._asdict().items())
         on, looks = problem.key.device, _device_data.is_enabled()
         if looks:
-            _device_data.check(append_data.rules_of(problem), on, arguments.name)
-        plan = AppendPlan(problem)
-        plan.launch(operands(problem), arguments.name)
-        # A tensor that lies elsewhere was read, and has to be in each call.
-        here = all(value.device == on for value in arguments if isinstance(value, torch.Tensor))
-        if plan.has_work and plan.repeatable and here and not looks:
-            if len(self._checked) >= CAPACITY:
-                self._checked.clear()
-            self._checked[key] = _Repeat(arguments, problem, plan)
-
-
-class _Repeat:
-    """A call that has been checked. Another one with its key needs addresses that are aligned and apart."""
-
-    def __init__(self, arguments: AppendArguments, problem: AppendProblem, plan: AppendPlan):
-        self._plan = plan
-        views = operands(problem)
-        pairs = zip(views, arguments.sources(), strict=True)
-        self._offsets = [
-            None if view is None else address_of(operand, view) - source.data_ptr()
-            for operand, (view, source) in zip(AppendAddresses._fields, pairs, strict=True)
-        ]
-        sizes = [extent_bytes(view) for view in views[:LARGE]]
-        at = [0 if view is None else view.data_ptr() for view in views[:LARGE]]
-        self._pairs = [
-            (i, j, sizes[i], sizes[j], at[j] - at[i])
-            for i, j in itertools.combinations(range(LARGE), 2)
-            if j > 1 and sizes[i] and sizes[j]  # the two inputs may overlap
-        ]
-
-    def run(self, arguments: AppendArguments) -> bool:
-        """Launch; False, and no launch, where addresses have to be checked."""
-        pairs = zip(self._offsets, arguments.sources(), strict=True)
-        addresses = [0 if offset is None else source.data_ptr() + offset for offset, source in pairs]
-        if any(address & ALIGNMENT_MASK for address in addresses[:ALIGNED]):
-            return False
-        for i, j, size, other_size, distance in self._pairs:
-            between = addresses[j] - addresses[i]
-            # K and V of one tensor interleave, at the distance that has been checked.
-            if -other_size < between < size and between != distance:
-                return False
-        self._plan.launch_at(addresses)
-        return True
+            _device_data.check(append_data.rules_of(problem), on, name)
+        plan, views = AppendPlan(problem), operands(problem)
+        plan.launch(views, name)
+        if not (plan.has_work and plan.repeatable) or looks:
+            return
+        a = arguments
+        named = dict(zip(AppendAddresses._fields, views, strict=True))
+        checked = CheckedCall(
+            arguments=arguments,
+            written=(a.cache, a.value_cache, a.scales, a.value_scales),
+            operands=named,
+            addresses=[address_of(operand, view) for operand, view in named.items()],
+            function=plan.function,
+            anchor=plan.anchor,
+            constants=plan.constants,
+        )
+        self._calls.remember(checked, on)
 
 
 def append_problem(arguments: AppendArguments) -> AppendProblem:

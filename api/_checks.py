@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from hopwell.kernels.problem import MAX_KEYS, PageTable, TokenOffsets
 from hopwell.layouts import (
@@ -70,6 +71,8 @@ def _is_plain_type(kind: Any) -> bool:
 
 def _unread(value: torch.Tensor) -> str:
     """Say what a kernel that reads a strided tensor's memory would not see; empty where there is no such thing."""
+    if is_functorch_wrapped_tensor(value):
+        return "one of torch.vmap or torch.func, which no kernel can read"
     if value.is_quantized:
         return "a quantised one"
     if value.is_neg():
@@ -173,7 +176,7 @@ def host_float(name: str, value: Any, minimum: float | None = None, kinds: str =
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be {kinds}, got {describe(value)}")
     try:
-        number = float(value)
+        number = float(value) + 0.0  # -0.0 becomes 0.0, as the two compare equal in repeated calls
     except OverflowError:
         number = math.inf
     if not abs(number) <= FLOAT32_MAX:

@@ -11,7 +11,7 @@ import torch
 from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell._features import named, require_problem
-from hopwell._repeat import Places
+from hopwell._repeat import OperandMap
 from hopwell.kernels import families, features, support
 from hopwell.kernels.problem import AttentionProblem, BlockScales, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
@@ -289,7 +289,7 @@ def context_problem(call: ContextCall) -> AttentionProblem:
     return problem
 
 
-CONTEXT_PLACES = Places(
+CONTEXT_OPERANDS = OperandMap(
     tensors=(
         "query",
         "kv_cache",

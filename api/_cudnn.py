@@ -10,7 +10,7 @@ import torch
 from hopwell import _checks as checks
 from hopwell import _device_data
 from hopwell._features import require_problem
-from hopwell._repeat import Places
+from hopwell._repeat import OperandMap
 from hopwell.kernels import support
 from hopwell.kernels.device_data import scale_rule
 from hopwell.kernels.problem import (
@@ -34,6 +34,9 @@ class CudnnCall(NamedTuple):
     q: torch.Tensor
     k_cache: torch.Tensor
     v_cache: torch.Tensor
+    q_scale: torch.Tensor | None
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
     scale: float | torch.Tensor
     workspace_buffer: torch.Tensor
     max_token_per_sequence: int
@@ -310,7 +313,7 @@ def _log_sum_exp(lse: torch.Tensor, starts: TokenOffsets | None, natural: bool) 
     return LogSumExp(lse.view(-1, lse.shape[-1]), LseLayout.OFFSETS, natural=natural, offsets=starts)
 
 
-CUDNN_PLACES = Places(
+CUDNN_OPERANDS = OperandMap(
     tensors=(
         "q",
         "k_cache",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hopwell import _checks as checks
-from hopwell._repeat import Places
+from hopwell._repeat import OperandMap
 from hopwell.kernels import families, settings, support
 from hopwell.kernels.plan import multiprocessors
 from hopwell.kernels.problem import Family, LogSumExp, LseLayout, Shard, TokenOffsets
@@ -141,9 +141,11 @@ def check_counter_buffer(value: Any) -> None:
         checks.unread_tensor("multi_ctas_kv_counter_buffer", value, "a torch.Tensor or None")
 
 
-def decode_places(q_offsets: str, *, latent: bool = False) -> Places:
-    """Return the places of the operands of an entry for decode whose cumulative lengths are called ``q_offsets``.
-    ``latent``: one tensor has keys and values. The log-sum-exp is a result and has no place."""
+def decode_operands(q_offsets: str, *, latent: bool = False) -> OperandMap:
+    """Return where the operands of a decode entry lie whose cumulative lengths are called ``q_offsets``.
+
+    ``latent``: one tensor has keys and values. The log-sum-exp is a result and lies in no argument.
+    """
     pair = ("kv_cache", "kv_cache[1]"), ("o_scale", "mask", "kv_cache_sf", "kv_cache_sf[1]")
     cache, own = (("kv_cache",), ()) if latent else pair
     shared = ("block_tables", "seq_lens", "bmm1_scale", "bmm2_scale", "sinks")
@@ -153,7 +155,7 @@ def decode_places(q_offsets: str, *, latent: bool = False) -> Places:
         "key_scales": "kv_cache_sf",
         "value_scales": ("kv_cache_sf[1]", "kv_cache_sf"),
     }
-    return Places(
+    return OperandMap(
         tensors=("query", *cache, *shared, "workspace_buffer", q_offsets, "causal_seqlens_kv_global", *own),
         operands={
             "query": "query",

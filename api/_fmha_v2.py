@@ -10,7 +10,7 @@ import torch
 from hopwell import _checks as checks
 from hopwell._features import named, require_problem
 from hopwell._launch import halves
-from hopwell._repeat import Places
+from hopwell._repeat import OperandMap
 from hopwell.kernels import support
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind, Score
 from hopwell.layouts import FmhaV2Inputs, FmhaV2Layout, fmha_v2_inputs
@@ -205,19 +205,28 @@ def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
     """Return the tensors that Q, K and V lie in, None for what is not told apart; and the bytes from K to V in a (K, V)
     pool: page ids of both count from K, so this is part of the layout. What is malformed stays in one piece."""
     if isinstance(qkv, (tuple, list)):
-        if len(qkv) == 3:
+        if len(qkv) == 3 and qkv[1] is not None and qkv[2] is not None:
             return *qkv, None
-        if len(qkv) == 2:
+        if len(qkv) == 2 and qkv[1] is not None:
             query, cache = qkv
             if type(cache) is torch.Tensor:
                 return query, cache, None, None
             k, v = halves(cache)
-            pair = isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)
-            return query, k, v, v.data_ptr() - k.data_ptr() if pair else None
+            return query, k, v, _distance(k, v)
     return qkv, None, None, None
 
 
-FMHA_V2_PLACES = Places(
+def _distance(k: Any, v: Any) -> int | None:
+    """Return the bytes from K to V; None where they are no tensors, or have no memory."""
+    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return None
+    try:
+        return v.data_ptr() - k.data_ptr()
+    except RuntimeError:
+        return None
+
+
+FMHA_V2_OPERANDS = OperandMap(
     # The fourth argument is no tensor: the distance of V from K in a pool.
     tensors=("qkv", "qkv[1]", "qkv[2]", "pool", "cum_seq_lens_q", "cum_seq_lens_kv", "block_tables", "sinks"),
     operands={

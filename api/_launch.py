@@ -1,9 +1,9 @@
 """From an entry point's arguments to a launch; a call like one that has been checked before skips the checks.
 
-What the checks look at, besides addresses, is in a call's key: shapes, strides, dtypes, devices and plain values. A
-call with a known key needs its operands' addresses and nothing else. The first call with a key, a call that is too
-malformed to have one, and a call whose addresses are unaligned, or whose large operands overlap what it writes,
-go through the checks, which raise what there is to raise.
+A call's key holds what the checks look at, besides addresses and storage sizes: shapes, strides, dtypes, devices and
+plain values. A call with a known key needs its operands' addresses and nothing else. The checks, which raise what there
+is to raise, are for the first call with a key, for a call that is too malformed to have one, and for a call whose
+addresses or storage sizes are not known to be good.
 
 Making and hashing a key takes longer than launching the kernel, and the layers of a model make the same few calls over
 and over. So the latest calls are recognised without one, see :mod:`hopwell._repeat`.
@@ -11,16 +11,28 @@ and over. So the latest calls are recognised without one, see :mod:`hopwell._rep
 
 from __future__ import annotations
 
+import enum
 import functools
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 
-from hopwell import _device_data, _switches
-from hopwell._repeat import Arguments, Checked, Launch, Places, Repeat, Results, metadata
+from hopwell import _device_data, _gradients, _switches
+from hopwell._repeat import (
+    Arguments,
+    CheckedCall,
+    Launch,
+    OperandMap,
+    Repeat,
+    Results,
+    metadata,
+    output_parts,
+)
 from hopwell.kernels import Plan
 from hopwell.kernels.device_data import rules_of
+from hopwell.kernels.launch import OPERANDS, addresses_of
+from hopwell.kernels.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 
 CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
@@ -29,18 +41,23 @@ RECENT = 4  # calls recognised without a key: models alternate between few kinds
 # give another one in every step. Entry points write it out, because a function's call takes as long as ten comparisons.
 ANY_BOUND = object()
 
-_Record = TypeVar("_Record", bound=tuple[Any, ...])
+# Types of plain values that never change. An object of another type may have another value in the next call.
+CONSTANT_TYPES = frozenset((type(None), bool, int, float, str, object, torch.dtype))
+
+_Call = TypeVar("_Call", bound=tuple[Any, ...])
 
 
 def halves(cache: Any) -> tuple[Any, Any]:
-    """Return K and V of a pair; the tensor of both and None otherwise."""
-    return tuple(cache) if isinstance(cache, (tuple, list)) and len(cache) == 2 else (cache, None)
+    """Return K and V of a pair, and anything else with None. A pair of a tensor and None stays in one piece, as the
+    tensor alone is another argument."""
+    is_pair = isinstance(cache, (tuple, list)) and len(cache) == 2 and cache[1] is not None
+    return tuple(cache) if is_pair else (cache, None)
 
 
-def record(kind: type[_Record], given: Mapping[str, Any]) -> _Record:
+def call_arguments(kind: type[_Call], given: Mapping[str, Any]) -> _Call:
     """Return the arguments of a call by their names: a named tuple of what is ``given``, the local variables of an
-    entry point or another record's fields. Calls that need no checks go without one, which would take half as long as
-    they do."""
+    entry point or the fields of another such tuple. Repeated calls do without, which would take half as long as they
+    do."""
     return kind(**{name: given[name] for name in kind._fields if name in given})  # type: ignore[attr-defined]
 
 
@@ -57,15 +74,24 @@ def _nothing(arguments: Arguments, out: Any, stats: Any) -> Results | None:
 
 
 def _key(arguments: Arguments) -> Hashable:
-    """Return everything that the checks look at but addresses. Types count: 1, 1.0 and True are equal."""
+    """Return everything that the checks look at but addresses and storage sizes. Types count: 1, 1.0 and True are
+    equal."""
     return tuple([metadata(a) if isinstance(a, torch.Tensor) else (type(a), a) for a in arguments])
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a plain value can never change. NumPy's scalars cannot; its arrays can, and have no hash."""
+    kind = type(value)
+    is_scalar = kind.__module__ == "numpy" and kind.__hash__ is not None
+    return kind in CONSTANT_TYPES or is_scalar or isinstance(value, (type, enum.Enum))
 
 
 class Calls:
     """The checked calls of one entry point, and in which of its arguments operands lie."""
 
-    def __init__(self, places: Places) -> None:
-        self.places = places
+    def __init__(self, operand_map: OperandMap) -> None:
+        self.operand_map = operand_map
+        self._gradients = _gradients.Notice()
         self._checked: dict[Hashable, Repeat] = {}
         self._recent: tuple[Launch, ...] = ()
         self.latest: Launch = _nothing
@@ -86,7 +112,7 @@ class Calls:
             found = self._checked.get(_key(arguments))
         except (RuntimeError, TypeError):  # a tensor without strides, a value without a hash
             return None
-        if found is None:
+        if found is None or self._gradients.is_due(arguments):
             return None
         results = found.run(arguments, out, stats)
         if results is not None and found.latest is not None:
@@ -97,6 +123,7 @@ class Calls:
     def run(
         self,
         arguments: Arguments,
+        call: Any,
         problem: AttentionProblem,
         out: Any,
         stats: Any = None,
@@ -105,23 +132,50 @@ class Calls:
     ) -> Results:
         """Launch a problem that has just been checked, and remember it for calls with arguments like these.
 
-        ``out`` and ``stats`` are the results as they are returned: the output if given, and the log-sum-exp or the
-        statistics if asked for. An output allocated here has the problem's rows in dimensions of sizes ``rows``.
-        ``renamed`` has the caller's names of arguments that are called otherwise in ``places``.
+        ``call`` is the named tuple of the same arguments. ``out`` and ``stats`` are the results as they are returned:
+        the output if given, and the log-sum-exp or the statistics if asked for. An output allocated here has the
+        problem's rows in dimensions of sizes ``rows``. ``renamed`` maps names of ``operand_map`` to the caller's.
         """
+        self.notice_gradients(call._asdict().items())
         looks = _device_data.is_enabled()
-        name = functools.partial(self.places.name, arguments=arguments, renamed=renamed or {})
+        name = functools.partial(self.operand_map.name, arguments=arguments, renamed=renamed or {})
         if looks:
             _device_data.check(rules_of(problem), problem.query.device, name)
         plan = Plan(problem)
         result = plan.execute(problem, name)
         if out is None:
             out = result.unflatten(0, rows) if rows else result
-        device = problem.query.device
-        # What lies elsewhere was copied or read, and has to be in each call.
-        here = all(argument.device == device for argument in arguments if isinstance(argument, torch.Tensor))
-        if plan.has_work and plan.repeatable and here and not looks:
-            if len(self._checked) >= CAPACITY:
-                self._checked.clear()
-            self._checked[_key(arguments)] = Repeat(Checked(arguments, problem, plan, out, stats), self.places)
+        if plan.has_work and plan.repeatable and not looks:
+            views = operands(problem, output_parts(out)[0])
+            checked = CheckedCall(
+                arguments=arguments,
+                written=(*output_parts(call.out)[:2], getattr(call, "lse", None), call.workspace_buffer),
+                operands=dict(zip(OPERANDS, views, strict=False)),
+                addresses=addresses_of(views),
+                function=plan.function,
+                anchor=plan.anchor,
+                constants=plan.constants(*host_scales(problem)),
+                ticket=plan.tickets.address,
+                out=out,
+                statistics=stats,
+            )
+            self.remember(checked, problem.query.device)
         return out, stats
+
+    def notice_gradients(self, arguments: Iterable[tuple[str, Any]]) -> None:
+        """Warn in the first call that asks for a gradient through one of its ``arguments``, given by name."""
+        self._gradients.give(arguments)
+
+    def remember(self, call: CheckedCall, device: torch.device) -> None:
+        """Have calls like this one on ``device`` repeated."""
+        for argument in call.arguments:
+            # A tensor elsewhere was copied or read, and has to be in each call.
+            if argument.device != device if isinstance(argument, torch.Tensor) else not _is_constant(argument):
+                return
+        key = _key(call.arguments)
+        if key in self._checked:
+            self._checked[key].add_place(call.arguments)
+            return
+        if len(self._checked) >= CAPACITY:
+            self._checked.clear()
+        self._checked[key] = Repeat(call, self.operand_map)

@@ -105,10 +105,11 @@ def _shard(call: MlaCall, batch: int) -> Shard | None:
     kv_global = call.causal_seqlens_kv_global
     found = shard(kv_global, call.cp_world, call.cp_rank, batch, call.query.device)
     if not checks.flag("enable_dcp", call.enable_dcp):
-        if found is not None or call.cp_world > 1:
+        world = checks.host_int("cp_world", call.cp_world)
+        if found is not None or world > 1:
             raise ValueError(
                 "cp_world must be 1 and causal_seqlens_kv_global None without enable_dcp, "
-                f"got cp_world={call.cp_world} and {checks.describe(kv_global)}"
+                f"got cp_world={world} and {checks.describe(kv_global)}"
             )
     elif not call.return_lse:
         raise ValueError("return_lse must be True with enable_dcp: ranks are merged by it")

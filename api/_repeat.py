@@ -1,9 +1,14 @@
-"""Calls like one that has been checked, as functions written for their form.
+"""Calls like one that has been checked, as functions generated for their form.
 
-A repeated call compares two dozen arguments with those of the checked one and puts some twenty addresses in their
-places. In loops over tuples that takes as long as the launch, so it is written out as source code. What differs between
-calls of one form, such as sizes and scales, are variables of the function, and an entry point has few forms: which
-arguments are tensors, which are None, and which operands lie in them.
+A repeated call compares two dozen arguments with those of the checked one and passes some twenty addresses. In loops
+over tuples that takes as long as the launch, so it is written out as source code. Sizes and scales, which differ
+between calls of one form, are variables of the function. An entry point has few forms: which arguments are tensors,
+which are None, and which operands lie in them. docs/kernels/host.md prints one such function.
+
+A repeated call does for every argument what a first call does. Its form, metadata and plain values equal those of a
+checked call, else the call is checked. Addresses and storage sizes are compared with a set of places that are known to
+be good: aligned, apart where a call writes, and large enough. :meth:`Repeat.fits` adds a place where a conservative
+test passes. Where it does not, the call is checked, and a place that the checks accept is added as well.
 """
 
 from __future__ import annotations
@@ -11,18 +16,15 @@ from __future__ import annotations
 import builtins
 import functools
 import itertools
+import re
+import textwrap
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from hopwell._cache import SCALES_READ
 from hopwell._checks import is_plain
-from hopwell.kernels import Plan
-from hopwell.kernels.launch import OPERANDS, address_of
-from hopwell.kernels.plan import host_scales, operands
-from hopwell.kernels.problem import AttentionProblem
 from hopwell.kernels.scratch import own_scratch
 from hopwell.utils import FP4Tensor
 
@@ -30,83 +32,67 @@ from hopwell.utils import FP4Tensor
 Arguments = tuple[Any, ...]
 # The output, and the log-sum-exp or the softmax statistics, or None where they are not asked for.
 Results = tuple[Any, Any]
-# Takes the arguments, and the results to write into, or None to allocate them. It gives None and launches nothing where
-# arguments differ from the checked ones in more than addresses, where addresses are unaligned, and where queries, keys,
-# values, output, its scales, statistics and workspace overlap. Tables, lengths and sinks are not looked at: they are a
-# few bytes.
-# Nor does it launch where a tensor is of another kind, or has no memory. Whether one is nested is asked before torch's
-# guards look at it, which throw what ends the process at such a tensor. What is no tensor has no answer. It is asked
-# after all that costs less: calls of other forms come here as well, see launch.RECENT. They may have more arguments.
+# Takes the arguments, and the results to write into, or None to allocate them. It returns None and launches nothing for
+# a call that has to be checked. Each function first compares what costs least: calls of other forms come here as well,
+# see launch.RECENT, and may have more arguments. A nested tensor is refused before torch's guards see it: they throw an
+# exception that ends the process. A value that is no tensor raises AttributeError there.
 Launch = Callable[[Arguments, Any, Any], Results | None]
 
 TENSOR = object()  # stands for a tensor among remembered arguments
-
-LETTERS = {"query": "q", "key": "k", "value": "v", "out": "o"}  # of operands, in the functions
-# Results besides the output: they may be allocated in the call. No entry point gives both log-sum-exp and statistics.
-RESULTS = {"lse": "s", "statistics": "s", "out_scales": "t"}
-ALIGNMENT_MASK = 15  # TMA reads and 16-byte stores
-
-PACKED = "packed(empty_like(output_like), empty_like(scales_like), 0, original_shape)"  # a new NVFP4 output
+RESULTS = {"out": "out", "lse": "statistics", "statistics": "statistics", "out_scales": "out.scale"}  # in the functions
+ALIGNMENT = 16  # bytes, of TMA's reads and of the largest stores
+MOST_KNOWN = 1024  # places that are remembered; a model has one for each layer
+PACKED = "packed(empty_like(out_like), empty_like(scales_like), 0, original_shape)"  # a new NVFP4 output
 
 SOURCE = """
-def launch(arguments, out, stats):
+def launch(arguments, out, statistics):
     try:
-        {arguments} = arguments
-        if not ({conditions}):
+        (
+            {arguments},
+        ) = arguments
+        if not (
+            {conditions}
+        ):
             return None
     except (AttributeError, ValueError):
         return None
-    if out is None:
-        out = {new_output}
-    stats = {stats}
-    {pointers}
-    q, k, v, o = {query}, {key}, {value}, address({data}){more}
-    where = {where}
-    if not ({known}):
-        if (q | k | v | o) & {mask} or {unaligned_scales}not ({present} and o) or {overlaps}:
-            return None
-        if len(known) >= {most_known}:
-            known.clear()
-        known.add(where)
-    function(anchor, ({addresses}, ticket()), {constants})
-    return out, stats
+    {addresses}
+    place = (
+        {place_addresses},
+        {place_sizes},
+    )
+    if place not in known and not fits(arguments, place):
+        return None
+    {results}
+    operands = (
+        {operands},
+    )
+    function(anchor, operands, {constants})
+    return out, statistics
 """
-MOST_KNOWN = 1024  # places in memory that are remembered; a model has one for each layer
-
-
-def _overlaps(written: str, others: str) -> list[str]:
-    """What a call writes overlaps another operand that starts inside it, or less than its own size before it. Sizes are
-    variables, ``q_before`` is minus that of q: to negate it in each call would take time."""
-    return [f"{name}_before < {name} - {written} < {written}_bytes" for name in others]
-
-
-OUT_OVERLAPS = _overlaps("o", "qkv")
-# A call also writes results besides the output, the workspace, and the scales of an NVFP4 output.
-MORE_OVERLAPS = {name: _overlaps(name, "qkvo") for name in "swt"}
 
 
 def output_parts(out: Any) -> tuple[Any, Any, Any]:
-    """Return what there is to compare of an output that is given: its data, and of an NVFP4 one its scales and the row
-    at which they begin."""
+    """Return the data of an output that is given, and of an NVFP4 one its scales and the row at which they begin."""
     return (out.data, out.scale, out.scale_start_index) if isinstance(out, FP4Tensor) else (out, None, None)
 
 
-class Places(NamedTuple):
+class OperandMap(NamedTuple):
     """Which arguments of an entry point the operands of its kernels lie in.
 
-    A call's arguments begin with those that ``tensors`` names, in this order. ``operands`` names for operands of
-    :data:`hopwell.kernels.launch.OPERANDS` which of them they lie in: the first one that is given.
+    A call's arguments begin with those that ``tensors`` names, in this order. ``operands`` maps the names of operands
+    to the argument that they lie in, or to several, of which the first that is given counts.
     """
 
     tensors: tuple[str, ...]
     operands: Mapping[str, str | tuple[str, ...]]
 
     def find(self, operand: str, arguments: Arguments) -> int:
-        """Return the place among the arguments of the tensor that an operand lies in."""
+        """Return the position among the arguments of the tensor that an operand lies in."""
         for name in self._names(operand):
-            place = self.tensors.index(name)
-            if isinstance(arguments[place], torch.Tensor):
-                return place
+            position = self.tensors.index(name)
+            if isinstance(arguments[position], torch.Tensor):
+                return position
         raise AssertionError(f"operand {operand} of the kernel lies in no argument")
 
     def name(self, operand: str, arguments: Arguments, renamed: Mapping[str, str]) -> str:
@@ -116,132 +102,207 @@ class Places(NamedTuple):
         name, bracket, index = (given[0] if given else operand).partition("[")
         return renamed.get(name, name) + bracket + index
 
+    def variable(self, position: int, argument: Any, call: CheckedCall) -> str:
+        """Return the name of an argument in generated functions."""
+        if position < len(self.tensors):
+            return re.sub(r"\W+", "_", self.tensors[position]).strip("_")
+        results = zip(("given_out", "given_scales", "given_lse"), call.results, strict=True)
+        found = (name for name, result in results if isinstance(argument, torch.Tensor) and argument is result)
+        return next(found, f"argument{position}")
+
     def _names(self, operand: str) -> tuple[str, ...]:
         names = self.operands.get(operand, ())
         return (names,) if isinstance(names, str) else names
 
 
-class Checked(NamedTuple):
-    """A call that has been checked."""
+class CheckedCall(NamedTuple):
+    """A call that has been checked and launched."""
 
     arguments: Arguments
-    problem: AttentionProblem
-    plan: Plan
-    out: torch.Tensor | FP4Tensor  # this and the next as they are returned
-    stats: torch.Tensor | None
+    written: Sequence[Any]  # those of the arguments that the call may write into
+    operands: Mapping[str, torch.Tensor | None]  # of the kernel, in the order of its addresses
+    addresses: Sequence[int]  # of the operands, as the kernel gets them
+    function: Callable[..., Any]
+    anchor: Any
+    constants: Sequence[Any]  # further arguments of the function
+    ticket: Callable[[], int] | None = None  # returns the last address, where the kernel gets one more
+    out: torch.Tensor | FP4Tensor | None = None  # this and the next as they are returned
+    statistics: torch.Tensor | None = None
+
+    @property
+    def results(self) -> tuple[Any, Any, Any]:
+        """Return the output, its scales, and the log-sum-exp or the statistics; None for what there is not."""
+        return *output_parts(self.out)[:2], self.statistics
 
 
 class Repeat:
-    """What it takes to repeat a checked call. ``latest`` is the function that the last repetition went through."""
+    """A checked call that can be repeated. ``latest`` is the function that the last repetition went through."""
 
-    __slots__ = ("_addresses", "_also_written", "_inputs", "_is_packed", "_plain", "_variables", "latest")
+    __slots__ = (
+        "_addresses",
+        "_extents",
+        "_known",
+        "_misaligned",
+        "_names",
+        "_pairs",
+        "_plain",
+        "_positions",
+        "_results",
+        "_variables",
+        "latest",
+    )
 
-    def __init__(self, call: Checked, places: Places):
-        problem, plan, stats = call.problem, call.plan, call.stats
-        self._is_packed = isinstance(call.out, FP4Tensor)
-        data, scales, _ = output_parts(call.out)
-        views = dict(zip(OPERANDS, operands(problem, data), strict=False))
+    def __init__(self, call: CheckedCall, operand_map: OperandMap):
+        arguments = call.arguments
+        self._names = [operand_map.variable(i, argument, call) for i, argument in enumerate(arguments)]
+        self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in arguments])
+        self._positions = [i for i, argument in enumerate(self._plain) if argument is TENSOR]
         self._variables: dict[str, Any] = dict(
             address=torch.Tensor.data_ptr,
+            storage=torch.Tensor.untyped_storage,
             empty_like=torch.empty_like,
-            function=plan.function,
-            anchor=plan.anchor,
-            ticket=plan.tickets.address,
-            output_like=_like(data),
-            stats_like=None if stats is None else _like(stats),
+            function=call.function,
+            anchor=call.anchor,
+            fits=self.fits,
         )
-        if isinstance(call.out, FP4Tensor):
-            self._variables.update(packed=FP4Tensor, scales_like=_like(scales), original_shape=call.out.original_shape)
-        by_letter = {letter: views[name] for name, letter in LETTERS.items()}
-        for letter, view in {**by_letter, "s": stats, "w": problem.scratch, "t": scales}.items():
-            self._variables[f"{letter}_bytes"] = extent_bytes(view)
-            self._variables[f"{letter}_before"] = -extent_bytes(view)
-        for i, constant in enumerate(plan.constants(*host_scales(problem))):
+        for i, constant in enumerate(call.constants):
             self._variables[f"constant{i}"] = constant
-        self._plain = tuple([TENSOR if isinstance(argument, torch.Tensor) else argument for argument in call.arguments])
-        self._inputs, self._addresses = self._find(call.arguments, places, views)
-        self._also_written = {} if stats is None else {"s": "address(stats)"}
-        if self._is_packed:
-            self._also_written["t"] = "address(out.scale)"
-        if problem.scratch is not None:
-            self._also_written["w"] = self._addresses["scratch"]
-            self._addresses["scratch"] = "w"
+        self._addresses = self._operands(call, operand_map)
+        self._results = self._new_results(call)
+        self._known: set[tuple[int, ...]] = set()
+        self._variables["known"] = self._known
+        tensors = [arguments[i] for i in self._positions]
+        at = [tensor.data_ptr() for tensor in tensors]
+        self._extents = [extent_bytes(tensor) for tensor in tensors]
+        self._misaligned = [address % ALIGNMENT for address in at]
+        is_written = [any(tensor is written for written in call.written) for tensor in tensors]
+        # Two of one storage may interleave, at the distance that has been checked.
+        self._pairs = [
+            (i, j, at[j] - at[i])
+            for i, j in itertools.combinations(range(len(tensors)), 2)
+            if (is_written[i] or is_written[j]) and self._extents[i] and self._extents[j]
+        ]
         self.latest: Launch | None = None
+        self.add_place(arguments)
 
-    def run(self, arguments: Arguments, out: Any, stats: Any) -> Results | None:
+    def run(self, arguments: Arguments, out: Any, statistics: Any) -> Results | None:
         """Launch for arguments that have the key of the checked ones."""
-        results = None if self.latest is None else self.latest(arguments, out, stats)
+        results = None if self.latest is None else self.latest(arguments, out, statistics)
         if results is None:
             # No key holds what else a tensor may be, such as a fake one.
             if not all(is_plain(argument) for argument in arguments if isinstance(argument, torch.Tensor)):
                 return None
             # The first repetition, or tensors that differ in what no key holds, such as requires_grad.
             self.latest = self._function(arguments)
-            results = self.latest(arguments, out, stats)
+            results = self.latest(arguments, out, statistics)
         return results
 
-    def _find(
-        self, arguments: Arguments, places: Places, views: Mapping[str, torch.Tensor | None]
-    ) -> tuple[list[int], dict[str, str]]:
-        """Return the arguments that operands lie in, and the address of each operand as an expression, in order."""
-        inputs, addresses = set(), {}
-        for name, view in views.items():
-            if view is None or name == "out":
-                addresses[name] = "0"
+    def add_place(self, arguments: Arguments) -> None:
+        """Remember addresses and storage sizes that have been checked."""
+        tensors = [arguments[i] for i in self._positions]
+        sizes = [tensor.untyped_storage().nbytes() for tensor in tensors]
+        self._add((*(tensor.data_ptr() for tensor in tensors), *sizes))
+
+    def _add(self, place: tuple[int, ...]) -> None:
+        if len(self._known) >= MOST_KNOWN:
+            self._known.clear()
+        self._known.add(place)
+
+    def fits(self, arguments: Arguments, place: tuple[int, ...]) -> bool:
+        """Remember and accept a place where every storage holds its tensor's elements, every address is aligned like
+        the checked one or to 16 bytes, and nothing that is written overlaps another tensor. ``place`` is the address
+        of each tensor argument and then the size of each one's storage."""
+        at, sizes, extents = place[: len(self._positions)], place[len(self._positions) :], self._extents
+        for i, address, size, extent, misaligned in zip(
+            self._positions, at, sizes, extents, self._misaligned, strict=True
+        ):
+            tensor = arguments[i]
+            if extent and size < tensor.storage_offset() * tensor.element_size() + extent:
+                return False
+            if address % ALIGNMENT not in (0, misaligned):
+                return False
+        for i, j, distance in self._pairs:
+            between = at[j] - at[i]
+            if -extents[j] < between < extents[i] and between != distance:
+                return False
+        self._add(place)
+        return True
+
+    def _operands(self, call: CheckedCall, operand_map: OperandMap) -> list[str]:
+        """Return the address of each operand as an expression, in order."""
+        found = []
+        data, scales, statistics = call.results
+        given = {"out": data, "out_scales": scales, "lse": statistics, "statistics": statistics}
+        for (name, view), address in zip(call.operands.items(), call.addresses, strict=True):
+            if view is None:
+                found.append("0")
                 continue
             if name in RESULTS:
-                addresses[name] = RESULTS[name]
-                continue
-            place = places.find(name, arguments)
-            if not _same_memory(view, arguments[place]):
+                position = next((i for i in self._positions if call.arguments[i] is given[name]), None)
+                if position is None:
+                    new = "out.data" if name == "out" and isinstance(call.out, FP4Tensor) else RESULTS[name]
+                    found.append(f"address({new})")
+                    continue
+            else:
+                position = operand_map.find(name, call.arguments)
+            argument = call.arguments[position]
+            if not _same_memory(view, argument):
                 if name != "scratch":
-                    raise AssertionError(f"operand {name} of the kernel does not lie in {places.tensors[place]}")
+                    raise AssertionError(f"operand {name} of the kernel does not lie in {self._names[position]}")
                 # Launches on another stream have other memory.
                 self._variables["own_scratch"] = functools.partial(own_scratch(view.device).address, view.numel())
-                addresses[name] = "own_scratch()"
+                found.append("own_scratch()")
                 continue
-            inputs.add(place)
-            addresses[name] = f"p{place}"
-            offset = address_of(name, view) - arguments[place].data_ptr()
+            offset = address - argument.data_ptr()
             if offset:
-                self._variables[f"offset_{name}"] = offset
-                addresses[name] += f" + offset_{name}"
-        return sorted(inputs), addresses
+                self._variables[f"{name}_offset"] = offset
+            found.append(f"{self._names[position]}_at" + (f" + {name}_offset" if offset else ""))
+        if call.ticket is not None:
+            self._variables["ticket"] = call.ticket
+            found.append("ticket()")
+        return found
+
+    def _new_results(self, call: CheckedCall) -> list[str]:
+        """Return the lines that allocate results which are not given."""
+        lines = []
+        data, scales, _ = call.results
+        if data is not None and not any(argument is data for argument in call.arguments):
+            self._variables["out_like"] = _like(data)
+            if isinstance(call.out, FP4Tensor):
+                shape = call.out.original_shape
+                self._variables.update(packed=FP4Tensor, scales_like=_like(scales), original_shape=shape)
+            lines.append(f"out = {PACKED if scales is not None else 'empty_like(out_like)'}")
+        if call.statistics is None:
+            lines.append("statistics = None")
+        elif not any(argument is call.statistics for argument in call.arguments):
+            self._variables["statistics_like"] = _like(call.statistics)
+            lines.append("statistics = empty_like(statistics_like)")
+        return lines
 
     def _function(self, arguments: Arguments) -> Launch:
         """Make the function that recognises these arguments."""
-        variables = dict(self._variables)
-        constants = [name for name in variables if name.startswith("constant")]
-        firsts: dict[int, int] = {}  # by tensor, the place where it is given first
-        for i, argument in enumerate(arguments):
-            if isinstance(argument, torch.Tensor):
-                firsts.setdefault(id(argument), i)
+        variables, names = dict(self._variables), self._names
+        firsts: dict[int, int] = {}  # by tensor, the position where it is given first
+        for i in self._positions:
+            firsts.setdefault(id(arguments[i]), i)
         variables["check"] = _guard([arguments[i] for i in firsts.values()])
-        conditions = _conditions(self._plain, [firsts.get(id(argument)) for argument in arguments], variables)
-        variables["known"] = set()
-        # What lies in one argument is at the same distance in every call.
-        inputs = {name: self._addresses[name] for name in ("query", "key", "value")}
-        places = {address.partition(" ")[0]: LETTERS[name] for name, address in reversed(inputs.items())}
-        small = [f"p{i}" for i in self._inputs if f"p{i}" not in places]
-        scales = [found for name in ("key_scales", "value_scales") if (found := self._addresses.get(name, "0")) != "0"]
+        first = {i: firsts[id(arguments[i])] for i in self._positions}
+        conditions = _conditions(self._plain, names, first, variables)
+        if any(arguments[i].requires_grad for i in firsts.values()):
+            # In grad mode such a call warns first. Guards compare requires_grad alone.
+            variables["is_grad_enabled"] = torch.is_grad_enabled
+            conditions.insert(0, f"is_grad_enabled() is {torch.is_grad_enabled()}")
+        of_positions = [names[first[i]] for i in self._positions]
+        aliases = [f"{names[i]}_at = {names[j]}_at" for i, j in first.items() if i != j]
         source = SOURCE.format(
-            where=", ".join([*places.values(), "o", *self._also_written, *scales]),
-            known=" and ".join(["where in known", *small]),
-            most_known=MOST_KNOWN,
-            arguments=", ".join(f"a{i}" for i in range(len(arguments))),
-            conditions=" and ".join(conditions),
-            new_output=PACKED if self._is_packed else "empty_like(output_like)",
-            data="out.data" if self._is_packed else "out",
-            stats="None" if variables["stats_like"] is None else "empty_like(stats_like) if stats is None else stats",
-            pointers="; ".join(f"p{i} = address(a{i})" for i in self._inputs),
-            **inputs,
-            present=" and ".join([*(f"p{i}" for i in self._inputs), *self._also_written]),
-            more="".join(f"; {name} = {address}" for name, address in self._also_written.items()),
-            mask=ALIGNMENT_MASK,
-            unaligned_scales="".join(f"({address}) & {SCALES_READ - 1} or " for address in scales),
-            overlaps=" or ".join([*OUT_OVERLAPS, *itertools.chain(*(MORE_OVERLAPS[n] for n in self._also_written))]),
-            addresses=", ".join((self._addresses | LETTERS).values()),
-            constants=", ".join(constants),
+            arguments=_wrapped(names, 12),
+            conditions="\n            and ".join(conditions),
+            addresses="\n    ".join([*(f"{names[i]}_at = address({names[i]})" for i in firsts.values()), *aliases]),
+            place_addresses=_wrapped([f"{name}_at" for name in of_positions], 8),
+            place_sizes=_wrapped([f"len(storage({name}))" for name in of_positions], 8),
+            results="\n    ".join(self._results),
+            operands=_wrapped(self._addresses, 8),
+            constants=", ".join(name for name in variables if name.startswith("constant")),
         )
         # These are globals of a new function: entering a function that closes over 45 variables copies all of them,
         # and functions that share one code object would share, and spoil, what it remembers about its globals.
@@ -255,27 +316,35 @@ def _compiled(source: str) -> types.CodeType:
     return namespace["launch"].__code__
 
 
-def _conditions(plain: Arguments, firsts: Sequence[int | None], variables: dict[str, Any]) -> list[str]:
+def _conditions(
+    plain: Arguments, names: Sequence[str], firsts: Mapping[int, int], variables: dict[str, Any]
+) -> list[str]:
     """Return what has to hold for other arguments, cheapest first. Values to compare with become variables. Tensors are
     given again where they were before, as torch's guards take each of them once."""
     single, equal, tensors = [], [], []
     for i, value in enumerate(plain):
+        name = names[i]
         if value is TENSOR and firsts[i] == i:
-            tensors.append(f"a{i}")
+            tensors.append(name)
         elif value is TENSOR:
-            single.append(f"a{i} is a{firsts[i]}")
+            single.append(f"{name} is {names[firsts[i]]}")
         elif value is None or isinstance(value, bool):
-            single.append(f"a{i} is {value}")
+            single.append(f"{name} is {value}")
         elif isinstance(value, (type, torch.dtype)):
             variables[f"value{i}"] = value
-            single.append(f"a{i} is value{i}")
+            single.append(f"{name} is value{i}")
         else:
             # Types count: 1, 1.0 and True are equal. They come before values because comparing a tensor would wait for
             # the GPU; most calls give the very object of the call before, which is the quickest to see.
             variables[f"type{i}"], variables[f"value{i}"] = type(value), value
-            equal.append(f"(a{i} is value{i} or type(a{i}) is type{i} and a{i} == value{i})")
+            equal.append(f"({name} is value{i} or type({name}) is type{i} and {name} == value{i})")
     flat = [f"not {tensor}.is_nested" for tensor in tensors]
     return [*single, *equal, *flat, f"check({', '.join(tensors)})"]
+
+
+def _wrapped(parts: Sequence[str], indent: int) -> str:
+    """Return comma-separated parts in lines of 120 columns, of which the first is indented already."""
+    return textwrap.fill(", ".join(parts), 119 - indent).replace("\n", "\n" + indent * " ")
 
 
 def _same_memory(view: torch.Tensor, source: torch.Tensor) -> bool:
@@ -325,5 +394,9 @@ def _torch_guard(*tensors: torch.Tensor) -> Callable[..., bool]:
 
 
 def _slow_guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
-    known = [*map(metadata, tensors)]
-    return lambda *others: all(map(is_plain, others)) and [*map(metadata, others)] == known
+    known = [*map(_guarded, tensors)]
+    return lambda *others: all(map(is_plain, others)) and [*map(_guarded, others)] == known
+
+
+def _guarded(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return *metadata(tensor), tensor.requires_grad

@@ -21,7 +21,7 @@ from hopwell._decoding import (
     workspace_bytes,
 )
 from hopwell._features import named, require_problem
-from hopwell._launch import record
+from hopwell._launch import call_arguments
 from hopwell.kernels import support
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -325,8 +325,9 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
 def _check_sharded(call: XqaCall, part: Shard | None) -> None:
     """Ranks that share keys return what they are merged by. No mask but the causal one goes with them, and no sinks."""
     if part is None:
-        if call.cp_world > 1:
-            raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {call.cp_world}")
+        world = checks.host_int("cp_world", call.cp_world)
+        if world > 1:
+            raise ValueError(f"cp_world must be 1 without causal_seqlens_kv_global, got {world}")
         return
     if not checks.flag("return_lse", call.return_lse):
         raise ValueError("return_lse must be True with causal_seqlens_kv_global: ranks are merged by it")
@@ -370,7 +371,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
         )
     checks.flag("uses_shared_paged_kv_idx", call.uses_shared_paged_kv_idx)
     if max_q_len is not None:
-        checks.host_int("max_q_len", max_q_len, minimum=1)
+        max_q_len = checks.host_int("max_q_len", max_q_len, minimum=1)
     if call.cum_seq_lens_q is None:
         if max_q_len is not None:
             raise ValueError(f"max_q_len must be None without cum_seq_lens_q, got {max_q_len}")
@@ -387,7 +388,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
         entry=support.TRTLLM_DECODE,
         shared_pages=call.uses_shared_paged_kv_idx,
     )
-    return xqa_problem(record(XqaCall, call._asdict() | others))
+    return xqa_problem(call_arguments(XqaCall, call._asdict() | others))
 
 
 _ONLY_NONE = {  # names and types of what is refused; the class of a plan is FlashInfer's

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 
 from hopwell._checks import INT32_MAX
-from hopwell._cudnn import CUDNN_PLACES, CudnnCall, cudnn_problem, scaled
+from hopwell._cudnn import CUDNN_OPERANDS, CudnnCall, cudnn_problem, scaled
 from hopwell._dynamo import opaque
-from hopwell._launch import ANY_BOUND, Calls, record
+from hopwell._launch import ANY_BOUND, Calls, call_arguments
 from hopwell._repeat import Arguments
 
 __all__ = ["cudnn_batch_prefill_with_kv_cache"]
 
-_CUDNN = Calls(CUDNN_PLACES)
+_CUDNN = Calls(CUDNN_OPERANDS)
 ELEMENTS, NATURAL = "elements", "ln"
 
 
@@ -55,6 +55,9 @@ def cudnn_batch_prefill_with_kv_cache(
 
     Signature and meaning follow FlashInfer's function of this name (cuDNN itself is not used): unless told, offsets
     count elements, and the log-sum-exp is natural.
+
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         q: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn.
@@ -151,9 +154,10 @@ def cudnn_batch_prefill_with_kv_cache(
     repeated = _CUDNN.latest(arguments, out, lse) or _CUDNN.repeat(arguments, out, lse)
     if repeated is not None:
         return repeated
-    problem = cudnn_problem(record(CudnnCall, locals()))
+    call = call_arguments(CudnnCall, locals())
+    problem = cudnn_problem(call)
     stats = None
     if problem.lse is not None:
         # A ragged log-sum-exp was viewed as rows for the kernel.
         stats = problem.lse.tensor.view(problem.batch, max_token_per_sequence, q.shape[1]) if lse is None else lse
-    return _CUDNN.run(arguments, problem, out, stats)
+    return _CUDNN.run(arguments, call, problem, out, stats)

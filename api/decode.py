@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from hopwell._checks import FP8, INT32_MAX
-from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
+from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
 from hopwell._dynamo import opaque
-from hopwell._launch import ANY_BOUND, Calls, halves, record, single
+from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
 from hopwell._repeat import Arguments, Results
 from hopwell._xqa import (
     TrtllmDecodeCall,
@@ -26,8 +26,8 @@ __all__ = [
     "xqa_workspace_bytes",
 ]
 
-_XQA = Calls(decode_places("q_cu_seq_lens"))
-_TRTLLM = Calls(decode_places("cum_seq_lens_q"))
+_XQA = Calls(decode_operands("q_cu_seq_lens"))
+_TRTLLM = Calls(decode_operands("cum_seq_lens_q"))
 
 
 @opaque
@@ -68,6 +68,9 @@ def xqa_batch_decode_with_kv_cache(
     Signature and meaning follow FlashInfer's function of this name, except that the output scale is the same for every
     cache dtype: ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit one. (FlashInfer divides
     ``bmm1_scale`` by both where the cache is 16 bits wide.)
+
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         query: [batch * q_len_per_req, num_heads, head_dim], request by request, bfloat16 or float16. head_dim is a
@@ -157,11 +160,12 @@ def xqa_batch_decode_with_kv_cache(
         arguments += (lse, return_lse, return_lse_base)
     done = _XQA.latest(arguments, out, lse) or _XQA.repeat(arguments, out, lse)
     if done is None:
-        problem = xqa_problem(record(XqaCall, locals()))
+        call = call_arguments(XqaCall, locals())
+        problem = xqa_problem(call)
         is_nested = problem.max_q_len > 1 and q_cu_seq_lens is None
         rows = (problem.batch, problem.max_q_len) if is_nested else ()
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
-        done = _XQA.run(arguments, problem, out, stats, rows)
+        done = _XQA.run(arguments, call, problem, out, stats, rows)
     return done if return_lse else done[0]
 
 
@@ -169,7 +173,7 @@ def _checked_trtllm(arguments: Arguments, call: TrtllmDecodeCall) -> Results:
     """Check a call of the trtllm entry that was not recognised, and launch it."""
     problem = trtllm_decode_problem(call)
     stats = call.lse if problem.lse is None or call.lse is not None else problem.lse.tensor
-    return _TRTLLM.run(arguments, problem, call.out, stats)
+    return _TRTLLM.run(arguments, call, problem, call.out, stats)
 
 
 @opaque
@@ -221,6 +225,9 @@ def trtllm_batch_decode_with_kv_cache(
 
     Signature and meaning follow FlashInfer's function of this name. What is not described here is as in
     :func:`xqa_batch_decode_with_kv_cache`.
+
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16, or float8_e4m3fn over a
@@ -352,5 +359,5 @@ def trtllm_batch_decode_with_kv_cache(
         )
     done = _TRTLLM.latest(arguments, out, lse) or _TRTLLM.repeat(arguments, out, lse)
     if done is None:
-        done = _checked_trtllm(arguments, record(TrtllmDecodeCall, locals()))
+        done = _checked_trtllm(arguments, call_arguments(TrtllmDecodeCall, locals()))
     return done if return_lse else done[0]

@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 
 from hopwell._checks import FP8, INT32_MAX
-from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_places
+from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
 from hopwell._dynamo import opaque
-from hopwell._launch import ANY_BOUND, Calls, record, single
+from hopwell._launch import ANY_BOUND, Calls, call_arguments, single
 from hopwell._mla import MlaCall, list_lengths, mla_problem, mla_workspace_bytes, widened_query
 from hopwell._repeat import Arguments
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
 
-_MLA = Calls(decode_places("cum_seq_lens_q", latent=True))
+_MLA = Calls(decode_operands("cum_seq_lens_q", latent=True))
 
 
 @opaque
@@ -72,6 +72,9 @@ def trtllm_batch_decode_with_kv_cache_mla(
     device's multiprocessors, which the driver refuses where a green context or MPS leaves fewer of them.
 
     Signature and meaning follow FlashInfer's documentation of the function of this name.
+
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         query: [batch, q_len, num_heads, kv_lora_rank + qk_rope_head_dim], the absorbed latent query first and the
@@ -213,9 +216,10 @@ def trtllm_batch_decode_with_kv_cache_mla(
         done = _MLA.latest(arguments, out, lse)
     done = done or _MLA.repeat(arguments, out, lse)
     if done is None:
-        problem = mla_problem(record(MlaCall, locals()))
+        call = call_arguments(MlaCall, locals())
+        problem = mla_problem(call)
         rows = query.shape[:2] if cum_seq_lens_q is None else ()
         stats = lse if problem.lse is None or lse is not None else problem.lse.tensor
         renamed = {} if given_lens is None else {"seq_lens": "sparse_mla_top_k_lens"}
-        done = _MLA.run(arguments, problem, out, stats, rows, renamed)
+        done = _MLA.run(arguments, call, problem, out, stats, rows, renamed)
     return done if return_lse else done[0]

@@ -58,6 +58,9 @@ def append_paged_kv_cache(
 
     Signature and meaning follow FlashInfer's documentation of the function of this name; the keywords are ours.
 
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
+
     Args:
         append_key: bfloat16 or float16 [tokens, kv_heads, head_dim]; token and head strides are free multiples of 16
             bytes, so that a slice of packed QKV will do.

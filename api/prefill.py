@@ -7,10 +7,10 @@ from torch import Tensor
 
 from hopwell._cache import has_dtype
 from hopwell._checks import INT32_MAX
-from hopwell._context import CONTEXT_PLACES, ContextCall, context_problem, widened_query
+from hopwell._context import CONTEXT_OPERANDS, ContextCall, context_problem, widened_query
 from hopwell._dynamo import opaque
-from hopwell._fmha_v2 import FMHA_V2_PLACES, FmhaV2Call, fmha_v2_problem, leaves
-from hopwell._launch import ANY_BOUND, Calls, halves, record, single
+from hopwell._fmha_v2 import FMHA_V2_OPERANDS, FmhaV2Call, fmha_v2_problem, leaves
+from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
 from hopwell._repeat import Arguments, Results, output_parts
 from hopwell.cudnn import cudnn_batch_prefill_with_kv_cache
 from hopwell.utils import FP4Tensor
@@ -21,8 +21,8 @@ __all__ = [
     "trtllm_fmha_v2_prefill",
 ]
 
-_CONTEXT = Calls(CONTEXT_PLACES)
-_FMHA_V2 = Calls(FMHA_V2_PLACES)
+_CONTEXT = Calls(CONTEXT_OPERANDS)
+_FMHA_V2 = Calls(FMHA_V2_OPERANDS)
 LOG2 = "log2"
 
 
@@ -34,7 +34,7 @@ def _checked_context(arguments: Arguments, call: ContextCall) -> Results:
         shape = (*call.query.shape[:-1], problem.v_dim)
         out = FP4Tensor(problem.out, problem.out_scales.tensor, original_shape=shape)
     renamed = None if call.kv_cache_sf is None else {"kv_block_scales": "kv_cache_sf"}
-    return _CONTEXT.run(arguments, problem, out, stats, renamed=renamed)
+    return _CONTEXT.run(arguments, call, problem, out, stats, renamed=renamed)
 
 
 @opaque
@@ -92,6 +92,9 @@ def trtllm_batch_context_with_kv_cache(
     hold become the largest that it can.
 
     Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
+
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         query: [tokens, num_heads, head_dim], bfloat16, float16 or float8_e4m3fn, requests one after the other. Strides
@@ -232,7 +235,7 @@ def trtllm_batch_context_with_kv_cache(
         repeated = _CONTEXT.latest(arguments, out, lse)
     done = repeated or _CONTEXT.repeat(arguments, out, lse)
     if done is None:
-        done = _checked_context(arguments, record(ContextCall, locals()))
+        done = _checked_context(arguments, call_arguments(ContextCall, locals()))
     return done if return_lse else done[0]
 
 
@@ -271,6 +274,9 @@ def trtllm_fmha_v2_prefill(
     ``window_left=0`` means a window of one key under every mask mode that takes one and ``chunked_attention_size=1`` a
     chunk of one, "padding" hides no key under ALiBi either, and contradictory arguments, unknown mask modes and unknown
     position encodings are refused.
+
+    Inference only: no gradient flows through a call. In grad mode, the first call with an argument that requires grad
+    warns; under ``HOPWELL_CHECK=1`` every such call raises ValueError.
 
     Args:
         qkv: bfloat16, float16 or float8_e4m3fn tensors as ``input_layout`` says, all of one dtype.
@@ -360,6 +366,7 @@ def trtllm_fmha_v2_prefill(
     repeated = _FMHA_V2.latest(arguments, out, None) or _FMHA_V2.repeat(arguments, out)
     if repeated is not None:
         return repeated if save_softmax_stats else repeated[0]
-    problem = fmha_v2_problem(record(FmhaV2Call, locals()))
-    results = _FMHA_V2.run(arguments, problem, out, problem.statistics)
+    call = call_arguments(FmhaV2Call, locals())
+    problem = fmha_v2_problem(call)
+    results = _FMHA_V2.run(arguments, call, problem, out, problem.statistics)
     return results if save_softmax_stats else results[0]

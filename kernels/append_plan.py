@@ -46,11 +46,8 @@ class AppendPlan:
             # Most of a cache stays as it is.
             spans = [(name(operand), "inout" if operand in CACHES else "in", view) for operand, view in named]
             with contextlib.nullcontext() if self.repeatable else emulated_memory(spans):
-                self.launch_at([address_of(operand, view) for operand, view in named])
-
-    def launch_at(self, addresses: Sequence[int]) -> None:
-        """Launch on the current stream of the plan's device; ``addresses`` are those of :class:`AppendAddresses`."""
-        self.function(self.anchor, tuple(addresses), *self.constants)
+                addresses = tuple([address_of(operand, view) for operand, view in named])
+                self.function(self.anchor, addresses, *self.constants)
 
 
 def operands(problem: AppendProblem) -> tuple[torch.Tensor | None, ...]:

@@ -52,7 +52,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> type[RecordingPlan]:
     monkeypatch.setattr(_launch, "Plan", RecordingPlan)
     prefill = [(hopwell.prefill, name) for name in ("_CONTEXT", "_FMHA_V2")]
     for module, calls in (*prefill, (cudnn, "_CUDNN"), (decode, "_XQA"), (decode, "_TRTLLM"), (mla, "_MLA")):
-        monkeypatch.setattr(module, calls, _launch.Calls(getattr(module, calls).places))
+        monkeypatch.setattr(module, calls, _launch.Calls(getattr(module, calls).operand_map))
     RecordingPlan.problems.clear()
     RecordingPlan.addresses.clear()
     return RecordingPlan

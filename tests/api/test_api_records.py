@@ -10,8 +10,8 @@ import pytest
 from helpers import api_calls
 
 from hopwell import _context, _cudnn, _fmha_v2, _mla, _xqa, cudnn, decode, mla, prefill
-from hopwell._launch import record
-from hopwell._repeat import Places
+from hopwell._launch import call_arguments
+from hopwell._repeat import OperandMap
 from hopwell.kernels.launch import OPERANDS
 
 RECORDS: list[tuple[Callable[..., Any], type, set[str], set[str]]] = [  # what parameters, and what fields, are besides
@@ -20,7 +20,7 @@ RECORDS: list[tuple[Callable[..., Any], type, set[str], set[str]]] = [  # what p
     (
         cudnn.cudnn_batch_prefill_with_kv_cache,
         _cudnn.CudnnCall,
-        {"q_scale", "k_scale", "v_scale"},
+        set(),
         {"output_scale"},
     ),
     (decode.trtllm_batch_decode_with_kv_cache, _xqa.TrtllmDecodeCall, set(), {"query_dtype"}),
@@ -46,7 +46,7 @@ def test_what_decode_adds_to_xqa_has_defaults() -> None:
 
 def test_a_record_lacks_nothing() -> None:
     with pytest.raises(TypeError, match="qkv"):
-        record(_fmha_v2.FmhaV2Call, {"query": None})
+        call_arguments(_fmha_v2.FmhaV2Call, {"query": None})
 
 
 PLACES = (prefill._CONTEXT, prefill._FMHA_V2, cudnn._CUDNN, decode._XQA, decode._TRTLLM, mla._MLA)
@@ -54,15 +54,15 @@ PLACES = (prefill._CONTEXT, prefill._FMHA_V2, cudnn._CUDNN, decode._XQA, decode.
 
 @pytest.mark.parametrize("calls", PLACES, ids=("context", "fmha_v2", "cudnn", "xqa", "trtllm", "mla"))
 def test_operands_lie_in_arguments(calls: Any) -> None:
-    for operand, names in calls.places.operands.items():
+    for operand, names in calls.operand_map.operands.items():
         assert operand in OPERANDS
-        assert set([names] if isinstance(names, str) else names) <= set(calls.places.tensors)
+        assert set([names] if isinstance(names, str) else names) <= set(calls.operand_map.tensors)
 
 
 def test_an_argument_at_another_place_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    places = prefill._CONTEXT.places
+    places = prefill._CONTEXT.operand_map
     swapped = [*places.tensors]
     swapped[3], swapped[4] = swapped[4], swapped[3]
-    monkeypatch.setattr(prefill._CONTEXT, "places", Places(tuple(swapped), places.operands))
+    monkeypatch.setattr(prefill._CONTEXT, "operand_map", OperandMap(tuple(swapped), places.operands))
     with pytest.raises(AssertionError, match="operand kv_lens of the kernel does not lie in seq_lens"):
         prefill.trtllm_batch_context_with_kv_cache(**api_calls.form(api_calls.CONTEXT, "stacked-HND"))

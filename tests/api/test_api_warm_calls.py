@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ from hopwell import _launch, _repeat
 
 # The log-sum-exp of cuDNN's entry is allocated anew in each call: test_warm_cudnn_lse looks at that.
 RUNNING = [case for case in IN_PLACE if not case.function.__name__.startswith(CUDNN)]
+
+
+HOST = Path(__file__).parents[2] / "docs" / "kernels" / "host.md"
 
 
 def output_of(results: Any) -> torch.Tensor:
@@ -257,16 +261,18 @@ def test_other_metadata_is_another_call(
 
 
 def test_tensors_that_need_a_gradient_are_recognised_too(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys do not hold it and torch's guards do."""
+    """Keys do not hold it and torch's guards do. The first call warns, and is checked."""
     arguments = form(CONTEXT, "stacked-HND")
     other = {**arguments, "query": arguments["query"].clone().requires_grad_()}
-    for _ in range(2):
-        for each in (arguments, other):
-            FUNCTIONS[CONTEXT](**each)
+    FUNCTIONS[CONTEXT](**arguments)
+    with pytest.warns(UserWarning, match="query"):
+        FUNCTIONS[CONTEXT](**other)
+    for each in (arguments, other):
+        FUNCTIONS[CONTEXT](**each)
     monkeypatch.setattr(_launch, "_key", None)
     for each in (arguments, other):
         FUNCTIONS[CONTEXT](**each)
-    assert len(recorded.problems) == 1
+    assert len(recorded.problems) == 2
 
 
 def test_a_tensor_given_twice_is_two_operands(recorded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,3 +391,42 @@ def test_a_pool_with_v_elsewhere_is_another_call(recorded: Any) -> None:
     pool = api_calls.data(3, api_calls.PAGES, *api_calls.page_shape("HND"))
     FUNCTIONS[FMHA](**{**arguments, "qkv": (query, (pool[0], pool[2]))})
     assert len(recorded.problems) == 2
+
+
+def test_the_document_prints_the_function_of_a_repeated_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    sources = []
+    compiled = _repeat._compiled
+    monkeypatch.setattr(_repeat, "_compiled", lambda source: sources.append(source) or compiled(source))
+    arguments = form(XQA, "stacked-NHD")
+    arguments["out"] = torch.empty_like(arguments["query"])
+    for _ in range(2):
+        FUNCTIONS[XQA](**arguments)
+    (source,) = sources
+    printed = HOST.read_text().partition("```text\n")[2].partition("```")[0]
+    assert printed.strip() == source.strip()
+
+
+def test_results_that_interleave_with_inputs_are_remembered(recorded: Any) -> None:
+    """Ranges overlap and rows do not: the checks decide it, once for each distance or place."""
+    arguments = form(CONTEXT, "stacked-HND")
+    tokens, heads, dim = arguments["query"].shape
+
+    def call(out_at: int) -> None:
+        rows = torch.zeros(tokens, heads, 3 * dim, dtype=arguments["query"].dtype)
+        for _ in range(3):
+            out = rows[..., out_at * dim : (out_at + 1) * dim]
+            FUNCTIONS[CONTEXT](**{**arguments, "query": rows[..., :dim], "out": out})
+
+    for out_at, checked in ((1, 1), (1, 1), (2, 2), (1, 2), (2, 3)):
+        call(out_at)
+        assert len(recorded.problems) == checked
+
+
+def test_an_address_with_the_alignment_that_was_checked_is_known(recorded: Any) -> None:
+    """Indices lie at multiples of 4 bytes, such as the rest of a longer tensor."""
+    arguments = form(XQA, "stacked-NHD")
+    for first in (1, 1, 0, 1, 2):
+        longer = torch.zeros(first + 3, dtype=torch.int32)
+        FUNCTIONS[XQA](**{**arguments, "seq_lens": longer[first:]})
+    assert len(recorded.problems) == 2
+    assert [addresses[9] % 16 for addresses in recorded.addresses] == [4, 4, 0, 4, 8]

@@ -252,12 +252,16 @@ def test_one_kernel_copies_both_16_bit_types() -> None:
 def test_a_repeated_call_is_launched_with_its_own_addresses(
     monkeypatch: pytest.MonkeyPatch, case: str, stacked: bool
 ) -> None:
-    launched: list[list[int]] = []
-    monkeypatch.setattr(AppendPlan, "__init__", lambda self, problem: None)
-    monkeypatch.setattr(AppendPlan, "has_work", True, raising=False)
-    monkeypatch.setattr(AppendPlan, "repeatable", True, raising=False)
+    launched: list[tuple[int, ...]] = []
+    constants = (object(), 0.5, 0.25, 1)
+
+    def function(anchor: object, addresses: tuple[int, ...], *more: object) -> None:
+        assert more == constants
+        launched.append(addresses)
+
+    made = dict(has_work=True, repeatable=True, function=function, anchor=object(), constants=constants)
+    monkeypatch.setattr(AppendPlan, "__init__", lambda self, problem: vars(self).update(made))
     monkeypatch.setattr(AppendPlan, "launch", lambda self, views, name: None)
-    monkeypatch.setattr(AppendPlan, "launch_at", lambda self, addresses: launched.append(list(addresses)))
     monkeypatch.setattr(page, "_APPEND", AppendCalls())
 
     def call(data: Data, **changes: Any) -> None:
@@ -271,14 +275,14 @@ def test_a_repeated_call_is_launched_with_its_own_addresses(
     call(second)
     parts = [view.data_ptr() for view in second.views()]
     inputs = [second.key.data_ptr(), second.value.data_ptr()]
-    assert launched.pop()[:6] == [*inputs, *parts, *[0] * (4 - len(parts))]
+    assert launched.pop()[:6] == (*inputs, *parts, *[0] * (4 - len(parts)))
     if not stacked:
         with pytest.raises(ValueError, match="must not share memory"):
             call(second, paged_kv_cache=(second.cache[0], second.cache[0]))
     wide = second.indices.long()
     for _ in range(2):
         call(second, kv_indices=wide)
-    assert launched.pop()[8:10] == [wide.data_ptr() + 1] * 2  # odd as an address of int64
+    assert launched.pop()[8:10] == (wide.data_ptr() + 1,) * 2  # odd as an address of int64
     with pytest.raises(ValueError, match="kv_layout"):
         call(second, kv_layout="ndh")
     assert launched == []

@@ -134,7 +134,9 @@ def test_scales(launches: list[Any], name: str, cache: torch.dtype, value: float
 
 def test_switching(launches: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that has been checked and is repeated is looked at as soon as the check is on."""
-    monkeypatch.setattr(AppendPlan, "launch_at", lambda self, addresses: launches.append(addresses))
+    repeated = staticmethod(lambda anchor, addresses: launches.append(addresses))
+    for name, value in dict(function=repeated, anchor=None, constants=()).items():
+        monkeypatch.setattr(AppendPlan, name, value, raising=False)
     monkeypatch.setattr(settings.CHECK, "given", None)  # and again after the test
     data = Data(Case())
     data.positions[1] = 8

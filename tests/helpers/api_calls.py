@@ -378,6 +378,15 @@ def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def batched(value: torch.Tensor) -> torch.Tensor:
+    """Return what torch.vmap makes of a tensor."""
+    level = torch._C._functorch._vmap_increment_nesting(2, "error")
+    try:
+        return torch._C._functorch._add_batch_dim(torch.stack([value, value]), 0, level)
+    finally:
+        torch._C._functorch._vmap_decrement_nesting()
+
+
 def odd_stride(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     """Rows of a multiple of 4 bytes that is no multiple of 16."""
     return data(*shape[:-1], shape[-1] + 2, dtype=dtype)[..., : shape[-1]]
