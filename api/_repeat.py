@@ -8,7 +8,8 @@ which are None, and which operands lie in them. docs/kernels/host.md prints one 
 A repeated call does for every argument what a first call does. Its form, metadata and plain values equal those of a
 checked call, else the call is checked. Addresses and storage sizes are compared with a set of places that are known to
 be good: aligned, apart where a call writes, and large enough. :meth:`Repeat.fits` adds a place where a conservative
-test passes. Where it does not, the call is checked, and a place that the checks accept is added as well.
+test passes. Where it does not, the call is checked, and a place that the checks accept is added as well. One case is
+not found: a storage resized to the size of an earlier one, with a view that starts further in, at the same address.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ TENSORS: dict[str, Callable[[torch.Tensor], Any]] = {
     "further-in-storage": lambda t: at(torch.zeros(512 + bytes_of(t), dtype=torch.uint8), 256, t),
     "resized-to-nothing": lambda t: resized(t, 0),
     "resized-to-half": lambda t: resized(t, bytes_of(t) // 2),
-    "resized-further-in": lambda t: resized(t, bytes_of(t), start=256),
+    # No other tensor has a storage of this size: one of the same size and address would be known, see host.md.
+    "resized-further-in": lambda t: resized(t, bytes_of(t) + 36, start=256),
     "resized-within-bounds": lambda t: resized(t, bytes_of(t) + 64),
     "requires-grad": lambda t: t.clone().requires_grad_(),
     "parameter": lambda t: torch.nn.Parameter(t.clone(), requires_grad=False),
