@@ -62,9 +62,9 @@ class PackedRows(DeviceStruct):
         where it ``writes``."""
         a, g = self.addresses, self.geometry
         token, head = self._place(row)
-        sink = load_sink(a.sinks, head)
-        factor, lse = normalised(reference, total, sink)
+        factor, lse = normalised(reference, total, load_sink(a.sinks, head))
         if a.lse != 0 and writes:
-            value = log_sum_exp(lse, sink, Int32(g.lse_natural))
+            # Reading the sink again costs less than a register that holds it: kernels of MLA spilled 8 bytes.
+            value = log_sum_exp(lse, load_sink(a.sinks, head), Int32(g.lse_natural))
             global_array(Float32, a.lse)[Int64(token) * g.lse_row + head * g.lse_head] = value
         return factor * self.scale

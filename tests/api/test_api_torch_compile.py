@@ -85,7 +85,7 @@ def examples(function: Callable[..., Any], stand_in: Compiled) -> doctest.TestRe
 
 
 @pytest.mark.usefixtures("recorded")
-@pytest.mark.parametrize("function", public_functions())
+@pytest.mark.parametrize("function", list(public_functions()))
 def test_a_public_function_in_a_compiled_one(function: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     for switch in (settings.CHECK, settings.BATCH_INVARIANT):

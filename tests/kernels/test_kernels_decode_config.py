@@ -123,6 +123,7 @@ class TestShipped:
             kv_type=KvType.INT8,
             rows=FEW_ROWS[0],
             uneven_pages=True,
+            short_leaves=True,
         )
         assert set(others) == {field.name for field in fields(DecodeConfig)}
         for field, value in others.items():
