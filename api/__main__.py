@@ -92,7 +92,8 @@ def _demo(options: argparse.Namespace) -> int:
 
 
 def _compile(options: argparse.Namespace) -> int:
-    from hopwell.kernels import ahead, shipped
+    from hopwell.kernels.capability import shipped
+    from hopwell.kernels.jit import ahead
 
     types = tuple(options.prefill_types)
     configs = [c for c in shipped.kernels_to_ship(options.arch, types) if options.match.search(c.name)]
@@ -111,8 +112,8 @@ def _compile(options: argparse.Namespace) -> int:
 
 
 def _cache(options: argparse.Namespace) -> int:
-    from hopwell.kernels import cache_contents, cache_folder
-    from hopwell.kernels.ahead import size
+    from hopwell.kernels.jit import cache_contents, cache_folder
+    from hopwell.kernels.jit.ahead import size
 
     if options.clear:
         print(f"removed {size(cache_contents.clear(options.stale))} from {cache_folder.root()}")
@@ -130,7 +131,7 @@ def _cache(options: argparse.Namespace) -> int:
 
 
 def _support(options: argparse.Namespace) -> int:
-    from hopwell.kernels import features
+    from hopwell.kernels.capability import features
 
     print(features.support_matrix(), end="")
     return 0

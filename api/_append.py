@@ -13,10 +13,11 @@ from hopwell._cache import KV_LAYOUTS, SCALE_TYPES, pair_or_tensor
 from hopwell._features import require_problem
 from hopwell._launch import Calls
 from hopwell._repeat import CheckedCall, OperandMap
-from hopwell.kernels import append_data, support
-from hopwell.kernels.append_config import SMALLEST_SCALE, AppendAddresses, AppendProblem, CacheType
-from hopwell.kernels.append_plan import AppendPlan, operands
-from hopwell.kernels.launch import address_of
+from hopwell.kernels import support
+from hopwell.kernels.append import device_data as append_data
+from hopwell.kernels.append.config import SMALLEST_SCALE, AppendAddresses, AppendProblem, CacheType
+from hopwell.kernels.append.plan import AppendPlan, operands
+from hopwell.kernels.launch.arguments import address_of
 from hopwell.kernels.problem import PageTable
 from hopwell.layouts import NVFP4_BLOCK, KVViews, VScaleLayout, block_scale_views, paged_kv_views
 

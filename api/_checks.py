@@ -464,8 +464,8 @@ def disjoint(name: str, written: torch.Tensor, others: Iterable[tuple[str, torch
 
 
 def _extent(value: torch.Tensor) -> tuple[int, int, int, list[int]]:
-    """Return the first byte, the one past the last, the bytes of an innermost piece without gaps, and the strides
-    between such pieces."""
+    """Return the first byte, the one past the last, the bytes of an innermost partial without gaps, and the strides
+    between such partials."""
     size = value.element_size()
     steps = [(n, stride * size) for n, stride in zip(value.shape, value.stride(), strict=True) if n > 1]
     start = value.data_ptr()

@@ -12,7 +12,8 @@ from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell._features import named, require_problem
 from hopwell._repeat import OperandMap
-from hopwell.kernels import families, features, support
+from hopwell.kernels import registry, support
+from hopwell.kernels.capability import features
 from hopwell.kernels.problem import AttentionProblem, BlockScales, LogSumExp, LseLayout, Mask, MaskKind, OutputScales
 from hopwell.layouts import NVFP4_BLOCK, swizzled_128x4_shape
 from hopwell.utils import FP4Tensor
@@ -57,7 +58,7 @@ class ContextCall(NamedTuple):
     backend: str | None
     use_fp16_softmax: bool | None
     uses_spcompress: bool | None
-    query_dtype: torch.dtype | None  # of the caller's query, where ``query`` has been widened
+    query_dtype: torch.dtype | None  # of the caller's query, where ``query`` has been dequantized
 
 
 @dataclass(frozen=True)
@@ -152,11 +153,11 @@ def _check_query(query: Any) -> None:
     checks.tma_readable("query", query)
 
 
-def widened_query(query: torch.Tensor) -> torch.Tensor:
-    """Return e4m3 queries over an NVFP4 cache as float16, which holds all of their values, where kernels do not widen
-    them: that is what they multiply with NVFP4 elements times their scales, which e4m3 does not hold."""
+def dequantized_query(query: torch.Tensor) -> torch.Tensor:
+    """Return e4m3 queries over an NVFP4 cache as float16, which holds all of their values, where kernels do not
+    dequantize them: that is what they multiply with NVFP4 elements times their scales, which e4m3 does not hold."""
     _check_query(query)  # a copy has none of the faults that are looked for
-    if families.can_widen_q(support.arch_of(query.device)):
+    if registry.can_dequantize_q(support.arch_of(query.device)):
         return query
     return query.to(torch.float16)
 

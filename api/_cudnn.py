@@ -12,7 +12,7 @@ from hopwell import _device_data
 from hopwell._features import require_problem
 from hopwell._repeat import OperandMap
 from hopwell.kernels import support
-from hopwell.kernels.device_data import scale_rule
+from hopwell.kernels.launch.device_data import scale_rule
 from hopwell.kernels.problem import (
     AttentionProblem,
     LogSumExp,

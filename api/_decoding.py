@@ -9,11 +9,12 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell._repeat import OperandMap
-from hopwell.kernels import families, settings, support
-from hopwell.kernels.plan import multiprocessors
-from hopwell.kernels.problem import Family, LogSumExp, LseLayout, Shard, TokenOffsets
-from hopwell.kernels.scratch import own_scratch
-from hopwell.kernels.splitting import scratch_bytes
+from hopwell.kernels import registry, support
+from hopwell.kernels.config.splitting import scratch_bytes
+from hopwell.kernels.jit import settings
+from hopwell.kernels.launch.plan import multiprocessors
+from hopwell.kernels.launch.scratch import own_scratch
+from hopwell.kernels.problem import DcpRank, Family, LogSumExp, LseLayout, TokenOffsets
 
 NATURAL_BASE = "basee"
 LSE_BASES = (NATURAL_BASE, "base2")
@@ -43,11 +44,11 @@ def workspace_bytes(
     """Return the size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU
     without one."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    tiled = families.is_tiled(Family.MLA if latent else Family.DECODE, support.arch_of(on))
-    # Whether keys are cut into portions depends on the batch as well.
+    tiled = registry.is_tiled(Family.MLA if latent else Family.DECODE, support.arch_of(on))
+    # Whether keys are cut into CTA parts depends on the batch as well.
     ways = (False, True) if latent and not settings.BATCH_INVARIANT.is_on else (False,)
     sizes = max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on), latent, tiled
-    return max(scratch_bytes(*sizes, by_portions) for by_portions in ways)
+    return max(scratch_bytes(*sizes, by_cta_parts) for by_cta_parts in ways)
 
 
 def workspace(
@@ -114,13 +115,13 @@ def ragged_starts(
     return batch, most, checks.cumulative(name, starts, batch, query.device)
 
 
-def shard(kv_global: Any, world: Any, rank: Any, batch: int, on: torch.device) -> Shard | None:
+def dcp_rank(kv_global: Any, world: Any, rank: Any, batch: int, on: torch.device) -> DcpRank | None:
     """Say which of all keys this rank has, where ``causal_seqlens_kv_global`` is given."""
     count = checks.host_int("cp_world", world, minimum=1)
     index = checks.host_int("cp_rank", rank, maximum=count - 1)
     if kv_global is None:
         return None
-    return Shard(checks.lengths("causal_seqlens_kv_global", kv_global, batch, on), count, index)
+    return DcpRank(checks.lengths("causal_seqlens_kv_global", kv_global, batch, on), count, index)
 
 
 def refused(entry: str, what: str, on: torch.device) -> NotImplementedError:

@@ -17,7 +17,7 @@ from hopwell.mla import mla_workspace_bytes
 
 MAX_ERROR = 8e-3  # relative to the largest output; one key too many or too few among few hundred costs more
 CHECKED_ROWS = 64  # of each request, the last ones
-LISTED = 5  # requests
+TOPK = 5  # requests
 
 
 class Batch(ABC):
@@ -98,10 +98,10 @@ class Batch(ABC):
         requests = [f"{q} of {kv}" for q, kv in zip(self.q_lens, self.kv_lens, strict=True)]
         heads = f"heads {self.heads}/{self.kv_heads}"
         dims = f"head dims {self.HEAD_DIM}/{self.V_HEAD_DIM}"
-        more = f", ... {requests[-1]}" if len(requests) > LISTED else ""
+        more = f", ... {requests[-1]}" if len(requests) > TOPK else ""
         return (
             f"{self.ENTRY}\n"
-            f"  {len(requests)} requests (new tokens of all): {', '.join(requests[:LISTED])}{more}\n"
+            f"  {len(requests)} requests (new tokens of all): {', '.join(requests[:TOPK])}{more}\n"
             f"  {heads} (Q/KV), {dims} (QK/V), bf16, causal\n"
             f"  cache {list(self.kv_cache.shape)}: {self.CACHE}"
         )

@@ -8,9 +8,9 @@ import torch
 
 from hopwell import _checks as checks
 from hopwell._switches import forget_calls
-from hopwell.kernels import settings
-from hopwell.kernels.device_data import Rule, first_fault
-from hopwell.kernels.tickets import is_capturing
+from hopwell.kernels.jit import settings
+from hopwell.kernels.launch.device_data import Rule, first_fault
+from hopwell.kernels.launch.tickets import is_capturing
 
 
 def check_device_data(enable: bool) -> None:

@@ -1,4 +1,4 @@
-"""Refusal of well-formed calls that no kernel serves, by the table in ``hopwell.kernels.features``."""
+"""Refusal of well-formed calls that no kernel serves, by the table in ``hopwell.kernels.capability.features``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from hopwell.kernels import features
-from hopwell.kernels.append_config import AppendProblem
+from hopwell.kernels.append.config import AppendProblem
+from hopwell.kernels.capability import features
 from hopwell.kernels.problem import AttentionProblem
 
 # Where arguments of a record ask for rows of the table, by the rows' keys. Rows of dtypes, sizes, caches and masks are
@@ -30,7 +30,7 @@ def require_problem(
         problem: the checked call.
         arch: architecture of the call.
         arguments: the arguments that asked for rows of the table, by the keys of rows.
-        query_dtype: dtype of the caller's query, where the problem's query is a widened copy of it.
+        query_dtype: dtype of the caller's query, where the problem's query is a dequantized copy of it.
     """
     row = features.lacking(entry, problem, arch)
     if row is not None:

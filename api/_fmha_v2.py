@@ -203,7 +203,7 @@ def fmha_v2_problem(call: FmhaV2Call) -> AttentionProblem:
 
 def leaves(qkv: Any) -> tuple[Any, Any, Any, int | None]:
     """Return the tensors that Q, K and V lie in, None for what is not told apart; and the bytes from K to V in a (K, V)
-    pool: page ids of both count from K, so this is part of the layout. What is malformed stays in one piece."""
+    pool: page ids of both count from K, so this is part of the layout. What is malformed stays in one partial."""
     if isinstance(qkv, (tuple, list)):
         if len(qkv) == 3 and qkv[1] is not None and qkv[2] is not None:
             return *qkv, None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hopwell.kernels import settings
+from hopwell.kernels.jit import settings
 from hopwell.utils import FP4Tensor
 
 UNUSED = ("workspace_buffer", "multi_ctas_kv_counter_buffer")  # their contents enter no result

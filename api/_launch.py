@@ -30,9 +30,9 @@ from hopwell._repeat import (
     output_parts,
 )
 from hopwell.kernels import Plan
-from hopwell.kernels.device_data import rules_of
-from hopwell.kernels.launch import OPERANDS, addresses_of
-from hopwell.kernels.plan import host_scales, operands
+from hopwell.kernels.launch.arguments import OPERANDS, addresses_of
+from hopwell.kernels.launch.device_data import rules_of
+from hopwell.kernels.launch.plan import host_scales, operands
 from hopwell.kernels.problem import AttentionProblem
 
 CAPACITY = 4096  # keys kept for each entry point; serving meets a few a step, and all are cheap to make again
@@ -48,7 +48,7 @@ _Call = TypeVar("_Call", bound=tuple[Any, ...])
 
 
 def halves(cache: Any) -> tuple[Any, Any]:
-    """Return K and V of a pair, and anything else with None. A pair of a tensor and None stays in one piece, as the
+    """Return K and V of a pair, and anything else with None. A pair of a tensor and None stays in one partial, as the
     tensor alone is another argument."""
     is_pair = isinstance(cache, (tuple, list)) and len(cache) == 2 and cache[1] is not None
     return tuple(cache) if is_pair else (cache, None)

@@ -11,34 +11,34 @@ from hopwell._cache import check_dtype
 from hopwell._decoding import (
     NATURAL_BASE,
     check_counter_buffer,
+    dcp_rank,
     dense_tokens,
     flat_tokens,
     log_sum_exp,
     ragged_starts,
     refuse_skip_softmax,
     refused,
-    shard,
     workspace,
     workspace_bytes,
 )
 from hopwell._features import named, require_problem
-from hopwell.kernels import families, support
+from hopwell.kernels import registry, support
+from hopwell.kernels.config.splitting import most_new_tokens
 from hopwell.kernels.problem import (
     AttentionProblem,
+    DcpRank,
     Family,
     LogSumExp,
     Mask,
     MaskKind,
     PageTable,
-    Shard,
     TokenOffsets,
 )
-from hopwell.kernels.splitting import most_new_tokens
 from hopwell.layouts import FP8_DS_MLA_BYTES, KVViews, mla_kv_views
 
 BACKENDS = ("auto", "xqa", "trtllm-gen", "cute-dsl", "sparse")
 SPARSE_BACKEND = "sparse"  # which serves lists alone
-NATURAL_BACKEND = "cute-dsl"  # whose log-sum-exps are natural, also in the calls that merge ranks
+NATURAL_BACKEND = "cute-dsl"  # whose log-sum-exps are natural, also in the calls that combine ranks
 # (kv_lora_rank, qk_rope_head_dim)
 DIMS, SPARSE_DIMS = (
     tuple((v, qk - v) for qk, v in dims) for dims in (support.MLA_HEAD_DIMS, support.SPARSE_MLA_HEAD_DIMS)
@@ -49,7 +49,7 @@ KV_SCALE_FORMATS = ("auto", "pow2_fp32", "arbitrary_fp32")
 
 
 class MlaCall(NamedTuple):
-    """The arguments of a call. ``query`` is :func:`widened_query` of what the caller gave, whose dtype was
+    """The arguments of a call. ``query`` is :func:`dequantized_query` of what the caller gave, whose dtype was
     ``query_dtype``, and ``seq_lens`` and ``sparse_mla_top_k_lens`` are what :func:`list_lengths` makes of them."""
 
     query: torch.Tensor
@@ -100,10 +100,10 @@ def _refuse_unserved(call: MlaCall) -> None:
         raise refused(support.MLA, "use_fp16_softmax=True", on)
 
 
-def _shard(call: MlaCall, batch: int) -> Shard | None:
+def _dcp_rank(call: MlaCall, batch: int) -> DcpRank | None:
     """Say what this rank has of all keys."""
     kv_global = call.causal_seqlens_kv_global
-    found = shard(kv_global, call.cp_world, call.cp_rank, batch, call.query.device)
+    found = dcp_rank(kv_global, call.cp_world, call.cp_rank, batch, call.query.device)
     if not checks.flag("enable_dcp", call.enable_dcp):
         world = checks.host_int("cp_world", call.cp_world)
         if found is not None or world > 1:
@@ -118,13 +118,13 @@ def _shard(call: MlaCall, batch: int) -> Shard | None:
     return found
 
 
-def widened_query(query: Any) -> Any:
+def dequantized_query(query: Any) -> Any:
     """Return e4m3 queries as bfloat16, which holds all of their values, where that is what kernels multiply, and others
     as they are."""
     if not (isinstance(query, torch.Tensor) and query.dtype == checks.FP8):
         return query
     checks.main_tensor("query", query)  # a copy has none of the faults that are looked for
-    if families.takes_bytes(support.arch_of(query.device)):
+    if registry.has_fp8_mma(support.arch_of(query.device)):
         return query
     checks.tma_readable("query", query)
     return query.to(torch.bfloat16)
@@ -291,7 +291,7 @@ def _tables(call: MlaCall, batch: int, top_k: int, page_size: int) -> tuple[Page
     return table, None, checks.capacity(table, page_size)
 
 
-def _log_sum_exp(call: MlaCall, query: torch.Tensor, part: Shard | None) -> LogSumExp | None:
+def _log_sum_exp(call: MlaCall, query: torch.Tensor, part: DcpRank | None) -> LogSumExp | None:
     """Say where the log-sum-exp of ``query`` [tokens, heads, head_dim] goes."""
     base = call.return_lse_base
     if base is None and (call.backend == NATURAL_BACKEND or part is not None):
@@ -324,7 +324,7 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
     checks.flag("return_lse", call.return_lse)
     check_counter_buffer(call.multi_ctas_kv_counter_buffer)
     _refuse_unserved(call)
-    part = _shard(call, batch)
+    part = _dcp_rank(call, batch)
     if heads < 1:
         raise ValueError(f"query must have at least one head, got shape {tuple(call.query.shape)}")
 
@@ -370,7 +370,7 @@ def mla_problem(call: MlaCall) -> AttentionProblem:
         output_scale=output_scale,
         page_table=table,
         token_table=lists,
-        shard=part,
+        dcp_rank=part,
         sinks=sinks,
         lse=log,
         scratch=scratch,

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hopwell._checks import is_plain
-from hopwell.kernels.scratch import own_scratch
+from hopwell.kernels.launch.scratch import own_scratch
 from hopwell.utils import FP4Tensor
 
 # An entry point's arguments in one row: tensors, and plain values that can be compared. None for what is not given.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from hopwell import _checks as checks
-from hopwell.kernels import settings
+from hopwell.kernels.jit import settings
 
 _forgetful: list[Callable[[], None]] = []  # what forgets the calls that would be repeated as they were
 
@@ -26,7 +26,7 @@ def batch_invariant(enable: bool) -> None:
     ``HOPWELL_BATCH_INVARIANT``.
 
     All entries but MLA's are always batch invariant: a request's output and log-sum-exp have the bits that it would get
-    alone. MLA decode cuts the keys of all requests into equal portions, which keeps every multiprocessor busy to the
+    alone. MLA decode cuts the keys of all requests into equal CTA parts, which keeps every multiprocessor busy to the
     end, so that where a request's keys are cut, and with it the rounding of its last bits, depends on the lengths of
     the others. With this setting it cuts requests by their own lengths alone. Products of up to 16 rows (heads times
     new tokens) are batch invariant either way. Results are deterministic either way: the same call gives the same bits.

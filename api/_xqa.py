@@ -10,30 +10,30 @@ from hopwell import _cache
 from hopwell import _checks as checks
 from hopwell._decoding import (
     check_counter_buffer,
+    dcp_rank,
     dense_tokens,
     flat_tokens,
     log_sum_exp,
     ragged_starts,
     refuse_skip_softmax,
     refused,
-    shard,
     workspace,
     workspace_bytes,
 )
 from hopwell._features import named, require_problem
 from hopwell._launch import call_arguments
 from hopwell.kernels import support
+from hopwell.kernels.config.splitting import most_new_tokens
 from hopwell.kernels.problem import (
     AttentionProblem,
     BlockScales,
+    DcpRank,
     Family,
     LogSumExp,
     Mask,
     MaskKind,
-    Shard,
     TokenOffsets,
 )
-from hopwell.kernels.splitting import most_new_tokens
 from hopwell.utils import FP4Tensor
 
 HEAD_DIM_STEP = 16
@@ -73,7 +73,7 @@ class XqaCall(NamedTuple):
     cp_rank: int = 0
     causal_seqlens_kv_global: torch.Tensor | None = None
     out_dtype: torch.dtype | None = None
-    query_dtype: torch.dtype | None = None  # of the caller's query, where ``query`` has been widened
+    query_dtype: torch.dtype | None = None  # of the caller's query, where ``query`` has been dequantized
 
 
 class TrtllmDecodeCall(NamedTuple):
@@ -116,7 +116,7 @@ class TrtllmDecodeCall(NamedTuple):
     request_order: torch.Tensor | None
     request_order_plan: object | None
     return_lse_base: str | None
-    query_dtype: torch.dtype | None  # of the caller's query, where ``query`` has been widened
+    query_dtype: torch.dtype | None  # of the caller's query, where ``query`` has been dequantized
 
 
 def _check_mask(mask: Any, batch: int, q_len: int, ragged_tokens: int | None, on: torch.device) -> None:
@@ -249,7 +249,7 @@ def _scratch(
     return workspace(call.workspace_buffer, needed, "hopwell.decode.xqa_workspace_bytes", results, inputs)
 
 
-def _mask(call: XqaCall, q_len: int, part: Shard | None) -> Mask:
+def _mask(call: XqaCall, q_len: int, part: DcpRank | None) -> Mask:
     if part is not None:
         return Mask(MaskKind.CYCLIC, call.window_left)
     if q_len > 1:
@@ -279,7 +279,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     enable_pdl = checks.optional_flag("enable_pdl", call.enable_pdl)
     ragged_tokens = None if starts is None else tokens
     _check_mask(call.mask, batch, q_len, ragged_tokens, on)
-    part = shard(call.causal_seqlens_kv_global, call.cp_world, call.cp_rank, batch, on)
+    part = dcp_rank(call.causal_seqlens_kv_global, call.cp_world, call.cp_rank, batch, on)
     _check_sharded(call, part)
     out = _output(call, cache, batch, q_len)
     sizes = (batch, q_len, heads) if starts is None else (tokens, heads)
@@ -310,7 +310,7 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
         sinks=sinks,
         lse=log,
         draft_mask=None if q_len == 1 else call.mask,
-        shard=part,
+        dcp_rank=part,
         kv_scales=kv_scales,
         scratch=scratch,
         family=Family.DECODE,
@@ -322,8 +322,9 @@ def xqa_problem(call: XqaCall) -> AttentionProblem:
     return problem
 
 
-def _check_sharded(call: XqaCall, part: Shard | None) -> None:
-    """Ranks that share keys return what they are merged by. No mask but the causal one goes with them, and no sinks."""
+def _check_sharded(call: XqaCall, part: DcpRank | None) -> None:
+    """Ranks that share keys return what they are combined by. No mask but the causal one goes with them, and no
+    sinks."""
     if part is None:
         world = checks.host_int("cp_world", call.cp_world)
         if world > 1:
@@ -339,7 +340,7 @@ def _check_sharded(call: XqaCall, part: Shard | None) -> None:
         raise ValueError("sinks must be None with causal_seqlens_kv_global: every rank would count them")
 
 
-def widened_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: Any) -> torch.Tensor:
+def dequantized_query(query: torch.Tensor, kv_cache: Any, out: Any, out_dtype: Any) -> torch.Tensor:
     """Return e4m3 queries over an e4m3 or NVFP4 cache in 16 bits, which hold all of their values and are what kernels
     multiply: in the dtype of a 16-bit output, else in bfloat16, or over NVFP4 in float16, which those kernels convert
     bfloat16 to. Queries over other caches are returned as they are."""
@@ -360,7 +361,7 @@ def trtllm_decode_problem(call: TrtllmDecodeCall) -> AttentionProblem:
     query, q_len_per_req, max_q_len = call.query, call.q_len_per_req, call.max_q_len
     checks.main_tensor("query", query)
     checks.dtype("query", query, (*checks.SIXTEEN_BIT, checks.FP8))
-    if query.dtype == checks.FP8:  # widened_query leaves those over other caches as they are
+    if query.dtype == checks.FP8:  # dequantized_query leaves those over other caches as they are
         _cache.check_dtype(_cache.pair_or_tensor("kv_cache", call.kv_cache), checks.FP8, (checks.FP8, torch.uint8))
     _refuse_unserved(call)
     checks.choice("backend", call.backend, BACKENDS)

@@ -115,7 +115,7 @@ def cudnn_batch_prefill_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value, or offsets missing; the message names the
             argument.
         NotImplementedError: a combination without a kernel on the device's architecture, see
-            :func:`hopwell.kernels.features.support_matrix`.
+            :func:`hopwell.kernels.capability.features.support_matrix`.
     """
     if batch_offsets_units is not ELEMENTS and isinstance(batch_offsets_units, str) and batch_offsets_units == "tokens":
         batch_offsets_o = batch_offsets_q if batch_offsets_o is None else batch_offsets_o

@@ -12,8 +12,8 @@ from hopwell._repeat import Arguments, Results
 from hopwell._xqa import (
     TrtllmDecodeCall,
     XqaCall,
+    dequantized_query,
     trtllm_decode_problem,
-    widened_query,
     xqa_problem,
     xqa_workspace_bytes,
 )
@@ -63,7 +63,7 @@ def xqa_batch_decode_with_kv_cache(
         out = bmm2_scale * o_scale * softmax(bmm1_scale * q k^T over the visible keys) v  (o_scale: 16-bit output only)
 
     A row with no visible key gives 0. Results depend neither on what else is in the batch nor on max_seq_len: the keys
-    of a request are always split in the same way and merged in the same order.
+    of a request are always split in the same way and combined in the same order.
 
     Signature and meaning follow FlashInfer's function of this name, except that the output scale is the same for every
     cache dtype: ``bmm2_scale`` for an fp8 output and ``bmm2_scale * o_scale`` for a 16-bit one. (FlashInfer divides
@@ -79,12 +79,12 @@ def xqa_batch_decode_with_kv_cache(
             both; or a pair (K, V) of [pages, *page] tensors. ``page`` is [page_size, num_kv_heads, head_dim] (NHD) or
             [num_kv_heads, page_size, head_dim] (HND). The dtype of query, float8_e4m3fn, int8, or uint8 for NVFP4 (two
             e2m1 values a byte, head_dim / 2 wide). page_size is 1 to 1024, num_heads a multiple of
-            num_kv_heads. 8-bit values, and NVFP4 ones times their block scales, are widened to 16 bits before they are
-            multiplied, which hold all of them: the result is at least as accurate as that of a 16-bit cache with the
-            same values. Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
+            num_kv_heads. 8-bit values, and NVFP4 ones times their block scales, are dequantized to 16 bits before they
+            are multiplied, which hold all of them: the result is at least as accurate as that of a 16-bit cache with
+            the same values. Scales of whole tensors go into ``bmm1_scale`` and ``bmm2_scale``.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``xqa_workspace_bytes`` bytes or
             more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
-            each. In place of one that is too small, memory of our own is used, one piece for each device and stream;
+            each. In place of one that is too small, memory of our own is used, one partial for each device and stream;
             CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request]; entries past a request's last page are
             not read.
@@ -231,7 +231,7 @@ def trtllm_batch_decode_with_kv_cache(
 
     Args:
         query: [tokens, num_heads, head_dim], request by request, bfloat16 or float16, or float8_e4m3fn over a
-            float8_e4m3fn or NVFP4 cache: each call widens it to 16 bits, which is exact.
+            float8_e4m3fn or NVFP4 cache: each call dequantizes it to 16 bits, which is exact.
         kv_cache: as there; a tensor or a pair (K, V).
         workspace_buffer: as there.
         block_tables: int32, uint32 or int64 page ids [batch, pages_per_request], or [batch, 2, pages_per_request] with
@@ -273,7 +273,7 @@ def trtllm_batch_decode_with_kv_cache(
         causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
             included, while ``seq_lens`` counts those of this rank. New token t of q_len is at position
             causal_seqlens_kv_global - q_len + t, and sees this rank's keys up to there. Needs ``return_lse``, as ranks
-            are merged by it; refused with ``mask``, a window and sinks. None where ranks share nothing.
+            are combined by it; refused with ``mask``, a window and sinks. None where ranks share nothing.
         bf16q_fp8kv_transform_mode: must be None.
         request_order: must be None.
         request_order_plan: must be None.
@@ -292,7 +292,7 @@ def trtllm_batch_decode_with_kv_cache(
     k_scales, v_scales = (None, None) if kv_cache_sf is None else halves(kv_cache_sf)
     query_dtype = getattr(query, "dtype", None)
     if query_dtype is FP8:
-        query = widened_query(query, kv_cache, out, out_dtype)
+        query = dequantized_query(query, kv_cache, out, out_dtype)
     arguments: Arguments = (
         query,
         k,

@@ -8,7 +8,7 @@ from hopwell._checks import FP8, INT32_MAX
 from hopwell._decoding import AUTO, FIRST_RANK, ONE_RANK, decode_operands
 from hopwell._dynamo import opaque
 from hopwell._launch import ANY_BOUND, Calls, call_arguments, single
-from hopwell._mla import MlaCall, list_lengths, mla_problem, mla_workspace_bytes, widened_query
+from hopwell._mla import MlaCall, dequantized_query, list_lengths, mla_problem, mla_workspace_bytes
 from hopwell._repeat import Arguments
 
 __all__ = ["mla_workspace_bytes", "trtllm_batch_decode_with_kv_cache_mla"]
@@ -64,12 +64,13 @@ def trtllm_batch_decode_with_kv_cache_mla(
     Nothing else is scaled: the scales of e4m3 queries and caches belong into ``bmm1_scale`` and ``bmm2_scale``. With
     16-bit queries, keys of 8 bits are multiplied as 16-bit ones of the same values, so that results have the bits that
     a cache of those gives. With e4m3 queries and cache both products multiply float8_e4m3fn on Hopper: softmax weights
-    are rounded to it, relative to the largest one of 64 or 128 keys. Elsewhere such queries are widened to bfloat16. A
-    row with no visible key gives 0. Results do not depend on max_seq_len, and with up to 16 heads times new tokens, or
-    under ``hopwell.batch_invariant(True)``, not on what else is in the batch either: the keys of a request are split in
-    the same way and merged in the same order. Else the keys of all requests are cut into equal portions, which is
-    faster; the same call gives the same bits in any case. Portions take a cooperative launch with a CTA for each of the
-    device's multiprocessors, which the driver refuses where a green context or MPS leaves fewer of them.
+    are rounded to it, relative to the largest one of 64 or 128 keys. Elsewhere such queries are dequantized to
+    bfloat16. A row with no visible key gives 0. Results do not depend on max_seq_len, and with up to 16 heads times new
+    tokens, or under ``hopwell.batch_invariant(True)``, not on what else is in the batch either: the keys of a request
+    are split in the same way and combined in the same order. Else the keys of all requests are cut into equal CTA
+    parts, which is faster; the same call gives the same bits in any case. CTA parts take a cooperative launch with a
+    CTA for each of the device's multiprocessors, which the driver refuses where a green context or MPS leaves fewer of
+    them.
 
     Signature and meaning follow FlashInfer's documentation of the function of this name.
 
@@ -86,7 +87,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
             page_size is 1 to 1024.
         workspace_buffer: contiguous memory of any dtype for partial results, best of ``mla_workspace_bytes`` bytes or
             more, of which the last ones are used. It may hold anything. Calls that may run at the same time need one
-            each. In place of one that is too small, memory of our own is used, one piece for each device and stream;
+            each. In place of one that is too small, memory of our own is used, one partial for each device and stream;
             CUDA graphs that were captured with it on the same stream must not be replayed at the same time.
         qk_nope_head_dim: head dimension before absorption. It enters no computation.
         kv_lora_rank: 512 or 256.
@@ -130,7 +131,8 @@ def trtllm_batch_decode_with_kv_cache_mla(
         sparse_mla_top_k_lens: int32, uint32 or int64, one element per new token: how many entries of its list count, in
             place of what ``seq_lens`` says, which may be None then; sparse only.
         enable_dcp: whether ranks share the keys of each request (decode context parallel): ``kv_cache`` and
-            ``seq_lens`` are this rank's. Needs ``return_lse``, as ranks are merged by it; refused with lists and sinks.
+            ``seq_lens`` are this rank's. Needs ``return_lse``, as ranks are combined by it; refused with lists and
+            sinks.
         cp_world: number of ranks.
         cp_rank: this rank: key c of the cache is key c * cp_world + cp_rank of the request.
         causal_seqlens_kv_global: int32, uint32 or int64, one element per request: its keys on all ranks, new ones
@@ -211,7 +213,7 @@ def trtllm_batch_decode_with_kv_cache_mla(
     done = _MLA.latest(arguments, out, lse)
     if done is None and query_dtype is FP8:
         # Where kernels multiply e4m3 the call has been recognised with the query as it is, without asking for that.
-        query = widened_query(query)
+        query = dequantized_query(query)
         arguments = (query, *arguments[1:])
         done = _MLA.latest(arguments, out, lse)
     done = done or _MLA.repeat(arguments, out, lse)

@@ -13,7 +13,7 @@ from hopwell import _device_data
 from hopwell._append import AppendArguments, AppendCalls
 from hopwell._dynamo import opaque
 from hopwell._launch import halves
-from hopwell.kernels.device_data import INT32_MAX, INT32_MIN, Rule, ascending, signed
+from hopwell.kernels.launch.device_data import INT32_MAX, INT32_MIN, Rule, ascending, signed
 
 __all__ = [
     "append_paged_kv_cache",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hopwell._cache import has_dtype
 from hopwell._checks import INT32_MAX
-from hopwell._context import CONTEXT_OPERANDS, ContextCall, context_problem, widened_query
+from hopwell._context import CONTEXT_OPERANDS, ContextCall, context_problem, dequantized_query
 from hopwell._dynamo import opaque
 from hopwell._fmha_v2 import FMHA_V2_OPERANDS, FmhaV2Call, fmha_v2_problem, leaves
 from hopwell._launch import ANY_BOUND, Calls, call_arguments, halves, single
@@ -86,10 +86,10 @@ def trtllm_batch_context_with_kv_cache(
 
     With fp8 queries and an fp8 cache both products multiply float8_e4m3fn: softmax weights are rounded to it, relative
     to the largest one of as many neighbouring keys as a kernel takes at a time, and added up in float32. In all other
-    cases they multiply 16-bit numbers, to which an fp8 or NVFP4 cache is widened exactly: the result has the bits that
-    the same values give in a 16-bit cache. Beside an NVFP4 cache that holds for fp8 queries as well: their kernels
-    multiply float16, to which they are widened, but on Hopper by a copy in each call. Values that an fp8 output cannot
-    hold become the largest that it can.
+    cases they multiply 16-bit numbers, to which an fp8 or NVFP4 cache is dequantized exactly: the result has the bits
+    that the same values give in a 16-bit cache. Beside an NVFP4 cache that holds for fp8 queries as well: their kernels
+    multiply float16, to which they are dequantized, but on Hopper by a copy in each call. Values that an fp8 output
+    cannot hold become the largest that it can.
 
     Signature and meaning follow FlashInfer's function of this name; where hopwell differs is said below.
 
@@ -161,7 +161,7 @@ def trtllm_batch_context_with_kv_cache(
         ValueError: a wrong dtype, shape, stride, alignment, device or value, or arguments that exclude each other; the
             message names the argument.
         NotImplementedError: a combination without a kernel on the device's architecture, see
-            :func:`hopwell.kernels.features.support_matrix`.
+            :func:`hopwell.kernels.capability.features.support_matrix`.
     """
     k, v = (kv_cache, None) if type(kv_cache) is Tensor else halves(kv_cache)
     given_scales = kv_block_scales if kv_cache_sf is None else kv_cache_sf
@@ -231,7 +231,7 @@ def trtllm_batch_context_with_kv_cache(
         )
     repeated = _CONTEXT.latest(arguments, out, lse)
     if repeated is None and query_dtype is torch.float8_e4m3fn and has_dtype(kv_cache, torch.uint8):
-        arguments = (query := widened_query(query), *arguments[1:])  # itself where kernels widen it
+        arguments = (query := dequantized_query(query), *arguments[1:])  # itself where kernels dequantize it
         repeated = _CONTEXT.latest(arguments, out, lse)
     done = repeated or _CONTEXT.repeat(arguments, out, lse)
     if done is None:
@@ -304,7 +304,7 @@ def trtllm_fmha_v2_prefill(
             rows count pages from K's first.
         out: [tokens, num_heads, V head_dim] to write into, with strides of its own; None allocates.
         out_dtype: a torch.dtype or the name of one such as "bfloat16": that of Q, float16 or bfloat16, see
-            :func:`hopwell.kernels.features.support_matrix`; None means that of ``out``, or of Q. Values that
+            :func:`hopwell.kernels.capability.features.support_matrix`; None means that of ``out``, or of Q. Values that
             float8_e4m3fn cannot hold become the largest that it can.
         sinks: float32 or bfloat16 [num_heads], or a list of one such tensor: natural logits of one more key per head,
             without a value and not scaled.
@@ -333,7 +333,7 @@ def trtllm_fmha_v2_prefill(
         ValueError: a wrong dtype, shape, stride, alignment, device or value, or a window together with chunks; the
             message names the argument.
         NotImplementedError: a combination without a kernel on the device's architecture, see
-            :func:`hopwell.kernels.features.support_matrix`.
+            :func:`hopwell.kernels.capability.features.support_matrix`.
     """
     query, k, v, pool = leaves(qkv)
     arguments: Arguments = (

@@ -7,7 +7,7 @@ import re
 from typing import NamedTuple
 
 from hopwell.kernels import support
-from hopwell.kernels.features import ENTRIES, MISSING, gpus_of, support_matrix
+from hopwell.kernels.capability.features import ENTRIES, MISSING, gpus_of, support_matrix
 
 ROOT = pathlib.Path(__file__).parents[1]
 FULL = ROOT / "docs" / "support.md"

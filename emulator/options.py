@@ -12,8 +12,8 @@ import contextvars
 import dataclasses
 from collections.abc import Iterator
 
-from hopwell.kernels import settings
 from hopwell.kernels.hardware import DEFAULT_ARCH
+from hopwell.kernels.jit import settings
 
 ARCHITECTURES = ("sm_80", "sm_89", "sm_90a", "sm_100a", "sm_103a", "sm_120a", "sm_121a")
 SCHEDULES = ("eager", "late", "random", "priority")

@@ -20,14 +20,14 @@ class Element:
         bits: the width of an element in memory.
         block: neighbouring elements of a row that share a scale, which lies in memory of its own; 0 where none do.
         scale: the name of the type of these scales.
-        widened: whether kernels can turn it into the 16-bit type of the queries before it is multiplied.
+        dequantized: whether kernels can turn it into the 16-bit type of the queries before it is multiplied.
     """
 
     name: str
     bits: int
     block: int = 0
     scale: str = ""
-    widened: bool = False
+    dequantized: bool = False
 
     @property
     def storage_bytes(self) -> int:
@@ -63,9 +63,9 @@ ELEMENTS = {
     for element in (
         Element("bf16", 16),
         Element("fp16", 16),
-        Element("e4m3", 8, widened=True),
-        Element("int8", 8, widened=True),
-        Element("fp8_ds_mla", 8, widened=True),  # its scales are part of a row, see parts/widened_rows.py
-        Element("nvfp4", 4, block=16, scale="e4m3", widened=True),
+        Element("e4m3", 8, dequantized=True),
+        Element("int8", 8, dequantized=True),
+        Element("fp8_ds_mla", 8, dequantized=True),  # its scales are part of a row, see parts/dequantized_rows.py
+        Element("nvfp4", 4, block=16, scale="e4m3", dequantized=True),
     )
 }

@@ -1,8 +1,8 @@
 """Masks: which keys a row sees, what kernels and messages call that, and which row of the support matrix it is.
 
 This is the one place for a mask that is an interval of keys: tile ranges, the tiles that need a predicate, and the
-predicate follow from its bounds, see ``parts/mask.py``. Problems and configs name masks, so that nothing here needs the
-DSL.
+predicate follow from its bounds, see ``parts/rows/mask.py``. Problems and configs name masks, so that nothing here
+needs the DSL.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class MaskKind(MaskKinds):
         size="window_left",
         prefill=False,
     )
-    # Keys up to p of every n-th key of the request, which is what one rank has: see Shard. ``TokenPositions`` has p.
+    # Keys up to p of every n-th key of the request, which is what one rank has: see DcpRank. ``TokenPositions`` has p.
     CYCLIC = MaskRule(
         "cyclic", "dcp", "decode context parallel: a rank has every n-th key", end=_to_itself, prefill=False
     )

@@ -26,7 +26,7 @@ LARGEST_CAP = 2.0**64
 
 
 class Family(enum.Enum):
-    """A family of kernels, see ``families.py``."""
+    """A family of kernels, see ``registry.py``."""
 
     PREFILL = "prefill"
     DECODE = "decode"
@@ -40,7 +40,7 @@ class ScoreKind(enum.Enum):
     SCALED = "scaled"  # x
     SOFT_CAP = "soft_cap"  # c * tanh(x / c)
     LARGE_SOFT_CAP = "large_soft_cap"  # the same, precise where x / c is small as well
-    ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/score.py
+    ALIBI = "alibi"  # x + slope_h * key, slopes as in ALiBi's paper; see parts/rows/score.py
     CAPPED_ALIBI = "capped_alibi"  # c * tanh(x / c) + slope_h * key: the order of FlashInfer's fmha_v2 kernels
 
     @property
@@ -72,7 +72,7 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Shard:
+class DcpRank:
     """What a rank has of each request's keys when ranks share them: for MaskKind.CYCLIC.
 
     ``kv_lens`` are the keys of each request on all ``count`` ranks together, new tokens included. Key c of this rank,
@@ -187,7 +187,8 @@ class AttentionProblem:
         token_table: [T, k] int32, uint32 or int64, or None: what a query token attends to, in place of a page table. An
             entry is a token of ``key``, page * page_size + row. A query token takes the first entries, as many as it
             sees keys and k at most, and ignores negative ones. Only MLA decode takes one.
-        shard: for MaskKind.CYCLIC, which of all keys ``key`` holds; ``kv_lens`` counts those. Only decode and MLA take
+        DCP rank: for MaskKind.CYCLIC, which of all keys ``key`` holds; ``kv_lens`` counts those. Only decode and MLA
+        take
             one.
         kv_scales: for NVFP4 K and V, which are uint8 with two elements in a byte; None for all others.
         out_scales: for an NVFP4 output, which is uint8 [T, H, Dv / 2]; None for all others.
@@ -222,7 +223,7 @@ class AttentionProblem:
     output_factor: float | torch.Tensor = 1.0
     draft_mask: torch.Tensor | None = None
     token_table: torch.Tensor | None = None
-    shard: Shard | None = None
+    dcp_rank: DcpRank | None = None
     kv_scales: BlockScales | None = None
     out_scales: OutputScales | None = None
     scratch: torch.Tensor | None = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from hopwell.kernels import hardware, settings
+from hopwell.kernels import hardware
+from hopwell.kernels.jit import settings
 
 if TYPE_CHECKING:
     import torch
@@ -37,12 +38,10 @@ DECODE_NVFP4_HEAD_DIMS = (64, 128, 256)  # lanes have equal parts of rows that c
 MLA_HEAD_DIMS = ((576, 512), (320, 256))  # (QK, V)
 SPARSE_MLA_HEAD_DIMS = (*MLA_HEAD_DIMS, (512, 512))
 FP8_DS_MLA_HEAD_DIMS = (576, 512)  # of rows of 656 bytes
-BYTE_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are multiples of 16 bytes
+FP8_HEAD_DIMS = tuple(  # of prefill with operands of 8 bits, whose rows are multiples of 16 bytes
     dims for dims in (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS) if dims[0] % 16 == 0 and dims[0] < 512
 )
-NVFP4_HEAD_DIMS = tuple(
-    dims for dims in BYTE_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64
-)  # scales are read by fours
+NVFP4_HEAD_DIMS = tuple(dims for dims in FP8_HEAD_DIMS if dims[0] % 64 == 0 == dims[1] % 64)  # scales are read by fours
 MAX_PAGE_SIZE = 1024
 
 HOPPER = hardware.with_instruction("wgmma")

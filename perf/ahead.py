@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from hopwell.kernels import append_plan, plan
-from hopwell.kernels.families import Buildable
+from hopwell.kernels.append import plan as append_plan
+from hopwell.kernels.launch import plan
+from hopwell.kernels.registry import Buildable
 from hopwell.perf.colors import is_ours
 from hopwell.perf.decode_workloads import Decode
 from hopwell.perf.family import Case, Family

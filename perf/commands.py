@@ -20,7 +20,7 @@ from hopwell.kernels.support import ARCHS, BLACKWELL
 from hopwell.perf.results import Row, Run
 
 if TYPE_CHECKING:
-    from hopwell.kernels.families import Buildable
+    from hopwell.kernels.registry import Buildable
     from hopwell.perf.family import Case, Family
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
@@ -84,7 +84,7 @@ def compile_ahead(
 
     They are those of HOPWELL_EMULATE's architecture, and of HOPWELL_KERNELS compiled for it.
     """
-    from hopwell.kernels.ahead import compile_and_report
+    from hopwell.kernels.jit.ahead import compile_and_report
     from hopwell.perf.ahead import configs_of
 
     configs: dict[str, Buildable] = {}

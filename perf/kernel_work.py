@@ -10,9 +10,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hopwell.emulator.ptx import Imm, Instr, Kernel, Mem, Vec, parse_module
-from hopwell.kernels.config import BLOCK_COLUMNS, MMA_DEPTH
-from hopwell.kernels.sm100_config import Q_TILES, Sm100PrefillConfig
-from hopwell.kernels.toolchain import Artifact
+from hopwell.kernels.config.base import BLOCK_COLUMNS, MMA_DEPTH
+from hopwell.kernels.jit.toolchain import Artifact
+from hopwell.kernels.sm100.prefill.config import Q_TILES, Sm100PrefillConfig
 from hopwell.perf.loops import Loop, around, innermost, natural_loops
 from hopwell.perf.sass import Sass, disassemble, sass_loops
 

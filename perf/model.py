@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hopwell.kernels.config import DTYPES, KvFetch
+from hopwell.kernels.config.base import DTYPES, KvFetch
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.plan import section_heads
+from hopwell.kernels.launch.plan import head_swizzle_heads
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.sm100_config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
 from hopwell.kernels.support import BLACKWELL
 from hopwell.perf.kernel_work import ALU, CONVERSION, ELEMENT_BYTES, FMA, MUFU, Product, Stretch, Work
 from hopwell.perf.prefill_workloads import PREFILL, Prefill
@@ -227,8 +227,8 @@ class WorkTile:
 
 
 def work_tiles(case: Prefill, rows: int, keys: int, section: int) -> Iterator[WorkTile]:
-    """Yield the work tiles in the order of the list that CTAs take them from (kernels/parts/scheduler.py): all tiles of
-    ``section`` heads of a request before the tiles of its next heads."""
+    """Yield the work tiles in the order of the list that CTAs take them from (kernels/parts/partition/tiles.py): all
+    tiles of ``section`` heads of a request before the tiles of its next heads."""
     if case.window_left >= 0:
         raise ValueError(f"{case.name}: windows are not modelled")
     for q_len, kv_len in zip(case.q_lens, case.kv_lens, strict=True):
@@ -266,7 +266,7 @@ class Prediction:
 
 def predict(case: Prefill, kernel: KernelModel, rates: Rates = B200) -> Prediction:
     """Predict how long ``case`` takes."""
-    section = section_heads(case.heads, case.kv_heads, rates.sms)
+    section = head_swizzle_heads(case.heads, case.kv_heads, rates.sms)
     tiles = list(work_tiles(case, Q_TILES * Q_TILE_ROWS, kernel.keys, section))
     masked, full = (sum(getattr(tile, kind) for tile in tiles) for kind in ("masked", "full"))
     in_steps = masked * kernel.masked.cycles + full * kernel.steady.cycles

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 
 from tabulate import tabulate
 
-from hopwell.kernels.toolchain import artifact
+from hopwell.kernels.jit.toolchain import artifact
 from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, Stretch, Work, work
 from hopwell.perf.model import (
     B200,

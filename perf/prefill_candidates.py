@@ -17,7 +17,7 @@ import torch
 import hopwell
 from hopwell._fmha_v2 import FmhaV2Call, fmha_v2_problem
 from hopwell.kernels import execute, support
-from hopwell.kernels.families import resolve
+from hopwell.kernels.registry import resolve
 from hopwell.perf.family import Call, Candidate
 from hopwell.perf.paging import page_starts
 from hopwell.perf.peers import flash_attention_3, flashinfer, for_pages, peer_workspace

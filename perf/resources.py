@@ -10,11 +10,11 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from hopwell.kernels.config import KernelConfig
-from hopwell.kernels.families import build
-from hopwell.kernels.shipped import kernels_to_ship
+from hopwell.kernels.capability.shipped import kernels_to_ship
+from hopwell.kernels.config.base import KernelConfig
+from hopwell.kernels.jit.toolchain import artifact
+from hopwell.kernels.registry import build
 from hopwell.kernels.support import PREFILL_TYPES
-from hopwell.kernels.toolchain import artifact
 from hopwell.perf.loops import innermost
 from hopwell.perf.sass import cuda_tool, disassemble, sass_loops
 from hopwell.perf.warp_model import product_of

@@ -9,13 +9,13 @@ from typing import Any
 
 from tabulate import tabulate
 
-from hopwell.kernels.config import KernelConfig, KvFetch, KvType
+from hopwell.kernels.config.base import KernelConfig, KvFetch, KvType
+from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS
 from hopwell.kernels.hardware import WARPS
+from hopwell.kernels.jit.toolchain import artifact
 from hopwell.kernels.problem import Family, MaskKind
-from hopwell.kernels.sm120_config import Sm120PrefillConfig
-from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfig
-from hopwell.kernels.splitting import LATENT_FEW_ROWS
-from hopwell.kernels.toolchain import artifact
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 from hopwell.perf import resources
 from hopwell.perf.decode_workloads import DECODE
 from hopwell.perf.mla_workloads import MLA
@@ -74,7 +74,7 @@ def decode(name: str, dim: int, rows: int, kv_type: KvType = KvType.WIDE) -> Loo
 
 
 def mla(name: str, kv_type: KvType = KvType.WIDE) -> Loop:
-    pages, rows = BOXES64 if kv_type is KvType.WIDE else PAGE_ROWS, LATENT_FEW_ROWS
+    pages, rows = BOXES64 if kv_type is KvType.WIDE else PAGE_ROWS, LATENT_SWAP_AB_ROWS
     config = Sm120MlaConfig(ARCH, "bf16", "bf16", 576, 512, MaskKind.CAUSAL, *pages, kv_type, rows)
     return Loop(name, config, rows, 4, bytes_of(config, 576))
 
@@ -186,7 +186,7 @@ def _row(loop: Loop, title: str, one: Prediction, figures: tuple[float, float], 
     unhidden = one.step.cycles * (model / found - 1)
     cells = [title, one.step.limiter, f"{model:.0f} {unit}", f"{found:.0f} {unit}", f"{found / model:.2f}"]
     cells.append(f"{unhidden:.0f} of {one.step.cycles + unhidden:.0f}")
-    if loop.config.multiplies_bytes:
+    if loop.config.uses_fp8_mma:
         return [*cells, *["-"] * len(CARDS)]  # which Hopper computes in another way
     does = work_of(loop)
     for card in CARDS:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hopwell.kernels import cache_folder
+from hopwell.kernels.jit import cache_folder
 
 
 def compile_function(

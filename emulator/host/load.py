@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from hopwell.kernels import cache_folder
+from hopwell.kernels.jit import cache_folder
 
 from .. import native
 from . import selftest

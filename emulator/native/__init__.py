@@ -16,7 +16,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from hopwell.kernels import cache_folder
+from hopwell.kernels.jit import cache_folder
 
 from ..errors import HostError
 from . import layout

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hopwell.kernels import plan, support
+from hopwell.kernels import support
+from hopwell.kernels.launch import plan
 
 from ..errors import HostError
 from ..options import use

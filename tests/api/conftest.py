@@ -9,8 +9,8 @@ import torch
 
 import hopwell.prefill
 from hopwell import _launch, cudnn, decode, mla
-from hopwell.kernels.launch import addresses_of
-from hopwell.kernels.plan import operands
+from hopwell.kernels.launch.arguments import addresses_of
+from hopwell.kernels.launch.plan import operands
 from hopwell.kernels.problem import AttentionProblem
 
 TICKETS = 1 << 40

@@ -10,9 +10,10 @@ from helpers.api_calls import FUNCTIONS, MLA, form
 
 import hopwell
 from hopwell import _switches
-from hopwell.kernels import families, settings
-from hopwell.kernels.mla_config import shipped_mla_configs
-from hopwell.kernels.splitting import ROWS
+from hopwell.kernels import registry
+from hopwell.kernels.config.mla import shipped_mla_configs
+from hopwell.kernels.config.splitting import ROWS
+from hopwell.kernels.jit import settings
 
 
 @pytest.fixture(autouse=True)
@@ -28,7 +29,7 @@ def many_rows() -> dict[str, Any]:
 
 
 def kernel(recorded: Any) -> str:
-    return str(families.resolve(recorded.problems[-1], "sm_90a").name)
+    return str(registry.resolve(recorded.problems[-1], "sm_90a").name)
 
 
 def test_switching(recorded: Any) -> None:

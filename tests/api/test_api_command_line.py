@@ -12,8 +12,9 @@ import torch
 from helpers.fake_dsl import Compiler
 
 from hopwell.__main__ import main
-from hopwell.kernels import ahead, shipped, toolchain
-from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.capability import shipped
+from hopwell.kernels.jit import ahead, toolchain
+from hopwell.kernels.registry import shipped_configs
 
 
 @pytest.mark.parametrize(

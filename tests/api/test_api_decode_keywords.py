@@ -154,7 +154,7 @@ def test_lists_without_lengths_in_warm_calls(recorded: Any) -> None:
 
 def test_base_of_log_sum_exps(launched: Problems) -> None:
     """FlashInfer's cute-dsl kernels, the only ones that ranks of context parallel use, return natural ones unless told:
-    engines that merge by them go by the name of the backend."""
+    engines that combine by them go by the name of the backend."""
     entry = FUNCTIONS[MLA].__name__
     for options, natural in (
         (dict(), False),

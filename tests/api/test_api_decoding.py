@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers.api_calls import BATCH, DEFAULT, FP8, FUNCTIONS, HEADS, MLA, PAGE, TABLE, U8, XQA, form, ints, refused
 
+from hopwell.kernels.launch.scratch import own_scratch
 from hopwell.kernels.problem import AttentionProblem
-from hopwell.kernels.scratch import own_scratch
 
 Problems = list[AttentionProblem]
 

@@ -11,7 +11,7 @@ from helpers import api_calls
 from helpers.api_calls import CONTEXT, CUDNN, FMHA, FORMS, FUNCTIONS, MLA, XQA, Form, form
 
 import hopwell
-from hopwell.kernels import settings
+from hopwell.kernels.jit import settings
 
 
 @pytest.fixture(autouse=True)

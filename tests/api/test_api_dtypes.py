@@ -131,7 +131,7 @@ def test_mla(query: torch.dtype, cache: torch.dtype, launched: Any) -> None:
 
 
 def test_a_refusal_has_the_dtype_of_the_query_that_was_given() -> None:
-    """The query is widened before the table of features is asked."""
+    """The query is dequantized before the table of features is asked."""
     query, cache = data(BATCH, HEADS, 320, dtype=FP8), data(PAGES, 2, KV_HEADS, PAGE, 320, dtype=FP8)
     with pytest.raises(NotImplementedError, match=r"head_dim=320 .*query\.dtype=torch\.float8_e4m3fn, KV"):
         hopwell.trtllm_batch_decode_with_kv_cache(**xqa(cache, "HND", query=query))

@@ -13,7 +13,7 @@ from helpers.api_calls import CONTEXT, CUDNN, FMHA, FUNCTIONS, MLA, XQA, data, f
 
 import hopwell
 from hopwell import _append, page
-from hopwell.kernels import settings
+from hopwell.kernels.jit import settings
 
 PAIR = (data(4, 16, 2, 64), data(4, 16, 2, 64))
 

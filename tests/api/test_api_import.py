@@ -78,7 +78,7 @@ from hopwell import *
 assert hopwell.append_paged_kv_cache is hopwell.page.append_paged_kv_cache is append_paged_kv_cache
 assert not hasattr(hopwell, "no_such_name") and not hasattr(hopwell.kernels, "no_such_name")
 from hopwell.kernels import Plan, execute
-assert hopwell.kernels.execute is hopwell.kernels.plan.execute is execute
+assert hopwell.kernels.execute is hopwell.kernels.launch.plan.execute is execute
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -27,10 +27,10 @@ from helpers.api_calls import (
     refused,
 )
 
-from hopwell.kernels.mla_config import resolve_mla
-from hopwell.kernels.plan import decode_geometry
+from hopwell.kernels.config.mla import resolve_mla
+from hopwell.kernels.config.splitting import ALIGNMENT, node_bytes, scratch_bytes, slot_bytes
+from hopwell.kernels.launch.plan import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
-from hopwell.kernels.splitting import ALIGNMENT, node_bytes, scratch_bytes, slot_bytes
 from hopwell.mla import mla_workspace_bytes
 
 Problems = list[AttentionProblem]
@@ -162,7 +162,7 @@ class TestWorkspace:
             g = decode_geometry(problem, config)
             needed = g.slots * slot_bytes(g.slot_rows, rank, latent=True)
             if config.has_tree:
-                needed = (g.slots + g.far_levels * g.grid) * node_bytes(config.tile.m, rank)
+                needed = (g.slots + g.gmem_levels * g.grid) * node_bytes(config.tile.m, rank)
             assert needed + ALIGNMENT - 1 <= size
             assert problem.scratch.nbytes == size
 
@@ -172,10 +172,10 @@ class TestWorkspace:
             sizes = [scratch_bytes(rows, 1, rank, keys, 132, latent=True) for keys in (131072, 1 << 20)]
             assert [math.ceil(size / 2**20) for size in sizes] == said
 
-    @pytest.mark.parametrize("by_portions", [True, False])
-    def test_many_rows_take_little(self, by_portions: bool) -> None:
+    @pytest.mark.parametrize("by_cta_parts", [True, False])
+    def test_many_rows_take_little(self, by_cta_parts: bool) -> None:
         """128 heads and eight new tokens fit the 128 MiB that serving engines give."""
-        assert scratch_bytes(128 * 8, 1, 512, 131072, 132, latent=True, by_portions=by_portions) <= 128 << 20
+        assert scratch_bytes(128 * 8, 1, 512, 131072, 132, latent=True, by_cta_parts=by_cta_parts) <= 128 << 20
 
     def test_size_hardly_grows_with_keys(self) -> None:
         million = mla_workspace_bytes(128, 1 << 20, device="cpu")

@@ -35,7 +35,7 @@ from helpers.api_calls import (
 )
 
 import hopwell
-from hopwell.kernels.launch import OPERANDS
+from hopwell.kernels.launch.arguments import OPERANDS
 
 OUT, OUT_SCALES = OPERANDS.index("out"), OPERANDS.index("out_scales")
 FP4_ARGUMENTS = {"query": data(TOKENS, HEADS, DIM, dtype=FP8), "kv_cache": stacked("HND", FP8)}

@@ -35,7 +35,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hopwell
 from hopwell import _checks
-from hopwell.kernels import features
+from hopwell.kernels.capability import features
 from hopwell.kernels.problem import (
     AttentionProblem,
     Mask,

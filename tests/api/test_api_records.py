@@ -12,7 +12,7 @@ from helpers import api_calls
 from hopwell import _context, _cudnn, _fmha_v2, _mla, _xqa, cudnn, decode, mla, prefill
 from hopwell._launch import call_arguments
 from hopwell._repeat import OperandMap
-from hopwell.kernels.launch import OPERANDS
+from hopwell.kernels.launch.arguments import OPERANDS
 
 RECORDS: list[tuple[Callable[..., Any], type, set[str], set[str]]] = [  # what parameters, and what fields, are besides
     (prefill.trtllm_batch_context_with_kv_cache, _context.ContextCall, set(), {"query_dtype"}),

@@ -14,7 +14,7 @@ import torch
 from helpers.api_calls import FORMS, Form, misaligned
 
 import hopwell
-from hopwell.kernels import settings
+from hopwell.kernels.jit import settings
 from tests.api.test_api_tensor_kinds import KINDS
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")

@@ -10,10 +10,12 @@ import torch
 from helpers.api_calls import FORMS, Form
 
 from hopwell import emulator
-from hopwell.kernels import features, probes, support
-from hopwell.kernels.decode_config import DecodeConfig
-from hopwell.kernels.families import prefill_type, shipped_configs
-from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
+from hopwell.kernels import support
+from hopwell.kernels.capability import features
+from hopwell.kernels.capability import samples as probes
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.registry import prefill_type, shipped_configs
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
 
 
 def test_keys_are_unique_and_archs_known() -> None:

@@ -16,8 +16,8 @@ from helpers.append_cases import FP8, NVFP4, Case, Data
 
 import hopwell
 from hopwell import layouts
-from hopwell.kernels import settings
-from hopwell.kernels.append_plan import AppendPlan
+from hopwell.kernels.append.plan import AppendPlan
+from hopwell.kernels.jit import settings
 
 SUBMODULES = ("prefill", "decode", "mla", "page", "cudnn", "utils", "layouts")
 MODULES = ("hopwell", *(f"hopwell.{name}" for name in SUBMODULES))

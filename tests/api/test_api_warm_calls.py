@@ -407,7 +407,7 @@ def test_the_document_prints_the_function_of_a_repeated_call(monkeypatch: pytest
 
 
 def test_results_that_interleave_with_inputs_are_remembered(recorded: Any) -> None:
-    """Ranges overlap and rows do not: the checks decide it, once for each distance or place."""
+    """StreamKRanges overlap and rows do not: the checks decide it, once for each distance or place."""
     arguments = form(CONTEXT, "stacked-HND")
     tokens, heads, dim = arguments["query"].shape
 

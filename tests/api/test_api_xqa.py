@@ -31,11 +31,11 @@ from helpers.api_calls import (
 )
 
 from hopwell.decode import xqa_workspace_bytes
-from hopwell.kernels import plan
-from hopwell.kernels.decode_config import resolve_decode
-from hopwell.kernels.plan import decode_geometry
+from hopwell.kernels.config.decode import resolve_decode
+from hopwell.kernels.config.splitting import ALIGNMENT, STATISTICS, node_bytes, scratch_bytes
+from hopwell.kernels.launch import plan
+from hopwell.kernels.launch.plan import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
-from hopwell.kernels.splitting import ALIGNMENT, STATISTICS, node_bytes, scratch_bytes
 
 Problems = list[AttentionProblem]
 
@@ -179,7 +179,7 @@ class TestWorkspace:
             g = decode_geometry(problem, config)
             needed = g.slots * g.slot_rows * (head_dim + STATISTICS) * 4
             if config.has_tree:
-                needed = (g.slots + g.far_levels * g.grid) * node_bytes(config.tile.m, head_dim)
+                needed = (g.slots + g.gmem_levels * g.grid) * node_bytes(config.tile.m, head_dim)
             assert needed + ALIGNMENT - 1 <= size
             assert problem.scratch.nbytes == size
 

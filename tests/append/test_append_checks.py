@@ -15,9 +15,9 @@ import hopwell
 from hopwell import emulator, page
 from hopwell._append import AppendCalls
 from hopwell.kernels import support
-from hopwell.kernels.append_config import CacheType, shipped_append_configs
-from hopwell.kernels.append_plan import AppendPlan
-from hopwell.kernels.toolchain import artifact
+from hopwell.kernels.append.config import CacheType, shipped_append_configs
+from hopwell.kernels.append.plan import AppendPlan
+from hopwell.kernels.jit.toolchain import artifact
 
 CASES = {
     "bf16": Case(),
@@ -192,7 +192,7 @@ def test_kernels_are_the_devices_own_whatever_attention_uses(monkeypatch: pytest
         bound.append(config.target)
         raise RuntimeError("found")
 
-    monkeypatch.setattr("hopwell.kernels.append_plan.bind", bind)
+    monkeypatch.setattr("hopwell.kernels.append.plan.bind", bind)
     with emulator.use("sm_90a"), pytest.raises(RuntimeError, match="found"):
         call("bf16", lambda arguments: None)
     assert bound == ["sm_90a"]

@@ -10,8 +10,8 @@ import torch
 from helpers.append_cases import FP8, NVFP4, Case, Data
 
 import hopwell
-from hopwell.kernels import settings
-from hopwell.kernels.append_plan import AppendPlan
+from hopwell.kernels.append.plan import AppendPlan
+from hopwell.kernels.jit import settings
 
 SMALL = torch.finfo(torch.float32).tiny / 2
 REQUESTS, POSITIONS = "batch_indices", "positions"

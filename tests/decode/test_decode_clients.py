@@ -169,7 +169,7 @@ def test_more_new_tokens_than_their_bound(heads: int, device: str) -> None:
     ids=["one", "rows", "ragged-e4m3"],
 )
 def test_context_parallel_ranks(q_lens: list[int], heads: int, kv_dtype: torch.dtype | None, device: str) -> None:
-    """Ranks mask by where keys are among those of all, and are merged by log-sum-exps, as in latent attention."""
+    """Ranks mask by where keys are among those of all, and are combined by log-sum-exps, as in latent attention."""
     data = batch(device, q_lens, heads=heads, kv_heads=1, kv_dtype=kv_dtype)
     options: dict[str, Any] = dict(cp_world=2, causal_seqlens_kv_global=data.ints(KV_LENS), return_lse=True)
     if len(set(q_lens)) > 1:
@@ -178,7 +178,7 @@ def test_context_parallel_ranks(q_lens: list[int], heads: int, kv_dtype: torch.d
         options |= dict(q_len_per_req=q_lens[0])
     parts = []
     for rank in range(2):
-        arguments = common(data, data.shard(2, rank).decode(16), cp_rank=rank, **options)
+        arguments = common(data, data.dcp_rank(2, rank).decode(16), cp_rank=rank, **options)
         parts.append(repeated(decode.trtllm_batch_decode_with_kv_cache, data, arguments))
     data.expected_decode(DRAFT).check_merged(parts, natural=False)
 

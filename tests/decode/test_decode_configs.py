@@ -9,10 +9,10 @@ import pytest
 from helpers.decode_cases import Case, check_config, fewest_rows
 from helpers.sanitizer import TOOLS, check_sanitized
 
-from hopwell.kernels.config import KvFetch
-from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.config.base import KvFetch
+from hopwell.kernels.config.decode import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.config.splitting import ROWS
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ SHIPPED = list(shipped_decode_configs())
 
 
 def small_case(config: DecodeConfig) -> None:
-    """Requests have no keys to three chunks or leaves, which are merged; drafts have all rows of a tile, or two
+    """Requests have no keys to three chunks or leaves, which are combined; drafts have all rows of a tile, or two
     tiles."""
     chunk, group = config.chunk_tokens, min(fewest_rows(config) + 4, config.rows)
     case = Case([1] * 5, [0, 3, chunk, chunk + 1, 2 * chunk + 70], group, kv_heads=2, window=chunk + 3)

@@ -16,11 +16,12 @@ from helpers.decode_cases import HEAD_DIMS, Case, batch_of, check_config, config
 from helpers.schedules import schedules, setting
 
 from hopwell import emulator
-from hopwell.kernels import execute, splitting
-from hopwell.kernels.config import KvFetch, KvType
-from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels import execute
+from hopwell.kernels.config import splitting
+from hopwell.kernels.config.base import KvFetch, KvType
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.splitting import FAN_IN, ROWS
 from hopwell.kernels.problem import MaskKind
-from hopwell.kernels.splitting import BUNDLE_PIECES, ROWS
 
 pytestmark = pytest.mark.emulator
 
@@ -36,7 +37,7 @@ def is_emulated(config: DecodeConfig) -> bool:
         return config.head_dim_qk == 128
     decides = config.mask is MaskKind.DRAFT or config.head_dim_qk in (80, 128) or config.has_tree
     # Rows of the widest heads take half a minute; the tests of entries have them.
-    return decides and config.box_rows in ((16,) if config.widens_in_place else (0, 16))
+    return decides and config.box_rows in ((16,) if config.dequantizes_in_place else (0, 16))
 
 
 def tallest(config: DecodeConfig) -> int:
@@ -145,7 +146,7 @@ def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
     """There are chunks of one group and one more, of three groups and of one whole one; and a window that leaves
     few."""
     full, windowed = (config_for(head_dim, mask, 16, rows=33) for mask in (MaskKind.FULL, MaskKind.SLIDING_WINDOW))
-    n, chunk = BUNDLE_PIECES, full.chunk_tokens
+    n, chunk = FAN_IN, full.chunk_tokens
     kv_lens = [(n + 1) * chunk, 2 * n * chunk + 1, n * chunk][: 3 if head_dim == 128 else 1]
     case = Case([1] * len(kv_lens), kv_lens, group=33, kv_heads=kv_heads)
     check_config(full, case, 16, "cpu", schedules(kv_heads, adverse=1))
@@ -154,13 +155,13 @@ def test_two_levels_of_merges(head_dim: int, kv_heads: int) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_warps_that_have_parted_meet_before_they_hand_work_back(seed: int) -> None:
-    """Some lanes of a warp that merges have a store more than the others. Few schedules keep them together."""
+    """Some lanes of a warp that combines have a store more than the others. Few schedules keep them together."""
     config = config_for(512, MaskKind.FULL, 64, rows=16)
     kv_lens = [config.chunk_tokens - 1, 2 * config.chunk_tokens, 4 * config.chunk_tokens + 77, 3]
     check_config(config, Case([1] * 4, kv_lens, group=16), 64, "cpu", [setting("random", seed)])
 
 
-# Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
+# Partials wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
 @pytest.fixture
 def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
@@ -170,7 +171,7 @@ def few_slots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize(("head_dim", "kv_heads", "group", "q_len"), [(256, 1, 17, 1), (128, 2, 3, 30), (512, 1, 9, 1)])
 def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: int) -> None:
-    """Requests with one group of pieces and with two use them."""
+    """Requests with one group of partials and with two use them."""
     config = config_for(head_dim, MaskKind.DRAFT if q_len > 1 else MaskKind.FULL, 16, rows=group * q_len)
     chunks = [18, 2, 3, 1, 17, 2, 2, 5, 18, 4] if q_len == 1 else [4, 2, 3, 1, 2, 4, 2]
     case = Case([q_len] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group, kv_heads, sinks=False)
@@ -180,9 +181,9 @@ def test_slots_are_used_again(head_dim: int, kv_heads: int, group: int, q_len: i
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize("seed", range(4))
 def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
-    """There are ten slots, and requests of four pieces get those of two requests of two: the second may be done before
-    the first, which still counts its pieces in the slot where the four are to be counted. One schedule in ten does
-    that."""
+    """There are ten slots, and requests of four partials get those of two requests of two: the second may be done
+    before the first, which still counts its partials in the slot where the four are to be counted. One schedule in ten
+    does that."""
     config = config_for(64, MaskKind.FULL, 16, rows=33)
     chunks = ([2] * 5 + [4, 4, 2]) * 3
     case = Case([1] * len(chunks), [n * config.chunk_tokens - 5 for n in chunks], group=33, sinks=False)
@@ -200,8 +201,8 @@ def test_slots_that_keep_count_are_waited_for(seed: int) -> None:
 )
 def test_whoever_has_which_leaves(head_dim: int, rows: int, kv_heads: int, kv_type: KvType) -> None:
     """A batch is its requests one by one, bit for bit: each of these is shared out by itself. Long lines leave nodes
-    for merges in two rounds, and of 32 rows, or 256 columns and half of the shared memory, more levels wait than there
-    is room for."""
+    for combines in two rounds, and of 32 rows, or 256 columns and half of the shared memory, more levels wait than
+    there is room for."""
     config = config_for(head_dim, MaskKind.FULL, 64, kv_type=kv_type, rows=rows)
     leaf = config.chunk_tokens
     kv_lens = [40 * leaf + 5, 0, 3 * leaf, 1, 17 * leaf - 1, 33 * leaf]

@@ -147,8 +147,8 @@ def test_caches_of_8_bits_agree(dtype: torch.dtype, heads: int, device: str) -> 
 def test_wide_heads_and_many_rows_over_8_bits(
     kv_dtype: torch.dtype, dtype: torch.dtype, page_size: int, head_dim: int, heads: int, device: str
 ) -> None:
-    """Hopper's kernels widen the cache in shared memory, so that the bits are those of a 16-bit cache with the same
-    values. Those of sm_120 widen in registers, and sum in another order."""
+    """Hopper's kernels dequantize the cache in shared memory, so that the bits are those of a 16-bit cache with the
+    same values. Those of sm_120 dequantize in registers, and sum in another order."""
     data = batch(device, kv_dtype=kv_dtype, dtype=dtype, heads=heads, head_dim=head_dim)
     problem = data.decode(page_size)
     out = xqa(data, problem)

@@ -11,7 +11,7 @@ import torch
 from helpers.decode_batches import NVFP4, DecodeBatch
 
 from hopwell.kernels import execute
-from hopwell.kernels.parts.softmax import HalfSoftmax
+from hopwell.kernels.parts.rows.softmax import HalfSoftmax
 
 E4M3, INT8 = torch.float8_e4m3fn, torch.int8
 UNIT = 6.0  # keys and values are multiples of it that all types hold
@@ -19,7 +19,7 @@ UNIT = 6.0  # keys and values are multiples of it that all types hold
 # as well.
 BF16_ERROR = 2**-8
 
-# The kernels that widen in registers, with each number of products that a warp has side by side.
+# The kernels that dequantize in registers, with each number of products that a warp has side by side.
 kernels = pytest.mark.parametrize(
     ("kv_dtype", "rows"),
     [(E4M3, 4), (E4M3, 12), (INT8, 12), (NVFP4, 4), (NVFP4, 12), (NVFP4, 36)],

@@ -18,8 +18,8 @@ from helpers.replays import check_replays
 import hopwell
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels import Plan, execute
-from hopwell.kernels.config import KvType
-from hopwell.kernels.decode_config import tile_rows
+from hopwell.kernels.config.base import KvType
+from hopwell.kernels.config.decode import tile_rows
 from hopwell.kernels.problem import Mask, MaskKind, PageTable
 
 pytestmark = pytest.mark.gpu
@@ -50,12 +50,12 @@ class Kind:
 # Trees of few rows and of the most, and chunks; both over 8 bits.
 FEW, TREE, CHUNKS = (Kind(128, rows) for rows in (8, 32, 64))
 BYTES_FEW, BYTES_CHUNKS = Kind(128, 8, KvType.E4M3), Kind(256, 32, KvType.INT8)
-WIDENED = Kind(512, 64, KvType.E4M3)  # in place
-# Other widths, which are shared out and merged in other ways, another size of trees, and two tiles of rows.
+DEQUANTIZED = Kind(512, 64, KvType.E4M3)  # in place
+# Other widths, which are shared out and combined in other ways, another size of trees, and two tiles of rows.
 OTHER_SIZES = [(64, 8), (64, 100), (128, 16), (256, 8), (256, 16), (256, 64), (512, 64)]
 OTHERS = [
     *(Kind(*sizes) for sizes in OTHER_SIZES),
-    WIDENED,
+    DEQUANTIZED,
     Kind(256, 8, KvType.INT8),
     Kind(64, 100, KvType.E4M3),
     Kind(256, 64, KvType.INT8),
@@ -67,8 +67,8 @@ def of_kinds(*kinds: Kind) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("kind", kinds, ids=str)
 
 
-KINDS = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, WIDENED)
-ALL_CACHES = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, WIDENED, NVFP4_FEW, NVFP4_CHUNKS)
+KINDS = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, DEQUANTIZED)
+ALL_CACHES = of_kinds(FEW, TREE, CHUNKS, BYTES_FEW, BYTES_CHUNKS, DEQUANTIZED, NVFP4_FEW, NVFP4_CHUNKS)
 EXPENSIVE_KINDS = of_kinds(FEW, CHUNKS, BYTES_FEW)
 MASKS = pytest.mark.parametrize("mask", [FULL, WINDOW, DRAFT], ids=lambda mask: mask.kind.value)
 
@@ -102,7 +102,7 @@ def test_batch_is_its_requests_one_by_one(kind: Kind, mask: Mask) -> None:
 
 @ALL_CACHES
 def test_more_of_the_same_requests(kind: Kind) -> None:
-    """Whoever shares them out, and whichever slots their pieces get."""
+    """Whoever shares them out, and whichever slots their partials get."""
     data = batch(kind, kv_lens=[9000])
     alone = execute(data.decode(16))
     for count in (2, 33, 200):

@@ -18,7 +18,7 @@ from helpers.schedules import schedules
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.decode_config import DecodeConfig
+from hopwell.kernels.config.decode import DecodeConfig
 from hopwell.kernels.problem import Family, MaskKind
 from tests.decode import test_decode_light_weights as light_weights
 from tests.decode import test_decode_nvfp4 as nvfp4

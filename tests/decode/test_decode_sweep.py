@@ -10,10 +10,10 @@ from helpers.decode_batches import DecodeBatch
 from helpers.decode_cases import HEAD_DIMS, Case, batch_of, check_config, config_for
 
 from hopwell.kernels import execute
-from hopwell.kernels.config import KvType
-from hopwell.kernels.decode_config import HEAD_DIMS as ALL_HEAD_DIMS
+from hopwell.kernels.config.base import KvType
+from hopwell.kernels.config.decode import HEAD_DIMS as ALL_HEAD_DIMS
+from hopwell.kernels.config.splitting import LONG_TOKENS, MAX_CHUNKS
 from hopwell.kernels.problem import Mask, MaskKind
-from hopwell.kernels.splitting import LONG_TOKENS, MAX_CHUNKS
 
 pytestmark = pytest.mark.gpu
 
@@ -23,7 +23,7 @@ WIDE, E4M3, INT8, NVFP4 = KvType.WIDE, KvType.E4M3, KvType.INT8, KvType.NVFP4
 
 
 def lengths(chunk: int, page: int) -> list[int]:
-    """Return lengths around the sizes that kernels work in, and long enough for merges in one level and in two."""
+    """Return lengths around the sizes that kernels work in, and long enough for combines in one level and in two."""
     return [0, 1, page, page + 1, 63, 64, 65, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, 17 * chunk, 40 * chunk + 9]
 
 

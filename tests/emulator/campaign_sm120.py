@@ -20,7 +20,8 @@ from helpers.equivalent_faults import next_warp_barrier
 
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault
-from hopwell.kernels import execute, plan
+from hopwell.kernels import execute
+from hopwell.kernels.launch import plan
 
 
 def case() -> None:

@@ -10,7 +10,7 @@ from helpers.batches import CAUSAL, Batch
 
 import hopwell
 from hopwell import emulator
-from hopwell.kernels import plan
+from hopwell.kernels.launch import plan
 
 pytestmark = pytest.mark.emulator
 

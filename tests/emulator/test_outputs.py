@@ -11,8 +11,8 @@ import torch
 from hopwell.emulator import EmulatorError
 from hopwell.emulator.tools.output_cases import DIMS, ENTRIES, cases
 from hopwell.emulator.tools.outputs import FILE, Distance, compare, record
-from hopwell.kernels import plan
-from hopwell.kernels.prefill_config import TILES
+from hopwell.kernels.config.prefill import TILES
+from hopwell.kernels.launch import plan
 
 pytestmark = pytest.mark.emulator
 

@@ -15,7 +15,7 @@ from helpers.mixed_calls import bits, mixed_calls
 from helpers.ptx_harness import empty, run_ptx
 
 from hopwell import emulator
-from hopwell.kernels import plan
+from hopwell.kernels.launch import plan
 
 pytestmark = pytest.mark.emulator
 

@@ -219,11 +219,11 @@ class Expected:
         assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"
         if exact.numel() == 0:
             return
-        unit = torch.finfo(out.dtype).eps
-        allowed = 2 * (self.rounded * factor - exact).norm() + 1e-2 * unit * exact.norm()
+        work_tile = torch.finfo(out.dtype).eps
+        allowed = 2 * (self.rounded * factor - exact).norm() + 1e-2 * work_tile * exact.norm()
         assert (got - exact).norm() <= allowed, f"error {(got - exact).norm() / exact.norm():.2e} of the norm"
         worst, largest = (got - exact).abs().max(), exact.abs().max()
-        assert worst <= 4 * unit * largest, f"one element is off by {worst:.2e}, the largest is {largest:.2e}"
+        assert worst <= 4 * work_tile * largest, f"one element is off by {worst:.2e}, the largest is {largest:.2e}"
         unseen = exact.abs().amax(2) == 0
         assert (got[unseen] == 0).all(), "a row without visible keys is not zero"
 
@@ -237,7 +237,7 @@ class Expected:
         assert (error <= 1e-5 * (1 + want[~infinite].abs())).all(), f"LSE off by {error.max():.2e}"
 
     def check_merged(self, parts: Sequence[tuple[torch.Tensor, torch.Tensor]], *, natural: bool) -> None:
-        """Check that the parts (output, log-sum-exp) of disjoint keys merge into what is expected."""
+        """Check that the parts (output, log-sum-exp) of disjoint keys combine into what is expected."""
         outs, logs = (torch.stack(list(values)).double() for values in zip(*parts, strict=True))
         logs *= 1.0 if natural else LN_2
         lse = logs.logsumexp(0)

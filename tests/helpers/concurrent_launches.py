@@ -16,14 +16,14 @@ from hopwell.kernels.problem import AttentionProblem
 def check_two_branches(plan: Plan, problems: Sequence[AttentionProblem], want: torch.Tensor, fill: float) -> None:
     """Check that a graph that launches the plan for all problems, on two branches by turns, gives each the result
     ``want``. Outputs are full of ``fill`` before each of some replays."""
-    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+    graph, kv_half = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     torch.cuda.synchronize()
     with torch.cuda.graph(graph):
-        side.wait_stream(torch.cuda.current_stream())
+        kv_half.wait_stream(torch.cuda.current_stream())
         for index, one in enumerate(problems):
-            with torch.cuda.stream(side if index % 2 else torch.cuda.current_stream()):
+            with torch.cuda.stream(kv_half if index % 2 else torch.cuda.current_stream()):
                 plan.execute(one)
-        torch.cuda.current_stream().wait_stream(side)
+        torch.cuda.current_stream().wait_stream(kv_half)
     for _ in range(5):
         for one in problems:
             one.out.fill_(fill)

@@ -8,10 +8,10 @@ import torch
 
 from helpers.batches import Batch, check_statistics
 from hopwell.kernels import execute
-from hopwell.kernels.config import DTYPES, KvFetch
-from hopwell.kernels.families import resolve
-from hopwell.kernels.prefill_config import SHORT_WINDOW, PrefillConfig
+from hopwell.kernels.config.base import DTYPES, KvFetch
+from hopwell.kernels.config.prefill import SHORT_WINDOW, PrefillConfig
 from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
+from hopwell.kernels.registry import resolve
 
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 WINDOW = 70  # keys to the left

@@ -6,23 +6,24 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from hopwell.kernels import splitting, support
-from hopwell.kernels.config import KvFetch, KvType, Tile
-from hopwell.kernels.decode_config import MOST_ROWS_IN_REGISTERS, DecodeConfig, shipped_decode_configs
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.mla_config import MlaConfig
-from hopwell.kernels.prefill_config import TILES, PrefillConfig
+from hopwell.kernels import support
+from hopwell.kernels.config import splitting
+from hopwell.kernels.config.base import KvFetch, KvType, Tile
+from hopwell.kernels.config.decode import MOST_ROWS_IN_REGISTERS, DecodeConfig, shipped_decode_configs
+from hopwell.kernels.config.mla import MlaConfig
+from hopwell.kernels.config.prefill import TILES, PrefillConfig
+from hopwell.kernels.config.splitting import SWAP_AB_ROWS
 from hopwell.kernels.problem import MaskKind, ScoreKind
-from hopwell.kernels.sm100_config import Sm100PrefillConfig
-from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfig
-from hopwell.kernels.splitting import FEW_ROWS
+from hopwell.kernels.registry import shipped_configs
+from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 
 # What models have, and what differs most: three consumer warpgroups with few registers each, two of them, different
 # widths of K and V, and the widest output of a warpgroup.
 MAIN_DIMS = ((64, 64), (128, 128), (192, 128), (256, 256))
 CONTIGUOUS, ROWS = (KvFetch.CONTIGUOUS, 0), (KvFetch.PAGE_ROWS, 0)
 PAGES16, PAGES64 = (KvFetch.PAGE_BOXES, 16), (KvFetch.PAGE_BOXES, 64)
-LISTED = (KvFetch.LISTED_ROWS, 0)
+TOPK = (KvFetch.TOPK_ROWS, 0)
 
 
 def shipped_of(dims: tuple[int, int]) -> list[PrefillConfig]:
@@ -168,29 +169,29 @@ def covering_decode_configs() -> list[DecodeConfig]:
 
     def stands_for_others(c: DecodeConfig) -> bool:
         plain = c.mask is MaskKind.DRAFT, (c.kv_fetch, c.box_rows) == PAGES16
-        # How values are widened goes by both types; masks and fetches know the width alone.
+        # How values are dequantized goes by both types; masks and fetches know the width alone.
         stands = any(plain) if c.dtype == "bf16" and c.kv_type is not KvType.INT8 else all(plain)
-        if c.widens_in_place and c.head_dim_qk < 512:
-            # Loads, masks and products are those of other kernels; what widens knows the sizes.
+        if c.dequantizes_in_place and c.head_dim_qk < 512:
+            # Loads, masks and products are those of other kernels; what dequantizes knows the sizes.
             return c.dtype == "bf16" and c.kv_type is KvType.E4M3 and all(plain)
         if not c.has_tree:
             return stands
-        # Rows and columns are in all that merges nodes; masks, fetches and dtypes are in what comes before.
+        # Rows and columns are in all that combines nodes; masks, fetches and dtypes are in what comes before.
         every_size = c.dtype == "bf16" and c.mask is MaskKind.FULL and plain[1]
-        return every_size or (c.head_dim_qk == 128 and stands and (c.rows == FEW_ROWS[0] or plain[1]))
+        return every_size or (c.head_dim_qk == 128 and stands and (c.rows == SWAP_AB_ROWS[0] or plain[1]))
 
     # There are padded columns in both ways to fetch: boxes, and rows that are filled up; and an output of 8 bits.
     padded = ("sm_90a", "bf16", "bf16", 80, 80, MaskKind.SLIDING_WINDOW)
     rows = {KvType.WIDE: splitting.ROWS, KvType.E4M3: MOST_ROWS_IN_REGISTERS}
-    kinds = [(kind, count) for kind, most in rows.items() for count in (most, FEW_ROWS[0])]
+    kinds = [(kind, count) for kind, most in rows.items() for count in (most, SWAP_AB_ROWS[0])]
     narrow = ("sm_90a", "bf16", "e4m3")
     # These are compiled on demand only: every head dim with few rows and with many, boxes and rows, and each mask.
     nvfp4: list[tuple[int, MaskKind, tuple[KvFetch, int], int, tuple[str, str]]] = [
-        (64, MaskKind.DRAFT, ROWS, FEW_ROWS[0], ("bf16", "bf16")),
+        (64, MaskKind.DRAFT, ROWS, SWAP_AB_ROWS[0], ("bf16", "bf16")),
         (64, MaskKind.FULL, ROWS, splitting.ROWS, ("bf16", "bf16")),
-        (128, MaskKind.FULL, PAGES16, FEW_ROWS[0], ("bf16", "bf16")),
+        (128, MaskKind.FULL, PAGES16, SWAP_AB_ROWS[0], ("bf16", "bf16")),
         (128, MaskKind.SLIDING_WINDOW, ROWS, splitting.ROWS, ("bf16", "bf16")),
-        (256, MaskKind.SLIDING_WINDOW, PAGES16, FEW_ROWS[0], ("bf16", "bf16")),
+        (256, MaskKind.SLIDING_WINDOW, PAGES16, SWAP_AB_ROWS[0], ("bf16", "bf16")),
         (256, MaskKind.DRAFT, PAGES16, splitting.ROWS, ("bf16", "bf16")),
         (256, MaskKind.FULL, (KvFetch.PAGE_BOXES, 8), splitting.ROWS, ("fp16", "e4m3")),
     ]
@@ -199,7 +200,7 @@ def covering_decode_configs() -> list[DecodeConfig]:
         *(DecodeConfig(*padded, *fetch, *kind) for fetch in (PAGES16, ROWS) for kind in kinds),
         *(
             DecodeConfig(*narrow, dim, dim, MaskKind.FULL, *PAGES16, KvType.E4M3, rows)
-            for dim, rows in itertools.product((64, 128, 256), (MOST_ROWS_IN_REGISTERS, FEW_ROWS[0]))
+            for dim, rows in itertools.product((64, 128, 256), (MOST_ROWS_IN_REGISTERS, SWAP_AB_ROWS[0]))
         ),
         *(
             DecodeConfig("sm_90a", *types, dim, dim, mask, *fetch, KvType.NVFP4, rows)
@@ -213,28 +214,28 @@ def covering_mla_configs() -> list[MlaConfig]:
     wide, narrow = support.MLA_HEAD_DIMS
     *_, unrotated = support.SPARSE_MLA_HEAD_DIMS
     chosen = [
-        *((wide, fetch, 64) for fetch in (PAGES64, PAGES16, ROWS, LISTED)),
-        *((narrow, fetch, 64) for fetch in (PAGES64, LISTED)),
-        (unrotated, LISTED, 64),
-        *((wide, fetch, 16) for fetch in (PAGES64, ROWS, LISTED)),
-        (unrotated, LISTED, 16),
+        *((wide, fetch, 64) for fetch in (PAGES64, PAGES16, ROWS, TOPK)),
+        *((narrow, fetch, 64) for fetch in (PAGES64, TOPK)),
+        (unrotated, TOPK, 64),
+        *((wide, fetch, 16) for fetch in (PAGES64, ROWS, TOPK)),
+        (unrotated, TOPK, 16),
         (narrow, PAGES64, 16),
     ]
     # Products of 8 bits: what fetches is that of 16 bits, and knows the width alone.
     bytes_chosen = [
-        *((wide, fetch, rows) for fetch in (PAGES16, LISTED) for rows in (64, 16)),
+        *((wide, fetch, rows) for fetch in (PAGES16, TOPK) for rows in (64, 16)),
         (wide, ROWS, 64),
         (narrow, PAGES64, 64),
         (narrow, (KvFetch.PAGE_BOXES, 8), 16),
-        (unrotated, LISTED, 64),
-        (unrotated, LISTED, 16),
+        (unrotated, TOPK, 64),
+        (unrotated, TOPK, 16),
     ]
     configs = [
         MlaConfig("sm_90a", dtype, "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=rows)
         for dtype, kinds in (("bf16", chosen), ("e4m3", bytes_chosen))
         for dims, fetch, rows in kinds
     ]
-    # Requests are cut by their own lengths: TMA, lanes and lanes that widen leave one warp or two that merge.
+    # Requests are cut by their own lengths: TMA, lanes and lanes that dequantize leave one warp or two that combine.
     by_length = [("bf16", PAGES64, KvType.WIDE), ("bf16", ROWS, KvType.E4M3), ("e4m3", PAGES16, KvType.WIDE)]
     return configs + [
         MlaConfig("sm_90a", dtype, "bf16", *wide, MaskKind.CAUSAL, *fetch, kv_type, 64, batch_invariant=True)
@@ -261,14 +262,16 @@ def covering_sm120_decode_configs() -> list[DecodeConfig]:
         ("fp16", 128, window, PAGES16, KvType.NVFP4, 8),
         ("bf16", 256, draft, PAGES64, KvType.NVFP4, 8),
     ]
-    latent = [((576, 512), PAGES64), ((576, 512), LISTED), ((320, 256), ROWS), ((512, 512), LISTED)]
+    latent = [((576, 512), PAGES64), ((576, 512), TOPK), ((320, 256), ROWS), ((512, 512), TOPK)]
     return [
         *(
             Sm120DecodeConfig("sm_120a", dtype, dtype, dim, dim, mask, *fetch, kv_type, rows)
             for dtype, dim, mask, fetch, kv_type, rows in chosen
         ),
         *(
-            Sm120MlaConfig("sm_120a", "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=splitting.LATENT_FEW_ROWS)
+            Sm120MlaConfig(
+                "sm_120a", "bf16", "bf16", *dims, MaskKind.CAUSAL, *fetch, rows=splitting.LATENT_SWAP_AB_ROWS
+            )
             for dims, fetch in latent
         ),
     ]

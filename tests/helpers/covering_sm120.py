@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from helpers.covering import CONTIGUOUS, LISTED, PAGES16, PAGES64, ROWS
-from hopwell.kernels.config import KernelConfig, KvFetch, KvType
-from hopwell.kernels.prefill_config import MASKS, PrefillConfig
+from helpers.covering import CONTIGUOUS, PAGES16, PAGES64, ROWS, TOPK
+from hopwell.kernels.config.base import KernelConfig, KvFetch, KvType
+from hopwell.kernels.config.prefill import MASKS, PrefillConfig
 from hopwell.kernels.problem import Family, MaskKind, ScoreKind
 
 
@@ -42,7 +42,7 @@ class Cell(NamedTuple):
         that takes them has no chunks. Of MLA in fp16, which takes long to compile, pages of 64 stand for others."""
         if self.family is Family.MLA:
             kept = {BF16: PAGES[Family.MLA], FP16: (PAGES64,)}
-            return self.pages in kept.get(self.types, (ROWS, LISTED))
+            return self.pages in kept.get(self.types, (ROWS, TOPK))
         return not (self.types[1] is KvType.NVFP4 and (self.pages == CONTIGUOUS or self.mask is MaskKind.CHUNKED))
 
     def pairs(self) -> Iterator[tuple]:
@@ -67,13 +67,13 @@ CHOICES = {
     Family.MLA: ((BF16, FP16, ("bf16", E4M3), ("bf16", DS_MLA)), (MaskKind.CAUSAL,)),
 }
 PAGES = {Family.PREFILL: (CONTIGUOUS, ROWS, PAGES16, PAGES64), Family.DECODE: (ROWS, PAGES16, PAGES64)}
-PAGES[Family.MLA] = (*PAGES[Family.DECODE], LISTED)
+PAGES[Family.MLA] = (*PAGES[Family.DECODE], TOPK)
 
 
 # Outputs of other types than the usual ones, and scores, which entries have for queries and caches of one type.
 OUTS = {
     (Family.PREFILL, ("e4m3", WIDE)): ("", "fp16", "e4m3", "nvfp4"),
-    (Family.PREFILL, ("fp16", NVFP4)): ("bf16", "e4m3", "nvfp4"),  # what the entry has widened from e4m3
+    (Family.PREFILL, ("fp16", NVFP4)): ("bf16", "e4m3", "nvfp4"),  # what the entry has dequantized from e4m3
     (Family.DECODE, ("bf16", E4M3)): ("", "e4m3"),
     (Family.DECODE, ("bf16", NVFP4)): ("", "e4m3"),
 }

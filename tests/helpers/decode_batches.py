@@ -61,7 +61,7 @@ class DecodeBatch(Batch):
         one.drafts = [self.drafts[index]]
         return one
 
-    def shard(self, world: int, rank: int) -> DecodeBatch:
+    def dcp_rank(self, world: int, rank: int) -> DecodeBatch:
         """Return what one of ``world`` ranks has of the keys: every ``world``-th."""
         one = replace(self, kv_lens=[len(range(rank, n, world)) for n in self.kv_lens])
         one.q, one.k, one.v = self.q, *([own[rank::world] for own in tokens] for tokens in (self.k, self.v))

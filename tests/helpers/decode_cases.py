@@ -11,11 +11,11 @@ import torch
 
 from helpers.batches import Expected, starts
 from helpers.decode_batches import DecodeBatch
-from hopwell.kernels import Plan, families
-from hopwell.kernels.config import MAX_BOX_ROWS, MIN_BOX_ROWS, QUERY_DTYPES, KvFetch, KvType
-from hopwell.kernels.decode_config import NARROW_TYPES, DecodeConfig, tile_rows
+from hopwell.kernels import Plan, registry
+from hopwell.kernels.config.base import MAX_BOX_ROWS, MIN_BOX_ROWS, QUERY_DTYPES, KvFetch, KvType
+from hopwell.kernels.config.decode import NARROW_TYPES, DecodeConfig, tile_rows
+from hopwell.kernels.config.splitting import SWAP_AB_ROWS
 from hopwell.kernels.problem import AttentionProblem, LogSumExp, LseLayout, Mask, MaskKind
-from hopwell.kernels.splitting import FEW_ROWS
 
 HEAD_DIMS = (64, 128, 256, 512)
 TORCH_DTYPES = {name: dtype for dtype, name in QUERY_DTYPES.items()}
@@ -61,7 +61,7 @@ def config_for(
 
 def fewest_rows(config: DecodeConfig) -> int:
     """The fewest packed rows of a request that this kernel is for."""
-    others = (tile_rows(m, config.head_dim_qk, config.kv_type) for m in FEW_ROWS)
+    others = (tile_rows(m, config.head_dim_qk, config.kv_type) for m in SWAP_AB_ROWS)
     return 1 + max((m for m in others if m < config.rows), default=0)
 
 
@@ -116,7 +116,7 @@ def check_config(
     out_dtype = TORCH_DTYPES[config.out_dtype]
     options = dict(out=data.output().to(out_dtype), sinks=sinks, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False))
     problem = data.decode(page_size, mask, ragged=case.ragged, **options, **scales)
-    assert families.resolve(problem, config.arch) == config
+    assert registry.resolve(problem, config.arch) == config
     expected = data.expected_decode(mask, sinks=sinks, out_dtype=out_dtype)
     check_problem(problem, data, expected, settings, factor=-0.75 if case.tensor_scales else 1.0)
 

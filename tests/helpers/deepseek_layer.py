@@ -91,8 +91,8 @@ def rotated(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     columns = torch.arange(pairs.shape[-1], device=x.device) / pairs.shape[-1]
     angle = position[:, None] * 10000.0**-columns
-    turns = torch.polar(torch.ones_like(angle), angle).view(-1, *[1] * (x.dim() - 2), pairs.shape[-1])
-    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)
+    ping_pong = torch.polar(torch.ones_like(angle), angle).view(-1, *[1] * (x.dim() - 2), pairs.shape[-1])
+    return torch.view_as_real(pairs * ping_pong).flatten(-2).to(x.dtype)
 
 
 class LatentAttention(nn.Module):
@@ -190,21 +190,21 @@ class LatentAttention(nn.Module):
 
 
 def generate(
-    layer: LatentAttention, prompts: list[torch.Tensor], steps: torch.Tensor, page_size: int = 64, kind: str = "bf16"
+    wave: LatentAttention, prompts: list[torch.Tensor], steps: torch.Tensor, page_size: int = 64, kind: str = "bf16"
 ) -> tuple[list[torch.Tensor], LatentCache]:
     """Outputs [batch, q_len, hidden] of each of ``steps`` [steps, batch, q_len, hidden], which follow the prompts, and
     the cache that they leave."""
     count, batch, q_len, _ = steps.shape
     device, longest = steps.device.type, max(len(prompt) for prompt in prompts)
-    cache = LatentCache(kind, batch, longest + count * q_len, layer.sizes, page_size, device)
+    cache = LatentCache(kind, batch, longest + count * q_len, wave.sizes, page_size, device)
     for request, prompt in enumerate(prompts):
         position = torch.arange(len(prompt), device=device)
-        layer.put(prompt, cache, torch.full_like(position, request), position)
+        wave.put(prompt, cache, torch.full_like(position, request), position)
         cache.seq_lens[request] = len(prompt)
-    most_keys = layer.sizes.top_k or cache.capacity
-    size = mla_workspace_bytes(layer.sizes.heads, most_keys, q_len, device=device)
+    most_keys = wave.sizes.top_k or cache.capacity
+    size = mla_workspace_bytes(wave.sizes.heads, most_keys, q_len, device=device)
     workspace = torch.empty(size, dtype=torch.uint8, device=device)
-    return [layer.decode(hidden, cache, workspace) for hidden in steps], cache
+    return [wave.decode(hidden, cache, workspace) for hidden in steps], cache
 
 
 def main() -> None:
@@ -215,10 +215,10 @@ def main() -> None:
     lengths, count = ([1000, 1, 4096, 317], 64) if on_gpu else ([100, 1], 2)
     for kind, sizes in (("bf16", full), ("e4m3", full), ("fp8_ds_mla", sparse)):
         torch.manual_seed(0)
-        layer = LatentAttention(sizes, device).bfloat16()
+        wave = LatentAttention(sizes, device).bfloat16()
         prompts = [torch.randn(n, sizes.hidden, device=device).bfloat16() for n in lengths]
         steps = torch.randn(count, len(lengths), 1, sizes.hidden, device=device).bfloat16()
-        outputs, _ = generate(layer, prompts, steps, kind=kind)
+        outputs, _ = generate(wave, prompts, steps, kind=kind)
         seen = f"{sizes.top_k} tokens of" if sizes.top_k else "all of"
         print(f"{len(outputs)} steps of {len(lengths)} requests, {sizes.heads} heads, {seen} a cache of {kind}")
         print(f"output of a token: {list(outputs[-1][0, 0].shape)}, of size {outputs[-1].float().std():.3f}")

@@ -6,9 +6,9 @@ import torch
 
 from helpers.config_cases import check_config, mask_of
 from hopwell import emulator
-from hopwell.kernels.config import KvFetch
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.config.base import KvFetch
+from hopwell.kernels.config.prefill import PrefillConfig
+from hopwell.kernels.registry import shipped_configs
 
 
 def page_sizes(config: PrefillConfig) -> list[int | None]:

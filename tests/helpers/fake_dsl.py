@@ -52,7 +52,7 @@ class Compiler:
         prefill.build = lambda config: (config.name, ())  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "cutlass", cutlass)
         monkeypatch.setitem(sys.modules, "cutlass.cute", cute)
-        monkeypatch.setitem(sys.modules, "hopwell.kernels.sm90.prefill", prefill)
+        monkeypatch.setitem(sys.modules, "hopwell.kernels.sm90.prefill.kernel", prefill)
 
     @property
     def compiled(self) -> list[str]:

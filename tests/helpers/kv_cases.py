@@ -13,16 +13,16 @@ import cutlass.cute as cute
 import pytest
 from cutlass import Int32
 
-from hopwell.kernels import pipeline
-from hopwell.kernels.config import KernelConfig, KvType
-from hopwell.kernels.decode_config import DecodeConfig, shipped_decode_configs
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.launch import Addresses, Geometry, page_divisor
-from hopwell.kernels.parts import copy, kv_rows, kv_source
-from hopwell.kernels.parts.kv_rows import PageRows
-from hopwell.kernels.parts.kv_source import ContiguousBoxes, KvOperand, KvSource, PageBoxes, PageColumnBoxes
-from hopwell.kernels.sm90.decode import DecodeSm90
-from hopwell.kernels.sm90.prefill import PrefillSm90
+from hopwell.kernels.config.base import KernelConfig, KvType
+from hopwell.kernels.config.decode import DecodeConfig, shipped_decode_configs
+from hopwell.kernels.launch.arguments import Addresses, Geometry, page_divisor
+from hopwell.kernels.parts.core import copy, pipeline
+from hopwell.kernels.parts.load import kv_rows, kv_source
+from hopwell.kernels.parts.load.kv_rows import PageRows
+from hopwell.kernels.parts.load.kv_source import ContiguousBoxes, KvOperand, KvSource, PageBoxes, PageColumnBoxes
+from hopwell.kernels.registry import shipped_configs
+from hopwell.kernels.sm90.decode.kernel import DecodeSm90
+from hopwell.kernels.sm90.prefill.kernel import PrefillSm90
 
 KV_HEAD, HEADS, REQUEST = 1, 3, 2
 SHARED = 1 << 14  # address of stage 0

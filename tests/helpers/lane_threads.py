@@ -13,7 +13,7 @@ import pytest
 from cutlass import Int32, Int64
 
 from hopwell.kernels.hardware import LANES
-from hopwell.kernels.parts import device
+from hopwell.kernels.parts.core import device
 
 
 def host(value: Any) -> int:

@@ -18,9 +18,9 @@ from helpers import reference
 from helpers.batches import CAUSAL, Batch, Expected, context_mask, starts
 from hopwell import FP4Tensor, layouts
 from hopwell.kernels import support
-from hopwell.kernels.config import KvType
+from hopwell.kernels.config.base import KvType
 from hopwell.kernels.problem import Mask, Score
-from hopwell.kernels.sm120_config import widens_by_warpgroup
+from hopwell.kernels.warp_mma.prefill.config import dequantizes_by_warpgroup
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 NVFP4 = torch.uint8  # as the entries call it
@@ -182,11 +182,11 @@ class ExpectedLow(Expected):
         if not self.out.numel():
             return
         ideal = self.rounded.to(out.dtype).double() - self.out
-        unit = torch.finfo(out.dtype).eps
+        work_tile = torch.finfo(out.dtype).eps
         error = got - self.out
-        assert error.norm() <= 2 * ideal.norm() + 1e-2 * unit * self.out.norm(), f"error {self.error(out):.2e}"
+        assert error.norm() <= 2 * ideal.norm() + 1e-2 * work_tile * self.out.norm(), f"error {self.error(out):.2e}"
         assert self.error(out) <= most, f"error {self.error(out):.2e}"
-        worst = 4 * float(ideal.abs().max()) + 4 * unit * float(self.out.abs().max())
+        worst = 4 * float(ideal.abs().max()) + 4 * work_tile * float(self.out.abs().max())
         assert error.abs().max() <= worst, f"one element is off by {error.abs().max():.2e}"
         assert (got[self.out.abs().amax(2) == 0] == 0).all(), "a row without visible keys is not zero"
 
@@ -196,9 +196,9 @@ ORDER_ERROR = 2e-3  # of a whole 16-bit output: what another order of sums chang
 
 def check_bits_of_16_bits(out: torch.Tensor, wide: torch.Tensor, qk_columns: int, kv_type: KvType) -> None:
     """``out`` is what the same keys and values, the former of so many columns, give in 16 bits: to the bit where
-    products have columns in the same order, which those of sm_120 have not where each warp widens for itself."""
+    products have columns in the same order, which those of sm_120 have not where each warp dequantizes for itself."""
     arch = support.arch_of(out.device)
-    if arch in support.HOPPER or widens_by_warpgroup((qk_columns, out.shape[-1]), kv_type):
+    if arch in support.HOPPER or dequantizes_by_warpgroup((qk_columns, out.shape[-1]), kv_type):
         assert torch.equal(out, wide)
     else:
         assert (out.double() - wide.double()).norm() <= ORDER_ERROR * wide.double().norm()
@@ -211,8 +211,8 @@ def check_nvfp4_output(out: FP4Tensor, half: torch.Tensor, o_sf_scale: float) ->
     """``out`` has the scales and codes that the quantizer gives of ``half``, the same output in float16. Where the half
     unit that rounding to it took crosses an edge between two of them, either is right."""
     x = half.float()
-    unit = torch.exp2(torch.frexp(x).exponent.clamp(min=-13) - 11.0)  # in the last place of float16
-    off = unit / 2 + FLOAT_ERROR * x.abs()
+    work_tile = torch.exp2(torch.frexp(x).exponent.clamp(min=-13) - 11.0)  # in the last place of float16
+    off = work_tile / 2 + FLOAT_ERROR * x.abs()
     tokens, heads, dim = x.shape
     columns = heads * dim // layouts.NVFP4_BLOCK
     scales = layouts.unswizzle_128x4(out.scale, tokens, columns, out.scale_start_index).unflatten(1, (heads, -1))

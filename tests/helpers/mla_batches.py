@@ -32,7 +32,7 @@ class MlaBatch(DecodeBatch):
     kv_heads: int = 1
     head_dim: int = 576
     v_head_dim: int = 512
-    lists: Sequence[torch.Tensor] | None = None
+    topk_lists: Sequence[torch.Tensor] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -40,12 +40,12 @@ class MlaBatch(DecodeBatch):
 
     def request(self, index: int) -> MlaBatch:
         one = super().request(index)
-        one.lists = None if self.lists is None else [self.lists[index]]
+        one.topk_lists = None if self.topk_lists is None else [self.topk_lists[index]]
         return one
 
     def repeated(self, count: int) -> MlaBatch:
         many = super().repeated(count)
-        many.lists = None if self.lists is None else [*self.lists] * count
+        many.topk_lists = None if self.topk_lists is None else [*self.topk_lists] * count
         return many
 
     @property
@@ -59,7 +59,7 @@ class MlaBatch(DecodeBatch):
 
     def decode(self, page_size: int, mask: Mask = CAUSAL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
         problem = super().decode(page_size, mask, ragged=ragged, **(dict(family=Family.MLA) | changes))
-        if self.lists is None:
+        if self.topk_lists is None:
             return problem
         tokens = self.token_table(problem.key, problem.page_table.key)
         top_k = tokens.shape[1]
@@ -71,8 +71,8 @@ class MlaBatch(DecodeBatch):
         page_size = key.shape[2]
         unused = torch.isin(torch.arange(key.shape[0], device=table.device), table).logical_not().nonzero()[0]
         rows = []
-        for request, listed in enumerate(self.lists):
-            tokens = listed.to(table.device)
+        for request, topk in enumerate(self.topk_lists):
+            tokens = topk.to(table.device)
             places = table[request, tokens.clamp(min=0) // page_size] * page_size + tokens % page_size
             places = torch.where(tokens < 0, tokens, places)
             rows.append(torch.where(self.counted(request), places, unused * page_size))
@@ -81,7 +81,7 @@ class MlaBatch(DecodeBatch):
     def counted(self, request: int) -> torch.Tensor:
         """Return [q_len, top_k]: which entries of a list count. There are no more of them than keys that a new token
         sees."""
-        (q_len, top_k), kv_len = self.lists[request].shape, self.kv_lens[request]
+        (q_len, top_k), kv_len = self.topk_lists[request].shape, self.kv_lens[request]
         sees = torch.arange(q_len, device=self.device) + kv_len - q_len + 1
         return torch.arange(top_k, device=self.device) < sees[:, None]
 
@@ -95,7 +95,7 @@ class MlaBatch(DecodeBatch):
         return torch.full((size,), 0xFF, dtype=torch.uint8, device=self.device)
 
     def expected_mla(self, *, sinks: torch.Tensor | None = None) -> Expected:
-        if self.lists is None:
+        if self.topk_lists is None:
             return self.expected(CAUSAL, sinks=sinks)
         parts = [self._expected_of_lists(i, sinks) for i, q_len in enumerate(self.q_lens) if q_len]
         return Expected(*map(torch.cat, zip(*parts, strict=True)))
@@ -104,11 +104,11 @@ class MlaBatch(DecodeBatch):
         """Return output, rounded output and LSE of a request. Each of its tokens has keys of its own, for all heads: it
         is what a KV head is elsewhere."""
         begin, q_len = starts(self.q_lens)[request], self.q_lens[request]
-        listed = self.lists[request].to(self.device)
+        topk = self.topk_lists[request].to(self.device)
         latent = self.k[request][:, 0]
         latent = torch.cat([latent, latent.new_zeros(1, self.head_dim)])  # the row of -1
-        keys = latent[listed.clamp(min=-1)].transpose(0, 1)
-        seen = (self.counted(request) & (listed >= 0)).repeat_interleave(self.heads, 0)[:, None]
+        keys = latent[topk.clamp(min=-1)].transpose(0, 1)
+        seen = (self.counted(request) & (topk >= 0)).repeat_interleave(self.heads, 0)[:, None]
         arguments = (
             self.q[begin : begin + q_len].reshape(1, q_len * self.heads, self.head_dim),
             keys,
@@ -175,9 +175,9 @@ def listing(kind: str, q_len: int, kv_len: int, top_k: int, seed: int = 0) -> to
 
 
 def with_lists(
-    kind: type[Latent], q_lens: Sequence[int], kv_lens: Sequence[int], top_k: int, listed: str = "any", **options: Any
+    kind: type[Latent], q_lens: Sequence[int], kv_lens: Sequence[int], top_k: int, topk: str = "any", **options: Any
 ) -> Latent:
     """Return a batch of some kind. With a ``top_k`` its requests have lists of so many tokens, else all count."""
     requests = enumerate(zip(q_lens, kv_lens, strict=True))
-    lists = [listing(listed, *sizes, top_k, seed) for seed, sizes in requests] if top_k else None
-    return kind(q_lens, kv_lens, lists=lists, **options)
+    topk_lists = [listing(topk, *sizes, top_k, seed) for seed, sizes in requests] if top_k else None
+    return kind(q_lens, kv_lens, topk_lists=topk_lists, **options)

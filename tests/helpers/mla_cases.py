@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from helpers.byte_batches import ByteMlaBatch
 from helpers.decode_cases import PLAIN, Setting, check_problem
+from helpers.fp8_batches import ByteMlaBatch
 from helpers.mla_batches import MlaBatch, PackedBatch, listing, with_lists
-from hopwell.kernels import execute, families
-from hopwell.kernels.config import KvType
-from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
+from hopwell.kernels import execute, registry
+from hopwell.kernels.config.base import KvType
+from hopwell.kernels.config.mla import MlaConfig, shipped_mla_configs
 from hopwell.kernels.problem import LogSumExp, LseLayout
 
 ARCH = "sm_90a"
@@ -80,7 +80,7 @@ def heads_of(config: MlaConfig, q_len: int) -> int:
 
 
 def check_column_sizes(largest: float, device: str = "cuda", q_len: int = 1, heads: int = 2) -> None:
-    """Pieces hold columns of very different sizes, up to ``largest``: of uniform attention each is its mean."""
+    """Partials hold columns of very different sizes, up to ``largest``: of uniform attention each is its mean."""
     chunk = chunk_tokens(DIMS[0])
     data = MlaBatch([q_len] * 2, [3 * chunk + 5, chunk + 1], heads=heads, device=device)
     data.q.zero_()
@@ -131,22 +131,22 @@ def check_gaps(
 ) -> None:
     """Lists of two requests, one of which has fewer keys than a list entries, with negative ones at some place."""
     kv_lens = [3 * top_k, top_k - 3]
-    lists = [listing("distinct", 2, kv_len, top_k, seed) for seed, kv_len in enumerate(kv_lens)]
-    for listed, negative in zip(lists, (-1, -(2**31)), strict=True):
-        listed[:, GAPS[place]] = negative
-    data = kind([2, 2], kv_lens, heads, head_dim=dims[0], v_head_dim=dims[1], device=device, lists=lists)
+    topk_lists = [listing("distinct", 2, kv_len, top_k, seed) for seed, kv_len in enumerate(kv_lens)]
+    for topk, negative in zip(topk_lists, (-1, -(2**31)), strict=True):
+        topk[:, GAPS[place]] = negative
+    data = kind([2, 2], kv_lens, heads, head_dim=dims[0], v_head_dim=dims[1], device=device, topk_lists=topk_lists)
     data.expected_mla().check(execute(data.decode(64)))
     check_counts(data)
 
 
 def check_one_gap_anywhere(top_k: int, heads: int, device: str = "cuda") -> None:
     """There are as many new tokens as a list has entries, and in each list another one is negative."""
-    listed = listing("distinct", top_k, 3 * top_k, top_k).fill_diagonal_(-1)
-    check_counts(MlaBatch([top_k], [3 * top_k], heads, device=device, lists=[listed]))
+    topk = listing("distinct", top_k, 3 * top_k, top_k).fill_diagonal_(-1)
+    check_counts(MlaBatch([top_k], [3 * top_k], heads, device=device, topk_lists=[topk]))
 
 
 def lengths(chunk: int, page: int) -> list[int]:
-    """Return lengths around the sizes that kernels work in, and long enough for many pieces."""
+    """Return lengths around the sizes that kernels work in, and long enough for many partials."""
     tiles = [63, 64, 65, 127, 128, 129]
     return [0, 1, page, page + 1, *tiles, chunk - 1, chunk, chunk + 1, 3 * chunk + 5, 17 * chunk, 40 * chunk + 9]
 
@@ -189,6 +189,6 @@ def check_case(
     problem = data.decode(page_size, ragged=case.ragged, **options, **scales)
     if isinstance(data, PackedBatch):
         problem = data.over_bytes(problem)
-    assert config is None or families.resolve(problem, config.arch) == config
+    assert config is None or registry.resolve(problem, config.arch) == config
     expected = data.expected_mla(sinks=sinks)
     check_problem(problem, data, expected, settings, factor=OUTPUT_SCALE if case.tensor_scales else 1.0)

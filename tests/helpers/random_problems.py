@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from helpers.batches import CAUSAL, FULL, Batch, chunked, context_mask, window
-from helpers.byte_batches import WHOLE_ERROR, ByteBatch, ByteMlaBatch
 from helpers.decode_batches import NVFP4, DecodeBatch
 from helpers.decode_cases import draft_bits
 from helpers.entry_calls import cache_forms, context, cudnn, fmha_v2, mla, ragged_offsets, ragged_rows, xqa
+from helpers.fp8_batches import WHOLE_ERROR, ByteBatch, ByteMlaBatch
 from helpers.low_precision import LowPrecisionBatch
 from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
 from hopwell.kernels import execute, support
-from hopwell.kernels.prefill_config import TILES
+from hopwell.kernels.config.prefill import TILES
 from hopwell.kernels.problem import Mask, MaskKind, Score, ScoreKind
 
 BF16, FP16, E4M3 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
@@ -139,7 +139,7 @@ def cudnn_call(draw: Draw) -> None:
 
 def byte_prefill(draw: Draw) -> None:
     """Queries, keys and values in e4m3, as problems: no entry takes all of their masks and outputs."""
-    data = prefill_batch(draw, ByteBatch, draw.one("dims", support.BYTE_HEAD_DIMS))
+    data = prefill_batch(draw, ByteBatch, draw.one("dims", support.FP8_HEAD_DIMS))
     mask, sinks = mask_of(draw, chunks=True), draw.sinks(data.heads)
     page_size = draw.one("page_size", (None, *PAGE_SIZES))
     problem = data.in_bytes(page_size, mask, draw.one("out", (BF16, FP16, E4M3)), sinks=sinks)
@@ -150,7 +150,7 @@ def byte_prefill(draw: Draw) -> None:
 def narrow_cache_prefill(draw: Draw) -> None:
     """Queries of 16 bits over caches of 8 and 4 bits, the context entry."""
     cache = draw.one("cache", (E4M3, NVFP4))
-    dims = draw.one("dims", support.NVFP4_HEAD_DIMS if cache is NVFP4 else support.BYTE_HEAD_DIMS)
+    dims = draw.one("dims", support.NVFP4_HEAD_DIMS if cache is NVFP4 else support.FP8_HEAD_DIMS)
     types = dict(q_dtype=draw.one("dtype", (BF16, FP16)), kv_dtype=cache)
     data = prefill_batch(draw, LowPrecisionBatch, dims, **types, k_scale=0.5, v_scale=2.0)
     # Scales of four tokens of V are interleaved.
@@ -197,9 +197,9 @@ def latent(draw: Draw) -> None:
     kind = {"e4m3 both": ByteMlaBatch, "rows": PackedBatch}.get(cache, MlaBatch)
     options: dict[str, Any] = dict(kv_dtype=E4M3) if cache == "e4m3" else {}
     options |= draw.common() | dict(heads=draw.one("heads", (1, 5, 8, 16, 17, 64, 128)))
-    listed = draw.one("listed", ("any", "model", "one", "none"))
+    topk = draw.one("listed", ("any", "model", "one", "none"))
     data = with_lists(
-        kind, [tokens] * len(kv_lens), kv_lens, top_k, listed, head_dim=dims[0], v_head_dim=dims[1], **options
+        kind, [tokens] * len(kv_lens), kv_lens, top_k, topk, head_dim=dims[0], v_head_dim=dims[1], **options
     )
     page_size, sinks = draw.one("page_size", PAGE_SIZES), draw.sinks(data.heads)
     is_packed = isinstance(data, PackedBatch)  # whose rows lie in pages of the order 0

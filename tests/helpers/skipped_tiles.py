@@ -10,9 +10,9 @@ import torch
 from helpers import reference
 from helpers.batches import Batch
 from hopwell.kernels import execute, support
-from hopwell.kernels.families import prefill_type
 from hopwell.kernels.problem import Mask, Score
-from hopwell.kernels.sm100_config import Sm100PrefillConfig
+from hopwell.kernels.registry import prefill_type
+from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 
 
 class Rows(NamedTuple):

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import pytest
 from helpers.fake_dsl import Compiler
 
-from hopwell.kernels import cache_folder, settings, toolchain
-from hopwell.kernels.cache_folder import UNFINISHED
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.toolchain import OBJECT, artifact, cache_dir
+from hopwell.kernels.jit import cache_folder, settings, toolchain
+from hopwell.kernels.jit.cache_folder import UNFINISHED
+from hopwell.kernels.jit.toolchain import OBJECT, artifact, cache_dir
+from hopwell.kernels.registry import shipped_configs
 
 CONFIG, OTHER = list(shipped_configs())[:2]
 STRANGER = 4242

@@ -25,18 +25,19 @@ from helpers.covering import (
     covering_configs,
 )
 
-from hopwell.kernels import compile_ahead, toolchain
-from hopwell.kernels.append_config import CacheType, shipped_append_configs
-from hopwell.kernels.config import MMA_DEPTH, KernelConfig, KvFetch, KvType
-from hopwell.kernels.decode_config import DecodeConfig
-from hopwell.kernels.families import build
+from hopwell.kernels import compile_ahead
+from hopwell.kernels.append.config import CacheType, shipped_append_configs
+from hopwell.kernels.config.base import MMA_DEPTH, KernelConfig, KvFetch, KvType
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
-from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.jit import toolchain
+from hopwell.kernels.jit.toolchain import Artifact, artifact
+from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
 from hopwell.kernels.problem import Family, MaskKind, ScoreKind
-from hopwell.kernels.sm100_config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
-from hopwell.kernels.sm120_config import Sm120PrefillConfig
-from hopwell.kernels.toolchain import Artifact, artifact
+from hopwell.kernels.registry import build
+from hopwell.kernels.sm100.prefill.config import Q_TILES, TENSOR_MEMORY_COLUMNS, Sm100PrefillConfig
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 from hopwell.perf.resources import Resources
 from hopwell.perf.sass import cuda_tool
 
@@ -79,9 +80,17 @@ NVFP4_PREFILL = [
         ("fp16", "e4m3", (192, 192), MaskKind.CAUSAL, ROWS, KvType.NVFP4, {}),
         ("fp16", "nvfp4", (64, 64), MaskKind.SLIDING_WINDOW, PAGES16, KvType.NVFP4, dict(short_steps=True)),
         ("bf16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES64, KvType.NVFP4, dict(packs_heads=True)),
-        ("fp16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(widens_q=True)),
-        ("fp16", "e4m3", (192, 128), MaskKind.CAUSAL, PAGES64, KvType.NVFP4, dict(widens_q=True, packs_heads=True)),
-        ("fp16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(widens_q=True)),
+        ("fp16", "bf16", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(dequantizes_q=True)),
+        (
+            "fp16",
+            "e4m3",
+            (192, 128),
+            MaskKind.CAUSAL,
+            PAGES64,
+            KvType.NVFP4,
+            dict(dequantizes_q=True, packs_heads=True),
+        ),
+        ("fp16", "bf16", (256, 256), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, dict(dequantizes_q=True)),
         ("fp16", "fp16", (256, 256), MaskKind.SLIDING_WINDOW, ROWS, KvType.NVFP4, dict(packs_heads=True)),
         ("fp16", "fp16", (192, 192), MaskKind.CAUSAL, PAGES16, KvType.NVFP4, {}),
         ("e4m3", "nvfp4", (128, 128), MaskKind.CAUSAL, PAGES16, KvType.WIDE, {}),
@@ -124,7 +133,7 @@ SM120_ON_HOPPER = Sm120PrefillConfig(
 # ptxas for sm_120 has 8 bytes of stack that are written and never read, and registers that it spills: see
 # sm120_config.py, and of decode, once a leaf, sm120_decode_config.py.
 SM120_STACK = {Family.PREFILL: 56, Family.DECODE: 112, Family.MLA: 88}
-NARROW_STACK = 80  # where warps widen K and V for themselves
+NARROW_STACK = 80  # where warps dequantize K and V for themselves
 # For Blackwell the compiler keeps pairs of O's elements side by side, which take up to 128 registers, and spills: see
 # docs/kernels/blackwell.md.
 PAIRED_STACK = {KvType.WIDE: 320, KvType.E4M3: 512, KvType.NVFP4: 416}
@@ -158,9 +167,9 @@ CONFIGS: list[KernelConfig] = [
     *SM120_ON_BLACKWELL,
     *BLACKWELL,
 ]
-# Two values that are read once for each chunk, see ``_WIDENED_TILES``, as many of a warp that merges, once a share, and
-# two of heads that share windows of e4m3, once for each work tile; two of a warpgroup that dequantises into float16.
-# Those of windows stay with smaller parts of V, and with 8 registers more for consumers (2026-11-25).
+# Two values that are read once for each chunk, see ``_DEQUANTIZED_TILES``, as many of a warp that combines, once a
+# share, and two of heads that share windows of e4m3, once for each work tile; two of a warpgroup that dequantises into
+# float16. Those of windows stay with smaller parts of V, and with 8 registers more for consumers (2026-11-25).
 SPILL = (
     "prefill_sm_90a_fp16_d192_causal_kv_nvfp4",
     "decode_sm_90a_fp16_d512_draft_kv_e4m3",
@@ -257,13 +266,13 @@ def most_stack(config: KernelConfig) -> int:
 
 
 def widens_for_itself(config: KernelConfig) -> bool:
-    return isinstance(config, Sm120PrefillConfig) and config.has_narrow_kv and not config.multiplies_bytes
+    return isinstance(config, Sm120PrefillConfig) and config.has_narrow_kv and not config.uses_fp8_mma
 
 
 @pytest.mark.parametrize("config", SM120, ids=lambda config: config.name)
 def test_spills_in_steps(config: Sm120PrefillConfig) -> None:
     """Instructions that load or store a spilled register, of the 280 to 2300 in the step that has most of them."""
-    most = 26 if widens_for_itself(config) else 12 if config.widens else 6
+    most = 26 if widens_for_itself(config) else 12 if config.dequantizes else 6
     assert Resources.of(artifact(config).cubin).step_spills <= most
 
 
@@ -271,7 +280,7 @@ def test_spills_in_steps(config: Sm120PrefillConfig) -> None:
 def test_products_of_warps(config: Sm120PrefillConfig) -> None:
     """Each kernel multiplies by one kind of mma.sync, that of its operands; blocks of bytes are scaled on sm_120."""
     found = set(re.findall(r"\bmma\.sync\.aligned\.(\S+)", artifact(config).ptx.read_text()))
-    if config.multiplies_bytes:
+    if config.uses_fp8_mma:
         scaled = "kind::mxf8f6f4.block_scale.scale_vec::1X.f32.e4m3.e4m3.f32.ue8m0"
         assert found == {"m16n8k32.row.col." + ("f32.e4m3.e4m3.f32" if config.compiled_for else scaled)}
     else:
@@ -354,8 +363,8 @@ CALL = """
 import sys
 import torch
 import hopwell
-from hopwell.kernels import toolchain
-from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.jit import toolchain
+from hopwell.kernels.registry import shipped_configs
 
 config = next(config for config in shipped_configs() if config.name == sys.argv[1])
 function = toolchain.function(config)

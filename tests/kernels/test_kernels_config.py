@@ -12,7 +12,7 @@ import torch
 from helpers.covering import MAIN_DIMS, covering_configs, every_tile, stands_for_masks, with_features
 from helpers.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
-from hopwell.kernels.config import (
+from hopwell.kernels.config.base import (
     DTYPES,
     MAX_BOX_ROWS,
     MIN_BOX_ROWS,
@@ -20,9 +20,8 @@ from hopwell.kernels.config import (
     KvFetch,
     KvType,
 )
-from hopwell.kernels.families import resolve, shipped_configs
+from hopwell.kernels.config.prefill import SHORT_STEP, SHORT_WINDOW, TILES, PrefillConfig, packed_shape
 from hopwell.kernels.hardware import REGISTERS, WARPGROUP
-from hopwell.kernels.prefill_config import SHORT_STEP, SHORT_WINDOW, TILES, PrefillConfig, packed_shape
 from hopwell.kernels.problem import (
     LogSumExp,
     LseLayout,
@@ -31,6 +30,7 @@ from hopwell.kernels.problem import (
     Score,
     ScoreKind,
 )
+from hopwell.kernels.registry import resolve, shipped_configs
 from hopwell.kernels.support import COMMON_HEAD_DIMS, MAX_PAGE_SIZE, REGISTER_HEAD_DIMS
 
 ARCH = "sm_90a"
@@ -70,7 +70,7 @@ class TestShipped:
             short_steps=True,
             packs_heads=True,
             kv_type=KvType.E4M3,
-            widens_q=True,
+            dequantizes_q=True,
             uneven_pages=True,
         )
         base = PrefillConfig(ARCH, "bf16", "bf16", 128, 128, MaskKind.FULL, KvFetch.PAGE_BOXES, 8)
@@ -105,7 +105,7 @@ class TestShipped:
     def test_all_that_the_support_table_lists(self) -> None:
         assert set(TILES) == set(HEAD_DIMS)
         combinations = {(c.dtype, (c.head_dim_qk, c.head_dim_v), c.mask, c.kv_fetch) for c in SHIPPED}
-        fetches = set(KvFetch) - {KvFetch.LISTED_ROWS}
+        fetches = set(KvFetch) - {KvFetch.TOPK_ROWS}
         assert combinations == set(itertools.product(DTYPES.values(), HEAD_DIMS, MASKS, fetches))
         assert all(c.arch == ARCH and c.out_dtype == c.dtype for c in SHIPPED)
         assert all(c.score is ScoreKind.SCALED and not c.skip_softmax for c in SHIPPED)

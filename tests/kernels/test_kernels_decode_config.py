@@ -12,8 +12,8 @@ import torch
 from helpers.covering import COVERING_DECODE
 from helpers.kernel_problems import CACHES, cache, empty, paged
 
-from hopwell.kernels.config import DTYPES, KvFetch, KvType, paged_fetches
-from hopwell.kernels.decode_config import (
+from hopwell.kernels.config.base import DTYPES, KvFetch, KvType, paged_fetches
+from hopwell.kernels.config.decode import (
     COMPILED_HEAD_DIMS,
     DRAFT_MASKS,
     HEAD_DIMS,
@@ -26,7 +26,7 @@ from hopwell.kernels.decode_config import (
     shipped_decode_configs,
     tile_rows,
 )
-from hopwell.kernels.families import build, resolve, shipped_configs
+from hopwell.kernels.config.splitting import ROWS, SWAP_AB_ROWS
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -39,11 +39,11 @@ from hopwell.kernels.problem import (
     ScoreKind,
     TokenOffsets,
 )
-from hopwell.kernels.sm90.decode import DecodeSm90
-from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
-from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig, Sm120MlaConfig
-from hopwell.kernels.splitting import FEW_ROWS, ROWS
+from hopwell.kernels.registry import build, resolve, shipped_configs
+from hopwell.kernels.sm90.decode.kernel import DecodeSm90
+from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
 from hopwell.kernels.support import MAX_PAGE_SIZE
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
 
 SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
@@ -76,7 +76,7 @@ UNSEEN: dict[str, dict[str, Any]] = {
 
 def rows_of(dim: int, kv_type: KvType) -> list[int]:
     """Return the rows of the tiles of a head dim."""
-    return sorted({tile_rows(rows, dim, kv_type) for rows in (*FEW_ROWS, ROWS)})
+    return sorted({tile_rows(rows, dim, kv_type) for rows in (*SWAP_AB_ROWS, ROWS)})
 
 
 def of_rows(dim: int, kv_type: KvType, rows: int) -> list[DecodeConfig]:
@@ -92,7 +92,7 @@ def of_dim(dim: int, kv_type: KvType = KvType.WIDE) -> list[DecodeConfig]:
 
 
 def kernel_of(config: DecodeConfig) -> DecodeSm90:
-    return (FewRowsDecodeSm90 if config.has_tree else DecodeSm90)(config)
+    return (SwapABDecodeSm90 if config.has_tree else DecodeSm90)(config)
 
 
 EVERY_DIM = [(dim, kv_type) for kv_type in KV_TYPES for dim in HEAD_DIMS]
@@ -121,7 +121,7 @@ class TestShipped:
             box_rows=16,
             compiled_for="sm_100a",
             kv_type=KvType.INT8,
-            rows=FEW_ROWS[0],
+            rows=SWAP_AB_ROWS[0],
             uneven_pages=True,
             short_leaves=True,
         )
@@ -170,7 +170,7 @@ class TestResources:
             assert kernel_of(config).shared_bytes * config.ctas_per_sm <= SHARED_BYTES
             assert config.tile.m == config.rows
             assert WARPGROUP * sum(config.registers) * config.ctas_per_sm <= REGISTERS
-            assert len(config.registers) == 1 + config.consumer_warpgroups + config.converts + config.has_merge_role
+            assert len(config.registers) == 1 + config.consumer_warpgroups + config.converts + config.has_combine_role
             assert all(registers % 8 == 0 and 24 <= registers <= 256 for registers in config.registers)
 
     @pytest.mark.parametrize("dim", COMPILED_HEAD_DIMS)
@@ -232,7 +232,7 @@ class TestResolve:
             assert resolve_decode(problem(**shape), ARCH).rows == want
             found = resolve_decode(problem(**shape, dtype=torch.int8), ARCH).rows
             in_registers = rows <= MOST_ROWS_IN_REGISTERS and dim <= MOST_COLUMNS_IN_REGISTERS
-            assert found == (want if want == FEW_ROWS[0] else MOST_ROWS_IN_REGISTERS if in_registers else ROWS)
+            assert found == (want if want == SWAP_AB_ROWS[0] else MOST_ROWS_IN_REGISTERS if in_registers else ROWS)
 
     @pytest.mark.parametrize("q_lens", [(3, 1), (20, 17)], ids=["few-rows", "many-rows"])
     def test_run_time_facts_do_not_make_other_kernels(self, q_lens: tuple[int, int]) -> None:
@@ -338,6 +338,6 @@ def test_warps_have_the_tiles_that_shared_memory_holds(
     rows = 16 if kind is Sm120MlaConfig else 8
     config = kind(arch, "bf16", "bf16", *dims, MaskKind.CAUSAL, KvFetch.PAGE_ROWS, 0, kv_type, rows)
     assert (config.tile.n, config.tile.kv_stages) == expected
-    assert 0 < config.near_levels <= 24
+    assert 0 < config.smem_levels <= 24
     kernel, _ = build(config)
     assert kernel.shared_bytes <= ARCHITECTURES[arch].shared_bytes

@@ -12,7 +12,8 @@ from helpers.decode_batches import DecodeBatch
 from helpers.mla_batches import MlaBatch
 
 from hopwell import emulator
-from hopwell.kernels import execute, plan
+from hopwell.kernels import execute
+from hopwell.kernels.launch import plan
 from hopwell.kernels.problem import PageTable, TokenOffsets
 
 pytestmark = pytest.mark.emulator

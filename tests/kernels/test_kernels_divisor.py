@@ -8,8 +8,8 @@ import pytest
 from cutlass import Int32
 from helpers.lane_threads import host
 
-from hopwell.kernels.parts import device
-from hopwell.kernels.parts.device import Divisor
+from hopwell.kernels.parts.core import device
+from hopwell.kernels.parts.core.device import Divisor
 
 pytestmark = pytest.mark.traced
 

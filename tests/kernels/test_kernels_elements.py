@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hopwell.kernels.config import DTYPES, KvType
+from hopwell.kernels.config.base import DTYPES, KvType
 from hopwell.kernels.elements import ELEMENTS
 
 

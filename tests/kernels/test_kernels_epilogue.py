@@ -16,22 +16,23 @@ from helpers import host_math
 from helpers.host_math import number
 from helpers.lane_threads import Lanes
 
-from hopwell.kernels.config import TileShape
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.launch import Addresses, Geometry
-from hopwell.kernels.parts import copy, epilogue
-from hopwell.kernels.parts.epilogue import (
+from hopwell.kernels.config.base import TileShape
+from hopwell.kernels.launch.arguments import Addresses, Geometry
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.fragment import LaneRow, RowFragment, SplitRowFragment
+from hopwell.kernels.parts.rows import epilogue
+from hopwell.kernels.parts.rows.epilogue import (
     STAGING_BYTES,
-    ByteRows,
     ConvertedRows,
+    E4m3Rows,
     LseRows,
     OutputRows,
     RowResults,
     StatisticsRows,
 )
-from hopwell.kernels.parts.fragment import LaneRow, RowFragment, SplitRowFragment
-from hopwell.kernels.parts.query_rows import QueryRows
-from hopwell.kernels.sm100_config import Sm100PrefillConfig
+from hopwell.kernels.parts.rows.query_rows import QueryRows
+from hopwell.kernels.registry import shipped_configs
+from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 
 pytestmark = pytest.mark.traced
 
@@ -41,7 +42,7 @@ LANE_WIDTHS = sorted({(v, LaneRow.pass_columns) for _, v in Sm100PrefillConfig.t
 CASES = [*((RowFragment, *width) for width in WIDTHS), *((LaneRow, *width) for width in LANE_WIDTHS)]
 # Rows that are staged as float32: whole passes of 32 columns, and the half of one.
 FLOAT_WIDTHS = [16, 80, 128]
-FLOAT_CASES = list(itertools.product((ConvertedRows, ByteRows), (RowFragment, SplitRowFragment), FLOAT_WIDTHS))
+FLOAT_CASES = list(itertools.product((ConvertedRows, E4m3Rows), (RowFragment, SplitRowFragment), FLOAT_WIDTHS))
 STAGING = 5 * STAGING_BYTES  # the warp's own, among those of others
 
 

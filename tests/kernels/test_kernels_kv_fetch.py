@@ -9,13 +9,13 @@ import pytest
 import torch
 from helpers.kernel_problems import CACHES, cache, contiguous, empty, paged
 
-from hopwell.kernels.config import (
+from hopwell.kernels.config.base import (
     KvFetch,
     kv_fetch,
     page_and_head_stride,
 )
-from hopwell.kernels.families import resolve
-from hopwell.kernels.prefill_config import TILES
+from hopwell.kernels.config.prefill import TILES
+from hopwell.kernels.registry import resolve
 from hopwell.kernels.support import MAX_PAGE_SIZE
 
 ARCH = "sm_90a"

@@ -34,14 +34,15 @@ from helpers.kv_cases import (
     put_table,
 )
 
-from hopwell.kernels.config import BLOCK_COLUMNS, MAX_BOX_ROWS, KvFetch, KvType
-from hopwell.kernels.decode_config import DecodeConfig
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.mla_config import shipped_mla_configs
-from hopwell.kernels.parts import copy, kv_rows
-from hopwell.kernels.parts.kv_rows import ListedRows, PageRows
-from hopwell.kernels.parts.kv_source import ATOM_ROWS, ContiguousBoxes, KvOperand, PageBoxes, PageColumnBoxes
+from hopwell.kernels.config.base import BLOCK_COLUMNS, MAX_BOX_ROWS, KvFetch, KvType
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.mla import shipped_mla_configs
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.load import kv_rows
+from hopwell.kernels.parts.load.kv_rows import PageRows, TopkRows
+from hopwell.kernels.parts.load.kv_source import ATOM_ROWS, ContiguousBoxes, KvOperand, PageBoxes, PageColumnBoxes
 from hopwell.kernels.problem import MaskKind
+from hopwell.kernels.registry import shipped_configs
 from hopwell.kernels.support import DECODE_HEAD_DIMS
 
 pytestmark = pytest.mark.traced
@@ -68,7 +69,7 @@ class TestLocate:
             for tile in range(first // tile_n, -(-end // tile_n)):
                 for lane in {*range(source.boxes), source.boxes % 32, 31}:  # lanes without a box look pages up as well
                     warp.lane = Int32(lane)
-                    slot, eight = map(host, source.locate(Int32(tile))[:2])
+                    slot, core_matrix = map(host, source.locate(Int32(tile))[:2])
                     box = range(tile * tile_n + lane * box_rows, tile * tile_n + (lane + 1) * box_rows)
                     needed = [key for key in box if first <= key < end]
                     if lane >= source.boxes or not needed:
@@ -76,7 +77,7 @@ class TestLocate:
                     for key in needed:
                         page, row = table.ids[key // page_size], key % page_size
                         assert slot == page * HEADS + KV_HEAD
-                        assert eight * ATOM_ROWS + (key - box.start) == row
+                        assert core_matrix * ATOM_ROWS + (key - box.start) == row
 
     @pytest.mark.parametrize("page_size", [1, 2, 4, 16])
     @pytest.mark.parametrize("case", one_for_each(PageRows), ids=str)
@@ -107,7 +108,7 @@ class TestLocate:
         operand = one_for_each(PageRows)[0].operand(page_size)
         request = SimpleNamespace(index=REQUEST, kv_len=70)
         tile = SimpleNamespace(kv_head=0, keys=SimpleNamespace(first_key=0), request=request, kv_policy=lambda: None)
-        source = ListedRows.create(operand, tile, None, SHARED, config.tile.n, 0)
+        source = TopkRows.create(operand, tile, None, SHARED, config.tile.n, 0)
         tokens = [-1 if i % 7 == 3 else 97 * i % 200 for i in range(70)]
         monkeypatch.setattr(kv_rows, "load_index", lambda address, index: tokens[index])
         found = {}
@@ -188,11 +189,11 @@ class Line(NamedTuple):
 def lines(case: Case, coordinates: tuple[int, ...]) -> list[Line]:
     """Return what a box holds, 128 bytes after 128 bytes."""
     if case.kind is PageBoxes:
-        *corner, eight, slot = coordinates
+        *corner, core_matrix, slot = coordinates
         blocks = case.columns // BLOCK_COLUMNS
         assert corner == [0] * (3 if blocks > 1 else 2), "all columns, from the first of 8 rows on"
-        eights = range(eight, eight + case.box_rows // ATOM_ROWS)
-        order = itertools.product(eights, range(blocks), range(ATOM_ROWS))
+        core_matrices = range(core_matrix, core_matrix + case.box_rows // ATOM_ROWS)
+        order = itertools.product(core_matrices, range(blocks), range(ATOM_ROWS))
         return [Line(block * BLOCK_COLUMNS, g * ATOM_ROWS + row, slot) for g, block, row in order]
     column, first, outer = coordinates
     return [Line(column, first + row, outer) for row in range(case.box_rows or case.tile_n)]

@@ -17,13 +17,13 @@ from cutlass import Int32
 from helpers.covering import every_tile
 from helpers.kernel_problems import cache, paged
 
-from hopwell.kernels.families import resolve
-from hopwell.kernels.parts.fragment import RowFragment
-from hopwell.kernels.parts.mask import DraftMask, IntervalMask, LogitRow, TileRange
-from hopwell.kernels.parts.sequence import Request
-from hopwell.kernels.plan import geometry
-from hopwell.kernels.prefill_config import TILES
+from hopwell.kernels.config.prefill import TILES
+from hopwell.kernels.launch.plan import geometry
+from hopwell.kernels.parts.core.fragment import RowFragment
+from hopwell.kernels.parts.load.sequence import Request
+from hopwell.kernels.parts.rows.mask import DraftMask, IntervalMask, LogitRow, TileRange
 from hopwell.kernels.problem import Mask, MaskKind
+from hopwell.kernels.registry import resolve
 
 # The DSL warns where a value does not fit its type and would wrap around on the device.
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")]

@@ -11,16 +11,16 @@ import torch
 from helpers.covering import COVERING_MLA
 from helpers.kernel_problems import empty, paged
 
-from hopwell.kernels import mla_config
-from hopwell.kernels.config import KvFetch, KvType
-from hopwell.kernels.families import build, resolve, shipped_configs, takes_bytes
+from hopwell.kernels.config import mla as mla_config
+from hopwell.kernels.config.base import KvFetch, KvType
+from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, ROWS
 from hopwell.kernels.hardware import ARCHITECTURES
-from hopwell.kernels.mla_config import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, MaskKind
-from hopwell.kernels.sm90.decode_few_rows import FewRowsDecodeSm90
-from hopwell.kernels.sm90.mla import MlaSm90
-from hopwell.kernels.sm90.mla_few_rows import FewRowsMlaSm90
-from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
+from hopwell.kernels.registry import build, has_fp8_mma, resolve, shipped_configs
+from hopwell.kernels.sm90.decode.swap_ab import SwapABDecodeSm90
+from hopwell.kernels.sm90.mla.kernel import MlaSm90
+from hopwell.kernels.sm90.mla.swap_ab import SwapABMlaSm90
 from hopwell.kernels.support import MAX_PAGE_SIZE, MLA_HEAD_DIMS, SPARSE_MLA_HEAD_DIMS
 from hopwell.layouts import mla_kv_views
 
@@ -69,7 +69,7 @@ def test_every_cache_has_a_shipped_kernel(dims: tuple[int, int], dtype: torch.dt
     for page_size in PAGE_SIZES:
         config = resolve_mla(problem(dims, page_size, dtype=dtype), ARCH)
         assert config in SHIPPED
-        assert config.multiplies_bytes == (dtype == FP8)
+        assert config.uses_fp8_mma == (dtype == FP8)
         assert (config.head_dim_qk, config.head_dim_v) == dims
         assert (config.kv_fetch is KvFetch.PAGE_ROWS) == (page_size < 8)
 
@@ -77,12 +77,12 @@ def test_every_cache_has_a_shipped_kernel(dims: tuple[int, int], dtype: torch.dt
 @pytest.mark.parametrize("config", SHIPPED, ids=lambda config: config.name)
 def test_every_kernel_fits(config: MlaConfig) -> None:
     kernel, _ = build(config)
-    assert isinstance(kernel, FewRowsMlaSm90) == (config.rows == LATENT_FEW_ROWS)
+    assert isinstance(kernel, SwapABMlaSm90) == (config.rows == LATENT_SWAP_AB_ROWS)
     assert kernel.shared_bytes <= SHARED_BYTES
     assert config.chunk_tokens % (config.tile.n * kernel.step_tiles) == 0
     assert 2 * sum(config.kv_dims) == config.head_dim_qk * config.q_bytes
     kinds = type(kernel).__mro__
-    last = FewRowsDecodeSm90 if config.has_tree else MlaSm90  # whose docstring those of its kinds add to
+    last = SwapABDecodeSm90 if config.has_tree else MlaSm90  # whose docstring those of its kinds add to
     docs = "".join(kind.__doc__ or "" for kind in kinds[: kinds.index(last) + 1])
     for edge in kernel.edges:
         assert re.search(rf"\b{edge.name}\b", docs)
@@ -98,12 +98,12 @@ def test_queries_of_bytes() -> None:
     assert "output dtype torch.float8_e4m3fn" in refusal(replace(base, out=empty(60, 16, 512, dtype=FP8)))
     assert resolve_mla(replace(base, query=empty(60, 16, 576)), ARCH).kv_type is KvType.E4M3
     assert "query dtype torch.float8_e4m3fn" in refusal(base, "sm_120a")
-    assert [(arch, takes_bytes(arch)) for arch in ("sm_90a", "sm_100a", "sm_120a")] == [
+    assert [(arch, has_fp8_mma(arch)) for arch in ("sm_90a", "sm_100a", "sm_120a")] == [
         ("sm_90a", True),
         ("sm_100a", False),
         ("sm_120a", False),
     ]
-    assert not any(config.multiplies_bytes for config in shipped_configs("sm_120a", Family.MLA))
+    assert not any(config.uses_fp8_mma for config in shipped_configs("sm_120a", Family.MLA))
 
 
 def test_run_time_facts_do_not_make_other_kernels() -> None:
@@ -170,7 +170,7 @@ def test_so_many_keys_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     table = base.page_table
     assert table is not None
     for most in (0, -1):
-        monkeypatch.setattr(mla_config, "MOST_PORTION_KEYS", table.key.numel() * base.key.shape[2] + most)
+        monkeypatch.setattr(mla_config, "MOST_CTA_PART_KEYS", table.key.numel() * base.key.shape[2] + most)
         assert resolve_mla(base, ARCH).batch_invariant == (most < 0)
 
 

@@ -17,10 +17,10 @@ from helpers.batches import Batch
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.families import resolve
 from hopwell.kernels.masks import Mask, MaskKinds, MaskRule
-from hopwell.kernels.parts import mask as mask_part
-from hopwell.kernels.parts.mask import IntervalMask
+from hopwell.kernels.parts.rows import mask as mask_part
+from hopwell.kernels.parts.rows.mask import IntervalMask
+from hopwell.kernels.registry import resolve
 
 
 def _end(position: Any, size: Any) -> Any:

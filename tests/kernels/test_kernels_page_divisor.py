@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from hopwell.kernels.launch import DIVISOR_BITS, page_divisor
+from hopwell.kernels.launch.arguments import DIVISOR_BITS, page_divisor
 from hopwell.kernels.support import MAX_PAGE_SIZE
 
 
 def test_division() -> None:
-    """It is computed like ``parts/page_size.py`` does, at the ends of pages, where a rounded multiplier would show
+    """It is computed like ``parts/load/page_size.py`` does, at the ends of pages, where a rounded multiplier would show
     first."""
     for size in (size for size in range(1, MAX_PAGE_SIZE + 1) if size & (size - 1)):
         multiplier, shift = divmod(page_divisor(size), 1 << DIVISOR_BITS)

@@ -12,17 +12,17 @@ import pytest
 from cutlass import Int32
 from helpers.covering import every_tile, with_features
 
-from hopwell.kernels.config import WORK_STAGES, KvFetch
-from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.config.base import WORK_STAGES, KvFetch
+from hopwell.kernels.config.prefill import TILES
 from hopwell.kernels.hardware import ARCHITECTURES
-from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.kv_rows import PageRows
-from hopwell.kernels.parts.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes
-from hopwell.kernels.parts.scheduler import WorkTile
-from hopwell.kernels.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
-from hopwell.kernels.prefill_config import TILES
-from hopwell.kernels.skeleton import SOURCES, board_stride
-from hopwell.kernels.sm90.prefill import PrefillSm90
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.kernel import SOURCES, work_queue_stride
+from hopwell.kernels.parts.core.pipeline import Edge, Ring, barrier_count, check_arrivals, create_rings, describe
+from hopwell.kernels.parts.load.kv_rows import PageRows
+from hopwell.kernels.parts.load.kv_source import ContiguousBoxes, PageBoxes, PageColumnBoxes
+from hopwell.kernels.parts.partition.tiles import WorkTile
+from hopwell.kernels.registry import shipped_configs
+from hopwell.kernels.sm90.prefill.kernel import PrefillSm90
 
 SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
@@ -95,7 +95,11 @@ def test_description() -> None:
 
 
 def test_rings_have_the_names_of_edges() -> None:
-    assert [replace(EDGE, name=name).field for name in ("K", "piece", "converted V")] == ["k", "piece", "converted_v"]
+    assert [replace(EDGE, name=name).field for name in ("K", "partial", "converted V")] == [
+        "k",
+        "partial",
+        "converted_v",
+    ]
 
 
 @dataclass
@@ -212,7 +216,7 @@ class TestPrefill:
             assert edges["Q"].stage_bytes == tile.m * width_qk * 2
             assert edges["K"].stage_bytes == tile.n * width_qk * 2
             assert edges["V"].stage_bytes == tile.n * width_v * 2
-            assert edges["work"].stage_bytes == board_stride(WorkTile.INTS) * 4
+            assert edges["work"].stage_bytes == work_queue_stride(WorkTile.INTS) * 4
             assert all(edge.producer_warps == 1 for edge in kernel.edges)
             assert all(edges[name].consumer_warps == consumers for name in "QKV")
             # Copies of rows arrive for every lane, and nobody but the consumer can fence them.
@@ -232,7 +236,9 @@ class TestPrefill:
             staging = tile.m * (2 if tile.splits_v else 1) * copy.SWIZZLE_ROW_BYTES
             # A full and an empty one for each stage, and one for each loader's tiles that need zeroed rows.
             barriers = 8 * (2 * (tile.q_stages + 2 * tile.kv_stages + WORK_STAGES) + 2)
-            assert kernel.shared_bytes == q + kv + staging + WORK_STAGES * board_stride(WorkTile.INTS) * 4 + barriers
+            assert (
+                kernel.shared_bytes == q + kv + staging + WORK_STAGES * work_queue_stride(WorkTile.INTS) * 4 + barriers
+            )
             assert kernel.shared_bytes <= SHARED_BYTES == 227 * 1024
 
     @pytest.mark.parametrize("dims", TILES, ids=str)
@@ -241,7 +247,7 @@ class TestPrefill:
         boxes = PageBoxes if all(dim % 64 == 0 for dim in dims) else PageColumnBoxes
         want = {KvFetch.CONTIGUOUS: ContiguousBoxes, KvFetch.PAGE_ROWS: PageRows, KvFetch.PAGE_BOXES: boxes}
         found = kernels(dims)
-        assert {kernel.config.kv_fetch for kernel in found} == set(want) == set(SOURCES) - {KvFetch.LISTED_ROWS}
+        assert {kernel.config.kv_fetch for kernel in found} == set(want) == set(SOURCES) - {KvFetch.TOPK_ROWS}
         for kernel in found:
             assert kernel.source is want[kernel.config.kv_fetch], kernel.config.name
 
@@ -254,8 +260,8 @@ class TestPrefill:
     def test_slots_of_the_board_start_on_16_bytes(self) -> None:
         """A vector load of one slot then never touches the next."""
         for ints in range(1, 40):
-            assert board_stride(ints) * 4 % 16 == 0
-            assert ints <= board_stride(ints) < ints + 4
+            assert work_queue_stride(ints) * 4 % 16 == 0
+            assert ints <= work_queue_stride(ints) < ints + 4
 
     def test_too_much_shared_memory_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(TILES, (128, 128), replace(TILES[128, 128], kv_stages=4))

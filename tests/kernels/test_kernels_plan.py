@@ -11,12 +11,11 @@ import pytest
 import torch
 from helpers.kernel_problems import cache, contiguous, empty, paged
 
-from hopwell.kernels import plan
-from hopwell.kernels.families import resolve
-from hopwell.kernels.launch import OPERANDS, Addresses, Geometry, ScaledAddresses, ScaledGeometry
+from hopwell.kernels.config.prefill import TILES
+from hopwell.kernels.launch import plan
+from hopwell.kernels.launch.arguments import OPERANDS, Addresses, Geometry, ScaledAddresses, ScaledGeometry
+from hopwell.kernels.launch.plan import Plan, geometry, host_scales, operands
 from hopwell.kernels.masks import WIDEST
-from hopwell.kernels.plan import Plan, geometry, host_scales, operands
-from hopwell.kernels.prefill_config import TILES
 from hopwell.kernels.problem import (
     AttentionProblem,
     BlockScales,
@@ -30,7 +29,8 @@ from hopwell.kernels.problem import (
     ScoreKind,
     TokenOffsets,
 )
-from hopwell.kernels.sm90.prefill import PrefillSm90, build
+from hopwell.kernels.registry import resolve
+from hopwell.kernels.sm90.prefill.kernel import PrefillSm90, build
 
 
 def numbers(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -159,18 +159,18 @@ class TestGeometry:
         assert self.of(paged(*cache("tuple-HND", 16, (128, 128)), mask=mask)).mask_size == size
 
     @pytest.mark.parametrize(
-        ("kv_heads", "group", "section"),
+        ("kv_heads", "group", "head_swizzle"),
         [(1, 8, 8), (8, 4, 32), (32, 1, 32), (40, 1, 20), (36, 2, 36), (37, 1, 1), (128, 1, 32)],
     )
-    def test_sections(self, monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, section: int) -> None:
+    def test_sections(self, monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, head_swizzle: int) -> None:
         """Up to 33 KV heads for 132 SMs are in sections of one size."""
         monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
         views = cache("tuple-HND", 16, (128, 128), heads=kv_heads)
-        assert self.of(paged(*views, query=empty(600, kv_heads * group, 128))).section == section
+        assert self.of(paged(*views, query=empty(600, kv_heads * group, 128))).head_swizzle == head_swizzle
 
     def test_a_device_with_few_multiprocessors(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(plan, "multiprocessors", lambda device: 1)
-        assert self.of(paged(*cache("tuple-HND", 16, (128, 128), heads=2))).section == 2
+        assert self.of(paged(*cache("tuple-HND", 16, (128, 128), heads=2))).head_swizzle == 2
 
     def test_log_sum_exp(self) -> None:
         problem = paged(*cache("tuple-HND", 16, (128, 128)))

@@ -9,16 +9,16 @@ import torch
 from helpers.kernel_problems import cache, contiguous, empty, paged
 
 from hopwell._features import require_problem
-from hopwell.kernels.config import (
+from hopwell.kernels.config.base import (
     KvFetch,
 )
-from hopwell.kernels.families import resolve
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.problem import (
     AttentionProblem,
     BlockScales,
 )
-from hopwell.kernels.support import BYTE_HEAD_DIMS, COMMON_HEAD_DIMS, CONTEXT, MAX_PAGE_SIZE, REGISTER_HEAD_DIMS
+from hopwell.kernels.registry import resolve
+from hopwell.kernels.support import COMMON_HEAD_DIMS, CONTEXT, FP8_HEAD_DIMS, MAX_PAGE_SIZE, REGISTER_HEAD_DIMS
 
 ARCH = "sm_90a"
 HEAD_DIMS = (*COMMON_HEAD_DIMS, *REGISTER_HEAD_DIMS)
@@ -69,13 +69,13 @@ class TestRefusals:
         assert "torch.bfloat16, torch.float16" in message
 
     def test_queries_of_8_bits_over_nvfp4(self) -> None:
-        """Where kernels do not widen them entries do: e4m3 does not hold what elements times their scales are."""
+        """Where kernels do not dequantize them entries do: e4m3 does not hold what elements times their scales are."""
         scales = BlockScales(*(empty(5, 2, 16, 8, dtype=torch.float8_e4m3fn) for _ in "kv"))
         query = empty(600, 4, 128, dtype=torch.float8_e4m3fn)
         key, value = cache("tuple-HND", 16, (64, 64), dtype=torch.uint8)
         problem = paged(key, value, query=query, kv_scales=scales)
         config = resolve(problem, "sm_90a")
-        assert (config.widens_q, config.dtype, config.out_dtype) == (True, "fp16", "e4m3")
+        assert (config.dequantizes_q, config.dtype, config.out_dtype) == (True, "fp16", "e4m3")
         message = self.refusal(problem, "sm_120a")
         assert "query dtype torch.float8_e4m3fn has no kernel" in message
         assert "with NVFP4 K and V; supported: torch.bfloat16, torch.float16" in message
@@ -92,7 +92,7 @@ class TestRefusals:
         """The table refuses those without a kernel, with the entry's name, before one is looked for."""
         views = cache("tuple-HND", 16, dims, dtype=torch.float8_e4m3fn)
         problem = paged(*views, query=empty(600, 4, dims[0], dtype=dtype))
-        if dims in BYTE_HEAD_DIMS:
+        if dims in FP8_HEAD_DIMS:
             require_problem(CONTEXT, problem, "sm_90a")
             assert resolve(problem, "sm_90a").kv_bytes == 1
         else:

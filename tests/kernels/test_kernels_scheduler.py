@@ -13,14 +13,15 @@ import pytest
 from cutlass import Int32, Int64, Uint32
 from helpers.lane_threads import SchedulingWarp, host
 
-from hopwell.kernels.config import TileShape
-from hopwell.kernels.launch import Addresses, Geometry
-from hopwell.kernels.parts import scheduler, sequence
-from hopwell.kernels.parts.copy import EVICT_FIRST, EVICT_NORMAL
-from hopwell.kernels.parts.mask import IntervalMask
-from hopwell.kernels.parts.query_rows import request_shape
-from hopwell.kernels.parts.scheduler import AlternatingSchedule, Board, TileSchedule, WorkTile
-from hopwell.kernels.parts.sequence import Request, load_request
+from hopwell.kernels.config.base import TileShape
+from hopwell.kernels.launch.arguments import Addresses, Geometry
+from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.parts.load import sequence
+from hopwell.kernels.parts.load.sequence import Request, load_request
+from hopwell.kernels.parts.partition import tiles as scheduler
+from hopwell.kernels.parts.partition.tiles import AlternatingSchedule, TileSchedule, WorkQueue, WorkTile
+from hopwell.kernels.parts.rows.mask import IntervalMask
+from hopwell.kernels.parts.rows.query_rows import request_shape
 from hopwell.kernels.problem import MAX_KEYS, MaskKind
 
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("error::cutlass.base_dsl.common.DSLWarning")]
@@ -117,10 +118,10 @@ class TestRequest:
         g = GEOMETRY._replace(capacity=Int64(64))
         assert [request(i, a, g).kv_len for i in range(3)] == [64, 64, 64]
 
-    @pytest.mark.parametrize("unit", [1, 512])
-    def test_output_lies_as_the_query_unless_told(self, unit: int, memory: Memory) -> None:
+    @pytest.mark.parametrize("work_tile", [1, 512])
+    def test_output_lies_as_the_query_unless_told(self, work_tile: int, memory: Memory) -> None:
         a = ADDRESSES._replace(q_offsets=memory.put([0, 7 * 512, 9 * 512]), kv_lens=memory.put([9, 9]))
-        g = GEOMETRY._replace(q_token_elements=Int64(512), o_token_elements=Int64(unit))
+        g = GEOMETRY._replace(q_token_elements=Int64(512), o_token_elements=Int64(work_tile))
         assert [request(i, a, g).o_start for i in range(2)] == [0, 7]
 
     def test_places_of_the_log_sum_exp(self, memory: Memory) -> None:
@@ -142,7 +143,7 @@ class Requests:
     kv_lens: list[int]
     heads: int = 1
     kv_heads: int = 1
-    section: int = 0  # 0: all heads
+    head_swizzle: int = 0  # 0: all heads
     kind: MaskKind = MaskKind.CAUSAL
     tile_heads: int = 1
 
@@ -152,7 +153,7 @@ class Requests:
 
     def schedule(self, memory: Memory) -> TileSchedule:
         sizes = dict(batch=len(self.q_lens), heads=self.heads, kv_heads=self.kv_heads, grid=GRID)
-        sizes["section"] = (self.section or self.heads) // self.tile_heads
+        sizes["head_swizzle"] = (self.head_swizzle or self.heads) // self.tile_heads
         g = GEOMETRY._replace(**{name: Int64(size) for name, size in sizes.items()})
         starts = list(itertools.accumulate(self.q_lens, initial=0))
         a = ADDRESSES._replace(q_offsets=memory.put(starts), kv_lens=memory.put(self.kv_lens))
@@ -162,13 +163,13 @@ class Requests:
     def listed(self) -> list[tuple[int, int, int]]:
         """Return (request, first head, first row) of every tile. Requests one after the other, and sections of a
         request's heads; later tiles, which see more keys, come first; the heads of a section run side by side."""
-        section = self.section or self.heads
+        head_swizzle = self.head_swizzle or self.heads
         return [
             (index, first + head, row)
             for index, q_len in enumerate(self.q_lens)
-            for first in range(0, self.heads, section)
+            for first in range(0, self.heads, head_swizzle)
             for row in range(0, q_len, self.tile_tokens)[::-1]
-            for head in range(0, section, self.tile_heads)
+            for head in range(0, head_swizzle, self.tile_heads)
         ]
 
 
@@ -209,12 +210,12 @@ def published(
         Requests([1], [9]),
         Requests([0], [0], heads=2),
         Requests([513, 300], [600, 300], heads=8, kv_heads=2),
-        Requests([129, 0, 257], [500, 9, 257], heads=6, kv_heads=6, section=2),
+        Requests([129, 0, 257], [500, 9, 257], heads=6, kv_heads=6, head_swizzle=2),
         # More requests than lanes, and a warp's worth of them without any query.
         Requests([5] * 20 + [0] * 44 + [130, 1], [200] * 66, heads=2),
         # Heads that share tiles: all of a KV head, and half of them.
         Requests([33, 0, 1], [600, 300, 1], heads=8, kv_heads=2, tile_heads=4),
-        Requests([65, 64], [65, 300], heads=8, kv_heads=2, section=4, tile_heads=2),
+        Requests([65, 64], [65, 300], heads=8, kv_heads=2, head_swizzle=4, tile_heads=2),
         Requests([40, 41, 7], [65, 300, 1], heads=6, kv_heads=2, tile_heads=3),
     ],
     ids=range(8),
@@ -348,7 +349,7 @@ class TestBoard:
                 return [100 * place[1] + i for i in range(WorkTile.INTS)]
 
         monkeypatch.setattr(cute.arch, "sync_warp", lambda: calls.append(("sync", 0)))
-        tile = Board(Slots(), Ring(), WorkTile).read(3)
+        tile = WorkQueue(Slots(), Ring(), WorkTile).read(3)
         flat = [getattr(tile.request, field.name) for field in fields(Request)]
         flat += [tile.head, tile.kv_head, tile.first_row]
         flat += [getattr(tile.keys, field.name) for field in fields(tile.keys)]

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from hopwell.kernels import scratch
-from hopwell.kernels.tickets import LEGACY_STREAM
+from hopwell.kernels.launch import scratch
+from hopwell.kernels.launch.tickets import LEGACY_STREAM
 
 
 class Streams:

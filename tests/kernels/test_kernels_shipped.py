@@ -7,13 +7,13 @@ import itertools
 import pytest
 import torch
 
-from hopwell.kernels.config import DTYPES
-from hopwell.kernels.families import prefill_type, resolve, shipped_configs
-from hopwell.kernels.prefill_config import MASKS
+from hopwell.kernels.capability.shipped import kernels_to_ship
+from hopwell.kernels.config.base import DTYPES
+from hopwell.kernels.config.prefill import MASKS
 from hopwell.kernels.problem import AttentionProblem, Family, Mask, PageTable, TokenOffsets
-from hopwell.kernels.shipped import kernels_to_ship
+from hopwell.kernels.registry import prefill_type, resolve, shipped_configs
 from hopwell.kernels.support import (
-    BYTE_HEAD_DIMS,
+    FP8_HEAD_DIMS,
     PREFILL_TYPES,
     SPARSE_MLA_HEAD_DIMS,
     TYPES_16BIT,
@@ -59,7 +59,7 @@ def problem(
 @pytest.mark.parametrize("types", PREFILL_TYPES)
 def test_calls_find_their_kernels(types: str, arch: str) -> None:
     shipped = {config.name for config in kernels_to_ship(arch, (types,)) if config.family is Family.PREFILL}
-    head_dims = prefill_type(arch).tiles if types == TYPES_16BIT else BYTE_HEAD_DIMS  # others are compiled on demand
+    head_dims = prefill_type(arch).tiles if types == TYPES_16BIT else FP8_HEAD_DIMS  # others are compiled on demand
     masks = [Mask(kind, window_left=left, chunk=64) for kind in MASKS for left in (100, 1000)]
     for dims, dtypes, page_size, mask, q_len in itertools.product(
         [dims for dims in DIMS if dims in head_dims], OPERANDS[types], (None, 1, 8, 16, 128), masks, (4, 300)
@@ -70,10 +70,10 @@ def test_calls_find_their_kernels(types: str, arch: str) -> None:
 def test_every_kernel_once() -> None:
     shipped = list(kernels_to_ship("sm_90a", PREFILL_TYPES))
     assert len({config.name for config in shipped}) == len(shipped)
-    multiply_bytes = [c for c in shipped if c.family in (Family.PREFILL, Family.MLA) and c.multiplies_bytes]
+    multiply_bytes = [c for c in shipped if c.family in (Family.PREFILL, Family.MLA) and c.uses_fp8_mma]
     assert multiply_bytes == list(kernels_to_ship("sm_90a", (TYPES_FP8,)))
     dims = {family: {(c.head_dim_qk, c.head_dim_v) for c in multiply_bytes if c.family is family} for family in Family}
-    assert dims[Family.PREFILL] == set(BYTE_HEAD_DIMS)
+    assert dims[Family.PREFILL] == set(FP8_HEAD_DIMS)
     assert dims[Family.MLA] == set(SPARSE_MLA_HEAD_DIMS)
 
 

@@ -10,20 +10,20 @@ import torch
 from helpers.covering import covering_blackwell_configs
 from helpers.kernel_problems import CACHES, MASKS, SCORES, cache, contiguous, empty, paged
 
-from hopwell.kernels import sm100_config
-from hopwell.kernels.config import DTYPES, KvFetch, kv_fetch
-from hopwell.kernels.families import build, resolve, shipped_configs
+from hopwell.kernels.config.base import DTYPES, KvFetch, kv_fetch
+from hopwell.kernels.config.prefill import resolve_prefill
 from hopwell.kernels.hardware import ARCHITECTURES, REGISTERS, WARPGROUP
-from hopwell.kernels.parts import copy
-from hopwell.kernels.parts.scheduler import WorkTile
-from hopwell.kernels.prefill_config import resolve_prefill
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.kernel import work_queue_stride
+from hopwell.kernels.parts.partition.tiles import WorkTile
 from hopwell.kernels.problem import AttentionProblem, MaskKind, ScoreKind
-from hopwell.kernels.skeleton import board_stride
-from hopwell.kernels.sm100.prefill import PrefillSm100
-from hopwell.kernels.sm100_config import Q_TILES, TILES, Sm100PrefillConfig
-from hopwell.kernels.sm120.prefill import PrefillSm120
-from hopwell.kernels.sm120_config import Sm120PrefillConfig
+from hopwell.kernels.registry import build, resolve, shipped_configs
+from hopwell.kernels.sm100.prefill import config as sm100_config
+from hopwell.kernels.sm100.prefill.config import Q_TILES, TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.kernel import PrefillSm100
 from hopwell.kernels.support import COMMON_HEAD_DIMS, MAX_PAGE_SIZE
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
+from hopwell.kernels.warp_mma.prefill.kernel import PrefillSm120
 
 SHARED_BYTES = ARCHITECTURES["sm_90a"].shared_bytes
 
@@ -48,7 +48,7 @@ def resolve_own(problem: AttentionProblem, arch: str) -> Sm100PrefillConfig:
 class TestShipped:
     def test_all_that_the_support_table_lists(self) -> None:
         assert set(TILES) == set(COMMON_HEAD_DIMS)
-        fetches = set(KvFetch) - {KvFetch.LISTED_ROWS}
+        fetches = set(KvFetch) - {KvFetch.TOPK_ROWS}
         wanted = set(itertools.product(DTYPES.values(), TILES, MASKS, fetches))
         for arch, configs in SHIPPED.items():
             assert {(c.dtype, (c.head_dim_qk, c.head_dim_v), c.mask, c.kv_fetch) for c in configs} == wanted
@@ -179,7 +179,7 @@ class TestResources:
         assert all(columns % 16 == 0 and columns <= 256 for columns in (tile.n, dims[1])), "tcgen05.mma with 128 rows"
         assert dims[0] % 16 == tile.n % 16 == 0, "16 elements are reduced at a time"
         assert tile.n % 32 == dims[1] % 32 == 0, "tensor memory is read and written 32 columns at a time"
-        # The early part of P is stored, and multiplied, in whole pieces; there is a late one.
+        # The early part of P is stored, and multiplied, in whole partials; there is a late one.
         assert 0 < config(dims).early_keys < tile.n
         assert config(dims).early_keys % 32 == 0
         for row in (columns * copy.SWIZZLE_ROW_BYTES for columns in (128, tile.n)):
@@ -201,7 +201,7 @@ class TestEdges:
                 "Q": (2, 128 * qk * 2),
                 "K": (tile.kv_stages, tile.n * qk * 2),
                 "V": (tile.kv_stages, tile.n * v * 2),
-                "work": (2, board_stride(WorkTile.INTS) * 4),
+                "work": (2, work_queue_stride(WorkTile.INTS) * 4),
                 "S": (2, 0),
                 "P": (2, 0),
                 "factor": (4, 128 * 4),
@@ -223,10 +223,10 @@ class TestEdges:
         tile = kernel.tile
         operands = 2 * 128 * dims[0] * 2 + tile.kv_stages * tile.n * sum(dims) * 2
         staging, factors, words = 4 * 32 * 64, 4 * 128 * 4, 16
-        board = kernel.work_stages * board_stride(WorkTile.INTS) * 4
+        work_queue = kernel.work_stages * work_queue_stride(WorkTile.INTS) * 4
         # A full and an empty one for each stage of eight edges, and the loaders' for tiles that need zeroed rows.
         barriers = 8 * (2 * (2 + 2 * tile.kv_stages + kernel.work_stages + 2 + 2 + 4 + 2) + 2)
-        assert kernel.shared_bytes == operands + staging + factors + words + board + barriers
+        assert kernel.shared_bytes == operands + staging + factors + words + work_queue + barriers
         assert kernel.shared_bytes <= SHARED_BYTES
 
     def test_another_stage_would_be_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,22 +13,22 @@ import pytest
 import torch
 from helpers import decode_cases, prefill_cases
 from helpers.batches import CAUSAL, FULL, Batch, check_statistics, chunked, window
-from helpers.byte_batches import ByteBatch, round_keys_and_values, with_byte_cache
-from helpers.covering import CONTIGUOUS, COVERING_SM120_DECODE, LISTED, PAGES16, PAGES64, ROWS
+from helpers.covering import CONTIGUOUS, COVERING_SM120_DECODE, PAGES16, PAGES64, ROWS, TOPK
 from helpers.covering_sm120 import BF16, Cell, every_cell, filling, missing, with_choices
 from helpers.decode_batches import DecodeBatch
 from helpers.entry_calls import context, mla
+from helpers.fp8_batches import ByteBatch, round_keys_and_values, with_byte_cache
 from helpers.low_precision import NVFP4, LowPrecisionBatch
 from helpers.mla_batches import MlaBatch, PackedBatch, with_lists
 from helpers.mla_cases import TOP_K
 from helpers.schedules import schedules
 
 from hopwell import emulator, layouts
-from hopwell.kernels import execute, families, sm120
-from hopwell.kernels.config import KvFetch, KvType
+from hopwell.kernels import execute, registry, warp_mma
+from hopwell.kernels.config.base import KvFetch, KvType
 from hopwell.kernels.problem import AttentionProblem, Family, MaskKind, Score, ScoreKind
-from hopwell.kernels.sm120_config import Sm120PrefillConfig
-from hopwell.kernels.sm120_decode_config import Sm120DecodeConfig
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 
 ARCH = "sm_120a"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "e4m3": torch.bfloat16}  # of references' operands
@@ -37,7 +37,7 @@ NARROW_OUTS = {"fp16": torch.float16, "e4m3": torch.float8_e4m3fn, "nvfp4": torc
 OUTS = {torch.bfloat16: "", torch.float16: "fp16", torch.float8_e4m3fn: "e4m3"}  # of e4m3 queries
 CAPS = {ScoreKind.SOFT_CAP: 5.0, ScoreKind.LARGE_SOFT_CAP: 1e6, ScoreKind.CAPPED_ALIBI: 5.0}
 MASKS = {mask.kind: mask for mask in (FULL, CAUSAL, window(70), chunked(64))}
-PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, LISTED: 16}
+PAGE_SIZES = {CONTIGUOUS: None, ROWS: 4, PAGES16: 16, PAGES64: 64, TOPK: 16}
 PREFILL = dict(q_lens=[70, 3], kv_lens=[130, 80], heads=4, kv_heads=2, head_dim=64, device="cpu")
 
 
@@ -65,7 +65,7 @@ def prefill_elsewhere() -> Iterator[tuple[Cell, tuple[int, int]]]:
             yield Cell(Family.PREFILL, ("bf16", KvType.E4M3), mask.kind, pages(size)), dims
     for arch, (dims, size, mask, dtype) in prefill_cases.NVFP4_EMULATED:
         if arch == ARCH:
-            # The entry widens e4m3 queries over NVFP4 to float16 before these kernels see them.
+            # The entry dequantizes e4m3 queries over NVFP4 to float16 before these kernels see them.
             types, out = (("bf16", KvType.NVFP4), "") if dtype is BF16_TENSORS else (("fp16", KvType.NVFP4), "bf16")
             yield Cell(Family.PREFILL, types, mask.kind, pages(size), out), dims
 
@@ -111,7 +111,7 @@ def run_prefill(cell: Cell, arch: str) -> None:
 
 def served(cell: Cell, problem: AttentionProblem, arch: str) -> Callable[[], torch.Tensor]:
     """Return the launch of a problem, whose kernel is the cell's."""
-    assert Cell.of(families.resolve(problem, arch)) == cell
+    assert Cell.of(registry.resolve(problem, arch)) == cell
     return lambda: execute(problem)
 
 
@@ -155,7 +155,7 @@ def run_mla(cell: Cell, arch: str) -> None:
         kind = PackedBatch
     elif kv_type is KvType.E4M3:
         options |= dict(kv_dtype=torch.float8_e4m3fn)
-    data = with_lists(kind, [1, 1], [70, 3], TOP_K if cell.pages == LISTED else 0, **options)
+    data = with_lists(kind, [1, 1], [70, 3], TOP_K if cell.pages == TOPK else 0, **options)
     cache = {}
     if kv_type is KvType.FP8_DS_MLA:
         cache = dict(kv_cache=data.packed(size), kv_scale_format="arbitrary_fp32")
@@ -173,24 +173,26 @@ FILLING = filling(covered_elsewhere())
 def classes_of_sm120(base: type) -> set[type]:
     """Return what derives from ``base`` in the modules of these kernels, whether somebody uses it or not."""
     modules = [
-        importlib.import_module(found.name) for found in pkgutil.iter_modules(sm120.__path__, sm120.__name__ + ".")
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(warp_mma.__path__, warp_mma.__name__ + ".")
     ]
     kinds = [kind for module in modules for kind in vars(module).values() if isinstance(kind, type)]
     return {kind for kind in kinds if issubclass(kind, base) and kind is not base}
 
 
 def test_every_kind_of_kernel_and_of_operands_is_emulated() -> None:
-    """A cell has no head dims, which choose together with the types who widens K and V, and so what is multiplied."""
-    from hopwell.kernels.sm120.attend import WarpOperands
-    from hopwell.kernels.sm120.kernel import LaneReaders
-    from hopwell.kernels.sm120.narrow_operands import NarrowOperands
+    """A cell has no head dims, which choose together with the types who dequantizes K and V, and so what is
+    multiplied."""
+    from hopwell.kernels.warp_mma.common.lane_readers import LaneReaders
+    from hopwell.kernels.warp_mma.common.narrow_operands import NarrowOperands
+    from hopwell.kernels.warp_mma.common.row_loop import WarpOperands
 
-    kernels = [families.build(config)[0] for config in COVERING_SM120_DECODE]
+    kernels = [registry.build(config)[0] for config in COVERING_SM120_DECODE]
     for cell, dims in prefill_elsewhere():
         dtype, kv_type = cell.types
         out = cell.out or ("bf16" if dtype == "e4m3" else dtype)
         config = Sm120PrefillConfig(ARCH, dtype, out, *dims, cell.mask, *CONTIGUOUS, kv_type=kv_type)
-        kernels.append(families.build(config)[0])
+        kernels.append(registry.build(config)[0])
     assert {type(kernel) for kernel in kernels} == classes_of_sm120(LaneReaders)
     operands = {kernel.operands_type for kernel in kernels if kernel.config.family is Family.PREFILL}
     assert operands == {WarpOperands, *classes_of_sm120(WarpOperands)} - {NarrowOperands}, "it has no values"
@@ -242,7 +244,7 @@ BLACKWELL_CELLS = [
     Cell(_DECODE, ("bf16", KvType.NVFP4), MaskKind.FULL, ROWS),
     Cell(_MLA, BF16, MaskKind.CAUSAL, PAGES64),
     Cell(_MLA, ("bf16", KvType.E4M3), MaskKind.CAUSAL, ROWS),
-    Cell(_MLA, ("bf16", KvType.FP8_DS_MLA), MaskKind.CAUSAL, LISTED),
+    Cell(_MLA, ("bf16", KvType.FP8_DS_MLA), MaskKind.CAUSAL, TOPK),
 ]
 
 

@@ -17,14 +17,14 @@ from cutlass import Float32, Int32
 from helpers import host_math
 from helpers.host_math import INF, Fragment, Registers, number
 
-from hopwell.kernels.parts import skip as skip_module
-from hopwell.kernels.parts import softmax as softmax_module
-from hopwell.kernels.parts.score import ScoreMap
-from hopwell.kernels.parts.skip import SkipRule
-from hopwell.kernels.parts.softmax import MOST_BELOW, SLACK, OnlineSoftmax, TileSoftmax
+from hopwell.kernels.parts.rows import skip as skip_module
+from hopwell.kernels.parts.rows import softmax as softmax_module
+from hopwell.kernels.parts.rows.score import ScoreMap
+from hopwell.kernels.parts.rows.skip import SkipRule
+from hopwell.kernels.parts.rows.softmax import MOST_BELOW, SLACK, OnlineSoftmax, TileSoftmax
 from hopwell.kernels.problem import ScoreKind
-from hopwell.kernels.sm100 import softmax as packed_module
-from hopwell.kernels.sm100.softmax import PackedSoftmax, polynomial_powers
+from hopwell.kernels.sm100.prefill import softmax as packed_module
+from hopwell.kernels.sm100.prefill.softmax import PackedSoftmax, polynomial_powers
 
 # The DSL warns of weights too small for float32, which are zero on the device.
 pytestmark = [pytest.mark.traced, pytest.mark.filterwarnings("ignore::cutlass.base_dsl.common.DSLWarning")]
@@ -271,7 +271,7 @@ class TestPolynomials:
 
 
 class TestPieces:
-    """A row's keys in pieces, each with a softmax of its own, give what all of them give at once."""
+    """A row's keys in partials, each with a softmax of its own, give what all of them give at once."""
 
     @pytest.mark.parametrize("sink", [-INF, 0.5, 3000.0])
     @pytest.mark.parametrize("mask", MASKS)
@@ -283,11 +283,11 @@ class TestPieces:
         outputs = [run(piece, [tile]) for piece, tile in zip(pieces, tiles, strict=True)]
         for r, row in enumerate(rows):
             partials = [piece.partial(r, 1) for piece in pieces]
-            # The keys of a piece are counted from its own first one.
+            # The keys of a partial are counted from its own first one.
             values = [out[r].output + n * TILE * number(partials[n][1]) for n, out in enumerate(outputs)]
             # What fills a group up: a reference without weight, and a sum that must not count.
             references, sums = [*(number(p[0]) for p in partials), -INF], [*(p[1] for p in partials), 1.0]
-            weights, reference, total = softmax_module.merged(references, sums)
+            weights, reference, total = softmax_module.combined(references, sums)
             assert number(weights[-1]) == 0.0
             output = sum(number(w) * value for w, value in zip(weights, values, strict=False))
             factor, lse = (number(value) for value in softmax_module.normalised(reference, total, sink))
@@ -313,7 +313,7 @@ class TestPieces:
         assert math.isnan(number(factor))
 
     def test_no_keys_at_all(self) -> None:
-        weights, reference, total = softmax_module.merged([-INF, -INF], [0.0, 0.0])
+        weights, reference, total = softmax_module.combined([-INF, -INF], [0.0, 0.0])
         assert [number(weight) for weight in weights] == [0.0, 0.0]
         assert (number(reference), number(total)) == (-INF, 0.0)
 

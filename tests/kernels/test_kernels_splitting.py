@@ -1,4 +1,4 @@
-"""How many pieces there are at most, and that the memory for them is enough: plain numbers."""
+"""How many partials there are at most, and that the memory for them is enough: plain numbers."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hopwell.kernels.families import shipped_configs as shipped
-from hopwell.kernels.problem import Family
-from hopwell.kernels.splitting import (
+from hopwell.kernels.config.splitting import (
     ALIGNMENT,
-    BUNDLE_PIECES,
     CHUNK_ELEMENTS,
     COMFORTABLE_BYTES,
     DOUBLINGS,
+    FAN_IN,
     LATENT_UNDER_WAY,
-    LATENT_UNITS,
+    LATENT_WORK_TILES,
     MAX_CHUNKS,
     ROWS,
     SLOT_COUNTERS,
@@ -26,13 +24,15 @@ from hopwell.kernels.splitting import (
     UNDER_WAY,
     chunk_tokens,
     counter_ints,
-    far_levels,
+    gmem_levels,
     node_bytes,
     node_slots,
     scratch_bytes,
     slot_bytes,
     slot_count,
 )
+from hopwell.kernels.problem import Family
+from hopwell.kernels.registry import shipped_configs as shipped
 
 CAPACITIES = (0, 1, 511, 512, 513, 5000, 255 * 512, 255 * 512 + 1, 256 * 512, 256 * 512 + 1, 1 << 20, 2**31 - 1)
 COLUMNS = (16, 48, 64, 128, 256, 512)
@@ -56,13 +56,13 @@ def test_chunks_have_equal_bytes() -> None:
 
 
 def test_two_levels_of_merges_are_enough() -> None:
-    assert BUNDLE_PIECES**2 >= MAX_CHUNKS
+    assert FAN_IN**2 >= MAX_CHUNKS
 
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 @pytest.mark.parametrize("ctas", [1, 4, 132])
 def test_the_ring_holds_more_than_one_request(ctas: int, capacity: int) -> None:
-    """Else a piece would wait for a slot whose turn comes only after its own."""
+    """Else a partial would wait for a slot whose turn comes only after its own."""
     for rows, kv_heads, columns in itertools.product((1, 16, 64, 65, 2048), (1, 8, 64), COLUMNS):
         # Chunks begin at whole multiples of their length, so that the keys of a window may touch one more. Half chunks
         # are the shortest.
@@ -77,7 +77,7 @@ def test_the_ring_holds_more_than_one_latent_request(rows: int, capacity: int) -
     """A request with up to as many rows has as many chunks as these let it have."""
     slots = slot_count(rows, 1, 512, capacity, 132, latent=True)
     for tiles in range(1, -(-rows // ROWS) + 1):
-        chunks = min(-(-capacity // chunk_tokens(512, latent=True)), max(LATENT_UNITS // tiles, 2))
+        chunks = min(-(-capacity // chunk_tokens(512, latent=True)), max(LATENT_WORK_TILES // tiles, 2))
         assert slots >= chunks * tiles + LATENT_UNDER_WAY * 132
 
 
@@ -108,17 +108,17 @@ def test_scratch_for_more_is_enough_for_less(sizes: tuple[tuple[int, int], ...],
 
 @pytest.mark.parametrize("capacity", CAPACITIES)
 def test_scratch_holds_the_trees_of_all_tiles(capacity: int) -> None:
-    """Nodes that several CTAs merge, and the levels of a CTA's tree that are not near, of the kernels of sm_120."""
+    """Nodes that several CTAs combine, and the levels of a CTA's tree that are not near, of the kernels of sm_120."""
     configs = {config.name: config for family in (Family.DECODE, Family.MLA) for config in shipped("sm_120a", family)}
     for config, kv_heads, tiles, sms in itertools.product(configs.values(), (1, 8), (1, 2, 17), (4, 188)):
         rows, columns, latent = config.rows * tiles, config.head_dim_v, config.family is Family.MLA
         slots = node_slots(config.rows, kv_heads * tiles, columns, sms * config.ctas_per_sm, config.kv_bytes)
-        levels = far_levels(config.chunk_tokens, capacity, config.near_levels) * sms * config.ctas_per_sm
+        levels = gmem_levels(config.chunk_tokens, capacity, config.smem_levels) * sms * config.ctas_per_sm
         found = scratch_bytes(rows, kv_heads, columns, capacity, sms, latent, tiled=True)
         assert found >= (slots + levels) * node_bytes(config.rows, columns) + ALIGNMENT
 
 
 def test_counters() -> None:
-    """Each slot has a generation, and says what is there of a bundle and of a request."""
+    """Each slot has a epoch, and says what is there of a fan-in group and of a request."""
     assert counter_ints(0) == TICKETS
     assert counter_ints(100) - counter_ints(99) == SLOT_COUNTERS

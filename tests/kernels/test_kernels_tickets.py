@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hopwell.kernels import tickets as module
-from hopwell.kernels.splitting import TICKETS
-from hopwell.kernels.tickets import SLAB_BYTES, SLAB_SETS, Tickets, tickets
+from hopwell.kernels.config.splitting import TICKETS
+from hopwell.kernels.launch import tickets as module
+from hopwell.kernels.launch.tickets import SLAB_BYTES, SLAB_SETS, Tickets, tickets
 
 CPU = torch.device("cpu")
 INTS = 7

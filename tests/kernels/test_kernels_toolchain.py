@@ -25,11 +25,12 @@ import pytest
 from helpers.fake_dsl import Compiler
 
 from hopwell.__main__ import main
-from hopwell.kernels import compile_ahead, fingerprint, shipped, toolchain
-from hopwell.kernels.cache_folder import UNFINISHED
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.prefill_config import PrefillConfig
-from hopwell.kernels.toolchain import (
+from hopwell.kernels import compile_ahead, fingerprint
+from hopwell.kernels.capability import shipped
+from hopwell.kernels.config.prefill import PrefillConfig
+from hopwell.kernels.jit import toolchain
+from hopwell.kernels.jit.cache_folder import UNFINISHED
+from hopwell.kernels.jit.toolchain import (
     CUBIN,
     META,
     OBJECT,
@@ -40,6 +41,7 @@ from hopwell.kernels.toolchain import (
     cache_dir,
     runtime_library,
 )
+from hopwell.kernels.registry import shipped_configs
 
 FORK = multiprocessing.get_context("fork")  # children have the stand-in, and need no time to start
 CONFIGS = list(shipped_configs())[:3]

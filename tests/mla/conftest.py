@@ -10,7 +10,7 @@ def batch_invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Requests are cut by their own lengths alone."""
     import hopwell
     from hopwell import _switches
-    from hopwell.kernels import settings
+    from hopwell.kernels.jit import settings
 
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", None)
     hopwell.batch_invariant(True)

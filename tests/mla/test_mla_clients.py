@@ -195,7 +195,7 @@ def test_lengths_of_lists_as_seq_lens(shape: tuple[int, ...], device: str) -> No
     ids=["one", "few-rows", "rows", "ragged"],
 )
 def test_context_parallel_ranks(q_lens: list[int], heads: int, world: int, device: str) -> None:
-    """Every rank has each ``world``-th key, and masks by where keys are among those of all. Merged by their
+    """Every rank has each ``world``-th key, and masks by where keys are among those of all. Combined by their
     log-sum-exps, ranks give what all keys give; a rank of which a token sees no key has 0 and -inf."""
     data = batch(device, q_lens, heads=heads)
     is_ragged = len(set(q_lens)) > 1
@@ -205,8 +205,8 @@ def test_context_parallel_ranks(q_lens: list[int], heads: int, world: int, devic
         options |= dict(cum_seq_lens_q=data.ints(starts(q_lens)), max_q_len=max(q_lens))
     parts = []
     for rank in range(world):
-        shard = data.shard(world, rank)
-        out, lse = call(data, shard.decode(64), cp_rank=rank, **options)
+        dcp_rank = data.dcp_rank(world, rank)
+        out, lse = call(data, dcp_rank.decode(64), cp_rank=rank, **options)
         parts.append((out.view(-1, heads, 512), lse.view(-1, heads)))
     data.expected_mla().check_merged(parts, natural=True)
 

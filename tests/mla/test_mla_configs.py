@@ -8,8 +8,8 @@ import pytest
 from helpers.mla_cases import Case, check_case, heads_of
 from helpers.sanitizer import TOOLS, check_sanitized
 
-from hopwell.kernels.mla_config import MlaConfig, shipped_mla_configs
-from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
+from hopwell.kernels.config.mla import MlaConfig, shipped_mla_configs
+from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, ROWS
 
 pytestmark = pytest.mark.gpu
 
@@ -17,12 +17,12 @@ SHIPPED = list(shipped_mla_configs())
 
 
 def small_case(config: MlaConfig) -> None:
-    """Requests have no keys to three chunks, which are merged; two tiles of rows where tiles are the largest and
+    """Requests have no keys to three chunks, which are combined; two tiles of rows where tiles are the largest and
     attention is dense; lists of as many where it is sparse."""
     chunk, dims = config.chunk_tokens, (config.head_dim_qk, config.head_dim_v)
     page_size, heads = config.box_rows or 4, 24 if config.rows == ROWS and not config.sparse else heads_of(config, 3)
     for top_k in (64, 2 * chunk + 68) if config.sparse else (0,):
-        # So uneven numbers of new tokens have no portions.
+        # So uneven numbers of new tokens have no CTA parts.
         q_lens = [3, 0, 3, 1, 2] if config.batch_invariant or config.rows != ROWS else [3, 0, 3, 3, 3]
         sizes = q_lens, [1, 9, chunk + 5, 0, 2 * chunk + 70]
         case = Case(
@@ -36,7 +36,7 @@ def test_small_case(config: MlaConfig) -> None:
     small_case(config)
 
 
-@pytest.mark.parametrize("rows", [LATENT_FEW_ROWS, ROWS])
+@pytest.mark.parametrize("rows", [LATENT_SWAP_AB_ROWS, ROWS])
 @pytest.mark.parametrize("kind", ["dense", "sparse"])
 @pytest.mark.parametrize("tool", TOOLS)
 def test_sanitizer(tool: str, kind: str, rows: int) -> None:

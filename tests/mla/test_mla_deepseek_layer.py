@@ -39,33 +39,33 @@ def latent_rows(cache: LatentCache, request: int) -> torch.Tensor:
     return rows.float() if cache.scale is None else layouts.dequantize_fp8(rows, cache.scale)
 
 
-def unabsorbed(layer: LatentAttention, hidden: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+def unabsorbed(wave: LatentAttention, hidden: torch.Tensor, rows: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
     """Return the outputs of the last tokens of a request [tokens, hidden], with every head's keys and values, made of
     the cache's ``rows``. ``seen`` [tokens, keys] says which of them count."""
-    s, new = layer.sizes, len(seen)
+    s, new = wave.sizes, len(seen)
     position = torch.arange(len(hidden), device=hidden.device)
     latent, k_rope = rows.to(hidden.dtype).split([s.kv_lora, s.rope], -1)
-    w_k, w_v = layer.up_projections()
+    w_k, w_v = wave.up_projections()
     k_nope, value = (torch.einsum("tl,hnl->htn", latent, weight) for weight in (w_k, w_v))
     key = torch.cat([k_nope, k_rope.expand(s.heads, -1, -1)], -1)
-    query = torch.cat(layer.queries(hidden[-new:], position[-new:]), -1).transpose(0, 1)
+    query = torch.cat(wave.queries(hidden[-new:], position[-new:]), -1).transpose(0, 1)
     logits = (query @ key.mT).to(torch.promote_types(hidden.dtype, torch.float32)) * s.scale
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1).to(value.dtype)
-    return (weights @ value).transpose(0, 1).flatten(1) @ layer.project.T
+    return (weights @ value).transpose(0, 1).flatten(1) @ wave.project.T
 
 
-def visible(layer: RecordedLayer, request: int, new: int, total: int, q_len: int) -> torch.Tensor:
+def visible(wave: RecordedLayer, request: int, new: int, total: int, q_len: int) -> torch.Tensor:
     """Return [new, total]: the keys in front of each new token and its own, or those of them that were chosen."""
-    device = layer.project.device
+    device = wave.project.device
     causal = torch.ones(new, total, dtype=torch.bool, device=device).tril(total - new)
-    if not layer.sizes.top_k:
+    if not wave.sizes.top_k:
         return causal
-    chosen = torch.stack([step.unflatten(0, (-1, q_len))[request] for step in layer.chosen]).flatten(0, 1)
+    chosen = torch.stack([step.unflatten(0, (-1, q_len))[request] for step in wave.chosen]).flatten(0, 1)
     counts = torch.zeros(new, total + 1, dtype=torch.int64, device=device)
     counts.scatter_add_(1, torch.where(chosen < 0, total, chosen), torch.ones_like(chosen))
     seen = counts[:, :total] > 0
     assert not (seen & ~causal).any()
-    assert torch.equal(seen.sum(1), causal.sum(1).clamp(max=layer.sizes.top_k)), "each is chosen once"
+    assert torch.equal(seen.sum(1), causal.sum(1).clamp(max=wave.sizes.top_k)), "each is chosen once"
     return seen
 
 
@@ -74,18 +74,18 @@ def check_layer(
 ) -> None:
     """The latent cache is no further from float64 than keys and values in bf16 are, of the same cache."""
     torch.manual_seed(0)
-    layer = RecordedLayer(sizes, device).bfloat16()
+    wave = RecordedLayer(sizes, device).bfloat16()
     prompts = [torch.randn(n, sizes.hidden, device=device).bfloat16() for n in lengths]
     steps = torch.randn(count, len(lengths), q_len, sizes.hidden, device=device).bfloat16()
-    outputs, cache = generate(layer, prompts, steps, page_size, kind)
+    outputs, cache = generate(wave, prompts, steps, page_size, kind)
     ours, new = torch.cat(outputs, 1).double(), count * q_len
-    exact_layer = copy.deepcopy(layer).double()
+    exact_layer = copy.deepcopy(wave).double()
     for request, prompt in enumerate(prompts):
         hidden = torch.cat([prompt, steps[:, request].flatten(0, 1)])
-        rows, seen = latent_rows(cache, request), visible(layer, request, new, len(hidden), q_len)
+        rows, seen = latent_rows(cache, request), visible(wave, request, new, len(hidden), q_len)
         wanted = exact_layer.latent_rows(hidden.double(), torch.arange(len(hidden), device=device))
         assert (rows - wanted).norm() < ROUNDING[kind] * wanted.norm()
-        theirs = unabsorbed(layer, hidden, rows, seen).double()
+        theirs = unabsorbed(wave, hidden, rows, seen).double()
         exact = unabsorbed(exact_layer, hidden.double(), rows.double(), seen)
         noise = (theirs - exact).norm(dim=1)
         error = (ours[request] - exact).norm(dim=1)

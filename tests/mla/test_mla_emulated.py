@@ -31,9 +31,12 @@ from helpers.mla_cases import (
 from helpers.schedules import schedules, setting
 
 from hopwell import emulator
-from hopwell.kernels import execute, families, plan, settings, splitting
-from hopwell.kernels.config import KvType
-from hopwell.kernels.mla_config import MlaConfig
+from hopwell.kernels import execute, registry
+from hopwell.kernels.config import splitting
+from hopwell.kernels.config.base import KvType
+from hopwell.kernels.config.mla import MlaConfig
+from hopwell.kernels.jit import settings
+from hopwell.kernels.launch import plan
 from hopwell.kernels.problem import LogSumExp, LseLayout
 
 pytestmark = pytest.mark.emulator
@@ -74,7 +77,7 @@ def test_rows(heads: int, q_len: int) -> None:
 def test_uneven_numbers_of_new_tokens(q_lens: list[int], top_k: int) -> None:
     """Requests have fewer row tiles than others, or none."""
     case = Case(q_lens, [1, 40, 0, 130, 70], heads=20, top_k=top_k, ragged=True)
-    config = families.resolve(batch_of(case, "cpu").decode(16, ragged=True), "sm_90a")
+    config = registry.resolve(batch_of(case, "cpu").decode(16, ragged=True), "sm_90a")
     assert isinstance(config, MlaConfig)
     assert config.batch_invariant == (not top_k and max(q_lens) == 9)
     check(case, 16)
@@ -108,7 +111,7 @@ def test_one_gap_anywhere(heads: int) -> None:
 
 @pytest.fixture
 def by_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are cut by their own lengths alone, not into equal portions of all keys."""
+    """Requests are cut by their own lengths alone, not into equal CTA parts of all keys."""
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
 
 
@@ -116,7 +119,7 @@ def by_own_length(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("heads", [8, 40])
 @pytest.mark.parametrize(("dims", "sparse"), [(MAIN, False), (NARROW, False), (MAIN, True)], ids=str)
 def test_pieces_are_merged(dims: tuple[int, int], sparse: bool, heads: int) -> None:
-    """Requests have one piece, two whole ones, and some, with more work than CTAs."""
+    """Requests have one partial, two whole ones, and some, with more work than CTAs."""
     chunk = chunk_tokens(dims, sparse)
     kv_lens = [chunk - 1, 2 * chunk, 4 * chunk + 77, 3]
     check(Case([1] * 4, kv_lens, heads, dims=dims, top_k=4 * chunk + 8 if sparse else 0), 64)
@@ -135,20 +138,20 @@ def test_many_pieces(heads: int) -> None:
 def test_own_pieces_are_merged(
     ctas: int, q_len: int, kv_lens: list[int], heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """CTAs have no piece, one, and two of different requests."""
+    """CTAs have no partial, one, and two of different requests."""
     monkeypatch.setattr(plan, "EMULATED_SMS", ctas)
     check(Case([q_len] * len(kv_lens), kv_lens, heads), 64, adverse=1)
 
 
 def test_own_pieces_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CTA has portions for several row tiles, and stores all of its pieces before it waits for others'."""
+    """A CTA has CTA parts for several row tiles, and stores all of its partials before it waits for others'."""
     monkeypatch.setattr(plan, "EMULATED_SMS", 13)
     check(Case([4] * 2, [900, 3000], heads=128), 64, adverse=1)
 
 
 def test_launches_whose_ctas_wait_are_cooperative(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with too few multiprocessors refuses portions, whose CTAs would wait for those that cannot run. It takes
-    chunks by each request's length, whose CTAs wait for nobody that has not begun."""
+    """A device with too few multiprocessors refuses CTA parts, whose CTAs would wait for those that cannot run. It
+    takes chunks by each request's length, whose CTAs wait for nobody that has not begun."""
     problem = MlaBatch([1], [70], heads=33, device="cpu").decode(64)
     monkeypatch.setattr(plan, "EMULATED_SMS", 6)
     refused = pytest.raises(emulator.HostError, match=r"cooperative launch of 6 CTAs .* room for 5")
@@ -190,7 +193,7 @@ def test_late_work_beside_polling() -> None:
     check_case(Case([1] * 5, [127, 3500, 3500, 5, 1025], heads=20), 64, "cpu", [setting("late", 710860, strict=True)])
 
 
-# Pieces wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
+# Partials wait for those before them in a slot, the more so the fewer slots there are: one request's and little more.
 @pytest.fixture
 def few_slots(by_own_length: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(splitting, "COMFORTABLE_BYTES", 0)
@@ -200,7 +203,7 @@ def few_slots(by_own_length: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize(("heads", "q_len"), [(17, 1), (33, 2)])
 def test_slots_are_used_again(heads: int, q_len: int) -> None:
-    """Rows fill one tile or two, whose pieces lie between each other."""
+    """Rows fill one tile or two, whose partials lie between each other."""
     chunks = [6, 2, 3, 1, 5, 2, 2, 4] if q_len == 1 else [3, 2, 1, 3, 2, 2]
     kv_lens = [n * chunk_tokens(MAIN) - 5 for n in chunks]
     check(Case([q_len] * len(chunks), kv_lens, heads, sinks=False), 64)
@@ -209,8 +212,8 @@ def test_slots_are_used_again(heads: int, q_len: int) -> None:
 @pytest.mark.usefixtures("few_slots")
 @pytest.mark.parametrize("kv_type", [KvType.E4M3, KvType.FP8_DS_MLA])
 def test_slots_are_used_again_where_keys_are_widened(kv_type: KvType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warp of each CTA merges beside units there, too, or units would wait for slots for ever: nobody else frees them
-    before there are no more units."""
+    """A warp of each CTA combines beside units there, too, or units would wait for slots for ever: nobody else frees
+    them before there are no more units."""
     monkeypatch.setattr(plan, "EMULATED_SMS", 1)
     check(Case([1] * 5, [chunk_tokens(MAIN) + 6] * 5, heads=17, sinks=False, kv_type=kv_type), 64, adverse=1)
 
@@ -218,7 +221,7 @@ def test_slots_are_used_again_where_keys_are_widened(kv_type: KvType, monkeypatc
 @pytest.mark.usefixtures("few_slots")
 def test_slots_are_used_again_by_uneven_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request without rows, or with few, has fewer row tiles than the others, and may have more chunks."""
-    monkeypatch.setattr(splitting, "LATENT_UNITS", 6)
+    monkeypatch.setattr(splitting, "LATENT_WORK_TILES", 6)
     kv_lens = [n * chunk_tokens(MAIN) - 5 for n in (6, 1, 2)]
     for first in (0, 1):
         check(Case([first, 4, 1], kv_lens, heads=17, sinks=False, ragged=True), 64, adverse=1)
@@ -246,8 +249,8 @@ def test_scales_on_the_device(top_k: int) -> None:
 @pytest.mark.parametrize("heads", [16, 64])
 @pytest.mark.parametrize("chunks", [6, 9])
 def test_whoever_merges_finds_the_same(monkeypatch: pytest.MonkeyPatch, chunks: int, heads: int) -> None:
-    """Alone a request's pieces are merged by the warps that attend; in a batch by others as well, some of them beside
-    units, who have to agree about what is whose."""
+    """Alone a request's partials are combined by the warps that attend; in a batch by others as well, some of them
+    beside units, who have to agree about what is whose."""
     monkeypatch.setattr(settings.BATCH_INVARIANT, "given", True)
     kv_lens = [*[2 * chunk_tokens(MAIN)] * 5, chunks * chunk_tokens(MAIN) - 100]
     data, found = MlaBatch([1] * 6, kv_lens, heads=heads, device="cpu"), []

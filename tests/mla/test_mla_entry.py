@@ -10,8 +10,8 @@ from helpers.entry_calls import LATENT_CAPACITY, mla, mla_arguments
 from helpers.mla_batches import MlaBatch, with_lists
 from helpers.mla_cases import ARCH, BOTH_ROWS, FEW, MANY, TOP_K
 
-from hopwell.kernels.mla_config import resolve_mla
-from hopwell.kernels.splitting import LATENT_FEW_ROWS, ROWS
+from hopwell.kernels.config.mla import resolve_mla
+from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, ROWS
 
 KV_LENS, LONG = [70, 0, 3, 330], [70, 0, 2100]
 LONG_TOP_K = 2060
@@ -56,7 +56,7 @@ def test_index_types(heads: int, top_k: int, device: str) -> None:
 def test_heads_of_both_kernels(q_len: int, heads: int, top_k: int) -> None:
     """Tests with few rows and with many rely on these numbers of heads."""
     rows = resolve_mla(batch("cpu", q_len, top_k, heads=heads).decode(64), ARCH).rows
-    assert rows == (LATENT_FEW_ROWS if heads == FEW else ROWS)
+    assert rows == (LATENT_SWAP_AB_ROWS if heads == FEW else ROWS)
 
 
 @KINDS

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.byte_batches import E4M3, TILE, ByteMlaBatch, attention_by_tiles
 from helpers.entry_calls import mla
+from helpers.fp8_batches import E4M3, TILE, ByteMlaBatch, attention_by_tiles
 from helpers.mla_batches import MlaBatch, PackedBatch
 
 from hopwell.layouts import FP8_DS_MLA_BYTES, dequantize_fp8_ds_mla
@@ -22,12 +22,13 @@ def relative(out: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def flashmla_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return keys [tokens, 576] as its sparse kernel widens rows of 656 bytes: scales are rounded to bfloat16 first."""
+    """Return keys [tokens, 576] as its sparse kernel dequantizes rows of 656 bytes: scales are rounded to bfloat16
+    first."""
     assert rows.shape[1] == FP8_DS_MLA_BYTES
     latent, scales, rotary = rows.split([LATENT, LATENT // SCALE_COLUMNS * 4, FP8_DS_MLA_BYTES - LATENT - 16], 1)
     scales = scales.contiguous().view(torch.float32).bfloat16().float().repeat_interleave(SCALE_COLUMNS, 1)
-    widened = (latent.contiguous().view(E4M3).float() * scales).bfloat16()
-    return torch.cat([widened, rotary.contiguous().view(torch.bfloat16)], 1)
+    dequantized = (latent.contiguous().view(E4M3).float() * scales).bfloat16()
+    return torch.cat([dequantized, rotary.contiguous().view(torch.bfloat16)], 1)
 
 
 def modelled(data: MlaBatch, request: int) -> torch.Tensor:
@@ -78,7 +79,7 @@ def over_allowed(out: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 def test_outliers_of_short_lists_are_of_rounded_weights() -> None:
     """A model of what the kernels round is tried in the sizes and values of FlashInfer's test: lists of 128 tokens.
-    Neither float16 pieces nor the output come near what is allowed; weights do, less often where tiles have own
+    Neither float16 partials nor the output come near what is allowed; weights do, less often where tiles have own
     references."""
     generator = torch.Generator().manual_seed(1)
     errors: dict[str, list[torch.Tensor]] = {"output": [], "pieces": [], "weights": [], "weights of own references": []}
@@ -94,9 +95,11 @@ def test_outliers_of_short_lists_are_of_rounded_weights() -> None:
             weights = [(s - r).exp().bfloat16().double() * r.exp() for s, r in zip(tiles, references, strict=True)]
             return torch.cat(weights, 1) @ values
 
-        pieces = [s.exp() @ v for s, v in zip(tiles, values.split(TILE), strict=True)]
-        sizes = [piece.abs().amax(1, keepdim=True) for piece in pieces]
-        narrow = sum((piece / size).half().double() * size for piece, size in zip(pieces, sizes, strict=True))
+        partials = [s.exp() @ v for s, v in zip(tiles, values.split(TILE), strict=True)]
+        sizes = [partial_id.abs().amax(1, keepdim=True) for partial_id in partials]
+        narrow = sum(
+            (partial_id / size).half().double() * size for partial_id, size in zip(partials, sizes, strict=True)
+        )
         found = {"output": exact.bfloat16().double(), "pieces": narrow / total}
         found |= {"weights": rounded(first) / total, "weights of own references": rounded(own) / total}
         for name, out in found.items():

@@ -49,7 +49,7 @@ def test_batch_is_its_requests_one_by_one(dims: tuple[int, int], heads: int, top
 @KINDS
 @BOTH_ROWS
 def test_more_of_the_same_requests(heads: int, top_k: int) -> None:
-    """Whoever shares them out, and whichever scratch their pieces get."""
+    """Whoever shares them out, and whichever scratch their partials get."""
     data = batch(top_k, 1, [9000], heads=heads)
     alone = execute(data.decode(64))
     for count in (2, 33, 200):

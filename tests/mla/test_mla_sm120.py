@@ -15,7 +15,7 @@ from helpers.schedules import schedules
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.mla_config import MlaConfig
+from hopwell.kernels.config.mla import MlaConfig
 from tests.mla.test_mla_clients import test_context_parallel_ranks as ranks_share_keys
 
 pytestmark = [pytest.mark.emulator, pytest.mark.usefixtures("sm120_emulated")]

@@ -158,8 +158,8 @@ def test_one_gap_anywhere(heads: int) -> None:
 def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, heads: int) -> None:
     """The sizes, values and tolerances are those that other implementations of the same function are tested with."""
     kv_lens = [4096] * size
-    lists = [listing("distinct", q_len, 4096, top_k, seed) for seed in range(size)]
-    data = MlaBatch([q_len] * size, kv_lens, heads, lists=lists)
+    topk_lists = [listing("distinct", q_len, 4096, top_k, seed) for seed in range(size)]
+    data = MlaBatch([q_len] * size, kv_lens, heads, topk_lists=topk_lists)
     for values in (data.q, *data.k):
         values.clamp_(-1, 1)
     out = execute(data.decode(32)).double()
@@ -170,8 +170,8 @@ def test_listed_tokens_as_exact_as_elsewhere(size: int, top_k: int, q_len: int, 
 def test_few_listed_tokens_leave_room(seed: int) -> None:
     """Weights in bfloat16 make the largest errors where entries are few: by a model, 0.88 of what the test above
     allows, over 60 cases of 8.4 million outputs. It was 1.07 with one reference for both tiles of a first step."""
-    lists = [listing("distinct", 1, 4096, 128, 1000 * seed + request) for request in range(128)]
-    data = MlaBatch([1] * 128, [4096] * 128, 128, lists=lists, seed=seed)
+    topk_lists = [listing("distinct", 1, 4096, 128, 1000 * seed + request) for request in range(128)]
+    data = MlaBatch([1] * 128, [4096] * 128, 128, topk_lists=topk_lists, seed=seed)
     for values in (data.q, *data.k):
         values.clamp_(-1, 1)
     expected = data.expected_mla().out

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.batches import starts
-from helpers.byte_batches import E4M3, ByteMlaBatch
 from helpers.entry_calls import repeated
+from helpers.fp8_batches import E4M3, ByteMlaBatch
 from helpers.mla_batches import MlaBatch, PackedBatch, listing
 from helpers.mla_cases import DIMS, FEW, MANY, SPARSE_DIMS, TOP_K
 
@@ -64,8 +64,8 @@ OTHERS = [
 
 def batch(types: Types, heads: int, top_k: int, dims: tuple[int, int], device: str) -> MlaBatch:
     requests = enumerate(zip(Q_LENS, KV_LENS, strict=True))
-    lists = [listing("any", *sizes, top_k, seed) for seed, sizes in requests] if top_k else None
-    sizes = dict(heads=heads, head_dim=dims[0], v_head_dim=dims[1], lists=lists, device=device)
+    topk_lists = [listing("any", *sizes, top_k, seed) for seed, sizes in requests] if top_k else None
+    sizes = dict(heads=heads, head_dim=dims[0], v_head_dim=dims[1], topk_lists=topk_lists, device=device)
     if types.cache == torch.uint8:
         return PackedBatch(Q_LENS, KV_LENS, **sizes)
     if types.query == E4M3:

@@ -39,7 +39,7 @@ def test_no_gpu_is_needed_or_touched(tmp_path: Path) -> None:
     code = """
 import torch
 import hopwell, hopwell.kernels, hopwell.layouts
-from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.registry import shipped_configs
 assert sum(1 for _ in shipped_configs()) > 100
 assert not torch.cuda.is_initialized()
 """

@@ -10,8 +10,8 @@ from typing import Any
 from core_kernels import KERNELS
 from selection import COMPILING, cell, core, functions
 
-from hopwell.kernels.families import shipped_configs
 from hopwell.kernels.problem import Family
+from hopwell.kernels.registry import shipped_configs
 from tests.decode import test_decode_emulated, test_decode_sm120
 from tests.kernels import test_kernels_compile
 from tests.mla import test_mla_emulated, test_mla_sm120

@@ -38,7 +38,7 @@ SHIPPED_SUFFIXES = (".py", ".c", ".h", ".map", ".typed")
 IMPORTS = """
 import json, pathlib, pkgutil, sys
 import hopwell, hopwell.layouts, hopwell.kernels, hopwell.emulator, hopwell.perf
-import hopwell.kernels.sm90.prefill, hopwell.kernels.sm100.prefill
+import hopwell.kernels.sm90.prefill.kernel, hopwell.kernels.sm100.prefill.kernel
 here = pathlib.Path(hopwell.__file__).parent
 ours = {name: module for name, module in sys.modules.items() if name.split(".")[0] == "hopwell"}
 print(json.dumps(dict(

@@ -16,7 +16,7 @@ pytest.importorskip("tabulate")
 
 from typer.testing import CliRunner
 
-from hopwell.kernels import toolchain
+from hopwell.kernels.jit import toolchain
 from hopwell.perf import commands as command
 from hopwell.perf.ahead import configs_of, smaller
 from hopwell.perf.append import APPEND

@@ -14,7 +14,7 @@ pytest.importorskip("tabulate")
 from typer.testing import CliRunner
 
 from hopwell.emulator.ptx import parse_module
-from hopwell.kernels.toolchain import artifact
+from hopwell.kernels.jit.toolchain import artifact
 from hopwell.perf import commands as command
 from hopwell.perf import model_report
 from hopwell.perf.kernel_work import ALU, CONVERSION, FMA, MUFU, Product, product, ptx_results, skipped, work

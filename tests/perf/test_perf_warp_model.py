@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hopwell.kernels.config import KvType
+from hopwell.kernels.config.base import KvType
 from hopwell.perf import commands as command
 from hopwell.perf import resources, warp_model, warp_report
 from hopwell.perf.kernel_work import ALU, CONVERSION, MUFU

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import CAUSAL, FULL, Batch, starts, window
-from helpers.byte_batches import ByteBatch
 from helpers.entry_calls import KV_LENS, Q_LENS, context, cudnn, elements
+from helpers.fp8_batches import ByteBatch
 from helpers.low_precision import BF16
 from helpers.low_precision import E4M3 as FP8
 

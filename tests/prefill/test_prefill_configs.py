@@ -10,10 +10,10 @@ from helpers.config_cases import FP16_FEATURES, MAIN_DIMS, check_config
 from helpers.covering import with_features
 from helpers.sanitizer import TOOLS, check_sanitized
 
-from hopwell.kernels.config import KvFetch
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.config.base import KvFetch
+from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.registry import shipped_configs
 
 pytestmark = pytest.mark.gpu
 

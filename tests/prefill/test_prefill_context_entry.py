@@ -11,7 +11,7 @@ from helpers.config_cases import MAIN_DIMS
 from helpers.entry_calls import KV_LENS, Q_LENS, cache_forms, context
 
 from hopwell.kernels import execute
-from hopwell.kernels.prefill_config import TILES
+from hopwell.kernels.config.prefill import TILES
 from hopwell.kernels.problem import Mask
 
 MASKS = ((-1, CAUSAL), (40, window(40)))

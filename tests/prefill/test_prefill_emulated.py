@@ -14,10 +14,10 @@ from helpers.config_cases import FP16_FEATURES, MAIN_DIMS
 from helpers.covering import covering_configs, stands_for_masks
 from helpers.emulated_prefill import check, page_sizes
 
-from hopwell.kernels.config import KvFetch
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.config.base import KvFetch
+from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.problem import MaskKind, ScoreKind
+from hopwell.kernels.registry import shipped_configs
 
 pytestmark = pytest.mark.emulator
 

@@ -11,7 +11,7 @@ from helpers.batches import CAUSAL, FULL, Batch, check_statistics, chunked, wind
 from helpers.config_cases import MAIN_DIMS
 
 from hopwell.kernels import execute
-from hopwell.kernels.prefill_config import TILES
+from hopwell.kernels.config.prefill import TILES
 from hopwell.kernels.problem import Mask, Score, ScoreKind
 
 pytestmark = pytest.mark.gpu

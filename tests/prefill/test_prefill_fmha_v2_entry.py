@@ -14,7 +14,7 @@ from helpers.config_cases import MAIN_DIMS
 from helpers.entry_calls import KV_LENS, Q_LENS, fmha_v2
 
 from hopwell.kernels import execute
-from hopwell.kernels.prefill_config import TILES
+from hopwell.kernels.config.prefill import TILES
 from hopwell.kernels.problem import Mask, Score, ScoreKind
 
 PAIRS = ("pair HND", "pair NHD")

@@ -10,19 +10,19 @@ import pytest
 import torch
 from helpers import reference
 from helpers.batches import CAUSAL, FULL, LN_2, chunked, starts, window
-from helpers.byte_batches import LOGIT_ERROR, WHOLE_ERROR, ByteBatch
 from helpers.entry_calls import context, cudnn, elements, fmha_v2
+from helpers.fp8_batches import LOGIT_ERROR, WHOLE_ERROR, ByteBatch
 from helpers.prefill_cases import E4M3_CASES, E4M3_EMULATED
 from helpers.skipped_tiles import attention_with_skips
 
 from hopwell.kernels import execute, support
-from hopwell.kernels.families import resolve
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.problem import AttentionProblem, Mask, PageTable, Score, ScoreKind
-from hopwell.kernels.sm90.byte_flush import FLUSHED_STEPS
+from hopwell.kernels.registry import resolve
+from hopwell.kernels.sm90.prefill.fp8_promotion import PROMOTION_STEPS
 
 FP8, BF16, FP16 = torch.float8_e4m3fn, torch.bfloat16, torch.float16
-# Two have steps of 128 keys, of K as wide as V and wider; products of the other flush their sums, in steps of 192.
+# Two have steps of 128 keys, of K as wide as V and wider; products of the other promote their sums, in steps of 192.
 STEPS = pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
 
 
@@ -145,8 +145,8 @@ def test_large_logits_and_equal_keys(device: str) -> None:
 def test_long_sums(device: str) -> None:
     """Sums of products go to float32 several times, from keys far below those before and above them; a window hides the
     last of them from some rows. Requests in a batch and heads in a tile change no bit."""
-    n = PrefillConfig.tile_of((128, 128), multiplies_bytes=True).n
-    length = (2 * FLUSHED_STEPS + 3) * n - 5
+    n = PrefillConfig.tile_of((128, 128), uses_fp8_mma=True).n
+    length = (2 * PROMOTION_STEPS + 3) * n - 5
     data = batch((128, 128), device, q_lens=[4, 1], kv_lens=[length, n])
     data.q = data.q.abs()
     data.k[0][:] = data.k[0].abs() * (torch.arange(length, device=device) // (5 * n) % 2 * 2 - 1)[:, None, None]
@@ -163,7 +163,7 @@ def test_long_sums(device: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (192, 128), (256, 256)], ids=str)
 def test_error_does_not_grow_with_keys(dims: tuple[int, int]) -> None:
-    """Products of 8 bits are summed with 13 to 14 bits of mantissa, until they are flushed."""
+    """Products of 8 bits are summed with 13 to 14 bits of mantissa, until they are promoted."""
     errors = {}
     for keys in (4096, 131_072):
         data = batch(dims, "cuda", q_lens=[64], kv_lens=[keys])

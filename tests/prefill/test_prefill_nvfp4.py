@@ -21,11 +21,11 @@ from helpers.low_precision import (
 from helpers.prefill_cases import NVFP4_CASES, NVFP4_EMULATED
 
 from hopwell import FP4Tensor, layouts
-from hopwell._context import widened_query
-from hopwell.kernels import probes
-from hopwell.kernels.config import KvType
-from hopwell.kernels.families import resolve
+from hopwell._context import dequantized_query
+from hopwell.kernels.capability import samples as probes
+from hopwell.kernels.config.base import KvType
 from hopwell.kernels.problem import Mask
+from hopwell.kernels.registry import resolve
 
 
 def batch(dims: tuple[int, int], device: str, **changes: Any) -> LowPrecisionBatch:
@@ -80,7 +80,7 @@ def test_queries_are_widened_by_kernels_or_by_a_copy(arch: str) -> None:
 
     data = batch((128, 128), "cpu", q_dtype=E4M3)
     with emulator.use(arch):
-        query = widened_query(data.q)
+        query = dequantized_query(data.q)
     assert (query is data.q) == (arch == "sm_90a")
     assert torch.equal(query.float(), data.q.float())
     names = [resolve(probes.prefill(query=dtype, kv=NVFP4, out=BF16), "sm_90a").name for dtype in (E4M3, FP16)]
@@ -88,7 +88,7 @@ def test_queries_are_widened_by_kernels_or_by_a_copy(arch: str) -> None:
 
 
 def test_window_and_sinks_of_narrow_queries(device: str) -> None:
-    """Kernels widen the queries; all is to the bit what queries and cache give in float16."""
+    """Kernels dequantize the queries; all is to the bit what queries and cache give in float16."""
     data = batch((128, 128), device, q_dtype=E4M3)
     key, value, table = data.pages(16)
     sinks = torch.linspace(-2.0, 2.0, data.heads, device=device)

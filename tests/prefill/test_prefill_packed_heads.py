@@ -10,9 +10,9 @@ from helpers.batches import CAUSAL, FULL, Batch, chunked, starts, window
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.families import resolve
-from hopwell.kernels.plan import operands
+from hopwell.kernels.launch.plan import operands
 from hopwell.kernels.problem import AttentionProblem, Mask, Score, ScoreKind
+from hopwell.kernels.registry import resolve
 
 # Alone the last is long; the others have rows of a tile, all of them and a row, and no key for some rows.
 Q_LENS, KV_LENS = [40, 0, 3, 1, 17, 33, 600], [700, 9, 2, 77, 130, 33, 600]

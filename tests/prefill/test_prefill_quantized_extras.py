@@ -21,7 +21,7 @@ from helpers.low_precision import (
 )
 
 from hopwell import layouts
-from hopwell.kernels.config import KvType
+from hopwell.kernels.config.base import KvType
 
 DIMS = (64, 64)
 KV_TYPES = {E4M3: KvType.E4M3, NVFP4: KvType.NVFP4}
@@ -38,7 +38,7 @@ def scales_of(data: LowPrecisionBatch, layout: str, order: int = 0) -> Pages | N
     return data.block_scales(16, layout, order=order) if data.kv_dtype is NVFP4 else None
 
 
-def widened(data: LowPrecisionBatch, cache: Pages, scales: Pages | None, dtype: torch.dtype = BF16) -> Pages:
+def dequantized(data: LowPrecisionBatch, cache: Pages, scales: Pages | None, dtype: torch.dtype = BF16) -> Pages:
     """Return the same pages in 16 bits, in which what must not be read is still NaN."""
     if scales is None:
         return cache[0].to(dtype), cache[1].to(dtype)
@@ -66,7 +66,7 @@ def test_pages_scales_and_statistics(kv_dtype: torch.dtype, device: str) -> None
         gaps = torch.nn.functional.pad(pair[0].view(torch.uint8), (0, 0, 0, 4), value=0x7F).view(E4M3)[:, :, :16]
         narrow["kv_block_scales"] = gaps, data.block_scales(16, "interleaved", order=5)[1]
     out, lse = context(data, (key, value), table, **narrow)
-    wide_out, wide_lse = context(data, widened(data, (key, value), pair), table, **given)
+    wide_out, wide_lse = context(data, dequantized(data, (key, value), pair), table, **given)
     check_bits_of_16_bits(out, wide_out, 64, KV_TYPES[kv_dtype])
     assert torch.equal(lse, wide_lse)
     want = data.expected_low(window(100), sinks=given["sinks"]).lse / LN_2
@@ -83,7 +83,7 @@ def test_skip_softmax(kv_dtype: torch.dtype, device: str) -> None:
     key, value, table = data.pages(16)
     linear, scales = scales_of(data, "linear"), scales_of(data, "interleaved")
     narrow = dict(kv_block_scales=scales) if scales is not None else {}
-    wide = widened(data, (key, value), linear)
+    wide = dequantized(data, (key, value), linear)
     outs = []
     for factor in (100.0, None):
         given: dict[str, Any] = dict(skip_softmax_threshold_scale_factor=factor)

@@ -60,7 +60,7 @@ FORMS = (context, fmha_v2, cudnn)
 @pytest.mark.parametrize("operand", OPERANDS)
 @pytest.mark.parametrize("form_of", FORMS, ids=lambda form_of: form_of.__name__)
 def test_an_output_next_to_an_input_and_over_it(form_of: Callable[[Batch], Form], operand: str, device: str) -> None:
-    """An output may end where an input begins, and the other way round, but for not one piece of 16 bytes may they
+    """An output may end where an input begins, and the other way round, but for not one partial of 16 bytes may they
     overlap; a call that is refused writes nothing."""
     data = Batch([20, 9], [90, 9], device=device)
     form = form_of(data)

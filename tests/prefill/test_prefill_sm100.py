@@ -17,10 +17,10 @@ from helpers.emulated_prefill import check, page_sizes
 
 from hopwell import emulator
 from hopwell.kernels import execute
-from hopwell.kernels.families import shipped_configs
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.problem import Mask, MaskKind, PageTable
-from hopwell.kernels.sm100_config import Sm100PrefillConfig
+from hopwell.kernels.registry import shipped_configs
+from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from tests.prefill import test_prefill_context_entry as context_entry
 from tests.prefill import test_prefill_cudnn_entry as cudnn_entry
 from tests.prefill import test_prefill_fmha_v2_entry as fmha_v2_entry

@@ -12,16 +12,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.batches import CAUSAL, Batch, window
-from helpers.byte_batches import round_keys_and_values, with_byte_cache
 from helpers.entry_calls import context
+from helpers.fp8_batches import round_keys_and_values, with_byte_cache
 from helpers.low_precision import BF16, LowPrecisionBatch, at_tile_edges
 from helpers.prefill_cases import SM120_CASES
 from helpers.skipped_tiles import attention_with_skips, check_left_out
 
-from hopwell.kernels import execute, toolchain
-from hopwell.kernels.families import implementation
+from hopwell.kernels import execute
+from hopwell.kernels.jit import toolchain
 from hopwell.kernels.problem import Family, Mask, PageTable, Score
-from hopwell.kernels.sm120_config import Sm120PrefillConfig
+from hopwell.kernels.registry import implementation
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
 from tests.prefill import test_prefill_cudnn_entry as cudnn_entry
 from tests.prefill import test_prefill_fp8 as e4m3
 from tests.prefill import test_prefill_nvfp4 as nvfp4
@@ -73,7 +74,7 @@ def test_the_widest_heads_leave_tiles_out_by_32_rows() -> None:
 
 @pytest.mark.emulator
 def test_warps_that_widen_leave_tiles_out() -> None:
-    """Keys and values are e4m3, which each warp widens for itself; two thirds of the keys weigh little."""
+    """Keys and values are e4m3, which each warp dequantizes for itself; two thirds of the keys weigh little."""
     from hopwell import emulator
 
     data = Batch([64], [400], 2, 1, 160, magnitude=1.5, device="cpu")

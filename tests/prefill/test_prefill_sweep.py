@@ -8,9 +8,9 @@ from helpers.batches import CAUSAL, FULL, Batch, window
 from helpers.config_cases import MAIN_DIMS
 
 from hopwell.kernels import execute
-from hopwell.kernels.families import resolve
-from hopwell.kernels.prefill_config import PrefillConfig
+from hopwell.kernels.config.prefill import PrefillConfig
 from hopwell.kernels.problem import Mask
+from hopwell.kernels.registry import resolve
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from helpers.oracles import check_attention
 
-from hopwell.kernels import settings
+from hopwell.kernels.jit import settings
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -13,8 +13,8 @@ import hopwell
 from hopwell import _demo, emulator
 from hopwell.__main__ import main
 from hopwell.kernels import support
-from hopwell.kernels.features import ENTRIES as TABLES
-from hopwell.kernels.features import support_matrix
+from hopwell.kernels.capability.features import ENTRIES as TABLES
+from hopwell.kernels.capability.features import support_matrix
 
 ROOT = pathlib.Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

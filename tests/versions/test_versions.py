@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from hopwell.kernels import toolchain
-from hopwell.kernels.families import shipped_configs
+from hopwell.kernels.jit import toolchain
+from hopwell.kernels.registry import shipped_configs
 
 ROOT = Path(__file__).parents[2]
 

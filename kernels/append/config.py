@@ -1,0 +1,169 @@
+"""What appending to a paged cache is asked for, and which kernel serves it: pure Python, no GPU, no DSL."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+
+from hopwell.kernels import support
+from hopwell.kernels.config.base import DTYPES
+from hopwell.kernels.problem import Family, PageTable
+
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny  # what is smaller may be 0 in float32
+
+
+class CacheType(enum.Enum):
+    """What the kernel writes."""
+
+    WIDE = "wide"  # the new tokens as they are
+    E4M3 = "e4m3"
+    NVFP4 = "nvfp4"
+    NVFP4_INTERLEAVED = "nvfp4_interleaved"  # V's scales by four tokens, see layouts/scales.py
+
+    @property
+    def is_nvfp4(self) -> bool:
+        return self in (CacheType.NVFP4, CacheType.NVFP4_INTERLEAVED)
+
+    @property
+    def elements(self) -> int:
+        """Say how many elements a thread takes at a time: 16 bytes of a wide row, otherwise what becomes one scale
+        factor or 16 bytes of e4m3."""
+        return 8 if self is CacheType.WIDE else 16
+
+
+@dataclass(frozen=True)
+class AppendProblem:
+    """New tokens, checked, and where they go.
+
+    Attributes:
+        key, value: [tokens, kv_heads, head_dim], rows of which begin on 16 bytes.
+        key_cache, value_cache: canonical views [pages, kv_heads, page_size, stored head_dim].
+        key_scales, value_scales: of NVFP4, [pages, kv_heads, page_size, head_dim / 16], else None.
+        batch_indices, positions: int32, uint32 or int64 [tokens], as all indices may be. Negative ones are padding.
+        page_table: ids of K's and of V's pages: 2-D, or 1-D where ``page_starts`` says where a request's begin.
+        page_starts: [batch + 1] or None.
+        batch: number of requests.
+        k_scale, v_scale: what is divided by before it is rounded: floats, or one float32 on the device.
+        kind: what is written.
+        programmatic_launch: let this kernel's launch overlap the tail of the one before it (PDL).
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+    key_cache: torch.Tensor
+    value_cache: torch.Tensor
+    key_scales: torch.Tensor | None
+    value_scales: torch.Tensor | None
+    batch_indices: torch.Tensor
+    positions: torch.Tensor
+    page_table: PageTable
+    page_starts: torch.Tensor | None
+    batch: int
+    k_scale: float | torch.Tensor
+    v_scale: float | torch.Tensor
+    kind: CacheType
+    programmatic_launch: bool
+
+    family: ClassVar[Family] = Family.APPEND
+
+
+class AppendAddresses(NamedTuple):
+    """Device addresses in bytes; 0 means absent. Those of int64 indices are odd, see ``launch.address_of``."""
+
+    key: int
+    value: int
+    key_cache: int
+    value_cache: int
+    key_scales: int
+    value_scales: int
+    batch_indices: int
+    positions: int
+    key_table: int
+    value_table: int
+    page_starts: int  # 0: the tables have a row for each request
+    k_scale: int  # 0: the scale is passed by value
+    v_scale: int
+
+
+class AppendGeometry(NamedTuple):
+    """Sizes, and strides in elements."""
+
+    tokens: int
+    kv_heads: int
+    batch: int
+    k_dim: int
+    v_dim: int
+    page_shift: int  # log2 of the page size
+    key_table_row: int
+    value_table_row: int
+    table_width: int  # page ids of a request, or of all requests where page_starts is given
+    k_pages: int
+    v_pages: int
+    key_token: int
+    key_head: int
+    value_token: int
+    value_head: int
+    k_page: int
+    k_head: int
+    k_row: int
+    v_page: int
+    v_head: int
+    v_row: int
+    k_scale_page: int
+    k_scale_head: int
+    k_scale_row: int
+    v_scale_page: int
+    v_scale_head: int
+    v_scale_row: int
+
+
+@dataclass(frozen=True)
+class AppendConfig:
+    """An append kernel: all that changes generated code. Sizes, head dims among them, are run-time arguments."""
+
+    family: ClassVar[Family] = Family.APPEND
+    matrix_instruction: ClassVar[str] = ""  # it has no matrix product
+
+    arch: str
+    dtype: str  # of the new tokens; "16bit" where they are copied
+    kind: CacheType
+
+    @property
+    def target(self) -> str:
+        """Return the architecture that the kernel is compiled for."""
+        return support.build_of(self.arch)
+
+    @property
+    def name(self) -> str:
+        """Return the key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
+        return f"append_{self.arch}_{self.dtype}_{self.kind.value}"
+
+
+def _config(arch: str, dtype: str, kind: CacheType) -> AppendConfig:
+    return AppendConfig(arch, "16bit" if kind is CacheType.WIDE else dtype, kind)
+
+
+def resolve_append(problem: AppendProblem, arch: str) -> AppendConfig:
+    """Choose the kernel that serves ``problem`` on ``arch``.
+
+    Raises:
+        NotImplementedError: there is none; the message says what is supported.
+    """
+    page_size = problem.key_cache.shape[2]
+    if not support.append_page_size(page_size):
+        raise NotImplementedError(
+            f"page size {page_size} has no append kernel on {arch}; supported: powers of two up to "
+            f"{support.MAX_PAGE_SIZE}"
+        )
+    return _config(arch, DTYPES[problem.key.dtype], problem.kind)
+
+
+def shipped_append_configs(arch: str = "sm_90a") -> Iterator[AppendConfig]:
+    """Yield the append kernels that are compiled ahead."""
+    pairs = itertools.product(DTYPES.values(), CacheType)
+    yield from dict.fromkeys(_config(arch, dtype, kind) for dtype, kind in pairs)

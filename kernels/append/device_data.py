@@ -1,0 +1,77 @@
+"""Rules for the device data of an append: scales, and the place that each new token goes to.
+
+The kernel does not write a token without a valid place, so every rule here is about a defined outcome: a lost token.
+Padding is told apart by a negative batch index or position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from hopwell.kernels.append.config import SMALLEST_SCALE, AppendProblem
+from hopwell.kernels.launch.device_data import Rule, ascending, read_rows, signed
+
+
+def rules_of(problem: AppendProblem) -> Iterator[Rule]:
+    """Yield the rules for what a launch of ``problem`` reads besides the new tokens."""
+    p = problem
+    for operand, scale in (("k_scale", p.k_scale), ("v_scale", p.v_scale)):
+        if isinstance(scale, torch.Tensor):
+            wrong = ~(scale.isfinite() & (scale >= SMALLEST_SCALE))
+            yield _rule(operand, scale, wrong, f"finite and at least {SMALLEST_SCALE}")
+    requests, positions = signed(p.batch_indices), signed(p.positions)
+    is_token = (requests >= 0) & (positions >= 0)
+    text = f"less than {p.batch}, the number of requests, or negative for padding"
+    yield _rule("batch_indices", requests, is_token & (requests >= p.batch), text)
+    width = p.page_table.key.shape[-1]
+    if p.page_starts is not None:
+        yield from _starts(signed(p.page_starts), width)
+    if p.batch:
+        is_token &= requests < p.batch
+        yield from _places(p, requests.clamp(0, p.batch - 1), positions, is_token)
+
+
+def _places(
+    p: AppendProblem, requests: torch.Tensor, positions: torch.Tensor, is_token: torch.Tensor
+) -> Iterator[Rule]:
+    """Tokens lie within the pages of their requests, whose ids name pages of the cache."""
+    table, page_size = p.page_table, p.key_cache.shape[2]
+    width = table.key.shape[-1]
+    if p.page_starts is None:
+        first = torch.arange(p.batch, device=requests.device) * width
+        room = torch.full_like(first, width)
+    else:
+        starts = signed(p.page_starts)
+        first = starts[:-1].clamp(0, width)
+        room = torch.where(starts[:-1] < 0, 0, (starts[1:].clamp(0, width) - first).clamp(min=0))
+    page = positions // page_size
+    fits = page < room[requests]
+
+    def text(index: tuple[int, ...]) -> str:
+        request = int(requests[index])
+        pages = int(room[request])
+        return (
+            f"less than {pages * page_size}, because request {request} has {pages} pages of {page_size}, or negative "
+            "for padding"
+        )
+
+    yield Rule("positions", positions, is_token & ~fits, text, is_defined=True)
+    entry = first[requests] + page
+    for operand, ids, cache in (("key_table", table.key, p.key_cache), ("value_table", table.value, p.value_cache)):
+        is_used = read_rows(entry, is_token & fits, ids.numel()).view(ids.shape)
+        values, pages = signed(ids), cache.shape[0]
+        wrong = is_used & ((values < 0) | (values >= pages))
+        yield _rule(operand, values, wrong, f"a page id in [0, {pages}), because a new token goes to this page")
+
+
+def _starts(starts: torch.Tensor, width: int) -> Iterator[Rule]:
+    """Page ids of requests follow each other."""
+    outside = (starts < 0) | (starts > width)
+    yield _rule("page_starts", starts, outside, f"in [0, {width}], the number of page ids")
+    yield ascending("page_starts", starts)
+
+
+def _rule(operand: str, values: torch.Tensor, wrong: torch.Tensor, text: str) -> Rule:
+    return Rule(operand, values, wrong, lambda index: text, is_defined=True)

@@ -1,0 +1,159 @@
+"""New keys and values into the pages of a cache, quantized on the way. One source serves every arch.
+
+A CTA has one token, of K or of V: all of its threads look up the same page, and then take elements that are neighbours
+in memory, 16 bytes at a time. K and V of a token are apart, so that all threads have work where heads are few.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32, const_expr
+
+from hopwell.kernels.append.config import AppendAddresses, AppendConfig, AppendGeometry, CacheType
+from hopwell.kernels.elements import HALFWORD_BYTES, INTERLEAVED_TOKENS
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import DeviceStruct, load_scale, load_wide_index
+from hopwell.kernels.parts.core.kernel import example_arguments
+from hopwell.kernels.parts.dequant import quantize
+
+THREADS = 128
+UNPACK = {"bf16": copy.unpack_bf16_x2, "fp16": copy.unpack_f16_x2}
+
+
+@dataclass(frozen=True)
+class Destination(DeviceStruct):
+    """K or V: the new rows, and the cache that they go to. Strides are in elements."""
+
+    rows: Int64
+    token: Int64
+    head: Int64
+    cache: Int64
+    page: Int64
+    cache_head: Int64
+    row: Int64
+    scales: Int64
+    scale_page: Int64
+    scale_head: Int64
+    scale_row: Int64
+    dim: Int32
+    interleaves: bool
+
+    @staticmethod
+    def of_keys(a: AppendAddresses, g: AppendGeometry) -> "Destination":
+        source = (a.key, g.key_token, g.key_head)
+        cache = (a.key_cache, g.k_page, g.k_head, g.k_row)
+        scales = (a.key_scales, g.k_scale_page, g.k_scale_head, g.k_scale_row)
+        return Destination(*source, *cache, *scales, Int32(g.k_dim), interleaves=False)
+
+    @staticmethod
+    def of_values(a: AppendAddresses, g: AppendGeometry, interleaves: bool) -> "Destination":
+        source = (a.value, g.value_token, g.value_head)
+        cache = (a.value_cache, g.v_page, g.v_head, g.v_row)
+        scales = (a.value_scales, g.v_scale_page, g.v_scale_head, g.v_scale_row)
+        return Destination(*source, *cache, *scales, Int32(g.v_dim), interleaves)
+
+    @cute.jit
+    def store_scale(self, factor, page, head, row, block, blocks) -> None:
+        """Write the scale factor of a block of 16 elements."""
+        column = block
+        if const_expr(self.interleaves):
+            quarter = blocks // INTERLEAVED_TOKENS
+            column = block % quarter * INTERLEAVED_TOKENS + row % INTERLEAVED_TOKENS
+            row = row // INTERLEAVED_TOKENS * INTERLEAVED_TOKENS + block // quarter
+        place = page * self.scale_page + head * self.scale_head + row * self.scale_row + column
+        copy.store_element("b8", self.scales + place, factor)
+
+
+class Append:
+    """The kernel for one kind of cache."""
+
+    def __init__(self, config: AppendConfig):
+        self.config, self.kind = config, config.kind
+
+    @cute.jit
+    def __call__(
+        self,
+        anchor: cute.Tensor,
+        addresses: AppendAddresses,
+        geometry: AppendGeometry,
+        k_scale: Float32,
+        v_scale: Float32,
+        programmatic_launch: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Launch the kernel. ``anchor`` is read by nobody: its device is the one to launch on."""
+        self.kernel(addresses, geometry, k_scale, v_scale).launch(
+            grid=[Int32(geometry.tokens), 2, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            use_pdl=programmatic_launch,
+        )
+
+    @cute.kernel
+    def kernel(self, a: AppendAddresses, g: AppendGeometry, k_scale: Float32, v_scale: Float32):
+        token, part, _ = cute.arch.block_idx()
+        # The grid before this one may still be computing the new tokens, or reading the pages.
+        cute.arch.griddepcontrol_wait()
+        if part == 0:
+            scale = load_scale(a.k_scale, k_scale)
+            page, row = self.place(a, g, token, a.key_table, g.key_table_row)
+            if page >= 0 and page < g.k_pages:
+                self.write(Destination.of_keys(a, g), Int32(g.kv_heads), token, page, row, scale)
+        else:
+            scale = load_scale(a.v_scale, v_scale)
+            page, row = self.place(a, g, token, a.value_table, g.value_table_row)
+            if page >= 0 and page < g.v_pages:
+                interleaves = self.kind is CacheType.NVFP4_INTERLEAVED
+                self.write(Destination.of_values(a, g, interleaves), Int32(g.kv_heads), token, page, row, scale)
+
+    @cute.jit
+    def place(self, a, g, token, table, table_row):
+        """Return the page that a token belongs into, -1 for none, and the row in it."""
+        request = load_wide_index(a.batch_indices, token)
+        position = load_wide_index(a.positions, token)
+        page, shift = Int64(-1), Int64(g.page_shift)
+        if request >= 0 and request < g.batch and position >= 0:
+            index = position >> shift
+            first, end = request * table_row, request * table_row + g.table_width
+            if a.page_starts != 0:
+                first = load_wide_index(a.page_starts, request)
+                end = cutlass.min(load_wide_index(a.page_starts, request + 1), g.table_width)
+            # The difference does not overflow where the conditions before it hold.
+            if first >= 0 and first < end and index < end - first:
+                page = load_wide_index(table, first + index)
+        return page, position & ((Int64(1) << shift) - 1)
+
+    @cute.jit
+    def write(self, to: Destination, heads, token, page, row, scale) -> None:
+        """Write a token's heads into a row of a page."""
+        elements = self.kind.elements
+        blocks = to.dim // elements
+        source = to.rows + token * to.token * HALFWORD_BYTES
+        for index in cutlass.range(cute.arch.thread_idx()[0], heads * blocks, THREADS, unroll=1):
+            head, block = index // blocks, index % blocks
+            words = self.load(source + (head * to.head + block * elements) * HALFWORD_BYTES)
+            place = page * to.page + head * to.cache_head + row * to.row
+            if const_expr(self.kind is CacheType.WIDE):
+                copy.store_global(to.cache + (place + block * elements) * HALFWORD_BYTES, words)
+            else:
+                values = [quantize.divided(half, scale) for word in words for half in UNPACK[self.config.dtype](word)]
+                if const_expr(self.kind is CacheType.E4M3):
+                    copy.store_global(to.cache + place + block * elements, quantize.e4m3_words(values))
+                else:
+                    codes, factor = quantize.nvfp4_block(values)
+                    copy.store_global(to.cache + place + block * (elements // 2), codes)
+                    to.store_scale(factor, page, head, row, block, blocks)
+
+    def load(self, address) -> list:
+        """Load the elements that a thread takes at a time, two in a word."""
+        bytes_ = self.kind.elements * HALFWORD_BYTES
+        vectors = range(0, bytes_, copy.VECTOR_BYTES)
+        return [word for offset in vectors for word in copy.load_global(address + offset, 4, Uint32)]
+
+
+def build(config: AppendConfig) -> tuple[Any, tuple[Any, ...]]:
+    """Return the launch function and example arguments to compile it with."""
+    return Append(config), example_arguments((AppendAddresses, AppendGeometry), floats=2)

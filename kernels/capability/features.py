@@ -1,0 +1,503 @@
+"""Capabilities of each entry point by architecture: one table for the argument checks and for the documents.
+
+A row is a title and problems that stand for it, see ``capability/samples.py``. An architecture has a row if its
+implementation in ``registry.py`` refuses none of these problems. A call needs the rows whose probes match its problem.
+An entry calls :func:`lacking` after its other checks, so that a refusal comes before any launch and names the feature.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hopwell.kernels import hardware, registry
+from hopwell.kernels.append.config import CacheType
+from hopwell.kernels.capability import samples as probes
+from hopwell.kernels.capability.samples import BF16, FP8, INT8, UINT8
+from hopwell.kernels.masks import MaskKind
+from hopwell.kernels.problem import Family
+from hopwell.kernels.support import (
+    APPEND,
+    ARCHS,
+    COMMON_HEAD_DIMS,
+    CONTEXT,
+    CUDNN,
+    DECODE_HEAD_DIMS,
+    DECODE_NVFP4_HEAD_DIMS,
+    FMHA_V2,
+    FP8_HEAD_DIMS,
+    MAX_PAGE_SIZE,
+    MLA,
+    MLA_HEAD_DIMS,
+    NVFP4_HEAD_DIMS,
+    OTHER_HEAD_DIMS,
+    RUN_ON_HARDWARE,
+    RUN_ON_HOPPER,
+    SAME_AS,
+    XQA,
+)
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One row of the table. Features of the same ``kind`` are what a refusal offers instead of each other.
+
+    Attributes:
+        key: what the row is asked for by.
+        kind: "data types", "masks" and so on.
+        title: what the row and refusals say.
+        probe: the problem that calls with the feature become, of a case.
+        cases: arguments of ``probe``, for all of which there have to be kernels. A row without cases says that what
+            other rows do not name has none.
+        is_asked: whether a problem needs the row.
+    """
+
+    key: str
+    kind: str
+    title: str
+    probe: Callable[..., Any]
+    cases: tuple[dict[str, Any], ...]
+    is_asked: Callable[[Any], bool]
+
+    @functools.cached_property
+    def archs(self) -> tuple[str, ...]:
+        """Return the architectures that have kernels for all cases."""
+        problems = self._problems
+        return tuple(arch for arch in ARCHS if problems and not any(refuse(one, arch) for one in problems))
+
+    @property
+    def short_title(self) -> str:
+        """Return the title without the name of its kind: "64" for "head dim 64"."""
+        return re.sub("(head dim|page size):? ", "", self.title)
+
+    @property
+    def _problems(self) -> list[Any]:
+        return [self.probe(**case) for case in self.cases]
+
+    def marks(self, arch: str) -> tuple[str, ...]:
+        """Return a mark and the matrix instruction of each kind of kernel that serves the cases on ``arch``."""
+        if arch not in self.archs:
+            return ()
+        return tuple(dict.fromkeys(_mark(one, arch) for one in self._problems))
+
+
+def refuse(problem: Any, arch: str) -> str | None:
+    """Say why an entry finds no kernel for ``problem``, or return None."""
+    return registry.refuse(as_launched(problem, arch), arch)
+
+
+def as_launched(problem: Any, arch: str) -> Any:
+    """Return the problem that an entry makes of ``problem``: it dequantizes e4m3 queries of decode, and those of MLA
+    where kernels do not take them."""
+    dequantizes = problem.family is Family.DECODE or (problem.family is Family.MLA and not registry.has_fp8_mma(arch))
+    if dequantizes and problem.query.dtype == FP8:
+        return replace(problem, query=problem.query.to(BF16))
+    return problem
+
+
+@dataclass(frozen=True)
+class Entry:
+    """An entry point: where it lives and what it can do."""
+
+    module: str
+    features: tuple[Feature, ...]
+
+    def feature(self, key: str) -> Feature:
+        """Return the feature called ``key``."""
+        return next(feature for feature in self.features if feature.key == key)
+
+
+def _topk_table(dims: tuple[tuple[int, int], ...]) -> str:
+    return "head dim " + ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in sorted(dims))
+
+
+def _over(name: str, values: Any, **others: Any) -> list[dict[str, Any]]:
+    """Make a case for each of the values of an argument."""
+    return [{name: value, **others} for value in values]
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """The rows of a family of kernels, whose problems ``probe`` makes."""
+
+    probe: Callable[..., Any]
+
+    def row(
+        self, key: str, kind: str, title: str, *cases: dict[str, Any], shown: dict[str, Any] | None = None
+    ) -> Feature:
+        """Make a row of some cases, or the plain one. A problem needs it that has all of a case, or what is
+        ``shown``."""
+        cases = cases or ({},)
+        signs = cases if shown is None else (shown,)
+        return Feature(
+            key, kind, title, self.probe, cases, lambda problem: any(probes.has(problem, one) for one in signs)
+        )
+
+    def no_row(
+        self, key: str, kind: str, title: str, *beside: Feature, shown: Sequence[dict[str, Any]] = ({},)
+    ) -> Feature:
+        """Make a row of what no architecture has: what none of the rows ``beside`` names, of problems with one of what
+        is ``shown``."""
+
+        def is_asked(problem: Any) -> bool:
+            return any(probes.has(problem, one) for one in shown) and not any(row.is_asked(problem) for row in beside)
+
+        return Feature(key, kind, title, self.probe, (), is_asked)
+
+    def mask(self, mask: MaskKind, note: str = "", **case: Any) -> Feature:
+        """Make a mask's row, with a note how an entry is asked for it."""
+        rule = mask.rule
+        return self.row(rule.feature, "masks", rule.title + note, dict(mask=mask, **case))
+
+    @property
+    def page_sizes(self) -> tuple[Feature, ...]:
+        """Return the rows of page sizes."""
+        known = self.row(
+            "page_size", "page sizes", f"page size: 1 to {MAX_PAGE_SIZE}", *_over("page_size", _PAGE_SIZES)
+        )
+        return known, self.no_row("other_page_size", "page sizes", "other page sizes", known, shown=[dict(paged=True)])
+
+    @property
+    def sinks(self) -> Feature:
+        """Return a row of sinks."""
+        return self.row("sinks", "extras", "attention sinks", dict(sinks=probes.SINKS))
+
+    @property
+    def tensor_scales(self) -> Feature:
+        """Return a row of scales that the device has."""
+        return self.row("tensor_scales", "extras", "scales as device tensors", dict(tensor_scales=True))
+
+    def with_others(self, *known: Feature) -> tuple[Feature, ...]:
+        """Return the rows of head dims, and that of what they leave."""
+        return *known, self.no_row("other_head_dim", "head dims", "other head dims", *known)
+
+
+_PAGE_SIZES = (1, 3, 16, MAX_PAGE_SIZE)  # of either way to fetch, and the largest
+_PREFILL, _DECODE, _MLA, _APPEND = (
+    _Rows(probe) for probe in (probes.prefill, probes.decode, probes.mla, probes.append)
+)
+_BYTES_IN: dict[str, Any] = dict(query=FP8, kv=FP8)  # 8-bit operands of prefill and MLA
+
+_16BIT = _PREFILL.row("16bit", "data types", "bf16 or fp16 query, KV and output")
+_FP8 = _PREFILL.row("fp8", "data types", "fp8 (e4m3) query and KV", _BYTES_IN, shown=dict(query=FP8))
+_FP8_OUT = _PREFILL.row(
+    "fp8_out", "data types", "fp8 (e4m3) output of an fp8 query", dict(out=FP8, **_BYTES_IN), shown=dict(out=FP8)
+)
+_SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "extras", "skip-softmax", dict(skip_softmax=1.0))
+_PREFILL_FP8_HEAD_DIMS = _PREFILL.row(
+    "8bit_head_dim",
+    "head dims",
+    f"with fp8 query or KV: {_topk_table(FP8_HEAD_DIMS)}",
+    *_over("dims", FP8_HEAD_DIMS, **_BYTES_IN),
+    *_over("dims", FP8_HEAD_DIMS, kv=FP8),
+)
+_PREFILL_HEAD_DIMS = (
+    *_PREFILL.with_others(
+        _PREFILL.row(
+            "head_dim",
+            "head dims",
+            f"{_topk_table(COMMON_HEAD_DIMS)} (QK/V where they differ)",
+            *_over("dims", COMMON_HEAD_DIMS),
+        ),
+        _PREFILL.row(
+            "multiple_head_dim",
+            "head dims",
+            "head dim: other multiples of 8 up to 256",
+            *_over("dims", (dims for dims in OTHER_HEAD_DIMS if max(dims) <= 256)),
+        ),
+        _PREFILL.row("large_head_dim", "head dims", "head dim 512", dict(dims=(512, 512))),
+    ),
+    _PREFILL_FP8_HEAD_DIMS,
+    _PREFILL.no_row(
+        "other_8bit_head_dim",
+        "head dims",
+        "other head dims with fp8 query or KV",
+        _PREFILL_FP8_HEAD_DIMS,
+        shown=[dict(kv=FP8)],
+    ),
+)
+_PREFILL_NVFP4_HEAD_DIMS = _PREFILL.row(
+    "nvfp4_head_dim",
+    "head dims",
+    f"with NVFP4 caches: {_topk_table(NVFP4_HEAD_DIMS)}",
+    *_over("dims", NVFP4_HEAD_DIMS, kv=UINT8),
+)
+# Other sizes are refused before there is a problem: V's scales are interleaved by four tokens.
+_PREFILL_NVFP4_PAGE_SIZES = _PREFILL.row(
+    "nvfp4_page_size",
+    "page sizes",
+    f"with NVFP4 caches: page size: multiples of 4 up to {MAX_PAGE_SIZE}",
+    *_over("page_size", (4, 12, MAX_PAGE_SIZE), kv=UINT8),
+)
+_DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]
+_DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
+    "nvfp4_head_dim",
+    "head dims",
+    f"with NVFP4 caches: {_topk_table(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
+    *_over("dim", DECODE_NVFP4_HEAD_DIMS, kv=UINT8),
+)
+_DECODE_KNOWN_HEAD_DIMS = (
+    _DECODE.row("head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)),
+    _DECODE.row("large_head_dim", "head dims", "head dim 512", dict(dim=512), *_over("kv", (FP8, INT8), dim=512)),
+)
+_MLA_HEAD_DIMS = _MLA.row(
+    "head_dim", "head dims", f"{_topk_table(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS)
+)
+_MLA_SPARSE_HEAD_DIM = _MLA.row(
+    "sparse_head_dim",
+    "head dims",
+    "with sparse top-k head dim 512 as well",
+    dict(dims=(512, 512), sparse=True),
+)
+_APPEND_PAGE_SIZES = _APPEND.row(
+    "page_size",
+    "page sizes",
+    f"page size: powers of two up to {MAX_PAGE_SIZE}",
+    *_over("page_size", (1, 16, MAX_PAGE_SIZE)),
+)
+
+ENTRIES: dict[str, Entry] = {
+    CONTEXT: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            _PREFILL.row("fp8_kv", "data types", "fp8 (e4m3) KV cache with a bf16 or fp16 query", dict(kv=FP8)),
+            _FP8,
+            _PREFILL.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=UINT8)),
+            _FP8_OUT,
+            _PREFILL.row(
+                "nvfp4_out",
+                "data types",
+                "NVFP4 output of an fp8 query",
+                dict(out=UINT8, **_BYTES_IN),
+                shown=dict(out=UINT8),
+            ),
+            *_PREFILL_HEAD_DIMS,
+            _PREFILL_NVFP4_HEAD_DIMS,
+            _PREFILL.no_row(
+                "other_nvfp4_head_dim",
+                "head dims",
+                "other head dims with NVFP4 caches",
+                _PREFILL_NVFP4_HEAD_DIMS,
+                shown=[dict(kv=UINT8)],
+            ),
+            *_PREFILL.page_sizes,
+            _PREFILL_NVFP4_PAGE_SIZES,
+            # Views of the same problem: kernels know strides and tables, not layouts.
+            _PREFILL.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
+            _PREFILL.mask(MaskKind.CAUSAL),
+            _PREFILL.mask(MaskKind.FULL, " (`causal=False`)"),
+            _PREFILL.mask(MaskKind.SLIDING_WINDOW),
+            _PREFILL.sinks,
+            _PREFILL.tensor_scales,
+            _SKIP_SOFTMAX,
+            _PREFILL.row("lse", "extras", "log-sum-exp, base 2 or e", dict(lse=True)),
+            # No problem can ask for these two.
+            _PREFILL.no_row("fp16_softmax", "extras", "softmax in fp16 (`use_fp16_softmax`)", shown=()),
+            _PREFILL.no_row("spcompress", "extras", "`uses_spcompress`", shown=()),
+        ),
+    ),
+    FMHA_V2: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            _FP8,
+            _FP8_OUT,
+            *_PREFILL_HEAD_DIMS,
+            *_PREFILL.page_sizes,
+            _PREFILL.row("cache", "KV caches", "all five input layouts"),
+            _PREFILL.mask(MaskKind.CAUSAL),
+            _PREFILL.mask(MaskKind.FULL, " (`padding`)"),
+            _PREFILL.mask(MaskKind.SLIDING_WINDOW),
+            _PREFILL.mask(MaskKind.CHUNKED),
+            _PREFILL.sinks,
+            _PREFILL.row("alibi", "extras", "ALiBi", dict(alibi=True)),
+            _PREFILL.row("alibi_soft_cap", "extras", "ALiBi together with a soft cap", dict(alibi=True, soft_cap=30.0)),
+            _PREFILL.row("soft_cap", "extras", "logits soft cap", *_over("soft_cap", (30.0, 1e6))),
+            _PREFILL.row("softmax_stats", "extras", "softmax statistics", dict(statistics=True)),
+            _SKIP_SOFTMAX,
+        ),
+    ),
+    CUDNN: Entry(
+        "hopwell.prefill",
+        (
+            _16BIT,
+            _FP8,
+            _FP8_OUT,
+            *_PREFILL_HEAD_DIMS,
+            *_PREFILL.page_sizes,
+            _PREFILL.row("cache", "KV caches", "paged and ragged KV, element offsets"),
+            _PREFILL.mask(MaskKind.CAUSAL),
+            _PREFILL.mask(MaskKind.FULL),
+            _PREFILL.row("lse", "extras", "log-sum-exp, padded or ragged, base 2 or e", dict(lse=True)),
+            _PREFILL.row(
+                "fp8_scales",
+                "extras",
+                "scales of fp8 inputs (`q_scale`, `k_scale`, `v_scale`)",
+                dict(tensor_scales=True, **_BYTES_IN),
+                shown=dict(tensor_scales=True),
+            ),
+        ),
+    ),
+    XQA: Entry(
+        "hopwell.decode",
+        (
+            _DECODE.row("16bit", "data types", "bf16 or fp16 query, KV and output"),
+            _DECODE.row("fp8_kv", "data types", "fp8 (e4m3) KV cache", dict(kv=FP8)),
+            _DECODE.row("int8_kv", "data types", "int8 KV cache", dict(kv=INT8)),
+            _DECODE.row("nvfp4_kv", "data types", "NVFP4 KV cache", dict(kv=UINT8)),
+            _DECODE.row(
+                "fp8",
+                "data types",
+                "fp8 (e4m3) query with an fp8 or NVFP4 KV cache (`trtllm_batch_decode_with_kv_cache`)",
+                *_over("kv", (FP8, UINT8), query=FP8),
+                shown=dict(query=FP8),
+            ),
+            _DECODE.row(
+                "fp8_out",
+                "data types",
+                "fp8 (e4m3) output with an fp8 or NVFP4 KV cache",
+                dict(kv=FP8, out=FP8),
+                shown=dict(out=FP8),
+            ),
+            *_DECODE_KNOWN_HEAD_DIMS,
+            _DECODE_NVFP4_HEAD_DIMS,
+            _DECODE.no_row(
+                "other_nvfp4_head_dim",
+                "head dims",
+                "other head dims with NVFP4 caches",
+                _DECODE_NVFP4_HEAD_DIMS,
+                shown=[dict(kv=UINT8)],
+            ),
+            _DECODE.no_row("other_head_dim", "head dims", "other head dims", *_DECODE_KNOWN_HEAD_DIMS),
+            *_DECODE.page_sizes,
+            _DECODE.row("cache", "KV caches", "HND and NHD, stacked, separate, K and V the same data"),
+            _DECODE.mask(MaskKind.DRAFT, q_len=2),
+            _DECODE.mask(MaskKind.CYCLIC),
+            _DECODE.mask(MaskKind.SLIDING_WINDOW),
+            _DECODE.sinks,
+            _DECODE.tensor_scales,
+        ),
+    ),
+    MLA: Entry(
+        "hopwell.mla",
+        (
+            _MLA.row("16bit", "data types", "bf16 or fp16 query and cache"),
+            _MLA.row("fp8_kv", "data types", "fp8 (e4m3) cache with a bf16 or fp16 query", dict(kv=FP8)),
+            _MLA.row("fp8", "data types", "fp8 (e4m3) query and cache", _BYTES_IN, shown=dict(query=FP8)),
+            _MLA.row(
+                "fp8_ds_mla",
+                "data types",
+                "cache of 656-byte rows (fp8 with scales, bf16 rotary part)",
+                dict(kv=UINT8, row=656),
+                shown=dict(kv=UINT8),
+            ),
+            _MLA_HEAD_DIMS,
+            _MLA.no_row("other_head_dim", "head dims", "other head dims", _MLA_HEAD_DIMS, _MLA_SPARSE_HEAD_DIM),
+            _MLA_SPARSE_HEAD_DIM,
+            *_MLA.page_sizes,
+            _MLA.row("cache", "KV caches", "3-D and 4-D caches"),
+            _MLA.row(
+                "multi_token", "masks", "several tokens per request (causal, bottom-right)", *_over("q_len", (2, 32))
+            ),
+            _MLA.mask(MaskKind.CYCLIC),
+            _MLA.row("sparse", "masks", "sparse top-k", dict(sparse=True)),
+            _MLA.sinks,
+            _MLA.tensor_scales,
+        ),
+    ),
+    APPEND: Entry(
+        "hopwell.page",
+        (
+            _APPEND.row("16bit", "data types", "bf16 or fp16 new tokens, and a cache of their type"),
+            _APPEND.row("fp8_kv", "data types", "fp8 (e4m3) cache", dict(kind=CacheType.E4M3)),
+            _APPEND.row(
+                "nvfp4_kv",
+                "data types",
+                "NVFP4 cache, V scales linear or interleaved",
+                *_over("kind", (CacheType.NVFP4, CacheType.NVFP4_INTERLEAVED)),
+            ),
+            _APPEND_PAGE_SIZES,
+            _APPEND.no_row("other_page_size", "page sizes", "other page sizes", _APPEND_PAGE_SIZES),
+            _APPEND.row("cache", "KV caches", "HND and NHD, stacked and separate, shared and separate page ids"),
+            _APPEND.tensor_scales,
+        ),
+    ),
+}
+
+
+def table_of(entry: str) -> Entry:
+    """Return the table of an entry point, by its name."""
+    return ENTRIES[SAME_AS.get(entry, entry)]
+
+
+def refusal(entry: str, feature: str, detail: str, arch: str) -> NotImplementedError:
+    """Return the error for a call of ``entry`` that needs a ``feature`` without a kernel on ``arch``.
+
+    Args:
+        entry: name of the entry point.
+        feature: key of the feature in the table.
+        detail: the argument and value that ask for it, for example ``"out_dtype='nvfp4'"``.
+        arch: architecture of the call.
+    """
+    table = table_of(entry)
+    row = table.feature(feature)
+    here = "; ".join(one.short_title for one in table.features if one.kind == row.kind and arch in one.archs)
+    allowed = f"supports these {row.kind}: {here};" if here else f"supports no {row.kind},"
+    elsewhere = f"; {row.title}: supported on {', '.join(row.archs)}" if row.archs else ""
+    return NotImplementedError(f"{entry} on {arch} {allowed} got {detail}{elsewhere}")
+
+
+def require(entry: str, feature: str, detail: str, arch: str) -> None:
+    """Raise :func:`refusal`'s error unless ``entry`` has ``feature`` on ``arch``."""
+    if arch not in table_of(entry).feature(feature).archs:
+        raise refusal(entry, feature, detail, arch)
+
+
+def lacking(entry: str, problem: Any, arch: str) -> Feature | None:
+    """Return the first row of ``entry`` that a problem needs and ``arch`` has not, or None where it has all."""
+    rows = table_of(entry).features
+    return next((row for row in rows if arch not in row.archs and row.is_asked(problem)), None)
+
+
+RAN, RAN_ON_HOPPER, EMULATED, MISSING = "●", "◐", "○", "-"
+
+
+def _mark(problem: Any, arch: str) -> str:
+    """Return where the kernel that serves ``problem`` on ``arch`` has run, and its matrix instruction."""
+    launched = as_launched(problem, arch)
+    instruction = registry.implementation(launched.family, arch).resolve(launched, arch).matrix_instruction
+    elsewhere = RAN_ON_HOPPER if instruction in RUN_ON_HOPPER else EMULATED
+    cast = "" if launched is problem else " (Q cast to 16 bits)"
+    return f"{RAN if arch in RUN_ON_HARDWARE else elsewhere} {instruction}".strip() + cast
+
+
+def gpus_of(archs: Sequence[str]) -> str:
+    """Return the products that have one of these architectures."""
+    return ", ".join(gpu for arch in archs for gpu in hardware.ARCHITECTURES[arch].gpus)
+
+
+def support_matrix() -> str:
+    """Return the table in Markdown: for each entry its features as rows and the architectures as columns.
+
+    A cell has a mark and the matrix instruction of the kernels. ● has run on a GPU of the column, ◐ on a Hopper GPU as
+    the same source compiled for Hopper, ○ on the emulator alone. - has no kernel.
+    """
+    columns = " | ".join(f"{gpus_of([arch])} ({arch})" for arch in ARCHS)
+    sections = []
+    for name, entry in ENTRIES.items():
+        names = [name, *(other for other, table in SAME_AS.items() if table == name)]
+        lines = [
+            ", ".join(f"`{entry.module}.{one}`" for one in names),
+            "",
+            f"| | {columns} |",
+            "|---|" + "---|" * len(ARCHS),
+        ]
+        for row in entry.features:
+            cells = (", ".join(row.marks(arch)) or MISSING for arch in ARCHS)
+            lines.append(f"| {row.title} | " + " | ".join(cells) + " |")
+        sections.append("\n".join(lines))
+    return "\n\n".join(sections) + "\n"

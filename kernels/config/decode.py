@@ -1,0 +1,321 @@
+"""Which decode kernel serves a problem, like ``config/prefill.py`` for prefill."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import torch
+
+from hopwell.kernels import support
+from hopwell.kernels.config.base import (
+    BLOCK_COLUMNS,
+    DTYPES,
+    QUERY_DTYPES,
+    KernelConfig,
+    KvType,
+    Tile,
+    has_uneven_pages,
+    kv_fetch,
+    paged_fetches,
+    power_of_two_in,
+    require_dtypes,
+    require_page_size,
+    rounded_up,
+)
+from hopwell.kernels.config.splitting import (
+    CTAS_PER_SM,
+    LEAF_TILE,
+    ROWS,
+    SWAP_AB_ROWS,
+    chunk_tokens,
+    leaf_tiles,
+    shared_levels,
+    tree_rows,
+)
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import CACHE_LINE_BYTES, WARP_MMA
+from hopwell.kernels.problem import AttentionProblem, Family, LseLayout, MaskKind, Score
+
+EIGHT_BIT_TYPES = {torch.float8_e4m3fn: KvType.E4M3, torch.int8: KvType.INT8}
+NARROW_TYPES = EIGHT_BIT_TYPES | {torch.uint8: KvType.NVFP4}
+NARROW_HEAD_DIMS = {
+    **dict.fromkeys(EIGHT_BIT_TYPES.values(), support.DECODE_HEAD_DIMS),
+    KvType.NVFP4: support.DECODE_NVFP4_HEAD_DIMS,
+}
+KV_TYPES = (KvType.WIDE, *EIGHT_BIT_TYPES.values())  # of kernels that are compiled ahead
+MASKS = (MaskKind.FULL, MaskKind.SLIDING_WINDOW, MaskKind.DRAFT)  # that are compiled ahead
+# Requests may have several new tokens with these masks: with the others all rows have one position.
+DRAFT_MASKS = (MaskKind.FULL, MaskKind.DRAFT, MaskKind.CYCLIC)
+HEAD_DIMS = support.DECODE_HEAD_DIMS
+COMPILED_HEAD_DIMS = (64, 128, 256, 512)  # the others are compiled on demand only
+
+# Tiles go by columns in shared memory. Stages are what keeps memory busy: 128 KiB of K and V under way or waiting.
+_TILES = {
+    64: Tile(ROWS, 128, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
+    128: Tile(ROWS, 64, q_stages=2, kv_stages=4, producer_registers=40, consumer_registers=232),
+    192: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+    256: Tile(ROWS, 64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+    512: Tile(ROWS, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
+}
+# The tile of few rows has as many stages as fit, and registers for one warpgroup beside the producers.
+_TREE_TILE = Tile(SWAP_AB_ROWS[0], LEAF_TILE, q_stages=2, kv_stages=4, producer_registers=104, consumer_registers=240)
+# Over 8-bit caches the tile has half of the registers. Q goes into registers, so that one stage of it is enough.
+_EIGHT_BIT_TREE_TILE = replace(_TREE_TILE, q_stages=1, producer_registers=64, consumer_registers=192)
+_STAGE_BYTES = 65536  # of K, and of V, of all CTAs of a multiprocessor
+# It is so much where rows are shorter than a cache line of L2. With more under way, CTAs whose heads share cache lines
+# come for them at times further apart: 256 x 1024 tokens of 4 bits took 132 instead of 127 us, and 32 x 8192 whose
+# heads lie apart 113 instead of 108 (H100, 2026-11-25).
+_SHORT_ROW_STAGE_BYTES = 32768
+# With caches of 8 bits eight warps have keys of their own, and a warpgroup combines with what registers they leave:
+# where widths are no powers of two, it takes some more.
+_EIGHT_BIT_TILES = {
+    112: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=184, combine_registers=104),
+    128: Tile(ROWS, 128, q_stages=1, kv_stages=4, producer_registers=40, consumer_registers=192),
+    240: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=184, combine_registers=104),
+    256: Tile(ROWS, 128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=192),
+}
+# Warps dequantize in registers what they multiply as long as they do not have to do it too often, or with too few of
+# them: a key is dequantized by each warp that has rows, of more than 32 by three or four, and of more columns O and Q
+# take too many registers. Otherwise a warpgroup dequantizes K and V in the shared memory that they come to lie in, and
+# tiles are those of 16 bits. By count of instructions, of bfloat16 queries and 128 columns, a byte of K or V takes
+# 0.063 with 16 rows, 0.126 with 32 and 0.252 with 64 where it is dequantized in registers, and 0.153 where it is
+# dequantized in place.
+MOST_ROWS_IN_REGISTERS, MOST_COLUMNS_IN_REGISTERS = 32, 256
+_DEQUANTIZED_TILES = {columns: replace(tile, converting_registers=88) for columns, tile in _TILES.items()}
+# With drafts of float16 over e4m3, attend has two values in memory, read once for each chunk. Eight registers more
+# for it would have the warps that load or dequantize spill in every step.
+_DEQUANTIZED_TILES[512] = replace(_DEQUANTIZED_TILES[512], consumer_registers=192)
+# Loaders that copy scales besides take more registers.
+_NVFP4_TILES = {
+    columns: replace(_EIGHT_BIT_TILES[columns], producer_registers=56, consumer_registers=184, combine_registers=88)
+    for columns in (128, 256)
+}
+
+
+@dataclass(frozen=True)
+class DecodeConfig(KernelConfig):
+    """A decode kernel.
+
+    Attributes:
+        kv_type: element type of K and V in memory.
+        rows: packed rows of a tile.
+        short_leaves: whether leaves have as many keys as with the fewest rows. Ragged drafts have them, so that the
+            bits of a request do not depend on the caller's bound of new tokens as long as its kernels have a tree.
+    """
+
+    family: ClassVar[Family] = Family.DECODE
+
+    head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
+    narrow_head_dims: ClassVar[Mapping[KvType, tuple[int, ...]]] = NARROW_HEAD_DIMS
+    tiled: ClassVar[bool] = False  # whether rows are in tiles of few, however many there are
+
+    kv_type: KvType = KvType.WIDE
+    rows: int = ROWS
+    short_leaves: bool = field(default=False, kw_only=True)
+
+    @classmethod
+    def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
+        """Say how many rows a tile of the kernel has for ``rows`` packed rows of a request."""
+        return tile_rows(rows, head_dim, kv_type)
+
+    @property
+    def has_tree(self) -> bool:
+        """Tell whether leaves of keys are combined as a tree, see ``sm90/decode_swap_ab.py``."""
+        return self.rows in tree_rows(self.head_dim_qk, self.kv_bytes)
+
+    @property
+    def smem_levels(self) -> int:
+        """Say how many levels of the tree are in shared memory."""
+        return shared_levels(self.rows, self.head_dim_v, self.splitting_bytes)
+
+    @property
+    def dequantizes_in_place(self) -> bool:
+        return self.kv_type in EIGHT_BIT_TYPES.values() and self.rows == ROWS
+
+    @property
+    def dequantizes_in_registers(self) -> bool:
+        """Tell whether warps that multiply read K and V of 8 or 4 bits, and dequantize them themselves."""
+        return self.kv_element.dequantized and not self.dequantizes_in_place
+
+    @property
+    def matrix_instruction(self) -> str:
+        return WARP_MMA if self.dequantizes_in_registers else super().matrix_instruction
+
+    @property
+    def splitting_bytes(self) -> int:
+        """Return the bytes of an element of K and V, as far as they say how keys are split among CTAs: what is
+        dequantized in place is split as if it had been wide in memory, so that results have the same bits."""
+        return self.kv_bytes if self.dequantizes_in_registers else self.q_bytes
+
+    @property
+    def is_cooperative(self) -> bool:
+        """Tell whether a launch begins only when all of its CTAs can run at the same time."""
+        return False
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return CTAS_PER_SM[self.splitting_bytes] if self.has_tree else 1
+
+    @property
+    def leaf_tiles(self) -> int:
+        rows = SWAP_AB_ROWS[0] if self.short_leaves else self.rows
+        return leaf_tiles(rows, self.head_dim_v, self.splitting_bytes, self.tiled)
+
+    @property
+    def tile(self) -> Tile:
+        if self.has_tree:
+            tile = _TREE_TILE if self.kv_type is KvType.WIDE else _EIGHT_BIT_TREE_TILE
+            row_bytes = HALFWORD_BYTES * self.columns[0]
+            stage_bytes = _SHORT_ROW_STAGE_BYTES if row_bytes < CACHE_LINE_BYTES else _STAGE_BYTES
+            stages = stage_bytes // self.ctas_per_sm // (LEAF_TILE * row_bytes)
+            return replace(tile, m=self.rows, kv_stages=power_of_two_in(stages))
+        eight_bit_tiles = _DEQUANTIZED_TILES if self.dequantizes_in_place else _EIGHT_BIT_TILES
+        tiles = {KvType.WIDE: _TILES, KvType.NVFP4: _NVFP4_TILES}.get(self.kv_type, eight_bit_tiles)
+        return replace(tiles[min(columns for columns in tiles if columns >= self.head_dim_qk)], m=self.rows)
+
+    @property
+    def chunk_tokens(self) -> int:
+        """Count the keys of a unit of work, as long as requests are not very long, or of a leaf where there is a
+        tree."""
+        if self.has_tree:
+            return LEAF_TILE * self.leaf_tiles
+        return chunk_tokens(self.head_dim_v, element_bytes=self.splitting_bytes)
+
+    @property
+    def halves_chunks(self) -> bool:
+        """Tell whether requests of middle length have chunks of half of :attr:`chunk_tokens`."""
+        return True
+
+    @property
+    def reads_kv_once(self) -> bool:
+        return True
+
+    @property
+    def has_combine_role(self) -> bool:
+        """Tell whether a warpgroup of its own combines. Beside two that share V there are not registers enough."""
+        return not self.tile.splits_v and not self.has_tree
+
+    @property
+    def consumer_warpgroups(self) -> int:
+        return 1 if self.has_tree else 2 if self.dequantizes_in_registers else super().consumer_warpgroups
+
+    @property
+    def columns(self) -> tuple[int, int]:
+        """Rows of codes of 4 bits are not filled up to 128 bytes: bytes that nobody reads are not under way, and the
+        memory that they would take has other stages."""
+        if self.dequantizes_in_registers and self.kv_type is KvType.NVFP4:
+            return self.kv_dims
+        return super().columns
+
+    @property
+    def copies_scales(self) -> bool:
+        return bool(self.kv_element.block)
+
+    @property
+    def depth(self) -> tuple[int, int]:
+        return self.kv_dims if self.dequantizes_in_registers else super().depth
+
+    @property
+    def loaded_depth(self) -> tuple[int, int]:
+        return self.kv_dims if self.dequantizes_in_place else super().loaded_depth
+
+    @property
+    def operand_columns(self) -> tuple[int, int]:
+        if not self.dequantizes_in_place:
+            return self.columns
+        return rounded_up(self.head_dim_qk, BLOCK_COLUMNS), rounded_up(self.head_dim_v, BLOCK_COLUMNS)
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        return (*super().registers, *[self.tile.combine_registers] * self.has_combine_role)
+
+    @property
+    def name(self) -> str:
+        kind = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
+        kind += [f"rows{self.rows}"] * (self.rows != ROWS) + ["short_leaves"] * self.short_leaves
+        return self._named(kind)
+
+
+def resolve_decode(problem: AttentionProblem, arch: str, kind: type[DecodeConfig] = DecodeConfig) -> DecodeConfig:
+    """Choose the decode kernel for ``problem`` on ``arch``, whose configs are of this ``kind``.
+
+    Raises:
+        NotImplementedError: there is none; the message says what is supported.
+    """
+    head_dim = problem.query.shape[2]
+    if head_dim not in kind.head_dims or problem.v_dim != head_dim:
+        raise NotImplementedError(
+            f"head dims (QK/V) {head_dim}/{problem.v_dim} have no decode kernel on {arch}; supported: equal "
+            f"ones, {', '.join(map(str, kind.head_dims))}"
+        )
+    out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
+    kv_type = NARROW_TYPES.get(problem.key.dtype, KvType.WIDE)
+    narrow = kind.narrow_head_dims.get(kv_type, ())
+    if kv_type is not KvType.WIDE and head_dim not in narrow:
+        raise NotImplementedError(
+            f"head dim {head_dim} has no decode kernel on {arch} with a {problem.key.dtype} cache; supported: "
+            f"{', '.join(map(str, narrow)) or 'none'}"
+        )
+    if kv_type is KvType.WIDE:
+        require_dtypes(problem, out_dtype, arch)
+    require_page_size(problem, arch)
+    require_seen(problem, "decode kernel", (*MASKS, MaskKind.CYCLIC) if problem.max_q_len <= 1 else DRAFT_MASKS, arch)
+    dtype = DTYPES[problem.query.dtype]
+    common = (arch, dtype, QUERY_DTYPES[out_dtype], head_dim, head_dim, problem.mask.kind)
+    rows = kind.rows_for(problem.query.shape[1] // problem.key.shape[1] * problem.max_q_len, head_dim, kv_type)
+    unfetched = kind(*common, *paged_fetches(1)[0], kv_type, rows)
+    fetch = kv_fetch(problem, unfetched.tile.n)
+    config = kind(*common, *fetch, kv_type, rows, uneven_pages=has_uneven_pages(problem))
+    short = replace(config, short_leaves=problem.q_offsets is not None and config.has_tree)
+    return short if short.leaf_tiles < config.leaf_tiles else config
+
+
+def require_seen(problem: AttentionProblem, kernel: str, masks: Sequence[MaskKind], arch: str) -> None:
+    """Refuse what a decode or MLA decode ``kernel`` would not look at, and all masks but ``masks``."""
+    p, lse = problem, problem.lse
+    if p.mask.kind not in masks:
+        raise NotImplementedError(
+            f"the mask {p.mask.kind.value} has no {kernel} on {arch} for up to {p.max_q_len} new tokens; "
+            f"supported: {', '.join(mask.value for mask in masks)}"
+        )
+    given = {
+        "lengths from offsets": p.kv_lens is None,
+        "offsets in elements": p.q_offsets is not None and p.q_offsets.token_elements != 1,
+        "q_lens": p.q_lens is not None,
+        "a shard of keys under another mask": (p.dcp_rank is None) == (p.mask.kind is MaskKind.CYCLIC),
+        "o_offsets": p.o_offsets is not None,
+        "contiguous keys": (p.page_table is None and p.token_table is None) or p.k_offsets is not None,
+        f"{p.score.kind.value} scores": p.score != Score(),
+        "statistics": p.statistics is not None,
+        "skip_softmax": p.skip_softmax != 0 or p.skipped_tiles is not None,
+        "a log-sum-exp that is not ragged": lse is not None and lse.layout is not LseLayout.RAGGED,
+    }
+    for what, is_given in given.items():
+        if is_given:
+            raise NotImplementedError(f"there is no {kernel} with {what} for {arch}")
+
+
+def tile_rows(rows: int, head_dim: int, kv_type: KvType, dtype: str = "bf16") -> int:
+    """Say how many rows a tile of the kernel has for ``rows`` packed rows of a request; ``dtype`` is that of the
+    queries."""
+    few = tree_rows(head_dim, kv_type.element(dtype).storage_bytes)
+    if kv_type in EIGHT_BIT_TYPES.values() and head_dim <= MOST_COLUMNS_IN_REGISTERS:
+        few = *few, MOST_ROWS_IN_REGISTERS
+    return min((m for m in few if m >= rows), default=ROWS)
+
+
+def shipped_decode_configs(arch: str = "sm_90a", kind: type[DecodeConfig] = DecodeConfig) -> Iterator[DecodeConfig]:
+    """Yield the decode kernels that are compiled ahead."""
+    for dtype, head_dim, mask, kv_type in itertools.product(DTYPES.values(), COMPILED_HEAD_DIMS, MASKS, KV_TYPES):
+        if head_dim not in kind.head_dims:
+            continue
+        if kv_type is not KvType.WIDE and head_dim not in kind.narrow_head_dims[kv_type]:
+            continue
+        common = (arch, dtype, dtype, head_dim, head_dim, mask)
+        for rows in sorted({kind.rows_for(rows, head_dim, kv_type) for rows in (*SWAP_AB_ROWS, ROWS)}):
+            tile = kind(*common, *paged_fetches(1)[0], kv_type, rows).tile
+            for fetch, box_rows in paged_fetches(tile.n):
+                yield kind(*common, fetch, box_rows, kv_type, rows)

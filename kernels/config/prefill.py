@@ -1,0 +1,375 @@
+"""Which prefill kernel serves a problem, and the tiles of those of Hopper."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+
+from hopwell.kernels import support
+from hopwell.kernels.config.base import (
+    BLOCK_COLUMNS,
+    DTYPES,
+    MIN_BOX_ROWS,
+    OUT_DTYPES,
+    QUERY_DTYPES,
+    KernelConfig,
+    KvFetch,
+    KvType,
+    Tile,
+    TileShape,
+    dtype_names,
+    has_uneven_pages,
+    kv_fetch,
+    paged_fetches,
+    require_dtypes,
+    require_page_size,
+    rounded_up,
+)
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.masks import MaskKind, MaskKinds
+from hopwell.kernels.problem import AttentionProblem, Family, ScoreKind
+from hopwell.kernels.support import RARE_HEAD_DIMS
+
+MASKS = tuple(kind for kind in MaskKind if kind.rule.prefill)
+
+# Registers: ptxas gives every thread 65536 / threads (rounded down to 8) at launch, and setmaxnreg can only hand out
+# what that adds up to: 168 * 384 for two consumer warpgroups, 128 * 512 for three. Ask for more and the kernel hangs.
+# 40 for producers, or 32 beside three warpgroups, is what they need without spills.
+#
+# Three consumer warpgroups: with so few columns of O, more rows pay for K and V. 128 keys: 488 TFLOP/s at 2 x 8192
+# tokens, 478 with 96, 403 with two warpgroups and four stages (H200, 2026-11-21).
+_SMALL_DIMS = Tile(m=192, n=128, q_stages=2, kv_stages=2, producer_registers=32, consumer_registers=160)
+# Two Q stages let the next tile's Q load early: 450 instead of 410 TFLOP/s at 16 x 1024 tokens (H200, 2026-11-21). A
+# third K/V stage in their place brought nothing at 8192 and 16384 tokens, nor did steps of 96 to 176 keys.
+_MIDDLE_DIMS = Tile(m=128, n=128, q_stages=2, kv_stages=2, producer_registers=40, consumer_registers=232)
+_LARGE_DIMS = Tile(m=128, n=96, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232)
+TILES = {
+    (32, 32): _SMALL_DIMS,
+    (40, 40): _SMALL_DIMS,
+    (48, 48): _SMALL_DIMS,
+    (64, 64): _SMALL_DIMS,
+    (80, 80): _MIDDLE_DIMS,
+    (96, 96): _MIDDLE_DIMS,
+    (104, 104): _MIDDLE_DIMS,
+    (128, 128): _MIDDLE_DIMS,
+    (160, 160): _LARGE_DIMS,
+    (192, 192): _LARGE_DIMS,
+    # Shared memory is full with one Q stage; 80 keys and two Q stages give 460 instead of 490 TFLOP/s.
+    (192, 128): Tile(m=128, n=128, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+    (256, 256): Tile(m=128, n=64, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232),
+    # 64 x 512 of O are more registers than a warpgroup has. Both of a pair compute the same S: half as much work again,
+    # but nothing to exchange.
+    (512, 512): Tile(64, 32, q_stages=1, kv_stages=2, producer_registers=40, consumer_registers=232, splits_v=True),
+}
+
+# Head dims that fill as many column blocks differ by nothing but what TMA fills with zeros and the depth of products.
+OTHER_TILES = {(d, d): next(tile for (qk, v), tile in TILES.items() if qk == v and qk >= d) for d, _ in RARE_HEAD_DIMS}
+
+
+# Windows of up to so many keys have steps of 64 where head dims have 128: with a window of 128 the 64 rows of a
+# warpgroup then see 3 steps of 64 keys, not 2 of 128. 8 x 512 queries of 8192 keys take 21, 16, 12, 9, 4 and 1 % less
+# time with windows of 128, 256, 384, 512, 768 and 1024 at head dim 64, and 8, 5, 4, 0, -1 and -2 % less at 128; without
+# a window head dim 64 takes 14 % more (H200, 2026-11-24).
+SHORT_WINDOW, SHORT_STEP = 512, 64
+# Where K and V are converted there is one more warpgroup, for which the others leave registers, and there are stages of
+# what was loaded beside those of what is multiplied. Dequantized and beyond head dim 128, shared memory has one of
+# either.
+_CONVERTING: dict[str, Any] = dict(q_stages=1, producer_registers=32, consumer_registers=208, converting_registers=64)
+# K and V have a warpgroup each where e4m3 becomes bfloat16, which takes more than twice the instructions that float16
+# takes. Five warpgroups have 480 registers to share out: NVFP4 would spill with 32, consumers with fewer than 192, and
+# with 192 those of skip-softmax, and of capped scores with slopes. Few queries and short windows, which do not wait for
+# conversions, would take 1 to 3 % more time (H100, 2026-11-25).
+_CONVERTED_BY_TWO: dict[str, Any] = dict(consumer_registers=192, converting_registers=32, converting_warpgroups=2)
+# Where V is transposed, loaders and the converting warpgroup do with fewer registers, and 8 more for the consumers gave
+# 1 to 2 %. Steps at head dim 128 where products of n slices are added to O: 160 keys give 778 and 700 TFLOP/s at 1 x
+# 16384 and 4 x 4096 tokens, 128 keys 742 and 670, 96 keys 729 and 654 (H200, 2026-11-24). Where products accumulate O
+# there are registers for 192 keys, which are 1.01 to 1.02 of 160 at either (H100, 2026-11-25).
+_TRANSPOSING: dict[str, Any] = dict(producer_registers=32, consumer_registers=216, converting_registers=48)
+BYTE_STEP = 192
+PART_STEP = 160
+DEQUANTIZED_PAIRS_TO = 128
+DEQUANTIZED_APART_TO = 192  # beyond, K and V are dequantized in the place that they are loaded to
+PAIRED_MARGIN = 40  # registers beside S, O and two P
+# The share of a packed tile's rows that a request's queries may fill for heads to be packed, so that those of a KV head
+# share its keys and steps. 32 x 16 queries of 8192 keys take 252 instead of 586 us, 16 x 64 230 instead of 299. Where
+# tiles are full anyway, packing costs: 8 x 512 queries of 16384 keys take 12 % more time, 64 x 256 9 %, 64 x 128 18 %
+# (H200, 2026-11-24).
+PACKED_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class PrefillConfig(KernelConfig):
+    """A prefill kernel, which is one for Hopper where no subclass says otherwise."""
+
+    score: ScoreKind = ScoreKind.SCALED
+    skip_softmax: bool = False
+    short_steps: bool = False
+    packs_heads: bool = False  # query heads of a KV head share query tiles
+    kv_type: KvType = KvType.WIDE
+    dequantizes_q: bool = False  # queries are e4m3, and become float16 in the place that they are loaded to
+
+    family: ClassVar[Family] = Family.PREFILL
+    tiles: ClassVar[Mapping[tuple[int, int], Tile]] = TILES
+    other_tiles: ClassVar[Mapping[tuple[int, int], Tile]] = OTHER_TILES  # of kernels that are compiled on demand only
+    scores: ClassVar[frozenset[ScoreKind]] = frozenset(ScoreKind)
+    takes_narrow: ClassVar[bool] = True  # operands of 8 and 4 bits
+    can_dequantize_q: ClassVar[bool] = True  # so that e4m3 queries go with NVFP4 keys and values
+
+    @classmethod
+    def all_tiles(cls) -> Mapping[tuple[int, int], Tile]:
+        """Return the tiles of all head dims (QK, V) that have kernels."""
+        return {**cls.tiles, **cls.other_tiles}
+
+    @classmethod
+    def tile_of(
+        cls,
+        dims: tuple[int, int],
+        score: ScoreKind = ScoreKind.SCALED,
+        skip_softmax: bool = False,
+        short_steps: bool = False,
+        packs_heads: bool = False,
+        kv_type: KvType = KvType.WIDE,
+        uses_fp8_mma: bool = False,
+        dtype: str = "bf16",
+    ) -> Tile:
+        """Return the tile of head dims (QK, V). Neither packed heads nor the type of K and V change the keys of a step,
+        so a cache of 8 bits gives the bits that its values give in 16. ``dtype`` is what such a cache is dequantized
+        to."""
+        tile = cls.all_tiles()[dims]
+        if tile is _SMALL_DIMS and (score.caps or skip_softmax):
+            tile = replace(tile, n=96)  # with 128 keys they would spill in three warpgroups
+        if short_steps:
+            tile = replace(tile, n=SHORT_STEP, kv_stages=2 * tile.kv_stages)
+        if packs_heads and tile.m > _MIDDLE_DIMS.m:
+            # Queries are few, and a row's head and token are more to keep than three warpgroups have registers for.
+            registers = _MIDDLE_DIMS.producer_registers, _MIDDLE_DIMS.consumer_registers
+            tile = replace(tile, m=_MIDDLE_DIMS.m, producer_registers=registers[0], consumer_registers=registers[1])
+        if uses_fp8_mma:
+            return cls.byte_tile(dims, tile, short_steps, cls.promotes(dims, skip_softmax, short_steps))
+        needs_more = skip_softmax or (score.caps and score.has_slopes)
+        gains = not (packs_heads or short_steps)
+        by_two = kv_type is KvType.E4M3 and dtype == "bf16" and gains and not needs_more
+        return tile if kv_type is KvType.WIDE else cls.dequantized_tile(dims, tile, kv_type, by_two)
+
+    @classmethod
+    def promotes(cls, dims: tuple[int, int], skip_softmax: bool, short_steps: bool) -> bool:
+        """Tell whether products of 8-bit operands accumulate O themselves, see ``sm90/byte_promote.py``: where its sum
+        in float32 has room beside the stages."""
+        return dims == (128, 128) and not skip_softmax and not short_steps
+
+    @classmethod
+    def byte_tile(cls, dims: tuple[int, int], tile: Tile, short_steps: bool, promotes: bool) -> Tile:
+        """Return the tile where queries, keys and values have 8 bits and would have ``tile`` in 16."""
+        step = min(tile.n, _MIDDLE_DIMS.n)
+        if dims == (128, 128) and not short_steps:
+            step = BYTE_STEP if promotes else PART_STEP
+        return replace(tile, m=_MIDDLE_DIMS.m, n=step, kv_stages=2, source_stages=(2, 1), **_CONVERTING | _TRANSPOSING)
+
+    @classmethod
+    def dequantized_tile(cls, dims: tuple[int, int], tile: Tile, kv_type: KvType, by_two: bool) -> Tile:
+        """Return the tile where keys and values are dequantized and would have ``tile`` in the type of the queries.
+        Where there are stages for it, K and V are to have a warpgroup each if they are to be converted ``by_two``."""
+        if max(dims) > DEQUANTIZED_APART_TO:
+            return replace(tile, m=_MIDDLE_DIMS.m, **_CONVERTING)
+        has_pairs = max(dims) <= DEQUANTIZED_PAIRS_TO
+        return replace(
+            tile,
+            m=_MIDDLE_DIMS.m,
+            kv_stages=tile.kv_stages if has_pairs else tile.kv_stages // 2,
+            source_stages=(2, 1) if has_pairs else (1, 1),
+            **_CONVERTING | (_CONVERTED_BY_TWO if by_two and has_pairs else {}),
+        )
+
+    @classmethod
+    def has_short_steps(cls, dims: tuple[int, int], mask: MaskKinds) -> bool:
+        """Tell whether there are kernels with short steps besides those without."""
+        return mask is MaskKind.SLIDING_WINDOW and cls.all_tiles()[dims].n == 2 * SHORT_STEP
+
+    @classmethod
+    def choices(cls, problem: AttentionProblem, dims: tuple[int, int]) -> dict[str, Any]:
+        """Return what a kernel for the problem has beyond what was asked for, for speed alone."""
+        if problem.skip_softmax > 0:  # which leaves out tiles of keys, each for 64 queries
+            return {}
+        short_steps = cls.has_short_steps(dims, problem.mask.kind) and problem.mask.window_left < SHORT_WINDOW
+        tile = cls.tile_of(dims, problem.score.kind, short_steps=short_steps, packs_heads=True)
+        few_queries = problem.mean_q_len <= PACKED_SHARE * tile.m
+        has_slopes = problem.score.kind.has_slopes  # one for all rows of a tile
+        packs_heads = few_queries and not has_slopes and packed_shape(problem, tile.m).heads > 1
+        return dict(short_steps=short_steps, packs_heads=packs_heads)
+
+    @classmethod
+    def all_choices(cls, dims: tuple[int, int], mask: MaskKinds) -> list[dict[str, Any]]:
+        """Return every combination of choices that a kernel for plain scores can have."""
+        steps = (False, True) if cls.has_short_steps(dims, mask) else (False,)
+        return [dict(short_steps=short, packs_heads=packs) for short in steps for packs in (False, True)]
+
+    @property
+    def tile(self) -> Tile:
+        dims = self.head_dim_qk, self.head_dim_v
+        choices = self.score, self.skip_softmax, self.short_steps, self.packs_heads
+        return self.tile_of(dims, *choices, self.kv_type, self.uses_fp8_mma, self.dtype)
+
+    @property
+    def pairs_steps(self) -> bool:
+        """Tell whether unmasked steps have a P each, two by two: where registers hold S, O and two P, and there is a
+        mask. Without one they gained nothing over one P (1 x 8192 tokens, H100, 2026-11-25)."""
+        tile = self.tile
+        held = tile.n // 2 + tile.n // 2 + self.depth[1] // 2
+        # Beyond 128, columns that are no whole blocks take registers besides: kernels of 160 and 248 spilled.
+        dims = self.head_dim_qk, self.head_dim_v
+        whole = max(dims) <= 128 or all(dim % BLOCK_COLUMNS == 0 for dim in dims)
+        fits = whole and held + PAIRED_MARGIN <= tile.consumer_registers
+        return self.mask is not MaskKind.FULL and not self.uses_fp8_mma and fits
+
+    @property
+    def promotes_output(self) -> bool:
+        dims = self.head_dim_qk, self.head_dim_v
+        return self.transposes_v and self.promotes(dims, self.skip_softmax, self.short_steps)
+
+    @property
+    def reads_kv_once(self) -> bool:
+        """Tell whether some requests' keys are read once, see ``WorkTile.kv_policy``."""
+        return self.packs_heads
+
+    @property
+    def dequantizes(self) -> bool:
+        return self.kv_type is not KvType.WIDE and not self.dequantizes_in_place
+
+    @property
+    def dequantizes_in_place(self) -> bool:
+        return self.kv_type is not KvType.WIDE and max(self.head_dim_qk, self.head_dim_v) > DEQUANTIZED_APART_TO
+
+    @property
+    def transposes_v(self) -> bool:
+        return self.uses_fp8_mma
+
+    @property
+    def operand_columns(self) -> tuple[int, int]:
+        if self.uses_fp8_mma:
+            return self.columns
+        return rounded_up(self.head_dim_qk, BLOCK_COLUMNS), rounded_up(self.head_dim_v, BLOCK_COLUMNS)
+
+    @property
+    def transposed_columns(self) -> int:
+        """Say how many elements a row of a tile of V has when it has been transposed: its keys, in whole rows of the
+        swizzle."""
+        return rounded_up(self.tile.n, HALFWORD_BYTES * BLOCK_COLUMNS)
+
+    @property
+    def converted_bytes(self) -> dict[str, int]:
+        """Return the bytes of a tile of K and of V as they are multiplied, where they are converted."""
+        if self.transposes_v:
+            return {"V": self.depth[1] * self.transposed_columns}
+        if self.dequantizes_in_place:
+            return {}
+        key, value = (self.tile.n * columns * HALFWORD_BYTES for columns in self.operand_columns)
+        return {"K": key, "V": value}
+
+    @property
+    def loaded_depth(self) -> tuple[int, int]:
+        return self.kv_dims if self.converts else super().loaded_depth
+
+    @property
+    def name(self) -> str:
+        details = [f"kv_{self.kv_type.value}"] if self.kv_type is not KvType.WIDE else []
+        details += ["q_e4m3"] * self.dequantizes_q
+        details += [self.score.value] if self.score is not ScoreKind.SCALED else []
+        choices = ["short_steps"] * self.short_steps + ["packed"] * self.packs_heads
+        return self._named(details + ["skip_softmax"] * self.skip_softmax + choices)
+
+
+def packed_shape(problem: AttentionProblem, tile_m: int) -> TileShape:
+    """Choose the shape of tiles of ``tile_m`` rows where query heads of a KV head share them: what takes a request of
+    mean length in the fewest tiles."""
+    group = problem.query.shape[1] // problem.key.shape[1]
+    divisors = [heads for heads in range(1, group + 1) if group % heads == 0 and heads * MIN_BOX_ROWS <= tile_m]
+    shapes = [TileShape.of(heads, tile_m) for heads in reversed(divisors)]
+    return min(shapes, key=lambda shape: -(-problem.mean_q_len // shape.tokens) / shape.heads)
+
+
+def resolve_prefill(problem: AttentionProblem, arch: str, kind: type[PrefillConfig]) -> PrefillConfig:
+    """Choose the prefill kernel for ``problem`` on ``arch``, whose configs are of ``kind``.
+
+    Raises:
+        NotImplementedError: there is none; the message says what is supported.
+    """
+    dims = (problem.query.shape[2], problem.v_dim)
+    if dims not in kind.all_tiles():
+        listed = ", ".join(f"{qk}/{v}" for qk, v in kind.all_tiles())
+        raise NotImplementedError(f"head dims (QK/V) {dims[0]}/{dims[1]} have no kernel on {arch}; supported: {listed}")
+    out_dtype = problem.query.dtype if problem.out is None else problem.out.dtype
+    kv_type = prefill_kv_type(problem, dims, arch, kind) if kind.takes_narrow else KvType.WIDE
+    dequantizes_q = kv_type is KvType.NVFP4 and problem.query.dtype not in DTYPES
+    queries, outputs = (QUERY_DTYPES, _output_dtypes(problem)) if kind.takes_narrow else (DTYPES, DTYPES)
+    require_dtypes(problem, out_dtype, arch, kv_type, queries=queries, outputs=outputs)
+    require_page_size(problem, arch)
+    if problem.score.kind not in kind.scores:
+        raise NotImplementedError(
+            f"scores of kind {problem.score.kind.value} have no kernel on {arch}; supported: "
+            f"{', '.join(score.value for score in ScoreKind if score in kind.scores)}"
+        )
+    features = kind.choices(problem, dims) | dict(score=problem.score.kind, skip_softmax=problem.skip_softmax > 0)
+    if kv_type is not KvType.WIDE:
+        features |= dict(kv_type=kv_type, dequantizes_q=dequantizes_q)
+    config = kind(
+        arch=arch,
+        dtype=DTYPES[torch.float16] if dequantizes_q else QUERY_DTYPES[problem.query.dtype],
+        out_dtype=OUT_DTYPES[out_dtype],
+        head_dim_qk=dims[0],
+        head_dim_v=dims[1],
+        mask=problem.mask.kind,
+        kv_fetch=KvFetch.CONTIGUOUS,
+        box_rows=0,
+        uneven_pages=has_uneven_pages(problem),
+        **features,
+    )
+    fetch, box_rows = kv_fetch(problem, config.tile.n)
+    return replace(config, kv_fetch=fetch, box_rows=box_rows)
+
+
+def _output_dtypes(problem: AttentionProblem) -> Mapping[torch.dtype, str]:
+    """Return the types of the output: narrow ones are for queries of e4m3, which an NVFP4 cache has dequantized."""
+    if problem.query.dtype in DTYPES and problem.kv_scales is None:
+        return DTYPES
+    return QUERY_DTYPES if problem.out_scales is None else OUT_DTYPES
+
+
+def prefill_kv_type(problem: AttentionProblem, dims: tuple[int, int], arch: str, kind: type[PrefillConfig]) -> KvType:
+    """Return the type of K and V: WIDE where they are not converted.
+
+    Raises:
+        NotImplementedError: operands have 8 or 4 bits, and there is no kernel for these head dims that takes them.
+    """
+    fp8 = torch.float8_e4m3fn
+    types = (problem.query.dtype, problem.key.dtype, problem.value.dtype)
+    packed = problem.kv_scales is not None
+    if not packed and fp8 not in types:
+        return KvType.WIDE
+    served = support.NVFP4_HEAD_DIMS if packed else support.FP8_HEAD_DIMS
+    if dims not in served:
+        listed = ", ".join(f"{qk}/{v}" for qk, v in served)
+        raise NotImplementedError(
+            f"head dims (QK/V) {dims[0]}/{dims[1]} have no prefill kernel on {arch} with "
+            f"{'NVFP4 K and V' if packed else f'{fp8} operands'}; supported: {listed}"
+        )
+    if packed:
+        queries = QUERY_DTYPES if kind.can_dequantize_q else DTYPES
+        if types[0] not in queries:
+            raise NotImplementedError(
+                f"query dtype {types[0]} has no kernel on {arch} with NVFP4 K and V; supported: {dtype_names(queries)}"
+            )
+        return KvType.NVFP4
+    return KvType.E4M3 if types[0] != fp8 and types[1:] == (fp8, fp8) else KvType.WIDE
+
+
+def shipped_prefill_configs(arch: str, kind: type[PrefillConfig]) -> Iterator[PrefillConfig]:
+    """Yield the kernels that are compiled ahead: those of plain scores, with inputs and outputs of one dtype. Others
+    are compiled when they are first called for."""
+    for dtype, dims, mask in itertools.product(DTYPES.values(), kind.tiles, MASKS):
+        for choices in kind.all_choices(dims, mask):
+            for fetch, rows in [(KvFetch.CONTIGUOUS, 0), *paged_fetches(kind.tile_of(dims, **choices).n)]:
+                yield kind(arch, dtype, dtype, *dims, mask, fetch, rows, **choices)

@@ -1,0 +1,305 @@
+"""How decode cuts the keys of a request, and the memory that the partials need. Plain numbers, host and device."""
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS, power_of_two_in
+from hopwell.kernels.elements import HALFWORD_BYTES
+
+# A chunk takes about 16 us of a CTA: a partial (4 KiB at 8 rows and 128 columns) is little beside its keys and values
+# (512 KiB), and 1024 tokens are one chunk without a partial. Requests of middle length have chunks of half of it,
+# without which there would not be enough of them for all SMs. bf16, 64/8 heads, us with halves and with whole chunks
+# (H200, 2026-11-22): 256 x 1024 tokens 258 and 238, 1 x 1024 14.3 and 15.7; 1 x 4096 15.4 and 19.2, 128 x 2048 253 and
+# 258; 4 x 16384 78 and 72, 32 x 8192 253 and 250.
+CHUNK_ELEMENTS = 1024 * 128  # of 16 bits of K, for small head dims
+MIN_CHUNK_TOKENS = 1024
+LONG_TOKENS = 8192  # from here on, and up to one chunk, chunks are whole
+MAX_CHUNKS = 256  # of a request; longer requests have longer chunks
+DOUBLINGS = 20  # 2^31 tokens in no more than MAX_CHUNKS, or two latent ones
+FAN_IN = (
+    16  # partials that are combined at a time, in two levels: first those of a fan-in group, then the fan-in groups
+)
+
+ROWS = 64  # packed rows of a tile, at most
+WARP_ROWS = 16  # of which a warp holds
+ALIGNMENT = 16  # bytes
+COMFORTABLE_BYTES = 8 << 20
+# Slots for each CTA besides those of one request: with 2 of them, requests waited for the combine of those before. 32 x
+# 8192 tokens and 32 rows took 498 us; with 8, cache hints and dependent launches together 313 (H200, 2026-11-21).
+UNDER_WAY = 8
+# Keys of a chunk of MLA. Twice as many are 7 % faster at 32 x 8192 tokens and 128 heads, and take 70 instead of 43 us
+# for a single request of 4096 (H200, 2026-11-22).
+LATENT_CHUNK_TOKENS = 1024
+# Work tiles of a long MLA request at most, those of all of its rows together: there are nearly as many as a GPU has
+# multiprocessors. With more of them, and shorter, 1 x 65536 tokens, 128 heads and two new tokens took 93 to 100 instead
+# of 83 us (H200, 2026-11-22).
+LATENT_WORK_TILES = 128
+# Entries of a list that are a chunk. The usual 2048 are a single one: 64 requests take 91 us, with two chunks 121 to
+# 187 (H200, 2026-11-22).
+TOPK_CHUNK_TOKENS = 2048
+LATENT_UNDER_WAY = 3
+# CTA parts of MLA's keys, see parts/CTA parts.py. Places are counted in fractions of a step, so that equal requests are
+# cut at equal places. A request takes about one step besides its own: Q, and results. Cuts are moved by up to
+# SNAP_STEPS to where a request begins or ends, and CTA parts are larger by up to one part in UNEVEN where that cuts the
+# longest requests evenly. CTAs have up to MOST_CTA_PART_ROUNDS CTA parts where row tiles are many. CTA parts have
+# LEAST_CTA_PART_STEPS at least where there is more than one for each.
+FRACTION_BITS = 5
+FRACTIONS = 1 << FRACTION_BITS
+REQUEST_STEPS = 1
+SNAP_STEPS = 2
+UNEVEN = 16
+LEAST_CTA_PART_STEPS = 2
+MOST_CTA_PART_KEYS = 1 << 32  # of all requests: fractions of their steps have to fit 32 bits
+MOST_CTA_PART_ROUNDS = 4
+# CTA parts are for launches with this share of the new tokens that all requests could have, or more. With fewer, CTAs
+# of the first row tile have more to do than others, by as much; and with chunks by each request's own length, even
+# numbers of new tokens reach 0.8 of what they reach with CTA parts (M1 and M2, H200, 2026-11-24).
+LEAST_TOKENS_SHARE = 0.75
+# Bytes of an element of a partial of MLA: it is a float16, and each half row has a power of two of its own. Its error
+# is an eighth of that of a bfloat16 result, and half as many bytes are stored and combined.
+LATENT_PARTIAL_BYTES = 2
+SHARES = (
+    8  # of MLA, that a partial of ROWS comes with: what is left to combine at the end goes to all warps in small parts
+)
+# A row of a partial has so many float32: (reference, sum) of the partial, then of its fan-in group, or MLA's inverse
+# scales.
+STATISTICS = 4
+# What follows is for decode with few rows: keys are cut into leaves, and what has been computed of them is combined as
+# a binary tree, see parts/combine/tree.py.
+SWAP_AB_ROWS = (8, 16, 32)  # of a tile
+MOST_TREE_COLUMNS, MOST_TREE_ELEMENTS = 256, 32 * 128  # of head dims, and of Q: what there is shared memory for
+MOST_TILED_COLUMNS = 512  # of head dims where rows are in tiles of few, however many there are
+EIGHT_BIT_SWAP_AB_ROWS = SWAP_AB_ROWS[:1]  # over 8-bit caches: what there are registers for
+LATENT_SWAP_AB_ROWS = 16  # of MLA
+LEAF_TILE = 64  # keys of a tile in shared memory
+# A leaf has so many tiles. There are more where tiles are small, or where combining leaves of so many rows takes its
+# time: 32 x 8192 tokens with 32 rows take 258 instead of 263 us, with 8 rows of 8 bits 128 instead of 131. With 8 rows
+# of 16 bits it would be 0.6 % less, and half as many CTAs for 1 x 1024 tokens. MLA has 8, as its nodes are large beside
+# its keys: with 4 tiles 128 x 4096 tokens and 16 heads take 156 instead of 151 us, but 1 x 4096 tokens 19 instead of 27
+# (H200, 2026-11-23).
+LEAF_TILES, MORE_LEAF_TILES, LATENT_LEAF_TILES = 2, 4, 8
+LATENT_LEAF_TOKENS = LEAF_TILE * LATENT_LEAF_TILES
+LATENT_REGISTER_LEVELS = 1  # of MLA's tree, in registers of the warpgroup that combines
+LEAST_SMEM_LEVELS = 1  # where rows are in tiles of few, however many there are
+MOST_NODES_BYTES = 54 << 10  # of shared memory, for levels of the tree
+# Bytes of K and V that a launch finds in the L2 cache (50 MB) if it comes right after one that has read the same. More
+# than that is the first to leave the cache. 1 x 8192 tokens, 34 MB, launch after launch: 13.1 us, and 16.3 where they
+# are the first to leave; 256 x 1024, 1.1 GB: 249 and 242 us; of MLA with 16 heads, 1 x 4096 tokens, 5 MB: 23.7 and 27.3
+# us, 8 x 4096: 28.3 and 26.7 (H200, 2026-11-23).
+RESIDENT_BYTES = 34 << 20
+# CTAs that share a multiprocessor, by the bytes of an element of K and V. While one waits for memory or for its other
+# warps, the other one dequantizes: 32 x 8192 tokens of 8 bits in leaves of 128 keys took 131 us, with one CTA 157
+# (H200, 2026-11-23).
+CTAS_PER_SM = {1: 2, HALFWORD_BYTES: 1}
+OWN_SHARE = 8  # all but one part in so many of an equal share of all leaves are a CTA's own
+WASTE = 16  # one part in so many of a CTA's time is less than what handing out takes
+# Subtrees in a CTA's equal share, at most: what is handed out, and what nodes in memory are made of.
+MOST_SUBTREES, SUBTREES_BYTES = 16, 16 * 8704
+MOST_LARGE_NODE_SUBTREES = 4  # of nodes of many columns, whose fan-in groups are small: see FAN_IN_LEVELS
+FAN_IN_BITS, LARGE_NODE_FAN_IN_BITS = 4, 2  # log2 of the nodes in memory that are combined at a time
+FAN_IN_LEVELS = 5  # of fan-in groups: 4^5 are more than the subtrees of all CTAs
+TICKETS = 3  # int32: work tiles handed out, CTAs or warps done, shares of combines handed out
+# int32 of a slot: its epoch, partials that are there (of a fan-in group, or of all rows), fan-in groups or shares that
+# are done; of a share when it may be combined, and which it is: output token, first row, rows, chunk, chunks, partials
+# of a chunk
+SLOT_COUNTERS = 10
+
+
+def chunk_tokens(columns: int, latent: bool = False, element_bytes: int = HALFWORD_BYTES) -> int:
+    """Say how many keys a whole chunk has, a power of two. ``latent`` as in MLA, where the value is part of the key."""
+    if latent:
+        return LATENT_CHUNK_TOKENS
+    return max(power_of_two_in(CHUNK_ELEMENTS // columns), MIN_CHUNK_TOKENS) * HALFWORD_BYTES // element_bytes
+
+
+def tree_columns(tiled: bool) -> int:
+    """Return the widest head dim of kernels with a tree; ``tiled`` as in :func:`scratch_bytes`."""
+    return MOST_TILED_COLUMNS if tiled else MOST_TREE_COLUMNS
+
+
+def tree_rows(columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> tuple[int, ...]:
+    """Return the rows of tiles for which there are kernels; ``tiled`` as in :func:`scratch_bytes`."""
+    rows = tuple(m for m in SWAP_AB_ROWS if m * columns <= MOST_TREE_ELEMENTS) if columns <= tree_columns(tiled) else ()
+    return tuple(m for m in rows if m in EIGHT_BIT_SWAP_AB_ROWS) if element_bytes == 1 else rows
+
+
+def leaf_tiles(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
+    """Say how many tiles a leaf has in kernels for ``rows`` rows; ``tiled`` as in :func:`scratch_bytes`."""
+    small = element_bytes == 1 or _padded(columns) == BLOCK_COLUMNS
+    return MORE_LEAF_TILES if small or (rows == SWAP_AB_ROWS[-1] and not tiled) else LEAF_TILES
+
+
+def leaf_tokens(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES, tiled: bool = False) -> int:
+    """Say how many keys a leaf has."""
+    return LEAF_TILE * leaf_tiles(rows, columns, element_bytes, tiled)
+
+
+def _padded(columns: int) -> int:
+    return -(-columns // BLOCK_COLUMNS) * BLOCK_COLUMNS
+
+
+def node_bytes(rows: int, columns: int) -> int:
+    """Count the bytes of a node of the tree, which holds output in float32, and for each row four warps' (reference,
+    sum)."""
+    return rows * (4 * _padded(columns) + 32)
+
+
+def shared_levels(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
+    """Say how many levels of the tree are in shared memory."""
+    return MOST_NODES_BYTES // CTAS_PER_SM[element_bytes] // node_bytes(rows, columns)
+
+
+def fan_in_bits(columns: int) -> int:
+    """Return the log2 of the nodes in memory that are combined at a time."""
+    return FAN_IN_BITS if columns <= MOST_TREE_COLUMNS else LARGE_NODE_FAN_IN_BITS
+
+
+def gmem_levels(leaf: int, capacity: int, near: int) -> int:
+    """Say how many levels of a CTA's tree are in global memory, beyond the ``near`` ones: those below the root of the
+    longest line. Leaves have ``leaf`` keys, requests up to ``capacity``."""
+    leaves = -(-max(capacity, 1) // leaf)
+    return max((leaves - 1).bit_length() - near, 0)
+
+
+def share_subtrees(rows: int, columns: int, element_bytes: int = HALFWORD_BYTES) -> int:
+    """Count the subtrees in a CTA's equal share: fewer of larger nodes, and where CTAs share a multiprocessor."""
+    most = MOST_SUBTREES if columns <= MOST_TREE_COLUMNS else MOST_LARGE_NODE_SUBTREES
+    subtrees = min(SUBTREES_BYTES // node_bytes(rows, columns), most) // CTAS_PER_SM[element_bytes]
+    return power_of_two_in(subtrees)
+
+
+def node_slots(rows: int, row_tiles: int, columns: int, ctas: int, element_bytes: int = HALFWORD_BYTES) -> int:
+    """Count the places for nodes that several CTAs combine: two for each subtree, and for where the subtrees end of
+    each of ``row_tiles``, those of all KV heads."""
+    return 2 * ((share_subtrees(rows, columns, element_bytes) + 1) * ctas + row_tiles)
+
+
+def tree_bytes(rows: int, kv_heads: int, columns: int, capacity: int, sms: int, tiled: bool = False) -> int:
+    """Say how many bytes of scratch a launch of ``rows`` or fewer rows needs for its tree, see
+    :func:`scratch_bytes`."""
+
+    def of(tile: int, width: int, size: int) -> int:
+        near = LEAST_SMEM_LEVELS if tiled else shared_levels(tile, width, size)
+        # Ragged drafts have leaves as short as with the fewest rows.
+        far, tiles = gmem_levels(leaf_tokens(SWAP_AB_ROWS[0], width, size, tiled), capacity, near), 1
+        if tiled:
+            tiles = -(-rows // tile)
+        return _nodes_bytes(tile, kv_heads * tiles, width, sms * CTAS_PER_SM[size], far, size)
+
+    most = min((m for m in SWAP_AB_ROWS if m >= rows), default=SWAP_AB_ROWS[-1])
+    widths = range(BLOCK_COLUMNS, min(_padded(columns), tree_columns(tiled)) + 1, BLOCK_COLUMNS)
+    kinds = [(m, width, size) for width in widths for size in CTAS_PER_SM for m in tree_rows(width, size, tiled)]
+    return max(of(*kind) for kind in kinds if kind[0] <= most)
+
+
+def latent_tree_bytes(row_tiles: int, columns: int, capacity: int, sms: int) -> int:
+    """Say how many bytes of scratch an MLA launch needs for the trees of so many tiles, with up to ``columns`` of
+    output."""
+    far = gmem_levels(LATENT_LEAF_TOKENS, capacity, LATENT_REGISTER_LEVELS)
+    widths = range(BLOCK_COLUMNS, _padded(columns) + 1, BLOCK_COLUMNS)
+    return max(_nodes_bytes(LATENT_SWAP_AB_ROWS, row_tiles, width, sms, far) for width in widths)
+
+
+def _nodes_bytes(
+    rows: int, row_tiles: int, columns: int, ctas: int, far: int, element_bytes: int = HALFWORD_BYTES
+) -> int:
+    """Count the bytes of the nodes that several CTAs combine, and of the ``far`` levels that each CTA has in
+    memory."""
+    return (node_slots(rows, row_tiles, columns, ctas, element_bytes) + far * ctas) * node_bytes(rows, columns)
+
+
+def tree_counter_ints(slots: int) -> int:
+    """Say how many counters a launch with few rows has, all of which are zero before and after it."""
+    return TICKETS + FAN_IN_LEVELS * slots
+
+
+def most_new_tokens(max_q_len: int, tokens: int, group: int) -> int:
+    """Return the new tokens of a request that a launch has room for, given the caller's bound of them.
+
+    No request has more than all ``tokens`` of the batch. The bound selects the kernel, so one tile of rows has room for
+    ``group`` heads of as many tokens as the bound allows.
+    """
+    return min(max_q_len, max(tokens, -(-ROWS // group)))
+
+
+def slot_rows(rows: int, latent: bool = False) -> int:
+    """Say how many rows a slot has: those of a tile, which MLA stores a whole warp's at a time."""
+    return min(-(-rows // WARP_ROWS) * WARP_ROWS if latent else rows, ROWS)
+
+
+def slot_bytes(rows: int, columns: int, latent: bool = False) -> int:
+    """Say how many bytes of scratch a partial of ``rows`` takes: output, and float32 statistics."""
+    return rows * (columns * (LATENT_PARTIAL_BYTES if latent else 4) + 4 * STATISTICS)
+
+
+def slot_count(
+    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool = False, by_cta_parts: bool = False
+) -> int:
+    """Count the slots for the partials of ``rows`` packed rows of each of ``kv_heads``, with ``columns`` of output and
+    at most ``capacity`` keys a request, on ``sms`` multiprocessors. ``by_cta_parts``: keys are cut into CTA parts, not
+    into chunks by each request's own length.
+
+    Slots for one request, and some for what is under way besides, are a must. More of them save looking whether they
+    are free.
+    """
+    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_cta_parts)
+    return max(needed, COMFORTABLE_BYTES // slot_bytes(slot_rows(rows, latent), columns, latent))
+
+
+def _needed_slots(
+    rows: int, kv_heads: int, columns: int, capacity: int, sms: int, latent: bool, by_cta_parts: bool
+) -> int:
+    row_tiles = kv_heads * -(-rows // ROWS)
+    if by_cta_parts:
+        return cta_part_slots(row_tiles, sms)
+    # Chunks of 16-bit keys are the shortest.
+    least = chunk_tokens(columns, latent) // (1 if latent else 2)
+    chunks = -(-max(capacity, 1) // least) + 1
+    if latent:
+        return min(chunks * row_tiles, max(LATENT_WORK_TILES, 2 * row_tiles)) + LATENT_UNDER_WAY * sms
+    return min(chunks, MAX_CHUNKS) * row_tiles + UNDER_WAY * sms
+
+
+def scratch_bytes(
+    rows: int,
+    kv_heads: int,
+    columns: int,
+    capacity: int,
+    sms: int,
+    latent: bool = False,
+    tiled: bool = False,
+    by_cta_parts: bool = False,
+) -> int:
+    """Say how many bytes of memory the partials of a launch need: ``rows`` packed rows of each of ``kv_heads``, and
+    ``capacity`` keys a request at most, on ``sms`` multiprocessors. ``tiled``: however many rows there are, they are in
+    tiles of few, each with a tree. ``by_cta_parts`` as in :func:`slot_count`.
+
+    What is enough for a launch is enough for smaller ones: so it is not that of a whole number of comfortable slots.
+    """
+    sizes = (columns, capacity, sms)
+    if latent:
+        tree = latent_tree_bytes(kv_heads * -(-rows // LATENT_SWAP_AB_ROWS) if tiled else kv_heads, *sizes)
+    else:
+        tree = tree_bytes(rows, kv_heads, *sizes, tiled)
+    if tiled:
+        return tree + ALIGNMENT
+    needed = _needed_slots(rows, kv_heads, columns, capacity, sms, latent, by_cta_parts)
+    partials = max(needed * slot_bytes(slot_rows(rows, latent), columns, latent), COMFORTABLE_BYTES)
+    return max(partials, tree) + ALIGNMENT
+
+
+def counter_ints(slots: int) -> int:
+    """Say how many counters a launch has, all zero before and after it."""
+    return TICKETS + SLOT_COUNTERS * slots
+
+
+def cta_part_slots(row_tiles: int, ctas: int) -> int:
+    """Count the slots of a launch that cuts keys into CTA parts: more than there are partials, and few enough for 128
+    heads and eight new tokens to need 30 MB."""
+    return 2 * row_tiles + LATENT_UNDER_WAY * ctas
+
+
+def cta_parts(row_tiles: int, ctas: int) -> int:
+    """Say how many CTA parts the keys of all requests are cut into, so that one for each row tile keeps as many of the
+    CTAs busy as can be, in one round or in more. A CTA part has two partials at most, and all find a slot."""
+    slots = cta_part_slots(row_tiles, ctas)
+    rounds = [k for k in range(1, MOST_CTA_PART_ROUNDS + 1) if k == 1 or k * ctas // row_tiles * row_tiles * 2 <= slots]
+    best = max(rounds, key=lambda k: k * ctas // row_tiles * row_tiles / (k * ctas))
+    return max(best * ctas // row_tiles, 1)

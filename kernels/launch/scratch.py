@@ -1,0 +1,74 @@
+"""Scratch for calls whose workspace has no room for it.
+
+FlashInfer asks for less memory than the decode kernels here in some shapes, so callers may bring too little. Launches
+that may run at the same time must not share scratch, and a CUDA graph keeps the address that it was captured with: so
+every stream has memory of its own, captured launches have other memory than the eager ones of their stream, and none of
+it is ever freed. An allocation in a capture is served from the memory of the graph and costs no replay anything; as
+long as it is kept, torch gives that memory to nobody else, not even after the graph is gone. Graphs that were captured
+on one stream share it: they must not be replayed at the same time.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+
+import torch
+
+from hopwell.kernels.launch.tickets import LEGACY_STREAM, PER_THREAD_STREAM, current_stream, is_capturing
+
+_log = logging.getLogger("hopwell")
+
+
+class OwnScratch:
+    """The memory of one device."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._of_stream: dict[tuple[int, bool], torch.Tensor] = {}
+        self._of_thread = threading.local()
+        self._kept: list[torch.Tensor] = []
+        self._sized_by: dict[int, str] = {}
+        self._lock = threading.Lock()
+
+    def tensor(self, size: int, sized_by: str) -> torch.Tensor:
+        """Return at least ``size`` bytes that a launch on the current stream may use. ``sized_by`` is the function that
+        tells callers the size of a workspace_buffer that is large enough."""
+        self._sized_by[size] = sized_by
+        stream = current_stream(self._device.index) if self._device.type == "cuda" else PER_THREAD_STREAM
+        key = (stream, stream != LEGACY_STREAM and self._device.type == "cuda" and is_capturing())
+        known = self._known_to_thread() if stream == PER_THREAD_STREAM else self._of_stream
+        found = known.get(key)
+        if found is None or found.numel() < size:
+            found = known[key] = self._allocated(size, sized_by)
+        return found
+
+    def address(self, size: int) -> int:
+        """Return the device address of the memory of a size that :meth:`tensor` was asked for before."""
+        return self.tensor(size, self._sized_by[size]).data_ptr()
+
+    def _known_to_thread(self) -> dict[tuple[int, bool], torch.Tensor]:
+        # The per-thread default stream and the emulator's launches have one handle, but each thread its own order.
+        if not hasattr(self._of_thread, "known"):
+            self._of_thread.known = {}
+        return self._of_thread.known
+
+    def _allocated(self, size: int, sized_by: str) -> torch.Tensor:
+        _log.warning(
+            "workspace_buffer is too small for decode scratch (%s bytes, see %s); allocated a private buffer for this "
+            "stream of %s",
+            f"{size:,}",
+            sized_by,
+            self._device,
+        )
+        fresh = torch.empty(size, dtype=torch.uint8, device=self._device)
+        with self._lock:
+            self._kept.append(fresh)
+        return fresh
+
+
+@functools.cache
+def own_scratch(device: torch.device) -> OwnScratch:
+    """Return the memory of ``device``."""
+    return OwnScratch(device)

@@ -1,0 +1,450 @@
+"""What decode with few rows has computed of a line's leaves, combined as a binary tree.
+
+Sums of floating-point numbers depend on their order. So that no result depends on which CTA computed which leaves, a
+line's leaves are combined as a tree in which every leaf has its place: the node at level k and index i is the combine
+of nodes 2 i and 2 i + 1 at level k - 1; where the line has no right one it is the left one alone. The last leaf's node
+rises to the root, and that is the result.
+
+Leaves are numbered from right to left of the keys; here left is the lower number. A CTA combines from left to right: a
+node waits at its level until the one to its right has come. What has to wait for a
+leaf that another CTA has is left in memory, at most two nodes of each level of a range.
+
+These are combined sixteen at a time, those of many columns four. A fan-in group has as many slots, one for each of so
+many subtrees of a line (see ``ranges.py``), or for fan-in groups of the fan-in level below; a node may fill several at
+once. Whoever fills the last one combines them, in the order of the tree, and fills a slot of the fan-in level above: so
+combining goes on beside all else, and after the last leaf of a line it takes one round to three, nodes of many columns
+up to five.
+
+A warpgroup holds a node in registers, each thread the same elements of every node, and writes it as it lies in them.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from hopwell.kernels.config.splitting import ALIGNMENT, TICKETS, fan_in_bits, node_bytes
+from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
+from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import (
+    DeviceStruct,
+    bit_length,
+    fma,
+    global_array,
+    global_pointer,
+    shared_array,
+    trailing_zeros,
+)
+from hopwell.kernels.parts.core.warp_mma import QUAD
+from hopwell.kernels.parts.partition.stream_k import StreamKTile
+
+VECTOR_BYTES = 16  # of what a thread moves at a time: four elements, or reference and sum of two rows
+COUNT_BITS = 8  # of a fan-in group's counter; those above say in which slots nodes begin
+NODES_AT_ONCE = 8  # that a warpgroup loads, while a thread has few vectors of each; half as many of larger ones
+FEW_VECTORS = 4
+PASS_VECTORS = 8  # of the output in a thread, at most: nodes of many columns are combined in passes over their columns
+
+
+@dataclass(frozen=True)
+class Node(DeviceStruct):
+    """A thread's part of a node, in registers. Those of the output are as :class:`ColumnFragment` has them: four at a
+    time belong to two rows by turns, and the next four to the next two."""
+
+    output: Any  # float32 in registers
+    reference: Any  # of each row, an exponent of 2; -inf without any key
+    total: Any  # of each row: the sum of exponentials of this warp's keys
+
+    @staticmethod
+    def of(output, tile_rows: int) -> "Node":
+        """Return a node whose output is in these registers; references and sums get new registers."""
+        return Node(output, *[cute.make_rmem_tensor(tile_rows // QUAD, Float32) for _ in range(2)])
+
+    @property
+    def rows(self) -> int:
+        return cute.size(self.reference)
+
+    def clear(self) -> None:
+        """Make this a node that has seen no keys."""
+        self.output.fill(0.0)
+        self.reference.fill(-Float32.inf)
+        self.total.fill(0.0)
+
+    def vectors(self) -> list:
+        """Return what this thread stores of the node: four elements at a time, then (references, sums) of two rows."""
+        vectors = [[self.output[i + c] for c in range(4)] for i in range(0, cute.size(self.output), 4)]
+        return vectors + [
+            [part[r + c] for part in (self.reference, self.total) for c in range(2)] for r in self._pairs()
+        ]
+
+    def assign(self, vectors: list) -> None:
+        for i, vector in enumerate(vectors[: cute.size(self.output) // 4]):
+            for c in range(4):
+                self.output[4 * i + c] = vector[c]
+        for r, (*references, first, second) in zip(self._pairs(), vectors[-self.rows // 2 :], strict=True):
+            self.reference[r], self.reference[r + 1] = references
+            self.total[r], self.total[r + 1] = first, second
+
+    def _pairs(self) -> range:
+        return range(0, self.rows, 2)
+
+    def add_left(self, vectors: list) -> None:
+        """Combine with the node to the left."""
+        self.assign(joined(vectors, self.vectors(), len(self._pairs())))
+
+
+@cute.jit
+def joined(left: list, right: list, pairs: cutlass.Constexpr[int], there=True) -> list:
+    """Return the combine of two nodes as :meth:`Node.vectors` has them, with ``pairs`` of rows; the left one where the
+    right one is not ``there``. Roundings are spelled out: the compiler would choose them anew for each copy of this
+    code."""
+    outputs = len(left) - pairs
+    statistics, weights = [], []
+    for p in cutlass.range_constexpr(pairs):
+        its, mine = left[outputs + p], right[outputs + p]
+        references, sums = [], []
+        for c in cutlass.range_constexpr(2):
+            largest = cute.arch.fmax(its[c], mine[c])
+            safe = Float32(0.0) if largest == -Float32.inf else largest
+            kept = cute.math.exp2(its[c] - safe, fastmath=True)
+            weight = cute.math.exp2(mine[c] - safe, fastmath=True)
+            total = fma(weight, mine[2 + c], kept * its[2 + c])
+            references.append(largest if there else its[c])
+            sums.append(total if there else its[2 + c])
+            weights.append((kept, weight))
+        statistics.append([*references, *sums])
+    output = []
+    for i in cutlass.range_constexpr(outputs):
+        vector = []
+        for c in cutlass.range_constexpr(4):
+            kept, weight = weights[2 * (i % pairs) + c % 2]
+            value = fma(weight, right[i][c], kept * left[i][c])
+            vector.append(value if there else left[i][c])
+        output.append(vector)
+    return output + statistics
+
+
+@dataclass(frozen=True)
+class LeftNodes(DeviceStruct):
+    """The nodes that a CTA has left of a segment: lane i of each warp knows the i-th."""
+
+    count: Int32
+    level: Int32
+    leaf: Int32  # the first one, in the line
+
+    @staticmethod
+    def none() -> "LeftNodes":
+        return LeftNodes(Int32(0), Int32(0), Int32(0))
+
+    @cute.jit
+    def plus(self, level, leaf) -> "LeftNodes":
+        mine = cute.arch.lane_idx() == self.count
+        return LeftNodes(self.count + 1, level if mine else self.level, leaf if mine else self.leaf)
+
+
+@dataclass(frozen=True)
+class FanInGroup(DeviceStruct):
+    """Neighbouring nodes in memory that are combined at a time: 2^bits slots, or fewer at the end of a line."""
+
+    line: StreamKTile  # a segment of it
+    fan_in_level: Int32
+    first: Int32  # subtree
+    bits: int
+
+    @staticmethod
+    def around(line: StreamKTile, fan_in_level, subtree, bits: int) -> "FanInGroup":
+        shift = bits * (fan_in_level + 1)
+        return FanInGroup(line, fan_in_level, (subtree >> shift) << shift, bits)
+
+    @property
+    def slots(self):
+        """Say how many slots the fan-in group has."""
+        return cutlass.min(((self.subtrees - 1 - self.first) >> (self.bits * self.fan_in_level)) + 1, 1 << self.bits)
+
+    @property
+    def subtrees(self):
+        """Say how many subtrees the line has."""
+        return ((self.line.leaves - 1) >> self.line.shift) + 1
+
+    @property
+    def is_output_tile(self):
+        """Tell whether the fan-in group is all of the line."""
+        return (self.first == 0) & (self.subtrees <= (Int32(1) << (self.bits * (self.fan_in_level + 1))))
+
+    def slot_of(self, subtree):
+        return (subtree - self.first) >> (self.bits * self.fan_in_level)
+
+    def block_of(self, slot):
+        return self.first + (slot << (self.bits * self.fan_in_level))
+
+    def above(self) -> "FanInGroup":
+        return FanInGroup.around(self.line, self.fan_in_level + 1, self.first, self.bits)
+
+
+@dataclass(frozen=True)
+class Tree(DeviceStruct):
+    """Where nodes lie, and how they are combined into larger ones. Called by whole warpgroups."""
+
+    shared: Int32  # address of the first level, or of where nodes are handed over
+    results: Int32  # shared address of what a count has found, for every lane of a warp
+    scratch: Int64
+    counters: Int64  # address of those of fan-in groups
+    geometry: DecodeGeometry
+    smem_levels: int  # of the tree that are in shared memory, or the first one in registers
+    rows: int  # of a tile
+    columns: int
+    held: Node | None = None  # the first level in registers
+
+    @staticmethod
+    def create(a: Addresses, g: DecodeGeometry, shared, results, *sizes: int) -> "Tree":
+        """Make the tree; ``sizes`` are the levels that are near, rows, and columns."""
+        aligned = (a.scratch + (ALIGNMENT - 1)) & -ALIGNMENT
+        return Tree(shared, results, aligned, a.tickets + 4 * TICKETS, g, *sizes)
+
+    @property
+    def _node_bytes(self) -> int:
+        return node_bytes(self.rows, self.columns)
+
+    @property
+    def _fan_in_bits(self) -> int:
+        return fan_in_bits(self.columns)
+
+    @property
+    def thread(self):
+        return cute.arch.thread_idx()[0] % WARPGROUP
+
+    # A thread's vectors of a node: those of the output side by side with those of other threads; references and sums,
+    # which the lanes with the same rows all know, once for each warp.
+
+    def _vectors(self) -> int:
+        """Say how many vectors of the output a thread has."""
+        return (self._node_bytes - self._pairs * VECTOR_BYTES * QUAD * WARPS) // (WARPGROUP * VECTOR_BYTES)
+
+    @property
+    def _pairs(self) -> int:
+        """Say how many pairs of rows a lane has."""
+        return self.rows // (2 * QUAD)
+
+    def _places(self) -> list:
+        """Return where each vector of a thread lies, in bytes from the beginning of a node."""
+        output = [(j * WARPGROUP + self.thread) * VECTOR_BYTES for j in range(self._vectors())]
+        first = self._vectors() * WARPGROUP * VECTOR_BYTES
+        in_warp = self.thread // LANES * QUAD + self.thread % QUAD
+        return output + [first + (p * WARPS * QUAD + in_warp) * VECTOR_BYTES for p in range(self._pairs)]
+
+    @cute.jit
+    def _load_shared(self, address) -> list:
+        return [copy.load_shared(address + place, 4, Float32) for place in self._places()]
+
+    @cute.jit
+    def _load(self, address, outputs: cutlass.Constexpr[range | None] = None) -> list:
+        """Load what this thread has of a node in memory, or of its output only the vectors ``outputs``."""
+        places = self._places()
+        if cutlass.const_expr(outputs is not None):
+            places = [places[j] for j in outputs] + places[self._vectors() :]
+        return [copy.load_global(address + place, 4, Float32) for place in places]
+
+    @cute.jit
+    def _store(self, address, vectors: list, store: cutlass.Constexpr) -> None:
+        """Write a node with ``store``, which is copy.store_shared or copy.store_global."""
+        places = self._places()
+        for j in cutlass.range_constexpr(self._vectors()):
+            store(address + places[j], vectors[j])
+        # Other lanes have loaded what was there, and will load what the first ones store.
+        cute.arch.sync_warp()
+        if cute.arch.lane_idx() < QUAD:
+            for j in cutlass.range_constexpr(self._vectors(), len(places)):
+                store(address + places[j], vectors[j])
+        cute.arch.sync_warp()
+
+    def _node(self, slot):
+        """Return the address of a node in memory."""
+        return self.scratch + Int64(slot) * self._node_bytes
+
+    def _slot(self, line: StreamKTile, subtree):
+        """Return the slot of the node that begins with a subtree of the line. Where a line ends within a subtree, the
+        next line begins in the same place of the head list."""
+        place = (line.output_tile_start + (subtree << line.shift)) >> line.shift
+        return line.first_slot + 2 * place + (subtree == 0).to(Int32)
+
+    def _gmem_level(self, level):
+        """Return the address of a far level of this CTA's: one that has no place in shared memory."""
+        place = cute.arch.block_idx()[0] * Int32(self.geometry.gmem_levels) + level - self.smem_levels
+        return self._node(Int32(self.geometry.slots) + place)
+
+    def _smem_level(self, level) -> list:
+        """Return the node that waits at a near level: in shared memory or registers."""
+        return self._load_shared(self.shared + level * self._node_bytes) if self.held is None else self.held.vectors()
+
+    def _keep_in_smem(self, node: Node, level) -> None:
+        if self.held is None:
+            self._store(self.shared + level * self._node_bytes, node.vectors(), copy.store_shared)
+        else:
+            self.held.assign(node.vectors())
+
+    @cute.jit
+    def _add_waiting(self, node: Node, level) -> None:
+        if level < self.smem_levels:
+            node.add_left(self._smem_level(level))
+        else:
+            node.add_left(self._load(self._gmem_level(level)))
+
+    def hand_over(self, node: Node) -> None:
+        """Put a node into shared memory for :meth:`take` of another warpgroup."""
+        self._store(self.shared, node.vectors(), copy.store_shared)
+
+    def take(self, node: Node) -> None:
+        node.assign(self._load_shared(self.shared))
+
+    @cute.jit
+    def wait(self, node: Node, level) -> None:
+        """Let a node wait at its level for the one to its right."""
+        if level < self.smem_levels:
+            self._keep_in_smem(node, level)
+        else:
+            self._store(self._gmem_level(level), node.vectors(), copy.store_global)
+
+    @cute.jit
+    def leave(self, node: Node, line: StreamKTile, leaf) -> None:
+        """Leave a node in memory, which begins with ``leaf`` of the line."""
+        self._store(self._node(self._slot(line, leaf >> line.shift)), node.vectors(), copy.store_global)
+
+    @cute.jit
+    def leave_waiting(self, line: StreamKTile, leaf, end, left: LeftNodes) -> LeftNodes:
+        """Leave all nodes that wait, those of leaves [leaf, end). Returns all that have been left."""
+        while leaf < end:
+            level = bit_length(end - leaf) - 1
+            target = self._node(self._slot(line, leaf >> line.shift))
+            if level < self.smem_levels:
+                self._store(target, self._smem_level(level), copy.store_global)
+            else:
+                self._store(target, self._load(self._gmem_level(level)), copy.store_global)
+            left = left.plus(level, leaf)
+            leaf += Int32(1) << level
+        return left
+
+    @cute.jit
+    def rise(self, node: Node, leaf, begin, leaves):
+        """Combine the node of a leaf with those to its left that wait, as far as it goes: up to where it has to wait
+        itself, or to where what it needs is of leaves before ``begin``, another CTA's, or to the root. Returns the
+        (level, index) that it has then."""
+        level, index, ends_line = Int32(0), leaf, leaf + 1 >= leaves
+        rises = index >= 0
+        while rises:
+            is_right = (index & 1) != 0
+            joins = is_right & (((index - 1) << level) >= begin)
+            if joins:
+                self._add_waiting(node, level)
+            rises = joins | (ends_line & (index != 0) & ((index & 1) == 0))
+            if rises:
+                level += 1
+                index >>= 1
+        return level, index
+
+    @cute.jit
+    def combine(self, node: Node, line: StreamKTile, left: LeftNodes, meet: cutlass.Constexpr):
+        """Count what this CTA has left of a segment, visibly to this warpgroup, and combine what nothing else is
+        missing of; whether ``node`` is the root then. With ``meet`` the warpgroup meets."""
+        meet()  # all have read the results of the last combine
+        if self.thread < LANES:
+            found = Int32(0)
+            if self.thread < left.count:
+                level = left.level - line.shift
+                fan_in_level = level // self._fan_in_bits
+                fan_in_group = FanInGroup.around(line, fan_in_level, left.leaf >> line.shift, self._fan_in_bits)
+                found = self._fill(
+                    fan_in_group, left.leaf >> line.shift, Int32(1) << (level - self._fan_in_bits * fan_in_level)
+                )
+            shared_array(Int32, self.results)[self.thread] = found
+        meet()
+        mine = shared_array(Int32, self.results)[cute.arch.lane_idx()]
+        full = cute.arch.vote_ballot_sync(mine != 0).to(Int32)
+        is_root = full != full
+        while full != 0:
+            lane = trailing_zeros(full)
+            full &= full - 1
+            level, leaf = cute.arch.shuffle_sync(left.level, lane), cute.arch.shuffle_sync(left.leaf, lane)
+            fan_in_level = (level - line.shift) // self._fan_in_bits
+            fan_in_group = FanInGroup.around(line, fan_in_level, leaf >> line.shift, self._fan_in_bits)
+            there = cute.arch.shuffle_sync(mine, lane)
+            while there != 0:
+                node.assign(self._combined(fan_in_group, there))
+                there = Int32(0)
+                if fan_in_group.is_output_tile:
+                    is_root = fan_in_group.fan_in_level >= 0
+                else:
+                    self.leave(node, line, fan_in_group.first << line.shift)
+                    subtree, fan_in_group = fan_in_group.first, fan_in_group.above()
+                    meet()
+                    if self.thread == 0:
+                        shared_array(Int32, self.results)[LANES] = self._fill(fan_in_group, subtree, Int32(1))
+                    meet()
+                    there = shared_array(Int32, self.results)[LANES]
+        return is_root
+
+    @cute.jit
+    def _fill(self, fan_in_group: FanInGroup, subtree, slots):
+        """Count a node from ``subtree`` on that fills so many slots of a fan-in group. When nothing is missing now,
+        what all others have left is visible, and a bit for each slot in which a node begins is returned, else 0."""
+        slot, of_fan_in_group = fan_in_group.slot_of(subtree), fan_in_group.slots
+        filled = cutlass.min(slots, of_fan_in_group - slot) + (Int32(1) << (slot + COUNT_BITS))
+        place = fan_in_group.fan_in_level * Int32(self.geometry.slots) + self._slot(
+            fan_in_group.line, fan_in_group.first
+        )
+        counter = self.counters + 4 * Int64(place)
+        filled += cute.arch.atomic_add(global_pointer(Int32, counter), filled, sem="acq_rel", scope="gpu")
+        found = Int32(0)
+        if (filled & ((1 << COUNT_BITS) - 1)) == of_fan_in_group:
+            global_array(Int32, counter)[0] = 0
+            found = filled >> COUNT_BITS
+        return found
+
+    def _combined(self, fan_in_group: FanInGroup, there) -> list:
+        """Return the combine of a fan-in group's nodes; ``there`` has a bit for each slot in which one begins. The
+        first one's does, and of two equal parts of a fan-in group the left one's first does where the right one's
+        does."""
+        passes = []
+        for first in range(0, self._vectors(), PASS_VECTORS):
+            vectors = range(first, min(first + PASS_VECTORS, self._vectors()))
+            at_once = NODES_AT_ONCE if len(vectors) + self._pairs <= FEW_VECTORS else NODES_AT_ONCE // 2
+            passes.append(self._of_slots(fan_in_group, there, 0, 1 << fan_in_group.bits, at_once, vectors))
+        return side_by_side(passes, self._pairs)
+
+    def _of_slots(self, fan_in_group: FanInGroup, there, first: int, count: int, at_once: int, vectors: range) -> list:
+        """Combine these ``vectors`` of ``count`` slots from ``first`` on, and load ``at_once`` slots at a time."""
+        if count > at_once:
+            half = count // 2
+            left = self._of_slots(fan_in_group, there, first, half, at_once, vectors)
+            return self._with_right(left, fan_in_group, there, first + half, half, at_once, vectors)
+        subtrees = [_subtree_of(fan_in_group, there, first + i) for i in range(count)]
+        nodes = [self._load(self._node(self._slot(fan_in_group.line, subtree)), vectors) for subtree in subtrees]
+        step = 1
+        while step < count:
+            for i in range(0, count, 2 * step):
+                nodes[i] = joined(nodes[i], nodes[i + step], self._pairs, _has(there, first + i + step))
+            step *= 2
+        return nodes[0]
+
+    @cute.jit
+    def _with_right(self, left: list, fan_in_group: FanInGroup, there, first, count, at_once, vectors) -> list:
+        result = left
+        if _has(there, first):
+            result = joined(left, self._of_slots(fan_in_group, there, first, count, at_once, vectors), self._pairs)
+        return result
+
+
+def side_by_side(passes: list[list], pairs: int) -> list:
+    """Return the node whose parts are ``passes``, each of which has the statistics of ``pairs`` of rows at its end."""
+    return [vector for vectors in passes for vector in vectors[:-pairs]] + passes[-1][-pairs:]
+
+
+def _has(there, slot: int):
+    return ((there >> slot) & 1) != 0
+
+
+@cute.jit
+def _subtree_of(fan_in_group: FanInGroup, there, slot: cutlass.Constexpr[int]):
+    """Return the subtree of a slot, or of the first one, which is always there."""
+    return fan_in_group.block_of(Int32(slot) if _has(there, slot) else Int32(0))

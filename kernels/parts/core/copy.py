@@ -1,0 +1,323 @@
+"""Moving data: TMA boxes, swizzled shared memory, 16-byte accesses and packing. They are one source for every arch that
+has TMA."""
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, Int64, Uint16, Uint32, const_expr
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import cute_nvgpu
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.parts.core.device import shared_address
+
+VECTOR_BYTES = 16  # what one lane moves at a time between shared memory, registers and global memory
+SWIZZLE_ROW_BYTES = 128  # a row of the 128-byte swizzle: its vectors are permuted by the row number mod 8
+ATOM_ROWS = 8  # of a swizzle atom: the permutation repeats after them, in the swizzles of 64 and 32 bytes as well
+SWIZZLE_ATOM_BYTES = ATOM_ROWS * SWIZZLE_ROW_BYTES  # tiles are aligned to this
+# Upper halves of the cache policies that createpolicy.fractional gives, as CUTLASS has them in TMA::CacheHintSm90.
+EVICT_NORMAL, EVICT_FIRST = 0x10000000, 0x12F00000
+VECTORS_PER_ROW = SWIZZLE_ROW_BYTES // VECTOR_BYTES
+
+
+_ATOMS = {
+    128: warpgroup.SmemLayoutAtomKind.K_SW128,
+    64: warpgroup.SmemLayoutAtomKind.K_SW64,
+    32: warpgroup.SmemLayoutAtomKind.K_SW32,
+}
+
+
+def swizzled_layout(dtype, rows: int, columns: int, stages: int | None = None, *, columns_first: bool = False):
+    """Shared-memory layout with the 128-byte swizzle, made of atoms of 8 rows by 64 16-bit columns; rows of 64 or 32
+    bytes have the swizzle of as many, so that they leave nothing empty.
+
+    Atoms lie row after row, so that a column block is [rows, 128 bytes], or, ``columns_first``, all column blocks of 8
+    rows lie together, so that 8 rows are one partial of memory.
+    """
+    atom = warpgroup.make_smem_layout_atom(_ATOMS[row_bytes(columns * dtype.width // 16)], dtype)
+    shape = (rows, columns) if stages is None else (rows, columns, stages)
+    order = (1, 0, 2) if const_expr(columns_first) else (0, 1, 2)
+    return cute.tile_to_shape(atom, shape, order[: len(shape)])
+
+
+def row_bytes(columns: int) -> int:
+    """Return the bytes of a row of a column block in a stage of :func:`swizzled_layout` with so many 16-bit columns."""
+    return min(HALFWORD_BYTES * columns, SWIZZLE_ROW_BYTES)
+
+
+def column_blocks(columns: int) -> int:
+    """Say how many column blocks so many 16-bit columns are."""
+    return max(columns // BLOCK_COLUMNS, 1)
+
+
+def block_row(row, block, rows: int, columns: int, columns_first: bool):
+    """Return where row ``row`` of column block ``block`` lies in a stage of :func:`swizzled_layout`, in
+    :func:`row_bytes`."""
+    if const_expr(columns_first):
+        return (row // ATOM_ROWS * column_blocks(columns) + block) * ATOM_ROWS + row % ATOM_ROWS
+    return block * rows + row
+
+
+def tile_vector(stage, row, vector, rows: int, columns: int, columns_first: bool):
+    """Return the address of a row's vector in a stage of :func:`swizzled_layout`; ``columns`` counts
+    halfwords."""
+    block, place = vector // VECTORS_PER_ROW, vector % VECTORS_PER_ROW
+    # Where a row lies, it has the same number modulo the swizzle's period as in the tile.
+    return swizzled_vector(stage, block_row(row, block, rows, columns, columns_first), place)
+
+
+@dsl_user_op
+def tma_descriptor(atom, *, loc=None, ip=None):
+    """Return the address of the descriptor that a TMA copy atom carries in the kernel's parameters."""
+    executable = cute_nvgpu.atom_make_exec_tma(atom._trait.value, loc=loc, ip=ip)
+    pointer = ir.Type.parse("!cute.ptr<!cute_nvgpu.tma_descriptor_tiled, generic, align<128>>")
+    return cute_nvgpu.get_tma_desc_addr(pointer, executable, loc=loc, ip=ip)
+
+
+@dsl_user_op
+def tma_load(descriptor, destination, barrier, coordinates, policy=None, *, loc=None, ip=None) -> None:
+    """Load one TMA box into shared memory, which completes on ``barrier`` by bytes. Issued by every active lane.
+
+    ``policy`` is EVICT_NORMAL, or EVICT_FIRST for what is first to leave the L2 cache; None as the former.
+    """
+    operands = ", ".join(f"{{$r{3 + i}}}" for i in range(len(coordinates)))
+    hint, value = (".L2::cache_hint", f", {{$r{3 + len(coordinates)}}}") if policy is not None else ("", "")
+    cute.arch.inline_ptx(
+        f"cp.async.bulk.tensor.{len(coordinates)}d.shared::cluster.global.tile.mbarrier::complete_tx::bytes{hint} "
+        f"[{{$r0}}], [{{$r1}}, {{{operands}}}], [{{$r2}}]{value};",
+        read_only_args=[
+            Int32(destination),
+            descriptor.toint(loc=loc, ip=ip),
+            shared_address(barrier),
+            *(Int32(c) for c in coordinates),
+            *([Int64(policy) << 32] if policy is not None else []),
+        ],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def async_copy_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
+    """Issue a cp.async of 16 bytes from global to shared memory, or of 16 zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[destination, source, wanted.to(Int32) * VECTOR_BYTES],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def async_word_or_zero(destination, source, wanted, *, loc=None, ip=None) -> None:
+    """Issue a cp.async of 4 bytes from global to shared memory, or of 4 zeros."""
+    cute.arch.inline_ptx(
+        "cp.async.ca.shared.global [{$r0}], [{$r1}], 4, {$r2};",
+        read_only_args=[destination, source, 4 if wanted is True else wanted.to(Int32) * 4],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_shared_zero(address, *, loc=None, ip=None) -> None:
+    """Store 16 bytes of zeros in shared memory."""
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r1}, {$r1}, {$r1}};", read_only_args=[address, Int32(0)], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def store_matrix_x4(address, words, *, loc=None, ip=None) -> None:
+    """Store four 8x8 matrices of 16-bit elements (stmatrix); lane l gives the address of row l % 8 of matrix l // 8."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def load_matrix_x4(address, transposes: bool = False, *, loc=None, ip=None) -> list:
+    """Load four 8x8 matrices of 16-bit elements (ldmatrix); lane l gives the address of row l % 8 of matrix l // 8."""
+    kind = "trans.shared" if transposes else "shared"
+    return cute.arch.inline_ptx(
+        f"ldmatrix.sync.aligned.m8n8.x4.{kind}.b16 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, [{{$r0}}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def swizzled_vector(rows, row, vector, size: int = SWIZZLE_ROW_BYTES):
+    """Return the address of a vector of a row of ``size`` bytes: vectors are permuted so that no access pattern
+    meets a conflict."""
+    return rows + row * size + permuted(row, vector, size) * VECTOR_BYTES
+
+
+def permuted(row, vector, size: int = SWIZZLE_ROW_BYTES):
+    """Return where a vector lies in its row of ``size`` bytes: the hardware permutes by the number of the 128 bytes
+    that the row is in."""
+    shift = (SWIZZLE_ROW_BYTES // size).bit_length() - 1
+    swizzle_row = row >> shift if const_expr(shift > 0) else row
+    return vector ^ (swizzle_row & (size // VECTOR_BYTES - 1))
+
+
+@dsl_user_op
+def load_shared(address, count: int, dtype=Uint32, *, loc=None, ip=None):
+    """Load one, two or four words from shared memory, as a list."""
+    operands = ", ".join(f"{{$w{i}}}" for i in range(count))
+    vector, operands = (f".v{count}", f"{{{operands}}}") if count > 1 else ("", operands)
+    words = cute.arch.inline_ptx(
+        f"ld.shared{vector}.b32 {operands}, [{{$r0}}];",
+        write_only_types=[dtype] * count,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+    return words if count > 1 else [words]
+
+
+@dsl_user_op
+def load_bytes(address, count: int, *, loc=None, ip=None):
+    """Load one, two or four bytes from shared memory, as the lowest ones of a word."""
+    return cute.arch.inline_ptx(
+        f"ld.shared.u{8 * count} {{$w0}}, [{{$r0}}];",
+        write_only_types=[Uint32],
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_shared(address, words, *, loc=None, ip=None) -> None:
+    """Store one, two or four words in shared memory."""
+    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
+    vector, operands = (f".v{len(words)}", f"{{{operands}}}") if len(words) > 1 else ("", operands)
+    cute.arch.inline_ptx(
+        f"st.shared{vector}.b32 [{{$r0}}], {operands};", read_only_args=[address, *words], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def store_global(address, words, *, loc=None, ip=None) -> None:
+    """Store two or four words in global memory."""
+    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
+    cute.arch.inline_ptx(
+        f"st.global.v{len(words)}.b32 [{{$r0}}], {{{operands}}};", read_only_args=[address, *words], loc=loc, ip=ip
+    )
+
+
+@dsl_user_op
+def store_element(kind, address, word, *, loc=None, ip=None) -> None:
+    """Store one element of ``kind``, b16 or b32."""
+    cute.arch.inline_ptx(f"st.global.{kind} [{{$r0}}], {{$r1}};", read_only_args=[address, word], loc=loc, ip=ip)
+
+
+@dsl_user_op
+def pack_x2(dtype, low, high, *, loc=None, ip=None):
+    """Round two float32 values to nearest even and pack them into 32 bits."""
+    name = {BFloat16: "bf16x2", Float16: "f16x2"}[dtype]
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{name}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def pack_e4m3_x2(low, high, *, loc=None, ip=None):
+    """Round two float32 values to nearest even, or to the largest finite value, and pack them into 16 bits."""
+    return cute.arch.inline_ptx(
+        "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};",
+        write_only_types=[Uint16],
+        read_only_args=[low, high],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def pack_e4m3_x4(values, *, loc=None, ip=None):
+    """Round four float32 values to nearest even, or to the largest finite value, and pack them into 32 bits."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
+        "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",
+        write_only_types=[Uint32],
+        read_only_args=list(values),
+        loc=loc,
+        ip=ip,
+    )
+
+
+def store_rounded(address, values, dtype) -> None:
+    """Store an even number of float32 values as adjacent elements of ``dtype``, two at a time."""
+    for i in range(0, len(values), 2):
+        if dtype is Float8E4M3FN:
+            store_element("b16", address + i, pack_e4m3_x2(values[i], values[i + 1]))
+        else:
+            store_element("b32", address + 2 * i, pack_x2(dtype, values[i], values[i + 1]))
+
+
+QUAD = 4  # lanes that hold a row of accumulators
+CORE_MATRIX_ROWS = 8  # elements of 16 bits that a lane stores and loads at a time
+
+
+@cute.jit
+def transpose_quad(words) -> list:
+    """Transpose four words of each lane of a quad: lane q gets word q of every lane, in the order of the lanes."""
+    lane = cute.arch.lane_idx()
+    odd, upper = lane % 2 == 1, lane % QUAD >= 2
+    sent = [words[0] if odd else words[1], words[2] if odd else words[3]]
+    kept = [words[1] if odd else words[0], words[3] if odd else words[2]]
+    came = [cute.arch.shuffle_sync_bfly(word, offset=1) for word in sent]
+    pairs = [(came[i] if odd else kept[i], kept[i] if odd else came[i]) for i in range(2)]
+    sent = [pairs[0][i] if upper else pairs[1][i] for i in range(2)]
+    kept = [pairs[1][i] if upper else pairs[0][i] for i in range(2)]
+    came = [cute.arch.shuffle_sync_bfly(word, offset=2) for word in sent]
+    first = [came[i] if upper else kept[i] for i in range(2)]
+    return [*first, *[kept[i] if upper else came[i] for i in range(2)]]
+
+
+@dsl_user_op
+def unpack_f16_x2(word, *, loc=None, ip=None):
+    """Return (low, high) of a word of two float16 as float32."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 a, b; mov.b32 {a, b}, {$r0}; cvt.f32.f16 {$w0}, a; cvt.f32.f16 {$w1}, b; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def unpack_bf16_x2(word, *, loc=None, ip=None):
+    """Return (low, high) of a word of two bfloat16 as float32."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 half; shl.b32 half, {$r0}, 16; mov.b32 {$w0}, half; "
+        "and.b32 half, {$r0}, 0xffff0000; mov.b32 {$w1}, half; }",
+        write_only_types=[Float32, Float32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def load_global(address, count: int, dtype=Float32, *, loc=None, ip=None):
+    """Load two or four words that another SM may have written: past the L1 cache, which does not know of that."""
+    operands = ", ".join(f"{{$w{i}}}" for i in range(count))
+    return cute.arch.inline_ptx(
+        f"ld.global.cg.v{count}.b32 {{{operands}}}, [{{$r0}}];",
+        write_only_types=[dtype] * count,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )

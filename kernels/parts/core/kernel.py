@@ -1,0 +1,314 @@
+"""What the kernels of all architectures have in common: tiles in shared memory, their edges, the warps that load."""
+
+from collections import namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import cuda.bindings.driver as cuda
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import cpasync
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS, WORK_STAGES, KernelConfig, KvFetch
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import LANES, WARPGROUP
+from hopwell.kernels.launch.arguments import Addresses
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.copy import ATOM_ROWS
+from hopwell.kernels.parts.core.device import DeviceStruct, global_pointer, shared_address
+from hopwell.kernels.parts.core.pipeline import Edge, barrier_count, create_rings
+from hopwell.kernels.parts.load.kv_rows import PageRows, TopkRows
+from hopwell.kernels.parts.load.kv_source import ContiguousBoxes, KvOperand, KvSource, PageBoxes, PageColumnBoxes
+from hopwell.kernels.parts.partition.tiles import WorkQueue, WorkTile
+
+DTYPES = {
+    "nvfp4": cutlass.Float4E2M1FN,
+    "e4m3": cutlass.Float8E4M3FN,
+    "bf16": cutlass.BFloat16,
+    "fp16": cutlass.Float16,
+}
+SOURCES = {
+    KvFetch.CONTIGUOUS: ContiguousBoxes,
+    KvFetch.PAGE_BOXES: PageBoxes,
+    KvFetch.PAGE_ROWS: PageRows,
+    KvFetch.TOPK_ROWS: TopkRows,
+}
+LOADERS = 2  # warps that load K and V
+
+
+@dataclass
+class SharedTiles(DeviceStruct):
+    """Tiles in shared memory: Q [query rows, dim, stages], K and V [tile.n, dim, stages], staging for the output."""
+
+    q: Any
+    k: Any
+    v: Any
+    staging: Any
+    loaded: tuple  # K and V as they are in memory: the tiles above, but where they are converted
+    scales: tuple  # of blocks of K and of V beside their tiles, where loaders copy them
+
+
+class AttentionKernel:
+    """Warps of their own load tiles of Q, K and V for those that multiply them."""
+
+    work_tile: type[WorkTile] = WorkTile  # what the scheduler publishes
+    work_stages = WORK_STAGES
+    staging_bytes = 0  # shared memory of each warp that stores, for itself
+    step_tiles = 1  # K and V tiles of a step
+
+    def __init__(self, config: KernelConfig):
+        self.config = config
+        self.tile = config.tile
+        self.dtype, self.out_dtype = DTYPES[config.dtype], DTYPES[config.out_dtype]
+        # What TMA moves: elements of 8 bits travel two by two, as 16-bit ones of half as many columns.
+        self.word = self.dtype if self.dtype.width == 16 else cutlass.BFloat16
+        self.source = self.kv_source()
+        self.edges = self._edges()
+        if self.shared_bytes > config.most_shared_bytes:
+            raise ValueError(
+                f"{config.name} needs {self.shared_bytes} bytes of shared memory, {config.most_shared_bytes} are there"
+            )
+
+    def kv_source(self) -> type[KvSource]:
+        """Choose how tiles of K and V get into shared memory."""
+        c = self.config
+        boxes_of_columns = c.kv_fetch is KvFetch.PAGE_BOXES and c.columns != c.kv_dims
+        return PageColumnBoxes if boxes_of_columns else SOURCES[c.kv_fetch]
+
+    @property
+    def shared_bytes(self) -> int:
+        """Count the bytes of shared memory of a CTA: the stages of every edge, staging for the output, barriers."""
+        stages = sum(edge.stages * edge.stage_bytes for edge in self.edges)
+        return stages + self.storing_warps * self.staging_bytes + 8 * self._barriers
+
+    @property
+    def _barriers(self) -> int:
+        return barrier_count(self.edges) + LOADERS  # one more each, for tiles that need zeroed rows
+
+    @property
+    def q_rows(self) -> int:
+        """Say how many query rows a stage of Q has."""
+        return self.tile.m
+
+    @property
+    def q_box_rows(self) -> int:
+        """Say how many rows a TMA box of Q has."""
+        return self.q_rows
+
+    @property
+    def storing_warps(self) -> int:
+        """Say how many warps write results."""
+        raise NotImplementedError
+
+    def _edges(self) -> tuple[Edge, ...]:
+        """Return the edges Q, K, V and work, and whatever other edges a kernel has."""
+        raise NotImplementedError
+
+    @property
+    def scale_bytes(self) -> tuple[int, int]:
+        """Count the bytes of the scales of blocks that loaders copy beside a tile of K, and of V."""
+        c, tile = self.config, self.tile
+        if not c.copies_scales:
+            return 0, 0
+        return tile.n * c.kv_element.scales_of(c.head_dim_qk), tile.n * c.kv_element.scales_of(c.head_dim_v)
+
+    def kv_arrivals(self, is_value: bool) -> dict[str, Any]:
+        """Say how the edge of K or V differs where lanes copy rows."""
+        return dict(producer_lanes=LANES, consumer_fences=True) if issubclass(self.source, PageRows) else {}
+
+    def _kv_edges(self, consumer: str, warps: int) -> list[Edge]:
+        """Return the edges of K and V, which ``warps`` warps of the role ``consumer`` read."""
+        t, c = self.tile, self.config
+        sizes = [
+            t.n * columns * HALFWORD_BYTES + scales
+            for columns, scales in zip(c.stage_columns, self.scale_bytes, strict=True)
+        ]
+        return [
+            Edge(name, loader, consumer, stages, 1, warps, size, **self.kv_arrivals(name == "V"))
+            for name, loader, stages, size in zip("KV", ("load_k", "load_v"), t.loaded_stages, sizes, strict=True)
+        ]
+
+    def _work_edge(self, warps: int) -> Edge:
+        """Return the work queue's edge, which leads from the scheduler to ``warps`` other warps."""
+        size = work_queue_stride(self.work_tile.INTS) * 4
+        return Edge("work", "schedule", "all others", self.work_stages, 1, warps, size, consumer_lanes=LANES)
+
+    def _kv_atom(self, address, head_dim, heads, sizes, strides):
+        """Return the TMA atom that the KV source issues, or None where it issues none."""
+        (pages, rows), (page, head, row) = sizes, strides
+        if const_expr(self.source is ContiguousBoxes):
+            return self._row_boxes(address, (rows, head_dim, heads), (row, head), self.tile.n)
+        if const_expr(issubclass(self.source, PageRows)):
+            return None
+        slots = pages * (page // head)
+        if const_expr(self.source is PageColumnBoxes):
+            return self._row_boxes(address, (rows, head_dim, slots), (row, head), self.config.box_rows)
+        blocks, core_matrices = head_dim // BLOCK_COLUMNS, self.config.box_rows // ATOM_ROWS
+        row, head = cute.assume(row, divby=8), cute.assume(head, divby=8)
+        columns, steps = ((BLOCK_COLUMNS, blocks), (1, BLOCK_COLUMNS)) if blocks > 1 else (head_dim, 1)
+        shape = ((ATOM_ROWS, Int32(rows) // ATOM_ROWS), columns, Int32(slots))
+        layout = cute.make_layout(shape, stride=((row, ATOM_ROWS * row), steps, head))
+        box = copy.swizzled_layout(self.word, self.config.box_rows, head_dim, columns_first=True)
+        return self._tma_atom(address, layout, box, ((ATOM_ROWS, core_matrices), columns))
+
+    def _row_boxes(self, address, shape, strides, box_rows):
+        """Make TMA boxes of box_rows x 64 columns over [rows, head_dim, heads]; strides (row, head) in elements."""
+        rows, head_dim, heads = shape
+        row, head = (cute.assume(stride, divby=8) for stride in strides)
+        layout = cute.make_layout((Int32(rows), head_dim, Int32(heads)), stride=(row, 1, head))
+        box = copy.swizzled_layout(self.word, box_rows, BLOCK_COLUMNS)
+        return self._tma_atom(address, layout, box, (box_rows, BLOCK_COLUMNS))
+
+    def _tma_atom(self, address, layout, box, tiler):
+        tensor = cute.make_tensor(global_pointer(self.word, address, copy.VECTOR_BYTES), layout)
+        return cpasync.make_tiled_tma_atom(cpasync.CopyBulkTensorTileG2SOp(), tensor, box, tiler)[0]
+
+    def _kv_atoms(self, a: Addresses, g):
+        """Make the TMA atoms of K and V."""
+        c, (k_dim, v_dim) = self.config, self.config.kv_dims
+        k_strides, v_strides = c.kv_strides(g.k_page, g.k_head, g.k_row), c.kv_strides(g.v_page, g.v_head, g.v_row)
+        k = self._kv_atom(a.key, k_dim, g.kv_heads, (g.k_pages, g.k_rows), k_strides)
+        v = self._kv_atom(a.value, v_dim, g.kv_heads, (g.v_pages, g.v_rows), v_strides)
+        return k, v
+
+    def _allocate(self, smem):
+        """Allocate the tiles, the rings of all edges but the work queue's by name, the work queue, the loaders'
+        barriers for zeroed rows."""
+        tiles = self._allocate_tiles(smem)
+        slots = smem.allocate_tensor(Int32, self._work_queue_layout(), copy.VECTOR_BYTES)
+        barriers = smem.allocate_array(Int64, self._barriers)
+        rings = dict(zip([edge.field for edge in self.edges], create_rings(barriers, self.edges), strict=True))
+        work_queue = WorkQueue(slots, rings.pop("work"), self.work_tile)
+        return tiles, namedtuple("Rings", rings)(**rings), work_queue, barriers + barrier_count(self.edges)
+
+    def _work_queue_layout(self):
+        """Slots begin on 16 bytes, so that a vector load of one never touches the next."""
+        ints = self.work_tile.INTS
+        return cute.make_layout((ints, self.work_stages), stride=(1, work_queue_stride(ints)))
+
+    def _allocate_tiles(self, smem) -> SharedTiles:
+        c, t = self.config, self.tile
+        columns_first, per_word = self.source.columns_first, 16 // self.dtype.width
+        layouts = [copy.swizzled_layout(self.dtype, self.q_rows, c.q_columns * per_word, t.q_stages)]
+        layouts += [
+            copy.swizzled_layout(self.dtype, t.n, columns * per_word, stages, columns_first=columns_first)
+            for columns, stages in zip(c.stage_columns, t.loaded_stages, strict=True)
+        ]
+        if const_expr(c.dequantizes):
+            layouts += [copy.swizzled_layout(self.dtype, t.n, columns, t.kv_stages) for columns in c.operand_columns]
+        if const_expr(c.transposes_v):
+            layouts += [copy.swizzled_layout(self.dtype, c.depth[1], c.transposed_columns, t.kv_stages)]
+        tensors = [smem.allocate_tensor(self.dtype, l.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=l.inner) for l in layouts]
+        staging = None
+        if const_expr(self.staging_bytes > 0):
+            staging = smem.allocate(self.storing_warps * self.staging_bytes, copy.SWIZZLE_ROW_BYTES)
+        scales = ()
+        if const_expr(c.copies_scales):
+            sizes = [stages * size for stages, size in zip(t.loaded_stages, self.scale_bytes, strict=True)]
+            scales = tuple([smem.allocate(size, copy.VECTOR_BYTES) for size in sizes])
+        key = tensors[1] if const_expr(c.transposes_v) else tensors[-2]
+        return SharedTiles(tensors[0], key, tensors[-1], staging, loaded=tuple(tensors[1:3]), scales=scales)
+
+    def set_registers(self, wanted: int) -> None:
+        """Give the threads of this warpgroup ``wanted`` registers."""
+        more = wanted > self.config.launch_registers
+        change = cute.arch.setmaxregister_increase if more else cute.arch.setmaxregister_decrease
+        change(wanted)
+
+    @cute.jit
+    def begin(self, warp, atoms, partial_barriers) -> None:
+        """Do what every kernel does first: the loaders' barriers, TMA descriptors, and waiting for the grid before
+        it."""
+        if cute.arch.thread_idx()[0] == 0:
+            for loader in cutlass.range_constexpr(LOADERS):
+                cute.arch.mbarrier_init(partial_barriers + loader, 1)
+            cute.arch.mbarrier_init_fence()
+        for index, atom in atoms:
+            if const_expr(atom is not None):
+                if warp == index:
+                    cpasync.prefetch_descriptor(atom)
+        cute.arch.sync_threads()
+        # Nothing above reads global memory: with PDL the grid before this one may still be writing it.
+        cute.arch.griddepcontrol_wait()
+
+    @cute.jit
+    def fetch_q(self, descriptor, tiles, ring, step, row, head, tokens=None):
+        """Fill stage ``step`` of Q with the rows from ``row`` on, once it is free: those of ``head``, or ``tokens`` of
+        each head from there on for which there is room. Called by a whole warp."""
+        ring.wait_empty(step)
+        destination = shared_address(tiles[None, None, ring.stage(step)].iterator)
+        with cute.arch.elect_one():
+            barrier = ring.full_barrier(step)
+            columns, rows = self.config.loaded_q_columns, self.q_box_rows
+            first_block = self.config.first_loaded_q_block
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.q_rows * columns * HALFWORD_BYTES)
+            first = row
+            for box in cutlass.range(self.q_rows // rows, unroll=1):
+                for block in cutlass.range_constexpr(columns // BLOCK_COLUMNS):
+                    offset = ((first_block + block) * self.q_rows + box * rows) * copy.SWIZZLE_ROW_BYTES
+                    copy.tma_load(descriptor, destination + offset, barrier, (block * BLOCK_COLUMNS, first, head))
+                first += rows
+                if const_expr(tokens is not None):
+                    if first == row + tokens:
+                        first = row
+                        head += 1
+        ring.fill_rest(step)
+
+    @cute.jit
+    def load_kv(self, atom, shared, ring, partial_barrier, work_queue, operand: KvOperand):
+        """Fill the stages of K or V, the first of which is at ``shared``, for every work tile. A tile that needs zeroed
+        rows uses ``partial_barrier``."""
+        descriptor = copy.tma_descriptor(atom) if const_expr(atom is not None) else None
+        step, work, partials = Int32(0), Int32(0), Int32(0)
+        tile = work_queue.read(work)
+        while tile.exists:
+            source = self.source.create(operand, tile, descriptor, shared, self.tile.n, self.config.box_rows)
+            first, end = tile.keys.begin * self.step_tiles, tile.keys.end * self.step_tiles
+            step, partials = source.load(first, end, ring, step, partial_barrier, partials)
+            work += 1
+            tile = work_queue.read(work)
+
+
+class PrefillLaunch:
+    """How prefill kernels are launched, whatever they are made of: a base beside :class:`AttentionKernel`."""
+
+    @cute.jit
+    def __call__(
+        self,
+        anchor: cute.Tensor,
+        addresses,  # Addresses or ScaledAddresses
+        geometry,  # a Geometry or a ScaledGeometry
+        softmax_scale: Float32,
+        output_scale: Float32,
+        soft_cap: Float32,
+        skip_softmax: Float32,
+        programmatic_launch: Int32,
+        stream: cuda.CUstream,
+    ):
+        """Build the TMA descriptors and launch. ``anchor`` is read by nobody: its device is the one to launch on."""
+        c, g, a = self.config, geometry, addresses
+        q = self._row_boxes(a.query, (g.tokens, c.q_dim, g.heads), c.q_strides(g.q_token, g.q_head), self.q_box_rows)
+        k, v = self._kv_atoms(a, g)
+        self.kernel(q, k, v, addresses, geometry, softmax_scale, output_scale, soft_cap, skip_softmax).launch(
+            grid=[Int32(geometry.grid), 1, 1],
+            block=[WARPGROUP * len(c.registers), 1, 1],
+            smem=self.shared_bytes,
+            stream=stream,
+            min_blocks_per_mp=1,
+            use_pdl=programmatic_launch,
+        )
+
+
+def work_queue_stride(ints: int) -> int:
+    """Return how many Int32 one slot of the work queue lies behind the one before it."""
+    return -(-ints * 4 // copy.VECTOR_BYTES) * copy.VECTOR_BYTES // 4
+
+
+def example_arguments(integers: tuple, floats: int) -> tuple[Any, ...]:
+    """Return arguments to compile a launch function with: the anchor, tuples of integers like these types, floats, the
+    PDL flag, the stream."""
+    anchor = cute.runtime.make_fake_tensor(Int32, (cute.sym_int(),), stride=(1,))
+    numbers = [kind(*[Int64(0)] * len(kind._fields)) for kind in integers]
+    stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+    return (anchor, *numbers, *[Float32(0)] * floats, Int32(0), stream)

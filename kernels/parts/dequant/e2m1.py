@@ -1,0 +1,140 @@
+"""Elements of NVFP4, two in a byte, as 16-bit numbers: the code's number, by table or by its bits, times the scale of
+its block.
+
+Codes times scales of e4m3 have six significant bits at most and exponents that float16 and bfloat16 have, so that
+products are exact in both. One source serves every arch.
+"""
+
+import itertools
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import Float16, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
+
+# The bytes of 0, 0.5, 1, 1.5 and of 2, 3, 4, 6, from the lowest on: the upper ones of float16, whose lower ones are 0,
+# and both of bfloat16.
+F16_UPPER = (0x3E3C3800, 0x46444240)
+BF16_UPPER, BF16_LOWER = (0x3F3F3F00, 0x40404040), (0xC0800000, 0xC0804000)
+# These are the bits of signs in words with one code in a byte, and of codes in the upper bytes of two float16.
+SIGNS, UPPER_BYTES = 0x80808080, 0x8E008E00
+ADDRESS_BITS = 30  # more than an address of shared memory has
+BY_HALVES_EXPONENT = -14  # of the factor by which :func:`by_halves` is off
+
+
+def _four_words(lines: list[str], *values: Any, **place: Any) -> list:
+    """Return what these lines of PTX make of the values: four words."""
+    text = "{ " + " ".join(lines) + " }"
+    return cute.arch.inline_ptx(text, write_only_types=[Uint32] * 4, read_only_args=list(values), **place)
+
+
+@dsl_user_op
+def scaled(word, factor, dtype, pairs_halves: bool = False, half: int | None = None, table=None, *, loc=None, ip=None):
+    """Return eight codes times ``factor``, a pair of numbers of ``dtype`` or a number in a ``half`` of one, as four
+    words of two numbers: of neighbours, or, where it ``pairs_halves``, of codes that have the same place in the lower
+    and in the upper half of ``word``. ``table`` is what :func:`table_words` gives, where it is kept in registers."""
+    upper, lower = (F16_UPPER, None) if dtype is Float16 else (BF16_UPPER, BF16_LOWER)
+    first = [f"{words[0]:#x}" for words in (upper, lower) if words]
+    if table is not None:
+        first = [f"{{$r{2 + i}}}" for i in range(len(table))]
+    kind = "f16x2" if dtype is Float16 else "bf16x2"
+    lines = [
+        ".reg .b32 index, even, signs, high, low, p0, p1, p2, p3, pair, factor;",
+        _factor("factor", half),
+        # Signs are the highest bits of bytes: of odd codes as they lie, of even ones where all is shifted.
+        "and.b32 index, {$r0}, 0x77777777; shl.b32 even, {$r0}, 4;",
+    ]
+    for half, by_turns in enumerate(("0x5140", "0x7362")):
+        if half == 1:  # prmt looks at the lower half of its selector
+            lines.append("shr.b32 index, index, 16;")
+        lines += [
+            f"prmt.b32 high, {first[0]}, {upper[1]:#x}, index;",
+            f"prmt.b32 signs, even, {{$r0}}, {by_turns}; lop3.b32 high, high, signs, {SIGNS:#x}, 0xF8;",
+            f"prmt.b32 low, {first[1]}, {lower[1]:#x}, index;" if lower else "mov.b32 low, 0;",
+            f"prmt.b32 p{2 * half}, low, high, 0x5140;",
+            f"prmt.b32 p{2 * half + 1}, low, high, 0x7362;",
+        ]
+    for i in range(4):
+        if pairs_halves:
+            lines.append(f"prmt.b32 pair, p{i // 2}, p{2 + i // 2}, {'0x7632' if i % 2 else '0x5410'};")
+        lines.append(f"mul.rn.{kind} {{$w{i}}}, {'pair' if pairs_halves else f'p{i}'}, factor;")
+    return _four_words(lines, word, factor, *(table or ()), loc=loc, ip=ip)
+
+
+def _factor(name: str, half: int | None) -> str:
+    """PTX that makes a pair of the second operand: as it is, or of the number in a half of it."""
+    if half is None:
+        return f"mov.b32 {name}, {{$r1}};"
+    number = ("low_half", "high_half")[half]
+    return (
+        f".reg .b16 low_half, high_half; mov.b32 {{low_half, high_half}}, {{$r1}}; "
+        f"mov.b32 {name}, {{{number}, {number}}};"
+    )
+
+
+def table_words(dtype, address) -> tuple:
+    """Return the first words of the table of ``dtype`` in registers: PRMT takes one constant, and the compiler would
+    move the other one into a register each time. ``address`` is of shared memory, and another one in each lane: bits
+    that it does not have are zeros that the compiler does not know, and not the same in all lanes to it."""
+    first = (F16_UPPER[0],) if dtype is Float16 else (BF16_UPPER[0], BF16_LOWER[0])
+    return tuple((address.to(Uint32) >> ADDRESS_BITS) | Uint32(word) for word in first)
+
+
+@dsl_user_op
+def by_halves(word, factor, half: int | None = None, *, loc=None, ip=None) -> list:
+    """Codes of the lower and of the upper half of ``word`` that have the same place there, as four words of two
+    float16: times 2^-14, and times ``factor``, which is a pair, or a number in a ``half`` of it.
+
+    The bits of a code become a float16's sign, the lower half of its exponent and its first bit of mantissa, without a
+    table. That is 2^-14 times the number, where 0.5 has no exponent and is no normal number either. Whole words are
+    shifted by constants, which more than one unit can do; the sign is three places away from the rest of its code, so
+    that two words have signs in place: E of even codes and O of odd ones.
+    """
+    lines = [
+        ".reg .b32 sign, rest, e, o, code, pair;",
+        _factor("pair", half),
+        "shl.b32 sign, {$r0}, 4; shl.b32 rest, {$r0}, 1; " + _select("e", "sign", "rest", SIGNS),
+        "shr.b32 rest, {$r0}, 3; " + _select("o", "{$r0}", "rest", SIGNS),
+    ]
+    for i, (shifted, source) in enumerate(itertools.product((True, False), ("e", "o"))):
+        lines.append(f"shl.b32 code, {source}, 8; and.b32 code, code, {UPPER_BYTES:#x};" if shifted else "")
+        lines.append("" if shifted else f"and.b32 code, {source}, {UPPER_BYTES:#x};")
+        lines.append(f"mul.rn.f16x2 {{$w{i}}}, code, pair;")
+    return _four_words([*filter(None, lines)], word, factor, loc=loc, ip=ip)
+
+
+def _select(target: str, first: str, second: str, mask: int) -> str:
+    """Return an instruction that takes the bits of ``mask`` from ``first``, the others from ``second``."""
+    return f"lop3.b32 {target}, {first}, {second}, {mask:#x}, 0xE4;"
+
+
+@dsl_user_op
+def scales_of_two(first, second, place, *, loc=None, ip=None):
+    """Return the e4m3 in byte ``place`` of each of two words as a pair of float16."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 select, both; .reg .b16 low, high; mad.lo.u32 select, {$r2}, 0x11, 0x40; "
+        "prmt.b32 both, {$r0}, {$r1}, select; mov.b32 {low, high}, both; cvt.rn.f16x2.e4m3x2 {$w0}, low; }",
+        write_only_types=[Uint32],
+        read_only_args=[first, second, place],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def dequantized_half(word, half: int, dtype, *, loc=None, ip=None):
+    """Return the two e4m3 in a half of a word as numbers of ``dtype``."""
+    to_bfloat16 = (
+        "mov.b32 {low, high}, both; cvt.f32.f16 value, low; cvt.f32.f16 other, high; "
+        "cvt.rn.bf16x2.f32 {$w0}, other, value; }"
+        if dtype is not Float16
+        else "mov.b32 {$w0}, both; }"
+    )
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 both; .reg .b16 low, high; .reg .f32 value, other; mov.b32 {low, high}, {$r0}; "
+        f"cvt.rn.f16x2.e4m3x2 both, {('low', 'high')[half]}; " + to_bfloat16,
+        write_only_types=[Uint32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )

@@ -1,0 +1,114 @@
+"""Keys and values of 8 or 4 bits in 16 bits, which hold all of their values exactly. Those of 4 bits come with a
+``factor``: float16, the scales of the blocks that they are of. They are times a power of two, see :func:`exponent`."""
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Uint32, const_expr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.config.base import KvType
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import prmt
+from hopwell.kernels.parts.dequant import e2m1
+from hopwell.kernels.parts.load.block_scales import HALVES
+
+
+def exponent(kind: KvType) -> int:
+    """Return the exponent of the power of two that dequantized numbers are times."""
+    return e2m1.BY_HALVES_EXPONENT if kind is KvType.NVFP4 else 0
+
+
+def in_order(kind: KvType, words: list) -> list:
+    """Words of 16-bit elements, two by two, with neighbours in the order in which :func:`dequantized` has them: of
+    eight elements of 4 bits, the first and the fifth one and so on."""
+    if kind is not KvType.NVFP4:
+        return words
+    core_matrices = [words[i : i + 4] for i in range(0, len(words), 4)]
+    return [prmt(e[i], e[i + 2], select) for e in core_matrices for i in range(2) for select in HALVES]
+
+
+def dequantized(kind: KvType, word, factor=None):
+    """Return the elements of a word as float16, two by two; the ``factor`` of 4 bits is (a pair, which half of it)."""
+    if kind is KvType.NVFP4:
+        return e2m1.by_halves(word, *factor)
+    return _from_int8(word) if kind is KvType.INT8 else _from_e4m3(word)
+
+
+def dequantized_words(kind: KvType, dtype, word, scale=None) -> list:
+    """Return four 8-bit elements as two words of two of ``dtype``; times a float32 ``scale`` where one is given, in
+    float32, and rounded once."""
+    words = dequantized(kind, word)
+    if const_expr(dtype is not BFloat16 and scale is None):
+        return list(words)
+    pairs = [copy.unpack_f16_x2(each) for each in words]
+    if const_expr(scale is not None):
+        pairs = [(low * scale, high * scale) for low, high in pairs]
+    return [copy.pack_x2(dtype, *pair) for pair in pairs]
+
+
+def of_two_keys(kind: KvType, word, factor=None):
+    """Dequantize 16 bits of each of two keys: for each column the elements of both; the ``factor`` of 4 bits is that of
+    both."""
+    return e2m1.by_halves(word, factor) if kind is KvType.NVFP4 else dequantized(kind, adjacent(word))
+
+
+def together(kind: KvType, first, second) -> tuple:
+    """Return a word of each of two keys as two words for :func:`by_columns`, with half of the columns of both keys
+    each."""
+    if kind is KvType.NVFP4:
+        return tuple(prmt(first, second, select) for select in HALVES)
+    return interleaved(first, second)
+
+
+def by_columns(kind: KvType, word, factor=None):
+    """Dequantize a word of two keys: for each column the elements of both."""
+    return of_two_keys(kind, word, factor) if kind is KvType.NVFP4 else dequantized(kind, word)
+
+
+@dsl_user_op
+def interleaved(first, second, *, loc=None, ip=None) -> tuple:
+    """Return the bytes of two words by turns: bytes 0 and 1 of each, and bytes 2 and 3."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r1}, 0x5140; prmt.b32 {$w1}, {$r0}, {$r1}, 0x7362;",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[first, second],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def adjacent(word, *, loc=None, ip=None):
+    """Return bytes 0 and 2 of a word, then 1 and 3."""
+    return cute.arch.inline_ptx(
+        "prmt.b32 {$w0}, {$r0}, {$r0}, 0x3120;",
+        write_only_types=[Uint32],
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _from_e4m3(word, *, loc=None, ip=None) -> tuple:
+    return cute.arch.inline_ptx(
+        "{ .reg .b16 low, high; mov.b32 {low, high}, {$r0}; "
+        "cvt.rn.f16x2.e4m3x2 {$w0}, low; cvt.rn.f16x2.e4m3x2 {$w1}, high; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def _from_int8(word, *, loc=None, ip=None) -> tuple:
+    """A byte with its sign flipped, in the lowest place of 1024 as a float16, is 1024 + 128 + the number."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 flipped, low, high, zero; xor.b32 flipped, {$r0}, 0x80808080; mov.b32 zero, 0x64806480; "
+        "prmt.b32 low, flipped, 0x64646464, 0x4140; prmt.b32 high, flipped, 0x64646464, 0x4342; "
+        "sub.rn.f16x2 {$w0}, low, zero; sub.rn.f16x2 {$w1}, high, zero; }",
+        write_only_types=[Uint32] * 2,
+        read_only_args=[word],
+        loc=loc,
+        ip=ip,
+    )

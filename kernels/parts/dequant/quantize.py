@@ -1,0 +1,107 @@
+"""Rounding to e4m3 and NVFP4, to the bit as the quantizers of ``hopwell.layouts`` do it. One source serves every arch.
+
+Blackwell has an instruction that rounds to e2m1; Hopper has not, so that codes are computed here.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.copy import pack_e4m3_x2
+
+E2M1_MAX = 6.0
+CODES_IN_WORD = 8
+
+
+@dsl_user_op
+def divided(numerator, denominator, *, loc=None, ip=None):
+    """Return a quotient rounded once: a product with the reciprocal would round twice, and give other codes."""
+    return cute.arch.inline_ptx(
+        "div.rn.f32 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Float32],
+        read_only_args=[numerator, denominator],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def larger_magnitude(magnitude, value, *, loc=None, ip=None):
+    """Return the larger of ``magnitude`` and that of ``value``; NaN where either is."""
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 other; abs.f32 other, {$r1}; max.NaN.f32 {$w0}, {$r0}, other; }",
+        write_only_types=[Float32],
+        read_only_args=[magnitude, value],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def first_e4m3(pair, *, loc=None, ip=None):
+    """Return the low one of two e4m3 as float32."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 both; .reg .b16 low, high; cvt.rn.f16x2.e4m3x2 both, {$r0}; mov.b32 {low, high}, both; "
+        "cvt.f32.f16 {$w0}, low; }",
+        write_only_types=[Float32],
+        read_only_args=[pair],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def e2m1_code(value, *, loc=None, ip=None):
+    """Return the e2m1 code that is nearest to ``value``, the even one of two, in a word; +-6 for all that is larger.
+
+    Codes are 1/2 apart below 2, 1 apart below 4, and 2 apart from there on. Adding 1.5 * 2^23 of these steps leaves the
+    number of steps in the lowest bits, rounded to nearest even, and code and number of steps are even at the same time.
+    """
+    return cute.arch.inline_ptx(
+        "{ .reg .f32 size, large; .reg .b32 code, none, sign; .reg .pred below2, below4; "
+        "abs.f32 size, {$r0}; min.f32 size, size, 0f40C00000; "
+        "setp.lt.f32 below2, size, 0f40000000; setp.lt.f32 below4, size, 0f40800000; "
+        "selp.f32 large, 0f4B400000, 0f4BC00000, below4; selp.f32 large, 0f4AC00000, large, below2; "
+        "selp.b32 none, 0x4B3FFFFE, 0x4BBFFFFC, below4; selp.b32 none, 0x4AC00000, none, below2; "
+        "add.rn.f32 size, size, large; mov.b32 code, size; sub.s32 code, code, none; "
+        "mov.b32 sign, {$r0}; shr.u32 sign, sign, 28; and.b32 sign, sign, 8; or.b32 {$w0}, code, sign; }",
+        write_only_types=[Uint32],
+        read_only_args=[value],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def e4m3_words(values) -> list:
+    """Float32 values as words of four e4m3, what is too large as +-448."""
+    return [copy.pack_e4m3_x4(values[i : i + 4]) for i in range(0, len(values), 4)]
+
+
+def nvfp4_block(values) -> tuple:
+    """Return the codes of 16 float32 values as two words, and their e4m3 scale factor in the low byte of 16 bits."""
+    largest = Float32(0)
+    for value in values:
+        largest = larger_magnitude(largest, value)
+    factor = pack_e4m3_x2(divided(largest, Float32(E2M1_MAX)), Float32(0))
+    wide = first_e4m3(factor)
+    words = []
+    for begin in range(0, len(values), CODES_IN_WORD):
+        word = Uint32(0)
+        for i in range(CODES_IN_WORD):
+            word = word | (e2m1_code(divided(values[begin + i], wide)) << (4 * i))
+        words.append(_checked_codes(word, wide))
+    return words, factor
+
+
+@dsl_user_op
+def _checked_codes(word, factor, *, loc=None, ip=None):
+    """Return eight codes: 0 where the scale factor is 0, +6 where it is NaN."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; .reg .b32 codes; setp.nan.f32 p, {$r1}, {$r1}; selp.b32 codes, 0x77777777, {$r0}, p; "
+        "setp.eq.f32 p, {$r1}, 0f00000000; selp.b32 {$w0}, 0, codes, p; }",
+        write_only_types=[Uint32],
+        read_only_args=[word, factor],
+        loc=loc,
+        ip=ip,
+    )

@@ -1,0 +1,257 @@
+"""Scales of blocks of K and V in pages, as ``hopwell.layouts.scales`` describes them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Int32, Int64, Uint8, Uint16, Uint32, const_expr
+
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.launch.arguments import Addresses
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import DeviceStruct, global_array, load_index, prmt
+from hopwell.kernels.parts.core.warp_mma import QUAD
+from hopwell.kernels.parts.dequant import e2m1
+from hopwell.kernels.parts.load.hidden_keys import DraftRows, hidden_drafts
+from hopwell.kernels.parts.load.page_size import page_size
+
+TOKENS = 4  # whose scales of a block are neighbours where they are interleaved, and scales in a word
+# How two words are put together: the bytes of lower halves by turns, and of upper ones; lower halves, and upper ones.
+LOWEST_BYTES = 0x4040  # of two words, twice
+INTERLEAVED, HALVES = (0x5140, 0x7362), (0x5410, 0x7632)
+
+
+@dataclass
+class ScaleRows(DeviceStruct):
+    """The scales of K or of V. Strides are in bytes."""
+
+    address: Int64
+    page: Int64
+    head: Int64
+    row: Int64
+    table: Int64
+    table_row: Int64
+    pages: Any  # their size
+    blocks: int  # of a row
+    interleaves: bool
+    draft_rows: DraftRows | None  # of V: scales of keys that no row sees must read as zeros
+
+    @staticmethod
+    def key(config, a: Addresses, g) -> "ScaleRows":
+        places = (a.key_scales, g.k_scale_page, g.k_scale_head, g.k_scale_row, a.key_table, g.key_table_row)
+        pages = page_size(g.page_divisor, g.k_rows, config.uneven_pages)
+        return ScaleRows(*places, pages, config.kv_element.scales_of(config.head_dim_qk), False, None)
+
+    @staticmethod
+    def value(config, a: Addresses, g, *, interleaves: bool) -> "ScaleRows":
+        places = (a.value_scales, g.v_scale_page, g.v_scale_head, g.v_scale_row, a.value_table, g.value_table_row)
+        pages = page_size(g.page_divisor, g.v_rows, config.uneven_pages)
+        blocks = config.kv_element.scales_of(config.head_dim_v)
+        return ScaleRows(*places, pages, blocks, interleaves, DraftRows.of(config, a, g))
+
+    @cute.jit
+    def look_up(self, tile, key, n):
+        """Look up the page of a key of tile ``n``; -1 where the key is not needed."""
+        entry, request = Int32(-1), tile.request
+        if n >= tile.keys.begin and key >= tile.keys.first_key and key < request.kv_len:
+            entry = load_index(self.table + 4 * self.table_row * request.index, self.pages.split(key)[0])
+        drafts = hidden_drafts(self.draft_rows, request)
+        if const_expr(drafts is not None):
+            entry = Int32(-1) if drafts.hides(key) else entry
+        return entry
+
+    def read(self, tile, key, page, part, parts: int, *, apart: bool = False) -> list:
+        """Read the scales of an equal part of a row, four in a word; 0 where ``page`` is negative. Interleaved ones are
+        in a word each where they stay ``apart``: putting them together waits for them."""
+        head = self.address + page * self.page + tile.kv_head * self.head
+        row = self.pages.split(key)[1]
+        count = self.blocks // parts
+        apart = apart and self.interleaves
+        words = [Uint32(0) for _ in range(count if apart else -(-count // TOKENS))]
+        return self._read(head, row, page, part * count, count, apart, words)
+
+    @cute.jit
+    def _read(self, head, row, page, first, count: cutlass.Constexpr[int], apart: cutlass.Constexpr, words):
+        if page >= 0:
+            if const_expr(self.interleaves):
+                # A quarter of a row's blocks lies in each of the four rows that four tokens share.
+                quarter = self.blocks // TOKENS
+                for i in cutlass.range_constexpr(count):
+                    block = first + i
+                    place = head + (row // TOKENS * TOKENS + block // quarter) * self.row
+                    place += block % quarter * TOKENS + row % TOKENS
+                    scale = global_array(Uint8, place)[0].to(Uint32)
+                    words[i if apart else i // TOKENS] |= scale << (0 if apart else 8 * (i % TOKENS))
+            elif const_expr(count % TOKENS == 0):
+                for i in cutlass.range_constexpr(len(words)):
+                    words[i] = global_array(Uint32, head + row * self.row + first)[i]
+            else:  # a part of a row of 4 or 12 blocks begins in the middle of a word
+                for i in cutlass.range_constexpr(count // 2):
+                    pair = global_array(Uint16, head + row * self.row + first)[i].to(Uint32)
+                    words[i // 2] = words[i // 2] | (pair << (16 * (i % 2)))
+        return words
+
+    def factors(self, words: list, pair: int, dtype, *, apart: bool):
+        """Return the scales of blocks 2 ``pair`` and 2 ``pair`` + 1 of what has been read, as numbers of ``dtype``."""
+        if apart and self.interleaves:
+            return e2m1.dequantized_half(prmt(words[2 * pair], words[2 * pair + 1], LOWEST_BYTES), 0, dtype)
+        return e2m1.dequantized_half(words[pair // 2], pair % 2, dtype)
+
+
+@dataclass
+class SharedScales(DeviceStruct):
+    """Scales beside the stages of K or V in shared memory: for each token of a tile a row of them."""
+
+    address: Int32  # of stage 0
+    blocks: int  # of a row
+    tile_n: int
+
+    def row(self, stage, row):
+        """Return the address of a row's scales."""
+        return self.address + (stage * self.tile_n + row) * self.blocks
+
+    def of_part(self, stage, row, part, parts: int) -> list:
+        """Return the scales of an equal part of a row, of four blocks at most, as pairs of float16; a single one is in
+        the lower half."""
+        count = self.blocks // parts
+        word = copy.load_bytes(self.row(stage, row) + part * count, count)
+        return [e2m1.dequantized_half(word, half, Float16) for half in range(-(-count // 2))]
+
+    def of_two_rows(self, stage, row, block):
+        """Return the scales of a block of this row and of the next one, as a pair of float16."""
+        first = self.row(stage, row) + block // TOKENS * TOKENS
+        words = [copy.load_shared(first + self.blocks * i, 1)[0] for i in range(2)]
+        return e2m1.scales_of_two(*words, block % TOKENS)
+
+    def arrange(self, stage) -> None:
+        """Turn a stage's rows by blocks into blocks by keys, as :meth:`of_core_matrices` reads them; by a whole warp. A
+        lane has two neighbouring keys of each eight: of a block, those of all core matrices come to lie side by
+        side."""
+        first, words, lane = self.row(stage, 0), self.blocks // TOKENS, cute.arch.lane_idx()
+        count = self.tile_n // TOKENS * words  # of four keys by four blocks
+        loaded = []
+        for i in range(0, count, LANES):
+            index = (lane + i) % count
+            keys, word = index // words, index % words
+            t, pair = keys % QUAD, keys // QUAD
+            key = 2 * copy.ATOM_ROWS * pair + 2 * t
+            rows = [first + (key + more) * self.blocks for more in (0, 1, copy.ATOM_ROWS, copy.ATOM_ROWS + 1)]
+            four = [copy.load_shared(row + word * TOKENS, 1)[0] for row in rows]
+            loaded.append((self._place(first, word * TOKENS, t) + pair * TOKENS, four))
+        cute.arch.sync_warp()
+        for place, (a, b, c, d) in loaded:
+            pairs = [(prmt(a, b, select), prmt(c, d, select)) for select in INTERLEAVED]
+            for block in range(TOKENS):
+                copy.store_shared(place + block * self.tile_n, [prmt(*pairs[block // 2], HALVES[block % 2])])
+
+    def _place(self, first, block, t):
+        """Return the address of the scales of a block of one lane's keys, once they are arranged."""
+        return first + block * self.tile_n + t * (self.tile_n // QUAD)
+
+    def of_core_matrices(self, stage, core_matrix, t, block) -> list:
+        """Return the scales of a block of a lane's two keys in four core matrices, as pairs of float16. They are
+        arranged."""
+        words = copy.load_shared(self._place(self.row(stage, 0), block, t) + 2 * core_matrix, 2)
+        return [e2m1.dequantized_half(word, half, Float16) for word in words for half in range(2)]
+
+
+@dataclass
+class ScaleCopies(DeviceStruct):
+    """Copies the scales of a request's tiles beside these, called by a whole warp. Those of tokens that are not needed
+    become zeros: theirs may be NaN, and 0 times that is NaN."""
+
+    target: SharedScales
+    head: Int64  # address of the head's scales in page 0
+    page: Int64
+    row: Int64
+    table: Int64  # address of the request's page ids
+    pages: Any  # their size
+    first_key: Int32
+    end_key: Int32
+
+    @staticmethod
+    def create(rows: ScaleRows | None, tile, shared, tile_n: int) -> "ScaleCopies | None":
+        """Return what copies ``rows``, if there are any, of a work tile's head and request; ``shared`` is the address
+        of the first stage."""
+        if rows is None:
+            return None
+        return ScaleCopies(
+            SharedScales(shared, rows.blocks, tile_n),
+            rows.address + tile.kv_head * rows.head,
+            rows.page,
+            rows.row,
+            rows.table + 4 * rows.table_row * tile.request.index,
+            rows.pages,
+            tile.keys.first_key,
+            tile.request.kv_len,
+        )
+
+    def locate(self, tile) -> list:
+        """Return the pages of tokens 32 i + lane of a tile; -1 where a token is not needed."""
+        first = tile * self.target.tile_n + cute.arch.lane_idx()
+        return [self._page(first + i) for i in range(0, self.target.tile_n, LANES)]
+
+    @cute.jit
+    def _page(self, key):
+        page = Int32(-1)
+        if key >= self.first_key and key < self.end_key:
+            page = load_index(self.table, self.pages.split(key)[0])
+        return page
+
+    @cute.jit
+    def copy(self, pages, tile, stage) -> None:
+        """Issue the copies of a tile into a stage. Neighbouring lanes take neighbouring words."""
+        words = self.target.blocks // TOKENS
+        lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words * TOKENS
+        place = self.target.row(stage, lane_row) + lane_word
+        for i in cutlass.range_constexpr(len(pages)):
+            address = self._address(pages[i], tile * self.target.tile_n + LANES * i + cute.arch.lane_idx())
+            for first in cutlass.range(0, LANES, LANES // words, unroll=2):
+                source = cute.arch.shuffle_sync(address, first + lane_row)
+                to_row = place + (LANES * i + first) * self.target.blocks
+                copy.async_word_or_zero(to_row, source + lane_word, source != 0)
+
+    def of_box(self, page, row):
+        """Return the address of the scales of a token of a page."""
+        return self.head + page * self.page + row * self.row
+
+    @cute.jit
+    def copy_boxes(
+        self, boxes, first, box_rows: cutlass.Constexpr[int], tile, stage, zeroes: cutlass.Constexpr[bool], hidden
+    ):
+        """Issue the copies of a tile whose boxes are of ``box_rows`` tokens, the scales of whose first ones lane
+        ``first`` and those after it have the addresses of. Where it ``zeroes``, those of tokens that are not needed
+        become zeros, and so do those whose bits are set in ``hidden``; elsewhere nobody looks at what they make.
+
+        A lane has the same words of every box: an address takes two shuffles and an addition then. With a page looked
+        up and an address computed for each token, a tile took 110 instructions of warps that share schedulers with
+        those that multiply.
+        """
+        words, tile_n = self.target.blocks // TOKENS, self.target.tile_n
+        at_once = LANES // words
+        lane_row, lane_word = cute.arch.lane_idx() // words, cute.arch.lane_idx() % words * TOKENS
+        own = (lane_row % box_rows if at_once > box_rows else lane_row) * self.row + lane_word
+        place = self.target.row(stage, lane_row) + lane_word
+        box = Int64(0)
+        for row in cutlass.range_constexpr(0, tile_n, at_once):
+            if const_expr(row % box_rows == 0 or at_once > box_rows):
+                box = cute.arch.shuffle_sync(boxes, first + (row + (lane_row if at_once > box_rows else 0)) // box_rows)
+                box += own
+            wanted = True
+            if const_expr(zeroes):
+                key = tile * tile_n + row + lane_row
+                wanted = (key >= self.first_key) & (key < self.end_key)
+                if const_expr(len(hidden) > 0):
+                    bit = (row % LANES + lane_row).to(Uint32)
+                    wanted = wanted & ((hidden[row // LANES] >> bit) & Uint32(1) == Uint32(0))
+            copy.async_word_or_zero(place + row * self.target.blocks, box, wanted)
+            box += at_once * self.row
+
+    @cute.jit
+    def _address(self, page, key):
+        """Return the address of a token's scales; 0 where it is not needed."""
+        address = Int64(0)
+        if page >= 0:
+            address = self.head + page * self.page + self.pages.split(key)[1] * self.row
+        return address

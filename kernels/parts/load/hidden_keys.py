@@ -1,0 +1,82 @@
+"""New tokens of a request that the draft mask hides from all of its rows.
+
+The softmax gives hidden keys the weight 0, but 0 * NaN is NaN. Loaders therefore write zeros in place of V, and of its
+block scales, wherever no row sees a key. Other masks hide keys from all rows only before the first and after the last
+key that a row sees.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, Uint16, Uint32
+
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.parts.core.device import DeviceStruct, global_array
+from hopwell.kernels.parts.load.sequence import Request
+from hopwell.kernels.problem import MaskKind
+
+MASK_BITS = 16  # of an element of the draft mask
+MASK_BYTES = MASK_BITS // 8
+
+
+@dataclass
+class HiddenDrafts(DeviceStruct):
+    """New tokens of one request whose bit is 0 in every row of the draft mask, or outside the window of each row."""
+
+    first: Int32  # position of the first new token
+    end: Int32  # keys of the request
+    q_len: Int32
+    words: Int64  # address of the first row of the mask; 0 where the caller gives none
+    row_bytes: Int32
+    window: Int32  # keys to the left of a row's own position that it sees
+
+    @cute.jit
+    def hides(self, key):
+        """Return whether no row sees ``key``, which may differ by lane."""
+        hidden = Boolean(False)
+        if self.words != 0 and key >= self.first and key < self.end:
+            seen, bit = Uint32(0), key - self.first
+            for token in cutlass.range(self.q_len, unroll=4):
+                row = global_array(Uint16, self.words + token * self.row_bytes)
+                in_window = (key + self.window >= self.first + token).to(Uint32)
+                seen |= (row[bit // MASK_BITS].to(Uint32) >> (bit % MASK_BITS).to(Uint32)) & in_window
+            hidden = seen == 0
+        return hidden
+
+    def overlap(self, end):
+        """Return whether keys up to, but without, ``end`` include new tokens that may be hidden."""
+        return (self.words != 0) & (end > self.first)
+
+    def of_tile(self, begin, tile_n: int) -> list:
+        """Return a word for each 32 keys of a tile: a bit is 1 where the key is hidden. Called by a whole warp."""
+        lane = cute.arch.lane_idx()
+        return [cute.arch.vote_ballot_sync(self.hides(begin + (i + lane))).to(Uint32) for i in range(0, tile_n, LANES)]
+
+
+@dataclass
+class DraftRows(DeviceStruct):
+    """The draft mask of all requests."""
+
+    addresses: Addresses
+    geometry: DecodeGeometry
+
+    @staticmethod
+    def of(config: Any, a: Addresses, g: Any) -> "DraftRows | None":
+        """Return the draft mask of a kernel; None for a kernel of another mask."""
+        return DraftRows(a, g) if config.mask is MaskKind.DRAFT else None
+
+    def of_request(self, request: Request) -> HiddenDrafts:
+        """Return the hidden new tokens of a request."""
+        a, g = self.addresses, self.geometry
+        row_bytes = Int32(2 * MASK_BYTES * g.draft_words)
+        words = a.draft_mask + Int64(request.q_start) * row_bytes * (a.draft_mask != 0).to(Int64)
+        sizes = (request.kv_len, request.q_len, words, row_bytes, Int32(g.mask_size))
+        return HiddenDrafts(request.first_position, *sizes)
+
+
+def hidden_drafts(rows: DraftRows | None, request: Request) -> HiddenDrafts | None:
+    """Return the hidden new tokens of a request; None where the kernel has no draft mask."""
+    return None if rows is None else rows.of_request(request)

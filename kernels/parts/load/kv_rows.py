@@ -1,0 +1,160 @@
+"""K and V row by row: sources whose tokens lanes copy themselves, where no TMA box holds several of them.
+
+They stand beside those of ``kv_source.py``, whose tiles they fill the same way.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.copy import ATOM_ROWS
+from hopwell.kernels.parts.core.device import load_index
+from hopwell.kernels.parts.load.kv_source import KvOperand, PagedSource
+
+
+@dataclass
+class PageRows(PagedSource):
+    """Eight lanes copy 128 bytes of a row side by side, and then those of its other column blocks, whose addresses
+    differ by constants: all that is computed is computed once a row.
+
+    Rows that are not needed, and the vectors that a row does not have, become zeros by copies like any others.
+    """
+
+    head: Int64  # address of the head's elements in page 0
+    page_bytes: Int64
+    row_bytes: Int64
+    vectors: int  # in a row
+    tile_vectors: int  # in a row of the tile: whole column blocks
+    first_row: Any  # of those of a tile that this warp copies
+    rows: int  # a multiple of its lanes
+
+    @classmethod
+    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int, **more) -> "PageRows":
+        """Return the rows of a work tile's request; ``more`` is what a kind of rows has besides."""
+        vectors = operand.head_dim * HALFWORD_BYTES // copy.VECTOR_BYTES
+        tile_vectors = -(-operand.depth // BLOCK_COLUMNS) * copy.VECTORS_PER_ROW
+        return cls(
+            **cls._common(operand, tile, descriptor, shared, tile_n),
+            **cls._paged(operand, tile),
+            head=operand.address + HALFWORD_BYTES * operand.head * tile.kv_head,
+            page_bytes=HALFWORD_BYTES * operand.page,
+            row_bytes=HALFWORD_BYTES * operand.row,
+            vectors=vectors,
+            tile_vectors=min(tile_vectors, operand.columns * HALFWORD_BYTES // copy.VECTOR_BYTES),
+            first_row=0,
+            rows=tile_n,
+            **more,
+        )
+
+    def share(self, warp, warps: int) -> "PageRows":
+        """Return what one of ``warps`` that copy each tile together does of it."""
+        rows = self.rows // warps
+        assert rows % LANES == 0, f"{warps} warps cannot share {self.rows} rows: each looks up one a lane"
+        return replace(self, first_row=warp * rows, rows=rows)
+
+    @property
+    def lanes_per_row(self) -> int:
+        return math.gcd(copy.VECTORS_PER_ROW, self.tile_vectors)
+
+    @cute.jit
+    def load(self, first, end, ring, step, partial_barrier, partials):
+        # The table is read a tile ahead: what it says comes while the copies of the tile before are issued.
+        entries = self.read_table(end - 1)
+        for n in cutlass.range(end - 1, first - 1, -1, unroll=1):
+            addresses, pages = self.locate(n, entries), entries
+            entries = self.read_table(n - 1)
+            ring.wait_empty(step)
+            if const_expr(self.scales is not None):
+                self.scales.copy(pages, n, ring.stage(step))
+            self.copy_rows(addresses, ring.stage(step), ring.full_barrier(step))
+            step += 1
+        return step, partials
+
+    def _keys(self, tile) -> list:
+        """Return row 32 * i + lane of this warp's rows, for each i."""
+        first = tile * self.tile_n + self.first_row + cute.arch.lane_idx()
+        return [first + i for i in range(0, self.rows, LANES)]
+
+    def read_table(self, tile) -> list:
+        """Read the table's entries for :meth:`_keys`; -1 where the row is not needed."""
+        return [self._entry(key) for key in self._keys(tile)]
+
+    @cute.jit
+    def _entry(self, key):
+        entry = Int32(-1)
+        if key >= self.first_key and key < self.end_key:
+            entry = load_index(self.table, self._index(key))
+        if const_expr(self.drafts is not None):
+            entry = Int32(-1) if self.drafts.hides(key) else entry
+        return entry
+
+    def _index(self, key):
+        """Return where the table says where a token is."""
+        return self.pages.split(key)[0]
+
+    def locate(self, tile, entries) -> list:
+        """Addresses of the rows of :meth:`_keys`; 0 where the row is not needed."""
+        return [self._address(entry, key) for entry, key in zip(entries, self._keys(tile), strict=True)]
+
+    @cute.jit
+    def _address(self, entry, key):
+        address = Int64(0)
+        if entry >= 0:
+            page, row = self._place(entry, key)
+            address = self.head + page * self.page_bytes + row * self.row_bytes
+        return address
+
+    def _place(self, entry, key):
+        """Return (page, row within it) of a token."""
+        return entry, self.pages.split(key)[1]
+
+    @cute.jit
+    def copy_rows(self, addresses, stage, barrier) -> None:
+        """Fill a stage; ``barrier`` hears of it from every lane once its copies are there."""
+        rows_at_once = LANES // self.lanes_per_row
+        lane_row, vector = cute.arch.lane_idx() // self.lanes_per_row, cute.arch.lane_idx() % self.lanes_per_row
+        # The swizzle repeats after ATOM_ROWS: whatever lies that many rows further on lies at a constant distance.
+        first_row = self.first_row + lane_row
+        targets = [self._target(stage, first + first_row, vector) for first in range(0, ATOM_ROWS, rows_at_once)]
+        stride = len(targets) * rows_at_once
+        for i in cutlass.range_constexpr(len(addresses)):
+            for first in cutlass.range(0, LANES, stride, unroll=2):
+                offset = self.vector_place(0, LANES * i + first, 0, 0)
+                for k in cutlass.range_constexpr(len(targets)):
+                    row = cute.arch.shuffle_sync(addresses[i], first + k * rows_at_once + lane_row)
+                    self._copy_row(row, targets[k] + offset, vector)
+        cute.arch.cp_async_mbarrier_arrive_noinc(barrier)
+
+    def _target(self, stage, row, vector):
+        """Return where a vector of a row's first column block goes."""
+        return self.vector_address(stage, row, 0, copy.permuted(row, vector, self.shared_row))
+
+    @cute.jit
+    def _copy_row(self, row, target, vector) -> None:
+        """Copy vectors ``vector``, ``vector + lanes_per_row``... of the row at address ``row``."""
+        source = row + vector * copy.VECTOR_BYTES
+        for c in cutlass.range_constexpr(0, self.tile_vectors, self.lanes_per_row):
+            wanted = row != 0
+            if const_expr(c + self.lanes_per_row > self.vectors):
+                wanted = wanted and vector < self.vectors - c
+            offset = self.vector_place(0, 0, c // copy.VECTORS_PER_ROW, c % copy.VECTORS_PER_ROW)
+            copy.async_copy_or_zero(target + offset, source + c * copy.VECTOR_BYTES, wanted)
+
+
+@dataclass
+class TopkRows(PageRows):
+    """The table holds tokens instead of pages. A negative one is none."""
+
+    def _index(self, key):
+        return key
+
+    def _place(self, entry, key):
+        return self.pages.split(entry)

@@ -1,0 +1,423 @@
+"""How K and V tiles get from global into shared memory.
+
+A source is one operand (K or V) of one request and KV head, cut into tiles of ``tile_n`` tokens. Its parts are where
+the tokens are (the addresses) and what fetches them (the issue):
+
+    ContiguousBoxes   one run of tokens        TMA boxes of tile_n tokens x 64 columns
+    PageBoxes         pages of 8 tokens up     TMA boxes of whole pages, or of 64 tokens or fewer of one
+    PageRows          any other pages          16-byte cp.async by all lanes of the warp, see kv_rows.py
+    TopkRows        a list of tokens         the same
+
+Elements of 8 bits are fetched two by two, as if they were 16-bit ones of half as many columns.
+
+Paged sources look page ids up, one box or row per lane, before they wait for a free stage, so that the table's latency
+is hidden; where a tile has fewer boxes than a warp has lanes, those of several tiles at once. Loads arrive at the full
+barrier by themselves, so that as many tiles are under way as there are stages. Consumers see nothing of this: a full
+barrier means that the tile is there.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, Uint32, const_expr
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS, MAX_BOX_ROWS
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import CACHE_LINE_BYTES, LANES
+from hopwell.kernels.launch.arguments import Addresses, Geometry
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.copy import ATOM_ROWS
+from hopwell.kernels.parts.core.device import DeviceStruct, load_index
+from hopwell.kernels.parts.load.block_scales import ScaleCopies, ScaleRows
+from hopwell.kernels.parts.load.hidden_keys import DraftRows, HiddenDrafts, hidden_drafts
+from hopwell.kernels.parts.load.page_size import EvenPages, page_size
+
+BOXES_AT_ONCE = 8  # whose corners a lane holds before they are fetched
+
+
+@dataclass
+class KvOperand(DeviceStruct):
+    """K or V in global memory: addresses in bytes, strides and columns in halfwords."""
+
+    address: Int64
+    page: Int64
+    head: Int64
+    row: Int64
+    table: Int64
+    table_row: Int64
+    pages: Any  # their size, see page_size.py
+    head_dim: int
+    columns: int  # in shared memory
+    depth: int  # of them used
+    is_value: bool
+    read_once: bool  # so that work tiles say how soon it leaves the L2 cache
+    scales: ScaleRows | None = None  # that are copied beside the tiles
+    shared_scales: Any = None  # address of those of stage 0
+    stage_columns: int | None = None  # that a stage has room for; None: ``columns``
+    page_slots: Any = None  # page stride / head stride; None: boxes divide by themselves
+    draft_rows: DraftRows | None = None  # the draft mask, where the kernel has one
+
+    def cache_policy(self, tile):
+        """Say how soon a work tile's rows leave the L2 cache. Rows shorter than a cache line share it with other heads'
+        where these lie side by side, and memory gives cache lines as a whole: a row that left first would take its
+        neighbours along before others have read them. 32 x 8192 tokens of 4 bits took 160 instead of 124 us (H100,
+        2026-11-25)."""
+        policy = tile.kv_policy()
+        if HALFWORD_BYTES * self.head_dim < CACHE_LINE_BYTES:
+            policy -= (self.head < self.row).to(Int32) * (policy - copy.EVICT_NORMAL)
+        return policy
+
+    def slots_of_page(self):
+        """Say how many heads of a page lie one head stride apart, with all that is between them."""
+        return Int32(self.page // self.head)
+
+    @staticmethod
+    def key(a: Addresses, g: Geometry, config) -> "KvOperand":
+        strides = config.kv_strides(g.k_page, g.k_head, g.k_row)
+        table = (a.key_table, g.key_table_row, page_size(g.page_divisor, g.k_rows, config.uneven_pages))
+        scales = ScaleRows.key(config, a, g) if config.copies_scales else None
+        return KvOperand._of(0, config, (a.key, *strides, *table), scales, DraftRows.of(config, a, g))
+
+    @staticmethod
+    def value(a: Addresses, g: Geometry, config) -> "KvOperand":
+        strides = config.kv_strides(g.v_page, g.v_head, g.v_row)
+        table = (a.value_table, g.value_table_row, page_size(g.page_divisor, g.v_rows, config.uneven_pages))
+        scales = ScaleRows.value(config, a, g, interleaves=False) if config.copies_scales else None
+        return KvOperand._of(1, config, (a.value, *strides, *table), scales, DraftRows.of(config, a, g))
+
+    @staticmethod
+    def _of(part: int, config, places: tuple, scales: ScaleRows | None, drafts: DraftRows | None) -> "KvOperand":
+        sizes = (config.kv_dims[part], config.columns[part], config.loaded_depth[part])
+        kind = dict(is_value=part == 1, read_once=config.reads_kv_once, draft_rows=drafts)
+        return KvOperand(*places, *sizes, **kind, scales=scales, stage_columns=config.stage_columns[part])
+
+
+@dataclass
+class KvSource(DeviceStruct):
+    descriptor: Any  # TMA descriptor; None for PageRows
+    shared: Int32  # address of stage 0
+    kv_head: Int32
+    first_key: Int32  # tokens before this one are not needed
+    end_key: Int32  # the request's length
+    tile_n: int
+    columns: int
+    stage_columns: int  # columns that a stage has room for
+    # Whether rows outside [first_key, end_key) must read as zeros: yes for V, because 0 times whatever lies in memory
+    # may be NaN; not for K, whose scores are masked.
+    zero_outside: bool
+    drafts: HiddenDrafts | None  # rows between both that must read as zeros as well
+    policy: Any  # of the L2 cache, see copy.tma_load
+    scales: ScaleCopies | None  # beside the tiles
+
+    columns_first = False  # see copy.swizzled_layout
+    one_loop = False  # for all tiles
+
+    @staticmethod
+    def _common(operand: KvOperand, tile, descriptor, shared, tile_n: int) -> dict[str, Any]:
+        return dict(
+            descriptor=descriptor,
+            shared=shared,
+            kv_head=tile.kv_head,
+            first_key=tile.keys.first_key,
+            end_key=tile.request.kv_len,
+            tile_n=tile_n,
+            columns=operand.columns,
+            stage_columns=operand.stage_columns or operand.columns,
+            zero_outside=operand.is_value,
+            drafts=hidden_drafts(operand.draft_rows if operand.is_value else None, tile.request),
+            policy=operand.cache_policy(tile) if operand.read_once else None,
+            scales=ScaleCopies.create(operand.scales, tile, operand.shared_scales, tile_n),
+        )
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.tile_n * self.columns * HALFWORD_BYTES
+
+    @property
+    def shared_row(self) -> int:
+        """Return the bytes of a row of a column block in shared memory."""
+        return copy.row_bytes(self.columns)
+
+    def stage_address(self, stage):
+        return self.shared + stage * (self.tile_n * self.stage_columns * HALFWORD_BYTES)
+
+    def vector_address(self, stage, row, block, vector):
+        """Return the address of vector ``vector`` (as stored) of column block ``block`` in a row of a stage."""
+        return self.vector_place(self.stage_address(stage), row, block, vector)
+
+    def vector_place(self, base, row, block, vector):
+        """Return the address of vector ``vector`` as :meth:`vector_address` has it, in the stage that begins at
+        ``base``."""
+        row_address = copy.block_row(row, block, self.tile_n, self.columns, self.columns_first)
+        return base + row_address * self.shared_row + vector * copy.VECTOR_BYTES
+
+    @cute.jit
+    def load(self, first, end, ring, step, partial_barrier, partials):
+        """Fill stages with tiles [first, end), from right to left; called by a whole warp. ``step`` and ``partials``,
+        the counts of all tiles and of partial ones, are returned as they are afterwards."""
+        return self.fill_down(self.locate, end - 1, first - 1, ring, step, partial_barrier, partials)
+
+    @cute.jit
+    def fill_down(self, locate: cutlass.Constexpr, tile, stop, ring, step, partial_barrier, partials):
+        """Fill stages with tiles from ``tile`` down to the one after ``stop``, which ``locate`` finds. Those that need
+        no zeros go round in a loop of their own: with them in one, each tile takes 17 instructions more."""
+        if const_expr(self.one_loop or self.scales is not None):
+            pages = self.scale_pages(tile)
+            for n in cutlass.range(tile, stop, -1, unroll=1):
+                location = self.claim(locate, n, ring, step)
+                partials = self.fill(location, n, ring, step, partial_barrier, partials, pages)
+                pages = self.scale_pages(n - 1)  # while the next stage is not free
+                step += 1
+        else:
+            while tile > stop:
+                last = stop
+                if self._is_partial(tile):
+                    location = self.claim(locate, tile, ring, step)
+                    partials = self.fill(location, tile, ring, step, partial_barrier, partials)
+                    step += 1
+                    last = tile - 1
+                else:
+                    if const_expr(self.zero_outside):
+                        last = cutlass.max(stop, (self.first_key + (self.tile_n - 1)) // self.tile_n - 1)
+                    for n in cutlass.range(tile, last, -1, unroll=1):
+                        location = self.claim(locate, n, ring, step)
+                        self._expect(ring.full_barrier(step))
+                        self.fetch(location, ring.stage(step), ring.full_barrier(step))
+                        ring.fill_rest(step)
+                        step += 1
+                tile = last
+        return step, partials
+
+    def claim(self, locate, tile, ring, step):
+        """Return where a tile is, when its stage has become free."""
+        location = locate(tile)
+        ring.wait_empty(step)
+        return location
+
+    def scale_pages(self, tile) -> list:
+        """Return the pages of a tile's scales, where there are any."""
+        return [] if self.scales is None else self.scales.locate(tile)
+
+    def copy_scales(self, location, pages, tile, stage, hidden) -> None:
+        """Issue the copies of a tile's scales, whose pages are ``pages``. ``hidden`` is :meth:`hidden_rows`."""
+        self.scales.copy(pages, tile, stage)
+
+    def _is_partial(self, tile):
+        """Tell whether some rows of ``tile`` have to be zeroed."""
+        begin = tile * self.tile_n
+        partial = self.zero_outside and (begin < self.first_key) | (begin + self.tile_n > self.end_key)
+        return partial if self.drafts is None else partial | self.drafts.overlap(begin + self.tile_n)
+
+    def hidden_rows(self, tile) -> list:
+        """Return the words of :meth:`HiddenDrafts.of_tile`; none where no key among others is hidden."""
+        return [] if self.drafts is None else self.drafts.of_tile(tile * self.tile_n, self.tile_n)
+
+    @cute.jit
+    def fill(self, location, tile, ring, step, partial_barrier, partials, pages=()):
+        """Fill the ring's stage with ``tile``, and with its scales out of ``pages``. Returns the count of partial tiles
+        so far.
+
+        A tile with rows that must be zeroed completes on a barrier of its own first: TMA's rows have to be there
+        before some of them are overwritten, and consumers must not see the tile before that.
+        """
+        barrier, partial = ring.full_barrier(step), self._is_partial(tile)
+        if partial:
+            barrier = partial_barrier
+        self._expect(barrier)
+        self.fetch(location, ring.stage(step), barrier)
+        hidden = self.hidden_rows(tile)  # while the tile is under way
+        if const_expr(self.scales is not None):
+            self.copy_scales(location, pages, tile, ring.stage(step), hidden)
+            cute.arch.cp_async_mbarrier_arrive_noinc(ring.full_barrier(step))
+        if partial:
+            cute.arch.mbarrier_wait(partial_barrier, partials & 1)
+            partials += 1
+            # Rows end before they begin where the first or the last needed key is in another tile.
+            begin = tile * self.tile_n
+            self.zero_hidden(ring.stage(step), hidden)
+            self.zero_rows(ring.stage(step), 0, cutlass.min(self.first_key - begin, self.tile_n))
+            self.zero_rows(ring.stage(step), cutlass.max(self.end_key - begin, 0), self.tile_n)
+            if cute.arch.lane_idx() < ring.producer_lanes:
+                cute.arch.mbarrier_arrive(ring.full_barrier(step))
+        else:
+            ring.fill_rest(step)
+        return partials
+
+    def _expect(self, barrier) -> None:
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.tile_bytes)
+
+    @cute.jit
+    def zero_rows(self, stage, begin, end):
+        """Zero rows [begin, end) of a stage, visibly to the tensor cores. Called by a whole warp."""
+        vectors = self.shared_row // copy.VECTOR_BYTES
+        for i in cutlass.range(begin * vectors + cute.arch.lane_idx(), end * vectors, LANES, unroll=1):
+            self._zero_vectors(stage, i // vectors, i % vectors)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_warp()
+
+    def _zero_vectors(self, stage, row, vector) -> None:
+        for block in range(copy.column_blocks(self.columns)):
+            copy.store_shared_zero(self.vector_address(stage, row, block, vector))
+
+    @cute.jit
+    def zero_hidden(self, stage, hidden):
+        """Zero the rows whose bits are set in ``hidden``. The fence of :meth:`zero_rows` has to follow."""
+        vectors, lane = self.shared_row // copy.VECTOR_BYTES, cute.arch.lane_idx()
+        for i in cutlass.range_constexpr(len(hidden)):
+            if (hidden[i] >> lane.to(Uint32)) & Uint32(1) != Uint32(0):
+                for vector in cutlass.range(vectors, unroll=1):
+                    self._zero_vectors(stage, LANES * i + lane, vector)
+
+
+@dataclass
+class ContiguousBoxes(KvSource):
+    row_start: Int32  # the request's first token in the tensor
+
+    @classmethod
+    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "ContiguousBoxes":
+        start = tile.request.v_start if operand.is_value else tile.request.k_start
+        return cls(**cls._common(operand, tile, descriptor, shared, tile_n), row_start=start)
+
+    def locate(self, tile):
+        return self.row_start + tile * self.tile_n
+
+    @cute.jit
+    def fetch(self, row, stage, barrier):
+        with cute.arch.elect_one():
+            for block in cutlass.range_constexpr(self.columns // BLOCK_COLUMNS):
+                destination = self.stage_address(stage) + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
+                coordinates = (block * BLOCK_COLUMNS, row, self.kv_head)
+                copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)
+
+
+@dataclass
+class PagedSource(KvSource):
+    table: Int64  # address of the request's page ids
+    pages: Any  # their size
+
+    @staticmethod
+    def _paged(operand: KvOperand, tile) -> dict[str, Any]:
+        table = operand.table + 4 * operand.table_row * tile.request.index
+        return dict(table=table, pages=operand.pages)
+
+    def lookup(self, key):
+        """Return (page, row within it) of a token."""
+        page, row = self.pages.split(key)
+        return load_index(self.table, page), row
+
+
+@dataclass
+class PageBoxes(PagedSource):
+    """A box holds all columns of ``box_rows`` tokens, so a page of 16 x 128 takes one instruction for 4 KiB.
+
+    The tensor is seen as [slots, core matrices of rows, column blocks, 8 rows, 64 columns], without the column blocks
+    where one is all there is. A slot is one head of one page and slots lie one head stride apart: that takes a page
+    stride that is a multiple of the head stride.
+    """
+
+    slots_per_page: Int32  # page stride / head stride
+    box_rows: int
+
+    columns_first = True
+
+    @classmethod
+    def create(cls, operand: KvOperand, tile, descriptor, shared, tile_n: int, box_rows: int) -> "PageBoxes":
+        return cls(
+            **cls._common(operand, tile, descriptor, shared, tile_n),
+            **cls._paged(operand, tile),
+            slots_per_page=operand.slots_of_page() if operand.page_slots is None else operand.page_slots,
+            box_rows=box_rows,
+        )
+
+    @property
+    def boxes(self) -> int:
+        return self.tile_n // self.box_rows
+
+    @cute.jit
+    def load(self, first, end, ring, step, partial_barrier, partials):
+        # A lookup serves as many tiles as lanes have boxes for. Loaders share schedulers with the warps of softmax: 96
+        # instructions less for a tile made steps 1 % shorter (H200, 2026-11-22).
+        tiles = LANES // self.boxes
+        for last in cutlass.range(end - 1, first - 1, -tiles, unroll=1):
+            slots, core_matrices, scales = self.locate(last - (tiles - 1))
+
+            def locate(n, last=last, slots=slots, core_matrices=core_matrices, scales=scales):
+                first = (n - last + (tiles - 1)) * self.boxes
+                lane = cute.arch.lane_idx() + first
+                return cute.arch.shuffle_sync(slots, lane), cute.arch.shuffle_sync(core_matrices, lane), scales, first
+
+            stop = cutlass.max(last - tiles, first - 1)
+            step, partials = self.fill_down(locate, last, stop, ring, step, partial_barrier, partials)
+        return step, partials
+
+    def locate(self, tile):
+        """Return to lane i the (slot, eight of rows, address of the scales) of box i, counted from the tile's first,
+        past its last those of the next tile.
+
+        Outside the needed tokens a needed page is fetched again: every tile then has the same number of bytes, and no
+        other table entry is read.
+        """
+        key = tile * self.tile_n + cute.arch.lane_idx() * self.box_rows
+        first_box = self.first_key // self.box_rows * self.box_rows
+        page, row = self.lookup(cutlass.max(cutlass.min(key, self.end_key - 1), first_box))
+        scales = None
+        if const_expr(self.scales is not None):
+            scales = self.scales.of_box(page, row // self.box_rows * self.box_rows)
+        return page * self.slots_per_page + self.kv_head, row // ATOM_ROWS, scales
+
+    def scale_pages(self, tile) -> list:
+        return []
+
+    def copy_scales(self, location, pages, tile, stage, hidden) -> None:
+        *_, boxes, first = location
+        self.scales.copy_boxes(boxes, first, self.box_rows, tile, stage, self.zero_outside, hidden)
+
+    @property
+    def box_bytes(self) -> int:
+        """Return the distance from one box to the next in shared memory, in bytes."""
+        return self.box_rows * self.columns * HALFWORD_BYTES
+
+    @cute.jit
+    def fetch(self, location, stage, barrier):
+        slots, core_matrices, *_ = location
+        base = self.stage_address(stage)
+        for first in cutlass.range_constexpr(0, self.boxes, BOXES_AT_ONCE):
+            boxes = range(first, min(first + BOXES_AT_ONCE, self.boxes))
+            corners = [(cute.arch.shuffle_sync(slots, i), self._core_matrix(core_matrices, i)) for i in boxes]
+            with cute.arch.elect_one():
+                for i, corner in zip(boxes, corners, strict=True):
+                    self.load_box(base + i * self.box_bytes, *corner, barrier)
+
+    def _core_matrix(self, core_matrices, box: int):
+        return Int32(0) if self.whole_pages else cute.arch.shuffle_sync(core_matrices, box)
+
+    @property
+    def whole_pages(self) -> bool:
+        """Tell whether a box must be a whole page: below the tallest one that tiles are made of, a page of a power of
+        two is no taller."""
+        return isinstance(self.pages, EvenPages) and self.box_rows < min(self.tile_n & -self.tile_n, MAX_BOX_ROWS)
+
+    def load_box(self, box, slot, core_matrix, barrier) -> None:
+        corner = (0, 0) if self.columns <= BLOCK_COLUMNS else (0, 0, 0)  # all 8 rows of a core matrix, all columns
+        copy.tma_load(self.descriptor, box, barrier, (*corner, core_matrix, slot), self.policy)
+
+
+@dataclass
+class PageColumnBoxes(PageBoxes):
+    """Boxes for head dims that do not fill the last column block: a box is one, which TMA fills up with zeros."""
+
+    columns_first = False
+    one_loop = True  # another copy of so many boxes spills
+
+    @property
+    def box_bytes(self) -> int:
+        return self.box_rows * copy.SWIZZLE_ROW_BYTES
+
+    def load_box(self, box, slot, core_matrix, barrier) -> None:
+        for block in range(self.columns // BLOCK_COLUMNS):
+            destination = box + block * (self.tile_n * copy.SWIZZLE_ROW_BYTES)
+            coordinates = (block * BLOCK_COLUMNS, core_matrix * ATOM_ROWS, slot)
+            copy.tma_load(self.descriptor, destination, barrier, coordinates, self.policy)

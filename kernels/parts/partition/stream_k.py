@@ -1,0 +1,219 @@
+"""Which leaves of which request a CTA of decode with few rows works on next.
+
+A *line* is what one tile of a KV head's rows of a request attends to, cut into leaves of so many keys, counted from
+right to left. The lines of a head, request after request, are a *head list*; where requests have more rows than a tile,
+a head has a head list for each tile of them. HeadLists are cut into ranges: one of its own for every CTA, and at the
+end short ones, as long as a subtree, for those that are done, handed out by tickets. StreamKRanges of all head lists
+that have the same leaves go to neighbouring CTAs at the same time, because their keys are neighbours in memory, or the
+same: with one list of all heads, one behind the other, 1 x 131072 tokens took 169 instead of 135 us (H200, 2026-11-23).
+What a range has of a line is a *segment*.
+
+What is computed of leaves is combined as a tree in which every leaf has its place, see ``tree.py``, so that it never
+changes a bit where ranges begin. So that few nodes are left, segments are whole subtrees of 2^shift leaves of a line,
+but for the line's last: one in which a range ends within the line is the next range's.
+
+No one has told the host how long requests are: a warp of each CTA adds up their leaves, and then walks over them to the
+places of its ranges.
+"""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from hopwell.kernels.config.splitting import OWN_SHARE, WASTE
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.parts.core.copy import EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.parts.core.device import DeviceStruct, Divisor, bit_length, from_lane, running_sum, trailing_zeros
+from hopwell.kernels.parts.partition.split_kv import PackedTile, RequestSpan, SplitSchedule, TopkTokens
+from hopwell.kernels.parts.partition.tiles import draw_ticket, hand_back_tickets, lane_of
+
+
+@dataclass(frozen=True)
+class StreamKRanges(DeviceStruct):
+    """How head lists of leaves are cut into ranges and subtrees, which CTAs own or are handed."""
+
+    leaves: Int32  # of a head list
+    own_waves: Int32  # of ranges that CTAs own, one of each head list
+    own: Int32  # leaves of such a range
+    shift: Int32  # log2 of the leaves of a subtree
+
+    @staticmethod
+    @cute.jit
+    def of(
+        head_lists, leaves, requests, ctas: Divisor, own_waves: Divisor, most_subtrees: cutlass.Constexpr[int]
+    ) -> "StreamKRanges":
+        """Cut head lists so that a CTA's equal share has ``most_subtrees`` subtrees at most; there are ``own_waves``
+        whole layers of CTAs. What is handed out has to be combined, unless lines are as short as subtrees: 32 x 8192
+        tokens take 247 us where every CTA has its share, 251 where an eighth is handed out, 256 x 1024 tokens 251 and
+        247 (H200, 2026-11-23)."""
+        share = ctas.divide(head_lists * leaves)
+        shift = cutlass.max(bit_length(share) - (most_subtrees.bit_length() - 1), 0)
+        own = cutlass.max(share - share // OWN_SHARE, 1)
+        waves = own_waves.value
+        if waves > 0:
+            all_own = own_waves.divide(leaves + (waves - 1))
+            if ((all_own - share) * WASTE <= cutlass.max(share, WASTE)) & (leaves > requests << shift):
+                own = all_own
+                # StreamKRanges of a single request begin at multiples of ``own``, so that subtrees may be as long as
+                # the largest power of two in it: fewer nodes, and fewer rounds of combines.
+                if requests == 1:
+                    shift = cutlass.max(shift, trailing_zeros(own))
+        return StreamKRanges(leaves, waves, own, shift)
+
+    @cute.jit
+    def own_range(self, wave):
+        """Return (first leaf, end) of the CTAs of a layer; behind the layers that CTAs own they have none."""
+        first = self.leaves if wave >= self.own_waves else cutlass.min(wave * self.own, self.leaves)
+        return first, cutlass.min(first + self.own, self.leaves)
+
+    def handed_out(self, wave):
+        """Return (first leaf, end) of a layer of tickets; layers behind the last leaf have none."""
+        size = Int32(1) << self.shift
+        first = cutlass.min(self.own_waves * self.own + wave * size, self.leaves)
+        return first, cutlass.min(first + size, self.leaves)
+
+    @property
+    def has_tickets(self):
+        return self.own_waves * self.own < self.leaves
+
+    def subtree(self, leaf):
+        """Return the first leaf of the subtree of a leaf, counted in its line."""
+        return (leaf >> self.shift) << self.shift
+
+    @property
+    def head_list_slots(self):
+        """Say how many places there are for nodes of a head list."""
+        return 2 * (self.leaves >> self.shift) + 2
+
+
+def wave_and_head_list(number, head_lists: Divisor):
+    """Return (layer, head list) of a CTA, or of a ticket: those of a layer have the same leaves of all head lists."""
+    wave = head_lists.divide(number)
+    return wave, number - wave * head_lists.value
+
+
+@dataclass
+class StreamKTile(PackedTile):
+    """A segment of a line, which is what a CTA gets at a time."""
+
+    INTS: ClassVar[int] = 23
+
+    leaves: Int32  # of the line
+    output_tile_start: Int32  # leaves before it in the head list
+    first_leaf: Int32  # of the segment
+    end_leaf: Int32
+    shift: Int32  # as in StreamKRanges
+    first_slot: Int32  # of the head list
+    cache_policy: Int32  # of K and V, see copy.tma_load
+
+    def kv_policy(self):
+        return self.cache_policy
+
+
+@dataclass
+class StreamKSchedule(SplitSchedule):
+    """The schedule of kernels that combine leaves; ``chunk_tokens`` are the keys of a leaf."""
+
+    most_subtrees: int  # in a CTA's equal share
+    resident_leaves: int  # of all KV heads, whose keys and values fit into the L2 cache
+
+    def _shift(self, begin, seen, q_len):
+        return Int32(self.chunk_tokens.bit_length() - 1)
+
+    @cute.jit
+    def _leaves(self, first):
+        """Count the leaves that requests from ``first`` on have in a head list. Called by a warp."""
+        chunks = Int32(0)
+        for each in cutlass.range(first, self._sequence_count, LANES, unroll=4):
+            chunks += self._span(each + cute.arch.lane_idx()).chunks
+        return cute.arch.shuffle_sync(running_sum(chunks), LANES - 1)
+
+    @cute.jit
+    def _requests(self, first):
+        """Return a lane's request among those from ``first`` on, and the leaves in a head list of all up to it."""
+        span = self._span(first + cute.arch.lane_idx())
+        return span, running_sum(span.chunks)
+
+    def _tile_range(
+        self, span: RequestSpan, place: tuple, output_tile_start, begin, end, ranges: StreamKRanges, policy
+    ) -> StreamKTile:
+        """Leaves [begin, end) of a request's line, in the head list, KV head and rows of ``place``."""
+        request, tokens = span.request(), span.chunk_tokens
+        head_list, head, first_row = place
+        # Leaves are counted from right to left, and are those of all rows: a tile has every leaf of its request, be it
+        # that none of its rows sees a key of it.
+        first = span.first_chunk + span.chunks - end
+        keys = self._keys_of_tokens(request, Int32(0), request.q_len - 1, first * tokens, (end - begin) * tokens)
+        numbers = (span.chunks, output_tile_start, begin, end, ranges.shift, head_list * ranges.head_list_slots, policy)
+        return StreamKTile(request, head, head, first_row, keys, *numbers)
+
+    @cute.jit
+    def publish(self, work_queue) -> None:
+        """Post every segment that this CTA gets, then the end. Called by one warp."""
+        ctas, row_tiles = Divisor.of(Int32(self.geometry.grid)), Int32(self.geometry.row_tiles)
+        head_lists = Divisor.of(self._most_of_chunk)
+        # Divisions take their time, and these need no lengths.
+        own_waves = head_lists.divide(ctas.value)
+        own_waves = replace(Divisor.of(cutlass.max(own_waves, 1)), value=own_waves)
+        wave, head_list = wave_and_head_list(Int32(cute.arch.block_idx()[0]), head_lists)
+        head, first_row = self._head(head_list, row_tiles)
+        step, first, before = Int32(0), Int32(0), Int32(0)
+        span, last_leaf = self._requests(first)
+        leaves = cute.arch.shuffle_sync(last_leaf, LANES - 1)
+        if self._sequence_count > LANES:
+            leaves += self._leaves(first + LANES)
+        ranges = StreamKRanges.of(head_lists.value, leaves, self._sequence_count, ctas, own_waves, self.most_subtrees)
+        is_resident = leaves * Int32(self.geometry.kv_heads) <= self.resident_leaves
+        policy = Int32(EVICT_NORMAL) if is_resident else Int32(EVICT_FIRST)
+        leaf, end = ranges.own_range(wave)
+        goes_on = (leaf < ranges.leaves) | ranges.has_tickets
+        while goes_on:
+            in_requests = before + cute.arch.shuffle_sync(last_leaf, LANES - 1)
+            if leaf >= end:
+                # No ticket is drawn before there is room: a range that waits here may be one that another CTA could
+                # begin with.
+                work_queue.ring.wait_empty(step)
+                wave, head_list = wave_and_head_list(cute.arch.shuffle_sync(draw_ticket(self.addresses), 0), head_lists)
+                head, first_row = self._head(head_list, row_tiles)
+                leaf, end = ranges.handed_out(wave)
+                goes_on = leaf < ranges.leaves
+            elif (leaf < before) | (leaf >= in_requests):
+                # The next ticket may be for the same leaves of another head: back to the beginning then.
+                first = Int32(0) if leaf < before else first + LANES
+                before = Int32(0) if leaf < before else in_requests
+                span, last_leaf = self._requests(first)
+            else:
+                lane = lane_of(leaf, before + last_leaf)
+                mine = from_lane(span, lane)
+                output_tile_start = before + cute.arch.shuffle_sync(last_leaf, lane) - mine.chunks
+                first_leaf, end_leaf = ranges.subtree(leaf - output_tile_start), ranges.subtree(end - output_tile_start)
+                if end >= output_tile_start + mine.chunks:
+                    end_leaf = mine.chunks
+                if first_leaf < end_leaf:
+                    place = (head_list, head, first_row)
+                    work_queue.post(
+                        step, self._tile_range(mine, place, output_tile_start, first_leaf, end_leaf, ranges, policy)
+                    )
+                    step += 1
+                leaf = output_tile_start + mine.chunks
+                goes_on = (leaf < end) | ranges.has_tickets
+        work_queue.post_end(step)
+        if ranges.has_tickets:
+            hand_back_tickets(self.addresses, ctas.value)
+
+
+@dataclass
+class TopkStreamKSchedule(TopkTokens, StreamKSchedule):
+    """StreamKRanges of the lists of all query tokens."""
+
+    @cute.jit
+    def _span(self, index):
+        leaf, leaves = Int32(self.chunk_tokens), Int32(0)
+        seen, _, _, exists = self._topk_token(index)
+        # A token that no request has has no leaves, not one without keys.
+        if exists:
+            leaves = cutlass.max((seen + (leaf - 1)) // leaf, 1)
+        return RequestSpan(index, index, Int32(1), seen, leaf, Int32(0), leaves)

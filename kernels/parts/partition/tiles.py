@@ -1,0 +1,246 @@
+"""Which query tile a CTA works on next.
+
+A persistent grid: tiles form one list, request by request, longest first within a section of a request's heads where
+causality makes them unequal. A CTA that needs work takes a ticket for the next place in it, the first place is its own
+number. Which CTA computes a tile never changes the result, only when it is ready. A section has as few heads as it
+takes for several CTAs to read the same K and V at a time, which then come from the L2 cache.
+
+One warp walks the list ahead of all others and publishes each tile with everything the others need to know of it, so
+that tickets, divisions and the dependent loads of lengths and offsets cost the others nothing.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from hopwell.kernels.config.base import TileShape
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.launch.arguments import Addresses, Geometry
+from hopwell.kernels.parts.core.copy import ATOM_ROWS, EVICT_FIRST, EVICT_NORMAL
+from hopwell.kernels.parts.core.device import DeviceStruct, from_lane, global_array, global_pointer, running_sum
+from hopwell.kernels.parts.load.sequence import Request, load_request
+from hopwell.kernels.parts.rows.mask import IntervalMask, TileRange
+
+
+@dataclass
+class WorkTile(DeviceStruct):
+    """One query tile of a head, or of several: what every role needs to know of it. All fields are Int32."""
+
+    INTS: ClassVar[int] = 16
+    HEAD: ClassVar[int] = 8  # the place of ``head`` among them
+
+    request: Request
+    head: Int32  # the first one; END_OF_WORK after the last tile
+    kv_head: Int32
+    first_row: Int32  # the first token of the tile, within the request
+    keys: TileRange
+
+    def kv_policy(self):
+        """Say how soon K and V leave the L2 cache where heads share tiles, see copy.tma_load. The keys of a request of
+        few tokens are read once, those of others by one tile after the other, and should be there still."""
+        is_short = self.request.q_len <= ATOM_ROWS
+        return Int32(EVICT_NORMAL) + is_short.to(Int32) * (EVICT_FIRST - EVICT_NORMAL)
+
+    @property
+    def exists(self):
+        return self.head >= 0
+
+    @classmethod
+    def from_ints(cls, values: list) -> "WorkTile":
+        return cls(Request(*values[:8]), *values[8:11], TileRange(*values[11:16]), *values[16:])
+
+
+END_OF_WORK = -1
+
+
+@cute.jit
+def draw_ticket(addresses):
+    """Draw the next ticket, for lane 0: who needs it asks later, when it has come."""
+    ticket = Int32(0)
+    if cute.arch.lane_idx() == 0:
+        ticket = cute.arch.atomic_add(global_pointer(Int32, addresses.tickets), Int32(1))
+    return ticket
+
+
+@cute.jit
+def hand_back_tickets(addresses, ctas) -> None:
+    """The last CTA leaves both counters as it found them, for the next launch on this stream. Called by one warp of
+    each when it draws no more tickets."""
+    if cute.arch.lane_idx() == 0:
+        done = global_pointer(Int32, addresses.tickets + 4)
+        if cute.arch.atomic_add(done, Int32(1)) == ctas - 1:
+            global_array(Int32, addresses.tickets)[0] = 0
+            global_array(Int32, addresses.tickets)[1] = 0
+
+
+def lane_of(place, last_places):
+    """Return the lane whose request has a place of the list. ``last_places`` is a lane's own: how many places there are
+    up to the end of its request."""
+    return cute.arch.popc(cute.arch.vote_ballot_sync(last_places <= place))
+
+
+@dataclass
+class TileSchedule(DeviceStruct):
+    """The list of tiles and this CTA's way through it."""
+
+    geometry: Geometry
+    addresses: Addresses
+    mask: IntervalMask
+    tile_n: int
+    tile_shape: TileShape
+
+    @property
+    def alternates(self) -> bool:
+        """Tell whether tickets are for the first and the second half of the list by turns, see :meth:`_place`."""
+        return False
+
+    @cute.jit
+    def _requests(self, first):
+        """Return a lane's request among those from ``first`` on, and the tiles of all of them up to it."""
+        index, tiles = first + cute.arch.lane_idx(), Int32(0)
+        request = load_request(cutlass.min(index, Int32(self.geometry.batch) - 1), self.addresses, self.geometry)
+        if index < Int32(self.geometry.batch):
+            tiles = self._tiles(request)
+        return request, running_sum(tiles)
+
+    def _tiles(self, request: Request):
+        return self._q_tiles(request) * (Int32(self.geometry.heads) // self.tile_shape.heads)
+
+    def _q_tiles(self, request: Request):
+        return (request.q_len + (self.tile_shape.tokens - 1)) // self.tile_shape.tokens
+
+    def _coordinates(self, q_tiles, place):
+        """Return (query tile, its first head) at a place of a request's list: for each section of heads the tiles from
+        last to first, each for all of these heads, so that heads that share K and V run side by side."""
+        head_swizzle = Int32(self.geometry.head_swizzle)
+        first = place // (head_swizzle * q_tiles) * head_swizzle
+        place -= first * q_tiles
+        row = place // head_swizzle
+        return q_tiles - 1 - row, (first + place - row * head_swizzle) * self.tile_shape.heads
+
+    def _work_tile(self, request: Request, place) -> WorkTile:
+        """Return the tile at a place of the request's list."""
+        q_tile, head = self._coordinates(self._q_tiles(request), place)
+        first_row = q_tile * self.tile_shape.tokens
+        last_row = cutlass.min(first_row + self.tile_shape.tokens, request.q_len) - 1
+        position = request.first_position
+        keys = self.mask.tiles(position + first_row, position + last_row, request, self.tile_n)
+        kv_head = head // (Int32(self.geometry.heads) // Int32(self.geometry.kv_heads))
+        return WorkTile(request, head, kv_head, first_row, keys)
+
+    def _next_ticket(self):
+        return Int32(self.geometry.grid) + cute.arch.shuffle_sync(draw_ticket(self.addresses), 0)
+
+    @cute.jit
+    def _count(self, last_tile):
+        """Count the tiles of all requests; ``last_tile`` is what :meth:`_requests` says of the first ones."""
+        count = cute.arch.shuffle_sync(last_tile, LANES - 1)
+        if Int32(self.geometry.batch) > LANES:
+            rest = Int32(0)
+            for first in cutlass.range(LANES, Int32(self.geometry.batch), LANES, unroll=4):
+                _, more = self._requests(first)
+                rest += cute.arch.shuffle_sync(more, LANES - 1)
+            count += rest
+        return count
+
+    def _place(self, ticket, count):
+        """Return the place of a ticket in a list of ``count`` tiles. By turns it is one of the first and of the second
+        half: requests of many queries, whose tiles need products, and those of a few, which need memory, stand one
+        behind the other in a batch, and take as long as the slower of both where they run side by side."""
+        if not self.alternates:
+            return ticket
+        half = (count + 1) // 2
+        return cutlass.min((ticket & 1) * half + (ticket >> 1) + (ticket >= count).to(Int32) * count, count)
+
+    @cute.jit
+    def publish(self, work_queue) -> None:
+        """Post every tile this CTA gets, then the end. Called by one warp."""
+        step, first, tiles, count = Int32(0), Int32(0), Int32(0), Int32(0)
+        request, last_tile = self._requests(first)
+        if const_expr(self.alternates):
+            count = self._count(last_tile)
+        place = self._place(cute.arch.block_idx()[0], count)
+        while first < Int32(self.geometry.batch):
+            if place >= tiles + cute.arch.shuffle_sync(last_tile, LANES - 1):
+                tiles += cute.arch.shuffle_sync(last_tile, LANES - 1)
+                first += LANES
+                request, last_tile = self._requests(first)
+            else:
+                lane = lane_of(place, tiles + last_tile)
+                mine = from_lane(request, lane)
+                before = tiles + cute.arch.shuffle_sync(last_tile, lane) - self._tiles(mine)
+                tile = self._work_tile(mine, place - before)
+                work_queue.post(step, tile)
+                self.published(tile, step)
+                step += 1
+                # No ticket is drawn before there is room: a tile that waits here may be one that another CTA could
+                # begin with.
+                work_queue.ring.wait_empty(step)
+                place = self._place(self._next_ticket(), count)
+                if const_expr(self.alternates):
+                    if place < tiles:
+                        tiles, first = Int32(0), Int32(0)
+                        request, last_tile = self._requests(first)
+        work_queue.post_end(step)
+        hand_back_tickets(self.addresses, Int32(self.geometry.grid))
+
+    def published(self, tile: WorkTile, step) -> None:
+        """Called by the same warp for each tile that it has posted: nothing, unless it has more to do with it."""
+
+
+@dataclass
+class AlternatingSchedule(TileSchedule):
+    """The list in two halves, whose tiles are handed out by turns."""
+
+    @property
+    def alternates(self) -> bool:
+        return True
+
+
+@dataclass
+class WorkQueue(DeviceStruct):
+    """Work tiles passed through shared memory, one ring slot each."""
+
+    slots: Any  # Int32 [kind.INTS, stages] in shared memory
+    ring: Any
+    kind: type[WorkTile]
+
+    @cute.jit
+    def post(self, step, tile) -> None:
+        values = cutlass.extract_mlir_values(tile)
+        self.ring.wait_empty(step)
+        slot = self.slots[None, self.ring.stage(step)]
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(self.kind.INTS):
+                slot[i] = Int32(values[i])
+            cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
+
+    @cute.jit
+    def post_end(self, step, rest=END_OF_WORK) -> None:
+        """Post that there is no more work; ``rest`` is what the other fields say."""
+        self.ring.wait_empty(step)
+        slot = self.slots[None, self.ring.stage(step)]
+        with cute.arch.elect_one():
+            for i in cutlass.range_constexpr(self.kind.INTS):  # readers load a whole tile before they look at it
+                slot[i] = Int32(END_OF_WORK if i == self.kind.HEAD else rest)
+            cute.arch.mbarrier_arrive(self.ring.full_barrier(step))
+
+    def read(self, step) -> WorkTile:
+        """Read the tile of ``step``. Called by every reading warp."""
+        tile = self.look(step)
+        self.release(step)
+        return tile
+
+    def look(self, step) -> WorkTile:
+        """Return the tile of ``step``, which stays there until :meth:`release`."""
+        self.ring.wait_full(step)
+        slot = self.slots[None, self.ring.stage(step)]
+        return self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])
+
+    def release(self, step) -> None:
+        """The warp's lanes meet: combining may have parted them."""
+        cute.arch.sync_warp()
+        self.ring.release(step)

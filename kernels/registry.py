@@ -1,0 +1,258 @@
+"""Which implementation serves a family of kernels on an architecture: the one list of them.
+
+Configs know nothing of the kernels that they describe, and kernels nothing of this list, so that imports have a
+direction. What there is to choose from, to refuse and to compile ahead follows from the list.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Protocol
+
+from hopwell.kernels.append.config import AppendConfig, resolve_append, shipped_append_configs
+from hopwell.kernels.config.decode import DecodeConfig, resolve_decode, shipped_decode_configs
+from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
+from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipped_prefill_configs
+from hopwell.kernels.problem import AttentionProblem, Family
+from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
+from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig, Sm120MlaConfig
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
+
+TITLES = {Family.PREFILL: "prefill", Family.DECODE: "decode", Family.MLA: "MLA decode", Family.APPEND: "append"}
+
+# Makes of a config the traceable launch function, and example arguments to compile it with.
+Build = Callable[[Any], tuple[Any, tuple[Any, ...]]]
+
+
+class Buildable(Protocol):
+    """A kernel's config, as far as compiling it goes."""
+
+    family: ClassVar[Family]
+
+    @property
+    def arch(self) -> str:
+        """Return the architecture that the kernel was written for."""
+        ...
+
+    @property
+    def target(self) -> str:
+        """Return the architecture that the kernel is compiled for."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """Return the key of the compiled kernel: canonical and unique, a valid C identifier and file name."""
+        ...
+
+    @property
+    def matrix_instruction(self) -> str:
+        """Return the matrix instruction of its products, empty without products."""
+        ...
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """The kernels of a family on an architecture.
+
+    Attributes:
+        config: the type of their configs; where there are two, of those that serve what the others do not.
+        resolve: the config for a problem; raises NotImplementedError where no kernel serves it.
+        shipped: the configs that are compiled ahead.
+        build: the traceable launch function of a config, and example arguments to compile it with.
+    """
+
+    config: type[Buildable]
+    resolve: Callable[[Any, str], Buildable]
+    shipped: Callable[[str], Iterator[Buildable]]
+    build: Build
+
+    def refuse(self, problem: Any, arch: str) -> str | None:
+        """Say why no kernel serves ``problem``, or return None where one does."""
+        try:
+            self.resolve(problem, arch)
+        except NotImplementedError as reason:
+            return str(reason)
+        return None
+
+
+def _build_in(module: str, config: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Build a kernel of one of the modules. The DSL is imported with the first of them: that takes seconds."""
+    return importlib.import_module(f"hopwell.kernels.{module}").build(config)
+
+
+def _build_decode(config: DecodeConfig) -> tuple[Any, tuple[Any, ...]]:
+    swap_ab = "dequant_swap_ab" if config.dequantizes_in_registers else "swap_ab"
+    return _build_in(f"sm90.decode.{swap_ab if config.has_tree else 'kernel'}", config)
+
+
+def _build_mla(config: MlaConfig) -> tuple[Any, tuple[Any, ...]]:
+    if config.has_tree:
+        return _build_in("sm90.mla.swap_ab_fp8" if config.uses_fp8_mma else "sm90.mla.swap_ab", config)
+    return _build_in("sm90.mla.fp8" if config.uses_fp8_mma else "sm90.mla.kernel", config)
+
+
+# How, in each family, a config of a kind is chosen for a problem, and which configs of a kind are compiled ahead.
+_CHOICES: dict[Family, tuple[Callable[..., Buildable], Callable[..., Iterator[Buildable]]]] = {
+    Family.PREFILL: (resolve_prefill, shipped_prefill_configs),
+    Family.DECODE: (resolve_decode, shipped_decode_configs),
+    Family.MLA: (resolve_mla, shipped_mla_configs),
+}
+
+
+def _of(kind: type[Buildable], build: Build) -> Implementation:
+    """Return the implementation whose configs are of ``kind``."""
+    resolve, shipped = _CHOICES[kind.family]
+    return Implementation(kind, partial(resolve, kind=kind), partial(shipped, kind=kind), build)
+
+
+def _preferring(first: Implementation, then: Implementation, dims: Container[tuple[int, int]]) -> Implementation:
+    """Return the implementation that leaves to ``then`` what ``first`` has no kernel for. What is compiled ahead of
+    head dims in ``dims`` is for the first one."""
+
+    def resolve(problem: Any, arch: str) -> Buildable:
+        with contextlib.suppress(NotImplementedError):
+            return first.resolve(problem, arch)
+        return then.resolve(problem, arch)
+
+    def shipped(arch: str) -> Iterator[Buildable]:
+        others: Iterator[Any] = then.shipped(arch)
+        yield from first.shipped(arch)
+        yield from (config for config in others if (config.head_dim_qk, config.head_dim_v) not in dims)
+
+    def build(config: Any) -> tuple[Any, tuple[Any, ...]]:
+        return (first if isinstance(config, first.config) else then).build(config)
+
+    return Implementation(then.config, resolve, shipped, build)
+
+
+def _served(family: Family, by_archs: dict[Sequence[str], Implementation]) -> dict[tuple[Family, str], Implementation]:
+    """Return the implementations of a family, by family and architecture."""
+    return {(family, arch): made for archs, made in by_archs.items() for arch in archs}
+
+
+_WARP_PREFILL = _of(Sm120PrefillConfig, partial(_build_in, "warp_mma.prefill.kernel"))
+_BLACKWELL_PREFILL = _of(Sm100PrefillConfig, partial(_build_in, "sm100.prefill.kernel"))
+
+# Kernels of sm_120 multiply with mma.sync, which Blackwell has as well: they serve what it has no others for.
+IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
+    **_served(
+        Family.PREFILL,
+        {
+            HOPPER: _of(PrefillConfig, partial(_build_in, "sm90.prefill.kernel")),
+            BLACKWELL: _preferring(_BLACKWELL_PREFILL, _WARP_PREFILL, Sm100PrefillConfig.tiles),
+            SM120: _WARP_PREFILL,
+        },
+    ),
+    **_served(
+        Family.DECODE,
+        {
+            HOPPER: _of(DecodeConfig, _build_decode),
+            (*BLACKWELL, *SM120): _of(Sm120DecodeConfig, partial(_build_in, "warp_mma.decode.kernel")),
+        },
+    ),
+    **_served(
+        Family.MLA,
+        {
+            HOPPER: _of(MlaConfig, _build_mla),
+            (*BLACKWELL, *SM120): _of(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel")),
+        },
+    ),
+    **_served(
+        Family.APPEND,
+        {
+            ARCHS: Implementation(
+                AppendConfig, resolve_append, shipped_append_configs, partial(_build_in, "append.kernel")
+            )
+        },
+    ),
+}
+
+
+def architectures(family: Family) -> tuple[str, ...]:
+    """Return the architectures that have kernels of ``family``."""
+    return tuple(arch for arch in ARCHS if (family, arch) in IMPLEMENTATIONS)
+
+
+def implementation(family: Family, arch: str) -> Implementation:
+    """Return the implementation of ``family`` on ``arch``.
+
+    Raises:
+        NotImplementedError: there is none.
+    """
+    found = IMPLEMENTATIONS.get((family, arch))
+    if found is None:
+        raise NotImplementedError(
+            f"there is no {TITLES[family]} kernel for {arch}; supported: {', '.join(architectures(family))}"
+        )
+    return found
+
+
+def prefill_type(arch: str) -> type[PrefillConfig]:
+    """Return the type of the prefill configs of ``arch``; where there are two, of those that serve what the others do
+    not.
+
+    Raises:
+        NotImplementedError: it has none.
+    """
+    kind = implementation(Family.PREFILL, arch).config
+    assert issubclass(kind, PrefillConfig)
+    return kind
+
+
+def _says(family: Family, arch: str, fact: str) -> bool:
+    """Tell whether there are kernels of ``family`` on ``arch`` of which the type of their configs says ``fact``."""
+    found = IMPLEMENTATIONS.get((family, arch))
+    return found is not None and bool(getattr(found.config, fact))
+
+
+def can_dequantize_q(arch: str) -> bool:
+    """Tell whether prefill kernels of ``arch`` over NVFP4 caches take e4m3 queries, which they dequantize
+    themselves."""
+    return _says(Family.PREFILL, arch, "can_dequantize_q")
+
+
+def has_fp8_mma(arch: str) -> bool:
+    """Tell whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
+    return _says(Family.MLA, arch, "has_fp8_mma")
+
+
+def is_tiled(family: Family, arch: str) -> bool:
+    """Tell whether kernels of ``arch`` for decode or MLA have rows in tiles of few, however many there are."""
+    return _says(family, arch, "tiled")
+
+
+def resolve(problem: AttentionProblem, arch: str) -> Any:
+    """Return the config of the kernel that serves ``problem`` on ``arch``.
+
+    Raises:
+        NotImplementedError: there is none; the message says what is supported.
+        ValueError: the problem lacks the scratch memory that kernels of its family store partial results in.
+    """
+    if problem.family is not Family.PREFILL and problem.scratch is None:
+        raise ValueError(f"a problem of {TITLES[problem.family]} needs scratch, got None")
+    return implementation(problem.family, arch).resolve(problem, arch)
+
+
+def refuse(problem: AttentionProblem, arch: str) -> str | None:
+    """Say why no kernel serves ``problem`` on ``arch``, or return None where one does."""
+    try:
+        return implementation(problem.family, arch).refuse(problem, arch)
+    except NotImplementedError as reason:
+        return str(reason)
+
+
+def shipped_configs(arch: str = "sm_90a", family: Family = Family.PREFILL) -> Iterator[Any]:
+    """Return the configs of ``family`` that are compiled ahead for ``arch``; none where it has no kernels of the
+    family."""
+    found = IMPLEMENTATIONS.get((family, arch))
+    return iter(()) if found is None else found.shipped(arch)
+
+
+def build(config: Buildable) -> tuple[Any, tuple[Any, ...]]:
+    """Return the traceable launch function of a kernel, and example arguments to compile it with."""
+    return implementation(config.family, config.arch).build(config)

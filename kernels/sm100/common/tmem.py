@@ -1,0 +1,113 @@
+"""Tensor memory: 128 lanes by 512 columns of 32 bits. A warp reaches the 32 lanes of its place in its warpgroup.
+
+An address has the lane in its upper and the column in its lower 16 bits.
+"""
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.parts.core.fragment import LaneRow
+from hopwell.kernels.sm100.prefill.config import TENSOR_MEMORY_COLUMNS
+
+COLUMNS_AT_ONCE = 32  # of one instruction: with 512 threads none may take more than 128 registers
+
+
+@dsl_user_op
+def allocate(slot, *, loc=None, ip=None) -> None:
+    """Allocate all columns; their address comes into shared memory at ``slot``. Called by a whole warp."""
+    cute.arch.inline_ptx(
+        f"tcgen05.alloc.cta_group::1.sync.aligned.shared::cta.b32 [{{$r0}}], {TENSOR_MEMORY_COLUMNS}; "
+        "tcgen05.relinquish_alloc_permit.cta_group::1.sync.aligned;",
+        read_only_args=[slot],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def free(address, *, loc=None, ip=None) -> None:
+    """Free all columns. The warp that has allocated them calls this."""
+    cute.arch.inline_ptx(
+        f"tcgen05.dealloc.cta_group::1.sync.aligned.b32 {{$r0}}, {TENSOR_MEMORY_COLUMNS};",
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+def row_address(tensor_memory, column) -> Int32:
+    """Return the address of column ``column`` in the lanes that this warp reaches."""
+    warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+    return tensor_memory + (warp * LANES << 16) + column
+
+
+def load_row(address, columns: int) -> LaneRow:
+    """Load a lane's row, ``columns`` from ``address`` on."""
+    row = LaneRow(cute.make_rmem_tensor(columns, Float32), columns)
+    load(address, row)
+    return row
+
+
+def load(address, row: LaneRow) -> None:
+    """Load the columns of ``row`` from ``address`` on."""
+    for c, value in enumerate(_load(address, row.columns)):
+        row.set(0, c, value)
+
+
+@dsl_user_op
+def _load(address, columns: int, *, loc=None, ip=None):
+    # Loads and the wait for them in one partial: nothing tells the compiler that values are not there before.
+    text = ""
+    for first in range(0, columns, COLUMNS_AT_ONCE):
+        outputs = ", ".join(f"{{$w{first + c}}}" for c in range(COLUMNS_AT_ONCE))
+        text += f"tcgen05.ld.sync.aligned.32x32b.x{COLUMNS_AT_ONCE}.b32 {{{outputs}}}, [{{$r0}} + {first}]; "
+    return cute.arch.inline_ptx(
+        text + "tcgen05.wait::ld.sync.aligned;",
+        write_only_types=[Float32] * columns,
+        read_only_args=[address],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def store_words(address, words, *, loc=None, ip=None) -> None:
+    """Store 32-bit values to a lane's columns from ``address`` on; :func:`wait_stores` before anyone else reads
+    them."""
+    operands = ", ".join(f"{{$r{1 + i}}}" for i in range(len(words)))
+    cute.arch.inline_ptx(
+        f"tcgen05.st.sync.aligned.32x32b.x{len(words)}.b32 [{{$r0}}], {{{operands}}};",
+        read_only_args=[address, *words],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dsl_user_op
+def wait_stores(*, loc=None, ip=None) -> None:
+    cute.arch.inline_ptx("tcgen05.wait::st.sync.aligned;", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def before_signal(*, loc=None, ip=None) -> None:
+    """Order this thread's accesses before the barrier that it arrives at next."""
+    cute.arch.inline_ptx("tcgen05.fence::before_thread_sync;", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def after_signal(*, loc=None, ip=None) -> None:
+    """Order this thread's accesses, and products that it issues, after the barrier that it has waited for."""
+    cute.arch.inline_ptx("tcgen05.fence::after_thread_sync;", loc=loc, ip=ip)
+
+
+@dsl_user_op
+def commit(barrier, *, loc=None, ip=None) -> None:
+    """Arrive at ``barrier`` once all products that this thread has issued are done."""
+    cute.arch.inline_ptx(
+        "tcgen05.commit.cta_group::1.mbarrier::arrive::one.shared::cluster.b64 [{$r0}];",
+        read_only_args=[barrier],
+        loc=loc,
+        ip=ip,
+    )

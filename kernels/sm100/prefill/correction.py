@@ -1,0 +1,107 @@
+"""The warpgroup that looks after O in tensor memory: it follows the softmax's references, normalises and stores."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from hopwell.kernels.config.base import TileShape
+from hopwell.kernels.launch.arguments import Addresses, Geometry
+from hopwell.kernels.parts.core.device import DeviceStruct, shared_array
+from hopwell.kernels.parts.core.fragment import LaneRow
+from hopwell.kernels.parts.partition.tiles import WorkQueue
+from hopwell.kernels.parts.rows.epilogue import OutputRows
+from hopwell.kernels.parts.rows.query_rows import QueryRows
+from hopwell.kernels.sm100.common import tmem
+from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
+
+
+@dataclass(frozen=True)
+class Correction(DeviceStruct):
+    kernel: Any  # the PrefillSm100: configuration only
+    factor_ring: Any
+    o_ring: Any
+    factors: Int32  # shared memory, as in Softmax
+    staging: Int32
+    work_queue: WorkQueue
+    tensor_memory: Int32
+
+    @cute.jit
+    def run(self, addresses: Addresses, geometry: Geometry):
+        row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
+        posted, kv_step, stored, work = Int32(0), Int32(0), Int32(0), Int32(0)
+        for index in cutlass.range_constexpr(Q_TILES):
+            self.o_ring.release(index)
+        tile = self.work_queue.read(work)
+        while tile.exists:
+            steps = tile.keys.end - tile.keys.begin
+            for _ in cutlass.range(1, steps, unroll=1):
+                kv_step += 1
+                for index in cutlass.range(Q_TILES, unroll=1):
+                    self.correct(index, Q_TILES * posted + index, row)
+                    self.o_ring.release(Q_TILES * kv_step + index)
+                posted += 1
+            if steps > 0:
+                kv_step += 1
+            rows = OutputRows.of(tile, self.kernel.config.head_dim_v, addresses, geometry)
+            for index in cutlass.range(Q_TILES, unroll=1):
+                factor = self.take(Q_TILES * posted + index, row)
+                if steps > 0:
+                    self.o_ring.wait_full(Q_TILES * stored + index)
+                    tmem.after_signal()
+                self.store(rows, index, factor, steps > 0)
+                if steps > 0:
+                    self.o_ring.release(Q_TILES * kv_step + index)
+            if steps > 0:
+                stored += 1
+            posted += 1
+            work += 1
+            tile = self.work_queue.read(work)
+
+    @cute.jit
+    def take(self, step, row):
+        """Take this thread's factor of ``step`` out of shared memory."""
+        ring = self.factor_ring
+        ring.wait_full(step)
+        factor = shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row]
+        ring.release(step)
+        return factor
+
+    def output(self, index) -> Int32:
+        """Return the address of this thread's row of O of a query tile."""
+        c = self.kernel.config
+        return tmem.row_address(self.tensor_memory, c.o_column + index * c.head_dim_v)
+
+    @cute.jit
+    def correct(self, index, step, row):
+        """Multiply O by the factors of ``step``. Most are 1, and a warp whose rows all have that leaves O alone.
+
+        S of the step was issued after the product before, so O has no product under way.
+        """
+        factor = self.take(step, row)
+        if cute.arch.vote_any_sync(factor != 1.0):
+            tmem.after_signal()
+            for first in cutlass.range_constexpr(0, self.kernel.config.head_dim_v, tmem.COLUMNS_AT_ONCE):
+                place = self.output(index) + first
+                values = tmem.load_row(place, tmem.COLUMNS_AT_ONCE)
+                tmem.store_words(place, [values.get(0, c) * factor for c in range(tmem.COLUMNS_AT_ONCE)])
+            tmem.wait_stores()
+        tmem.before_signal()
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def store(self, rows: OutputRows, index, factor, has_keys):
+        """Write O times ``factor``, or zeros where no row has a key, to this warp's rows of the output."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % 4
+        own = QueryRows(index * Q_TILE_ROWS + warp * LaneRow.warp_rows, TileShape.of(1, self.kernel.tile.m))
+        staging = self.staging + warp * self.kernel.staging_bytes
+        for first in cutlass.range_constexpr(0, rows.columns, tmem.COLUMNS_AT_ONCE):
+            values = LaneRow(cute.make_rmem_tensor(tmem.COLUMNS_AT_ONCE, Float32), tmem.COLUMNS_AT_ONCE)
+            values.registers.fill(0.0)
+            if has_keys:
+                tmem.load(self.output(index) + first, values)
+            rows.store(values, [factor], staging, own, self.kernel.out_dtype, first)
+        tmem.before_signal()
+        cute.arch.sync_warp()

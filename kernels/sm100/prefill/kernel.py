@@ -1,0 +1,194 @@
+"""Blackwell prefill: TMA, specialised warps, tcgen05; scores and output in tensor memory; ragged and paged KV."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from hopwell.kernels.config.base import TileShape
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import LANES, WARPGROUP
+from hopwell.kernels.launch.arguments import Addresses, Geometry
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address, shared_array
+from hopwell.kernels.parts.core.fragment import LaneRow
+from hopwell.kernels.parts.core.kernel import AttentionKernel, PrefillLaunch, example_arguments
+from hopwell.kernels.parts.core.pipeline import Edge, check_arrivals
+from hopwell.kernels.parts.load.kv_source import KvOperand
+from hopwell.kernels.parts.partition.tiles import TileSchedule, WorkTile
+from hopwell.kernels.parts.rows.mask import mask_type
+from hopwell.kernels.parts.rows.padding import fill_padding
+from hopwell.kernels.parts.rows.score import ScoreMap
+from hopwell.kernels.parts.rows.skip import SkipRule
+from hopwell.kernels.sm100.common import tmem
+from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
+from hopwell.kernels.sm100.prefill.correction import Correction
+from hopwell.kernels.sm100.prefill.products import Products
+from hopwell.kernels.sm100.prefill.skip import SkippingSoftmax
+from hopwell.kernels.sm100.prefill.softmax import PackedSoftmax, Softmax
+
+CORRECTION_WARP, MMA_WARP, K_WARP, V_WARP, Q_WARP = 8, 12, 13, 14, 15
+FACTOR_BYTES = 4 * Q_TILE_ROWS
+
+
+class PrefillSm100(PrefillLaunch, AttentionKernel):
+    """Attention over two query tiles of 128 rows, in steps of ``tile.n`` keys from right to left.
+
+    Warp roles
+        warps 0..3, 4..7  softmax     of query tile 0 and 1: a thread has a row, from S to P, and its log-sum-exp
+        warps 8..11       correction  O: multiplied when a row's reference moves; in the end normalised and stored
+        warp 12           mma         issues all products, and allocates tensor memory
+        warp 13           load_k      K tiles, as the KV source says
+        warp 14           load_v      V tiles; rows past the visible keys become zeros
+        warp 15           load_q      work tiles: which query rows, which keys, where they are; and their Q tiles
+
+    Edges (``PrefillSm100(config).edges``); those of query tiles have a stage for each of them, factor two
+        Q       load_q -> mma            released when the last S of the work tile has been computed
+        K       load_k -> mma            released when both S have been computed
+        V       load_v -> mma            released when both products have been added to O
+        work    load_q -> all others     released as soon as it has been read
+        S       mma -> softmax           released when the first columns of P stand in its place
+        P       softmax -> mma           full when all of it does
+        factor  softmax -> correction    what rows of O are to be multiplied by, step by step; at last what normalises
+                                         them
+        O       mma -> correction        full when it is complete; released, for every product anew, when it may be
+                                         added to: it has been corrected, or stored
+
+    Steady state: one step of both query tiles, 0 and 1. A product of one tile runs while the other's softmax does.
+
+        tensor cores   |  O0 += P0 V(i+1)  |  S0 = Q0 K(i)^T  |  O1 += P1 V(i+1)  |  S1 = Q1 K(i)^T  |
+        softmax 0      |      waits        |                  | maximum, 2^(S0 - reference), P0, sums |  waits ...
+        softmax 1      | maximum, 2^(S1 - reference), P1, sums|      waits        |                  | maximum ...
+        correction     |                                      | O0 *= factor, if any row's is not 1 | O1 ...
+        load_k, load_v | fill the stages that the step before has released
+    """
+
+    q_rows = Q_TILE_ROWS
+    storing_warps = WARPGROUP // LANES
+    # With one stage ptxas keeps in registers what correction has read of a tile, and spills 8 of 64 at head dim 64.
+    work_stages = 2
+    staging_bytes = HALFWORD_BYTES * LaneRow.warp_rows * LaneRow.pass_columns
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the shared memory of a CTA in bytes, with a slot for the address of tensor memory and for what query
+        tiles say of their P."""
+        return super().shared_bytes + copy.VECTOR_BYTES
+
+    def _edges(self) -> tuple[Edge, ...]:
+        c, t = self.config, self.tile
+        roles = {"load_k": 1, "load_v": 1, "load_q": 1, "mma": 1, "softmax": 4, "correction": 4, "all others": 15}
+        edges = (
+            Edge("Q", "load_q", "mma", t.q_stages, 1, 1, self.q_rows * c.q_columns * HALFWORD_BYTES),
+            *self._kv_edges("mma", 1),
+            self._work_edge(15),
+            Edge("S", "mma", "softmax", Q_TILES, 1, 4, 0),
+            Edge("P", "softmax", "mma", Q_TILES, 4, 1, 0),
+            Edge("factor", "softmax", "correction", 2 * Q_TILES, 4, 4, FACTOR_BYTES, LANES, LANES),
+            Edge("O", "mma", "correction", Q_TILES, 1, 4, 0),
+        )
+        check_arrivals(edges, {**roles, "schedule": 1})
+        return edges
+
+    @cute.kernel
+    def kernel(
+        self,
+        q_atom: cute.CopyAtom,
+        k_atom: cute.CopyAtom | None,
+        v_atom: cute.CopyAtom | None,
+        addresses: Addresses,
+        geometry: Geometry,
+        softmax_scale: Float32,
+        output_scale: Float32,
+        soft_cap: Float32,
+        skip_softmax: Float32,
+    ):
+        smem = cutlass.memory.SmemAllocator()
+        tiles, rings, work_queue, partial_barriers = self._allocate(smem)
+        factors = shared_address(smem.allocate(2 * Q_TILES * FACTOR_BYTES, copy.VECTOR_BYTES))
+        words = shared_address(smem.allocate(copy.VECTOR_BYTES, copy.VECTOR_BYTES))
+        slot, pending = words, words + 4
+        mask = mask_type(self.config.mask)(self.config.mask, Int32(geometry.mask_size))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == MMA_WARP:
+            tmem.allocate(slot)
+        self.begin(warp, ((K_WARP, k_atom), (V_WARP, v_atom), (Q_WARP, q_atom)), partial_barriers)
+        fill_padding(addresses, geometry)
+        tmem.after_signal()
+        tensor_memory = shared_array(Int32, slot)[0]
+        registers = self.config.registers
+
+        if warp < CORRECTION_WARP:
+            self.set_registers(registers[0])
+            scale = load_scale(addresses.softmax_scale, softmax_scale)
+            score = ScoreMap(self.config.score, scale, soft_cap, Int32(geometry.heads))
+            state = PackedSoftmax.of(score.softmax_scale, self.config.polynomial_eighths)
+            scale = load_output_scale(addresses, output_scale)
+            parts = dict(
+                kernel=self,
+                s_ring=rings.s,
+                p_ring=rings.p,
+                factor_ring=rings.factor,
+                factors=factors,
+                work_queue=work_queue,
+                mask=mask,
+                score=score,
+                state=state,
+                output_scale=scale,
+                tensor_memory=tensor_memory,
+            )
+            if const_expr(self.config.skip_softmax):
+                skip = SkipRule.create(skip_softmax, state.scale)
+                SkippingSoftmax(**parts, skip=skip, pending=pending).run(addresses, geometry)
+                is_first = cute.arch.thread_idx()[0] % Q_TILE_ROWS == 0
+                skip.report(addresses.skipped, is_first)
+            else:
+                Softmax(**parts).run(addresses, geometry)
+        elif warp < MMA_WARP:
+            self.set_registers(registers[2])
+            staging = shared_address(tiles.staging)
+            Correction(self, rings.factor, rings.o, factors, staging, work_queue, tensor_memory).run(
+                addresses, geometry
+            )
+        else:
+            self.set_registers(registers[3])
+            if warp == MMA_WARP:
+                Products.create(self, tiles, rings, tensor_memory, pending).run(work_queue)
+            if warp == K_WARP:
+                key = KvOperand.key(addresses, geometry, self.config)
+                self.load_kv(k_atom, shared_address(tiles.k.iterator), rings.k, partial_barriers, work_queue, key)
+            if warp == V_WARP:
+                value = KvOperand.value(addresses, geometry, self.config)
+                self.load_kv(v_atom, shared_address(tiles.v.iterator), rings.v, partial_barriers + 1, work_queue, value)
+            if warp == Q_WARP:
+                parts = (geometry, addresses, mask, self.tile.n, TileShape.of(1, self.tile.m))
+                LoadingSchedule(*parts, self, copy.tma_descriptor(q_atom), tiles.q, rings.q).publish(work_queue)
+            cute.arch.griddepcontrol_launch_dependents()
+        tmem.before_signal()
+        cute.arch.sync_threads()
+        if warp == MMA_WARP:
+            tmem.free(tensor_memory)
+
+
+@dataclass
+class LoadingSchedule(TileSchedule):
+    """Whoever publishes a work tile loads its query tiles as well: there is no warp left for that."""
+
+    kernel: Any  # the PrefillSm100: configuration only
+    descriptor: Any
+    tiles: Any
+    ring: Any
+
+    def published(self, tile: WorkTile, step) -> None:
+        row = tile.request.q_start + tile.first_row
+        for index in range(Q_TILES):
+            first = row + index * Q_TILE_ROWS
+            self.kernel.fetch_q(self.descriptor, self.tiles, self.ring, Q_TILES * step + index, first, tile.head)
+
+
+def build(config: Sm100PrefillConfig) -> Any:
+    """Return the traceable launch function of a config and example arguments to compile it with."""
+    kernel = PrefillSm100(config)
+    return kernel, example_arguments((Addresses, Geometry), floats=4)

@@ -1,0 +1,147 @@
+"""The warp that issues all products of Blackwell prefill."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from hopwell.kernels.parts.core.device import DeviceStruct, shared_address, shared_array
+from hopwell.kernels.sm100.common import mma, tmem
+from hopwell.kernels.sm100.common.mma import SharedOperand
+from hopwell.kernels.sm100.prefill.config import Q_TILES
+
+
+@dataclass(frozen=True)
+class Products(DeviceStruct):
+    kernel: Any  # the PrefillSm100: configuration only
+    rings: Any  # by the names of edges
+    q: SharedOperand
+    k: SharedOperand
+    v: SharedOperand
+    tensor_memory: Int32
+    pending: Int32  # as in SkippingSoftmax
+
+    @staticmethod
+    def create(kernel, tiles, rings, tensor_memory, pending) -> "Products":
+        c, n, columns_first = kernel.config, kernel.tile.n, kernel.source.columns_first
+        q = SharedOperand.of(tiles.q, kernel.q_rows, c.q_columns, columns_first=False)
+        k = SharedOperand.of(tiles.k, n, c.columns[0], columns_first)
+        v = SharedOperand.of(tiles.v, n, c.columns[1], columns_first, reduces_rows=True)
+        return Products(kernel, rings, q, k, v, tensor_memory, pending)
+
+    @cute.jit
+    def run(self, work_queue):
+        q_ring = self.rings.q
+        kv_step, work, stored = Int32(0), Int32(0), Int32(0)
+        tile = work_queue.read(work)
+        while tile.exists:
+            for index in cutlass.range_constexpr(Q_TILES):
+                q_ring.wait_full(Q_TILES * work + index)
+            steps = tile.keys.end - tile.keys.begin
+            if steps > 0:
+                self.first_step(kv_step)
+                for i in cutlass.range(1, steps, unroll=1):
+                    self.next_step(kv_step, (i > 1).to(Int32))
+                    kv_step += 1
+            # Nothing more is read from Q than what has been issued.
+            with cute.arch.elect_one():
+                for index in cutlass.range_constexpr(Q_TILES):
+                    self._release(q_ring, Q_TILES * work + index)
+            if steps > 0:
+                self.last_step(kv_step, stored, (steps > 1).to(Int32))
+                kv_step += 1
+                stored += 1
+            work += 1
+            tile = work_queue.read(work)
+        self.drain(work, kv_step)
+
+    def drain(self, work, kv_step) -> None:
+        """Wait until all stages have been released: a CTA whose shared memory is gone cannot take the arrivals."""
+        q_ring, k_ring, v_ring = self.rings.q, self.rings.k, self.rings.v
+        for ring, step in ((q_ring, Q_TILES * work), (k_ring, kv_step), (v_ring, kv_step)):
+            for stage in range(ring.stages):
+                ring.wait_empty(step + stage)
+
+    @cute.jit
+    def first_step(self, kv_step):
+        """Issue S of both query tiles for the rightmost keys."""
+        k_ring = self.rings.k
+        k_ring.wait_full(kv_step)
+        tmem.after_signal()
+        for index in cutlass.range(Q_TILES, unroll=1):
+            with cute.arch.elect_one():
+                self._issue_s(index, kv_step)
+        with cute.arch.elect_one():
+            self._release(k_ring, kv_step)
+
+    @cute.jit
+    def next_step(self, kv_step, accumulate):
+        """Issue for each query tile O += P V of the keys of ``kv_step``, then S for the next."""
+        k_ring, v_ring = self.rings.k, self.rings.v
+        k_ring.wait_full(kv_step + 1)
+        v_ring.wait_full(kv_step)
+        # Not unrolled: the compiler would make all descriptors of Q before the loop and run out of uniform registers.
+        for index in cutlass.range(Q_TILES, unroll=1):
+            self._issue_o(index, kv_step, accumulate)
+            with cute.arch.elect_one():
+                self._issue_s(index, kv_step + 1)
+        with cute.arch.elect_one():
+            self._release(v_ring, kv_step)
+            self._release(k_ring, kv_step + 1)
+
+    @cute.jit
+    def last_step(self, kv_step, stored, accumulate):
+        """Issue the products with V of the leftmost keys, which complete O."""
+        v_ring, o_ring = self.rings.v, self.rings.o
+        v_ring.wait_full(kv_step)
+        for index in cutlass.range(Q_TILES, unroll=1):
+            self._issue_o(index, kv_step, accumulate)
+            with cute.arch.elect_one():
+                tmem.commit(shared_address(o_ring.full_barrier(Q_TILES * stored + index)))
+        with cute.arch.elect_one():
+            self._release(v_ring, kv_step)
+
+    def _release(self, ring, step) -> None:
+        """Give a stage back once all products issued so far have read it."""
+        tmem.commit(shared_address(ring.empty + ring.stage(step)))
+
+    def _scores(self, index):
+        return self.tensor_memory + (self.kernel.config.s_column + index * self.kernel.tile.n)
+
+    def _issue_s(self, index, kv_step) -> None:
+        k_ring, s_ring = self.rings.k, self.rings.s
+        c, n = self.kernel.config, self.kernel.tile.n
+        kind = mma.instruction_descriptor(self.kernel.dtype, n, n_major_b=False)
+        q_stage, k_stage = index, k_ring.stage(kv_step)
+        mma.issue_shared(self._scores(index), self.q, q_stage, self.k, k_stage, c.depth[0], kind)
+        tmem.commit(shared_address(s_ring.full_barrier(Q_TILES * kv_step + index)))
+
+    @cute.jit
+    def _issue_o(self, index, kv_step, accumulate) -> None:
+        """Issue O += P V in two parts: as soon as the first columns of P are there and O may be added to, and then the
+        rest. Called by the whole warp."""
+        s_ring, p_ring, o_ring = self.rings.s, self.rings.p, self.rings.o
+        step, early, keys = Q_TILES * kv_step + index, self.kernel.config.early_keys, self.kernel.tile.n
+        s_ring.wait_released(step)
+        o_ring.wait_released(step)
+        tmem.after_signal()
+        self._issue_keys(index, kv_step, (0, early), accumulate)
+        p_ring.wait_full(step)
+        tmem.after_signal()
+        self._issue_keys(index, kv_step, (early, keys), accumulate)
+
+    @cute.jit
+    def _issue_keys(self, index, kv_step, span: cutlass.Constexpr, accumulate) -> None:
+        v_ring = self.rings.v
+        c = self.kernel.config
+        kind = mma.instruction_descriptor(self.kernel.dtype, c.head_dim_v, n_major_b=True)
+        output = self.tensor_memory + (c.o_column + index * c.head_dim_v)
+        product = (output, self._scores(index), self.v, v_ring.stage(kv_step), span, kind, accumulate)
+        with cute.arch.elect_one():
+            if const_expr(c.skip_softmax):
+                if shared_array(Int32, self.pending)[index] != 0:
+                    mma.issue_tensor(*product)
+            else:
+                mma.issue_tensor(*product)

@@ -1,0 +1,46 @@
+"""Skip-softmax on Blackwell: a tile that is left out costs its query tile one product and the tile's maximum."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32
+
+from hopwell.kernels.hardware import WARPGROUP
+from hopwell.kernels.parts.core.device import barrier_all, shared_array
+from hopwell.kernels.parts.rows.skip import SkipRule
+from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS
+from hopwell.kernels.sm100.prefill.softmax import Logits, Softmax, Steps
+
+SKIP_ROWS = 64  # that left-out tiles are counted by
+TILE_BARRIER = 1  # named barriers 1 and 2 belong to a softmax warpgroup each
+
+
+@dataclass(frozen=True)
+class SkippingSoftmax(Softmax):
+    skip: SkipRule
+    pending: Int32  # shared memory: for each query tile whether its P is there to be multiplied
+
+    @cute.jit
+    def weigh(self, steps: Steps, first, logits: Logits, maximum, done):
+        unneeded = self.skip.unneeded(self.state.largest, [maximum], logits.row.kv_len)
+        if done == 0:
+            unneeded = Int32(0)
+        left_out = barrier_all(unneeded, TILE_BARRIER + steps.index, WARPGROUP)
+        if left_out:
+            # Rows count from the query tile's first one on, which reports; there are none where the request ends before
+            # it.
+            rows = cutlass.max(cutlass.min(logits.row.kv_len - logits.row.positions[0], Q_TILE_ROWS), 0)
+            self.skip.note(False, (rows + (SKIP_ROWS - 1)) // SKIP_ROWS)
+            self.state.rescale[0] = 1.0
+        else:
+            self.skip.note(True)
+            self.state.choose_reference(0, maximum)
+        self.post_rescale(steps, done)
+        if steps.row == 0:
+            shared_array(Int32, self.pending)[steps.index] = self.skip.pending[0]
+        if left_out:
+            self.give_early_p(steps, done)
+            self.give_late_p(steps, done)
+        else:
+            self.write_p(steps, first, logits, done)

@@ -1,0 +1,249 @@
+"""Softmax of Blackwell prefill: a thread has a row of scores, and half of its arithmetic works on pairs."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.launch.arguments import Addresses, Geometry
+from hopwell.kernels.parts.core.device import DeviceStruct, shared_array
+from hopwell.kernels.parts.core.fragment import LaneRow
+from hopwell.kernels.parts.partition.tiles import WorkQueue
+from hopwell.kernels.parts.rows.epilogue import RowResults
+from hopwell.kernels.parts.rows.mask import IntervalMask, LogitRow
+from hopwell.kernels.parts.rows.score import ScoreMap
+from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
+from hopwell.kernels.sm100.common import tmem
+from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES
+
+# 2^f for -1/2 <= f <= 1/2: 1 + f * (these, from the lowest power on), off by 3e-6 of the value at most. A power of two
+# is exact.
+_POWERS = (0.6931241750717163, 0.24024099111557007, 0.055906426161527634, 0.009582852013409138)
+# This, added to a number up to 2^22, leaves the nearest integer in the lowest bits.
+_ROUNDING = float(3 << 22)
+_LEAST_EXPONENT = -127.0  # of what is not 0; at exactly this the polynomial is 0
+
+
+@dataclass
+class PackedSoftmax(OnlineSoftmax):
+    """This softmax takes two columns at a time where instructions allow it, and some exponentials as polynomials."""
+
+    polynomial_eighths: int
+
+    keeps_nan = True  # polynomials make a large number of NaN; with a NaN reference all other exponentials are NaN
+
+    @staticmethod
+    def of(scale, polynomial_eighths: int) -> "PackedSoftmax":
+        common = OnlineSoftmax.create(scale, LaneRow.rows)
+        return PackedSoftmax(**vars(common), polynomial_eighths=polynomial_eighths)
+
+    @cute.jit
+    def exponentials(self, scores, r: cutlass.Constexpr[int]) -> None:
+        offset = -(self._safe(self.reference[r]) * self.scale)
+        scale, offset = (self.scale, self.scale), (offset, offset)
+        sums = [(Float32(0.0), Float32(0.0))] * 2
+        for pair in cutlass.range_constexpr(scores.columns // 2):
+            values = (scores.get(r, 2 * pair), scores.get(r, 2 * pair + 1))
+            exponents = cute.arch.fma_packed_f32x2(values, scale, offset)
+            powers = self._powers(exponents, pair)
+            scores.set(r, 2 * pair, powers[0])
+            scores.set(r, 2 * pair + 1, powers[1])
+            sums[pair % 2] = cute.arch.add_packed_f32x2(sums[pair % 2], powers)
+        even, odd = cute.arch.add_packed_f32x2(*sums)
+        self.row_sum[r] += even + odd
+
+    def _powers(self, exponents: tuple, pair: int) -> tuple:
+        # Spread evenly, so that both kinds are under way all the time, the one that takes longer first.
+        if (pair + 2) * self.polynomial_eighths % 8 >= self.polynomial_eighths:
+            return tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+        return polynomial_powers(exponents)
+
+
+def polynomial_powers(exponents: tuple) -> tuple:
+    """Compute 2^x of two x up to 128, on the pipes for multiplication and integers."""
+    # With ``nan``, what is not a number becomes a number near 2^128, which is infinity in P, instead of 0.
+    exponents = tuple(cute.arch.fmax(exponent, Float32(_LEAST_EXPONENT), nan=True) for exponent in exponents)
+
+    def both(value: float) -> tuple:
+        return (Float32(value), Float32(value))
+
+    shifted = cute.arch.add_packed_f32x2(exponents, both(_ROUNDING))
+    rounded = cute.arch.add_packed_f32x2(shifted, both(-_ROUNDING))
+    fractions = cute.arch.fma_packed_f32x2(rounded, both(-1.0), exponents)
+    powers = both(_POWERS[-1])
+    for factor in (*_POWERS[-2::-1], 1.0):
+        powers = cute.arch.fma_packed_f32x2(powers, fractions, both(factor))
+    return tuple(_add_exponent(power, integer) for power, integer in zip(powers, shifted, strict=True))
+
+
+@dsl_user_op
+def _add_exponent(power, integer, *, loc=None, ip=None):
+    """Return ``power`` times 2 to the integer in the lowest bits of ``integer``."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 a, b; mov.b32 a, {$r1}; mov.b32 b, {$r0}; shl.b32 a, a, 23; add.s32 b, a, b; mov.b32 {$w0}, b; }",
+        write_only_types=[Float32],
+        read_only_args=[power, integer],
+        loc=loc,
+        ip=ip,
+    )
+
+
+@dataclass(frozen=True)
+class Softmax(DeviceStruct):
+    """The two softmax warpgroups."""
+
+    kernel: Any  # the PrefillSm100: configuration only
+    s_ring: Any
+    p_ring: Any
+    factor_ring: Any
+    factors: Int32  # shared memory for a factor of each row, one array for each stage of the ring
+    work_queue: WorkQueue
+    mask: IntervalMask
+    score: ScoreMap
+    state: PackedSoftmax
+    output_scale: Float32
+    tensor_memory: Int32
+
+    @cute.jit
+    def run(self, addresses: Addresses, geometry: Geometry):
+        index = cute.arch.make_warp_uniform(cute.arch.warp_idx() // 4)
+        row = cute.arch.thread_idx()[0] % Q_TILE_ROWS
+        column = self.kernel.config.s_column + index * self.kernel.tile.n
+        scores = tmem.row_address(self.tensor_memory, column)
+        kv_step, posted, work = Int32(0), Int32(0), Int32(0)
+        tile = self.work_queue.look(work)
+        while tile.exists:
+            keys, request = tile.keys, tile.request
+            tile_row = index * Q_TILE_ROWS + row
+            position = request.first_position + tile.first_row + tile_row
+            logit_row = LogitRow((position,), request.kv_len, self.score.slope(tile.head))
+            self.state.reset()
+            if keys.begin < keys.end:
+                step = partial(self.step, Steps(scores, index, row, kv_step, posted, keys.end - 1), logit_row)
+                for n in cutlass.range(keys.end - 1, keys.full_end - 1, -1, unroll=1):
+                    step(n, True)
+                for n in cutlass.range(keys.full_end - 1, keys.full_begin - 1, -1, unroll=1):
+                    step(n, False)
+                if const_expr(self.mask.has_left_edge):
+                    for n in cutlass.range(keys.full_begin - 1, keys.begin - 1, -1, unroll=1):
+                        step(n, True)
+                kv_step += keys.end - keys.begin
+                posted += keys.end - keys.begin - 1
+            # The tile is looked at again, so that the steps need no registers for what is written about rows.
+            tile = self.work_queue.look(work)
+            self.work_queue.release(work)
+            tile_row = index * Q_TILE_ROWS + cute.arch.thread_idx()[0] % Q_TILE_ROWS
+            count = tile.request.q_len - tile.first_row
+            head_dim = self.kernel.config.head_dim_qk
+            results = RowResults.create(tile, count, self.score, head_dim, addresses, geometry)
+            factor = results.finish(self.state, 0, tile_row, LaneRow.lanes_per_row) * self.output_scale
+            cute.arch.sync_warp()  # rows without results have parted the lanes
+            self.post(Q_TILES * posted + index, row, factor)
+            posted += 1
+            work += 1
+            tile = self.work_queue.look(work)
+
+    @cute.jit
+    def step(self, steps: "Steps", row: LogitRow, n, masked: cutlass.Constexpr):
+        """Turn S of tile ``n`` into P, and say what O is to be multiplied by before P V is added."""
+        done = steps.last - n
+        self.s_ring.wait_full(steps.of_tile(steps.kv_step + done))
+        tmem.after_signal()
+        logits = Logits(self, steps.scores, row, n * self.kernel.tile.n, masked)
+        # The other columns are read again when their turn comes. With more of S at hand there would be spills, sooner
+        # with masks that have two edges.
+        held = tmem.COLUMNS_AT_ONCE if self.mask.has_left_edge else self.kernel.config.early_keys
+        rest = self.kernel.tile.n - held
+        late_maximum = self.state.maximum(logits.load(held, rest), 0)
+        first = logits.load(0, held)
+        maximum = cute.arch.fmax(self.state.maximum(first, 0), late_maximum, nan=True)
+        self.weigh(steps, first, logits, maximum, done)
+
+    @cute.jit
+    def weigh(self, steps: "Steps", first, logits: "Logits", maximum, done):
+        """Turn logits, the ``first`` columns of which are at hand, into P, after ``done`` steps of the work tile."""
+        self.state.choose_reference(0, maximum)
+        self.post_rescale(steps, done)
+        self.write_p(steps, first, logits, done)
+
+    @cute.jit
+    def post_rescale(self, steps: "Steps", done):
+        if done > 0:
+            self.post(steps.of_tile(steps.posted + done - 1), steps.row, self.state.rescale[0])
+
+    @cute.jit
+    def write_p(self, steps: "Steps", first, logits: "Logits", done):
+        for column in cutlass.range_constexpr(0, self.kernel.tile.n, tmem.COLUMNS_AT_ONCE):
+            if const_expr(column == self.kernel.config.early_keys):
+                self.give_early_p(steps, done)
+            if const_expr(column < first.columns):
+                part = first.part(column, tmem.COLUMNS_AT_ONCE)
+            else:
+                part = logits.load(column, tmem.COLUMNS_AT_ONCE)
+            self.state.exponentials(part, 0)
+            # Two keys in a column: nothing is written over that is still to be read.
+            tmem.store_words(steps.scores + column // 2, part.words(0, tmem.COLUMNS_AT_ONCE, self.kernel.dtype))
+        self.give_late_p(steps, done)
+
+    @cute.jit
+    def give_early_p(self, steps: "Steps", done):
+        """Signal that the first columns of P stand in the place of S. Their product runs under the rest of the
+        exponentials."""
+        tmem.wait_stores()
+        tmem.before_signal()
+        cute.arch.sync_warp()
+        self.s_ring.release(steps.of_tile(steps.kv_step + done))
+
+    @cute.jit
+    def give_late_p(self, steps: "Steps", done):
+        """Signal that all columns of P stand in the place of S."""
+        tmem.wait_stores()
+        tmem.before_signal()
+        self.p_ring.fill(steps.of_tile(steps.kv_step + done))
+
+    @cute.jit
+    def post(self, step, row, factor):
+        """Tell correction what to multiply this thread's row of O by."""
+        ring = self.factor_ring
+        ring.wait_empty(step)
+        shared_array(Float32, self.factors)[ring.stage(step) * Q_TILE_ROWS + row] = factor
+        cute.arch.mbarrier_arrive(ring.full_barrier(step))
+
+
+@dataclass(frozen=True)
+class Logits(DeviceStruct):
+    """A thread's row of S, as logits."""
+
+    softmax: Softmax
+    scores: Int32  # in tensor memory
+    row: LogitRow
+    tile_start: Int32  # the key of column 0
+    masked: bool
+
+    @cute.jit
+    def load(self, column: cutlass.Constexpr[int], columns: cutlass.Constexpr[int]):
+        part, start = tmem.load_row(self.scores + column, columns), self.tile_start + column
+        self.softmax.score.apply(part, self.row.slope, start, self.row.positions)
+        if const_expr(self.masked):
+            self.softmax.mask.apply(part, start, self.row)
+        return part
+
+
+@dataclass(frozen=True)
+class Steps(DeviceStruct):
+    """Where a thread is in the steps of all work tiles."""
+
+    scores: Int32  # its row in tensor memory
+    index: Int32  # of the query tile
+    row: Int32  # within it
+    kv_step: Int32  # steps before this work tile
+    posted: Int32  # factors before this work tile
+    last: Int32  # the rightmost tile of keys, which comes first
+
+    def of_tile(self, step):
+        """Return a step in rings with a stage for each query tile."""
+        return Q_TILES * step + self.index

@@ -1,0 +1,356 @@
+"""The warpgroups of Hopper prefill that stand between those that load K and V and those that multiply them.
+
+Where the queries have 16 bits, they dequantize K and V of 8 bits. Those that multiply see no difference, so their
+results have the bits that K and V of 16 bits with the same values would give. Where the queries have 8 bits as well,
+one transposes V: products of 8-bit operands take keys along the rows of shared memory.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Int32, const_expr
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import WARPGROUP, WARPS
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import DeviceStruct, prmt, shared_address, warp_in_warpgroup
+from hopwell.kernels.parts.core.kernel import SharedTiles
+from hopwell.kernels.parts.dequant import e2m1
+from hopwell.kernels.parts.dequant.eight_bit import dequantized_words
+from hopwell.kernels.parts.load.block_scales import ScaleRows
+from hopwell.kernels.parts.partition.tiles import WorkQueue
+
+VECTOR_ELEMENTS = copy.VECTOR_BYTES  # of 8 bits in a vector, which becomes two vectors
+VECTOR_CODES = 2 * copy.VECTOR_BYTES  # in a vector, which becomes four vectors: two blocks
+BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8 bits that become a column block
+DEQUANTIZED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows that a warpgroup dequantizes a column block of at a time
+DEQUANT_BARRIER = 8  # named barrier of the warpgroup that dequantizes in place
+VECTORS_UNDER_WAY = 8  # read from shared memory and not dequantized yet: a thread's, where K and V share a warpgroup
+CODES_UNDER_WAY = 2  # vectors of codes
+SCALES_APART = 8  # registers of a thread for scales that are not neighbours
+PAIRED_KEYS = 32  # that a warp transposes at a time: two vectors of a row of the target
+
+
+class Converter(DeviceStruct):
+    """K or V: stages that are loaded become stages that are multiplied. Besides, a converter may need what is in global
+    memory."""
+
+    def look_up(self, tile, n) -> list:
+        """Return what a lane has to know before it can read what tile ``n`` needs; values that a loop carries."""
+        return []
+
+    def read(self, tile, n, entry: list) -> list:
+        """Return what tile ``n`` needs."""
+        return []
+
+    def convert(self, step, scales: list) -> None:
+        """Convert the tile of ``step``; the whole warpgroup calls this."""
+        raise NotImplementedError
+
+    def show(self, step) -> None:
+        """Give the converted tile of ``step`` to those that multiply."""
+        if const_expr(self.kernel.products_read_shared):
+            # The tensor cores read what was written here through another proxy.
+            cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.mbarrier_arrive(self.target_ring.full_barrier(step))
+
+    def hand_over(self, step) -> None:
+        """Give the converted tile of ``step`` to those that multiply, and the loaded one back."""
+        self.show(step)
+        self.source_ring.release(step)
+
+
+@dataclass
+class E4m3Converter(Converter):
+    """Stages of ``source``, filled through ``source_ring``, become stages of ``target`` in 16 bits. Where there is no
+    other memory for these they lie in the same place: what was loaded is in the registers of the warpgroup before
+    anything is written over it, and stages are given back on ``target_ring``.
+
+    A thread reads vector c of 4 of a row that fill one column block when they are wide, and so on in steps of 32 rows.
+    Neither reads nor writes of 8 lanes, which have two rows, conflict in a bank: rows differ in bits 0 and 2, which say
+    where the swizzle puts vectors.
+
+    Reads wait for the tensor cores, which read shared memory most of the time. So as many as there are registers for
+    are under way at a time. One after the other, each before what became of it, they took longer than all that is
+    computed.
+    """
+
+    kernel: Any  # configuration only
+    source: Int32
+    source_ring: Any
+    target: Int32
+    target_ring: Any
+    operand: int  # 0 for K, 1 for V
+
+    @property
+    def in_place(self) -> bool:
+        return self.kernel.config.dequantizes_in_place
+
+    @property
+    def columns_first(self) -> bool:
+        """Say how the target is laid out."""
+        return self.in_place and self.kernel.source.columns_first
+
+    def source_stage(self, step):
+        """Return the address of the loaded tile of ``step``, once it is there."""
+        self.source_ring.wait_full(step)
+        columns = self.kernel.config.stage_columns[self.operand]
+        return self.source + self.source_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
+
+    def give_back(self, step) -> None:
+        """All that was loaded has been read."""
+        if self.in_place:
+            cute.arch.barrier(barrier_id=DEQUANT_BARRIER, number_of_threads=WARPGROUP)
+        else:
+            self.source_ring.release(step)
+
+    def target_stage(self, step):
+        """Return the address of the dequantized tile of ``step``, once its place is free."""
+        if not self.in_place:
+            self.target_ring.wait_empty(step)
+        columns = self.kernel.config.operand_columns[self.operand]
+        return self.target + self.target_ring.stage(step) * (self.kernel.tile.n * columns * HALFWORD_BYTES)
+
+    def read_ahead(self, step, read: Callable, count: int, under_way: int) -> Iterator:
+        """Yield the place of the dequantized tile, and then the results of ``read`` for 0 to ``count`` - 1, of which
+        ``under_way`` have begun by then, or all where they are to be written over."""
+        under_way = count if self.in_place else min(count, under_way)
+        results = [read(i) for i in range(under_way)]
+        if under_way == count:
+            self.give_back(step)
+        yield self.target_stage(step)
+        for i in range(count):
+            yield results[i]
+            if len(results) < count:
+                results.append(read(len(results)))
+                if len(results) == count:
+                    self.give_back(step)
+
+    @cute.jit
+    def convert(self, step, scales) -> None:
+        config, n = self.kernel.config, self.kernel.tile.n
+        loaded, columns = config.columns[self.operand], config.operand_columns[self.operand]
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        row, vector = thread // BLOCK_VECTORS, thread % BLOCK_VECTORS
+        row ^= (row & 1) * BLOCK_VECTORS
+        places = [
+            (first, block) for first in range(0, n, DEQUANTIZED_ROWS) for block in range(columns // BLOCK_COLUMNS)
+        ]
+        stage, columns_first = self.source_stage(step), self.kernel.source.columns_first
+        sources = [
+            copy.tile_vector(stage, row, half * BLOCK_VECTORS + vector, n, loaded, columns_first) for half in range(2)
+        ]
+
+        def read(i: int) -> list:
+            first, block = places[i]
+            place = sources[block % 2] + self._distance(first, block // 2, loaded, columns_first)
+            return copy.load_shared(place, 4)
+
+        vectors = self.read_ahead(step, read, len(places), VECTORS_UNDER_WAY // config.converting_warpgroups)
+        stage = next(vectors)
+        targets = [copy.tile_vector(stage, row, 2 * vector + half, n, columns, self.columns_first) for half in range(2)]
+        for (first, block), words in zip(places, vectors, strict=True):
+            wide = [w for word in words for w in dequantized_words(config.kv_type, self.kernel.dtype, word)]
+            for half in cutlass.range_constexpr(2):
+                place = targets[half] + self._distance(first, block, columns, self.columns_first)
+                copy.store_shared(place, wide[4 * half : 4 * half + 4])
+        self.show(step)
+
+    def _distance(self, row: int, block: int, columns: int, columns_first: bool) -> int:
+        """Say how many bytes lie between a row of the first column block of a stage of so many columns and a later
+        one."""
+        return copy.block_row(row, block, self.kernel.tile.n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
+
+
+@dataclass
+class Nvfp4Converter(E4m3Converter):
+    """Elements of NVFP4: a thread takes a row, or, where steps have few keys, an equal part of one, and reads scales
+    of its blocks from global memory."""
+
+    scales: ScaleRows
+    table: tuple  # of the numbers of codes
+
+    @property
+    def row_parts(self) -> int:
+        """Say how many threads share a row: those that there are for it, or as many as give each whole vectors."""
+        vectors = self.kernel.config.depth[self.operand] // VECTOR_CODES
+        return math.gcd(WARPGROUP // self.kernel.tile.n, vectors)
+
+    @property
+    def apart(self) -> bool:
+        """Say whether scales that are not neighbours are in a register each, where there are as many. In place, with
+        float16, there are not: four registers spilled in each step (by machine code, 2026-11-25)."""
+        has_registers = not self.in_place or self.kernel.dtype is not Float16
+        return has_registers and self.scales.blocks // self.row_parts <= SCALES_APART
+
+    def _factors(self, scales: list, pair: int):
+        """Return the scales of two neighbouring blocks of a thread."""
+        return self.scales.factors(scales, pair, self.kernel.dtype, apart=self.apart)
+
+    def _place(self) -> tuple:
+        """Return a thread's row of a tile and its part of the row."""
+        thread = cute.arch.thread_idx()[0] % WARPGROUP
+        return thread // self.row_parts, thread % self.row_parts
+
+    def look_up(self, tile, n) -> list:
+        return [self.scales.look_up(tile, n * self.kernel.tile.n + self._place()[0], n)]
+
+    def read(self, tile, n, entry: list) -> list:
+        row, part = self._place()
+        return self.scales.read(tile, n * self.kernel.tile.n + row, entry[0], part, self.row_parts, apart=self.apart)
+
+    @cute.jit
+    def convert(self, step, scales) -> None:
+        config, n = self.kernel.config, self.kernel.tile.n
+        loaded, columns_first = config.columns[self.operand], self.kernel.source.columns_first
+        vectors = config.depth[self.operand] // VECTOR_CODES // self.row_parts  # of a thread
+        cute.arch.sync_warp()  # lanes whose keys are not needed have read no scales, and have gone ahead
+        row, part = self._place()
+        # Lanes that have no row, since there are fewer parts than lanes, read another one's.
+        loaded_row = cutlass.min(row, n - 1) if const_expr(n * self.row_parts < WARPGROUP) else row
+        stage = self.source_stage(step)
+
+        def read(i: int) -> list:
+            place = copy.tile_vector(stage, loaded_row, part * vectors + i, n, loaded, columns_first)
+            return copy.load_shared(place, 4)
+
+        packed = self.read_ahead(step, read, vectors, CODES_UNDER_WAY)
+        target = next(packed)
+        for i, words in enumerate(packed):
+            self._store_packed(target, row, 4 * (part * vectors + i), words, self._factors(scales, i))
+        self.show(step)
+
+    @cute.jit
+    def _store_packed(self, target, row, vector, words, factors) -> None:
+        """Dequantize a vector of codes and write it as vectors from ``vector`` on of a row."""
+        n, dtype, columns = self.kernel.tile.n, self.kernel.dtype, self.kernel.config.operand_columns[self.operand]
+        for j in cutlass.range_constexpr(4):
+            wide = e2m1.scaled(words[j], factors, dtype, half=j // 2, table=self.table)
+            if row < n:
+                copy.store_shared(copy.tile_vector(target, row, vector + j, n, columns, self.columns_first), wide)
+
+
+# How bytes of two words are interleaved: the even ones of both, and the odd ones.
+EVEN_BYTES, ODD_BYTES = 0x6420, 0x7531
+
+
+@dataclass
+class TransposingConverter(Converter):
+    """V of 8 bits: stages of ``source`` [keys, columns] become stages of ``target`` [columns, keys].
+
+    Keys and columns are permuted on the way, within sixteens. Keys 2t, 2t + 1, 8 + 2t and 8 + 2t + 1 come to lie side
+    by side, because lane t of a quad has P of these keys in its accumulators, and its operand takes four neighbours.
+    Even columns come before odd ones: both are rows of the target that stmatrix writes without bank conflicts then,
+    and :class:`~hopwell.kernels.parts.core.fragment.SplitRowFragment` puts them in order again.
+    """
+
+    kernel: Any  # configuration only
+    source: Int32
+    source_ring: Any
+    target: Int32
+    target_ring: Any
+
+    @cute.jit
+    def convert(self, step, scales) -> None:
+        config, n = self.kernel.config, self.kernel.tile.n
+        vectors = config.depth[1] // copy.VECTOR_BYTES  # of 16 columns
+        self.source_ring.wait_full(step)
+        self.target_ring.wait_empty(step)
+        source = self.source + self.source_ring.stage(step) * (n * config.columns[1] * HALFWORD_BYTES)
+        target = self.target + self.target_ring.stage(step) * config.converted_bytes["V"]
+        for vector in cutlass.range(warp_in_warpgroup(), vectors, WARPS, unroll=1):
+            self._transpose(source, target, vector)
+        self.hand_over(step)
+
+    def _transpose(self, source, target, vector) -> None:
+        """Transpose 16 columns, by one warp, 32 keys at a time."""
+        config, n = self.kernel.config, self.kernel.tile.n
+        lane, columns, columns_first = cute.arch.lane_idx(), config.columns[1], self.kernel.source.columns_first
+        width = config.transposed_columns // HALFWORD_BYTES
+        first = copy.tile_vector(source, lane, vector, n, columns, columns_first)
+        step = copy.block_row(PAIRED_KEYS, 0, n, columns, columns_first) * copy.SWIZZLE_ROW_BYTES
+        # Matrices 0 and 1 are even and odd columns of the first sixteen keys, 2 and 3 of the others.
+        row = copy.VECTOR_BYTES * vector + lane % 16
+        place = copy.tile_vector(target, row, lane // 16, config.depth[1], width, False)
+        for pair in range(n // PAIRED_KEYS):
+            words = copy.load_matrix_x4(first + pair * step, transposes=True)
+            turned = [
+                prmt(words[2 * half], words[2 * half + 1], select)
+                for half in range(2)
+                for select in (EVEN_BYTES, ODD_BYTES)
+            ]
+            # A pair has two vectors of a row, of which the swizzle changes nothing but bits, so that exclusive or leads
+            # from one to the next: 24 instead of 75 instructions, 1.01 of the rate (H100, 2026-11-25).
+            block, within = divmod(2 * pair, copy.VECTORS_PER_ROW)
+            block_start = block * config.depth[1] * copy.SWIZZLE_ROW_BYTES
+            copy.store_matrix_x4((place ^ (within * copy.VECTOR_BYTES)) + block_start, turned)
+
+
+@dataclass
+class Conversion(DeviceStruct):
+    """What a converting warpgroup does: it converts the tiles of every step of every work tile."""
+
+    converters: tuple
+    work_queue: WorkQueue
+
+    @staticmethod
+    def create(kernel, tiles: SharedTiles, rings, work_queue: WorkQueue, addresses, geometry) -> "Conversion":
+        """Return the converters of what is converted: K and V, or V alone."""
+        sources = [shared_address(source.iterator) for source in tiles.loaded]
+        if kernel.config.transposes_v:
+            target = shared_address(tiles.v.iterator)
+            return Conversion(
+                (TransposingConverter(kernel, sources[1], rings.v, target, rings.converted_v),), work_queue
+            )
+        targets = [shared_address(tile.iterator) for tile in (tiles.k, tiles.v)]
+        if kernel.config.dequantizes_in_place:
+            loaded, converted = (rings.loaded_k, rings.loaded_v), (rings.k, rings.v)
+        else:
+            loaded, converted = (rings.k, rings.v), (rings.converted_k, rings.converted_v)
+        places = [(kernel, sources[i], loaded[i], targets[i], converted[i], i) for i in range(2)]
+        if kernel.config.kv_element.block:
+            scales = (
+                ScaleRows.key(kernel.config, addresses, geometry),
+                ScaleRows.value(kernel.config, addresses, geometry, interleaves=True),
+            )
+            table = e2m1.table_words(kernel.dtype, sources[0] + cute.arch.thread_idx()[0] * copy.VECTOR_BYTES)
+            return Conversion(
+                tuple(Nvfp4Converter(*place, each, table) for place, each in zip(places, scales, strict=True)),
+                work_queue,
+            )
+        return Conversion(tuple(E4m3Converter(*place) for place in places), work_queue)
+
+    @cute.jit
+    def run_share(self, warp) -> None:
+        """Do the part of the warpgroup that ``warp`` is in, counted from the first that converts: all, or K or V."""
+        if const_expr(self.converters[0].kernel.config.converting_warpgroups > 1):
+            for i in cutlass.range_constexpr(len(self.converters)):
+                if warp // WARPS == i:
+                    Conversion((self.converters[i],), self.work_queue).run()
+        else:
+            self.run()
+
+    @cute.jit
+    def run(self) -> None:
+        step, work = Int32(0), Int32(0)
+        tile = self.work_queue.read(work)
+        while tile.exists:
+            # Scales are read from global memory: page ids two steps before their tile, scales one step. They take the
+            # registers of those that have just been used.
+            n = tile.keys.end - 1
+            entries = [converter.look_up(tile, n) for converter in self.converters]
+            scales = [converter.read(tile, n, entry) for converter, entry in zip(self.converters, entries, strict=True)]
+            entries = [converter.look_up(tile, n - 1) for converter in self.converters]
+            for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
+                for i in cutlass.range_constexpr(len(self.converters)):
+                    self.converters[i].convert(step, scales[i])
+                    scales[i] = self.converters[i].read(tile, n - 1, entries[i])
+                    entries[i] = self.converters[i].look_up(tile, n - 2)
+                step += 1
+            work += 1
+            tile = self.work_queue.read(work)

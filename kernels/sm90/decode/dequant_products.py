@@ -1,0 +1,236 @@
+"""Products of one warp over keys and values of 8 or 4 bits, which it dequantizes in its registers: S^T = K Q^T, and
+what those with V share with it.
+
+Tiles of 16-bit keys are multiplied by whole warpgroups out of shared memory. Those of narrower keys would have to go
+through it twice, and where memory is the limit, the tensor cores have time to spare. So a warp reads bytes straight
+into the fragments of mma.sync. All products are of float16, which holds every e4m3 and int8 exactly, and every element
+of NVFP4 times its scale, and weights better than bf16.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32
+from cutlass.cutlass_dsl import dsl_user_op
+
+from hopwell.kernels.elements import HALFWORD_BYTES, Element
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
+from hopwell.kernels.parts.dequant.eight_bit import dequantized, exponent, in_order
+from hopwell.kernels.parts.load.block_scales import SharedScales
+
+BLOCK_BYTES = copy.SWIZZLE_ROW_BYTES
+LEAST_COLUMNS = 64  # of a block
+Q_EXPONENT = 7  # of the largest element of a row of Q in float16
+
+
+@dataclass(frozen=True)
+class ColumnBlock:
+    """``width`` columns of keys or values in a row of 128 bytes, an equal part of them side by side for each lane."""
+
+    index: int
+    first: int  # column
+    width: int
+
+    @staticmethod
+    def all(head_dim: int, bits: int = 8) -> "list[ColumnBlock]":
+        """Return the column blocks of a head dim of elements of so many bits. The last one may have fewer columns, a
+        power of two."""
+        most = BLOCK_BYTES * 8 // bits
+        blocks = []
+        for first in range(0, head_dim, most):
+            width = 1 << (min(head_dim - first, most) - 1).bit_length()
+            blocks.append(ColumnBlock(first // most, first, max(width, LEAST_COLUMNS)))
+        return blocks
+
+    @property
+    def key_part(self) -> int:
+        """Say how many columns of Q and K a lane holds."""
+        return self.width // QUAD
+
+    @property
+    def value_part(self) -> int:
+        """Say how many columns of V and O a lane holds."""
+        return self.width // (LANES // QUAD)
+
+
+def padded(head_dim: int) -> int:
+    """Say how many columns all blocks have."""
+    return sum(block.width for block in ColumnBlock.all(head_dim))
+
+
+@dataclass
+class DequantProducts(DeviceStruct):
+    """Products of 8 * ``products`` rows with 8-bit K and V. Q is in registers, K and V in shared memory. Lane (g, t) of
+    ``place_in_warp`` has part t of a column block of Q and K."""
+
+    q: Any
+    row_factor: Any  # of each row: what its scores have to be multiplied by
+    q_tile: Int32  # addresses of stage 0
+    k_tile: Int32
+    v_tile: Int32
+    k_scales: SharedScales | None  # of blocks, where there are any
+    v_scales: SharedScales | None
+    products: int
+    kernel: Any  # configuration only
+
+    @staticmethod
+    def fields(kernel, tiles, products: int) -> dict[str, Any]:
+        """Return the values of the fields above by their names."""
+        config = kernel.config
+        width, scales = padded(config.head_dim_qk), [None, None]
+        if config.copies_scales:
+            blocks = [config.kv_element.scales_of(dim) for dim in (config.head_dim_qk, config.head_dim_v)]
+            scales = [SharedScales(shared_address(tiles.scales[i]), blocks[i], kernel.tile.n) for i in range(2)]
+        return dict(
+            q=cute.make_rmem_tensor(width * products * MMA_COLUMNS // LANES // 2, Uint32),
+            row_factor=cute.make_rmem_tensor(2 * products, Float32),
+            q_tile=shared_address(tiles.q.iterator),
+            k_tile=shared_address(tiles.k.iterator),
+            v_tile=shared_address(tiles.v.iterator),
+            k_scales=scales[0],
+            v_scales=scales[1],
+            products=products,
+            kernel=kernel,
+        )
+
+    @property
+    def blocks(self) -> list[ColumnBlock]:
+        return ColumnBlock.all(self.kernel.config.head_dim_qk, self.element.bits)
+
+    @property
+    def element(self) -> Element:
+        return self.kernel.config.kv_element
+
+    @property
+    def exponent(self) -> int:
+        """Return the exponent of the power of two that K and V are multiplied by in products."""
+        return exponent(self.kernel.config.kv_type)
+
+    def load_q(self, stage, first_row) -> None:
+        """Load Q of the warp's rows as float16. Each row gets those of bf16's exponents that it needs."""
+        g, t = place_in_warp()
+        tile = self.q_tile + stage * (self.kernel.tile.m * self.kernel.config.q_columns * HALFWORD_BYTES)
+        for product in range(self.products):
+            words = []
+            for block in self.blocks:
+                vectors = block.key_part * HALFWORD_BYTES // copy.VECTOR_BYTES
+                for i in range(vectors):
+                    vector = block.first * HALFWORD_BYTES // copy.VECTOR_BYTES + t * vectors + i
+                    column_block = tile + vector // copy.VECTORS_PER_ROW * (self.kernel.tile.m * copy.SWIZZLE_ROW_BYTES)
+                    row = first_row + product * MMA_COLUMNS + g
+                    words += copy.load_shared(copy.swizzled_vector(column_block, row, vector % copy.VECTORS_PER_ROW), 4)
+            words = in_order(self.kernel.config.kv_type, words)
+            if self.kernel.dtype is BFloat16:
+                words = self._to_float16(words, product)
+            for i, word in enumerate(words):
+                self.q[i // 2 * (2 * self.products) + 2 * product + i % 2] = word
+        if self.kernel.dtype is not BFloat16:
+            self.row_factor.fill(2.0**-self.exponent)
+
+    def _to_float16(self, words: list, product: int) -> list:
+        """Return row g of a product, times a power of two of its own."""
+        values = [half for word in words for half in copy.unpack_bf16_x2(word)]
+        largest = Float32(0.0)
+        for value in values:
+            largest = cute.arch.fmax(largest, cute.arch.fmax(value, -value))
+        # Factors of the keys make room for larger queries, with row factors as before.
+        largest = cute.arch.warp_reduction_max(largest, threads_in_group=QUAD)
+        factor, row_factor = power_of_two(largest, Q_EXPONENT if self.exponent == 0 else -self.exponent, self.exponent)
+        for c in range(2):
+            lane = (ColumnFragment.first_row() + c) * QUAD
+            self.row_factor[2 * product + c] = cute.arch.shuffle_sync(row_factor, lane)
+        return [copy.pack_x2(Float16, low * factor, high * factor) for low, high in _pairs(values)]
+
+    def score(self, scores: ColumnFragment, core_matrices: list[tuple]) -> None:
+        """Compute S^T of some core matrices of keys; ``core matrices`` has the stage of each, and its number there."""
+        g, t = place_in_warp()
+        scores.registers.fill(0.0)
+        depth, scales = 0, self._key_scales(core_matrices)
+        for block in self.blocks:
+            rows = [self.rows(self.k_tile, 0, *core_matrix, block) for core_matrix in core_matrices]
+            part = self.element.bytes_of(block.key_part)
+            partial_id = min(part, copy.VECTOR_BYTES)
+            for first in range(0, part, partial_id):
+                keys = [copy.load_shared(self._place(row, g, t, part, first), partial_id // 4) for row in rows]
+                for word in range(partial_id // 4):
+                    factors = self._factors(scales, first // 4 + word)
+                    wide = [
+                        dequantized(self.kernel.config.kv_type, key[word], factor)
+                        for key, factor in zip(keys, factors, strict=True)
+                    ]
+                    for step in range(len(wide[0]) // 2):
+                        halves = [words[2 * step : 2 * step + 2] for words in wide]
+                        self._multiply(scores, halves, depth)
+                        depth += 1
+        if self.kernel.dtype is BFloat16 or self.exponent != 0:
+            for r in range(scores.rows):
+                for c in range(scores.columns):
+                    scores.set(r, c, scores.get(r, c) * self.row_factor[r])
+
+    def _multiply(self, scores: ColumnFragment, keys: list, depth: int) -> None:
+        """Add one step of depth, of which ``keys`` has two words of each eight of keys."""
+        b = _pairs([self.q[2 * self.products * depth + i] for i in range(2 * self.products)])
+        for i in range(0, len(keys), 2):
+            a = [keys[i + row][half] for half in range(2) for row in range(2)]
+            for product in range(self.products):
+                accumulate(scores.registers, i // 2 * self.products + product, a, b[product])
+
+    def _key_scales(self, core_matrices: list[tuple]) -> list:
+        """Return the scales of this lane's part of its key in some core matrices; None where there are no scales."""
+        if self.k_scales is None:
+            return [None] * len(core_matrices)
+        g, t = place_in_warp()
+        return [
+            self.k_scales.of_part(stage, core_matrix * copy.ATOM_ROWS + g, t, QUAD)
+            for stage, core_matrix in core_matrices
+        ]
+
+    def _factors(self, scales: list, word: int) -> list:
+        """Return the scales of a word of a lane's part, out of pairs of them."""
+        if self.k_scales is None:
+            return scales
+        block = word * (32 // self.element.bits) // self.element.block
+        return [(pairs[block // 2], block % 2) for pairs in scales]
+
+    def rows(self, tile, part: int, stage, core_matrix, block: ColumnBlock):
+        """Return the address of a column block of 8 keys of a stage of K (0) or V (1)."""
+        n, columns = self.kernel.tile.n, self.kernel.config.columns[part]
+        place = copy.block_row(core_matrix * copy.ATOM_ROWS, block.index, n, columns, self.kernel.source.columns_first)
+        return tile + stage * (n * columns * HALFWORD_BYTES) + place * copy.row_bytes(columns)
+
+    def vector(self, part: int, rows, row, number):
+        """Return the address of a vector of a row of what :meth:`rows` has found, of K (0) or V (1)."""
+        return copy.swizzled_vector(rows, row, number, copy.row_bytes(self.kernel.config.columns[part]))
+
+    def _place(self, rows, row, part, part_bytes: int, first: int):
+        """Return the address of byte ``first`` of an equal part, of so many bytes, of a row of a column block of
+        keys."""
+        if part_bytes < copy.VECTOR_BYTES:
+            per_vector = copy.VECTOR_BYTES // part_bytes
+            return self.vector(0, rows, row, part // per_vector) + part % per_vector * part_bytes
+        number = part * (part_bytes // copy.VECTOR_BYTES) + first // copy.VECTOR_BYTES
+        return self.vector(0, rows, row, number)
+
+
+def _pairs(values: list) -> list:
+    return list(zip(values[::2], values[1::2], strict=True))
+
+
+@dsl_user_op
+def power_of_two(largest, exponent: int, others: int = 0, *, loc=None, ip=None) -> tuple:
+    """Return a power of two that brings a positive number to this exponent, and the inverse of both it and
+    2^``others``."""
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 e, f; mov.b32 e, {{$r0}}; shr.u32 e, e, 23; max.u32 e, e, {exponent + 1}; "
+        f"sub.u32 f, {254 + exponent}, e; shl.b32 f, f, 23; mov.b32 {{$w0}}, f; "
+        f"sub.u32 f, e, {exponent + others}; shl.b32 f, f, 23; mov.b32 {{$w1}}, f; }}",
+        write_only_types=[Float32] * 2,
+        read_only_args=[largest],
+        loc=loc,
+        ip=ip,
+    )

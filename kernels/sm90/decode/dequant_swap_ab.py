@@ -1,0 +1,278 @@
+"""Hopper decode of few rows over caches of 8 or 4 bits: ``decode_swap_ab.py`` with products that dequantize on their
+way.
+
+Tiles have half of the bytes or less, and products take instructions of every warp instead of a few for all. So two
+CTAs share a multiprocessor, each with half of its registers and shared memory: while one waits, the other one
+dequantizes.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, const_expr
+
+from hopwell.kernels.config.base import BLOCK_COLUMNS
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.splitting import LEAF_TILE
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import LANES, WARPS
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import shared_address, warp_in_warpgroup
+from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.kernel import example_arguments
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, accumulate, place_in_warp
+from hopwell.kernels.parts.dequant.eight_bit import of_two_keys
+from hopwell.kernels.parts.rows.packed import PackedRows
+from hopwell.kernels.parts.rows.softmax import HalfLeafSoftmax
+from hopwell.kernels.sm90.decode.dequant_products import BLOCK_BYTES, DequantProducts, padded
+from hopwell.kernels.sm90.decode.kernel import argument_types
+from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafTiles, SwapABDecodeSm90
+
+MOST_COLUMNS = 256  # of K in the tiles whose products a warp computes at a time: what there are registers for
+
+
+class DequantSwapABDecodeSm90(SwapABDecodeSm90):
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
+
+    Warp roles
+        as in SwapABDecodeSm90. A warp of attend has 16 keys of each tile for Q K^T, and after all have exchanged P, 16
+        of 64 columns for P V with all keys
+
+    Edges
+        Q       load_q -> attend      released when it is in registers
+        K       load_k -> attend      released when half of the stages have been multiplied
+        V       load_v -> attend      the same
+        work    schedule -> all       released as soon as it has been read
+
+    Steady state: memory is the limit. A leaf is four tiles, A to D.
+
+        memory         |  K of A', B'  |  K of C', D'  |     the other CTA's     |  V of A', B'  |  V of C', D'  | ...
+        this CTA       | S(A), S(B) | S(C), S(D) | softmax, P | O = P V (A, B) | O += P V (C, D) | nodes |   waits
+        the other CTA  |    waits     | S(A), S(B) | S(C), S(D) | softmax, P | O = P V (A, B) | O += P V (C, D) | ...
+    """
+
+    @property
+    def weights_dtype(self) -> type:
+        return Float16
+
+    def softmax(self, scale) -> HalfLeafSoftmax:
+        return HalfLeafSoftmax.create(scale, self.tile.m // QUAD)
+
+    def consumer(self, **parts: Any) -> "DequantLeafAttend":
+        return DequantLeafAttend(**parts)
+
+
+@dataclass
+class DequantLeafOperands(DequantProducts):
+    """Operands of narrow caches, used as LeafOperands are. S^T and O^T are in registers, P in shared memory. Warp w has
+    16 keys of each tile, and the columns of V and O that ``columns`` says."""
+
+    p_tile: Int32  # address of the first tile
+    s: Any  # of a leaf's tiles, one behind the other
+    o: Any
+    leaf_tiles: int
+    at_once: int  # tiles of K, or of V, whose products do not wait for each other: half of the stages at most
+    columns: "WarpColumns"
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "DequantLeafOperands":
+        products, parts = kernel.tile.m // MMA_COLUMNS, -(-kernel.config.head_dim_v // BLOCK_COLUMNS)
+        return DequantLeafOperands(
+            **DequantProducts.fields(kernel, tiles, products),
+            p_tile=shared_address(tiles.p.iterator),
+            s=cute.make_rmem_tensor(4 * products * kernel.step_tiles, Float32),
+            o=cute.make_rmem_tensor(4 * products * parts, Float32),
+            leaf_tiles=kernel.step_tiles,
+            at_once=max(min(kernel.tile.kv_stages // 2, MOST_COLUMNS // padded(kernel.config.head_dim_qk)), 1),
+            columns=WarpColumns.of(kernel.config),
+        )
+
+    def _scores(self, i: int, tiles: int) -> ColumnFragment:
+        """Return the scores of ``tiles`` tiles of a leaf from the i-th on."""
+        size = 4 * self.products
+        registers = cute.make_tensor(self.s.iterator + i * size, cute.make_layout(tiles * size))
+        return ColumnFragment(
+            registers, tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products
+        )
+
+    def tile_scores(self, i: int) -> ColumnFragment:
+        return self._scores(i, 1)
+
+    def scores(self) -> ColumnFragment:
+        return self._scores(0, self.leaf_tiles)
+
+    def begin(self, q_ring, work) -> None:
+        """Take Q of a part into registers."""
+        self.load_q(q_ring.stage(work), 0)
+        cute.arch.sync_warp()
+        q_ring.release(work)
+
+    def end(self, q_ring, work) -> None:
+        """Do nothing: :meth:`begin` has given Q back."""
+
+    def multiply_keys(self, ring, step, q_stage) -> None:
+        core_matrices = ColumnFragment.warp_columns // copy.ATOM_ROWS
+        for i in range(0, self.leaf_tiles, self.at_once):
+            steps = [step + i + j for j in range(self.at_once)]
+            for each in steps:
+                ring.wait_full(each)
+            stages = [self._stage(ring, step, i + j) for j in range(self.at_once)]
+            own = [
+                (stage, warp_in_warpgroup() * core_matrices + core_matrix)
+                for stage in stages
+                for core_matrix in range(core_matrices)
+            ]
+            self.score(self._scores(i, self.at_once), own)
+            self._give_back(ring, steps)
+
+    def _stage(self, ring, step, tile: int):
+        """Return the stage of a leaf's tile, the first of which is the ``step``-th. Where leaves lie in stages side by
+        side, tiles differ by constants."""
+        return ring.stage(step) + tile if ring.stages % self.leaf_tiles == 0 else ring.stage(step + tile)
+
+    def show_weights(self) -> None:
+        """Do nothing: the warps that read weights meet those that wrote them."""
+
+    @cute.jit
+    def arrange_scales(self, ring, step) -> None:
+        """Turn the scales of V of a leaf, where there are any; each warp has those of a tile."""
+        if const_expr(self.v_scales is not None):
+            stages = self.kernel.tile.kv_stages
+            assert stages >= self.leaf_tiles, f"{self.leaf_tiles} tiles of V do not come to {stages} stages at once"
+            for first in cutlass.range_constexpr(0, self.leaf_tiles, WARPS):
+                tile = first + warp_in_warpgroup()
+                if tile < self.leaf_tiles:
+                    ring.wait_full(step + tile)
+                    self.v_scales.arrange(ring.stage(step + tile))
+
+    def multiply_values(self, ring, step) -> None:
+        self.o.fill(0.0)
+        for i in range(0, self.leaf_tiles, self.at_once):
+            steps = [step + i + j for j in range(self.at_once)]
+            for each in steps:
+                ring.wait_full(each)
+            for j in range(self.at_once):
+                self._add_values(i + j, self._stage(ring, step, i + j))
+            self._give_back(ring, steps)
+        if self.exponent != 0:
+            for i in range(cute.size(self.o)):
+                self.o[i] = self.o[i] * 2.0**-self.exponent
+
+    def finish_values(self, ring, step) -> None:
+        """Do nothing: O^T is complete when :meth:`multiply_values` returns."""
+
+    def _give_back(self, ring, steps: list) -> None:
+        cute.arch.sync_warp()
+        for each in steps:
+            ring.release(each)
+
+    def _add_values(self, i: int, stage) -> None:
+        """Add V^T P^T of a tile to O^T."""
+        for first in range(0, LEAF_TILE, LANES):
+            p = [self._weights(i, product, first) for product in range(self.products)]
+            for part in range(cute.size(self.o) // (4 * self.products)):
+                vector, pair = divmod(part, self.columns.pairs)
+                if pair == 0:
+                    columns = self._columns(stage, first, vector)
+                for k in range(0, LANES // copy.ATOM_ROWS, 2):
+                    a = [columns[k + half][2 * pair + row] for half in range(2) for row in range(2)]
+                    for product in range(self.products):
+                        accumulate(self.o, part * self.products + product, a, p[product][k : k + 2])
+
+    def _columns(self, stage, first: int, vector: int) -> list:
+        """Return columns of V of four core matrices of keys, two adjacent keys of this lane's in each word."""
+        columns, (g, t) = self.columns, place_in_warp()
+        found, scales = [], [None] * (LANES // copy.ATOM_ROWS)
+        if self.v_scales is not None:
+            block = (columns.vector(vector) * columns.per_vector + columns.of_lane(g)) // self.element.block
+            scales = self.v_scales.of_core_matrices(stage, first // copy.ATOM_ROWS, t, block)
+        for i, word in enumerate(self._values(stage, first, vector)):
+            if columns.sharing > 1:
+                word = word >> (columns.share() * (2 * self.element.bits))
+            found.append(of_two_keys(self.kernel.config.kv_type, word, scales[i]))
+        return found
+
+    def _weights(self, i: int, product: int, first: int) -> list:
+        """Return P of 8 rows and 32 keys of a tile, as B of two products."""
+        lane = cute.arch.lane_idx()
+        tile = self.p_tile + i * (self.kernel.tile.m * LEAF_TILE * HALFWORD_BYTES)
+        row, vector = product * MMA_COLUMNS + lane % MMA_COLUMNS, first // copy.ATOM_ROWS + lane // MMA_COLUMNS
+        return copy.load_matrix_x4(copy.swizzled_vector(tile, row, vector))
+
+    def _values(self, stage, first: int, number: int) -> list:
+        """Load V of 32 keys of a tile and of a vector of this warp's: a word has 16 bits of each of two keys."""
+        lane, before = cute.arch.lane_idx(), number * WARPS * copy.VECTOR_BYTES  # bytes
+        core_matrix = first // copy.ATOM_ROWS + lane // copy.ATOM_ROWS
+        rows = self.rows(self.v_tile, 1, stage, core_matrix, self.blocks[before // BLOCK_BYTES])
+        vector = before % BLOCK_BYTES // copy.VECTOR_BYTES + self.columns.vector(0)
+        return copy.load_matrix_x4(self.vector(1, rows, lane % copy.ATOM_ROWS, vector), transposes=True)
+
+
+@dataclass(frozen=True)
+class WarpColumns:
+    """Which columns of V and O a warp has: those of every fourth vector of 16 bytes, or, where there are fewer vectors
+    than warps, a share of one. Lane g has 16 bits of a vector, some pairs of adjacent columns. Rows g and g + 8 of a
+    product with V are the columns of a pair."""
+
+    per_lane: int  # columns in 16 bits
+    sharing: int  # warps that have the same vector
+
+    @staticmethod
+    def of(config: DecodeConfig) -> "WarpColumns":
+        bits = config.kv_element.bits
+        vectors = max(config.head_dim_v, BLOCK_COLUMNS) * bits // (8 * copy.VECTOR_BYTES)
+        return WarpColumns(16 // bits, max(WARPS // vectors, 1))
+
+    @property
+    def pairs(self) -> int:
+        """Say how many pairs of columns a lane has of a vector."""
+        return self.per_lane // (2 * self.sharing)
+
+    @property
+    def per_vector(self) -> int:
+        return self.per_lane * MMA_COLUMNS
+
+    def vector(self, number: int):
+        """Return this warp's vector of a number, among those of a row."""
+        return WARPS * number + warp_in_warpgroup() // self.sharing
+
+    def share(self):
+        """Say which share of a vector this warp has."""
+        return warp_in_warpgroup() % self.sharing if self.sharing > 1 else 0
+
+    def of_lane(self, g):
+        """Return this lane's first column in a vector."""
+        return self.per_lane * g + 2 * self.share()
+
+    def pair(self, number: int, g):
+        """Return the first column of this lane's pair of a number."""
+        vector, pair = divmod(number, self.pairs)
+        return self.vector(vector) * self.per_vector + self.of_lane(g) + 2 * pair
+
+
+@dataclass
+class DequantLeafAttend(LeafAttend):
+    operands_type: ClassVar[type] = DequantLeafOperands
+
+    def prepare_values(self, operands, step) -> None:
+        operands.arrange_scales(self.rings.v, step)
+
+    @cute.jit
+    def store_columns(self, output, statistics, rows: PackedRows) -> None:
+        g, _ = place_in_warp()
+        factors, columns = self.row_factors(output, statistics, rows), WarpColumns.of(self.kernel.config)
+        for r in cutlass.range_constexpr(output.rows):
+            row = output.first_row() + output.row_offset(r)
+            target = rows.output(row, 0)
+            for c in cutlass.range_constexpr(0, output.columns, 2):
+                pair = [output.get(r, c) * factors[r], output.get(r, c + 1) * factors[r]]
+                column = columns.pair(c // 2, g)
+                if row < rows.count and column < self.kernel.config.head_dim_v:
+                    copy.store_rounded(target + column * rows.out_bytes, pair, self.kernel.out_dtype)
+
+
+def build(config: DecodeConfig) -> Any:
+    """Return the traceable launch function of a config and example arguments to compile it with."""
+    return DequantSwapABDecodeSm90(config), example_arguments(argument_types(config), floats=3)

@@ -1,0 +1,356 @@
+"""The consumer warps of decode of many rows over caches of 8 or 4 bits: each attends to keys of its own, dequantized in
+its registers. Those for few rows are in byte_swap_ab.py."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, const_expr
+
+from hopwell.kernels.config.splitting import ROWS
+from hopwell.kernels.hardware import LANES, WARPGROUP
+from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.parts.combine.partials import COLUMNS_AT_ONCE, PARTIAL, Combine, WeightedSum
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
+from hopwell.kernels.parts.dequant.eight_bit import by_columns, together
+from hopwell.kernels.parts.partition.split_kv import SplitTile
+from hopwell.kernels.parts.rows.mask import TileRange
+from hopwell.kernels.parts.rows.packed import PackedRows
+from hopwell.kernels.parts.rows.softmax import HalfSoftmax
+from hopwell.kernels.sm90.decode.dequant_products import ColumnBlock, DequantProducts, accumulate, padded
+from hopwell.kernels.sm90.decode.rows import DecodeAttend
+
+STEP_KEYS = 32  # that a warp multiplies at a time
+MOST_COLUMNS = 128  # of O, for two products of a warp
+STATISTICS_BYTES = 8  # of a row: reference and sum
+
+
+def most_products(head_dim: int) -> int:
+    """Say how many products of 8 rows a warp has side by side; of more columns O takes too many registers."""
+    return 2 if padded(head_dim) <= MOST_COLUMNS else 1
+
+
+@dataclass(frozen=True)
+class WarpKeys(DeviceStruct):
+    """What a warp has of the work: some of the rows, and which keys.
+
+    It depends on the number of rows alone: up to ``rows`` each warp has keys of its own, up to twice as many two warps
+    share keys, and so on. Where there are more warps with different keys than steps in a tile, they take turns.
+    """
+
+    sharing: Int32  # log2 of the warps that have the same keys
+    steps: Int32  # of STEP_KEYS in each of its tiles
+    ping_pong: Int32  # log2 of the tiles of which it has one
+    rows: int  # of a warp
+    warps: int
+    tile_steps: int  # in all
+
+    @staticmethod
+    def of(count, products: int, kernel) -> "WarpKeys":
+        """Return how warps share a tile with ``count`` rows, of which each takes 8 * ``products``."""
+        rows, warps, tile_steps = products * MMA_COLUMNS, kernel.storing_warps, kernel.tile.n // STEP_KEYS
+        sharing, least = Int32(0), rows
+        while least < ROWS:
+            sharing += (count > least).to(Int32)
+            least *= 2
+        steps = cutlass.max((tile_steps << sharing) // warps, 1)
+        ping_pong = cutlass.max((warps // tile_steps).bit_length() - 1 - sharing, 0)
+        return WarpKeys(sharing, steps, ping_pong, rows, warps, tile_steps)
+
+    @property
+    def warp(self):
+        """Return the number of this warp among those that attend."""
+        return cute.arch.make_warp_uniform(cute.arch.warp_idx()) - WARPGROUP // LANES
+
+    @property
+    def first_row(self):
+        return (self.warp & ((Int32(1) << self.sharing) - 1)) * self.rows
+
+    @property
+    def key_sets(self):
+        """Say how many sets of keys the warps have."""
+        return Int32(self.warps) >> self.sharing
+
+    @property
+    def first_step(self):
+        return (self.warp >> self.sharing) * self.steps % self.tile_steps
+
+    def has(self, tile):
+        """Say whether it is the warp's turn."""
+        return tile & ((Int32(1) << self.ping_pong) - 1) == (self.warp >> self.sharing) * self.steps // self.tile_steps
+
+    def place(self, key_set, row):
+        """Say where a row of the warp with the keys of a set is among those of all warps."""
+        return ((key_set << self.sharing) + row // self.rows) * self.rows + row % self.rows
+
+
+@dataclass
+class DequantDecodeOperands(DequantProducts):
+    """Products over STEP_KEYS keys at a time, with O^T += V^T P^T. S and O are in registers; a lane has part g of a
+    column block of V, and of O."""
+
+    s: Any
+    o: Any
+
+    @staticmethod
+    def create(kernel, tiles, products: int) -> "DequantDecodeOperands":
+        rows = products * MMA_COLUMNS
+        return DequantDecodeOperands(
+            **DequantProducts.fields(kernel, tiles, products),
+            s=cute.make_rmem_tensor(STEP_KEYS * rows // LANES, Float32),
+            o=cute.make_rmem_tensor(padded(kernel.config.head_dim_qk) * rows // LANES, Float32),
+        )
+
+    def scores(self) -> ColumnFragment:
+        return ColumnFragment(self.s, STEP_KEYS // ColumnFragment.lanes_per_row, self.products)
+
+    def multiply_values(self, stage, step) -> None:
+        """Add V^T P^T of the same keys to O^T; the scores are weights by now."""
+        core_matrices = STEP_KEYS // copy.ATOM_ROWS
+        weights = self.scores()
+        p = [
+            [
+                transposed(copy.pack_x2(Float16, weights.get(2 * product, i), weights.get(2 * product + 1, i)))
+                for i in range(core_matrices)
+            ]
+            for product in range(self.products)
+        ]
+        kind = self.kernel.config.kv_type
+        for first in range(0, core_matrices, 2):
+            fragment, weights = 0, [pair[first : first + 2] for pair in p]
+            for block in self.blocks:
+                # Two adjacent keys are the halves of a word of A; adjacent columns its rows g and g + 8.
+                pairs = [self._values(stage, core_matrices * step + first + i, block) for i in range(2)]
+                for word in range(len(pairs[0][0])):
+                    scales = [
+                        self._value_scales(stage, core_matrices * step + first + i, block, word) for i in range(2)
+                    ]
+                    parts = [together(kind, *[key[word] for key in keys]) for keys in pairs]
+                    for both in zip(*parts, strict=True):
+                        columns = [by_columns(kind, *one) for one in zip(both, scales, strict=True)]
+                        fragment = self._add(columns, weights, fragment)
+
+    def _add(self, columns: list, weights: list, fragment: int) -> int:
+        """Add some columns of two core matrices of keys to the fragments from this one on. Returns the next one."""
+        for c in range(0, len(columns[0]), 2):
+            a = [columns[half][c + row] for half in range(2) for row in range(2)]
+            for product in range(self.products):
+                accumulate(self.o, fragment, a, weights[product])
+                fragment += 1
+        return fragment
+
+    def _values(self, stage, core_matrix, block: ColumnBlock) -> list:
+        """Return this lane's part of a column block of V, of its two keys in a core matrix."""
+        g, t = place_in_warp()
+        part = self.element.bytes_of(block.value_part)
+        rows, byte = self.rows(self.v_tile, 1, stage, core_matrix, block), g * part
+        vectors = [self.vector(1, rows, 2 * t + i, byte // copy.VECTOR_BYTES) for i in range(2)]
+        return [copy.load_shared(vector + byte % copy.VECTOR_BYTES, part // 4) for vector in vectors]
+
+    def _value_scales(self, stage, core_matrix, block: ColumnBlock, word: int) -> Any:
+        """Return the scales of a word of this lane's part of its two keys in a core matrix."""
+        if self.v_scales is None:
+            return None
+        g, t = place_in_warp()
+        column = g * block.value_part + word * (32 // self.element.bits)
+        return self.v_scales.of_two_rows(stage, core_matrix * copy.ATOM_ROWS + 2 * t, column // self.element.block)
+
+    def _output(self) -> ColumnFragment:
+        return ColumnFragment(self.o, cute.size(self.o) // (2 * self.products), self.products)
+
+    def rescale_output(self, factors) -> None:
+        self._output().scale_rows(factors)
+
+    def columns(self, block: ColumnBlock, r: int) -> list:
+        """Return this lane's part of a column block of row r of O."""
+        first, output = block.first // (LANES // QUAD), self._output()
+        return [output.get(r, first + i) * 2.0**-self.exponent for i in range(block.value_part)]
+
+
+@dataclass(frozen=True)
+class Exchange(DeviceStruct):
+    """Shared memory through which the warps of attend hand over their rows."""
+
+    statistics: Int32  # addresses
+    columns: Int32
+    width: int
+
+    @staticmethod
+    def warp_bytes(head_dim: int) -> int:
+        """Say how many bytes of shared memory each warp has."""
+        return most_products(head_dim) * MMA_COLUMNS * (4 * padded(head_dim) + STATISTICS_BYTES)
+
+    @staticmethod
+    def create(kernel, tiles) -> "Exchange":
+        begin, head_dim = shared_address(tiles.staging), kernel.config.head_dim_v
+        rows = kernel.storing_warps * most_products(head_dim) * MMA_COLUMNS
+        return Exchange(begin, begin + rows * STATISTICS_BYTES, padded(head_dim))
+
+    def row_statistics(self, row):
+        """Return the address of a row's (reference, sum). Rows are those of all warps."""
+        return self.statistics + row * STATISTICS_BYTES
+
+    def vector(self, row, vector):
+        """Return the address of a row's columns from 4 * ``vector`` on. Lanes store columns 16 apart, of every other
+        row: vectors are shuffled so that these meet in no bank."""
+        return self.columns + row * (4 * self.width) + (vector ^ (row // 2 % 4)) * copy.VECTOR_BYTES
+
+
+@dataclass
+class DequantDecodeAttend(DecodeAttend):
+    """The warps of attend, which do nothing but attend: what they find is added up by the warpgroup that combines.
+
+    Of a work tile with no more rows than a warp has, each of 8 warps has 32 of the 128 keys of every other tile:
+
+        memory       |  K(i-2), V(i-2)  |  K(i-3), V(i-3)  |  K(i-4), V(i-4)  | ...
+        warps 0..3   | S(i), softmax, O += P V  |  waits   | S(i-2), softmax, O += P V | ...
+        warps 4..7   |   waits  | S(i-1), softmax, O += P V  |   waits   | S(i-3), ...
+    """
+
+    @cute.jit
+    def attend(self, addresses: Addresses, geometry: DecodeGeometry):
+        kv_step, work = Int32(0), Int32(0)
+        tile = self.work_queue.read(work)
+        while tile.exists:
+            count = cutlass.min(tile.rows(geometry.group), ROWS)
+            most = most_products(self.kernel.config.head_dim_v)
+            if const_expr(most > 1):
+                if count <= MMA_COLUMNS:
+                    self.attend_work_tile(1, tile, count, kv_step, work)
+                else:
+                    self.attend_work_tile(most, tile, count, kv_step, work)
+            else:
+                self.attend_work_tile(1, tile, count, kv_step, work)
+            kv_step += tile.keys.end - tile.keys.begin
+            work += 1
+            tile = self.work_queue.read(work)
+
+    @cute.jit
+    def attend_work_tile(self, products: cutlass.Constexpr[int], tile: SplitTile, count, kv_step, work) -> None:
+        """Attend to a work tile with ``count`` rows, 8 * ``products`` of them for each warp."""
+        q_ring = self.rings.q
+        operands = DequantDecodeOperands.create(self.kernel, self.tiles, products)
+        softmax = HalfSoftmax.over(self.softmax.scale, 2 * products)
+        mine = WarpKeys.of(count, products, self.kernel)
+        q_ring.wait_full(work)
+        operands.load_q(q_ring.stage(work), mine.first_row)
+        cute.arch.sync_warp()
+        q_ring.release(work)
+        softmax.reset()
+        operands.o.fill(0.0)
+        row = self.logit_row(tile, mine.first_row, operands.scores())
+        for n in cutlass.range(tile.keys.end - 1, tile.keys.begin - 1, -1, unroll=1):
+            self.attend_tile(operands, softmax, mine, tile.keys, n, row, kv_step)
+            kv_step += 1
+        self.open_partial(tile, work)
+        self.hand_over(operands, softmax, mine, count)
+        self.rings.partial.fill(work)
+
+    @cute.jit
+    def attend_tile(
+        self, operands: DequantDecodeOperands, softmax, mine: WarpKeys, keys: TileRange, n, row, kv_step
+    ) -> None:
+        """Attend to this warp's keys of tile n."""
+        k_ring, v_ring = self.rings.k, self.rings.v
+        masked = n < keys.full_begin or n >= keys.full_end
+        steps = mine.steps if mine.has(n) else Int32(0)
+        k_ring.wait_full(kv_step)
+        for i in cutlass.range(steps, unroll=1):
+            step = mine.first_step + i
+            scores = operands.scores()
+            stage, first = k_ring.stage(kv_step), scores.columns * step
+            operands.score(scores, [(stage, first + core_matrix) for core_matrix in range(scores.columns)])
+            if masked:
+                self.mask.apply(scores, n * self.kernel.tile.n + step * STEP_KEYS, row)
+            softmax.step(scores)
+            if softmax.reference_moved():
+                operands.rescale_output(softmax.rescale)
+            v_ring.wait_full(kv_step)
+            operands.multiply_values(v_ring.stage(kv_step), step)
+        v_ring.wait_full(kv_step)
+        cute.arch.sync_warp()
+        k_ring.release(kv_step)
+        v_ring.release(kv_step)
+
+    @cute.jit
+    def hand_over(self, operands: DequantDecodeOperands, softmax, mine: WarpKeys, count) -> None:
+        """Leave this warp's rows for :class:`DequantCombine`."""
+        exchange = Exchange.create(self.kernel, self.tiles)
+        scores, (g, _) = operands.scores(), place_in_warp()
+        for r in cutlass.range_constexpr(scores.rows):
+            own = scores.first_row() + scores.row_offset(r)
+            row = mine.warp * mine.rows + own
+            statistics = softmax.partial(r, scores.lanes_per_row)
+            if mine.first_row + own < count:
+                if g == 0:
+                    copy.store_shared(exchange.row_statistics(row), statistics)
+                for block in operands.blocks:
+                    columns = operands.columns(block, r)
+                    for i in cutlass.range_constexpr(0, len(columns), COLUMNS_AT_ONCE):
+                        vector = (block.first + g * block.value_part + i) // COLUMNS_AT_ONCE
+                        copy.store_shared(exchange.vector(row, vector), columns[i : i + COLUMNS_AT_ONCE])
+
+
+@dataclass(frozen=True)
+class DequantCombine(Combine):
+    """Adds up what the warps of attend have found of a work tile before it combines the work tile with others. What
+    attend waits for is not a free slot but the exchange."""
+
+    exchange: Exchange
+    kernel: Any  # configuration only
+
+    @cute.jit
+    def run(self, work_queue, ring, addresses, geometry, scale, out_dtype: cutlass.Constexpr) -> None:
+        work = Int32(0)
+        ring.release(work)
+        tile = work_queue.read(work)
+        while tile.exists:
+            rows = PackedRows.create(addresses, geometry, tile, scale, out_dtype.width // 8)
+            ring.wait_full(work)
+            self.prepare(tile)
+            self.meet()
+            self.gather(tile, rows, out_dtype)
+            work += 1
+            # Attend has no reason to wait for the combine.
+            ring.release(work)
+            if tile.chunks > 1:
+                self.complete(tile, rows, out_dtype)
+            tile = work_queue.read(work)
+        self.hand_back(Int32(geometry.grid))
+
+    @cute.jit
+    def gather(self, tile: SplitTile, rows: PackedRows, out_dtype: cutlass.Constexpr) -> None:
+        count = cutlass.min(rows.count, ROWS)
+        if const_expr(most_products(self.kernel.config.head_dim_v) > 1):
+            if count <= MMA_COLUMNS:
+                self.add_up(WarpKeys.of(count, 1, self.kernel), tile, rows, count, out_dtype)
+            else:
+                most = most_products(self.kernel.config.head_dim_v)
+                self.add_up(WarpKeys.of(count, most, self.kernel), tile, rows, count, out_dtype)
+        else:
+            self.add_up(WarpKeys.of(count, 1, self.kernel), tile, rows, count, out_dtype)
+        self.meet()
+
+    @cute.jit
+    def add_up(self, mine: WarpKeys, tile: SplitTile, rows: PackedRows, count, out_dtype: cutlass.Constexpr) -> None:
+        """Add up all rows: the output, or a partial of it."""
+        vectors = self.slots.columns // COLUMNS_AT_ONCE
+        for index in cutlass.range(self.thread, count * vectors, self.threads, unroll=1):
+            row = index // vectors
+            vector = index - row * vectors
+            places = [mine.place(cutlass.min(i, mine.key_sets - 1), row) for i in range(mine.warps)]
+            statistics = [copy.load_shared(self.exchange.row_statistics(place), 2, Float32) for place in places]
+            outputs = [
+                copy.load_shared(self.exchange.vector(place, vector), COLUMNS_AT_ONCE, Float32) for place in places
+            ]
+            total = WeightedSum.nothing().plus(statistics, outputs, mine.key_sets)
+            column = vector * COLUMNS_AT_ONCE
+            if tile.chunks == 1:
+                factor = rows.finish(row, total.reference, total.sum, column == 0)
+                copy.store_rounded(rows.output(row, column), [value * factor for value in total.values], out_dtype)
+            else:
+                self.slots.store_vector(tile.partial_id, row, column, total, PARTIAL)

@@ -1,0 +1,312 @@
+"""Hopper decode of few rows: leaves of keys against up to 32 packed rows, combined as a tree, in one launch.
+
+With so few rows memory is the limit, and what a tile takes from the time at which it is there until its place can be
+filled again has to be short. So products are transposed, as in ``mla_swap_ab.py``: S^T = K Q^T and O^T = V^T P^T. Then
+O of a leaf is few registers of a thread, and leaves can be combined in an order that does not depend on which CTA has
+which: every CTA gets an equal share of all keys, and partials of requests are left in memory at the ends of shares
+    only.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.nvgpu import warpgroup
+
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.splitting import LEAF_TILE, RESIDENT_BYTES, node_bytes, share_subtrees
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import WARPS
+from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.parts.combine.tree import Node, Tree
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import DeviceStruct, shared_address
+from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD
+from hopwell.kernels.parts.partition.split_kv import ScheduleHooks
+from hopwell.kernels.parts.partition.stream_k import StreamKSchedule, StreamKTile
+from hopwell.kernels.parts.rows.softmax import ColumnSoftmax
+from hopwell.kernels.sm90.common.mma import issue_mma, make_transposed_mmas
+from hopwell.kernels.sm90.decode.kernel import DecodeSm90
+from hopwell.kernels.sm90.decode.leaf_tree import LeafTree
+from hopwell.kernels.sm90.decode.rows import DecodeConsumer
+from hopwell.kernels.sm90.decode.swap_ab_rows import STATE_BYTES, ColumnRows
+
+
+class SwapABDecodeSm90(DecodeSm90):
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left.
+
+    Warp roles
+        warp 0 load_k      K tiles, as the KV source says
+        warp 1 load_v      V tiles; rows past the visible keys become zeros
+        warp 2 load_q      the packed rows of Q
+        warp 3 schedule    segments of lines, see parts/partition/stream_k.py
+        warps 4..7 attend  from Q K^T to a leaf's node, from nodes to the output, see parts/combine/tree.py; a warp has
+        16 keys
+                           of each tile, and 16 of 64 columns of the output
+
+    Edges
+        Q       load_q -> attend      released after the segment's last leaf
+        K       load_k -> attend      released when the tile's S has been computed
+        V       load_v -> attend      released when the tile's product has been added to O
+        work    schedule -> all       released as soon as it has been read
+
+    Steady state: memory is the limit. A leaf is two tiles, A and B, or four.
+
+        memory         | A'                                    | B'                                    | ...
+        tensor cores   | S(A) | S(B) |            | O = P V (A) | O += P V (B) |             waits
+        attend         |    waits    | P of both  |          waits             | nodes | waits
+    """
+
+    work_tile = StreamKTile
+
+    @property
+    def nodes_bytes(self) -> int:
+        """Say how many bytes of shared memory levels of the tree take."""
+        return self.config.smem_levels * node_bytes(self.tile.m, self.config.head_dim_v)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Return a warp's share of the bytes for nodes of the tree, what counts have found, and a float32 of each row
+        for all warps."""
+        return (self.nodes_bytes + STATE_BYTES) // WARPS
+
+    @property
+    def step_tiles(self) -> int:
+        return self.config.chunk_tokens // self.tile.n
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the shared memory of a CTA in bytes, which P is a part of."""
+        return super().shared_bytes + self.tile.m * LEAF_TILE * HALFWORD_BYTES * self.p_tiles
+
+    @property
+    def p_tiles(self) -> int:
+        """Say how many tiles of P are in shared memory: those of a leaf."""
+        return self.config.leaf_tiles
+
+    def softmax(self, scale) -> ColumnSoftmax:
+        return ColumnSoftmax.create(scale, self.tile.m // QUAD)
+
+    def consumer(self, **parts: Any) -> "LeafAttend":
+        return LeafAttend(**parts)
+
+    def _combine(self, addresses: Addresses, geometry: DecodeGeometry, tiles) -> Tree:
+        nodes, levels = shared_address(tiles.staging), self.config.smem_levels
+        sizes = (self.tile.m, self.config.head_dim_v)
+        return Tree.create(addresses, geometry, nodes, nodes + self.nodes_bytes, levels, *sizes)
+
+    @property
+    def schedule_type(self) -> type[StreamKSchedule]:
+        return StreamKSchedule
+
+    def _schedule(self, addresses: Addresses, geometry: DecodeGeometry, mask, *unused) -> StreamKSchedule:
+        c = self.config
+        sizes = (self.tile.m, c.chunk_tokens, c.chunk_tokens, False, ScheduleHooks())
+        subtrees = share_subtrees(self.tile.m, c.head_dim_v, c.splitting_bytes)
+        resident = RESIDENT_BYTES // (c.chunk_tokens * HALFWORD_BYTES * sum(c.kv_dims))
+        return self.schedule_type(geometry, addresses, mask, *sizes, subtrees, resident)
+
+    def _allocate_tiles(self, smem) -> "LeafTiles":
+        columns = copy.SWIZZLE_ROW_BYTES * 8 // self.dtype.width  # of which elements of 8 bits need half
+        layout = copy.swizzled_layout(self.dtype, self.tile.m, columns, self.p_tiles)
+        p = smem.allocate_tensor(self.dtype, layout.outer, copy.SWIZZLE_ATOM_BYTES, swizzle=layout.inner)
+        return LeafTiles(**vars(super()._allocate_tiles(smem)), p=p)
+
+
+@dataclass
+class LeafTiles(SharedTiles):
+    p: Any  # [rows, LEAF_TILE, p_tiles]
+
+
+def transposed_values(kernel, pv_mma, kv_half, width: int, columns: int):
+    """Return the first operand of V^T P^T: ``columns`` of one side of V, whose rows have ``width`` in shared memory."""
+    t, pv = kernel.tile, pv_mma.get_slice(0)
+    layout = cute.make_layout((columns, t.n, t.kv_stages), stride=(t.n, 1, t.n * width))
+    return pv.make_fragment_A(pv.partition_A(cute.composition(kv_half, layout)))
+
+
+@dataclass
+class ColumnOperands(DeviceStruct):
+    """Matrix operands of a warpgroup's transposed products: K and V are A, Q and P are B; S^T and O^T are in registers,
+    the others, but for V of some, in shared memory."""
+
+    qk_mma: Any
+    pv_mma: Any
+    q: Any
+    k: tuple  # of sides of a key, each of which has stages of its own
+    p: Any
+    s: Any  # of tiles, one behind the other
+    o: Any
+    s_layout: Any  # of one tile
+    tile_n: int
+    products: int  # of 8 rows, side by side
+
+    @staticmethod
+    def fields(kernel, tiles: LeafTiles, mmas: tuple, keys: tuple, columns: int, scored_tiles: int) -> dict[str, Any]:
+        """Return the values of the fields above by their names. ``keys`` are the sides of K, ``columns`` those of the
+        output."""
+        t, (qk_mma, pv_mma) = kernel.tile, mmas
+        qk, pv = qk_mma.get_slice(0), pv_mma.get_slice(0)
+        s_layout = cute.make_layout(qk.partition_shape_C((t.n, t.m)))
+        return dict(
+            qk_mma=qk_mma,
+            pv_mma=pv_mma,
+            q=qk.make_fragment_B(qk.partition_B(tiles.q)),
+            k=tuple(qk.make_fragment_A(qk.partition_A(kv_half)) for kv_half in keys),
+            p=pv.make_fragment_B(pv.partition_B(tiles.p)),
+            s=cute.make_rmem_tensor(cute.size(s_layout) * scored_tiles, Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((columns, t.m)), Float32),
+            s_layout=s_layout,
+            tile_n=t.n,
+            products=t.m // MMA_COLUMNS,
+        )
+
+    def begin(self, q_ring, work) -> None:
+        """Do nothing: Q of a segment stays in shared memory."""
+
+    def end(self, q_ring, work) -> None:
+        """Give Q back, as the segment's products are done."""
+        q_ring.release(work)
+
+    def show_weights(self) -> None:
+        """Make P, which has been written, visible to the tensor cores."""
+        cute.arch.fence_proxy("async.shared", space="cta")
+
+    def _tile_scores(self, i: int):
+        return cute.make_tensor(self.s.iterator + i * cute.size(self.s_layout), self.s_layout)
+
+    def scores(self) -> ColumnFragment:
+        """Return the scores of all tiles, of each of which a warp has 16 keys."""
+        tiles = cute.size(self.s) // cute.size(self.s_layout)
+        columns = tiles * ColumnFragment.warp_columns // ColumnFragment.lanes_per_row
+        return ColumnFragment(self.s, columns, self.products)
+
+
+@dataclass
+class LeafOperands(ColumnOperands):
+    """Operands of all tiles of a leaf at once."""
+
+    v: Any
+    depth_qk: int
+    leaf_tiles: int
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "LeafOperands":
+        columns, mmas = kernel.config.columns[1], make_transposed_mmas(kernel.dtype, kernel.tile.m)
+        return LeafOperands(
+            **ColumnOperands.fields(kernel, tiles, mmas, (tiles.k,), columns, kernel.step_tiles),
+            v=transposed_values(kernel, mmas[1], tiles.v, columns, columns),
+            depth_qk=kernel.config.depth[0],
+            leaf_tiles=kernel.step_tiles,
+        )
+
+    def multiply_keys(self, ring, step, q_stage) -> None:
+        """Compute S^T of a leaf, whose first tile is the ``step``-th."""
+        for i in range(self.leaf_tiles):
+            ring.wait_full(step + i)
+            k, q = self.k[0][None, None, None, ring.stage(step + i)], self.q[None, None, None, q_stage]
+            issue_mma(self.qk_mma, self._tile_scores(i), k, q, self.depth_qk, False)
+            if i > 0:
+                warpgroup.wait_group(1)
+                ring.release(step + i - 1)
+        warpgroup.wait_group(0)
+        ring.release(step + self.leaf_tiles - 1)
+
+    def multiply_values(self, ring, step) -> None:
+        """Compute O^T of a leaf. The product of its last tile is still under way."""
+        for i in range(self.leaf_tiles):
+            ring.wait_full(step + i)
+            v, p = self.v[None, None, None, ring.stage(step + i)], self.p[None, None, None, i]
+            issue_mma(self.pv_mma, self.o, v, p, self.tile_n, i > 0)
+            if i > 0:
+                warpgroup.wait_group(1)
+                ring.release(step + i - 1)
+
+    def finish_values(self, ring, step) -> None:
+        """Wait until O^T is complete, and give the last stage back."""
+        warpgroup.wait_group(0)
+        ring.release(step + self.leaf_tiles - 1)
+
+    def tile_scores(self, i: int) -> ColumnFragment:
+        """Return the scores of tile i of the leaf, of which a warp has 16 keys."""
+        return ColumnFragment(
+            self._tile_scores(i), ColumnFragment.warp_columns // ColumnFragment.lanes_per_row, self.products
+        )
+
+
+@dataclass
+class LeafConsumer(ColumnRows, DecodeConsumer):
+    """The consumer warpgroup, whatever instructions its operands take, and wherever leaves are combined."""
+
+    operands_type: ClassVar[type]
+
+    def first_step(self):
+        """Return the step of the CTA's first leaf, as :meth:`combine_tile_range` counts it."""
+        return Int32(0)
+
+    @cute.jit
+    def run(self, addresses: Addresses, geometry: DecodeGeometry):
+        q_ring = self.rings.q
+        operands = self.operands_type.create(self.kernel, self.tiles)
+        node = Node.of(operands.o, self.kernel.tile.m)
+        step, work = self.first_step(), Int32(0)
+        tile = self.work_queue.read(work)
+        while tile.exists:
+            # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
+            self.meet_warpgroup()
+            q_ring.wait_full(work)
+            operands.begin(q_ring, work)
+            row = self.logit_row(tile, 0, operands.scores())
+            next_leaf = partial(self.attend_leaf, operands, node, q_ring.stage(work), row)
+            step, left = self.combine_tile_range(next_leaf, node, tile, step)
+            operands.end(q_ring, work)
+            self.finish_tile_range(node, tile, left, addresses, geometry)
+            work += 1
+            tile = self.work_queue.read(work)
+
+
+@dataclass
+class LeafAttend(LeafTree, LeafConsumer):
+    """A consumer that attends to all tiles of a leaf at once, and combines leaves itself."""
+
+    operands_type: ClassVar[type] = LeafOperands
+
+    @cute.jit
+    def attend_leaf(self, operands, node: Node, q_stage, row, n, masked, step):
+        """Compute the node of leaf n of the keys, whose first tile is the ``step``-th of this CTA. Returns the next
+        one's."""
+        k_ring, v_ring = self.rings.k, self.rings.v
+        tiles, scores = self.kernel.config.leaf_tiles, operands.scores()
+        operands.multiply_keys(k_ring, step, q_stage)
+        if masked:
+            for i in cutlass.range_constexpr(tiles):
+                # Tiles come from right to left.
+                first = ((n + 1) * tiles - 1 - i) * LEAF_TILE + self.warp * ColumnFragment.warp_columns
+                self.mask.apply(operands.tile_scores(i), first, row)
+        largest = self.over_warps([self.softmax.maximum(scores, r) for r in range(scores.rows)])
+        for r in cutlass.range_constexpr(scores.rows):
+            self.softmax.begin_at(r, largest[r])
+            self.softmax.exponentials(scores, r)
+        for i in cutlass.range_constexpr(tiles):
+            self.write_weights(operands.tile_scores(i), i)
+        self.prepare_values(operands, step)
+        self.meet_warpgroup()
+        operands.multiply_values(v_ring, step)
+        for r in cutlass.range_constexpr(scores.rows):
+            node.reference[r], node.total[r] = self.softmax.partial(r, scores.lanes_per_row)
+        operands.finish_values(v_ring, step)
+        return step + self.kernel.step_tiles
+
+    def prepare_values(self, operands, step) -> None:
+        """Do what the warps do for the products with V of a leaf before they meet, besides writing P."""
+        operands.show_weights()
+
+
+def build(config: DecodeConfig) -> Any:
+    """Return the traceable launch function of a config and example arguments to compile it with."""
+    return SwapABDecodeSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

@@ -1,0 +1,148 @@
+"""Hopper MLA decode of few rows whose operands have 8 bits: queries, keys, weights and values in e4m3."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from hopwell.kernels.config.mla import MlaConfig
+from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import fma, prmt, shared_address, shared_array
+from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.kernel import example_arguments
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, QUAD, place_in_warp, transposed
+from hopwell.kernels.parts.rows.packed import PackedRows
+from hopwell.kernels.parts.rows.softmax import ColumnSoftmax, TileSoftmax
+from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.sm90.decode.swap_ab import LeafTiles
+from hopwell.kernels.sm90.mla.fp8 import Values
+from hopwell.kernels.sm90.mla.swap_ab import LatentCombine, LatentLeafAttend, LatentOperands, SwapABMlaSm90
+
+# Two elements of 16 bits are taken apart: their lower bytes come before their upper ones.
+BYTES_APART = 0x3120
+
+
+class Fp8SwapABMlaSm90(SwapABMlaSm90):
+    """Attention of up to 16 packed rows like :class:`SwapABMlaSm90`, with products of 8-bit operands.
+
+    Products are transposed there already, so nothing has to be turned: see :class:`Fp8MlaSm90` for how the value gets
+    into registers on its way to them. Of sixteen columns of O a lane has two neighbours.
+    """
+
+    def softmax(self, scale) -> "TileColumnSoftmax":
+        return TileColumnSoftmax.create(scale, self.tile.m // QUAD)
+
+    def consumer(self, **parts: Any) -> "Fp8LatentAttend":
+        return Fp8LatentAttend(**parts)
+
+    @property
+    def combine_type(self) -> type[LatentCombine]:
+        return Fp8LatentCombine
+
+
+@dataclass
+class TileColumnSoftmax(ColumnSoftmax, TileSoftmax):
+    """A softmax of rows that a :class:`ColumnFragment` holds, for weights of few bits."""
+
+
+@dataclass
+class Fp8LatentOperands(LatentOperands):
+    """Operands whose values come into registers. ``products`` with zero accumulators are added to O."""
+
+    values: tuple  # first operands of the products with a half of the value, 64 columns each
+    added: tuple  # these products
+    factors: Any  # of each row that a lane holds: what brings O to the tile's reference
+    tiles: Any
+    kernel: Any
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "Fp8LatentOperands":
+        t, source, shape = kernel.tile, warpgroup.OperandSource, (WARPGROUP_ROWS, kernel.tile.m)
+        qk_mma, pv_mma = (
+            make_mma(kernel.dtype, shape, place, OperandMajorMode.K, warpgroups=1)
+            for place in (source.SMEM, source.RMEM)
+        )
+        pv, blocks = pv_mma.get_slice(0), range(kernel.config.depth[1] // 2 // WARPGROUP_ROWS)
+        product = pv.partition_shape_C(shape)
+        return Fp8LatentOperands(
+            **LatentOperands.latent_fields(kernel, tiles, (qk_mma, pv_mma)),
+            values=tuple(pv.make_fragment_A(pv.partition_shape_A((WARPGROUP_ROWS, t.n))) for _ in blocks),
+            added=tuple(cute.make_rmem_tensor(product, Float32) for _ in blocks),
+            factors=cute.make_rmem_tensor(t.m // QUAD, Float32),
+            tiles=tiles,
+            kernel=kernel,
+        )
+
+    def multiply_values(self, rings, step) -> None:
+        """Bring O^T to the tile's references and add V^T P^T, first the left (0) and then the right (1) half."""
+        for kv_half, ring in enumerate(rings):
+            tile, columns = (self.tiles.k, self.tiles.v)[kv_half], self.kernel.config.columns[kv_half]
+            values = Values.of(self.kernel, tile, columns, ring.stage(step))
+            for block, operand in enumerate(self.values):
+                values.read(block, cute.recast_tensor(operand, Uint32))
+            p = self.p[None, None, None, 0]
+            for operand, product in zip(self.values, self.added, strict=True):
+                issue_mma(self.pv_mma, product, operand, p, self.tile_n, False)
+            warpgroup.wait_group(0)
+            ring.release(step)
+            for block, product in enumerate(self.added):
+                self._add(product, (kv_half * len(self.added) + block) * cute.size(product))
+
+    def _add(self, product, first: int) -> None:
+        for i in range(cute.size(product)):
+            # Registers of a product alternate between two rows, four of them for each eight rows.
+            row = i // 4 * 2 + i % 2
+            self.o[first + i] = fma(self.o[first + i], self.factors[row], product[i])
+
+
+@dataclass
+class Fp8LatentAttend(LatentLeafAttend):
+    """The consumer warpgroup."""
+
+    operands_type: ClassVar[type] = Fp8LatentOperands
+
+    def rescale(self, operands) -> None:
+        """Let O follow when a product is added to it."""
+        for r in range(cute.size(operands.factors)):
+            operands.factors[r] = self.softmax.rescale[r]
+
+    @cute.jit
+    def write_weights(self, scores, tile: cutlass.Constexpr[int]) -> None:
+        """Write P in the order of keys that :class:`Values` has."""
+        g, t = place_in_warp()
+        base = shared_address(self.tiles.p.iterator)
+        for product in cutlass.range_constexpr(scores.products):
+            # A lane has rows 2t and 2t + 1 of keys g and 8 + g: two bytes are an element of the matrix that is
+            # transposed, and a lane gets row g of keys 2t and 8 + 2t, 2t + 1 and 9 + 2t.
+            pairs = [scores.get(2 * product + row, c) for row in range(2) for c in range(2)]
+            word = transposed(copy.pack_e4m3_x4(pairs))
+            vector = copy.swizzled_vector(base, MMA_COLUMNS * product + g, self.warp)
+            shared_array(Uint32, vector + 4 * t)[0] = prmt(word, word, BYTES_APART)
+
+
+@dataclass
+class Fp8LatentCombine(LatentCombine):
+    """The warpgroup that combines leaves."""
+
+    @cute.jit
+    def store_columns(self, output, statistics, rows: PackedRows) -> None:
+        """Write the results of rows, of which a lane holds pairs of columns."""
+        g, _ = place_in_warp()
+        factors = self.row_factors(output, statistics, rows)
+        for r in cutlass.range_constexpr(output.rows):
+            row = output.first_row() + output.row_offset(r)
+            target = rows.output(row, 0)
+            if row < rows.count:
+                for c in cutlass.range_constexpr(0, output.columns, 2):
+                    scaled = [output.get(r, c + k) * factors[r] for k in range(2)]
+                    column = (4 * (c // 2) + self.warp) * ColumnFragment.warp_columns + 2 * g
+                    copy.store_rounded(target + column * rows.out_bytes, scaled, self.kernel.out_dtype)
+
+
+def build(config: MlaConfig) -> Any:
+    """Return the traceable launch function of a config and example arguments to compile it with."""
+    return Fp8SwapABMlaSm90(config), example_arguments((Addresses, DecodeGeometry), floats=3)

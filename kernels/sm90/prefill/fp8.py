@@ -1,0 +1,158 @@
+"""Consumer warpgroups of Hopper prefill whose operands have 8 bits: Q, K, P and V."""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Uint32, const_expr
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from hopwell.kernels.hardware import WARPGROUP
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import fma
+from hopwell.kernels.parts.core.fragment import SplitRowFragment
+from hopwell.kernels.parts.core.kernel import SharedTiles
+from hopwell.kernels.parts.rows.epilogue import OutputRows, output_rows
+from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
+from hopwell.kernels.sm90.common.row_loop import Operands
+from hopwell.kernels.sm90.prefill.rows import PrefillAttend
+
+# One product has at most so many columns of V. The tensor cores of Hopper add products of 8-bit operands with 13 to 14
+# bits of mantissa, so O is accumulated by float32 instructions, tile by tile, from products with zero accumulators:
+# these take registers, which O, S and P have to leave.
+N_SLICE_COLUMNS = 64
+PRODUCT_REGISTERS = 184  # of a lane for S, P, O and of a product of a n slice; with more, kernels spill
+
+
+@dataclass
+class Fp8Attend(PrefillAttend):
+    """A tile's P V is added to O when it has been brought to the tile's reference, see ``TileSoftmax``.
+
+    In a turn a warpgroup issues the first columns of P V of the tile before, then Q K^T, under which these columns are
+    added to O, and then the other columns of P V.
+    """
+
+    def operands(self, row_block, column_half, addresses, geometry) -> "NSliceOperands":
+        return NSliceOperands.create(self.kernel, self.tiles, row_block, column_half)
+
+    def output_rows(self) -> type[OutputRows]:
+        return output_rows(self.kernel.out_dtype, stages_pairs=False)
+
+    @cute.jit
+    def next_step(self, operands, ping_pong, q_stage, row, kv_step, n, masked: cutlass.Constexpr):
+        k_ring, v_ring = self.rings.k, self.rings.v
+        v_stage = v_ring.stage(kv_step)
+        k_ring.wait_full(kv_step + 1)
+        v_ring.wait_full(kv_step)
+        ping_pong.wait()
+        operands.issue_n_slice(v_stage, 0)
+        operands.issue_qk(q_stage, k_ring.stage(kv_step + 1))
+        for n_slice in cutlass.range_constexpr(operands.n_slices):
+            if const_expr(n_slice == operands.n_slices - 1):
+                ping_pong.pass_on()
+            warpgroup.wait_group(1 if n_slice == 0 else 0)
+            operands.add_n_slice(n_slice, self.softmax.rescale)
+            if const_expr(n_slice + 1 < operands.n_slices):
+                operands.issue_n_slice(v_stage, n_slice + 1)
+        v_ring.release(kv_step)
+        warpgroup.wait_group(0)
+        k_ring.release(kv_step + 1)
+        self.to_logits(operands.scores(), n, row, masked)
+        self.softmax.step(operands.scores())
+        operands.round_scores()
+
+    @cute.jit
+    def begin_pv(self, operands, v_stage):
+        for n_slice in cutlass.range_constexpr(operands.n_slices):
+            operands.issue_n_slice(v_stage, n_slice)
+            warpgroup.wait_group(0)
+            operands.add_n_slice(n_slice, self.softmax.rescale)
+
+    def rescale(self, operands) -> None:
+        """O follows when a product is added to it."""
+
+
+@dataclass
+class Fp8Operands(Operands):
+    """``v`` is transposed: its columns are rows, in the order of ``TransposingConverter``. A product has some
+    or all of them."""
+
+    @classmethod
+    def of_products(cls, kernel, tiles: SharedTiles, row_block, width: int, /, **more):
+        """Return operands for products of ``width`` columns of V. ``more`` are fields of a subclass."""
+        t, source = kernel.tile, warpgroup.OperandSource
+        depth_qk, depth_v = kernel.config.depth
+        qk_mma, pv_mma = [
+            make_mma(kernel.dtype, (WARPGROUP_ROWS, n), place, OperandMajorMode.K, warpgroups=kernel.warpgroups)
+            for n, place in ((t.n, source.SMEM), (width, source.RMEM))
+        ]
+        qk, pv = qk_mma.get_slice(row_block * WARPGROUP), pv_mma.get_slice(row_block * WARPGROUP)
+        return cls(
+            qk_mma=qk_mma,
+            pv_mma=pv_mma,
+            q=qk.make_fragment_A(qk.partition_A(tiles.q)),
+            k=qk.make_fragment_B(qk.partition_B(tiles.k)),
+            v=pv.make_fragment_B(pv.partition_B(tiles.v)),
+            s=cute.make_rmem_tensor(qk.partition_shape_C((t.m, t.n)), Float32),
+            o=cute.make_rmem_tensor(pv.partition_shape_C((t.m, depth_v)), Float32),
+            p=pv.make_fragment_A(pv.partition_shape_A((t.m, t.n))),
+            dtype=kernel.dtype,
+            tile_n=t.n,
+            depth_qk=depth_qk,
+            depth_v=depth_v,
+            **more,
+        )
+
+    def output(self) -> SplitRowFragment:
+        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row)
+
+    @cute.jit
+    def round_scores(self) -> None:
+        """Round S to P in 8 bits; ``TransposingConverter`` has put V's keys in its order."""
+        round_to_bytes(self.s, cute.recast_tensor(self.p, Uint32))
+
+
+@dataclass
+class NSliceOperands(Fp8Operands):
+    """``product`` is what P times a n slice of V gives."""
+
+    product: object
+    n_slices: int
+
+    @staticmethod
+    def create(kernel, tiles: SharedTiles, row_block, column_half) -> "NSliceOperands":
+        depth_v = kernel.config.depth[1]
+        width = n_slice_columns(depth_v, kernel.tile.n)
+        # A lane has the accumulators that wgmma gives it: two columns of each eight, of two rows.
+        product = cute.make_rmem_tensor(((2, 2, width // 8), 1, 1), Float32)
+        return NSliceOperands.of_products(kernel, tiles, row_block, width, product=product, n_slices=depth_v // width)
+
+    def issue_n_slice(self, v_stage, n_slice: int) -> None:
+        """Issue the product of P and some columns of V."""
+        v = self.v[None, n_slice, None, v_stage]
+        (values, keys), (value_step, key_step) = v.layout.shape, v.layout.stride
+        v = cute.make_tensor(v.iterator, cute.make_layout((values, 1, keys), stride=(value_step, 0, key_step)))
+        issue_mma(self.pv_mma, self.product, self.p, v, self.tile_n, False)
+
+    @cute.jit
+    def add_n_slice(self, n_slice: cutlass.Constexpr[int], factors) -> None:
+        """Add the product to its columns of O times ``factors``, one a row."""
+        first = n_slice * cute.size(self.product)
+        for i in cutlass.range_constexpr(cute.size(self.product)):
+            self.o[first + i] = fma(self.o[first + i], factors[i // 2 % 2], self.product[i])
+
+
+def round_to_bytes(s, words) -> None:
+    """Round S to words of P in e4m3. A lane's operand takes four neighbouring keys where its accumulators hold two each
+    of two core matrices, so keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen are neighbours."""
+    for i in range(cute.size(words)):
+        first = i // 2 * 8 + i % 2 * 2
+        words[i] = copy.pack_e4m3_x4([s[first + k] for k in (0, 1, 4, 5)])
+
+
+def n_slice_columns(depth_v: int, tile_n: int) -> int:
+    """Say how many columns of V are in one product: as many as there may be beside S, P and O, and divide all of
+    them."""
+    left = PRODUCT_REGISTERS - tile_n // 2 - tile_n // 8 - depth_v // 2
+    most = min(2 * left, N_SLICE_COLUMNS)
+    return max(width for width in range(8, most + 1, 8) if depth_v % width == 0)

@@ -1,0 +1,87 @@
+"""The consumer warpgroups of Hopper prefill: what their rows are, and what becomes of them."""
+
+from dataclasses import dataclass, replace
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, const_expr
+
+from hopwell.kernels.config.base import TileShape
+from hopwell.kernels.launch.arguments import Addresses, Geometry
+from hopwell.kernels.parts.core.device import shared_address
+from hopwell.kernels.parts.core.fragment import RowFragment
+from hopwell.kernels.parts.partition.tiles import WorkTile
+from hopwell.kernels.parts.rows.epilogue import STAGING_BYTES, OutputRows, RowResults, output_rows
+from hopwell.kernels.parts.rows.mask import LogitRow, TileRange
+from hopwell.kernels.parts.rows.query_rows import QueryRows, request_shape
+from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS
+from hopwell.kernels.sm90.common.row_loop import Attend
+
+
+@dataclass
+class PrefillAttend(Attend):
+    tile_shape: TileShape
+
+    def logit_row(self, tile: WorkTile, warp_row) -> LogitRow:
+        first = tile.request.first_position + tile.first_row + RowFragment.first_row()
+        rows = self._rows(tile, warp_row)
+        positions = tuple(first + rows.token(RowFragment.row_offset(r), r) for r in range(RowFragment.rows))
+        return LogitRow(positions, tile.request.kv_len, self.score.slope(tile.head))
+
+    def staging(self, consumer_warp):
+        """Return the address of the shared memory that the output of a warp goes through."""
+        return shared_address(self.tiles.staging) + consumer_warp * STAGING_BYTES
+
+    def output_rows(self) -> type[OutputRows]:
+        """Say how rows of the output are written."""
+        return output_rows(self.kernel.out_dtype, stages_pairs=True)
+
+    def _rows(self, tile: WorkTile, warp_row) -> QueryRows:
+        if self.kernel.config.packs_heads:
+            # This hides from the compiler that a warp's row never changes: it would keep what follows from that, in
+            # registers that the steps need.
+            warp_row = cute.arch.make_warp_uniform(warp_row)
+        return QueryRows(warp_row, request_shape(self.tile_shape, tile.request.q_len))
+
+    def own_keys(self, tile: WorkTile, row) -> TileRange:
+        packed = self.kernel.config.packs_heads
+        return self._keys_of_heads(tile, row) if packed else self._keys_of_rows(tile, row)
+
+    @cute.jit
+    def _keys_of_heads(self, tile: WorkTile, row) -> TileRange:
+        """Return the keys that a warpgroup's rows from ``row`` on see where heads share a tile: it has rows of all of
+        the tile's tokens, or none."""
+        keys, shape = replace(tile.keys), request_shape(self.tile_shape, tile.request.q_len)
+        keys.end = keys.end if row < shape.heads * shape.tokens else keys.begin
+        return keys
+
+    @cute.jit
+    def _keys_of_rows(self, tile: WorkTile, row) -> TileRange:
+        """Return the keys that a warpgroup's rows from ``row`` on see, in a tile of one head."""
+        request, first = tile.request, tile.first_row + row
+        last = cutlass.min(first + WARPGROUP_ROWS, request.q_len) - 1
+        position = request.first_position
+        keys = self.mask.tiles(position + first, position + last, request, self.kernel.tile.n)
+        keys.begin = keys.begin if first <= last else tile.keys.begin
+        keys.end = keys.end if first <= last else tile.keys.begin
+        return keys
+
+    @cute.jit
+    def store(self, operands, tile: WorkTile, work, warp_row, column_half, addresses: Addresses, geometry: Geometry):
+        """Normalise this warp's rows; write them and their log-sum-exp."""
+        config, output, rows = self.kernel.config, operands.output(), self._rows(tile, warp_row)
+        columns = config.head_dim_v // config.v_splits
+        out = self.output_rows().of(tile, columns, addresses, geometry, column_half * operands.depth_v)
+        if const_expr(config.packs_heads):
+            out = replace(out, count=cutlass.min(out.count, rows.shape.tokens))
+        # Warpgroups that share rows all know what there is to say of them; the first says it.
+        count_once = out.count if column_half == 0 else Int32(0)
+        factors = []
+        for r in cutlass.range_constexpr(output.rows):
+            if const_expr(r == 0 or config.packs_heads):
+                part = replace(tile, head=tile.head + rows.head(r))
+                results = RowResults.create(part, count_once, self.score, config.head_dim_qk, addresses, geometry)
+            token = rows.token(output.row_offset(r), r) + output.first_row()
+            factors.append(results.finish(self.softmax, r, token, output.lanes_per_row) * self.output_scale)
+        consumer_warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) - 4
+        out.store(output, factors, self.staging(consumer_warp), rows, self.kernel.out_dtype)

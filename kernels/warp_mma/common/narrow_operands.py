@@ -1,0 +1,232 @@
+"""Operands of sm_120 prefill whose K and V have 8 or 4 bits where no warpgroup dequantizes them: warps convert what
+they multiply, in registers.
+
+ldmatrix moves 16 bits at a time, whatever they are. Rows of K come as they lie: a word has four or eight neighbouring
+columns of a key, which take the places of neighbours in a product if Q is read in the same order. V comes transposed by
+pairs of bytes: a word has 16 bits each of two neighbouring keys, and is taken apart into words of one column.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Int32, Uint32, const_expr, extract_mlir_values
+
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.device import prmt, selected
+from hopwell.kernels.parts.core.fragment import SplitRowFragment
+from hopwell.kernels.parts.core.kernel import SharedTiles
+from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, multiply_e4m3, place_in_warp
+from hopwell.kernels.parts.dequant import e2m1
+from hopwell.kernels.parts.dequant.eight_bit import adjacent, dequantized
+from hopwell.kernels.parts.load.block_scales import TOKENS, ScaleRows
+from hopwell.kernels.parts.partition.tiles import WorkTile
+from hopwell.kernels.sm90.common.dequant import EVEN_BYTES, ODD_BYTES
+from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
+from hopwell.kernels.warp_mma.common.row_loop import WarpOperands
+
+
+@dataclass
+class NarrowOperands(WarpOperands):
+    vector_fragments = 2  # fragments of O that a vector of V gives
+    most_q_words = 16  # conversion needs the registers of others
+
+    def output(self) -> SplitRowFragment:
+        return SplitRowFragment(self.o, self.depth_v // SplitRowFragment.lanes_per_row, self.vector_fragments)
+
+    def issue_pv(self, v_stage) -> None:
+        config, lane = self.kernel.config, cute.arch.lane_idx()
+        columns, columns_first = config.operand_columns[1], self.columns_first
+        stage = self.v_tile + v_stage * (self.tile_n * columns * HALFWORD_BYTES)
+        words_of_p = LANES * self.p_bits // 64
+        for part in range(self.tile_n // LANES):
+            p, scales = [self.p[words_of_p * part + i] for i in range(words_of_p)], None
+            for vector in range(self.depth_v // (MMA_COLUMNS * self.vector_fragments)):
+                place = copy.tile_vector(stage, LANES * part + lane, vector, self.tile_n, columns, columns_first)
+                words = copy.load_matrix_x4(place, transposes=True)
+                scales = self.scales_of(part, vector, scales)
+                for first, fragments in enumerate(self.values(words, vector, scales)):
+                    for i, b in enumerate(fragments):
+                        self.accumulate(self.o, self.vector_fragments * vector + i, p[4 * first : 4 * first + 4], b)
+
+    def scales_of(self, part: int, vector: int, before: Any) -> Any:
+        """Return the scales of V of 32 keys in a vector of columns; ``before`` is what the vector before had."""
+        return before
+
+    def values(self, words: list, vector: int, scales: Any) -> list[list]:
+        """Return B of each product of 32 keys and a vector of V's columns, from what a lane has of four core matrices
+        of keys: a list for each A that P has for these keys."""
+        raise NotImplementedError
+
+
+@dataclass
+class WarpFp8Operands(NarrowOperands):
+    """Q, K, V and P in e4m3. A lane's P has keys 2 t, 2 t + 1, 8 + 2 t and 8 + 2 t + 1 of sixteen side by side, and so
+    do words of V when they have been put together."""
+
+    p_bits = 8
+
+    def values(self, words: list, vector: int, scales: Any) -> list[list]:
+        return [[[prmt(words[i], words[i + 1], select) for i in (0, 2)] for select in (EVEN_BYTES, ODD_BYTES)]]
+
+    def round_scores(self) -> None:
+        round_to_bytes(self.s, self.p)
+
+    def product(self, d, a, b) -> tuple:
+        return multiply_e4m3(d, a, b, self.kernel.config.block_scaled)
+
+
+@dataclass
+class DequantizedOperands(NarrowOperands):
+    """Q of 16 bits over K and V in e4m3. Products are those of 16-bit K and V, with neighbours in other places."""
+
+    step_products = 2
+    neighbours = 4  # columns of a key in a word
+
+    def read_q(self, tile, step: int) -> list:
+        """Read Q of rows g and g + 8, columns as a word of K has them."""
+        m, columns = self.kernel.tile.m, self.kernel.config.q_columns
+        (g, t), size = place_in_warp(), 2 * self.neighbours
+        words = []
+        for vector in (2 * step, 2 * step + 1):  # of K
+            first = (4 * vector + t) * size  # byte of a row of Q
+            low, high = (
+                copy.load_shared(
+                    copy.tile_vector(tile, g + row, first // copy.VECTOR_BYTES, m, columns, False)
+                    + first % copy.VECTOR_BYTES,
+                    size // 4,
+                )
+                for row in (0, 8)
+            )
+            for i in range(0, size // 4, 2):
+                words += [low[i], high[i], low[i + 1], high[i + 1]]
+        return words
+
+    def keys(self, words: list, step: int, core_matrix: int) -> list:
+        return [self.wide(word) for word in words]
+
+    def values(self, words: list, vector: int, scales: Any) -> list[list]:
+        return self.by_keys([self.wide(adjacent(word)) for word in words])
+
+    def by_keys(self, words: list[list]) -> list[list]:
+        """Return B of each product of 16 keys, from the words of core matrices of keys: one of each fragment of O."""
+        return [[list(b) for b in zip(words[i], words[i + 1], strict=True)] for i in (0, 2)]
+
+    def wide(self, word) -> list:
+        """Return four elements as two words of two of the type of Q."""
+        words = dequantized(self.kernel.config.kv_type, word)
+        if const_expr(self.dtype is BFloat16):
+            words = [copy.pack_x2(BFloat16, *copy.unpack_f16_x2(word)) for word in words]
+        return list(words)
+
+
+# Lanes whose block of 16 columns is the first of two take of two words the first byte of both, then the third.
+# For lanes of the second block they are one byte further on.
+PAIRED_SCALES, NEXT_SCALE = 0x6240, 0x1111
+
+
+@dataclass
+class DequantisedOperands(DequantizedOperands):
+    """Q of 16 bits over K and V in NVFP4. Lane i holds the scales of key i of 32, and other lanes ask it for them. They
+    come from global memory: those of K when the product before has been issued, those of V when P is known."""
+
+    k_scales: ScaleRows
+    v_scales: ScaleRows
+    tile: Any  # the work tile as integers, then the number of the tile of keys that comes next
+    k_pages: Any  # of the lane's keys in the tile that comes next
+    v_pages: Any  # the same of the tile whose scores there are
+    k_words: Any  # scales
+    v_words: Any
+
+    step_products = 4
+    neighbours = 8
+    vector_fragments = 4
+
+    @classmethod
+    def create(cls, kernel, tiles: SharedTiles, place, addresses, geometry) -> "DequantisedOperands":
+        k_scales = ScaleRows.key(kernel.config, addresses, geometry)
+        v_scales = ScaleRows.value(kernel.config, addresses, geometry, interleaves=True)
+        rows = kernel.tile.n // LANES  # of a lane
+        return cls(
+            **cls.fields(kernel, tiles, *place),
+            k_scales=k_scales,
+            v_scales=v_scales,
+            tile=cute.make_rmem_tensor(WorkTile.INTS + 1, Int32),
+            k_pages=cute.make_rmem_tensor(rows, Int32),
+            v_pages=cute.make_rmem_tensor(rows, Int32),
+            k_words=cute.make_rmem_tensor(rows * (k_scales.blocks // TOKENS), Uint32),
+            v_words=cute.make_rmem_tensor(rows * (v_scales.blocks // TOKENS), Uint32),
+        )
+
+    def begin(self, q_stage, tile, n) -> None:
+        super().begin(q_stage, tile, n)
+        for i, value in enumerate(extract_mlir_values(tile)):
+            self.tile[i] = Int32(value)
+        self._look_up(self.k_scales, self.k_pages, n)
+        self._read(self.k_scales, self.k_pages, self.k_words, n)
+        self._look_up(self.k_scales, self.k_pages, n - 1)
+        self.tile[WorkTile.INTS] = n
+        cute.arch.sync_warp()  # lanes whose keys are not needed have gone ahead
+
+    def issue_qk(self, q_stage, k_stage) -> None:
+        super().issue_qk(q_stage, k_stage)
+        n = self.tile[WorkTile.INTS]
+        self._look_up(self.v_scales, self.v_pages, n)
+        self._read(self.k_scales, self.k_pages, self.k_words, n - 1)
+        self._look_up(self.k_scales, self.k_pages, n - 2)
+        self.tile[WorkTile.INTS] = n - 1
+        cute.arch.sync_warp()
+
+    def round_scores(self) -> None:
+        super().round_scores()
+        self._read(self.v_scales, self.v_pages, self.v_words, self.tile[WorkTile.INTS] + 1)
+        cute.arch.sync_warp()
+
+    def _work_tile(self) -> WorkTile:
+        return WorkTile.from_ints([self.tile[i] for i in range(WorkTile.INTS)])
+
+    def _keys_of_lane(self, n) -> list:
+        first = n * self.tile_n + cute.arch.lane_idx()
+        return [first + i for i in range(0, self.tile_n, LANES)]
+
+    def _look_up(self, scales: ScaleRows, pages, n) -> None:
+        for i, key in enumerate(self._keys_of_lane(n)):
+            pages[i] = scales.look_up(self._work_tile(), key, n)
+
+    def _read(self, scales: ScaleRows, pages, words, n) -> None:
+        count = scales.blocks // TOKENS
+        for i, key in enumerate(self._keys_of_lane(n)):
+            for k, word in enumerate(scales.read(self._work_tile(), key, pages[i], 0, 1)):
+                words[count * i + k] = word
+
+    def _word(self, words, scales: ScaleRows, key: int, lane, word: int):
+        """Return scales ``4 * word`` and on of the key that is ``lane`` keys after ``key``."""
+        own = scales.blocks // TOKENS * (key // LANES) + word
+        return cute.arch.shuffle_sync(words[own], key % LANES + lane)
+
+    def keys(self, words: list, step: int, core_matrix: int) -> list:
+        g, t = place_in_warp()
+        scales = self._word(self.k_words, self.k_scales, MMA_COLUMNS * core_matrix, g, step)
+        scales = selected(scales, scales, PAIRED_SCALES + t // 2 * NEXT_SCALE)
+        found = []
+        for half, word in enumerate(words):
+            wide = e2m1.scaled(word, e2m1.dequantized_half(scales, half, self.dtype), self.dtype)
+            found += [wide[:2], wide[2:]]
+        return found
+
+    def scales_of(self, part: int, vector: int, before: Any) -> list:
+        """Return a word for each eight of keys: scales of keys 2 t and 2 t + 1 for this vector and for the next."""
+        if vector % 2 == 1:
+            return before
+        (g, t), found = place_in_warp(), []
+        for key in range(LANES * part, LANES * (part + 1), MMA_COLUMNS):
+            low, high = (self._word(self.v_words, self.v_scales, key, 2 * t + k, vector // 2) for k in range(2))
+            found.append(selected(low, high, PAIRED_SCALES + g // 4 * NEXT_SCALE))
+        return found
+
+    def values(self, words: list, vector: int, scales: Any) -> list[list]:
+        factors = [e2m1.dequantized_half(pair, vector % 2, self.dtype) for pair in scales]
+        wide = [e2m1.scaled(*each, self.dtype, pairs_halves=True) for each in zip(words, factors, strict=True)]
+        return self.by_keys(wide)

@@ -1,0 +1,93 @@
+"""Which decode and MLA decode kernels serve a problem on sm_120a, and on sm_100a and sm_103a, which have more shared
+memory: tiles and resources.
+
+Requests of any number of rows have as many tiles of few rows as they need. Each tile reads the keys again, which the
+L2 cache has then.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from hopwell.kernels.config.base import KvType, Tile, power_of_two_in
+from hopwell.kernels.config.decode import DecodeConfig
+from hopwell.kernels.config.mla import MlaConfig
+from hopwell.kernels.config.splitting import LATENT_SWAP_AB_ROWS, LEAF_TILE, SWAP_AB_ROWS, node_bytes, tree_rows
+from hopwell.kernels.elements import HALFWORD_BYTES
+from hopwell.kernels.hardware import WARP_MMA
+
+# 256 threads, each with as many registers as an instruction can name: only where kernels are compiled for other
+# architectures than sm_120 do roles trade them.
+# Where nodes are large, ptxas fills all of them while it combines, and spills up to 26 that live longer: addresses and
+# counters, up to 13 of which are read again in a leaf. A leaf takes microseconds of memory.
+_TILE = Tile(SWAP_AB_ROWS[0], LEAF_TILE, q_stages=1, kv_stages=1, producer_registers=104, consumer_registers=240)
+_MOST_STAGES = 16  # of K, and of V; the narrowest tiles could have more, beyond what keeps memory busy
+_MOST_LEVELS = 24  # of a tree: 2^31 keys have fewer than 2^24 leaves of 128
+_OTHER_BYTES = 2 << 10  # of shared memory: what warps tell each other, the work queue, barriers
+
+
+@dataclass(frozen=True)
+class Sm120DecodeConfig(DecodeConfig):
+    """A decode kernel whose products are those of single warps."""
+
+    tiled: ClassVar[bool] = True
+    matrix_instruction: ClassVar[str] = WARP_MMA
+
+    @property
+    def has_tree(self) -> bool:
+        return True
+
+    @property
+    def dequantizes_in_place(self) -> bool:
+        return False
+
+    @classmethod
+    def rows_for(cls, rows: int, head_dim: int, kv_type: KvType) -> int:
+        *fewer, most = tree_rows(head_dim, kv_type.element("bf16").storage_bytes, cls.tiled)
+        return min((m for m in fewer if m >= rows), default=most)
+
+    @property
+    def ctas_per_sm(self) -> int:
+        return 1
+
+    @property
+    def tile(self) -> Tile:
+        # K and V have the largest power of two each that is not above a third of shared memory. Where that is less than
+        # a tile, it is loaded by halves of its keys.
+        row_bytes = HALFWORD_BYTES * self.columns[0]
+        stage_bytes = power_of_two_in(self.most_shared_bytes // 3)
+        keys = min(LEAF_TILE, stage_bytes // row_bytes)
+        stages = min(power_of_two_in(stage_bytes // (keys * row_bytes)), _MOST_STAGES)
+        return replace(_TILE, m=self.rows, n=keys, kv_stages=stages)
+
+    @property
+    def smem_levels(self) -> int:
+        """The tree has as many levels as there is room for beside K, V, their scales, Q and P, and as the longest line
+        can need."""
+        key = HALFWORD_BYTES * sum(self.columns) + self.kv_element.scales_of(self.head_dim_qk + self.head_dim_v)
+        used = self.tile.kv_stages * self.tile.n * key + _OTHER_BYTES
+        used += HALFWORD_BYTES * self.rows * (self.q_columns + LEAF_TILE * self.leaf_tiles)
+        return min((self.most_shared_bytes - used) // node_bytes(self.rows, self.head_dim_v), _MOST_LEVELS)
+
+
+@dataclass(frozen=True)
+class Sm120MlaConfig(MlaConfig):
+    """An MLA decode kernel whose products are those of single warps. On sm_120 one tile of keys of 576 columns, Q and P
+    fill shared memory; Blackwell has room for two. The warps that attend combine, and have the first level of the tree
+    in registers."""
+
+    tiled: ClassVar[bool] = True
+    most_rows: ClassVar[int] = LATENT_SWAP_AB_ROWS
+    has_fp8_mma: ClassVar[bool] = False
+    matrix_instruction: ClassVar[str] = WARP_MMA
+
+    @property
+    def has_combine_role(self) -> bool:
+        return False
+
+    @property
+    def tile(self) -> Tile:
+        used = HALFWORD_BYTES * LATENT_SWAP_AB_ROWS * (self.q_columns + LEAF_TILE) + _OTHER_BYTES
+        stages = (self.most_shared_bytes - used) // (HALFWORD_BYTES * LEAF_TILE * sum(self.operand_columns))
+        return replace(_TILE, m=LATENT_SWAP_AB_ROWS, kv_stages=power_of_two_in(stages))

@@ -1,0 +1,105 @@
+"""sm_120 decode: Hopper's kernels for few rows with products of single warps, for any number of tiles of rows."""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import const_expr
+
+from hopwell.kernels.config.splitting import LEAF_TILE
+from hopwell.kernels.parts.core.device import warp_in_warpgroup
+from hopwell.kernels.parts.core.fragment import ColumnFragment
+from hopwell.kernels.parts.core.kernel import example_arguments
+from hopwell.kernels.sm90.decode.dequant_swap_ab import DequantSwapABDecodeSm90
+from hopwell.kernels.sm90.decode.kernel import argument_types
+from hopwell.kernels.sm90.decode.swap_ab import LeafAttend, LeafTiles, SwapABDecodeSm90
+from hopwell.kernels.warp_mma.common.lane_readers import LaneReaders
+from hopwell.kernels.warp_mma.common.products import WARP_COLUMNS, WarpProducts
+from hopwell.kernels.warp_mma.decode.config import Sm120DecodeConfig
+
+
+class DecodeSm120(LaneReaders, SwapABDecodeSm90):
+    """Attention of ``tile.m`` packed rows, leaf by leaf from right to left, with the warp roles and edges of
+    :class:`SwapABDecodeSm90`. Requests with more rows have several tiles of them.
+
+    Steady state: memory is the limit. A leaf is two tiles, A and B, or four. Up to 128 columns as many stages or more
+    have room for one.
+
+        memory         |    K of A'    |    K of B'    |         |    V of A'    |    V of B'     | ...
+        attend         | S(A)  | S(B)  | P of both     | O = P V (A) | O += P V (B) | nodes |   waits
+
+    On sm_120 a stage of 512 columns has half of the keys of a tile: those of two warps, which multiply them by Q.
+    """
+
+    def consumer(self, **parts: Any) -> "WarpLeafAttend":
+        return WarpLeafAttend(**parts)
+
+
+class DequantDecodeSm120(LaneReaders, DequantSwapABDecodeSm90):
+    """Attention over caches of 8 and 4 bits, whose products are those of single warps on Hopper, too. A multiprocessor
+    has one CTA instead of two, with more registers for its warps."""
+
+
+@dataclass
+class WarpLeafOperands(WarpProducts):
+    """Operands of single warps, used as LeafOperands are."""
+
+    leaf_tiles: int
+
+    @staticmethod
+    def create(kernel, tiles: LeafTiles) -> "WarpLeafOperands":
+        fields = WarpProducts.fields(kernel, tiles, kernel.config.leaf_tiles)
+        return WarpLeafOperands(**fields, leaf_tiles=kernel.config.leaf_tiles)
+
+    def loaded(self, i: int) -> tuple[int, int]:
+        """Say which tile of the leaf the i-th load of its keys is for, and the first of them there. Loads come from
+        right to left."""
+        keys = self.kernel.tile.n
+        tile, part = divmod(i, LEAF_TILE // keys)
+        return tile, LEAF_TILE - (part + 1) * keys
+
+    def multiply_keys(self, ring, step, q_stage) -> None:
+        """Compute S^T of a leaf, whose first tile is the ``step``-th, and give its tiles of K back."""
+        self.s.fill(0.0)
+        for i in range(self.kernel.step_tiles):
+            ring.wait_full(step + i)
+            self._add_own_scores(*self.loaded(i), ring.stage(step + i), q_stage)
+            ring.release(step + i)
+
+    @cute.jit
+    def _add_own_scores(self, tile: cutlass.Constexpr[int], first: cutlass.Constexpr[int], stage, q_stage) -> None:
+        """Multiply the warp's keys, where they are among those from ``first`` of the tile on that were loaded."""
+        keys, depth = self.kernel.tile.n, self.kernel.config.depth[0]
+        if const_expr(keys == LEAF_TILE):
+            self.add_scores(tile, 0, stage, q_stage, depth)
+        else:
+            if warp_in_warpgroup() * WARP_COLUMNS // keys == first // keys:
+                self.add_scores(tile, 0, stage, q_stage, depth)
+            cute.arch.sync_warp()
+
+    def multiply_values(self, ring, step) -> None:
+        """Compute O^T of a leaf, and give its tiles of V back."""
+        self.o.fill(0.0)
+        for i in range(self.kernel.step_tiles):
+            ring.wait_full(step + i)
+            tile, first_key = self.loaded(i)
+            self.add_values(tile, 1, ring.stage(step + i), self.kernel.config.columns[1], first_key=first_key)
+            ring.release(step + i)
+
+    def finish_values(self, ring, step) -> None:
+        """Do nothing: O^T is complete when :meth:`multiply_values` returns."""
+
+    def tile_scores(self, i: int) -> ColumnFragment:
+        return self.scores(i, 1)
+
+
+@dataclass
+class WarpLeafAttend(LeafAttend):
+    operands_type: ClassVar[type] = WarpLeafOperands
+
+
+def build(config: Sm120DecodeConfig) -> Any:
+    """Return the traceable launch function of a config and example arguments to compile it with."""
+    kernel = (DequantDecodeSm120 if config.dequantizes_in_registers else DecodeSm120)(config)
+    return kernel, example_arguments(argument_types(config), floats=3)

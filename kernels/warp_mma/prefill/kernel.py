@@ -1,0 +1,72 @@
+"""sm_120 prefill: TMA, specialised warps, mma.sync; the roles, schedules and parts of Hopper's kernel."""
+
+from dataclasses import replace
+from typing import Any
+
+from hopwell.kernels.config.base import KvType
+from hopwell.kernels.hardware import LANES
+from hopwell.kernels.parts.core.pipeline import Edge
+from hopwell.kernels.sm90.prefill.kernel import PrefillSm90, with_arguments
+from hopwell.kernels.warp_mma.common.lane_readers import LaneReaders
+from hopwell.kernels.warp_mma.common.narrow_operands import DequantisedOperands, DequantizedOperands, WarpFp8Operands
+from hopwell.kernels.warp_mma.common.row_loop import ConvertedOperands, SkippingWarpAttend, WarpAttend, WarpOperands
+from hopwell.kernels.warp_mma.prefill.config import Sm120PrefillConfig
+
+
+class PrefillSm120(LaneReaders, PrefillSm90):
+    """Attention over query tiles of ``tile.m`` rows, 16 of them for each warp, in steps of ``tile.n`` keys from right
+    to left.
+
+    Warp roles
+        warp 0 load_k      K tiles, as the KV source says
+        warp 1 load_v      V tiles; rows past the visible keys become zeros
+        warp 2 load_q      Q tiles
+        warp 3 schedule    work tiles: which query rows, which keys, where they are
+        warps 4.. attend   16 query rows each, from Q K^T to the output; at head dim 512 two warps have the same rows,
+                           each for half of V's columns
+        the last 4 convert K and V of 8 and 4 bits become K and V of 16, up to 128 columns
+
+    Edges (``PrefillSm120(config).edges``, printed by ``pipeline.describe``)
+        Q       load_q -> attend      released when the output has been written, which is staged in its place
+        K       load_k -> attend      released when S has been computed
+        V       load_v -> attend      released when its product has been added to O
+        work    schedule -> all       released as soon as it has been read
+        With warps that convert, K and V lead to them, and converted K and converted V from them to attend.
+
+    Steady state: a step of two warps that share a scheduler, A and B. Nothing but the scheduler gives them turns: when
+    one waits for its exponentials, the other's products are issued.
+
+        tensor cores   |  A: S(i) = Q K(i)^T, O += P(i+1) V(i+1)  |  B: S(i) = Q K(i)^T, O += P(i+1) V(i+1)  |
+        warp A         |                                          |  maximum, 2^(S(i) - reference), P(i)     |
+        warp B         |  maximum, 2^(S(i+1) - ...), P(i+1)       |                                          |
+        load_k, load_v |  fill the stages that the step before has released
+
+    Where nobody converts K and V of fewer than 16 bits, products of both come with conversions, see
+    ``narrow_operands.py``.
+    """
+
+    staging_bytes = 0  # the output goes through Q's place
+
+    @property
+    def operands_type(self) -> type[WarpOperands]:
+        """Return what warps multiply."""
+        if self.config.uses_fp8_mma:
+            return WarpFp8Operands
+        if self.config.dequantizes:
+            return ConvertedOperands
+        return {KvType.WIDE: WarpOperands, KvType.E4M3: DequantizedOperands, KvType.NVFP4: DequantisedOperands}[
+            self.config.kv_type
+        ]
+
+    def _more_edges(self) -> tuple[Edge, ...]:
+        # Lanes read what has been converted, and not the tensor cores.
+        return tuple(replace(edge, consumer_lanes=LANES, consumer_fences=False) for edge in super()._more_edges())
+
+    @property
+    def attend_types(self) -> tuple[type, type]:
+        return WarpAttend, SkippingWarpAttend
+
+
+def build(config: Sm120PrefillConfig) -> Any:
+    """Return the traceable launch function of a config and example arguments to compile it with."""
+    return with_arguments(PrefillSm120(config))

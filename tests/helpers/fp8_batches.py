@@ -1,0 +1,215 @@
+"""Batches for prefill and latent attention in e4m3, and how far what comes out may be from float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from helpers import reference
+from helpers.batches import CAUSAL, Batch, Expected, starts
+from helpers.mla_batches import MlaBatch
+from hopwell.kernels.problem import AttentionProblem, Mask, Score
+
+E4M3 = torch.float8_e4m3fn
+TILE = 64  # keys that weights are rounded together with
+# A weight rounded to e4m3 is off by half a unit in the last of four bits, or, where it is below 2^-14 of its tile's
+# largest, by half of the smallest step.
+WEIGHT_ERROR, SMALLEST_WEIGHT = 2.0**-4, 2.0**-18
+# The tensor cores add products of 8-bit elements, 32 of them at a time, with 13 bits of mantissa or more behind the
+# leading one of the largest that they add. What is below is cut off.
+SUMMAND_ERROR, SUMMED_AT_ONCE = 2.0**-13, 32
+LOGIT_ERROR = 2.0**-9  # of prefill's logits, by the same sums
+# This is of a whole output of prefill: each weight errs on its own, so all together are far better than that. Measured
+# at head dim 128 are 2.0e-2 to 2.3e-2, and 2.4e-2 of FlashAttention 3, see docs/kernels/prefill.md.
+WHOLE_ERROR = 2.4e-2
+
+
+def round_keys_and_values(data: Batch) -> None:
+    """Give a batch in 16 bits the keys and values that a cache of e4m3 would hold."""
+    for tensors in (data.k, data.v):
+        tensors[:] = [values.to(E4M3).to(data.dtype) for values in tensors]
+
+
+def with_byte_cache(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem with keys and values in e4m3. What was NaN still is."""
+    return replace(problem, key=problem.key.to(E4M3), value=problem.value.to(E4M3))
+
+
+class ByteBatch(Batch):
+    """A batch of values that e4m3 has, in 16 bits for the reference."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.q = self.q.to(E4M3).to(self.dtype)
+        round_keys_and_values(self)
+
+    def in_bytes(self, page_size: int | None, mask: Mask, out: torch.dtype, **changes: Any) -> AttentionProblem:
+        """Return the batch as a problem in e4m3, with an output full of NaN."""
+        wide = self.problem(page_size, mask, **changes)
+        assert wide.out is not None
+        narrow = {name: getattr(wide, name).to(E4M3) for name in ("query", "key", "value")}
+        return replace(wide, out=wide.out.to(out), **narrow)
+
+    def check_bytes(
+        self,
+        out: torch.Tensor,
+        mask: Mask,
+        *,
+        factor: float = 1.0,
+        scale: float | None = None,
+        sinks: torch.Tensor | None = None,
+        score: Score = reference.PLAIN,
+        whole_error: float = WHOLE_ERROR,
+    ) -> None:
+        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it, and
+        the whole output of each request is within ``whole_error`` of its norm."""
+        work_tile = torch.finfo(out.dtype).eps / 2
+        begins = starts(self.q_lens)
+        for (q, k, v, seen), begin in zip(self.requests(mask), begins, strict=False):
+            options = dict(scale=self.scale if scale is None else scale, seen=seen, sinks=sinks, score=score)
+            exact = reference.attention(q, k, v, **options)[0] * factor
+            sizes = reference.attention(q, k, v.abs(), **options)[0] * factor
+            largest = v.double().abs().sum(0).max() * factor if v.numel() else 0.0
+            got = out[begin : begin + q.shape[0]].double()
+            allowed = (WEIGHT_ERROR + LOGIT_ERROR) * sizes + SMALLEST_WEIGHT * largest
+            allowed = allowed + work_tile * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
+            assert ((got - exact).abs() <= allowed).all(), f"off by {((got - exact).abs() / allowed).max():.2f} of it"
+            if exact.numel():
+                error, most = (got - exact).norm(), (whole_error + work_tile) * exact.norm()
+                assert error <= most, f"the whole is off by {error:.2e}, of {most:.2e} at most"
+
+
+@dataclass
+class ByteMlaBatch(MlaBatch):
+    """Queries, keys and values have values that e4m3 holds; they are in 16 bits for the reference."""
+
+    kv_dtype: torch.dtype | None = E4M3
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.q = self.q.to(E4M3).to(self.dtype)
+
+    def decode(self, page_size: int, mask: Mask = CAUSAL, *, ragged: bool = False, **changes: Any) -> AttentionProblem:
+        problem = super().decode(page_size, mask, ragged=ragged, **changes)
+        return replace(problem, query=self.q.to(E4M3))
+
+    def keep(self) -> ByteMlaBatch:
+        """Round keys that a test has changed; values follow."""
+        for k in self.k:
+            k.copy_(k.to(E4M3))
+        return self
+
+    def expected_mla(self, *, sinks: torch.Tensor | None = None, scale: float | None = None) -> ByteExpected:
+        parts = [self._expected(i, sinks, self.scale if scale is None else scale) for i in range(self.size)]
+        return ByteExpected(*map(torch.cat, zip(*(part for part in parts if len(part[0])), strict=True)))
+
+    def _expected(self, request: int, sinks: torch.Tensor | None, scale: float) -> tuple[torch.Tensor, ...]:
+        """Fields of what is expected of a request."""
+        begin, q_len = starts(self.q_lens)[request], self.q_lens[request]
+        rows = [self._row(request, token, begin, sinks, scale) for token in range(q_len)]
+        if rows:
+            return tuple(map(torch.stack, zip(*rows, strict=True)))
+        return (self.q[begin:begin],) * 6
+
+    def _row(
+        self, request: int, token: int, begin: int, sinks: torch.Tensor | None, scale: float
+    ) -> tuple[torch.Tensor, ...]:
+        """Fields of what is expected of a new token."""
+        q, keys = self.q[begin + token], self.seen_keys(request, token)
+        values = keys[:, : self.v_head_dim]
+        seen = torch.ones(1, len(keys), dtype=torch.bool, device=keys.device)
+        fields = [
+            reference.attention(q[None], keys[:, None], v[:, None], scale, seen, sinks) for v in (values, values.abs())
+        ]
+        (out, lse), (sizes, _) = fields
+        largest = values.double().abs().sum(0).amax() if len(values) else keys.new_zeros((), dtype=torch.float64)
+        modelled = attention_by_tiles(q, keys, values, scale, E4M3, sinks)
+        logit_error = self.head_dim // SUMMED_AT_ONCE * SUMMAND_ERROR * scale * largest_sum(q, keys)
+        return out[0], modelled, lse[0], sizes[0], largest.expand(self.heads), logit_error
+
+    def seen_keys(self, request: int, token: int) -> torch.Tensor:
+        """Return [keys, head_dim] that a new token of a request sees, in the order in which it lists them."""
+        latent = self.k[request][:, 0]
+        if self.topk_lists is None:
+            return latent[: max(self.kv_lens[request] - self.q_lens[request] + token + 1, 0)]
+        topk = self.topk_lists[request][token].to(self.device)
+        return latent[topk[self.counted(request)[token] & (topk >= 0)]]
+
+
+def largest_sum(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return [heads]: the most that what is summed up of a product of a query and a key can be on the way, before
+    scaling."""
+    if not len(keys):
+        return q.new_zeros(len(q), dtype=torch.float64)
+    blocks = zip(q.double().split(SUMMED_AT_ONCE, 1), keys.double().split(SUMMED_AT_ONCE, 1), strict=True)
+    sums = torch.stack([one @ other.T for one, other in blocks]).cumsum(0)
+    return sums.abs().amax((0, 2))
+
+
+def attention_by_tiles(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scale: float,
+    weight_type: torch.dtype,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return the output [heads, columns] in bfloat16 by products in float32 with tiles of weights in ``weight_type``,
+    none of which exceeds 1: they are relative to the largest logit so far. Sums are of weights before they are
+    rounded."""
+    logits = q.float() @ keys.float().T * scale
+    largest = logits.new_full((len(q), 1), -torch.inf)
+    total, out = torch.zeros_like(largest), logits.new_zeros(len(q), values.shape[1])
+    for tile, tile_values in zip(logits.split(TILE, 1), values.float().split(TILE), strict=True):
+        if not len(tile_values):
+            continue
+        before, largest = largest, torch.maximum(largest, tile.amax(1, keepdim=True))
+        weights, moved = (tile - largest).exp(), (before - largest).exp()
+        total = total * moved + weights.sum(1, keepdim=True)
+        out = out * moved + weights.to(weight_type).float() @ tile_values
+    if sinks is not None:
+        total += (sinks.float()[:, None] - largest.nan_to_num(neginf=0.0)).exp()
+    return (out / total).nan_to_num(0.0).bfloat16()
+
+
+@dataclass
+class ByteExpected(Expected):
+    """``rounded`` is FlashMLA's arithmetic."""
+
+    sizes: torch.Tensor  # attention to values without their signs
+    largest: torch.Tensor  # [tokens, heads]: of all columns the largest sum of such values
+    logit_error: torch.Tensor  # [tokens, heads]
+
+    def of_tokens(self, tokens: slice) -> ByteExpected:
+        return ByteExpected(*(getattr(self, name)[tokens] for name in vars(self)))
+
+    def check(self, out: torch.Tensor, factor: float = 1.0) -> None:
+        """Every element is as close to ``factor`` times attention as rounded weights and a rounded output leave it,
+        and all together are as close as FlashMLA's arithmetic comes."""
+        assert out.shape == self.out.shape
+        exact, got = self.out * factor, out.double()
+        assert not got.isnan().any(), f"{int(got.isnan().any(2).any(1).sum())} rows hold NaN"
+        if exact.numel() == 0:
+            return
+        work_tile = torch.finfo(out.dtype).eps / 2
+        size, largest = self.sizes * abs(factor), self.largest[..., None] * abs(factor)
+        allowed = (WEIGHT_ERROR + self.logit_error[..., None]) * size + SMALLEST_WEIGHT * largest
+        allowed = allowed + work_tile * (exact.abs() + allowed) + torch.finfo(out.dtype).smallest_normal
+        error = (got - exact).abs()
+        assert (error <= allowed).all(), f"off by {(error / allowed).max():.2f} of what is allowed"
+        theirs = (self.rounded.double() * factor - exact).norm() + work_tile * exact.norm()
+        assert (got - exact).norm() <= theirs, f"error {(got - exact).norm() / theirs:.2f} of FlashMLA's"
+        unseen = exact.abs().amax(2) == 0
+        assert (got[unseen] == 0).all(), "a row without visible keys is not zero"
+
+    def check_lse(self, lse: torch.Tensor, *, natural: bool = True) -> None:
+        want = self.lse if natural else self.lse / math.log(2.0)
+        assert lse.shape == want.shape
+        infinite = want == -math.inf
+        assert (lse[infinite] == -math.inf).all()
+        allowed = self.logit_error / (1.0 if natural else math.log(2.0)) + 1e-5 * (1 + want.abs())
+        error = (lse.double() - want).abs()
+        assert (error <= allowed)[~infinite].all(), f"LSE off by {(error / allowed)[~infinite].max():.2f} of it"
