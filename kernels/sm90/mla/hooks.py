@@ -1,4 +1,4 @@
-"""Hooks of the scheduling warp of MLA decode: it loads Q, and reserves slots for partials in batch-invariant kernels."""
+"""Hooks of the scheduling warp of MLA decode: loads of Q, and slots for partials in batch-invariant kernels."""
 
 from dataclasses import dataclass
 from typing import Any
