@@ -1,8 +1,8 @@
 """Capabilities of each entry point by architecture: one table for the argument checks and for the documents.
 
-A row is a title and problems that stand for it, see ``capability/samples.py``. An architecture has a row if its
-implementation in ``registry.py`` refuses none of these problems. A call needs the rows whose probes match its problem.
-An entry calls :func:`lacking` after its other checks, so that a refusal comes before any launch and names the feature.
+A row is a title and its sample problems (``samples.py``). An architecture has a row if its implementation in
+``registry.py`` refuses none of them. A call needs the rows whose samples match its problem. An entry calls
+:func:`lacking` after its other checks, so that a refusal comes before any launch and names the feature.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from hopwell.kernels import hardware, registry
 from hopwell.kernels.append.config import CacheType
-from hopwell.kernels.capability import samples as probes
+from hopwell.kernels.capability import samples
 from hopwell.kernels.capability.samples import BF16, FP8, INT8, UINT8
 from hopwell.kernels.masks import MaskKind
 from hopwell.kernels.problem import Family
@@ -50,8 +50,7 @@ class Feature:
         kind: "data types", "masks" and so on.
         title: what the row and refusals say.
         probe: the problem that calls with the feature become, of a case.
-        cases: arguments of ``probe``, for all of which there have to be kernels. A row without cases says that what
-            other rows do not name has none.
+        cases: arguments of ``probe``; all need kernels. A row without cases is for calls that no other row covers.
         is_asked: whether a problem needs the row.
     """
 
@@ -110,7 +109,7 @@ class Entry:
         return next(feature for feature in self.features if feature.key == key)
 
 
-def _topk_table(dims: tuple[tuple[int, int], ...]) -> str:
+def _joined(dims: tuple[tuple[int, int], ...]) -> str:
     return "head dim " + ", ".join(str(qk) if qk == v else f"{qk}/{v}" for qk, v in sorted(dims))
 
 
@@ -133,7 +132,7 @@ class _Rows:
         cases = cases or ({},)
         signs = cases if shown is None else (shown,)
         return Feature(
-            key, kind, title, self.probe, cases, lambda problem: any(probes.has(problem, one) for one in signs)
+            key, kind, title, self.probe, cases, lambda problem: any(samples.has(problem, one) for one in signs)
         )
 
     def no_row(
@@ -143,7 +142,7 @@ class _Rows:
         is ``shown``."""
 
         def is_asked(problem: Any) -> bool:
-            return any(probes.has(problem, one) for one in shown) and not any(row.is_asked(problem) for row in beside)
+            return any(samples.has(problem, one) for one in shown) and not any(row.is_asked(problem) for row in beside)
 
         return Feature(key, kind, title, self.probe, (), is_asked)
 
@@ -163,7 +162,7 @@ class _Rows:
     @property
     def sinks(self) -> Feature:
         """Return a row of sinks."""
-        return self.row("sinks", "extras", "attention sinks", dict(sinks=probes.SINKS))
+        return self.row("sinks", "extras", "attention sinks", dict(sinks=samples.SINKS))
 
     @property
     def tensor_scales(self) -> Feature:
@@ -177,7 +176,7 @@ class _Rows:
 
 _PAGE_SIZES = (1, 3, 16, MAX_PAGE_SIZE)  # of either way to fetch, and the largest
 _PREFILL, _DECODE, _MLA, _APPEND = (
-    _Rows(probe) for probe in (probes.prefill, probes.decode, probes.mla, probes.append)
+    _Rows(probe) for probe in (samples.prefill, samples.decode, samples.mla, samples.append)
 )
 _BYTES_IN: dict[str, Any] = dict(query=FP8, kv=FP8)  # 8-bit operands of prefill and MLA
 
@@ -190,7 +189,7 @@ _SKIP_SOFTMAX = _PREFILL.row("skip_softmax", "extras", "skip-softmax", dict(skip
 _PREFILL_FP8_HEAD_DIMS = _PREFILL.row(
     "8bit_head_dim",
     "head dims",
-    f"with fp8 query or KV: {_topk_table(FP8_HEAD_DIMS)}",
+    f"with fp8 query or KV: {_joined(FP8_HEAD_DIMS)}",
     *_over("dims", FP8_HEAD_DIMS, **_BYTES_IN),
     *_over("dims", FP8_HEAD_DIMS, kv=FP8),
 )
@@ -199,7 +198,7 @@ _PREFILL_HEAD_DIMS = (
         _PREFILL.row(
             "head_dim",
             "head dims",
-            f"{_topk_table(COMMON_HEAD_DIMS)} (QK/V where they differ)",
+            f"{_joined(COMMON_HEAD_DIMS)} (QK/V where they differ)",
             *_over("dims", COMMON_HEAD_DIMS),
         ),
         _PREFILL.row(
@@ -222,7 +221,7 @@ _PREFILL_HEAD_DIMS = (
 _PREFILL_NVFP4_HEAD_DIMS = _PREFILL.row(
     "nvfp4_head_dim",
     "head dims",
-    f"with NVFP4 caches: {_topk_table(NVFP4_HEAD_DIMS)}",
+    f"with NVFP4 caches: {_joined(NVFP4_HEAD_DIMS)}",
     *_over("dims", NVFP4_HEAD_DIMS, kv=UINT8),
 )
 # Other sizes are refused before there is a problem: V's scales are interleaved by four tokens.
@@ -236,16 +235,14 @@ _DECODE_HEAD_DIMS = DECODE_HEAD_DIMS[:-1]
 _DECODE_NVFP4_HEAD_DIMS = _DECODE.row(
     "nvfp4_head_dim",
     "head dims",
-    f"with NVFP4 caches: {_topk_table(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
+    f"with NVFP4 caches: {_joined(tuple((d, d) for d in DECODE_NVFP4_HEAD_DIMS))}",
     *_over("dim", DECODE_NVFP4_HEAD_DIMS, kv=UINT8),
 )
 _DECODE_KNOWN_HEAD_DIMS = (
     _DECODE.row("head_dim", "head dims", "head dim: multiples of 16 up to 256", *_over("dim", _DECODE_HEAD_DIMS)),
     _DECODE.row("large_head_dim", "head dims", "head dim 512", dict(dim=512), *_over("kv", (FP8, INT8), dim=512)),
 )
-_MLA_HEAD_DIMS = _MLA.row(
-    "head_dim", "head dims", f"{_topk_table(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS)
-)
+_MLA_HEAD_DIMS = _MLA.row("head_dim", "head dims", f"{_joined(MLA_HEAD_DIMS)} (QK/V)", *_over("dims", MLA_HEAD_DIMS))
 _MLA_SPARSE_HEAD_DIM = _MLA.row(
     "sparse_head_dim",
     "head dims",

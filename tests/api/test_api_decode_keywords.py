@@ -187,7 +187,7 @@ def test_shards_of_warm_calls(recorded: Any) -> None:
             options = dict(cp_world=2, cp_rank=rank, causal_seqlens_kv_global=lengths, return_lse=True)
             call(entry, name, **options, **dcp)
             assert recorded.addresses[-1][6] == lengths.data_ptr()
-        shards = [problem.shard for problem in recorded.problems]
+        shards = [problem.dcp_rank for problem in recorded.problems]
         assert [(shard.count, shard.index) for shard in shards] == [(2, 0), (2, 1)]
         recorded.problems.clear()
 
