@@ -10,9 +10,7 @@ import torch
 from hopwell import _checks as checks
 from hopwell._repeat import OperandMap
 from hopwell.kernels import registry, support
-from hopwell.kernels.config.splitting import scratch_bytes
-from hopwell.kernels.jit import settings
-from hopwell.kernels.launch.plan import multiprocessors
+from hopwell.kernels.launch.geometry import multiprocessors
 from hopwell.kernels.launch.scratch import own_scratch
 from hopwell.kernels.problem import DcpRank, Family, LogSumExp, LseLayout, TokenOffsets
 
@@ -44,11 +42,8 @@ def workspace_bytes(
     """Return the size of a workspace for any batch on ``device``; None means the current CUDA device, or the CPU
     without one."""
     on = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    tiled = registry.is_tiled(Family.MLA if latent else Family.DECODE, support.arch_of(on))
-    # Whether keys are cut into CTA parts depends on the batch as well.
-    ways = (False, True) if latent and not settings.BATCH_INVARIANT.is_on else (False,)
-    sizes = max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on), latent, tiled
-    return max(scratch_bytes(*sizes, by_cta_parts) for by_cta_parts in ways)
+    made = registry.implementation(Family.MLA if latent else Family.DECODE, support.arch_of(on))
+    return made.scratch_bytes(max(rows, 1), kv_heads, columns, max_seq_len, multiprocessors(on))
 
 
 def workspace(

@@ -9,14 +9,17 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
 from hopwell.kernels.append.config import AppendConfig, resolve_append, shipped_append_configs
+from hopwell.kernels.append.geometry import append_geometry
 from hopwell.kernels.config.decode import DecodeConfig, resolve_decode, shipped_decode_configs
 from hopwell.kernels.config.mla import MlaConfig, resolve_mla, shipped_mla_configs
 from hopwell.kernels.config.prefill import PrefillConfig, resolve_prefill, shipped_prefill_configs
+from hopwell.kernels.config.splitting import TICKETS
+from hopwell.kernels.launch.geometry import decode_geometry, host_value, prefill_geometry
 from hopwell.kernels.problem import AttentionProblem, Family
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 from hopwell.kernels.support import ARCHS, BLACKWELL, HOPPER, SM120
@@ -64,12 +67,21 @@ class Implementation:
         resolve: the config for a problem; raises NotImplementedError where no kernel serves it.
         shipped: the configs that are compiled ahead.
         build: the traceable launch function of a config, and example arguments to compile it with.
+        geometry: run-time sizes and strides of a problem, which the kernel of a config gets as one tuple of integers.
+        numbers: floats of a problem that the kernel gets by value, besides the two scales of attention.
+        counters: int32 that the kernel finds zero and leaves zero, of a geometry and a config.
+        scratch_bytes: bytes of scratch that is enough for any of the kernels, of packed rows, KV heads, output columns,
+            keys of a request and multiprocessors.
     """
 
     config: type[Buildable]
     resolve: Callable[[Any, str], Buildable]
     shipped: Callable[[str], Iterator[Buildable]]
     build: Build
+    geometry: Callable[[Any, Any], tuple[int, ...]]
+    numbers: Callable[[Any], tuple[float, ...]]
+    counters: Callable[[Any, Any], int]
+    scratch_bytes: Callable[[int, int, int, int, int], int]
 
     def refuse(self, problem: Any, arch: str) -> str | None:
         """Say why no kernel serves ``problem``, or return None where one does."""
@@ -96,18 +108,41 @@ def _build_mla(config: MlaConfig) -> tuple[Any, tuple[Any, ...]]:
     return _build_in("sm90.mla.fp8" if config.uses_fp8_mma else "sm90.mla.kernel", config)
 
 
-# How, in each family, a config of a kind is chosen for a problem, and which configs of a kind are compiled ahead.
-_CHOICES: dict[Family, tuple[Callable[..., Buildable], Callable[..., Iterator[Buildable]]]] = {
-    Family.PREFILL: (resolve_prefill, shipped_prefill_configs),
-    Family.DECODE: (resolve_decode, shipped_decode_configs),
-    Family.MLA: (resolve_mla, shipped_mla_configs),
-}
+def _no_scratch(rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+    """Kernels that share no request's keys among CTAs need no scratch."""
+    return 0
 
 
-def _of(kind: type[Buildable], build: Build) -> Implementation:
-    """Return the implementation whose configs are of ``kind``."""
-    resolve, shipped = _CHOICES[kind.family]
-    return Implementation(kind, partial(resolve, kind=kind), partial(shipped, kind=kind), build)
+def _prefill(kind: type[PrefillConfig], build: Build) -> Implementation:
+    """Return the prefill implementation whose configs are of ``kind``."""
+    return Implementation(
+        kind,
+        partial(resolve_prefill, kind=kind),
+        partial(shipped_prefill_configs, kind=kind),
+        build,
+        prefill_geometry,
+        numbers=lambda problem: (problem.score.soft_cap, problem.skip_softmax),
+        counters=lambda sizes, config: TICKETS,
+        scratch_bytes=_no_scratch,
+    )
+
+
+def _decode(kind: type[DecodeConfig], build: Build) -> Implementation:
+    """Return the implementation of decode, or of MLA decode, whose configs are of ``kind``."""
+    resolve: Callable[..., Buildable] = resolve_decode
+    shipped: Callable[..., Iterator[Buildable]] = shipped_decode_configs
+    if issubclass(kind, MlaConfig):
+        resolve, shipped = resolve_mla, shipped_mla_configs
+    return Implementation(
+        kind,
+        partial(resolve, kind=kind),
+        partial(shipped, kind=kind),
+        build,
+        decode_geometry,
+        numbers=lambda problem: (host_value(problem.output_factor),),
+        counters=lambda sizes, config: config.counter_ints(sizes.slots),
+        scratch_bytes=kind.scratch_bytes,
+    )
 
 
 def _preferring(first: Implementation, then: Implementation, dims: Container[tuple[int, int]]) -> Implementation:
@@ -127,7 +162,7 @@ def _preferring(first: Implementation, then: Implementation, dims: Container[tup
     def build(config: Any) -> tuple[Any, tuple[Any, ...]]:
         return (first if isinstance(config, first.config) else then).build(config)
 
-    return Implementation(then.config, resolve, shipped, build)
+    return replace(then, resolve=resolve, shipped=shipped, build=build)
 
 
 def _served(family: Family, by_archs: dict[Sequence[str], Implementation]) -> dict[tuple[Family, str], Implementation]:
@@ -135,15 +170,26 @@ def _served(family: Family, by_archs: dict[Sequence[str], Implementation]) -> di
     return {(family, arch): made for archs, made in by_archs.items() for arch in archs}
 
 
-_WARP_PREFILL = _of(Sm120PrefillConfig, partial(_build_in, "warp_mma.prefill.kernel"))
-_BLACKWELL_PREFILL = _of(Sm100PrefillConfig, partial(_build_in, "sm100.prefill.kernel"))
+_WARP_PREFILL = _prefill(Sm120PrefillConfig, partial(_build_in, "warp_mma.prefill.kernel"))
+_BLACKWELL_PREFILL = _prefill(Sm100PrefillConfig, partial(_build_in, "sm100.prefill.kernel"))
+
+_APPEND = Implementation(
+    AppendConfig,
+    resolve_append,
+    shipped_append_configs,
+    partial(_build_in, "append.kernel"),
+    append_geometry,
+    numbers=lambda problem: (host_value(problem.k_scale), host_value(problem.v_scale)),
+    counters=lambda sizes, config: 0,
+    scratch_bytes=_no_scratch,
+)
 
 # Kernels of sm_120 multiply with mma.sync, which Blackwell has as well: they serve what it has no others for.
 IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
     **_served(
         Family.PREFILL,
         {
-            HOPPER: _of(PrefillConfig, partial(_build_in, "sm90.prefill.kernel")),
+            HOPPER: _prefill(PrefillConfig, partial(_build_in, "sm90.prefill.kernel")),
             BLACKWELL: _preferring(_BLACKWELL_PREFILL, _WARP_PREFILL, Sm100PrefillConfig.tiles),
             SM120: _WARP_PREFILL,
         },
@@ -151,25 +197,18 @@ IMPLEMENTATIONS: dict[tuple[Family, str], Implementation] = {
     **_served(
         Family.DECODE,
         {
-            HOPPER: _of(DecodeConfig, _build_decode),
-            (*BLACKWELL, *SM120): _of(Sm120DecodeConfig, partial(_build_in, "warp_mma.decode.kernel")),
+            HOPPER: _decode(DecodeConfig, _build_decode),
+            (*BLACKWELL, *SM120): _decode(Sm120DecodeConfig, partial(_build_in, "warp_mma.decode.kernel")),
         },
     ),
     **_served(
         Family.MLA,
         {
-            HOPPER: _of(MlaConfig, _build_mla),
-            (*BLACKWELL, *SM120): _of(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel")),
+            HOPPER: _decode(MlaConfig, _build_mla),
+            (*BLACKWELL, *SM120): _decode(Sm120MlaConfig, partial(_build_in, "warp_mma.mla.kernel")),
         },
     ),
-    **_served(
-        Family.APPEND,
-        {
-            ARCHS: Implementation(
-                AppendConfig, resolve_append, shipped_append_configs, partial(_build_in, "append.kernel")
-            )
-        },
-    ),
+    **_served(Family.APPEND, {ARCHS: _APPEND}),
 }
 
 
@@ -219,11 +258,6 @@ def can_dequantize_q(arch: str) -> bool:
 def has_fp8_mma(arch: str) -> bool:
     """Tell whether MLA kernels of ``arch`` multiply e4m3 queries as they are."""
     return _says(Family.MLA, arch, "has_fp8_mma")
-
-
-def is_tiled(family: Family, arch: str) -> bool:
-    """Tell whether kernels of ``arch`` for decode or MLA have rows in tiles of few, however many there are."""
-    return _says(family, arch, "tiled")
 
 
 def resolve(problem: AttentionProblem, arch: str) -> Any:

@@ -17,7 +17,7 @@ import torch
 
 from hopwell.kernels.config.base import DTYPES, KvFetch
 from hopwell.kernels.hardware import LANES, WARPGROUP
-from hopwell.kernels.launch.plan import head_swizzle_heads
+from hopwell.kernels.launch.geometry import head_swizzle_heads
 from hopwell.kernels.problem import MaskKind
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS, Q_TILES, Sm100PrefillConfig
 from hopwell.kernels.support import BLACKWELL

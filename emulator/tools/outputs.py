@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hopwell.kernels import support
-from hopwell.kernels.launch import plan
+from hopwell.kernels.launch import geometry
 
 from ..errors import HostError
 from ..options import use
@@ -40,13 +40,13 @@ FLOATS = {
 @contextlib.contextmanager
 def _emulated(multiprocessors: int) -> Iterator[None]:
     """Emulate a device with this many multiprocessors, since MLA cuts keys by their number."""
-    before = plan.EMULATED_SMS
-    plan.EMULATED_SMS = multiprocessors
+    before = geometry.EMULATED_SMS
+    geometry.EMULATED_SMS = multiprocessors
     try:
         with use(ARCH, numerics="hardware", sms=multiprocessors):
             yield
     finally:
-        plan.EMULATED_SMS = before
+        geometry.EMULATED_SMS = before
 
 
 def results_of(case: Case, device: str, multiprocessors: int) -> tuple[dict[str, torch.Tensor], str]:
@@ -84,7 +84,7 @@ def record(folder: Path, device: str = "cuda", only: str = "", say: Say = print)
     if device == "cuda":
         require_gpu()
     kept: dict[str, Any] = {}
-    digests, wanted, sms = {}, chosen(only), plan.multiprocessors(torch.device(device))
+    digests, wanted, sms = {}, chosen(only), geometry.multiprocessors(torch.device(device))
     for number, case in enumerate(wanted, 1):
         began = time.perf_counter()
         found, digests[case.name] = results_of(case, device, sms)

@@ -31,8 +31,13 @@ from hopwell.kernels.config.splitting import (
     ROWS,
     SWAP_AB_ROWS,
     chunk_tokens,
+    counter_ints,
     leaf_tiles,
+    node_slots,
+    scratch_bytes,
     shared_levels,
+    slot_count,
+    tree_counter_ints,
     tree_rows,
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
@@ -156,6 +161,11 @@ class DecodeConfig(KernelConfig):
         return False
 
     @property
+    def has_cta_parts(self) -> bool:
+        """Whether CTAs take equal parts of the keys of all requests, so that results depend on the batch."""
+        return False
+
+    @property
     def ctas_per_sm(self) -> int:
         return CTAS_PER_SM[self.splitting_bytes] if self.has_tree else 1
 
@@ -192,6 +202,26 @@ class DecodeConfig(KernelConfig):
     @property
     def reads_kv_once(self) -> bool:
         return True
+
+    def slots(self, rows: int, kv_heads: int, row_tiles: int, capacity: int, sms: int) -> int:
+        """Slots for partials, or for nodes of the tree, of a launch on ``sms`` multiprocessors.
+
+        A request has up to ``rows`` packed rows, in ``row_tiles`` tiles of each of ``kv_heads``, and ``capacity`` keys.
+        """
+        columns = self.head_dim_v
+        if self.has_tree:
+            return node_slots(self.rows, kv_heads * row_tiles, columns, sms * self.ctas_per_sm, self.splitting_bytes)
+        latent = self.family is Family.MLA
+        return slot_count(max(rows, 1), kv_heads, columns, capacity, sms, latent, self.has_cta_parts)
+
+    def counter_ints(self, slots: int) -> int:
+        """Counters of a launch with ``slots``, in int32. The kernel finds them zero and leaves them zero."""
+        return tree_counter_ints(slots) if self.has_tree else counter_ints(slots)
+
+    @classmethod
+    def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+        """Bytes of scratch that is enough for any kernel of this kind, see :func:`splitting.scratch_bytes`."""
+        return scratch_bytes(rows, kv_heads, columns, capacity, sms, tiled=cls.tiled)
 
     @property
     def has_combine_role(self) -> bool:

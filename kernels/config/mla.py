@@ -37,6 +37,7 @@ from hopwell.kernels.config.splitting import (
     ROWS,
     TOPK_CHUNK_TOKENS,
     chunk_tokens,
+    scratch_bytes,
 )
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.jit import settings
@@ -118,11 +119,22 @@ class MlaConfig(DecodeConfig):
         return HALFWORD_BYTES
 
     @property
+    def has_cta_parts(self) -> bool:
+        return not (self.has_tree or self.batch_invariant)
+
+    @classmethod
+    def scratch_bytes(cls, rows: int, kv_heads: int, columns: int, capacity: int, sms: int) -> int:
+        # Kernels with CTA parts and batch-invariant ones need different amounts; the batch selects one of them.
+        ways = (False,) if settings.BATCH_INVARIANT.is_on else (False, True)
+        sizes = (rows, kv_heads, columns, capacity, sms, True, cls.tiled)
+        return max(scratch_bytes(*sizes, by_cta_parts) for by_cta_parts in ways)
+
+    @property
     def is_cooperative(self) -> bool:
         """CTAs that have CTA parts wait for each other's partials: were some kept from running by CTAs of another
         launch that wait as well, neither would end. It is faster, too: 32 x 8192 tokens 571 instead of 538 TFLOP/s, 64
         x 1024 515 instead of 498, 8 x 1024 138 instead of 143 (H200, 2026-11-25)."""
-        return not (self.has_tree or self.batch_invariant)
+        return self.has_cta_parts
 
     @property
     def consumer_warpgroups(self) -> int:

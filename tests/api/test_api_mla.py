@@ -29,7 +29,7 @@ from helpers.api_calls import (
 
 from hopwell.kernels.config.mla import resolve_mla
 from hopwell.kernels.config.splitting import ALIGNMENT, node_bytes, scratch_bytes, slot_bytes
-from hopwell.kernels.launch.plan import decode_geometry
+from hopwell.kernels.launch.geometry import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 from hopwell.mla import mla_workspace_bytes
 

@@ -33,8 +33,8 @@ from helpers.api_calls import (
 from hopwell.decode import xqa_workspace_bytes
 from hopwell.kernels.config.decode import resolve_decode
 from hopwell.kernels.config.splitting import ALIGNMENT, STATISTICS, node_bytes, scratch_bytes
-from hopwell.kernels.launch import plan
-from hopwell.kernels.launch.plan import decode_geometry
+from hopwell.kernels.launch import geometry
+from hopwell.kernels.launch.geometry import decode_geometry
 from hopwell.kernels.problem import AttentionProblem, Mask, MaskKind
 
 Problems = list[AttentionProblem]
@@ -158,7 +158,7 @@ class TestWorkspace:
     ) -> None:
         """The slots of the largest table and any number of requests fit, wherever the buffer begins. On so many
         multiprocessors that few rows take more than the least there is."""
-        monkeypatch.setattr(plan, "EMULATED_SMS", 132)
+        monkeypatch.setattr(geometry, "EMULATED_SMS", 132)
         kinds = itertools.product((1, 5, 33), (1, 100, 10_000), (1, 300), (BF16, FP8))
         for q_len, width, batch, kv_dtype in kinds:
             size = xqa_workspace_bytes(heads, kv_heads, head_dim, 64 * width, q_len, "cpu")

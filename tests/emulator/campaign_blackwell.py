@@ -19,14 +19,14 @@ from helpers.equivalent_faults import next_warp_barrier
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault, waits
 from hopwell.kernels import execute
-from hopwell.kernels.launch import plan
+from hopwell.kernels.launch import geometry
 
 
 def case() -> None:
     """Run two query tiles and none to three tiles of keys, for one CTA, which uses every stage again: a launch is
     short, and there are many."""
     data = Batch([260, 3, 130, 2], [300, 10, 150, 0], heads=1, kv_heads=1, device="cpu")
-    with mock.patch.object(plan, "EMULATED_SMS", 1):
+    with mock.patch.object(geometry, "EMULATED_SMS", 1):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
 

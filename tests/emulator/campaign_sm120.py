@@ -21,20 +21,20 @@ from helpers.equivalent_faults import next_warp_barrier
 from hopwell.emulator.ptx import Kernel
 from hopwell.emulator.tools.faults import Fault
 from hopwell.kernels import execute
-from hopwell.kernels.launch import plan
+from hopwell.kernels.launch import geometry
 
 
 def case() -> None:
     """Run prefill with two query tiles, none to three tiles of keys, for one CTA, which uses every stage again."""
     data = Batch([140, 3, 70, 2], [170, 300, 100, 0], heads=1, kv_heads=1, device="cpu")
-    with mock.patch.object(plan, "EMULATED_SMS", 1):
+    with mock.patch.object(geometry, "EMULATED_SMS", 1):
         execute(data.problem(16, lse=data.ragged_lse(), sinks=torch.linspace(-1, 1, 1)))
 
 
 def decode() -> None:
     """Run decode with requests of none to seven leaves, the longest of which two CTAs share."""
     data = DecodeBatch([1, 1, 2, 1], [800, 0, 140, 70], heads=4, kv_heads=1, head_dim=128, device="cpu")
-    with mock.patch.object(plan, "EMULATED_SMS", 2):
+    with mock.patch.object(geometry, "EMULATED_SMS", 2):
         execute(data.decode(16, sinks=torch.linspace(-1, 1, 4)))
 
 

@@ -12,7 +12,7 @@ from hopwell.emulator import EmulatorError
 from hopwell.emulator.tools.output_cases import DIMS, ENTRIES, cases
 from hopwell.emulator.tools.outputs import FILE, Distance, compare, record
 from hopwell.kernels.config.prefill import TILES
-from hopwell.kernels.launch import plan
+from hopwell.kernels.launch import geometry
 
 pytestmark = pytest.mark.emulator
 
@@ -101,11 +101,11 @@ def test_mla_is_cut_for_as_many_multiprocessors(tmp_path):
 
     def many(arrays):
         about = json.loads(str(arrays["recording"]))
-        assert about["multiprocessors"] == plan.EMULATED_SMS
+        assert about["multiprocessors"] == geometry.EMULATED_SMS
         arrays["recording"] = np.array(json.dumps(about | {"multiprocessors": 30}))
 
     (same,) = compare(tmp_path, only, say=lambda line: None).values()
     (changes,) = compare(changed(tmp_path, tmp_path, many), only, say=lambda line: None).values()
     assert same[0]["out"].equal == same[0]["out"].elements
     assert changes[0]["out"].equal < changes[0]["out"].elements
-    assert plan.EMULATED_SMS < 30
+    assert geometry.EMULATED_SMS < 30

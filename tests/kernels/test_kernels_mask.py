@@ -18,7 +18,7 @@ from helpers.covering import every_tile
 from helpers.kernel_problems import cache, paged
 
 from hopwell.kernels.config.prefill import TILES
-from hopwell.kernels.launch.plan import geometry
+from hopwell.kernels.launch.geometry import prefill_geometry as geometry
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.load.sequence import Request
 from hopwell.kernels.parts.rows.mask import DraftMask, IntervalMask, LogitRow, TileRange

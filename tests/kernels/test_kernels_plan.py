@@ -12,9 +12,11 @@ import torch
 from helpers.kernel_problems import cache, contiguous, empty, paged
 
 from hopwell.kernels.config.prefill import TILES
+from hopwell.kernels.launch import geometry as geometry_module
 from hopwell.kernels.launch import plan
 from hopwell.kernels.launch.arguments import OPERANDS, Addresses, Geometry, ScaledAddresses, ScaledGeometry
-from hopwell.kernels.launch.plan import Plan, geometry, host_scales, operands
+from hopwell.kernels.launch.geometry import prefill_geometry as geometry
+from hopwell.kernels.launch.plan import Plan, host_scales, operands
 from hopwell.kernels.masks import WIDEST
 from hopwell.kernels.problem import (
     AttentionProblem,
@@ -164,12 +166,12 @@ class TestGeometry:
     )
     def test_sections(self, monkeypatch: pytest.MonkeyPatch, kv_heads: int, group: int, head_swizzle: int) -> None:
         """Up to 33 KV heads for 132 SMs are in sections of one size."""
-        monkeypatch.setattr(plan, "multiprocessors", lambda device: 132)
+        monkeypatch.setattr(geometry_module, "multiprocessors", lambda device: 132)
         views = cache("tuple-HND", 16, (128, 128), heads=kv_heads)
         assert self.of(paged(*views, query=empty(600, kv_heads * group, 128))).head_swizzle == head_swizzle
 
     def test_a_device_with_few_multiprocessors(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(plan, "multiprocessors", lambda device: 1)
+        monkeypatch.setattr(geometry_module, "multiprocessors", lambda device: 1)
         assert self.of(paged(*cache("tuple-HND", 16, (128, 128), heads=2))).head_swizzle == 2
 
     def test_log_sum_exp(self) -> None:

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from helpers.decode_batches import DecodeBatch
 from helpers.kernel_problems import cache, empty, paged
 
-from hopwell.kernels import support
+from hopwell._decoding import workspace_bytes
+from hopwell.kernels import registry, support
 from hopwell.kernels.capability import features
+from hopwell.kernels.launch import plan
+from hopwell.kernels.launch.geometry import EMULATED_SMS
 from hopwell.kernels.problem import AttentionProblem, Family
-from hopwell.kernels.registry import IMPLEMENTATIONS, architectures, build, refuse, resolve, shipped_configs
+from hopwell.kernels.registry import (
+    IMPLEMENTATIONS,
+    Implementation,
+    architectures,
+    build,
+    refuse,
+    resolve,
+    shipped_configs,
+)
 from hopwell.kernels.sm100.prefill.config import Sm100PrefillConfig
 
 
@@ -67,3 +80,54 @@ def test_a_config_is_built_by_its_family(family: Family, arch: str) -> None:
         assert kernel.config is config
         assert callable(kernel)
         assert arguments
+
+
+@dataclass(frozen=True)
+class DummyConfig:
+    """A config of kernels that exist in this test only."""
+
+    arch: str
+    family: ClassVar[Family] = Family.DECODE
+    name: ClassVar[str] = "dummy"
+    matrix_instruction: ClassVar[str] = ""
+
+    @property
+    def target(self) -> str:
+        return self.arch
+
+
+def test_another_implementation_is_one_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plans, workspaces and refusals ask the implementation; no other module knows its kernels."""
+
+    def resolve(problem: Any, arch: str) -> DummyConfig:
+        if problem.query.shape[2] != 48:
+            raise NotImplementedError("dummy kernels take head dim 48")
+        return DummyConfig(arch)
+
+    launched: list[tuple[Any, ...]] = []
+    made = Implementation(
+        DummyConfig,
+        resolve,
+        shipped=lambda arch: iter([DummyConfig(arch)]),
+        build=lambda config: (f"built {config.name}", ()),
+        geometry=lambda problem, config: (problem.batch, 17),
+        numbers=lambda problem: (0.25,),
+        counters=lambda sizes, config: sizes[1],
+        scratch_bytes=lambda rows, kv_heads, columns, capacity, sms: 1000 * rows + sms,
+    )
+    monkeypatch.setitem(registry.IMPLEMENTATIONS, (Family.DECODE, "sm_90a"), made)
+    monkeypatch.setattr(plan, "bind", lambda config, device: lambda *arguments: launched.append(arguments))
+    data = DecodeBatch([1, 1], [5, 7], heads=2, kv_heads=1, head_dim=48, device="cpu")
+    problem = data.decode(16)
+    found = plan.Plan(problem)
+    found.execute(problem)
+    (_, addresses, geometry, _, _, number, _) = launched[0]
+    assert (*geometry,) == (2, 17)
+    assert number == 0.25
+    assert addresses[-1] == found.tickets.address()
+    assert found.tickets.bytes == 4 * 17
+    assert registry.build(found.config) == ("built dummy", ())
+    assert workspace_bytes(3, 1, 48, 100, "cpu") == 3000 + EMULATED_SMS
+    assert registry.refuse(data.decode(16), "sm_90a") is None
+    other = DecodeBatch([1], [5], heads=2, kv_heads=1, head_dim=64, device="cpu")
+    assert registry.refuse(other.decode(16), "sm_90a") == "dummy kernels take head dim 48"

@@ -36,7 +36,7 @@ from hopwell.kernels.config import splitting
 from hopwell.kernels.config.base import KvType
 from hopwell.kernels.config.mla import MlaConfig
 from hopwell.kernels.jit import settings
-from hopwell.kernels.launch import plan
+from hopwell.kernels.launch import geometry
 from hopwell.kernels.problem import LogSumExp, LseLayout
 
 pytestmark = pytest.mark.emulator
@@ -139,13 +139,13 @@ def test_own_pieces_are_merged(
     ctas: int, q_len: int, kv_lens: list[int], heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """CTAs have no partial, one, and two of different requests."""
-    monkeypatch.setattr(plan, "EMULATED_SMS", ctas)
+    monkeypatch.setattr(geometry, "EMULATED_SMS", ctas)
     check(Case([q_len] * len(kv_lens), kv_lens, heads), 64, adverse=1)
 
 
 def test_own_pieces_of_several_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CTA has CTA parts for several row tiles, and stores all of its partials before it waits for others'."""
-    monkeypatch.setattr(plan, "EMULATED_SMS", 13)
+    monkeypatch.setattr(geometry, "EMULATED_SMS", 13)
     check(Case([4] * 2, [900, 3000], heads=128), 64, adverse=1)
 
 
@@ -153,7 +153,7 @@ def test_launches_whose_ctas_wait_are_cooperative(monkeypatch: pytest.MonkeyPatc
     """A device with too few multiprocessors refuses CTA parts, whose CTAs would wait for those that cannot run. It
     takes chunks by each request's length, whose CTAs wait for nobody that has not begun."""
     problem = MlaBatch([1], [70], heads=33, device="cpu").decode(64)
-    monkeypatch.setattr(plan, "EMULATED_SMS", 6)
+    monkeypatch.setattr(geometry, "EMULATED_SMS", 6)
     refused = pytest.raises(emulator.HostError, match=r"cooperative launch of 6 CTAs .* room for 5")
     with emulator.use("sm_90a", sms=5), refused:
         execute(problem)
@@ -214,7 +214,7 @@ def test_slots_are_used_again(heads: int, q_len: int) -> None:
 def test_slots_are_used_again_where_keys_are_widened(kv_type: KvType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A warp of each CTA combines beside units there, too, or units would wait for slots for ever: nobody else frees
     them before there are no more units."""
-    monkeypatch.setattr(plan, "EMULATED_SMS", 1)
+    monkeypatch.setattr(geometry, "EMULATED_SMS", 1)
     check(Case([1] * 5, [chunk_tokens(MAIN) + 6] * 5, heads=17, sinks=False, kv_type=kv_type), 64, adverse=1)
 
 
@@ -255,7 +255,7 @@ def test_whoever_merges_finds_the_same(monkeypatch: pytest.MonkeyPatch, chunks: 
     kv_lens = [*[2 * chunk_tokens(MAIN)] * 5, chunks * chunk_tokens(MAIN) - 100]
     data, found = MlaBatch([1] * 6, kv_lens, heads=heads, device="cpu"), []
     for ctas, batch in ((4, data), (16, data.request(5))):
-        monkeypatch.setattr(plan, "EMULATED_SMS", ctas)
+        monkeypatch.setattr(geometry, "EMULATED_SMS", ctas)
         lse = torch.empty(batch.tokens, batch.heads)
         with emulator.use("sm_90a"):
             out = execute(batch.decode(64, lse=LogSumExp(lse, LseLayout.RAGGED, natural=False)))
