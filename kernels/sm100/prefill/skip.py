@@ -7,13 +7,13 @@ import cutlass.cute as cute
 from cutlass import Int32
 
 from hopwell.kernels.hardware import WARPGROUP
+from hopwell.kernels.parts.core.barriers import SoftmaxBarrier
 from hopwell.kernels.parts.core.device import barrier_all, shared_array
 from hopwell.kernels.parts.rows.skip import SkipRule
 from hopwell.kernels.sm100.prefill.config import Q_TILE_ROWS
 from hopwell.kernels.sm100.prefill.softmax import Logits, Softmax, Steps
 
 SKIP_ROWS = 64  # that left-out tiles are counted by
-TILE_BARRIER = 1  # named barriers 1 and 2 belong to a softmax warpgroup each
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class SkippingSoftmax(Softmax):
         unneeded = self.skip.unneeded(self.state.largest, [maximum], logits.row.kv_len)
         if done == 0:
             unneeded = Int32(0)
-        left_out = barrier_all(unneeded, TILE_BARRIER + steps.index, WARPGROUP)
+        left_out = barrier_all(unneeded, SoftmaxBarrier.TILE + steps.index, WARPGROUP)
         if left_out:
             # Rows count from the query tile's first one on, which reports; there are none where the request ends before
             # it.

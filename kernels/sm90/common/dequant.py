@@ -18,6 +18,7 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import DeviceStruct, prmt, shared_address, warp_in_warpgroup
 from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.dequant import e2m1
@@ -29,7 +30,6 @@ VECTOR_ELEMENTS = copy.VECTOR_BYTES  # of 8 bits in a vector, which becomes two 
 VECTOR_CODES = 2 * copy.VECTOR_BYTES  # in a vector, which becomes four vectors: two blocks
 BLOCK_VECTORS = BLOCK_COLUMNS // VECTOR_ELEMENTS  # vectors of 8 bits that become a column block
 DEQUANTIZED_ROWS = WARPGROUP // BLOCK_VECTORS  # rows that a warpgroup dequantizes a column block of at a time
-DEQUANT_BARRIER = 8  # named barrier of the warpgroup that dequantizes in place
 VECTORS_UNDER_WAY = 8  # read from shared memory and not dequantized yet: a thread's, where K and V share a warpgroup
 CODES_UNDER_WAY = 2  # vectors of codes
 SCALES_APART = 8  # registers of a thread for scales that are not neighbours
@@ -105,7 +105,7 @@ class E4m3Converter(Converter):
     def give_back(self, step) -> None:
         """All that was loaded has been read."""
         if self.in_place:
-            cute.arch.barrier(barrier_id=DEQUANT_BARRIER, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=NamedBarrier.DEQUANT, number_of_threads=WARPGROUP)
         else:
             self.source_ring.release(step)
 

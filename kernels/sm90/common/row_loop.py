@@ -12,6 +12,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from hopwell.kernels.hardware import WARPGROUP
 from hopwell.kernels.launch.arguments import Addresses, Geometry
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import DeviceStruct
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles
@@ -22,9 +23,6 @@ from hopwell.kernels.parts.rows.score import ScoreMap
 from hopwell.kernels.parts.rows.softmax import OnlineSoftmax
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
 from hopwell.kernels.sm90.prefill.dequant_q import dequantize_queries
-
-PING_PONG_BARRIER = 1  # named barriers 1.. give the consumer warpgroups turns at the tensor cores
-WARPGROUP_BARRIER = 4  # named barriers 4.. belong to one consumer warpgroup each
 
 
 @dataclass
@@ -97,7 +95,7 @@ class Attend(Consumer):
             keys = self.own_keys(tile, row_block * WARPGROUP_ROWS)
             # The warps meet in the matrix products anyway. Meeting here tells the compiler that they have converged;
             # without it matrix descriptors lose their uniform registers, 20 % more instructions in the loop.
-            cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + consumer, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + consumer, number_of_threads=WARPGROUP)
             self.softmax.reset()
             operands.o.fill(0.0)
             q_ring.wait_full(work)
@@ -106,7 +104,7 @@ class Attend(Consumer):
                 row = self.logit_row(tile, warp_row)
                 q_stage = q_ring.stage(work)
                 if const_expr(self.kernel.config.dequantizes_q):
-                    dequantize_queries(self.kernel, self.tiles.q, q_stage, row_block, WARPGROUP_BARRIER, consumer)
+                    dequantize_queries(self.kernel, self.tiles.q, q_stage, row_block, NamedBarrier.WARPGROUP, consumer)
                 operands.begin(q_stage, tile, keys.end - 1)
                 self.first_step(operands, ping_pong, q_stage, kv_step, keys.end - 1, row)
                 step = partial(self.next_step, operands, ping_pong, q_stage, row)
@@ -311,15 +309,15 @@ class PingPong(DeviceStruct):
         """Warpgroup 0 has the first turn: the last one passes it on before anything else."""
         if const_expr(self.consumers > 1):
             if self.consumer == self.consumers - 1:
-                cute.arch.barrier_arrive(barrier_id=PING_PONG_BARRIER, number_of_threads=2 * WARPGROUP)
+                cute.arch.barrier_arrive(barrier_id=NamedBarrier.PING_PONG, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def wait(self) -> None:
         if const_expr(self.consumers > 1):
-            cute.arch.barrier(barrier_id=PING_PONG_BARRIER + self.consumer, number_of_threads=2 * WARPGROUP)
+            cute.arch.barrier(barrier_id=NamedBarrier.PING_PONG + self.consumer, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
     def pass_on(self) -> None:
         if const_expr(self.consumers > 1):
             following = Int32(0) if self.consumer == self.consumers - 1 else self.consumer + 1
-            cute.arch.barrier_arrive(barrier_id=PING_PONG_BARRIER + following, number_of_threads=2 * WARPGROUP)
+            cute.arch.barrier_arrive(barrier_id=NamedBarrier.PING_PONG + following, number_of_threads=2 * WARPGROUP)

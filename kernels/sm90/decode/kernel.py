@@ -16,6 +16,7 @@ from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry, ScaledAddresses, ScaledDecodeGeometry
 from hopwell.kernels.parts.combine.partials import Combine, Slots
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import load_output_scale, load_scale, shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import example_arguments
@@ -32,8 +33,6 @@ from hopwell.kernels.sm90.common.dequant import Conversion
 from hopwell.kernels.sm90.common.kernel import K_WARP, Q_WARP, SCHEDULE_WARP, V_WARP, AttentionSm90
 from hopwell.kernels.sm90.decode.dequant_warps import DequantCombine, DequantDecodeAttend, Exchange
 from hopwell.kernels.sm90.decode.rows import DecodeAttend
-
-COMBINE_BARRIER = 7  # named barrier of the warpgroups that combine
 
 
 class DecodeSm90(AttentionSm90):
@@ -128,7 +127,7 @@ class DecodeSm90(AttentionSm90):
         first, warpgroups = (
             (len(self.config.registers) - 1, 1) if self.config.has_combine_role else (1, self.warpgroups)
         )
-        threads = (first * WARPGROUP, warpgroups * WARPGROUP, COMBINE_BARRIER)
+        threads = (first * WARPGROUP, warpgroups * WARPGROUP, NamedBarrier.COMBINE)
         slots = Slots.create(addresses, geometry, self.config.head_dim_v)
         if self.config.dequantizes_in_registers:
             return DequantCombine(slots, *threads, Exchange.create(self, tiles), self)

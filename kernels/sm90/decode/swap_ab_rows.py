@@ -10,11 +10,11 @@ from hopwell.kernels.config.splitting import LEAF_TILE
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import shared_address, shared_array, warp_in_warpgroup
 from hopwell.kernels.parts.core.fragment import ColumnFragment
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, place_in_warp, transposed
 from hopwell.kernels.parts.rows.packed import PackedRows
-from hopwell.kernels.sm90.common.row_loop import WARPGROUP_BARRIER
 
 # What lies behind the nodes in shared memory: what Tree.results says, and a float32 of each row for all warps, of one
 # warpgroup, or of two with up to 16 rows.
@@ -37,7 +37,7 @@ class ColumnRows:
 
     def meet_warpgroup(self) -> None:
         """Wait for all warps of this warpgroup."""
-        cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + self.consumer, number_of_threads=WARPGROUP)
+        cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + self.consumer, number_of_threads=WARPGROUP)
 
     def _of_warps(self, r: int):
         """Return the shared address of a float32 of each of this warpgroup's warps for row r of a lane."""

@@ -14,6 +14,7 @@ from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import LANES, WARPGROUP, WARPS
 from hopwell.kernels.launch.arguments import Addresses, DecodeGeometry
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import (
     DeviceStruct,
     barrier_of_branches,
@@ -29,8 +30,6 @@ from hopwell.kernels.parts.rows.epilogue import WARP_ROWS
 from hopwell.kernels.parts.rows.softmax import TileSoftmax
 from hopwell.kernels.sm90.common.dequant import EVEN_BYTES, ODD_BYTES, PAIRED_KEYS
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.sm90.common.row_loop import WARPGROUP_BARRIER
-from hopwell.kernels.sm90.decode.kernel import COMBINE_BARRIER
 from hopwell.kernels.sm90.mla.kernel import WARP_SUM_BYTES, KeyHalves, MlaAttend, MlaSm90
 from hopwell.kernels.sm90.prefill.fp8 import round_to_bytes
 
@@ -235,13 +234,13 @@ class Fp8MlaAttend(MlaAttend):
 
     def meet(self) -> None:
         """Wait for both warpgroups, which have a copy of a step each, and so wait at two instructions."""
-        barrier_of_branches(COMBINE_BARRIER, 2 * WARPGROUP)
+        barrier_of_branches(NamedBarrier.COMBINE, 2 * WARPGROUP)
 
     @cute.jit
     def give_back_q(self, operands, work, consumer) -> None:
         q_stage = self.rings.q.stage(work)
         staging = shared_address(self.tiles.q[None, None, q_stage].iterator)
-        operands.turn(staging + consumer * (WARPGROUP_ROWS * copy.SWIZZLE_ROW_BYTES), WARPGROUP_BARRIER + consumer)
+        operands.turn(staging + consumer * (WARPGROUP_ROWS * copy.SWIZZLE_ROW_BYTES), NamedBarrier.WARPGROUP + consumer)
         # TMA writes the next Q through another proxy.
         cute.arch.fence_proxy("async.shared", space="cta")
         self.rings.q.release(work)

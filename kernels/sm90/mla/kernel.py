@@ -18,6 +18,7 @@ from hopwell.kernels.parts.combine.own_row_shares import OwnRowShares, OwnSlots
 from hopwell.kernels.parts.combine.partials import Slots
 from hopwell.kernels.parts.combine.row_shares import Partials, RowShares
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import shared_address
 from hopwell.kernels.parts.core.fragment import RowFragment
 from hopwell.kernels.parts.core.kernel import SharedTiles, example_arguments
@@ -29,8 +30,8 @@ from hopwell.kernels.parts.rows.packed import PackedRows
 from hopwell.kernels.parts.rows.softmax import SLACK
 from hopwell.kernels.sm90.common.kernel import SCHEDULE_WARP
 from hopwell.kernels.sm90.common.mma import WARPGROUP_ROWS, issue_mma, make_mma
-from hopwell.kernels.sm90.common.row_loop import WARPGROUP_BARRIER, Operands
-from hopwell.kernels.sm90.decode.kernel import COMBINE_BARRIER, DecodeSm90
+from hopwell.kernels.sm90.common.row_loop import Operands
+from hopwell.kernels.sm90.decode.kernel import DecodeSm90
 from hopwell.kernels.sm90.decode.rows import DecodeAttend
 from hopwell.kernels.sm90.mla.hooks import LatentWorkTiles, QueryHooks
 from hopwell.kernels.sm90.mla.key_halves import LatentKeys, LatentRows
@@ -266,7 +267,7 @@ class MlaAttend(LatentRows, DecodeAttend):
         while tile.is_work_tile:
             keys = tile.keys
             # This meeting tells the compiler, as the one in Attend.run does, that the warps have converged.
-            cute.arch.barrier(barrier_id=WARPGROUP_BARRIER + consumer, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP + consumer, number_of_threads=WARPGROUP)
             self.softmax.reset()
             left.o.fill(0.0)
             row, q_stage = self.logit_row(tile, warp_row), q_ring.stage(work)
@@ -437,7 +438,7 @@ class MlaAttend(LatentRows, DecodeAttend):
 
     def meet(self) -> None:
         """Wait for both warpgroups."""
-        cute.arch.barrier(barrier_id=COMBINE_BARRIER, number_of_threads=2 * WARPGROUP)
+        cute.arch.barrier(barrier_id=NamedBarrier.COMBINE, number_of_threads=2 * WARPGROUP)
 
     # Nobody writes what the other warpgroup may still read: references are written after the other's turn, which comes
     # after its reading, and the warpgroups meet before and after they read the sums.

@@ -6,9 +6,9 @@ import cutlass
 import cutlass.cute as cute
 
 from hopwell.kernels.hardware import WARPGROUP
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import barrier_all
 from hopwell.kernels.parts.rows.skip import SkipRule
-from hopwell.kernels.sm90.common.row_loop import WARPGROUP_BARRIER
 from hopwell.kernels.sm90.prefill.fp8 import Fp8Attend
 from hopwell.kernels.sm90.prefill.rows import PrefillAttend
 
@@ -39,7 +39,7 @@ class SkippingAttend(PrefillAttend):
         self.to_logits(scores, n, row, masked)
         maxima = [self.softmax.maximum(scores, r) for r in range(scores.rows)]
         unneeded = self.skip.unneeded(self.softmax.largest, maxima, row.kv_len)
-        if barrier_all(unneeded, WARPGROUP_BARRIER + ping_pong.consumer, WARPGROUP):
+        if barrier_all(unneeded, NamedBarrier.WARPGROUP + ping_pong.consumer, WARPGROUP):
             self.skip.note(False)
         else:
             self.skip.note(True)

@@ -11,12 +11,13 @@ from hopwell.kernels.config.base import BLOCK_COLUMNS
 from hopwell.kernels.elements import HALFWORD_BYTES
 from hopwell.kernels.hardware import WARPGROUP, WARPS
 from hopwell.kernels.parts.core import copy
+from hopwell.kernels.parts.core.barriers import NamedBarrier
 from hopwell.kernels.parts.core.device import shared_address, tied, warp_in_warpgroup
 from hopwell.kernels.parts.core.kernel import SharedTiles
 from hopwell.kernels.parts.core.warp_mma import MMA_COLUMNS, MMA_DEPTH, multiply
 from hopwell.kernels.parts.rows.epilogue import WARP_ROWS, OutputRows, output_rows
 from hopwell.kernels.parts.rows.mask import TileRange
-from hopwell.kernels.sm90.common.row_loop import WARPGROUP_BARRIER, PingPong, RowOperands
+from hopwell.kernels.sm90.common.row_loop import PingPong, RowOperands
 from hopwell.kernels.sm90.prefill.rows import PrefillAttend
 from hopwell.kernels.sm90.prefill.skip import SkippingAttend
 
@@ -74,7 +75,7 @@ class WarpAttend(PrefillAttend):
     def store(self, *arguments) -> None:
         # Lanes may have read rows of Q that others now write to.
         if const_expr(self.kernel.config.v_splits > 1):
-            cute.arch.barrier(barrier_id=WARPGROUP_BARRIER, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=NamedBarrier.WARPGROUP, number_of_threads=WARPGROUP)
         else:
             cute.arch.sync_warp()
         super().store(*arguments)
