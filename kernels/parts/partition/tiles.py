@@ -254,7 +254,6 @@ class WorkQueue(DeviceStruct):
         return self.kind.from_ints([slot[i] for i in range(self.kind.INTS)])
 
     def release(self, step) -> None:
-        """Release the slot of ``step``. The warp's lanes synchronise first, because combining may have diverged them.
-        """
+        """Release the slot of ``step``. The lanes of the warp synchronise first: combining may have diverged them."""
         cute.arch.sync_warp()
         self.ring.release(step)
