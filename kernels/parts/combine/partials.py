@@ -9,8 +9,8 @@ Partials lie in a ring of slots that is much smaller than the list of work tiles
 Partial p uses slot p % slots in epoch p // slots. It may be written once the partial before it in that slot has been
 combined. The slot of the first partial of a fan-in group, and of a request, counts the stored partials.
 
-There is no circular wait: a partial waits only for partials earlier in the list, tickets are taken in list order, and
-the ring holds more than the partials of one request.
+There is no circular wait. A partial waits only for partials earlier in the list. Tickets are taken in list order. The
+ring holds more than the partials of one request.
 """
 
 from dataclasses import dataclass
@@ -234,8 +234,10 @@ class Combine(DeviceStruct):
 
     @cute.jit
     def _add_up(self, first, step, count, level: cutlass.Constexpr[int], rows: PackedRows, out_dtype) -> None:
-        """Combine ``count`` partials into the output. Without ``out_dtype``, combine them into the first one as a
-        fan-in group."""
+        """Combine ``count`` partials into the output.
+
+        Without ``out_dtype``, combine them into the first one as a fan-in group.
+        """
         slots = self.slots
         vectors = slots.columns // COLUMNS_AT_ONCE
         rounds = (count + (PARTS_AT_ONCE - 1)) // PARTS_AT_ONCE

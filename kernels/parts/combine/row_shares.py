@@ -1,9 +1,9 @@
 """Combine of large decode partials by row shares: warps combine shares of a request's rows beside the work tiles.
 
-A partial of MLA is large: up to 64 rows of 512 columns. When the last CTA of a request combined all of its partials, as
-in ``partials.py``, it spent 85000 cycles on four partials while all others waited. With a share for every CTA, combined
-between its work tiles, combining took a quarter of the time between work tiles (H200, 2026-11-22). One or two warps of
-each CTA therefore only combine. The attending warps combine the remaining shares when there are no more work tiles.
+A partial of MLA is large: up to 64 rows of 512 columns. When the last CTA of a request combined all partials, as in
+``partials.py``, it spent 85000 cycles on four while all others waited. With a share for every CTA, combined between its
+work tiles, combining took a quarter of the time between work tiles (H200, 2026-11-22). One or two warps of each CTA
+therefore only combine. The attending warps combine the remaining shares when there are no more work tiles.
 
 Partials are float16. Each half row is multiplied by its own power of two, so that the largest element has 11 bits. An
 element 2^-29 as large still has 11 bits.
@@ -19,8 +19,9 @@ Slots of partials are reused in epochs as in ``partials.py``. If a later partial
 all shares have been combined. There is no circular wait, for three reasons:
 * Work tiles and shares are handed out in the order of their lists.
 * A share waits only for partials that come before the partials of the next rows.
-* A partial waits for a slot of rows that come before its own rows. The ring holds more than the partials of one request
-  and of one round of all CTAs: the partials of the last round wait for shares that are combined beside work tiles.
+* A partial waits for a slot of rows that come before its own rows. This holds because the ring holds more than the
+  partials of one request and of one round of all CTAs. The partials of the last round wait for shares that are combined
+  beside work tiles.
 """
 
 from dataclasses import dataclass

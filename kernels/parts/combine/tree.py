@@ -9,11 +9,11 @@ Leaves are numbered from right to left of the keys; in the tree, left is the low
 right: a node waits at its level until its right neighbour has come. A node that has to wait for another CTA's leaf is
 left in global memory, at most two nodes per level of a range.
 
-Nodes in memory are combined in fan-in groups of sixteen, or four for nodes of many columns. A fan-in group has one slot
-for each of its subtrees of a line (see ``stream_k.py``), or for each fan-in group of the fan-in level below. A node may
-fill several slots at once. The CTA that fills the last slot combines them in tree order, and fills a slot of the fan-in
-level above. Combining thus overlaps all other work. After the last leaf of a line it takes one to three rounds, or up
-to five for nodes of many columns.
+Nodes in memory are combined in fan-in groups of sixteen, or four for nodes of many columns. Each slot of a fan-in group
+holds a subtree of a line (see ``stream_k.py``) or a fan-in group of the fan-in level below. A node may fill several
+slots at once. The CTA that fills the last slot combines them in tree order, and fills a slot of the fan-in level above.
+Combining thus overlaps all other work. After the last leaf of a line it takes one to three rounds, or up to five for
+nodes of many columns.
 
 A warpgroup holds a node in registers, each thread the same elements of every node, and stores it in register order.
 """
@@ -336,8 +336,8 @@ class Tree(DeviceStruct):
     def rise(self, node: Node, leaf, begin, leaves):
         """Combine the node of a leaf with waiting nodes to its left, as far as possible, and return its (level, index).
 
-        The node stops rising in three cases: it has to wait itself, it needs leaves before ``begin``, which another CTA
-        has, or it is the root.
+        The node stops rising in three cases. It has to wait itself. It needs leaves before ``begin``, which another CTA
+        has. It is the root.
         """
         level, index, ends_line = Int32(0), leaf, leaf + 1 >= leaves
         rises = index >= 0

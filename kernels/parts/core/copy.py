@@ -250,8 +250,7 @@ def pack_e4m3_x2(low, high, *, loc=None, ip=None):
 
 @dsl_user_op
 def pack_e4m3_x4(values, *, loc=None, ip=None):
-    """Round four float32 values to e4m3, to nearest even with saturation to the largest finite value. Pack into 32
-    bits."""
+    """Round four float32 values to e4m3 (nearest even, saturating at the largest finite value), packed into 32 bits."""
     return cute.arch.inline_ptx(
         "{ .reg .b16 low, high; cvt.rn.satfinite.e4m3x2.f32 low, {$r1}, {$r0}; "
         "cvt.rn.satfinite.e4m3x2.f32 high, {$r3}, {$r2}; mov.b32 {$w0}, {low, high}; }",

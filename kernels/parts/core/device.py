@@ -92,8 +92,7 @@ def barrier_all(condition, barrier_id, threads, *, loc=None, ip=None):
 def tied(value, other, *, loc=None, ip=None):
     """Return ``value`` with an artificial dependence on ``other``.
 
-    With an address that depends on the step of a loop, the compiler does not keep loaded values in registers from one
-    step to the next.
+    If an address depends on the step of a loop, the compiler does not keep loaded values in registers between steps.
     """
     return cute.arch.inline_ptx(
         "{ .reg .b32 unused; mov.b32 unused, {$r1}; mov.b32 {$w0}, {$r0}; }",

@@ -119,7 +119,7 @@ class SplitRowFragment(QuadFragment):
 
     @property
     def _order(self) -> list[int]:
-        """For each of a lane's neighbouring columns in order, the index of its element."""
+        """Element index of each of a lane's neighbouring columns, in column order."""
         return [2 * (i % self.parts) + i // self.parts for i in range(2 * self.parts)]
 
     def column_offset(self, c: int) -> int:

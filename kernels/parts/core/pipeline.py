@@ -121,8 +121,10 @@ class Ring(DeviceStruct):
 
     @cute.jit
     def fill(self, step) -> None:
-        """Mark the stage as full. Every producer warp calls this, converged, when it has written its share of the
-        stage."""
+        """Mark the stage as full.
+
+        Every producer warp calls this, converged, when it has written its share of the stage.
+        """
         cute.arch.sync_warp()
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive(self.full_barrier(step))

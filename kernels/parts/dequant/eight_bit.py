@@ -32,8 +32,10 @@ def in_order(kind: KvType, words: list) -> list:
 
 
 def dequantized(kind: KvType, word, factor=None):
-    """Return the elements of a word as pairs of float16. For 4 bits, ``factor`` is (a pair of scales, which half of
-    it)."""
+    """Return the elements of a word as pairs of float16.
+
+    For 4 bits, ``factor`` is (a pair of scales, the half of the pair to use).
+    """
     if kind is KvType.NVFP4:
         return e2m1.by_halves(word, *factor)
     return _from_int8(word) if kind is KvType.INT8 else _from_e4m3(word)
@@ -114,8 +116,10 @@ def _from_e4m3(word, *, loc=None, ip=None) -> tuple:
 
 @dsl_user_op
 def _from_int8(word, *, loc=None, ip=None) -> tuple:
-    """Convert four int8 to float16: a byte with flipped sign in the low bits of float16 1024 is 1024 + 128 + the
-    number."""
+    """Convert four int8 to float16.
+
+    A byte with flipped sign, in the lowest bits of 1024 as a float16, is 1024 + 128 + the number.
+    """
     return cute.arch.inline_ptx(
         "{ .reg .b32 flipped, low, high, zero; xor.b32 flipped, {$r0}, 0x80808080; mov.b32 zero, 0x64806480; "
         "prmt.b32 low, flipped, 0x64646464, 0x4140; prmt.b32 high, flipped, 0x64646464, 0x4342; "

@@ -25,8 +25,9 @@ LANES_PER_ROW = BLOCK_COLUMNS // copy.VECTOR_BYTES  # lanes per row; each copies
 
 @dataclass(frozen=True)
 class LatentRowFormat:
-    """The format of a part of a latent key: ``byte_blocks`` column blocks of 8-bit elements, then ``wide_blocks`` of 16
-    bits.
+    """The format of a part of a latent key.
+
+    The part has ``byte_blocks`` column blocks of 8-bit elements, then ``wide_blocks`` column blocks of 16-bit elements.
 
     Distances are in bytes from the part's first element.
     """

@@ -1,5 +1,6 @@
-"""Rounding to e4m3 and NVFP4, bitwise equal to the quantizers of ``hopwell.layouts``. One source serves every
-architecture.
+"""Rounding to e4m3 and NVFP4, bitwise equal to the quantizers of ``hopwell.layouts``.
+
+One source serves every architecture.
 
 Blackwell has an instruction that rounds to e2m1. Hopper does not have it, so codes are computed here.
 """

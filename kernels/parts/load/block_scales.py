@@ -96,8 +96,10 @@ class ScaleRows(DeviceStruct):
         return words
 
     def factors(self, words: list, pair: int, dtype, *, apart: bool):
-        """Return the scales of blocks 2 ``pair`` and 2 ``pair`` + 1 as numbers of ``dtype``; ``words`` come from
-        :meth:`read`."""
+        """Return the scales of blocks 2 ``pair`` and 2 ``pair`` + 1 as numbers of ``dtype``.
+
+        ``words`` is the result of :meth:`read`.
+        """
         if apart and self.interleaves:
             return e2m1.dequantized_half(prmt(words[2 * pair], words[2 * pair + 1], LOWEST_BYTES), 0, dtype)
         return e2m1.dequantized_half(words[pair // 2], pair % 2, dtype)
@@ -131,8 +133,9 @@ class SharedScales(DeviceStruct):
         return e2m1.scales_of_two(*words, block % TOKENS)
 
     def arrange(self, stage) -> None:
-        """Transpose a stage from rows by blocks to blocks by keys, as :meth:`of_core_matrices` reads it. Called by a
-        whole warp.
+        """Transpose a stage from rows by blocks to blocks by keys, as :meth:`of_core_matrices` reads it.
+
+        Called by a whole warp.
 
         A lane has two neighbouring keys of each eight. For each block, its scales of all core matrices become adjacent.
         """

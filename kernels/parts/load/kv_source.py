@@ -216,14 +216,12 @@ class KvSource(DeviceStruct):
         return partial if self.drafts is None else partial | self.drafts.overlap(begin + self.tile_n)
 
     def hidden_rows(self, tile) -> list:
-        """Return the words of :meth:`HiddenDrafts.of_tile`, or an empty list if the mask hides no keys inside its
-        interval."""
+        """Return the words of :meth:`HiddenDrafts.of_tile`, or an empty list without a draft mask."""
         return [] if self.drafts is None else self.drafts.of_tile(tile * self.tile_n, self.tile_n)
 
     @cute.jit
     def fill(self, location, tile, ring, step, partial_barrier, partials, pages=()):
-        """Fill the ring's stage with ``tile`` and with its scales from ``pages``, and return the new count of partial
-        tiles.
+        """Fill the ring's stage with ``tile`` and its scales from ``pages``, and return the new count of partial tiles.
 
         A tile with rows that must be zeroed first completes on a separate barrier. TMA must have written the rows
         before some are overwritten with zeros, and consumers must not see the tile before that.
@@ -317,8 +315,9 @@ class PagedSource(KvSource):
 
 @dataclass
 class PageBoxes(PagedSource):
-    """Paged KV source with TMA boxes of ``box_rows`` tokens and all columns. A page of 16 x 128 is one instruction for
-    4 KiB.
+    """Paged KV source with TMA boxes of ``box_rows`` tokens and all columns.
+
+    A page of 16 x 128 takes one instruction for 4 KiB.
 
     The tensor map has the dimensions [slots, core matrices of rows, column blocks, 8 rows, 64 columns]. It omits the
     column blocks if there is only one. A slot is one head of one page, and slots are one head stride apart. The page
@@ -361,8 +360,9 @@ class PageBoxes(PagedSource):
         return step, partials
 
     def locate(self, tile):
-        """Return (slot, core matrix of rows, address of the scales) of box i in lane i, counted from the tile's first
-        box.
+        """Return (slot, core matrix of rows, address of the scales) of box i in lane i.
+
+        Boxes are counted from the tile's first box.
 
         Lanes past the tile's last box hold boxes of the next tile. A box without needed tokens fetches a needed page
         again. Every tile then has the same number of bytes, and no other table entry is read.

@@ -38,8 +38,10 @@ class UnevenPages(DeviceStruct):
 
 
 def page_size(divisor, size, is_uneven: bool):
-    """Return the divider of positions by a page of ``size`` tokens; ``divisor`` is the result of
-    ``launch.page_divisor``."""
+    """Return the divider of positions by a page of ``size`` tokens.
+
+    ``divisor`` is the result of ``launch.page_divisor``.
+    """
     if is_uneven:
         return UnevenPages(divisor >> DIVISOR_BITS, divisor & ((1 << DIVISOR_BITS) - 1), Int32(size))
     return EvenPages(Int32(divisor))

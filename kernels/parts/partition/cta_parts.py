@@ -151,8 +151,9 @@ class CtaPartSchedule(SplitSchedule):
 
     @cute.jit
     def publish(self, work_queue) -> None:
-        """Post the work tiles of this CTA's CTA parts, then the work tiles to combine, then the end. Called by one
-        warp.
+        """Post the work tiles of this CTA's CTA parts, then the work tiles to combine, then the end.
+
+        Called by one warp.
 
         The work tiles to combine are the partials of this CTA once more, for its share of their rows.
         """

@@ -61,8 +61,10 @@ class SplitTile(PackedTile):
 
     @property
     def is_work_tile(self):
-        """Whether the tile has keys to attend to, or belongs to a request without keys. Combine-only tiles are no work
-        tiles."""
+        """Whether the tile has keys to attend to, or belongs to a request without keys.
+
+        Combine-only tiles are not work tiles.
+        """
         return self.head == 0
 
     def kv_policy(self):
@@ -133,8 +135,10 @@ class SplitSchedule(DeviceStruct):
         return (cutlass.max(q_len, 0) * Int32(self.geometry.group) + (self.tile_m - 1)) // self.tile_m
 
     def _of_chunk(self, q_len):
-        """Return the number of work tiles with the same keys, for ``q_len`` new tokens. They are neighbours in the
-        list."""
+        """Return the number of work tiles with the same keys, for ``q_len`` new tokens.
+
+        These work tiles are neighbours in the list.
+        """
         return Int32(self.geometry.kv_heads) * self._row_tiles(q_len)
 
     def _most_chunks(self, q_len):
@@ -184,8 +188,10 @@ class SplitSchedule(DeviceStruct):
         return shift
 
     def _tile(self, span: RequestSpan, work_tile, partials) -> SplitTile:
-        """Return the work tile at index ``work_tile`` of a request; ``partials`` counts the partials of all earlier
-        requests."""
+        """Return the work tile at index ``work_tile`` of a request.
+
+        ``partials`` is the number of partials of all earlier requests.
+        """
         of_chunk, request = self._of_chunk(span.q_len), span.request()
         chunk = work_tile // of_chunk
         place = work_tile - chunk * of_chunk
@@ -316,8 +322,10 @@ class TopkTokens:
         return request
 
     def _topk_keys(self, kv_len, q_len, token):
-        """Return the number of list entries that a new token sees. In a short request, this is its number of visible
-        keys."""
+        """Return the number of list entries that a new token sees.
+
+        In a short request, this is its number of visible keys.
+        """
         return cutlass.max(cutlass.min(kv_len - q_len + token + 1, Int32(self.geometry.topk)), 0)
 
     @cute.jit

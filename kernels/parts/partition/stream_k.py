@@ -5,9 +5,9 @@ leaves of a fixed number of keys, counted from right to left. The lines of a hea
 list*. If requests have more rows than a tile, each row tile of a head has its own head list.
 
 Head lists are cut into ranges. Every CTA owns one range. At the end of a head list are short ranges, one subtree long,
-which CTAs that are done take by tickets. Neighbouring CTAs process the ranges with the same leaves of all head lists at
-the same time, because their keys are neighbours in memory or identical. A single list with one head after the other
-took 169 instead of 135 us for 1 x 131072 tokens (H200, 2026-11-23). The part of a line in a range is a *segment*.
+which CTAs that are done take by tickets. Neighbouring CTAs process the same leaves of all head lists at the same time.
+The keys of these leaves are neighbours in memory, or identical. A single list with one head after the other took 169
+instead of 135 us for 1 x 131072 tokens (H200, 2026-11-23). The part of a line in a range is a *segment*.
 
 The results of leaves are combined as a tree in which every leaf has a fixed place, see ``tree.py``. The boundaries of
 ranges therefore never change a bit. To leave few nodes, segments consist of whole subtrees of 2^shift leaves of a line,
@@ -143,8 +143,10 @@ class StreamKSchedule(SplitSchedule):
     def _tile_range(
         self, span: RequestSpan, place: tuple, output_tile_start, begin, end, ranges: StreamKRanges, policy
     ) -> StreamKTile:
-        """Return the segment with leaves [begin, end) of a request's line. ``place`` is (head list, KV head, first
-        row)."""
+        """Return the segment with leaves [begin, end) of a request's line.
+
+        ``place`` is (head list, KV head, first row).
+        """
         request, tokens = span.request(), span.chunk_tokens
         head_list, head, first_row = place
         # Leaves are counted from right to left and shared by all rows. A tile has every leaf of its request, even if

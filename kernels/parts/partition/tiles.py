@@ -39,7 +39,7 @@ class WorkTile(DeviceStruct):
     keys: TileRange
 
     def kv_policy(self):
-        """L2 cache policy of K and V if heads share tiles, see copy.tma_load.
+        """Return the L2 cache policy of K and V if heads share tiles, see copy.tma_load.
 
         The keys of a request with few tokens are read once. The keys of other requests are read by one tile after the
         other, and should stay in L2.

@@ -238,8 +238,7 @@ class RowResults(DeviceStruct):
 
     @cute.jit
     def finish(self, softmax, r: cutlass.Constexpr[int], row, lanes_per_row: cutlass.Constexpr[int]):
-        """Write the log-sum-exp and statistics of row ``row`` of the tile, and return its output's normalisation
-        factor.
+        """Write the log-sum-exp and statistics of row ``row`` of the tile, and return its normalisation factor.
 
         The lane holds this row as its row ``r``.
         """

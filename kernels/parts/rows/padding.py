@@ -2,8 +2,8 @@
 
 A padded tensor has the caller's maximum number of rows for each request. Tiles write the rows of a request's queries.
 The kernel fills the other rows with -inf here, because callers reduce over all rows. Filling the tensor before the
-launch would cost another launch and 0.8 us on the host, half of a warm call without its launch (host without a GPU,
-2026-11-24).
+launch would cost another launch and 0.8 us on the host (host without a GPU, 2026-11-24). This is half of a warm call
+without its launch.
 """
 
 import cutlass

@@ -1,9 +1,9 @@
 """Rows of a prefill query tile: the query token and head of each row.
 
 Packed GQA stacks the heads of a KV head in one tile: row r is token r % tokens of head r // tokens. ``tokens`` is a
-multiple of 8. Eight rows are a box of Q, an atom of the swizzle, and a warp's share of row r of a fragment, so each
-group of 8 belongs to one head. Leftover rows count as further tokens of the last head. These tokens belong to the next
-tile, which stores them, so the Q in these rows does not matter.
+multiple of 8. Each group of 8 rows therefore belongs to one head. It is a box of Q, an atom of the swizzle, and a
+warp's share of row r of a fragment. Leftover rows count as further tokens of the last head. These tokens belong to the
+next tile, which stores them, so the Q in these rows does not matter.
 """
 
 from dataclasses import dataclass

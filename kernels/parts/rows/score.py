@@ -81,8 +81,10 @@ class ScoreMap(DeviceStruct):
                     scores.set(r, c, scores.get(r, c) * factor + (bias + slope * float(scores.column_offset(c))))
 
     def shift(self, slope, position):
-        """Return the natural logits that a row's softmax omits: ALiBi distances start at the first key, not at
-        ``position``."""
+        """Return the natural logits that the softmax of a row at ``position`` omits.
+
+        ALiBi counts distances from the first key, :meth:`apply` from the row's own key.
+        """
         return slope * position.to(Float32) if self.kind.has_slopes else Float32(0.0)
 
     def largest_logit(self, largest, shift):

@@ -1,9 +1,9 @@
 """Skip-softmax: skip KV tiles whose weights are negligible in every row of a warpgroup.
 
-A warpgroup skips a tile if, in each of its rows, the tile's largest weight is below ``factor / kv_len`` of the largest
-weight so far. The first tile is never skipped. Skipping drops the tile's exponentials and its product with V. K and V
-are still loaded, because other rows may need them. The warpgroup still waits for both, because a stage may be released
-only after TMA has written all of it.
+A warpgroup skips a tile if the tile's largest weight is below ``factor / kv_len`` of the largest weight so far, in
+every row. The first tile is never skipped. Skipping drops the tile's exponentials and its product with V. K and V are
+still loaded, because other rows may need them. The warpgroup still waits for both, because a stage may be released only
+after TMA has written all of it.
 """
 
 from dataclasses import dataclass
@@ -45,7 +45,9 @@ class SkipRule(DeviceStruct):
 
     @cute.jit
     def report(self, address, is_reporter) -> None:
-        """Add this warpgroup's skipped tiles to the counter. One thread per group of threads with the same rows
-        reports."""
+        """Add this warpgroup's skipped tiles to the counter.
+
+        One thread per group of threads with the same rows reports.
+        """
         if address != 0 and is_reporter:
             cute.arch.atomic_add(global_pointer(Int32, address), self.skipped[0])

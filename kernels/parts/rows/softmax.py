@@ -169,8 +169,7 @@ class OnlineSoftmax(DeviceStruct):
 
 @dataclass
 class TileSoftmax(OnlineSoftmax):
-    """Softmax for low-precision weights: each tile's reference fits its own largest score, and weights reach
-    2^HEADROOM.
+    """Softmax for low-precision weights, which reach 2^HEADROOM: each tile's reference fits its own largest score.
 
     A tile's reference may be lower than the reference of the tile before. e4m3 ends at 2^-9. If weights were rounded
     relative to the largest score so far, a tile whose scores all lie well below other tiles would lose its weight. The
