@@ -253,7 +253,7 @@ def largest_of_lane(
 ):
     """Return the largest element of row r in this lane.
 
-    With ``absolute`` the largest magnitude counts, and the sign of the result is undefined. With ``keeps_nan`` a NaN is
+    With ``absolute`` the largest magnitude counts, and the sign of the result is arbitrary. With ``keeps_nan`` a NaN is
     the result; otherwise NaNs are ignored.
     """
     chains = [fragment.get(r, c) for c in range(min(CHAINS, fragment.columns))]
